@@ -1,0 +1,1 @@
+"""Thin Ray shells round plain classes."""

@@ -1,0 +1,1 @@
+"""The domain and what runs where: types, configuration, placement, state store, data-plane transport."""

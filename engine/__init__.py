@@ -1,0 +1,1 @@
+"""Models, paged KV cache, attention, sampling, the round, and the targets."""
