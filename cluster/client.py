@@ -1,0 +1,60 @@
+"""What the API needs of the cluster behind it."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.types import Commit, ModelInfo, Request
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterStatus:
+    name: str
+    kind: str
+    state: str  # starting, ready, down, draining, quarantined
+    num_requests: int
+    num_proposed: int  # draft tokens verified since the start
+    num_accepted: int
+    reply_ms: float | None  # running mean; None before the first reply
+    num_restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStatus:
+    name: str
+    state: str
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    tokens_per_s: float
+    step_ms: float  # running mean of a pass
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """What ``outrider status`` shows and ``/metrics`` exports."""
+
+    model: str
+    policy: str
+    table_version: int
+    targets: tuple[TargetStatus, ...]
+    drafters: tuple[DrafterStatus, ...]
+
+
+class EngineClient(Protocol):
+    """The way from the API to the targets. Implementations: over links, and in process."""
+
+    async def model(self) -> ModelInfo: ...
+
+    def generate(self, request: Request) -> AsyncIterator[Commit]:
+        """The request's commits, in order, the last with a finish reason. Closing the iterator aborts the request.
+
+        Raises:
+            Overloaded: no target takes more requests now.
+            LinkClosed: no target is there; or it went while the request ran.
+        """
+
+    async def status(self) -> ClusterStatus: ...
+
+    async def close(self) -> None: ...

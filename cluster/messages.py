@@ -1,0 +1,107 @@
+"""What travels on links: one message per round and direction (DESIGN, the data plane).
+
+Down is from the target (to a drafter, or to a gateway), up is towards it. Every message is a frozen dataclass; the wire
+format is protobuf (``cluster/transport/wire.proto``), translated in ``cluster/transport/codec.py``.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cluster.types import Commit, Proposal, Request, SamplingParams
+
+PROTOCOL_VERSION = 1
+
+
+class Role(StrEnum):
+    TARGET = "target"
+    DRAFTER = "drafter"
+    GATEWAY = "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of each end. A mismatch of version, fingerprint or token refuses the link with a reason."""
+
+    role: Role
+    name: str
+    vocab_size: int
+    tokenizer_fingerprint: str
+    token: str = ""  # the cluster's shared secret, compared in constant time
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A request to follow from here on, with all of its committed tokens. Also the answer to a resync."""
+
+    request_id: str
+    token_ids: tuple[int, ...]  # prompt, then what is committed of the output
+    prompt_len: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Newly committed tokens of a followed request: positions base_len .. base_len + len(token_ids)."""
+
+    request_id: str
+    base_len: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many draft tokens a request may be sent per round."""
+
+    request_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRound:
+    """Target to drafter, once a round. An Extend whose base is not the known length asks for a resync, and so does an
+    unknown request. ``budgets`` holds changes only; a followed request keeps its last."""
+
+    table_version: int
+    opens: tuple[Open, ...] = ()
+    extends: tuple[Extend, ...] = ()
+    budgets: tuple[Budget, ...] = ()
+    releases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Counterfactual: of the committed tokens from base_len on, how many the drafter would have proposed (DESIGN idea 5)."""
+
+    request_id: str
+    base_len: int
+    num_matched: int
+    num_scored: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalRound:
+    """Drafter to target, once a round."""
+
+    table_version: int
+    proposals: tuple[Proposal, ...] = ()
+    scores: tuple[Score, ...] = ()
+    resyncs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRound:
+    """Gateway to target: new requests, and requests whose caller is gone."""
+
+    submits: tuple[Request, ...] = ()
+    aborts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRound:
+    """Target to gateway, once a round."""
+
+    commits: tuple[Commit, ...]
+
+
+Message = DraftRound | ProposalRound | SubmitRound | CommitRound

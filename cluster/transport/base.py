@@ -1,0 +1,102 @@
+"""The protocols of a link, and the mailbox that every owner reads."""
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.messages import Hello, Message
+
+
+class Link(Protocol):
+    """One end of a stream. Thread-safe.
+
+    ``peer`` is what the other end said of itself, already checked. Messages arrive in the order sent, at most once;
+    a link that breaks loses what was under way, and the protocol above resyncs.
+    """
+
+    @property
+    def peer(self) -> Hello: ...
+
+    def send(self, message: Message) -> None:
+        """Queue a message without waiting.
+
+        Raises:
+            LinkClosed: the other end is gone.
+            LinkFull: its bounded queue is full; the message was dropped.
+        """
+
+    def close(self) -> None:
+        """Stop; idempotent. The other end sees LinkDown."""
+
+
+class Listener(Protocol):
+    """Accepts links at an address until closed."""
+
+    @property
+    def address(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDown:
+    link: Link
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    link: Link
+    message: Message
+
+
+Event = LinkUp | LinkDown | Received
+
+
+class Mailbox:
+    """A bounded, thread-safe inbox: events from any number of links, and whatever else the owner must hear of.
+
+    ``put`` of a message refuses when full, so that a slow owner pushes back to the sender; ``LinkUp`` and ``LinkDown``
+    always fit, there is one of each per link.
+    """
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._events: deque[Event] = deque()
+        self._capacity = capacity
+        self._woken = False
+        self._ready = threading.Condition()
+
+    def put(self, event: Event) -> bool:
+        """Returns False when the mailbox is full and the event is a message: it was not taken."""
+        with self._ready:
+            if isinstance(event, Received) and len(self._events) >= self._capacity:
+                return False
+            self._events.append(event)
+            self._ready.notify_all()
+            return True
+
+    def drain(self) -> list[Event]:
+        """All that has come, oldest first, without waiting."""
+        with self._ready:
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until there is something to drain, or a wake, at most timeout_s. Returns whether there is something."""
+        with self._ready:
+            self._ready.wait_for(lambda: self._events or self._woken, timeout_s)
+            self._woken = False
+            return bool(self._events)
+
+    def wake(self) -> None:
+        """End this wait, or the next, early."""
+        with self._ready:
+            self._woken = True
+            self._ready.notify_all()

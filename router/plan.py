@@ -1,0 +1,76 @@
+"""What the planner sees of the sequences, and what it decides: plain data in, one StepPlan out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cluster.types import Slo
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """One live request as the planner sees it.
+
+    Of the ``committed_len`` tokens (prompt included) the target has computed ``computed_len``: at least one less, for
+    the last committed token is computed together with the draft tokens that follow it.
+
+        0 ........ computed_len ........ committed_len ........ + num_drafted
+        | in the cache | to be computed  | proposed, unverified |
+    """
+
+    request_id: str
+    committed_len: int
+    computed_len: int
+    prompt_len: int
+    num_drafted: int  # proposal at hand that extends committed_len
+    confidences: tuple[float, ...]  # of those draft tokens
+    running: bool  # holds blocks; a waiting one must be admitted first
+    arrival_s: float
+    slo: Slo
+    drafter: str | None  # whose proposal is at hand or awaited; None: decoded plainly
+    awaiting_since_s: float | None  # when the drafter was last told of a commit; None: nothing awaited
+    max_new_tokens: int  # committed tokens that may still come, at least 1
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterView:
+    """What is known of a drafter: running means over what it did for this target."""
+
+    reply_s: float  # from a commit to the proposal that answers it
+    accepted_per_round: float  # draft tokens accepted of a proposal, without the bonus token
+    acceptance: float  # of a draft token, given that those before it were accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the target can hold. Block counts are of the KV cache."""
+
+    block_len: int
+    num_blocks: int
+    num_free_blocks: int  # at once free, cached blocks that nobody uses included
+    max_num_sequences: int
+    max_pass_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What the next pass computes of one sequence: ``num_compute`` committed tokens from computed_len on, then, if these
+    reach the end of what is committed, ``num_verify`` draft tokens."""
+
+    request_id: str
+    num_compute: int
+    num_verify: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the next target pass does, in the order of the batch."""
+
+    spans: tuple[Span, ...]
+    admitted: tuple[str, ...] = ()  # waiting requests that start to run, in spans too
+    preempted: tuple[str, ...] = ()  # running requests that give up their blocks, to be recomputed later
+    held: Mapping[str, float] = field(default_factory=dict)  # request -> when it stops waiting for its proposal
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.spans and not self.preempted
