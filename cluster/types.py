@@ -121,7 +121,8 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end of sequence, a stop token, or a stop string
     LENGTH = "length"  # max_tokens, or the model's context
     ABORT = "abort"
-    ERROR = "error"
+    ERROR = "error"  # the engine failed on this request; Commit.error says why
+    OVERLOADED = "overloaded"  # refused: too many requests wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ class Commit:
     """Tokens that became final in one round: the accepted draft tokens, then the bonus token.
 
     ``num_accepted`` of ``num_proposed`` verified draft tokens were right. ``len(token_ids)`` is the accepted length
-    with the bonus token, or less where the sequence ended inside it. An ERROR finish carries its reason in ``error``.
+    with the bonus token, or less where the sequence ended inside it. ERROR and OVERLOADED carry their reason in ``error``.
     """
 
     request_id: str

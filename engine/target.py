@@ -28,12 +28,16 @@ class SpanInput:
 
 @dataclass(frozen=True, slots=True)
 class SpanOutcome:
-    """The target's verdict on a span: the accepted draft tokens, then its own next one. Empty for a prefill chunk."""
+    """The target's verdict on a span: the accepted draft tokens, then its own next one. Empty for a prefill chunk.
+
+    ``error``: no token could be chosen for this sequence (its logits hold no number, say); it cannot go on.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     num_accepted: int
     logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
 
 
 class TargetEngine(Protocol):
