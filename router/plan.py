@@ -40,6 +40,10 @@ class DrafterView:
     acceptance: float  # of a draft token, given that those before it were accepted
 
 
+# What is assumed of a drafter before its first proposal: worth a short wait.
+UNKNOWN_DRAFTER = DrafterView(reply_s=0.0, accepted_per_round=1.0, acceptance=0.6)
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What the target can hold. Block counts are of the KV cache."""

@@ -1,0 +1,161 @@
+"""The live requests of one target: their committed tokens, the proposals at hand, and when they end."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cluster.types import Commit, FinishReason, ModelInfo, Proposal, Request
+from engine.target import SpanInput, SpanOutcome
+from router.plan import SequenceView, Span
+
+
+@dataclass(slots=True, eq=False)
+class LiveSequence:
+    """A request under way. ``token_ids[:computed_len]`` are in the target's cache."""
+
+    request: Request
+    token_ids: list[int]
+    computed_len: int = 0
+    running: bool = False
+    drafter: str | None = None  # the pool member that follows it
+    awaiting_since_s: float | None = None
+    proposal: Proposal | None = None
+    finish: FinishReason | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.request.sampling.max_tokens - (len(self.token_ids) - self.prompt_len)
+
+    def view(self) -> SequenceView:
+        proposal = self.proposal
+        return SequenceView(
+            request_id=self.request.id,
+            committed_len=len(self.token_ids),
+            computed_len=self.computed_len,
+            prompt_len=self.prompt_len,
+            num_drafted=len(proposal.token_ids) if proposal else 0,
+            confidences=proposal.confidences if proposal else (),
+            running=self.running,
+            arrival_s=self.request.arrival_s,
+            slo=self.request.slo,
+            drafter=self.drafter,
+            awaiting_since_s=self.awaiting_since_s,
+            max_new_tokens=self.max_new_tokens,
+        )
+
+
+@dataclass(slots=True)
+class Sequences:
+    """All live requests in order of arrival."""
+
+    model: ModelInfo
+    _live: dict[str, LiveSequence] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[LiveSequence]:
+        return iter(self._live.values())
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._live
+
+    def __getitem__(self, request_id: str) -> LiveSequence:
+        return self._live[request_id]
+
+    def get(self, request_id: str) -> LiveSequence | None:
+        return self._live.get(request_id)
+
+    @property
+    def num_running(self) -> int:
+        return sum(s.running for s in self._live.values())
+
+    def add(self, request: Request) -> LiveSequence:
+        sequence = LiveSequence(request, list(request.prompt_token_ids))
+        self._live[request.id] = sequence
+        return sequence
+
+    def remove(self, request_id: str) -> LiveSequence | None:
+        return self._live.pop(request_id, None)
+
+    def views(self) -> list[SequenceView]:
+        return [s.view() for s in self._live.values()]
+
+    def offer(self, proposal: Proposal) -> bool:
+        """Takes a proposal that extends exactly what is committed; a stale or foreign one is dropped."""
+        sequence = self._live.get(proposal.request_id)
+        if sequence is None or sequence.drafter != proposal.drafter or proposal.base_len != len(sequence.token_ids):
+            return False
+        vocab_size = self.model.vocab_size
+        if len(proposal.confidences) != len(proposal.token_ids) or any(
+            not 0 <= token < vocab_size for token in proposal.token_ids
+        ):
+            return False
+        sequence.proposal = proposal
+        sequence.awaiting_since_s = None
+        return True
+
+    def span_input(self, span: Span) -> SpanInput:
+        """The tokens of a planned span. A cached prefix may have shortened what is left to compute since it was planned."""
+        sequence = self._live[span.request_id]
+        end = min(sequence.computed_len + span.num_compute, len(sequence.token_ids))
+        samples = end == len(sequence.token_ids)
+        drafts: tuple[int, ...] = ()
+        if samples and sequence.proposal is not None:
+            drafts = sequence.proposal.token_ids[: span.num_verify]
+        return SpanInput(
+            request_id=span.request_id,
+            base_len=sequence.computed_len,
+            token_ids=(*sequence.token_ids[sequence.computed_len : end], *drafts),
+            num_drafts=len(drafts),
+            samples=samples,
+        )
+
+    def apply(self, span: SpanInput, outcome: SpanOutcome) -> Commit | None:
+        """Commits what a pass found, and ends the sequence where it must end. None for a prefill chunk.
+
+        Tokens beyond a stop token or the last wanted one are cut off: they were verified in the same pass, but a plain
+        decode would never have computed them.
+        """
+        sequence = self._live[span.request_id]
+        if outcome.error is not None:
+            sequence.finish = FinishReason.ERROR
+            return Commit(span.request_id, len(sequence.token_ids), (), finish=sequence.finish, error=outcome.error)
+        if not span.samples:
+            sequence.computed_len = span.base_len + len(span.token_ids)
+            return None
+        base_len = len(sequence.token_ids)
+        token_ids, finish = self._until_end(sequence, outcome.token_ids)
+        sequence.token_ids.extend(token_ids)
+        sequence.computed_len = len(sequence.token_ids) - 1
+        sequence.finish = finish
+        drafter = sequence.proposal.drafter if sequence.proposal is not None else None
+        sequence.proposal = None
+        return Commit(
+            request_id=span.request_id,
+            base_len=base_len,
+            token_ids=token_ids,
+            num_proposed=span.num_drafts,
+            num_accepted=min(outcome.num_accepted, len(token_ids)),
+            drafter=drafter if span.num_drafts else None,
+            logprobs=outcome.logprobs[: len(token_ids)],
+            finish=finish,
+        )
+
+    def _until_end(
+        self, sequence: LiveSequence, token_ids: Sequence[int]
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        sampling = sequence.request.sampling
+        stops = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops.update(self.model.eos_token_ids)
+        room = min(sequence.max_new_tokens, self.model.max_model_len - len(sequence.token_ids))
+        for i, token in enumerate(token_ids[:room]):
+            if token in stops:
+                return tuple(token_ids[: i + 1]), FinishReason.STOP
+        if len(token_ids) >= room:
+            return tuple(token_ids[:room]), FinishReason.LENGTH
+        return tuple(token_ids), None

@@ -1,0 +1,213 @@
+"""What the next target pass does: who is computed, how much of each proposal is verified, who waits for one.
+
+One rule serves SPIN's pipeline, PEARL-style drafting ahead and a dead drafter alike: a sequence waits for its proposal
+no longer than the proposal is worth, and the pass leaves without it as soon as waiting costs more than splitting the batch.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.cost_model import CostModel
+from router.plan import UNKNOWN_DRAFTER, Capacity, DrafterView, SequenceView, Span, StepPlan
+from router.verification import VERIFICATION_POLICIES
+
+# A drafter that has had no luck is still given this share of a step, or its luck could never turn.
+PATIENCE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerSettings:
+    """``max_chunk_len`` bounds the prompt tokens of a pass that also decodes: a long prompt does not stall streams."""
+
+    verification: str = "goodput"
+    max_hold_s: float = 0.05
+    max_chunk_len: int = 256
+
+
+class Planner(Protocol):
+    def plan(
+        self,
+        sequences: Sequence[SequenceView],
+        drafters: Mapping[str, DrafterView],
+        capacity: Capacity,
+        cost: CostModel,
+        now_s: float,
+    ) -> StepPlan:
+        """``sequences`` in order of arrival. Pure: the same input gives the same plan."""
+
+
+class StepPlanner:
+    """The planner of the live round and of the simulator."""
+
+    def __init__(self, settings: PlannerSettings | None = None) -> None:
+        self._settings = settings or PlannerSettings()
+        self._verification = VERIFICATION_POLICIES[self._settings.verification]
+
+    def plan(
+        self,
+        sequences: Sequence[SequenceView],
+        drafters: Mapping[str, DrafterView],
+        capacity: Capacity,
+        cost: CostModel,
+        now_s: float,
+    ) -> StepPlan:
+        running = [s for s in sequences if s.running]
+        decoding = [s for s in running if _remaining(s) == 1]
+        held = self._held(decoding, drafters, cost, now_s)
+        ready = [s for s in decoding if s.request_id not in held]
+        prefilling = [s for s in running if _remaining(s) > 1]
+        waiting = [s for s in sequences if not s.running]
+        if held and self._better_to_wait(held, ready, prefilling or waiting, drafters, decoding, cost, now_s):
+            return StepPlan(spans=(), held=held)
+        blocks = _Blocks(capacity)
+        survivors, preempted = _make_room(ready, running, blocks)
+        num_verify = self._verification(survivors, drafters, capacity, cost)
+        decode = _decode_spans(survivors, num_verify, blocks)
+        num_free_tokens = capacity.max_pass_tokens - sum(s.num_compute + s.num_verify for s in decode)
+        if decode:
+            num_free_tokens = min(num_free_tokens, self._settings.max_chunk_len)
+        prefill, admitted = _prefill_spans(
+            [s for s in prefilling if s.request_id not in preempted],
+            [] if preempted else waiting,
+            num_free_tokens,
+            capacity.max_num_sequences - len(running) + len(preempted),
+            blocks,
+        )
+        if not decode and not prefill and not preempted and not held:
+            preempted = _break_deadlock(running)
+        return StepPlan((*decode, *prefill), tuple(admitted), tuple(preempted), held)
+
+    def _held(
+        self, decoding: Iterable[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
+    ) -> dict[str, float]:
+        """Who waits for a proposal, and until when: no longer than the time its accepted tokens would save."""
+        held = {}
+        for sequence in decoding:
+            if sequence.drafter is None or sequence.awaiting_since_s is None or sequence.max_new_tokens == 1:
+                continue
+            drafter = drafters.get(sequence.drafter, UNKNOWN_DRAFTER)
+            gain = max(drafter.accepted_per_round, PATIENCE)
+            worth_s = min(self._settings.max_hold_s, gain * cost.step_s(1, sequence.committed_len))
+            until_s = sequence.awaiting_since_s + worth_s
+            if drafter.reply_s <= worth_s and now_s < until_s:
+                held[sequence.request_id] = until_s
+        return held
+
+    @staticmethod
+    def _better_to_wait(
+        held: Mapping[str, float],
+        ready: Sequence[SequenceView],
+        other_work: Sequence[SequenceView],
+        drafters: Mapping[str, DrafterView],
+        decoding: Sequence[SequenceView],
+        cost: CostModel,
+        now_s: float,
+    ) -> bool:
+        """Whether the whole batch does better to leave together than in two passes, given when the proposals are due."""
+        if not ready and not other_work:
+            return True
+        context = sum(s.committed_len for s in decoding)
+        # Splitting makes everybody wait for one more pass, at the price of a pass's fixed part.
+        together_s = cost.step_s(len(decoding), context)
+        apart_s = cost.step_s(max(len(ready), 1), context) + cost.step_s(len(held), context)
+        due_s = 0.0
+        for sequence in decoding:
+            if sequence.request_id in held and sequence.drafter and sequence.awaiting_since_s is not None:
+                reply_s = drafters.get(sequence.drafter, UNKNOWN_DRAFTER).reply_s
+                due_s = max(due_s, min(sequence.awaiting_since_s + 2 * reply_s, held[sequence.request_id]) - now_s)
+        return 0.0 < due_s < apart_s - together_s
+
+
+class _Blocks:
+    """Free blocks of the KV cache as the plan uses them up."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self._block_len = capacity.block_len
+        self.num_free = capacity.num_free_blocks
+
+    def held_by(self, sequence: SequenceView) -> int:
+        return -(-sequence.computed_len // self._block_len)
+
+    def needed(self, sequence: SequenceView, num_tokens: int) -> int:
+        return -(-(sequence.computed_len + num_tokens) // self._block_len) - self.held_by(sequence)
+
+    def fits(self, sequence: SequenceView, num_tokens: int) -> int:
+        """The most of num_tokens that the free blocks still hold."""
+        slack = self.held_by(sequence) * self._block_len - sequence.computed_len
+        return min(num_tokens, slack + self.num_free * self._block_len)
+
+    def take(self, sequence: SequenceView, num_tokens: int) -> None:
+        self.num_free -= self.needed(sequence, num_tokens)
+
+
+def _remaining(sequence: SequenceView) -> int:
+    return sequence.committed_len - sequence.computed_len
+
+
+def _make_room(
+    ready: Sequence[SequenceView], running: Sequence[SequenceView], blocks: _Blocks
+) -> tuple[list[SequenceView], list[str]]:
+    """Preempts the youngest until one more token of every remaining ready sequence has its block."""
+    survivors = list(ready)
+    preempted: list[str] = []
+    by_age = sorted(running, key=lambda s: s.arrival_s)
+    while len(by_age) > 1 and sum(blocks.needed(s, 1) for s in survivors) > blocks.num_free:
+        youngest = by_age.pop()
+        preempted.append(youngest.request_id)
+        blocks.num_free += blocks.held_by(youngest)
+        survivors = [s for s in survivors if s is not youngest]
+    return survivors, preempted
+
+
+def _decode_spans(ready: Sequence[SequenceView], num_verify: Mapping[str, int], blocks: _Blocks) -> list[Span]:
+    for sequence in ready:  # the token that must be computed comes before anybody's drafts
+        blocks.take(sequence, 1)
+    spans = []
+    for sequence in ready:
+        blocks.num_free += blocks.needed(sequence, 1)
+        wanted = 1 + num_verify.get(sequence.request_id, 0)
+        num_tokens = max(1, blocks.fits(sequence, wanted))
+        blocks.take(sequence, num_tokens)
+        spans.append(Span(sequence.request_id, 1, num_tokens - 1))
+    return spans
+
+
+def _prefill_spans(
+    prefilling: Sequence[SequenceView],
+    waiting: Sequence[SequenceView],
+    num_free_tokens: int,
+    num_free_places: int,
+    blocks: _Blocks,
+) -> tuple[list[Span], list[str]]:
+    """Chunks of prompts under way, oldest first, then new ones that fit whole, with what the older ones still need."""
+    spans: list[Span] = []
+    admitted: list[str] = []
+    num_reserved = 0
+    for sequence in prefilling:
+        num_tokens = blocks.fits(sequence, min(_remaining(sequence), num_free_tokens))
+        needed = blocks.needed(sequence, _remaining(sequence))
+        if num_tokens > 0:
+            needed -= blocks.needed(sequence, num_tokens)
+            blocks.take(sequence, num_tokens)
+            num_free_tokens -= num_tokens
+            spans.append(Span(sequence.request_id, num_tokens))
+        num_reserved += needed
+    for sequence in waiting:
+        needed = blocks.needed(sequence, _remaining(sequence))
+        if num_free_places <= len(admitted) or num_free_tokens <= 0 or needed > blocks.num_free - num_reserved:
+            break  # first come, first served: a short prompt does not starve a long one
+        num_tokens = min(_remaining(sequence), num_free_tokens)
+        num_reserved += needed - blocks.needed(sequence, num_tokens)
+        blocks.take(sequence, num_tokens)
+        num_free_tokens -= num_tokens
+        spans.append(Span(sequence.request_id, num_tokens))
+        admitted.append(sequence.request_id)
+    return spans, admitted
+
+
+def _break_deadlock(running: Sequence[SequenceView]) -> list[str]:
+    """Several half-computed prompts may hold all blocks between them; the youngest gives way."""
+    if len(running) < 2:
+        return []
+    return [max(running, key=lambda s: s.arrival_s).request_id]
