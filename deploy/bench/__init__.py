@@ -1,0 +1,36 @@
+"""Benchmarks: ``outrider bench NAME``. Each is a module with ``run(options: BenchOptions) -> BenchResult``."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+
+from cluster.errors import InvalidField
+from deploy.bench.report import BenchOptions, BenchResult
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    module: str  # imported when the benchmark runs
+    summary: str
+
+    def load(self) -> Callable[[BenchOptions], BenchResult]:
+        run: Callable[[BenchOptions], BenchResult] = import_module(self.module).run
+        return run
+
+
+BENCHES = {
+    "decode": Bench("deploy.bench.decode", "a decode step over the floor of its matrix products, and over transformers"),
+    "invariance": Bench("deploy.bench.invariance", "the same tokens whatever is drafted, preempted or killed"),
+    "serve": Bench("deploy.bench.serve", "the HTTP server over the engine in process; memory of the whole cluster"),
+    "faults": Bench("deploy.bench.faults", "streams while a drafter is killed"),
+}
+
+
+def find_bench(name: str) -> Bench:
+    """Raises InvalidField when there is no such benchmark; names the nearest."""
+    if name in BENCHES:
+        return BENCHES[name]
+    near = get_close_matches(name, BENCHES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(BENCHES)}"
+    raise InvalidField("bench", name, f"no such benchmark, {hint}")

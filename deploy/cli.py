@@ -1,0 +1,87 @@
+"""``outrider``: the command line. Commands import what they need when they run, so that ``--help`` is instant."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from cluster.errors import OutriderError
+
+
+class _OneLineErrors(TyperGroup):
+    """An error that a user can act on is one line on stderr and exit code 1; others keep their traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OutriderError as error:
+            print(f"outrider: {error}", file=sys.stderr)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    cls=_OneLineErrors,
+    help="Serve a large language model through a pool of small draft models that ride ahead of it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"outrider {version('outrider')}")
+        raise typer.Exit
+
+
+@app.callback()
+def outrider(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print it and exit")
+    ] = False,
+) -> None: ...
+
+
+@app.command(no_args_is_help=True)
+def bench(
+    name: Annotated[str, typer.Argument(help="decode, invariance, serve or faults")],
+    more_prompts: Annotated[
+        list[Path] | None, typer.Argument(metavar="[PROMPTS]...", help="further files or folders for --prompts")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="end within 4 minutes on 2 cores")] = False,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE_OR_FOLDER", help="prompts as JSONL, instead of made-up ones; may be repeated"),
+    ] = None,
+    json: Annotated[str, typer.Option(metavar="PATH|-", help="where the JSON object goes; - is standard output")] = "-",
+    model: Annotated[str, typer.Option(help="a name of `outrider models`, or a Hugging Face folder")] = "smollm2-135m",
+    expect: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it holds (>= or <=); may be repeated"),
+    ] = None,
+) -> None:
+    """Measure: a table on stderr, one JSON object with the figures on stdout."""
+    from rich.console import Console
+
+    from deploy.bench import find_bench
+    from deploy.bench.report import BenchOptions, Expectation, failures, print_result, write_json
+
+    run = find_bench(name).load()
+    expectations = [Expectation.parse(text) for text in expect or ()]
+    result = run(BenchOptions(quick, (*(prompts or ()), *(more_prompts or ())), model))
+    console = Console(stderr=True)
+    print_result(result, console)
+    write_json(result, json)
+    unmet = failures(result, expectations)
+    for line in unmet:
+        console.print(f"[bold red]not met:[/] {line}", highlight=False)
+    if unmet:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()
