@@ -1,0 +1,399 @@
+"""The one configuration file: what it may say, its defaults, and how "auto" becomes a value.
+
+The defaults are a laptop's: SmolLM2-135M-Instruct with an n-gram and a suffix drafter, all on one machine. Every section
+is frozen. "auto" is resolved once, by `resolve`, into a new Config that holds no "auto" any more.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from cluster import strict_yaml
+from cluster.inventory import Inventory
+
+Auto = Literal["auto"]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["bfloat16", "float32"]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Share = Annotated[float, Field(ge=0, le=4096)]
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+Milliseconds = Annotated[float, Field(gt=0, le=60_000)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the file: immutable, strict, and without keys that nobody reads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The served model."""
+
+    name: str = Field(default="smollm2-135m", min_length=1)  # of an embedded model (`outrider models`), or a folder
+    max_model_len: Count = 2048  # prompt and output together; at most the model's own
+
+
+class Resources(Section):
+    """What one process takes. Ray reserves cpus and gpus; a fraction of a GPU shares it."""
+
+    cpus: Share | Auto = "auto"
+    gpus: Share | Auto = "auto"
+    threads: Count | Auto = "auto"  # of matrix products on a CPU
+
+
+class TargetConfig(Section):
+    """The engine that verifies, and how many there are of it."""
+
+    engine: Literal["native"] = "native"
+    dtype: Dtype = "bfloat16"
+    device: Device = "auto"
+    replicas: Count = 1
+    tensor_parallel: Count = 1  # ranks of one replica
+    block_len: Literal[8, 16, 32, 64] = 16  # tokens of a KV cache block
+    kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.5  # of one rank
+    max_num_sequences: Count = 64  # running at once in one replica
+    max_pass_tokens: Count = 512  # rows of one packed pass
+    prefill_chunk_len: Count = 256  # rows that one prompt may take of a pass
+    resources: Resources = Resources()  # of one rank
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.prefill_chunk_len > self.max_pass_tokens:
+            raise ValueError(
+                f"prefill_chunk_len ({self.prefill_chunk_len}) must be at most max_pass_tokens ({self.max_pass_tokens})"
+            )
+        if self.device == "cpu" and self.resources.gpus not in ("auto", 0):
+            raise ValueError(f"resources.gpus must be 0 on device cpu, got {self.resources.gpus}")
+        return self
+
+
+class NgramOptions(Section):
+    """Prompt lookup: what followed the last tokens when they stood in this request before."""
+
+    kind: Literal["ngram"] = "ngram"
+    max_match_len: Count = 4
+    min_match_len: Count = 2
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_match_len > self.max_match_len:
+            raise ValueError(f"min_match_len ({self.min_match_len}) must be at most max_match_len ({self.max_match_len})")
+        return self
+
+
+class SuffixOptions(Section):
+    """What followed the longest known suffix in this request, or in recent outputs of others."""
+
+    kind: Literal["suffix"] = "suffix"
+    max_match_len: Count = 16
+    max_shared_tokens: Count = 200_000  # of other requests' outputs that are remembered; bounds the memory
+
+
+class ModelOptions(Section):
+    """A causal language model with the target's vocabulary."""
+
+    kind: Literal["model"] = "model"
+    model: str = Field(min_length=1)  # as in the section model
+    num_layers: Count | None = None  # only its first layers; None: all
+    dtype: Dtype = "bfloat16"
+    kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.25
+
+
+class ChainOptions(Section):
+    """Two drafters as one: the verifier checks what the proposer drafts, before it leaves."""
+
+    kind: Literal["chain"] = "chain"
+    proposer: "DrafterOptions"
+    verifier: ModelOptions
+
+
+DrafterOptions = Annotated[NgramOptions | SuffixOptions | ModelOptions | ChainOptions, Field(discriminator="kind")]
+ChainOptions.model_rebuild()
+
+
+class DrafterConfig(Section):
+    """One member of the pool."""
+
+    name: Name
+    options: DrafterOptions
+    capacity: Count = 64  # requests that one replica follows at once
+    max_draft_len: Annotated[int, Field(ge=1, le=64)] = 8  # tokens of one proposal
+    ahead_len: Annotated[int, Field(ge=0, le=64)] = 0  # tokens drafted on top of a proposal that is not verified yet
+    replicas: Count = 1
+    device: Device = "auto"
+    resources: Resources = Resources()
+
+    @property
+    def has_model(self) -> bool:
+        """Whether it multiplies matrices: worth a GPU, and threads."""
+        return isinstance(self.options, ModelOptions | ChainOptions)
+
+    @model_validator(mode="after")
+    def _device_fits(self) -> Self:
+        if self.device == "cuda" and not self.has_model:
+            raise ValueError(f"device must be cpu or auto for a drafter of kind {self.options.kind}, got 'cuda'")
+        if (self.device == "cpu" or not self.has_model) and self.resources.gpus not in ("auto", 0):
+            raise ValueError(f"resources.gpus must be 0 for a drafter on a CPU, got {self.resources.gpus}")
+        return self
+
+
+class FixedPolicy(Section):
+    """Always the same chain, or without one the first drafter of the list that has room."""
+
+    kind: Literal["fixed"] = "fixed"
+    chain: tuple[Name, ...] | None = None  # nearest to the target last; []: the target alone
+
+
+class GreedyLengthPolicy(Section):
+    """SPIN's baseline: the shorter a request, the smaller its drafter."""
+
+    kind: Literal["greedy-length"] = "greedy-length"
+
+
+class EpsilonGreedyPolicy(Section):
+    """SPIN's baseline: with probability epsilon any drafter, else the one with the best estimated goodput."""
+
+    kind: Literal["epsilon-greedy"] = "epsilon-greedy"
+    epsilon: Fraction = 0.05  # per request and slot
+    hysteresis: Fraction = 0.1  # relative gain under which a request stays where it is
+    prior_rounds: Annotated[float, Field(gt=0, le=1000)] = 8.0  # of a request's own before they outweigh the pool's mean
+    memory_rounds: Annotated[float, Field(ge=1, le=1_000_000)] = 200.0  # rounds after which an observation has faded to 1/e
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+
+
+PolicyConfig = Annotated[FixedPolicy | GreedyLengthPolicy | EpsilonGreedyPolicy, Field(discriminator="kind")]
+
+
+class RouterConfig(Section):
+    """Who rides ahead of whom, and how often that is decided."""
+
+    policy: PolicyConfig = EpsilonGreedyPolicy()
+    slot_ms: Annotated[float, Field(ge=10, le=10_000)] = 250
+
+
+class PlannerConfig(Section):
+    """What a pass of the target verifies."""
+
+    verify: Literal["all"] = "all"
+    max_hold_ms: Annotated[float, Field(ge=0, le=10_000)] = 50  # bound on the wait for a proposal; 0: never waits
+
+
+class TransportConfig(Section):
+    """How drafters, gateways and targets talk: unix sockets on one machine, gRPC between machines."""
+
+    kind: Literal["auto", "unix", "grpc"] = "auto"
+    host: str = "auto"  # that gRPC listens at; auto: loopback on one machine, else every interface
+
+
+class ApiConfig(Section):
+    """The HTTP server, and what it refuses."""
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    api_keys_file: Path | None = None  # one key a line; None: no key is asked for
+    max_body_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 4 * 2**20
+    max_concurrent_requests: Count = 256  # sequences in flight; more are refused with 429
+    max_choices: Annotated[int, Field(ge=1, le=128)] = 16  # n of one call
+    request_deadline_s: Seconds = 600
+
+
+class FileStateConfig(Section):
+    """State in small files of one folder."""
+
+    kind: Literal["file"] = "file"
+    folder: Path = Path("~/.local/state/outrider")
+
+
+class RedisStateConfig(Section):
+    """State in Redis, for clusters whose head may be lost."""
+
+    kind: Literal["redis"] = "redis"
+    url: str = "redis://127.0.0.1:6379/0"
+    password_file: Path | None = None  # keeps the secret out of this file
+    deadline_s: Seconds = 2  # of every call
+
+    @model_validator(mode="after")
+    def _usable(self) -> Self:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("redis", "rediss", "unix"):
+            raise ValueError(f"url must start with redis://, rediss:// or unix://, got {parts.scheme!r}")
+        if parts.password is not None:
+            raise ValueError("url must not hold a password: put it into a file and name that in password_file")
+        return self
+
+
+StateConfig = Annotated[FileStateConfig | RedisStateConfig, Field(discriminator="kind")]
+
+
+class ClusterConfig(Section):
+    """The Ray cluster."""
+
+    namespace: Name = "outrider"  # deployments of different namespaces share a cluster without meeting
+    ray_address: str | None = None  # of a running cluster; None: one is started on this machine
+    token_file: Path | None = None  # shared secret of all links; None: a random one at every launch
+    state: StateConfig = FileStateConfig()
+
+
+class SupervisionConfig(Section):
+    """When a process counts as dead, and how it comes back."""
+
+    health_period_ms: Milliseconds = 500
+    health_timeout_ms: Milliseconds = 3000  # without an answer: hung, killed and restarted
+    start_timeout_s: Seconds = 300  # from start to the first sign of health
+    restart_backoff_ms: Milliseconds = 250  # before the second restart, doubled at every further one
+    max_restart_backoff_ms: Milliseconds = 30_000
+    quarantine_restarts: Count = 5  # restarts within the window that put a drafter into quarantine
+    quarantine_window_s: Seconds = 60
+    quarantine_s: Seconds = 120  # until it is tried again
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max_restart_backoff_ms < self.restart_backoff_ms:
+            raise ValueError(
+                f"max_restart_backoff_ms ({self.max_restart_backoff_ms}) must be at least "
+                f"restart_backoff_ms ({self.restart_backoff_ms})"
+            )
+        return self
+
+
+DEFAULT_DRAFTERS = (
+    DrafterConfig(name="ngram", options=NgramOptions()),
+    DrafterConfig(name="suffix", options=SuffixOptions()),
+)
+
+
+class Config(Section):
+    """The whole file. ``drafters: []`` serves the target alone."""
+
+    model: ModelConfig = ModelConfig()
+    target: TargetConfig = TargetConfig()
+    drafters: tuple[DrafterConfig, ...] = Field(default=DEFAULT_DRAFTERS, max_length=64)
+    router: RouterConfig = RouterConfig()
+    planner: PlannerConfig = PlannerConfig()
+    transport: TransportConfig = TransportConfig()
+    api: ApiConfig = ApiConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+
+    @property
+    def max_draft_len(self) -> int:
+        """Longest proposal that any drafter may send, 0 without drafters."""
+        return max((drafter.max_draft_len for drafter in self.drafters), default=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = [drafter.name for drafter in self.drafters]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"drafters: names must differ, {', '.join(twice)} stands there more than once")
+        policy = self.router.policy
+        if isinstance(policy, FixedPolicy) and policy.chain is not None:
+            unknown = [name for name in policy.chain if name not in names]
+            if unknown:
+                raise ValueError(
+                    f"router.policy.chain: must name drafters ({', '.join(names) or 'there are none'}), got {unknown[0]!r}"
+                )
+        return self
+
+
+def load(path: str | Path) -> Config:
+    """The configuration in a file.
+
+    Raises:
+        cluster.strict_yaml.ConfigError: names the file, and of each problem line, key, value and what to do.
+    """
+    return strict_yaml.read(Path(path), Config)
+
+
+def show(config: Config) -> str:
+    """The whole configuration as YAML, defaults written out; `load` reads it back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+# Shares of a process for which the file says "auto". Lookup drafters wait nearly all the time.
+LOOKUP_CPUS = 0.1
+MODEL_ON_CPU_CPUS = 0.5
+WITH_GPU_CPUS = 1.0
+CONTROL_CPUS = 0.5  # left to the API, the router and the supervisor
+MIN_TARGET_CPUS = 0.5
+
+
+def resolve(config: Config, inventory: Inventory) -> Config:
+    """A configuration without "auto", for the machines at hand. Resolving twice changes nothing.
+
+    The target goes to GPUs where there are enough for all its ranks. Drafters with a model take the GPUs that are left,
+    one each, or equal shares of one where there are fewer GPUs than drafters, else CPUs. The state folder's ``~`` is
+    expanded here.
+    """
+    target = config.target
+    num_ranks = target.replicas * target.tensor_parallel
+    gpus_per_rank = 1.0 if target.resources.gpus == "auto" else target.resources.gpus
+    fits = gpus_per_rank > 0 and inventory.num_gpus >= num_ranks * gpus_per_rank
+    device = target.device if target.device != "auto" else ("cuda" if fits else "cpu")
+    free_gpus = inventory.num_gpus - (num_ranks * gpus_per_rank if device == "cuda" else 0)
+    drafters = _resolve_drafters(config.drafters, free_gpus)
+    one_node = len(inventory.nodes) == 1
+    kind = config.transport.kind if config.transport.kind != "auto" else ("unix" if one_node else "grpc")
+    host = config.transport.host if config.transport.host != "auto" else ("127.0.0.1" if one_node else "0.0.0.0")
+    state = config.cluster.state
+    if isinstance(state, FileStateConfig):
+        state = state.model_copy(update={"folder": state.folder.expanduser()})
+    return config.model_copy(
+        update={
+            "target": target.model_copy(
+                update={"device": device, "resources": _target_resources(target, device, drafters, inventory)}
+            ),
+            "drafters": drafters,
+            "transport": config.transport.model_copy(update={"kind": kind, "host": host}),
+            "cluster": config.cluster.model_copy(update={"state": state}),
+        }
+    )
+
+
+def _resolve_drafters(drafters: Sequence[DrafterConfig], free_gpus: float) -> tuple[DrafterConfig, ...]:
+    named = sum(d.replicas * d.resources.gpus for d in drafters if not isinstance(d.resources.gpus, str))
+    whole = int(max(0.0, free_gpus - named))
+    hungry = sum(d.replicas for d in drafters if d.has_model and d.device != "cpu" and d.resources.gpus == "auto")
+    sharers = -(-hungry // whole) if whole else 1  # processes on one GPU
+    share = 1.0 if sharers == 1 else int(10_000 / sharers) / 10_000  # Ray counts in ten-thousandths
+    resolved = []
+    for drafter in drafters:
+        wants = drafter.resources.gpus
+        on_gpu = drafter.has_model and (
+            drafter.device == "cuda" or (drafter.device == "auto" and (whole >= 1 if wants == "auto" else wants > 0))
+        )
+        asked = drafter.resources
+        cpus = WITH_GPU_CPUS if on_gpu else MODEL_ON_CPU_CPUS if drafter.has_model else LOOKUP_CPUS
+        resources = Resources(
+            cpus=cpus if asked.cpus == "auto" else asked.cpus,
+            gpus=(share if on_gpu else 0.0) if asked.gpus == "auto" else asked.gpus,
+            threads=1 if asked.threads == "auto" else asked.threads,
+        )
+        resolved.append(drafter.model_copy(update={"device": "cuda" if on_gpu else "cpu", "resources": resources}))
+    return tuple(resolved)
+
+
+def _target_resources(
+    target: TargetConfig, device: str, drafters: Sequence[DrafterConfig], inventory: Inventory
+) -> Resources:
+    asked = target.resources
+    num_ranks = target.replicas * target.tensor_parallel
+    on_gpu = device == "cuda"
+    used = sum(d.replicas * d.resources.cpus for d in drafters if not isinstance(d.resources.cpus, str))
+    # Ranks on CPUs divide what the drafters leave, never more than the largest machine has.
+    largest = max((node.num_cpus for node in inventory.nodes), default=1.0)
+    left = min((inventory.num_cpus - used - CONTROL_CPUS) / num_ranks, largest)
+    cpus = WITH_GPU_CPUS if on_gpu else max(MIN_TARGET_CPUS, int(left * 10) / 10)
+    # Drafters and target on a laptop take turns rather than run at once, so that the target may use every core.
+    threads = 1 if on_gpu else max(1, int(min(inventory.num_cpus / num_ranks, largest)))
+    return Resources(
+        cpus=cpus if asked.cpus == "auto" else asked.cpus,
+        gpus=(1.0 if on_gpu else 0.0) if asked.gpus == "auto" else asked.gpus,
+        threads=threads if asked.threads == "auto" else asked.threads,
+    )

@@ -1,0 +1,29 @@
+"""What the machines offer, as plain data: the input of `cluster.config.resolve` and of `cluster.placement`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine. ``labels`` are Ray's node labels, ``ray.io/node-id`` among them where Ray has told."""
+
+    name: str
+    num_cpus: float
+    num_gpus: float = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All nodes that may be used, the head first."""
+
+    nodes: tuple[Node, ...]
+
+    @property
+    def num_cpus(self) -> float:
+        return sum(node.num_cpus for node in self.nodes)
+
+    @property
+    def num_gpus(self) -> float:
+        return sum(node.num_gpus for node in self.nodes)

@@ -1,0 +1,217 @@
+"""Reads a YAML file into a pydantic model, and says everything that is wrong with it at once.
+
+Every problem names the line, the path of the key and the value; an unknown key names the nearest known one.
+"""
+
+import difflib
+import json
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from cluster.errors import OutriderError
+
+Loc = tuple[str | int, ...]
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a file. ``path`` is like ``drafters[0].capacity``; empty for the file as a whole."""
+
+    line: int | None
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (f"line {self.line}" if self.line else "", self.path, self.message) if part)
+
+
+class ConfigError(OutriderError, ValueError):
+    """A configuration cannot be used; ``problems`` holds every reason that could be found at once."""
+
+    def __init__(self, source: str, problems: tuple[Problem, ...]) -> None:
+        super().__init__("\n".join([f"{source} cannot be used:", *(f"  {problem}" for problem in problems)]))
+        self.source = source
+        self.problems = problems
+
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, tuple[Problem, ...]]]:
+        return (ConfigError, (self.source, self.problems))
+
+
+def read(path: Path, model: type[M]) -> M:
+    """The model in the file at ``path``.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or does not fit the model.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(str(path), (Problem(None, "", f"cannot be read: {reason}"),)) from error
+    return parse(text, model, source=str(path))
+
+
+def parse(text: str, model: type[M], source: str) -> M:
+    """The model in ``text``; ``source`` names it in errors. An empty text is a model of defaults.
+
+    Raises:
+        ConfigError: the text is not YAML, or does not fit the model.
+    """
+    document = _Document()
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = {} if root is None else document.convert(root, ())
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else None
+        raise ConfigError(source, (Problem(line, "", f"is not YAML: {error.problem}"),)) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(source, (Problem(None, "", f"is not YAML: {error}"),)) from error
+    if document.problems:
+        raise ConfigError(source, tuple(document.problems))
+    try:
+        # By way of JSON, because strict pydantic takes a list for a tuple and a string for a path from JSON alone.
+        return model.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        problems = [_explain(detail, model, document.lines) for detail in error.errors(include_url=False)]
+        raise ConfigError(source, tuple(sorted(problems, key=lambda problem: problem.line or 0))) from error
+
+
+class _Document:
+    """Plain data out of YAML nodes, and where in the file each key stood."""
+
+    def __init__(self) -> None:
+        self.lines: dict[Loc, int] = {}
+        self.problems: list[Problem] = []
+        self._open: set[int] = set()  # nodes being converted, to see an alias that holds itself
+        self._scalars = yaml.SafeLoader("")
+
+    def convert(self, node: yaml.Node, loc: Loc) -> Any:
+        line = node.start_mark.line + 1
+        self.lines.setdefault(loc, line)
+        if id(node) in self._open:
+            self.problems.append(Problem(line, _dotted(loc), "is an alias of something that contains it"))
+            return None
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self._mapping(node, loc)
+            if isinstance(node, yaml.SequenceNode):
+                return [self.convert(item, (*loc, i)) for i, item in enumerate(node.value)]
+            return self._scalar(node, loc)
+        finally:
+            self._open.discard(id(node))
+
+    def _mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
+        data: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            key_loc = (*loc, key)
+            line = key_node.start_mark.line + 1
+            if key in data:
+                message = f"stands here for the second time, first on line {self.lines[key_loc]}"
+                self.problems.append(Problem(line, _dotted(key_loc), message))
+                continue
+            self.lines[key_loc] = line
+            data[key] = self.convert(value_node, key_loc)
+        return data
+
+    def _scalar(self, node: yaml.Node, loc: Loc) -> Any:
+        value = self._scalars.construct_object(node)
+        if value is None or isinstance(value, str | bool | int | float):
+            return value
+        return node.value  # a date or bytes: the text that was written
+
+
+def _explain(detail: Any, model: type[BaseModel], lines: dict[Loc, int]) -> Problem:
+    loc, owner = _locate(tuple(detail["loc"]), model)
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    got = f", got {_shown(value)}"
+    if kind == "extra_forbidden":
+        message = _unknown_key(str(loc[-1]), owner)
+    elif kind == "missing":
+        message = "is missing"
+    elif kind == "union_tag_not_found":
+        message = "needs the key 'kind'"
+    elif kind == "union_tag_invalid":
+        loc, message = (*loc, "kind"), f"must be one of {context['expected_tags']}, got {context['tag']!r}"
+    elif kind == "value_error":
+        message = str(context["error"])  # our own validators: they name the value
+    elif kind == "json_invalid":
+        message = "holds a number that is not finite"
+    else:
+        text = detail["msg"].removesuffix(" (strict)").replace("Input should be", "must be")
+        message = text.replace("a valid dictionary or object to extract fields from", "a section of keys") + got
+    return Problem(_line(loc, lines), _dotted(loc), message)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _line(loc: Loc, lines: dict[Loc, int]) -> int | None:
+    """Of the key, or where it is missing of the nearest section round it."""
+    while loc not in lines and loc:
+        loc = loc[:-1]
+    return lines.get(loc)
+
+
+def _unknown_key(key: str, owner: type[BaseModel] | None) -> str:
+    known = list(owner.model_fields) if owner else []
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean '{nearest[0]}'?" if nearest else f"known here: {', '.join(known)}"
+    return f"unknown key; {hint}"
+
+
+def _dotted(loc: Loc) -> str:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    return path.removeprefix(".")
+
+
+def _locate(loc: Loc, model: type[BaseModel]) -> tuple[Loc, type[BaseModel] | None]:
+    """The place in the file that pydantic means, and the model that owns its last key.
+
+    pydantic puts the tag of a discriminated union into its paths, as if it were a key; it stands nowhere in the file.
+    """
+    found: list[str | int] = []
+    annotation: Any = model
+    owner: type[BaseModel] | None = None
+    for part in loc:
+        annotation = _bare(annotation)
+        tagged = _variants(annotation)
+        if tagged and part in tagged:
+            annotation = tagged[str(part)]
+            continue
+        found.append(part)
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            owner = annotation
+            known = annotation.model_fields.get(str(part))
+            annotation = known.annotation if known else None
+        else:
+            annotation = next(iter(get_args(annotation)), None)  # the element of a tuple
+    return tuple(found), owner
+
+
+def _bare(annotation: Any) -> Any:
+    """Without Annotated, and without None beside one other type."""
+    if get_origin(annotation) is Annotated:
+        return _bare(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        others = [arg for arg in get_args(annotation) if arg is not type(None)]
+        if len(others) == 1:
+            return _bare(others[0])
+    return annotation
+
+
+def _variants(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The models of a discriminated union by their tag; empty for anything else."""
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return {}
+    models = [arg for arg in get_args(annotation) if isinstance(arg, type) and issubclass(arg, BaseModel)]
+    return {str(model.model_fields["kind"].default): model for model in models if "kind" in model.model_fields}
