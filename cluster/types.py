@@ -137,7 +137,8 @@ class TokenLogprobs:
 class Commit:
     """Tokens that became final in one round: the accepted draft tokens, then the bonus token.
 
-    ``num_accepted`` of ``num_proposed`` verified draft tokens were right. ``len(token_ids)`` is the accepted length
+    ``num_accepted`` of ``num_proposed`` verified draft tokens were right; ``drafter`` is whose proposal was at hand, be it
+    empty or not verified at all. ``len(token_ids)`` is the accepted length
     with the bonus token, or less where the sequence ended inside it. ERROR and OVERLOADED carry their reason in ``error``.
     """
 

@@ -140,14 +140,12 @@ class Sequences:
             token_ids=token_ids,
             num_proposed=span.num_drafts,
             num_accepted=min(outcome.num_accepted, len(token_ids)),
-            drafter=drafter if span.num_drafts else None,
+            drafter=drafter,
             logprobs=outcome.logprobs[: len(token_ids)],
             finish=finish,
         )
 
-    def _until_end(
-        self, sequence: LiveSequence, token_ids: Sequence[int]
-    ) -> tuple[tuple[int, ...], FinishReason | None]:
+    def _until_end(self, sequence: LiveSequence, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
         sampling = sequence.request.sampling
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:

@@ -1,0 +1,399 @@
+"""The round: the one loop in which a target serves all of its requests (DESIGN, One round)."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from cluster.errors import LinkClosed, OutOfBlocks
+from cluster.messages import ProposalRound, Role, SubmitRound
+from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
+from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
+from engine.ports import DrafterPort, GatewayPort
+from engine.sequences import LiveSequence, Sequences
+from engine.target import SpanInput, SpanOutcome, TargetEngine
+from engine.telemetry import Telemetry
+from router.assignment import Observation
+from router.cost_model import CostModel
+from router.plan import StepPlan
+from router.planner import Planner, StepPlanner
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+# How long an idle round sleeps between looks at its stop event; whatever comes in ends the sleep.
+IDLE_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step did. ``wake_s``: when a hold ends, if the step did nothing because everybody waits for a proposal."""
+
+    executed: bool
+    wake_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStatus:
+    """A consistent copy of what the loop would tell of itself, made once a step for readers on other threads."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    table_version: int = 0
+    draining: bool = False
+    followed: tuple[tuple[str, int], ...] = ()  # connected drafters and how many requests each follows
+
+
+def member_of(chain: tuple[str, ...]) -> str | None:
+    """The pool member that serves a chain; a chain of several goes by their names joined. None: the target alone."""
+    return ">".join(chain) if chain else None
+
+
+class TargetLoop:
+    """Owns a target, its sequences, and its ends of the links to drafters and gateways.
+
+    ``step`` is to be called by one thread (``run`` does); ``publish_table``, ``drain``, ``status`` and
+    ``take_observations`` by any. Time comes in as data, so that a simulation can step it.
+    """
+
+    def __init__(
+        self,
+        engine: TargetEngine,
+        model: ModelInfo,
+        mailbox: Mailbox,
+        cost: CostModel,
+        planner: Planner | None = None,
+        table: RoutingTable | None = None,
+        max_waiting: int = 1024,
+        clock: Clock | None = None,
+    ) -> None:
+        self.mailbox = mailbox
+        self.telemetry = Telemetry()
+        self._engine = engine
+        self._model = model
+        self._cost = cost
+        self._planner = planner or StepPlanner()
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._sequences = Sequences(model)
+        self._drafters: dict[str, DrafterPort] = {}
+        self._gateways: dict[Link, GatewayPort] = {}
+        self._newest_table = table or RoutingTable(version=0)
+        self._table = self._newest_table
+        self._num_routed = 0
+        self._draining = False
+        self._status = LoopStatus()
+
+    # ---- called from any thread
+
+    def publish_table(self, table: RoutingTable) -> None:
+        """A newer routing table; taken up by the next step. An older one than the last is ignored."""
+        if table.version > self._newest_table.version:
+            self._newest_table = table
+            self.mailbox.wake()
+
+    def drain(self) -> None:
+        """Take no more requests; those under way run to their end."""
+        self._draining = True
+        self.mailbox.wake()
+
+    def status(self) -> LoopStatus:
+        return self._status
+
+    def take_observations(self) -> tuple[Observation, ...]:
+        return self.telemetry.take_observations()
+
+    # ---- the loop's own thread
+
+    def run(self, stop: threading.Event, clock: Clock) -> None:
+        """Steps until stopped. Whatever the engine raises ends every request with an error and is raised on."""
+        self._clock = clock
+        try:
+            while not stop.is_set():
+                report = self.step(clock())
+                if not report.executed:
+                    wait_s = IDLE_WAIT_S if report.wake_s is None else max(0.0, report.wake_s - clock())
+                    self.mailbox.wait(min(wait_s, IDLE_WAIT_S))
+        except BaseException as error:
+            self._fail_all(f"the target failed: {type(error).__name__}: {error}")
+            raise
+        self._fail_all("the target stops")
+
+    def step(self, now_s: float) -> StepReport:
+        """Mail, plan, one pass, and the word spread of what it committed."""
+        self._take_mail(now_s)
+        self._follow_table()
+        if not self._sequences:
+            self._flush()
+            return StepReport(executed=False)
+        drafters = {name: self.telemetry.drafter(name).view for name in self._drafters}
+        plan = self._planner.plan(self._sequences.views(), drafters, self._engine.capacity(), self._cost, now_s)
+        self._note_late(plan, now_s)
+        if plan.is_empty:
+            self._flush()
+            return StepReport(executed=False, wake_s=min(plan.held.values(), default=None))
+        spans, outcomes = self._execute(plan)
+        end_s = self._clock() if self._clock is not None else now_s
+        commits = self._apply(spans, outcomes, end_s)
+        self.telemetry.record(sum(len(s.token_ids) for s in spans), commits, end_s - now_s, end_s)
+        self._flush()
+        if not self._sequences:
+            self._engine.check_integrity()
+            self.telemetry.idle()
+        return StepReport(executed=True)
+
+    # ---- mail
+
+    def _take_mail(self, now_s: float) -> None:
+        for event in self.mailbox.drain():
+            match event:
+                case LinkUp(link):
+                    self._link_up(link)
+                case LinkDown(link, reason):
+                    self._link_down(link, reason)
+                case Received(link, SubmitRound() as message):
+                    for request in message.submits:
+                        self._submit(link, request)
+                    for request_id in message.aborts:
+                        self._abort(request_id, link)
+                case Received(link, ProposalRound() as message):
+                    self._hear_drafter(link, message, now_s)
+                case Received(link, message):
+                    logger.error("%s sent a %s, which a target does not take; its link is closed",
+                                 link.peer.name, type(message).__name__)  # fmt: skip
+                    link.close()
+
+    def _link_up(self, link: Link) -> None:
+        if link.peer.role is Role.GATEWAY:
+            self._gateways[link] = GatewayPort(link)
+            return
+        name = link.peer.name
+        former = self._drafters.get(name)
+        if former is not None and former.link is not link:
+            former.link.close()
+        self._drafters[name] = DrafterPort(link)
+        for sequence in self._sequences:
+            if sequence.drafter == name:
+                self._drafters[name].open(sequence, self._table.max_draft_len)
+                sequence.awaiting_since_s = None
+        logger.info("drafter %s is up", name)
+
+    def _link_down(self, link: Link, reason: str) -> None:
+        gateway = self._gateways.pop(link, None)
+        if gateway is not None:
+            for request_id in tuple(gateway.requests):
+                self._end(request_id)
+            return
+        port = self._drafters.get(link.peer.name)
+        if port is None or port.link is not link:
+            return  # a link that a newer one has replaced
+        del self._drafters[link.peer.name]
+        for sequence in self._sequences:
+            if sequence.drafter == link.peer.name:
+                sequence.awaiting_since_s = None
+        logger.warning("drafter %s is down: %s", link.peer.name, reason)
+
+    def _submit(self, link: Link, request: Request) -> None:
+        gateway = self._gateways.get(link)
+        if gateway is None:
+            return  # it went before its mail was read
+        refusal = self._refusal(request)
+        if refusal is not None:
+            gateway.publish([refusal])
+            return
+        sequence = self._sequences.add(request)
+        gateway.requests.add(request.id)
+        self._assign(sequence)
+
+    def _refusal(self, request: Request) -> Commit | None:
+        """Why a request cannot be served, as its only commit."""
+
+        def refuse(finish: FinishReason, error: str) -> Commit:
+            return Commit(request.id, len(request.prompt_token_ids), (), finish=finish, error=error)
+
+        if request.id in self._sequences:
+            return refuse(FinishReason.ERROR, f"request {request.id} is under way already")
+        if self._draining:
+            return refuse(FinishReason.OVERLOADED, "the target drains: it takes no more requests")
+        num_waiting = len(self._sequences) - self._sequences.num_running
+        if num_waiting >= self._max_waiting:
+            return refuse(FinishReason.OVERLOADED, f"{num_waiting} requests wait already")
+        prompt = request.prompt_token_ids
+        if not prompt or len(prompt) >= self._model.max_model_len:
+            return refuse(
+                FinishReason.ERROR,
+                f"the prompt has {len(prompt)} tokens; it must have at least 1 and leave room in the model's context"
+                f" of {self._model.max_model_len}",
+            )
+        if not all(0 <= token < self._model.vocab_size for token in prompt):
+            return refuse(FinishReason.ERROR, f"a prompt token lies outside the vocabulary of {self._model.vocab_size}")
+        capacity = self._engine.capacity()
+        longest = min(len(prompt) + request.sampling.max_tokens, self._model.max_model_len)
+        if longest > capacity.num_blocks * capacity.block_len:
+            return refuse(
+                FinishReason.ERROR,
+                f"prompt and max_tokens need {longest} tokens of KV cache, of which there are"
+                f" {capacity.num_blocks * capacity.block_len} in all; lower max_tokens",
+            )
+        return None
+
+    def _abort(self, request_id: str, link: Link) -> None:
+        gateway = self._gateways.get(link)
+        if gateway is not None and request_id in gateway.requests:
+            gateway.requests.discard(request_id)
+            self._end(request_id)
+
+    def _hear_drafter(self, link: Link, message: ProposalRound, now_s: float) -> None:
+        name = link.peer.name
+        port = self._drafters.get(name)
+        if port is None or port.link is not link:
+            return
+        stats = self.telemetry.drafter(name)
+        for proposal in message.proposals:
+            sequence = self._sequences.get(proposal.request_id)
+            if sequence is None or proposal.request_id not in port.followed:
+                port.release(proposal.request_id)
+                continue
+            awaiting_since_s = sequence.awaiting_since_s
+            if not self._sequences.offer(proposal):
+                stats.num_stale += 1
+            elif awaiting_since_s is not None:
+                stats.replied(now_s - awaiting_since_s)
+        for request_id in message.resyncs:
+            stats.num_resyncs += 1
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and sequence.drafter == name:
+                port.open(sequence, self._table.max_draft_len)
+            else:
+                port.release(request_id)
+
+    # ---- routing
+
+    def _follow_table(self) -> None:
+        """Takes up the newest routing table: requests whose chain changed are handed from one drafter to the other."""
+        if self._table is self._newest_table:
+            return
+        self._table = self._newest_table
+        for sequence in self._sequences:
+            if sequence.request.chain is None:
+                chain = self._table.chains.get(sequence.request.id)
+                if chain is not None and member_of(chain) != sequence.drafter:
+                    self._switch(sequence, member_of(chain))
+
+    def _assign(self, sequence: LiveSequence) -> None:
+        chain = sequence.request.chain
+        if chain is None:
+            defaults = self._table.defaults
+            chain = self._table.chains.get(sequence.request.id, defaults[self._num_routed % len(defaults)])
+            self._num_routed += 1
+        self._switch(sequence, member_of(chain))
+
+    def _switch(self, sequence: LiveSequence, drafter: str | None) -> None:
+        former = self._drafters.get(sequence.drafter) if sequence.drafter is not None else None
+        if former is not None:
+            former.release(sequence.request.id)
+        sequence.drafter = drafter
+        sequence.proposal = None
+        sequence.awaiting_since_s = None
+        port = self._drafters.get(drafter) if drafter is not None else None
+        if port is not None:
+            port.open(sequence, self._table.max_draft_len)
+
+    # ---- the pass
+
+    def _note_late(self, plan: StepPlan, now_s: float) -> None:
+        """A hold that ran out tells of its drafter's slowness; the request is decoded plainly and waits for nobody."""
+        for span in plan.spans:
+            sequence = self._sequences[span.request_id]
+            if sequence.awaiting_since_s is not None and sequence.drafter is not None and span.num_verify == 0:
+                self.telemetry.drafter(sequence.drafter).late(now_s - sequence.awaiting_since_s)
+                sequence.awaiting_since_s = None
+
+    def _execute(self, plan: StepPlan) -> tuple[list[SpanInput], list[SpanOutcome]]:
+        for request_id in plan.preempted:
+            self._preempt(self._sequences[request_id])
+        for request_id in plan.admitted:
+            sequence = self._sequences[request_id]
+            sequence.computed_len = self._engine.open(sequence.request, sequence.token_ids)
+            sequence.running = True
+        spans = [self._sequences.span_input(span) for span in plan.spans]
+        while spans:
+            try:
+                return spans, self._engine.execute(spans)
+            except OutOfBlocks:
+                # Blocks that preempted sequences shared did not fall free, so the plan was too hopeful.
+                if len(spans) == 1:
+                    raise
+                youngest = max(spans, key=lambda s: self._sequences[s.request_id].request.arrival_s)
+                spans.remove(youngest)
+                self._preempt(self._sequences[youngest.request_id])
+        return [], []
+
+    def _preempt(self, sequence: LiveSequence) -> None:
+        """Gives up the blocks; what was committed stays, and is recomputed later to the same tokens (DESIGN idea 1)."""
+        self._engine.release(sequence.request.id)
+        sequence.computed_len = 0
+        sequence.running = False
+        self.telemetry.num_preempted += 1
+
+    def _apply(self, spans: Iterable[SpanInput], outcomes: Iterable[SpanOutcome], now_s: float) -> list[Commit]:
+        commits = []
+        for span, outcome in zip(spans, outcomes, strict=True):
+            commit = self._sequences.apply(span, outcome)
+            if commit is None:
+                continue
+            commits.append(commit)
+            sequence = self._sequences[commit.request_id]
+            for gateway in self._gateways.values():
+                if commit.request_id in gateway.requests:
+                    gateway.publish([commit])
+                    if commit.finish is not None:
+                        gateway.requests.discard(commit.request_id)
+            if commit.finish is not None:
+                self._end(commit.request_id)
+                continue
+            port = self._drafters.get(sequence.drafter) if sequence.drafter is not None else None
+            if port is not None and sequence.max_new_tokens > 1:
+                port.extend(commit.request_id, commit.base_len, commit.token_ids)
+                sequence.awaiting_since_s = now_s
+        return commits
+
+    def _end(self, request_id: str) -> None:
+        sequence = self._sequences.remove(request_id)
+        if sequence is None:
+            return
+        self._engine.release(request_id)
+        port = self._drafters.get(sequence.drafter) if sequence.drafter is not None else None
+        if port is not None:
+            port.release(request_id)
+
+    def _fail_all(self, reason: str) -> None:
+        for gateway in self._gateways.values():
+            gateway.publish(
+                Commit(request_id, len(self._sequences[request_id].token_ids), (), finish=FinishReason.ERROR, error=reason)
+                for request_id in gateway.requests
+            )
+        for sequence in tuple(self._sequences):
+            self._sequences.remove(sequence.request.id)
+        self._flush()
+
+    def _flush(self) -> None:
+        for port in tuple(self._drafters.values()):
+            try:
+                port.flush(self._table.version)
+            except LinkClosed as gone:
+                logger.info("drafter %s is gone: %s", port.link.peer.name, gone)  # its LinkDown is in the mail
+        for gateway in tuple(self._gateways.values()):
+            try:
+                gateway.flush()
+            except LinkClosed as gone:
+                logger.info("gateway %s is gone: %s", gateway.link.peer.name, gone)
+        num_running = self._sequences.num_running
+        self._status = LoopStatus(
+            num_running=num_running,
+            num_waiting=len(self._sequences) - num_running,
+            table_version=self._table.version,
+            draining=self._draining,
+            followed=tuple((name, len(port.followed)) for name, port in self._drafters.items()),
+        )

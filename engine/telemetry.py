@@ -1,0 +1,115 @@
+"""What the round measures of itself and of its drafters, as it goes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from cluster.types import Commit
+from router.assignment import Observation
+from router.plan import UNKNOWN_DRAFTER, DrafterView
+
+# Weight of the newest sample in running means: about the last twenty count.
+SMOOTHING = 0.1
+MAX_OBSERVATIONS = 65536
+
+
+def _mean(old: float, new: float, weight: float = SMOOTHING) -> float:
+    return old + weight * (new - old)
+
+
+@dataclass(slots=True)
+class DrafterStats:
+    """Totals and running means of one drafter."""
+
+    num_proposed: int = 0
+    num_accepted: int = 0
+    num_stale: int = 0
+    num_late: int = 0  # holds that ran out before the proposal came
+    num_resyncs: int = 0
+    reply_s: float | None = None
+    view: DrafterView = UNKNOWN_DRAFTER
+
+    def replied(self, reply_s: float) -> None:
+        self.reply_s = reply_s if self.reply_s is None else _mean(self.reply_s, reply_s)
+        self.view = replace(self.view, reply_s=self.reply_s)
+
+    def late(self, waited_s: float) -> None:
+        """No reply within ``waited_s``: all that is known of the reply time is that it is longer."""
+        self.num_late += 1
+        known = self.reply_s if self.reply_s is not None else 0.0
+        if known < 2 * waited_s:
+            self.reply_s = _mean(known, 2 * waited_s, 0.5)
+            self.view = replace(self.view, reply_s=self.reply_s)
+
+    def verified(self, num_proposed: int, num_accepted: int) -> None:
+        self.num_proposed += num_proposed
+        self.num_accepted += num_accepted
+        view = self.view
+        acceptance = view.acceptance
+        # Given that those before it were right: num_accepted successes, and one failure unless all were accepted.
+        for _ in range(num_accepted):
+            acceptance = _mean(acceptance, 1.0, SMOOTHING / 4)
+        if num_accepted < num_proposed:
+            acceptance = _mean(acceptance, 0.0, SMOOTHING / 4)
+        self.view = replace(
+            view, accepted_per_round=_mean(view.accepted_per_round, float(num_accepted)), acceptance=acceptance
+        )
+
+
+@dataclass(slots=True)
+class Telemetry:
+    """Not thread-safe but for reads of single fields; the round owns it."""
+
+    drafters: dict[str, DrafterStats] = field(default_factory=dict)
+    num_passes: int = 0
+    num_rows: int = 0
+    num_committed: int = 0
+    num_preempted: int = 0
+    step_s: float | None = None
+    tokens_per_s: float = 0.0
+    _window_start_s: float | None = None
+    _window_tokens: int = 0
+    _observations: dict[tuple[str, str], Observation] = field(default_factory=dict)
+
+    def drafter(self, name: str) -> DrafterStats:
+        return self.drafters.setdefault(name, DrafterStats())
+
+    def record(self, num_rows: int, commits: Iterable[Commit], step_s: float, now_s: float) -> None:
+        self.num_passes += 1
+        self.num_rows += num_rows
+        self.step_s = step_s if self.step_s is None else _mean(self.step_s, step_s)
+        for commit in commits:
+            self.num_committed += len(commit.token_ids)
+            self._window_tokens += len(commit.token_ids)
+            if commit.drafter is not None:
+                self.drafter(commit.drafter).verified(commit.num_proposed, commit.num_accepted)
+                self._observe(commit, commit.drafter, step_s)
+        if self._window_start_s is None:
+            self._window_start_s, self._window_tokens = now_s, 0
+        elif now_s - self._window_start_s >= 1.0:
+            self.tokens_per_s = self._window_tokens / (now_s - self._window_start_s)
+            self._window_start_s, self._window_tokens = now_s, 0
+
+    def idle(self) -> None:
+        self.tokens_per_s = 0.0
+        self._window_start_s = None
+
+    def take_observations(self) -> tuple[Observation, ...]:
+        taken, self._observations = self._observations, {}
+        return tuple(taken.values())
+
+    def _observe(self, commit: Commit, drafter: str, elapsed_s: float) -> None:
+        key = (commit.request_id, drafter)
+        known = self._observations.get(key)
+        if known is None:
+            if len(self._observations) >= MAX_OBSERVATIONS:  # nobody collects: the oldest are the least missed
+                self._observations.pop(next(iter(self._observations)))
+            known = Observation(commit.request_id, drafter, 0, 0, 0, 0, 0.0)
+        self._observations[key] = Observation(
+            commit.request_id,
+            drafter,
+            known.num_rounds + 1,
+            known.num_proposed + commit.num_proposed,
+            known.num_accepted + commit.num_accepted,
+            known.num_committed + len(commit.token_ids),
+            known.elapsed_s + elapsed_s,
+        )
