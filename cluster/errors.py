@@ -45,5 +45,9 @@ class LinkFull(OutriderError):
     """The other end of a link reads too slowly; the message was not queued."""
 
 
+class WireError(OutriderError):
+    """Bytes from a link are not a message, or a message does not fit a link."""
+
+
 class OutOfBlocks(OutriderError):
     """The KV cache has no free block left."""

@@ -2,10 +2,25 @@
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.messages import Hello, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one link may use. Both ends of a link should have the same.
+
+    ``silence_s`` must leave room for several heartbeats: a process that holds the GIL for long sends none.
+    """
+
+    max_message_bytes: int = 16 * 2**20
+    queue_len: int = 64  # messages that wait to be sent
+    handshake_s: float = 5.0  # a peer that has not said its Hello by then is dropped
+    heartbeat_s: float = 1.0  # an idle link says this often that it is there
+    silence_s: float = 6.0  # a connected peer that says nothing for this long is down
 
 
 class Link(Protocol):
@@ -22,12 +37,13 @@ class Link(Protocol):
         """Queue a message without waiting.
 
         Raises:
-            LinkClosed: the other end is gone.
+            LinkClosed: the other end is gone, or this one was closed.
             LinkFull: its bounded queue is full; the message was dropped.
+            WireError: the message cannot be sent on any link: a value outside its range, or too many bytes.
         """
 
     def close(self) -> None:
-        """Stop; idempotent. The other end sees LinkDown."""
+        """Stop; idempotent. The other end sees LinkDown, this one nothing more. What is still queued may be lost."""
 
 
 class Listener(Protocol):
@@ -36,7 +52,8 @@ class Listener(Protocol):
     @property
     def address(self) -> str: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop accepting and close the links that were accepted; idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +85,18 @@ class Mailbox:
 
     def __init__(self, capacity: int = 4096) -> None:
         self._events: deque[Event] = deque()
+        self._awaiting_room: list[Callable[[], None]] = []
         self._capacity = capacity
         self._woken = False
         self._ready = threading.Condition()
 
-    def put(self, event: Event) -> bool:
-        """Returns False when the mailbox is full and the event is a message: it was not taken."""
+    def put(self, event: Event, on_room: Callable[[], None] | None = None) -> bool:
+        """Returns False when the mailbox is full and the event is a message: it was not taken. Then ``on_room`` is called
+        once, after the next drain and by the thread that drains: it must be quick and may put again."""
         with self._ready:
             if isinstance(event, Received) and len(self._events) >= self._capacity:
+                if on_room is not None:
+                    self._awaiting_room.append(on_room)
                 return False
             self._events.append(event)
             self._ready.notify_all()
@@ -86,7 +107,10 @@ class Mailbox:
         with self._ready:
             events = list(self._events)
             self._events.clear()
-            return events
+            on_room, self._awaiting_room = self._awaiting_room, []
+        for callback in on_room:
+            callback()
+        return events
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is something to drain, or a wake, at most timeout_s. Returns whether there is something."""
