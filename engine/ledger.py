@@ -1,0 +1,265 @@
+"""Who holds which block of the KV cache, and how many tokens of each sequence are computed. Plain Python, no torch.
+
+    0 ......................... computed_len ............ + reserved by an open checkpoint
+    | committed, in the cache   | speculated: computed by the pass under way, not final |
+    | full blocks: may be shared, never written again | tail block: this sequence's own |
+
+``speculate`` reserves room for the tokens that a pass computes, ``commit`` keeps the first of them. Keeping fewer is the
+rollback: the length simply does not move over the rest, and blocks that hold nothing else fall free at once.
+
+A block that is wholly committed is registered under a 128-bit chained digest of its tokens and of all before it, so equal
+digests mean equal prefixes. When its last holder releases it, it stays cached, and counts as free: it is evicted, the least
+recently used first and a sequence's end before its beginning, when no empty block is left.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.errors import OutOfBlocks, OutriderError
+
+_ROOT = b"outrider prefix"  # the parent digest of a first block
+
+
+class LedgerMisuse(OutriderError, ValueError):
+    """An unknown or already open request, or a checkpoint that is not the open one. A bug of the caller; nothing changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Room reserved for ``token_ids`` at positions base_len .. base_len + len(token_ids), to be committed once."""
+
+    request_id: str
+    base_len: int
+    token_ids: tuple[int, ...]
+    serial: int  # unique in its ledger
+
+
+@dataclass(slots=True)
+class _Sequence:
+    computed_len: int
+    blocks: NDArray[np.int32]  # the first num_blocks are held, the rest is room to grow
+    num_blocks: int
+    digest: bytes  # of the full blocks
+    tail: list[int] = field(default_factory=list)  # committed tokens after the full blocks
+    checkpoint: Checkpoint | None = None
+
+    def push(self, block: int) -> None:
+        if self.num_blocks == len(self.blocks):
+            self.blocks = np.concatenate([self.blocks, np.zeros_like(self.blocks)])
+        self.blocks[self.num_blocks] = block
+        self.num_blocks += 1
+
+    def pop(self) -> int:
+        self.num_blocks -= 1
+        return int(self.blocks[self.num_blocks])
+
+
+class Ledger:
+    """The blocks of one KV cache. Not thread-safe: its engine owns it.
+
+    Args:
+        num_blocks: blocks in the cache, numbered from 0.
+        block_len: tokens per block.
+        prefix_cache: share full blocks between sequences that begin alike, and keep them after their release.
+    """
+
+    def __init__(self, num_blocks: int, block_len: int, prefix_cache: bool = True) -> None:
+        if num_blocks < 1 or block_len < 1:
+            raise ValueError(f"a ledger needs at least one block of one token, got {num_blocks} of {block_len}")
+        self.num_blocks = num_blocks
+        self.block_len = block_len
+        self._prefix_cache = prefix_cache
+        self._sequences: dict[str, _Sequence] = {}
+        self._num_holders = [0] * num_blocks
+        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: what fell free last is used first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached and held by nobody, the next to go first
+        self._block_of: dict[bytes, int] = {}  # digest -> the block registered under it
+        self._digest_of: dict[int, bytes] = {}  # its inverse
+        self._serials = count()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
+    def open(self, request_id: str, token_ids: Sequence[int]) -> int:
+        """Hold a sequence that begins with ``token_ids``.
+
+        Returns how many of them are computed already, because they lie in cached full blocks, which it now shares: at most
+        len - 1, for the last one must be computed to predict the next.
+
+        Raises:
+            LedgerMisuse: the request is open.
+        """
+        if request_id in self._sequences:
+            raise LedgerMisuse(f"request {request_id!r} is already open: release it first")
+        sequence = _Sequence(0, np.zeros(8, np.int32), 0, _ROOT)
+        if self._prefix_cache:
+            for start in range(0, len(token_ids) - self.block_len, self.block_len):
+                digest = _chain(sequence.digest, token_ids[start : start + self.block_len])
+                block = self._block_of.get(digest)
+                if block is None:
+                    break
+                self._evictable.pop(block, None)
+                self._num_holders[block] += 1
+                sequence.push(block)
+                sequence.digest = digest
+        sequence.computed_len = sequence.num_blocks * self.block_len
+        self._sequences[request_id] = sequence
+        return sequence.computed_len
+
+    def speculate(self, request_id: str, token_ids: Sequence[int]) -> Checkpoint:
+        """Reserve blocks for ``token_ids`` at computed_len.
+
+        Raises:
+            OutOfBlocks: more blocks are needed than are free; nothing changed.
+            LedgerMisuse: unknown request, no tokens, or a checkpoint is open.
+        """
+        return self.speculate_all({request_id: token_ids})[request_id]
+
+    def speculate_all(self, spans: Mapping[str, Sequence[int]]) -> dict[str, Checkpoint]:
+        """``speculate`` for several requests: for all of them, or for none if it raises."""
+        for request_id, token_ids in spans.items():
+            if self._get(request_id).checkpoint is not None:
+                raise LedgerMisuse(f"request {request_id!r} has an open checkpoint: commit it first")
+            if not token_ids:
+                raise LedgerMisuse(f"request {request_id!r}: no tokens to speculate on")
+        num_needed = {request_id: self.num_blocks_needed(request_id, len(ids)) for request_id, ids in spans.items()}
+        if sum(num_needed.values()) > self.num_free_blocks:
+            raise OutOfBlocks(
+                f"{sum(num_needed.values())} blocks are needed and {self.num_free_blocks} of {self.num_blocks} are free: "
+                "preempt a request or compute fewer tokens"
+            )
+        checkpoints = {}
+        for request_id, token_ids in spans.items():
+            sequence = self._sequences[request_id]
+            for _ in range(num_needed[request_id]):
+                sequence.push(self._take_block())
+            sequence.checkpoint = Checkpoint(request_id, sequence.computed_len, tuple(token_ids), next(self._serials))
+            checkpoints[request_id] = sequence.checkpoint
+        return checkpoints
+
+    def commit(self, checkpoint: Checkpoint, num_tokens: int) -> None:
+        """The first ``num_tokens`` of the checkpoint are final; the rest is rolled back. 0 undoes the speculation.
+
+        Raises:
+            LedgerMisuse: committed before, its request was released since, or more tokens than it has.
+        """
+        sequence = self._get(checkpoint.request_id)
+        if sequence.checkpoint is None or sequence.checkpoint.serial != checkpoint.serial:
+            raise LedgerMisuse(f"checkpoint {checkpoint.serial} of request {checkpoint.request_id!r} is not open any more")
+        if not 0 <= num_tokens <= len(checkpoint.token_ids):
+            raise LedgerMisuse(
+                f"request {checkpoint.request_id!r}: cannot commit {num_tokens} of {len(checkpoint.token_ids)} tokens"
+            )
+        sequence.checkpoint = None
+        tail_index = sequence.computed_len // self.block_len
+        sequence.computed_len += num_tokens
+        if self._prefix_cache:
+            sequence.tail.extend(checkpoint.token_ids[:num_tokens])
+            self._register_full_blocks(sequence, tail_index)
+        while sequence.num_blocks > self._blocks_for(sequence.computed_len):
+            self._drop_block(sequence.pop())
+
+    def release(self, request_id: str) -> None:
+        """Let go of all blocks of a request; an open checkpoint lapses. What is full stays cached while there is room.
+
+        Raises:
+            LedgerMisuse: unknown request.
+        """
+        sequence = self._get(request_id)
+        del self._sequences[request_id]
+        while sequence.num_blocks:  # from the end, so that a prefix outlives what follows it
+            self._drop_block(sequence.pop())
+
+    def computed_len(self, request_id: str) -> int:
+        """Committed tokens of the request that are in the cache."""
+        return self._get(request_id).computed_len
+
+    def block_table(self, request_id: str) -> NDArray[np.int32]:
+        """The request's blocks, (num_blocks,), those reserved by an open checkpoint included: position t lies in
+        block_table[t // block_len]. A read-only view, valid until the next call that changes the request."""
+        sequence = self._get(request_id)
+        view = sequence.blocks[: sequence.num_blocks]
+        view.flags.writeable = False
+        return view
+
+    def num_blocks_needed(self, request_id: str, num_tokens: int) -> int:
+        """Free blocks that speculating on ``num_tokens`` would take."""
+        sequence = self._get(request_id)
+        return max(0, self._blocks_for(sequence.computed_len + num_tokens) - sequence.num_blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds, cached ones included."""
+        return len(self._empty) + len(self._evictable)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when blocks and sequences disagree."""
+        holders = [0] * self.num_blocks
+        for request_id, sequence in self._sequences.items():
+            checkpoint = sequence.checkpoint
+            reserved_len = 0 if checkpoint is None else len(checkpoint.token_ids)
+            num_full, tail_len = divmod(sequence.computed_len, self.block_len)
+            blocks = self.block_table(request_id).tolist()
+            assert len(set(blocks)) == len(blocks), f"{request_id!r} holds a block twice: {blocks}"
+            assert len(blocks) == self._blocks_for(sequence.computed_len + reserved_len), f"{request_id!r} holds {blocks}"
+            assert checkpoint is None or checkpoint.base_len == sequence.computed_len, f"{request_id!r}: {checkpoint}"
+            assert not self._prefix_cache or len(sequence.tail) == tail_len, f"{request_id!r}: tail {sequence.tail}"
+            for block in blocks[num_full:]:
+                assert self._num_holders[block] == 1, f"{request_id!r} writes block {block}, which others hold"
+                assert block not in self._digest_of, f"{request_id!r} writes block {block}, which is cached"
+            for block in blocks:
+                holders[block] += 1
+        assert holders == self._num_holders, f"holders {self._num_holders}, but sequences hold {holders}"
+        free = [*self._empty, *self._evictable]
+        assert sorted(free) == [block for block, num in enumerate(holders) if num == 0], f"free blocks are {sorted(free)}"
+        assert all(block in self._digest_of for block in self._evictable), "an evictable block is not cached"
+        assert not any(block in self._digest_of for block in self._empty), "an empty block is cached"
+        assert {digest: block for block, digest in self._digest_of.items()} == self._block_of, "the index is not one to one"
+
+    def _get(self, request_id: str) -> _Sequence:
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            raise LedgerMisuse(f"request {request_id!r} is not open")
+        return sequence
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_len)
+
+    def _register_full_blocks(self, sequence: _Sequence, tail_index: int) -> None:
+        num_full = len(sequence.tail) // self.block_len
+        for i in range(num_full):
+            sequence.digest = _chain(sequence.digest, sequence.tail[i * self.block_len : (i + 1) * self.block_len])
+            if sequence.digest not in self._block_of:  # else another sequence computed the same: its block is found
+                block = int(sequence.blocks[tail_index + i])
+                self._block_of[sequence.digest] = block
+                self._digest_of[block] = sequence.digest
+        del sequence.tail[: num_full * self.block_len]
+
+    def _take_block(self) -> int:
+        """An empty block, if need be an evicted one. The caller has checked that one is free."""
+        if self._empty:
+            block = self._empty.pop()
+        else:
+            block, _ = self._evictable.popitem(last=False)
+            del self._block_of[self._digest_of.pop(block)]
+        self._num_holders[block] = 1
+        return block
+
+    def _drop_block(self, block: int) -> None:
+        self._num_holders[block] -= 1
+        if self._num_holders[block] == 0:
+            if block in self._digest_of:
+                self._evictable[block] = None
+            else:
+                self._empty.append(block)
+
+
+def _chain(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    return blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
