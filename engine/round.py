@@ -9,6 +9,7 @@ from cluster.errors import LinkClosed, OutOfBlocks
 from cluster.messages import ProposalRound, Role, SubmitRound
 from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
 from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
+from engine.admission import refusal
 from engine.ports import DrafterPort, GatewayPort
 from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput, SpanOutcome, TargetEngine
@@ -129,7 +130,7 @@ class TargetLoop:
             return StepReport(executed=False)
         drafters = {name: self.telemetry.drafter(name).view for name in self._drafters}
         plan = self._planner.plan(self._sequences.views(), drafters, self._engine.capacity(), self._cost, now_s)
-        self._note_late(plan, now_s)
+        self._note_holds(plan, now_s)
         if plan.is_empty:
             self._flush()
             return StepReport(executed=False, wake_s=min(plan.held.values(), default=None))
@@ -173,6 +174,7 @@ class TargetLoop:
         if former is not None and former.link is not link:
             former.link.close()
         self._drafters[name] = DrafterPort(link)
+        self.telemetry.drafter(name).restarted()
         for sequence in self._sequences:
             if sequence.drafter == name:
                 self._drafters[name].open(sequence, self._table.max_draft_len)
@@ -198,45 +200,13 @@ class TargetLoop:
         gateway = self._gateways.get(link)
         if gateway is None:
             return  # it went before its mail was read
-        refusal = self._refusal(request)
-        if refusal is not None:
-            gateway.publish([refusal])
+        refused = refusal(request, self._sequences, self._model, self._engine.capacity(), self._max_waiting, self._draining)
+        if refused is not None:
+            gateway.publish([refused])
             return
         sequence = self._sequences.add(request)
         gateway.requests.add(request.id)
         self._assign(sequence)
-
-    def _refusal(self, request: Request) -> Commit | None:
-        """Why a request cannot be served, as its only commit."""
-
-        def refuse(finish: FinishReason, error: str) -> Commit:
-            return Commit(request.id, len(request.prompt_token_ids), (), finish=finish, error=error)
-
-        if request.id in self._sequences:
-            return refuse(FinishReason.ERROR, f"request {request.id} is under way already")
-        if self._draining:
-            return refuse(FinishReason.OVERLOADED, "the target drains: it takes no more requests")
-        num_waiting = len(self._sequences) - self._sequences.num_running
-        if num_waiting >= self._max_waiting:
-            return refuse(FinishReason.OVERLOADED, f"{num_waiting} requests wait already")
-        prompt = request.prompt_token_ids
-        if not prompt or len(prompt) >= self._model.max_model_len:
-            return refuse(
-                FinishReason.ERROR,
-                f"the prompt has {len(prompt)} tokens; it must have at least 1 and leave room in the model's context"
-                f" of {self._model.max_model_len}",
-            )
-        if not all(0 <= token < self._model.vocab_size for token in prompt):
-            return refuse(FinishReason.ERROR, f"a prompt token lies outside the vocabulary of {self._model.vocab_size}")
-        capacity = self._engine.capacity()
-        longest = min(len(prompt) + request.sampling.max_tokens, self._model.max_model_len)
-        if longest > capacity.num_blocks * capacity.block_len:
-            return refuse(
-                FinishReason.ERROR,
-                f"prompt and max_tokens need {longest} tokens of KV cache, of which there are"
-                f" {capacity.num_blocks * capacity.block_len} in all; lower max_tokens",
-            )
-        return None
 
     def _abort(self, request_id: str, link: Link) -> None:
         gateway = self._gateways.get(link)
@@ -255,11 +225,11 @@ class TargetLoop:
             if sequence is None or proposal.request_id not in port.followed:
                 port.release(proposal.request_id)
                 continue
-            awaiting_since_s = sequence.awaiting_since_s
+            told_s = sequence.told_s.get(proposal.base_len)
+            if told_s is not None:  # a stale reply tells how long a reply takes, too
+                stats.replied(now_s - told_s)
             if not self._sequences.offer(proposal):
                 stats.num_stale += 1
-            elif awaiting_since_s is not None:
-                stats.replied(now_s - awaiting_since_s)
         for request_id in message.resyncs:
             stats.num_resyncs += 1
             sequence = self._sequences.get(request_id)
@@ -302,13 +272,15 @@ class TargetLoop:
 
     # ---- the pass
 
-    def _note_late(self, plan: StepPlan, now_s: float) -> None:
+    def _note_holds(self, plan: StepPlan, now_s: float) -> None:
         """A hold that ran out tells of its drafter's slowness; the request is decoded plainly and waits for nobody."""
         for span in plan.spans:
             sequence = self._sequences[span.request_id]
-            if sequence.awaiting_since_s is not None and sequence.drafter is not None and span.num_verify == 0:
+            if sequence.held and sequence.awaiting_since_s is not None and sequence.drafter is not None:
                 self.telemetry.drafter(sequence.drafter).late(now_s - sequence.awaiting_since_s)
-                sequence.awaiting_since_s = None
+            sequence.held = False
+        for request_id in plan.held:
+            self._sequences[request_id].held = True
 
     def _execute(self, plan: StepPlan) -> tuple[list[SpanInput], list[SpanOutcome]]:
         for request_id in plan.preempted:
@@ -356,7 +328,7 @@ class TargetLoop:
             port = self._drafters.get(sequence.drafter) if sequence.drafter is not None else None
             if port is not None and sequence.max_new_tokens > 1:
                 port.extend(commit.request_id, commit.base_len, commit.token_ids)
-                sequence.awaiting_since_s = now_s
+                sequence.await_proposal(now_s)
         return commits
 
     def _end(self, request_id: str) -> None:
@@ -375,7 +347,7 @@ class TargetLoop:
                 for request_id in gateway.requests
             )
         for sequence in tuple(self._sequences):
-            self._sequences.remove(sequence.request.id)
+            self._end(sequence.request.id)
         self._flush()
 
     def _flush(self) -> None:

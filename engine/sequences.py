@@ -7,6 +7,9 @@ from cluster.types import Commit, FinishReason, ModelInfo, Proposal, Request
 from engine.target import SpanInput, SpanOutcome
 from router.plan import SequenceView, Span
 
+# Replies that come later than this many rounds do not count in a drafter's reply time.
+MAX_TOLD = 8
+
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
@@ -18,6 +21,8 @@ class LiveSequence:
     running: bool = False
     drafter: str | None = None  # the pool member that follows it
     awaiting_since_s: float | None = None
+    held: bool = False  # for its proposal, by the last plan
+    told_s: dict[int, float] = field(default_factory=dict)  # committed length -> when the drafter was told of it
     proposal: Proposal | None = None
     finish: FinishReason | None = None
 
@@ -28,6 +33,13 @@ class LiveSequence:
     @property
     def max_new_tokens(self) -> int:
         return self.request.sampling.max_tokens - (len(self.token_ids) - self.prompt_len)
+
+    def await_proposal(self, now_s: float) -> None:
+        """The drafter is being told of what is committed now."""
+        self.awaiting_since_s = now_s
+        self.told_s[len(self.token_ids)] = now_s
+        if len(self.told_s) > MAX_TOLD:
+            del self.told_s[next(iter(self.told_s))]
 
     def view(self) -> SequenceView:
         proposal = self.proposal

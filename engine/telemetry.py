@@ -32,6 +32,11 @@ class DrafterStats:
         self.reply_s = reply_s if self.reply_s is None else _mean(self.reply_s, reply_s)
         self.view = replace(self.view, reply_s=self.reply_s)
 
+    def restarted(self) -> None:
+        """A new process answers under the name: how fast is not known yet."""
+        self.reply_s = None
+        self.view = replace(self.view, reply_s=UNKNOWN_DRAFTER.reply_s)
+
     def late(self, waited_s: float) -> None:
         """No reply within ``waited_s``: all that is known of the reply time is that it is longer."""
         self.num_late += 1
