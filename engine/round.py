@@ -161,9 +161,8 @@ class TargetLoop:
                 case Received(link, ProposalRound() as message):
                     self._hear_drafter(link, message, now_s)
                 case Received(link, message):
-                    logger.error("%s sent a %s, which a target does not take; its link is closed",
-                                 link.peer.name, type(message).__name__)  # fmt: skip
                     link.close()
+                    self._link_down(link, f"it sent a {type(message).__name__}, which a target does not take")
 
     def _link_up(self, link: Link) -> None:
         if link.peer.role is Role.GATEWAY:
@@ -355,12 +354,12 @@ class TargetLoop:
             try:
                 port.flush(self._table.version)
             except LinkClosed as gone:
-                logger.info("drafter %s is gone: %s", port.link.peer.name, gone)  # its LinkDown is in the mail
+                self._link_down(port.link, str(gone))
         for gateway in tuple(self._gateways.values()):
             try:
                 gateway.flush()
             except LinkClosed as gone:
-                logger.info("gateway %s is gone: %s", gateway.link.peer.name, gone)
+                self._link_down(gateway.link, str(gone))
         num_running = self._sequences.num_running
         self._status = LoopStatus(
             num_running=num_running,

@@ -1,0 +1,94 @@
+"""Keeps links to a changing set of addresses: dials, and dials again with a growing pause when a link is lost."""
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from cluster.errors import OutriderError
+from cluster.messages import Hello
+from cluster.transport.base import Link, Mailbox
+from cluster.transport.factory import connect
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 2.0
+DIAL_DEADLINE_S = 5.0
+
+
+@dataclass(slots=True)
+class _Peer:
+    link: Link | None = None
+    dialling: Future[Link] | None = None
+    pause_s: float = FIRST_PAUSE_S
+    retry_at_s: float = 0.0
+
+
+class Dialer:
+    """Owned by the thread that drains the mailbox: it tells of lost links (``lost``) and calls ``tick``.
+
+    Dialling itself happens on a thread of its own, since it waits for the other end's Hello; the link then comes as a
+    LinkUp to the mailbox like any other.
+    """
+
+    def __init__(self, mailbox: Mailbox, hello: Hello) -> None:
+        self._mailbox = mailbox
+        self._hello = hello
+        self._peers: dict[str, _Peer] = {}
+        self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="dialer")
+
+    def want(self, addresses: Iterable[str]) -> None:
+        """The addresses to keep links to, from now on. Links to others are closed."""
+        wanted = set(addresses)
+        for address in set(self._peers) - wanted:
+            peer = self._peers.pop(address)
+            if peer.link is not None:
+                peer.link.close()
+            if peer.dialling is not None:
+                peer.dialling.add_done_callback(_hang_up)
+        for address in wanted - set(self._peers):
+            self._peers[address] = _Peer()
+
+    def lost(self, link: Link, now_s: float) -> None:
+        """A LinkDown was read."""
+        for peer in self._peers.values():
+            if peer.link is link:
+                peer.link = None
+                peer.retry_at_s = now_s + peer.pause_s
+
+    def tick(self, now_s: float) -> float | None:
+        """Dials what is due and takes up what has been answered. Returns when to call again; None: after the next event."""
+        next_s: float | None = None
+        for address, peer in self._peers.items():
+            if peer.dialling is not None and peer.dialling.done():
+                self._take_up(address, peer, now_s)
+            if peer.link is None and peer.dialling is None and now_s >= peer.retry_at_s:
+                peer.dialling = self._threads.submit(connect, address, self._mailbox, self._hello, DIAL_DEADLINE_S)
+                peer.dialling.add_done_callback(lambda _: self._mailbox.wake())
+            elif peer.link is None and peer.dialling is None:
+                next_s = peer.retry_at_s if next_s is None else min(next_s, peer.retry_at_s)
+        return next_s
+
+    def close(self) -> None:
+        self.want(())
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _take_up(self, address: str, peer: _Peer, now_s: float) -> None:
+        assert peer.dialling is not None
+        dialled, peer.dialling = peer.dialling, None
+        error = dialled.exception()
+        if error is None:
+            peer.link, peer.pause_s = dialled.result(), FIRST_PAUSE_S
+            return
+        if not isinstance(error, OutriderError):
+            raise error
+        logger.info("no link to %s yet: %s; next try in %.2f s", address, error, peer.pause_s)
+        peer.retry_at_s = now_s + peer.pause_s
+        peer.pause_s = min(2 * peer.pause_s, MAX_PAUSE_S)
+
+
+def _hang_up(dialled: Future[Link]) -> None:
+    """The link of a call that nobody wants any more."""
+    if not dialled.cancelled() and dialled.exception() is None:
+        dialled.result().close()
