@@ -1,0 +1,230 @@
+"""Whom a drafter follows, for which target: what mail does to it, and what becomes of requests when mail is lost."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cluster.messages import Budget, DraftRound, Extend, Open
+from cluster.transport.base import Event, Link, LinkDown, LinkUp
+from drafters.following import Followed, Resyncs, Verdict, reconcile
+from drafters.protocol import Drafter
+
+logger = logging.getLogger(__name__)
+
+MAX_DRAFT_LEN = 256  # of any budget: bounds a message and the time that a target waits for it
+_EXPIRY_CHECK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RosterLimits:
+    """What bounds a roster. Counts are of requests, over all links.
+
+    ``resync_s``: how long a resync may go unanswered before it is asked for again; doubles with each of ``max_resyncs``
+    attempts. ``idle_s``: a request of which nothing was heard for so long is forgotten, for its release was lost; if it
+    lives, its next Extend brings it back.
+    """
+
+    capacity: int = 256
+    max_draft_len: int = 8  # budget of a request of which no Budget has come
+    resync_s: float = 0.25
+    max_resyncs: int = 6
+    idle_s: float = 60.0
+
+
+@dataclass(slots=True)
+class Peer:
+    """One target replica."""
+
+    link: Link
+    number: int  # of the link, counted from the start of the process: request ids are unique per target only
+    resyncs: Resyncs
+    table_version: int = 0
+    followed: dict[str, Followed] = field(default_factory=dict)
+    refused: dict[str, float] = field(default_factory=dict)  # for want of room; when last heard of, oldest first
+
+
+class Roster:
+    """The requests of all links, and the drafter that is told of each change. Time comes in as data."""
+
+    def __init__(self, name: str, drafter: Drafter, limits: RosterLimits) -> None:
+        self.peers: dict[int, Peer] = {}  # by id(link): links are compared by identity
+        self._name = name
+        self._drafter = drafter
+        self._limits = limits
+        self._num_links_seen = 0
+        self._refusal_logged = False
+        self._next_expiry_s: float | None = None
+
+    @property
+    def num_followed(self) -> int:
+        return sum(len(peer.followed) for peer in self.peers.values())
+
+    @property
+    def num_refused(self) -> int:
+        return sum(len(peer.refused) for peer in self.peers.values())
+
+    def live(self) -> Iterator[Followed]:
+        """Requests whose committed tokens are known to the end, and that want drafts."""
+        for peer in self.peers.values():
+            for request_id, followed in peer.followed.items():
+                if followed.budget and request_id not in peer.resyncs:
+                    yield followed
+
+    def take(self, event: Event, now_s: float) -> None:
+        if isinstance(event, LinkUp):
+            resyncs = Resyncs(self._limits.resync_s, self._limits.max_resyncs, 4 * self._limits.capacity)
+            self.peers[id(event.link)] = Peer(event.link, self._num_links_seen, resyncs)
+            self._num_links_seen += 1
+        elif isinstance(event, LinkDown):
+            self.drop_link(event.link)
+        elif (peer := self.peers.get(id(event.link))) is not None:  # else it was queued behind the end of its link
+            if isinstance(event.message, DraftRound):
+                self._receive(peer, event.message, now_s)
+            else:
+                kind = type(event.message).__name__
+                logger.warning("drafter %s: ignored a %s from %s", self._name, kind, peer.link.peer.name)
+
+    def drop_link(self, link: Link) -> None:
+        """The target is gone, and with it its requests. Idempotent."""
+        peer = self.peers.pop(id(link), None)
+        if peer is not None:
+            for request_id in list(peer.followed):
+                self._forget(peer, request_id)
+            link.close()
+
+    def expire(self, now_s: float) -> None:
+        """Forget what was not heard of for long; ask for requests refused before, oldest first, when room came free."""
+        if self._next_expiry_s is None or now_s >= self._next_expiry_s:
+            self._next_expiry_s = now_s + min(_EXPIRY_CHECK_S, self._limits.idle_s)
+            limit_s = now_s - self._limits.idle_s
+            for peer in self.peers.values():
+                for request_id in [r for r, followed in peer.followed.items() if followed.heard_s < limit_s]:
+                    self._release(peer, request_id)
+                for request_id in [r for r, heard_s in peer.refused.items() if heard_s < limit_s]:
+                    del peer.refused[request_id]
+        if self.num_refused:
+            self._readmit(now_s)
+
+    def due_resyncs(self, now_s: float) -> dict[int, list[str]]:
+        """What to ask each peer for now. Requests that it does not answer for are forgotten after the last attempt."""
+        due = {}
+        for key, peer in self.peers.items():
+            asked, given_up = peer.resyncs.take_due(now_s)
+            for request_id in given_up:
+                self._forget(peer, request_id)
+            if asked:
+                due[key] = asked
+        return due
+
+    def next_due_s(self) -> float | None:
+        """When the next resync is due."""
+        due = [due_s for peer in self.peers.values() if (due_s := peer.resyncs.next_due_s()) is not None]
+        return min(due, default=None)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the roster disagrees with itself."""
+        assert self.num_followed <= self._limits.capacity, "more requests are followed than there is room for"
+        for peer in self.peers.values():
+            assert not peer.refused.keys() & peer.followed.keys(), "a request is both followed and refused"
+            for request_id, followed in peer.followed.items():
+                assert followed.request_id == request_id, "a request is filed under another's name"
+                assert len(followed.ahead) == len(followed.confidences), "a draft token without its confidence"
+                assert followed.num_sent <= len(followed.ahead), "more was proposed than drafted"
+                assert followed.answered or not followed.num_sent, "a proposal was sent, yet none is noted"
+
+    def _receive(self, peer: Peer, message: DraftRound, now_s: float) -> None:
+        peer.table_version = max(peer.table_version, message.table_version)
+        for opening in message.opens:
+            self._open(peer, opening, now_s)
+        for extension in message.extends:
+            self._extend(peer, extension, now_s)
+        for budget in message.budgets:
+            self._budget(peer, budget)
+        for request_id in message.releases:  # last: a request may end in the round that opened it
+            self._release(peer, request_id)
+
+    def _open(self, peer: Peer, opening: Open, now_s: float) -> None:
+        request_id = opening.request_id
+        followed = peer.followed.get(request_id)
+        if followed is not None:
+            verdict, new = reconcile(followed.token_ids, 0, opening.token_ids)
+            if verdict is not Verdict.CONFLICT:
+                self._commit(peer, followed, new, now_s)
+                return
+            self._forget(peer, request_id)  # its id is used anew
+        if self.num_followed >= self._limits.capacity:
+            self._refuse(peer, request_id, now_s)
+            return
+        peer.refused.pop(request_id, None)
+        followed = Followed(
+            key=f"{peer.number}/{request_id}",
+            request_id=request_id,
+            token_ids=list(opening.token_ids),
+            end_len=opening.prompt_len + opening.sampling.max_tokens,
+            budget=self._limits.max_draft_len,
+            heard_s=now_s,
+        )
+        self._drafter.open(followed.key, opening.token_ids, opening.prompt_len, opening.sampling)
+        peer.followed[request_id] = followed
+        peer.resyncs.learned(request_id, followed.committed_len)
+
+    def _extend(self, peer: Peer, extension: Extend, now_s: float) -> None:
+        request_id = extension.request_id
+        end_len = extension.base_len + len(extension.token_ids)
+        if request_id in peer.refused:
+            self._refuse(peer, request_id, now_s)
+            return
+        followed = peer.followed.get(request_id)
+        if followed is None:
+            peer.resyncs.want(request_id, end_len, now_s)
+            return
+        verdict, new = reconcile(followed.token_ids, extension.base_len, extension.token_ids)
+        if verdict is Verdict.APPLIED or verdict is Verdict.KNOWN:
+            self._commit(peer, followed, new, now_s)
+            return
+        if verdict is Verdict.CONFLICT:
+            self._forget(peer, request_id)
+        peer.resyncs.want(request_id, end_len, now_s)
+
+    def _commit(self, peer: Peer, followed: Followed, token_ids: Sequence[int], now_s: float) -> None:
+        followed.heard_s = now_s
+        if token_ids:
+            self._drafter.extend(followed.key, token_ids)
+            followed.commit(token_ids)
+        peer.resyncs.learned(followed.request_id, followed.committed_len)
+
+    def _budget(self, peer: Peer, budget: Budget) -> None:
+        followed = peer.followed.get(budget.request_id)
+        if followed is not None:
+            followed.budget = max(0, min(budget.num_tokens, MAX_DRAFT_LEN))
+
+    def _refuse(self, peer: Peer, request_id: str, now_s: float) -> None:
+        if not self._refusal_logged:
+            self._refusal_logged = True
+            logger.warning("drafter %s follows %d requests, no room for more", self._name, self._limits.capacity)
+        peer.resyncs.drop(request_id)
+        peer.refused.pop(request_id, None)
+        peer.refused[request_id] = now_s
+        if len(peer.refused) > 4 * self._limits.capacity:
+            del peer.refused[next(iter(peer.refused))]
+
+    def _readmit(self, now_s: float) -> None:
+        for peer in self.peers.values():
+            while peer.refused and self.num_followed + self._num_missing() < self._limits.capacity:
+                request_id = next(iter(peer.refused))
+                del peer.refused[request_id]
+                peer.resyncs.want(request_id, 0, now_s)
+
+    def _num_missing(self) -> int:
+        """Requests asked for that are not followed: they will take room when they come."""
+        return sum(1 for peer in self.peers.values() for request_id in peer.resyncs if request_id not in peer.followed)
+
+    def _release(self, peer: Peer, request_id: str) -> None:
+        self._forget(peer, request_id)
+        peer.resyncs.drop(request_id)
+        peer.refused.pop(request_id, None)
+
+    def _forget(self, peer: Peer, request_id: str) -> None:
+        followed = peer.followed.pop(request_id, None)
+        if followed is not None:
+            self._drafter.release(followed.key)
