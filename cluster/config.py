@@ -1,10 +1,10 @@
-"""The one configuration file: what it may say, its defaults, and how "auto" becomes a value.
+"""The one configuration file: what it may say, and its defaults.
 
 The defaults are a laptop's: SmolLM2-135M-Instruct with an n-gram and a suffix drafter, all on one machine. Every section
-is frozen. "auto" is resolved once, by `resolve`, into a new Config that holds no "auto" any more.
+is frozen. "auto" is resolved once, by `cluster.resolve.resolve`, into a new Config that holds no "auto" any more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -13,7 +13,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cluster import strict_yaml
-from cluster.inventory import Inventory
 
 Auto = Literal["auto"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -45,6 +44,13 @@ class Resources(Section):
     cpus: Share | Auto = "auto"
     gpus: Share | Auto = "auto"
     threads: Count | Auto = "auto"  # of matrix products on a CPU
+    node_labels: Mapping[str, str] = {}  # only nodes that carry all of these Ray labels
+
+    @model_validator(mode="after")
+    def _whole_or_shared(self) -> Self:
+        if self.gpus != "auto" and self.gpus > 1 and self.gpus != int(self.gpus):
+            raise ValueError(f"gpus must be a whole number, or a fraction below 1 to share one, got {self.gpus}")
+        return self
 
 
 class TargetConfig(Section):
@@ -314,86 +320,3 @@ def load(path: str | Path) -> Config:
 def show(config: Config) -> str:
     """The whole configuration as YAML, defaults written out; `load` reads it back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-# Shares of a process for which the file says "auto". Lookup drafters wait nearly all the time.
-LOOKUP_CPUS = 0.1
-MODEL_ON_CPU_CPUS = 0.5
-WITH_GPU_CPUS = 1.0
-CONTROL_CPUS = 0.5  # left to the API, the router and the supervisor
-MIN_TARGET_CPUS = 0.5
-
-
-def resolve(config: Config, inventory: Inventory) -> Config:
-    """A configuration without "auto", for the machines at hand. Resolving twice changes nothing.
-
-    The target goes to GPUs where there are enough for all its ranks. Drafters with a model take the GPUs that are left,
-    one each, or equal shares of one where there are fewer GPUs than drafters, else CPUs. The state folder's ``~`` is
-    expanded here.
-    """
-    target = config.target
-    num_ranks = target.replicas * target.tensor_parallel
-    gpus_per_rank = 1.0 if target.resources.gpus == "auto" else target.resources.gpus
-    fits = gpus_per_rank > 0 and inventory.num_gpus >= num_ranks * gpus_per_rank
-    device = target.device if target.device != "auto" else ("cuda" if fits else "cpu")
-    free_gpus = inventory.num_gpus - (num_ranks * gpus_per_rank if device == "cuda" else 0)
-    drafters = _resolve_drafters(config.drafters, free_gpus)
-    one_node = len(inventory.nodes) == 1
-    kind = config.transport.kind if config.transport.kind != "auto" else ("unix" if one_node else "grpc")
-    host = config.transport.host if config.transport.host != "auto" else ("127.0.0.1" if one_node else "0.0.0.0")
-    state = config.cluster.state
-    if isinstance(state, FileStateConfig):
-        state = state.model_copy(update={"folder": state.folder.expanduser()})
-    return config.model_copy(
-        update={
-            "target": target.model_copy(
-                update={"device": device, "resources": _target_resources(target, device, drafters, inventory)}
-            ),
-            "drafters": drafters,
-            "transport": config.transport.model_copy(update={"kind": kind, "host": host}),
-            "cluster": config.cluster.model_copy(update={"state": state}),
-        }
-    )
-
-
-def _resolve_drafters(drafters: Sequence[DrafterConfig], free_gpus: float) -> tuple[DrafterConfig, ...]:
-    named = sum(d.replicas * d.resources.gpus for d in drafters if not isinstance(d.resources.gpus, str))
-    whole = int(max(0.0, free_gpus - named))
-    hungry = sum(d.replicas for d in drafters if d.has_model and d.device != "cpu" and d.resources.gpus == "auto")
-    sharers = -(-hungry // whole) if whole else 1  # processes on one GPU
-    share = 1.0 if sharers == 1 else int(10_000 / sharers) / 10_000  # Ray counts in ten-thousandths
-    resolved = []
-    for drafter in drafters:
-        wants = drafter.resources.gpus
-        on_gpu = drafter.has_model and (
-            drafter.device == "cuda" or (drafter.device == "auto" and (whole >= 1 if wants == "auto" else wants > 0))
-        )
-        asked = drafter.resources
-        cpus = WITH_GPU_CPUS if on_gpu else MODEL_ON_CPU_CPUS if drafter.has_model else LOOKUP_CPUS
-        resources = Resources(
-            cpus=cpus if asked.cpus == "auto" else asked.cpus,
-            gpus=(share if on_gpu else 0.0) if asked.gpus == "auto" else asked.gpus,
-            threads=1 if asked.threads == "auto" else asked.threads,
-        )
-        resolved.append(drafter.model_copy(update={"device": "cuda" if on_gpu else "cpu", "resources": resources}))
-    return tuple(resolved)
-
-
-def _target_resources(
-    target: TargetConfig, device: str, drafters: Sequence[DrafterConfig], inventory: Inventory
-) -> Resources:
-    asked = target.resources
-    num_ranks = target.replicas * target.tensor_parallel
-    on_gpu = device == "cuda"
-    used = sum(d.replicas * d.resources.cpus for d in drafters if not isinstance(d.resources.cpus, str))
-    # Ranks on CPUs divide what the drafters leave, never more than the largest machine has.
-    largest = max((node.num_cpus for node in inventory.nodes), default=1.0)
-    left = min((inventory.num_cpus - used - CONTROL_CPUS) / num_ranks, largest)
-    cpus = WITH_GPU_CPUS if on_gpu else max(MIN_TARGET_CPUS, int(left * 10) / 10)
-    # Drafters and target on a laptop take turns rather than run at once, so that the target may use every core.
-    threads = 1 if on_gpu else max(1, int(min(inventory.num_cpus / num_ranks, largest)))
-    return Resources(
-        cpus=cpus if asked.cpus == "auto" else asked.cpus,
-        gpus=(1.0 if on_gpu else 0.0) if asked.gpus == "auto" else asked.gpus,
-        threads=threads if asked.threads == "auto" else asked.threads,
-    )

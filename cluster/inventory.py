@@ -1,4 +1,4 @@
-"""What the machines offer, as plain data: the input of `cluster.config.resolve` and of `cluster.placement`."""
+"""What the machines offer, as plain data: the input of `cluster.resolve` and of `cluster.placement`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +19,10 @@ class Inventory:
     """All nodes that may be used, the head first."""
 
     nodes: tuple[Node, ...]
+
+    def matching(self, labels: Mapping[str, str]) -> "Inventory":
+        """The nodes that carry all of these labels."""
+        return Inventory(tuple(node for node in self.nodes if labels.items() <= node.labels.items()))
 
     @property
     def num_cpus(self) -> float:

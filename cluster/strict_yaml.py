@@ -142,8 +142,6 @@ def _explain(detail: Any, model: type[BaseModel], lines: dict[Loc, int]) -> Prob
         loc, message = (*loc, "kind"), f"must be one of {context['expected_tags']}, got {context['tag']!r}"
     elif kind == "value_error":
         message = str(context["error"])  # our own validators: they name the value
-    elif kind == "json_invalid":
-        message = "holds a number that is not finite"
     else:
         text = detail["msg"].removesuffix(" (strict)").replace("Input should be", "must be")
         message = text.replace("a valid dictionary or object to extract fields from", "a section of keys") + got

@@ -1,0 +1,182 @@
+"""Which process sits where: configuration and inventory in, placement groups out. Pure; the launcher hands them to Ray.
+
+One group per target replica and one per drafter, so that each can be scaled, moved and lost apart.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from cluster.config import Config, Resources
+from cluster.errors import OutriderError
+from cluster.inventory import Inventory, Node
+
+EPSILON = 1e-6  # Ray counts in ten-thousandths; sums of fractions here may be off by less
+
+
+class Strategy(StrEnum):
+    """Ray's placement strategies, by Ray's names."""
+
+    STRICT_PACK = "STRICT_PACK"
+    PACK = "PACK"
+    SPREAD = "SPREAD"
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Resources of one process, and the node where the plan found room for them.
+
+    ``node`` is what the plan counted with. Whether Ray is held to it is the launcher's choice: a group that is pinned to
+    a node must be planned anew when the node is lost.
+    """
+
+    process: str  # "target-0/1" is rank 1 of the first target replica, "drafter-ngram/0" the first replica of ngram
+    cpus: float
+    gpus: float
+    node: str
+    node_labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A placement group: bundle i holds process i."""
+
+    name: str
+    strategy: Strategy
+    bundles: tuple[Bundle, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPlan:
+    """All groups, in the order in which they must be made: the ones that are hardest to place come first."""
+
+    groups: tuple[Group, ...]
+
+    def group(self, name: str) -> Group:
+        return next(group for group in self.groups if group.name == name)
+
+
+class PlacementError(OutriderError):
+    """The configuration does not fit the machines; says what is missing."""
+
+
+def target_name(replica: int) -> str:
+    """Of a target replica's group; its processes are name/rank."""
+    return f"target-{replica}"
+
+
+def drafter_name(name: str) -> str:
+    """Of a drafter's group; its processes are name/replica."""
+    return f"drafter-{name}"
+
+
+def place(config: Config, inventory: Inventory) -> PlacementPlan:
+    """A plan for a resolved configuration.
+
+    The ranks of a target replica share one node where one is large enough (STRICT_PACK), else as few as possible (PACK).
+    Drafters are spread: each process to the node with the fewest drafters, on GPUs that no target uses.
+
+    Raises:
+        PlacementError: something does not fit.
+    """
+    free = [_Free(node) for node in inventory.nodes]
+    groups = []
+    for replica in range(config.target.replicas):
+        name = target_name(replica)
+        groups.append(_place_target(name, config.target.tensor_parallel, config.target.resources, free))
+    for drafter in sorted(config.drafters, key=lambda d: -_number(d.resources.gpus)):
+        name = drafter_name(drafter.name)
+        bundles = tuple(_place_drafter(f"{name}/{i}", drafter.resources, free) for i in range(drafter.replicas))
+        groups.append(Group(name, Strategy.SPREAD if len(bundles) > 1 else Strategy.PACK, bundles))
+    return PlacementPlan(tuple(groups))
+
+
+class _Free:
+    """What a node still has. GPUs are counted one by one: half of this one and half of that one hold no whole process."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.cpus = node.num_cpus
+        self.gpus = [1.0] * int(node.num_gpus)
+        self.num_drafters = 0
+
+    def room(self, resources: Resources, wanted: int) -> int:
+        """How many such processes fit, at most ``wanted``."""
+        if not resources.node_labels.items() <= self.node.labels.items():
+            return 0
+        cpus, gpus = _number(resources.cpus), _number(resources.gpus)
+        by_cpus = int((self.cpus + EPSILON) / cpus) if cpus > 0 else wanted
+        if gpus <= 0:
+            by_gpus = wanted
+        elif gpus >= 1:
+            by_gpus = int(sum(one > 1 - EPSILON for one in self.gpus) / gpus)
+        else:
+            by_gpus = sum(int((one + EPSILON) / gpus) for one in self.gpus)
+        return max(0, min(wanted, by_cpus, by_gpus))
+
+    def take(self, process: str, resources: Resources) -> Bundle:
+        """Fill up a GPU that is shared already before breaking into a whole one, as Ray does."""
+        cpus, gpus = _number(resources.cpus), _number(resources.gpus)
+        self.cpus -= cpus
+        if gpus >= 1:
+            for i in [i for i, one in enumerate(self.gpus) if one > 1 - EPSILON][: int(gpus)]:
+                self.gpus[i] = 0.0
+        elif gpus > 0:
+            i = min((i for i, one in enumerate(self.gpus) if one > gpus - EPSILON), key=lambda i: self.gpus[i])
+            self.gpus[i] -= gpus
+        return Bundle(process, cpus, gpus, self.node.name, resources.node_labels)
+
+
+def _place_target(name: str, num_ranks: int, resources: Resources, free: list[_Free]) -> Group:
+    rooms = {node.node.name: node.room(resources, num_ranks) for node in free}
+    whole = [node for node in free if rooms[node.node.name] == num_ranks]
+    if whole:
+        # The tightest GPUs that fit, so that large holes stay for large groups; among equals the idlest CPUs.
+        chosen = min(whole, key=lambda node: (sum(node.gpus), -node.cpus))
+        return Group(name, Strategy.STRICT_PACK, tuple(chosen.take(f"{name}/{i}", resources) for i in range(num_ranks)))
+    if sum(rooms.values()) < num_ranks:
+        raise _misfit(name, num_ranks, resources, free)
+    bundles: list[Bundle] = []
+    for node in sorted(free, key=lambda node: -rooms[node.node.name]):
+        while len(bundles) < num_ranks and node.room(resources, 1):
+            bundles.append(node.take(f"{name}/{len(bundles)}", resources))
+    return Group(name, Strategy.PACK, tuple(bundles))
+
+
+def _place_drafter(process: str, resources: Resources, free: list[_Free]) -> Bundle:
+    fitting = [node for node in free if node.room(resources, 1)]
+    if not fitting:
+        raise _misfit(process, 1, resources, free)
+    # A drafter without a GPU stays away from nodes whose CPUs the GPU processes will want.
+    gpus = _number(resources.gpus)
+    chosen = min(fitting, key=lambda node: (node.num_drafters, -sum(node.gpus) if gpus else 0.0, -node.cpus))
+    chosen.num_drafters += 1
+    return chosen.take(process, resources)
+
+
+def _misfit(process: str, num_processes: int, resources: Resources, free: Iterable[_Free]) -> PlacementError:
+    cpus, gpus = _number(resources.cpus), _number(resources.gpus)
+    nodes = [node for node in free if resources.node_labels.items() <= node.node.labels.items()]
+    each = f"{num_processes} times " if num_processes > 1 else ""
+    where = f" on nodes labelled {dict(resources.node_labels)}" if resources.node_labels else ""
+    if not nodes:
+        return PlacementError(f"{process} cannot be placed: no node is labelled {dict(resources.node_labels)}")
+    missing = []
+    for unit, need, have in (
+        ("CPUs", num_processes * cpus, sum(node.cpus for node in nodes)),
+        ("GPUs", num_processes * gpus, sum(sum(node.gpus) for node in nodes)),
+    ):
+        if need > have + EPSILON:
+            missing.append(f"{need - have:g} {unit} are missing")
+    reason = " and ".join(missing) or "what is free lies scattered, no node has enough of it in one piece"
+    left = ", ".join(f"{node.node.name} {node.cpus:g} CPUs and {sum(node.gpus):g} GPUs" for node in nodes)
+    return PlacementError(
+        f"{process} cannot be placed: it needs {each}{cpus:g} CPUs and {gpus:g} GPUs{where}, free are {left}; {reason}. "
+        f"Ask for less (replicas, tensor_parallel, resources), or add nodes"
+    )
+
+
+def _number(value: float | str) -> float:
+    if isinstance(value, str):
+        raise ValueError("place() needs a configuration without 'auto': call cluster.resolve.resolve first")
+    return value

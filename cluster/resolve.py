@@ -1,0 +1,98 @@
+"""Turns every "auto" of a configuration into a value, once, for the machines at hand."""
+
+from collections.abc import Sequence
+
+from cluster.config import Config, DrafterConfig, FileStateConfig, Resources, TargetConfig
+from cluster.inventory import Inventory
+
+# Shares of a process for which the file says "auto". Lookup drafters wait nearly all the time.
+LOOKUP_CPUS = 0.1
+MODEL_ON_CPU_CPUS = 0.5
+WITH_GPU_CPUS = 1.0
+CONTROL_CPUS = 0.5  # left to the API, the router and the supervisor
+MIN_TARGET_CPUS = 0.5
+
+
+def resolve(config: Config, inventory: Inventory) -> Config:
+    """A configuration without "auto", for the machines at hand. Resolving twice changes nothing.
+
+    The target goes to GPUs where there are enough for all its ranks. Drafters with a model take the GPUs that are left,
+    one each, or equal shares where there are fewer GPUs than drafters, else CPUs. The state folder's ``~`` is expanded.
+    """
+    target = config.target
+    nodes = inventory.matching(target.resources.node_labels)
+    num_ranks = target.replicas * target.tensor_parallel
+    num_gpus = num_ranks * (1.0 if target.resources.gpus == "auto" else target.resources.gpus)
+    device = target.device if target.device != "auto" else ("cuda" if 0 < num_gpus <= nodes.num_gpus else "cpu")
+    drafters = _resolve_drafters(config.drafters, inventory, nodes if device == "cuda" else Inventory(()), num_gpus)
+    one_node = len(inventory.nodes) == 1
+    kind = config.transport.kind if config.transport.kind != "auto" else ("unix" if one_node else "grpc")
+    host = config.transport.host if config.transport.host != "auto" else ("127.0.0.1" if one_node else "0.0.0.0")
+    state = config.cluster.state
+    if isinstance(state, FileStateConfig):
+        state = state.model_copy(update={"folder": state.folder.expanduser()})
+    resources = _target_resources(target, device, drafters, nodes)
+    return config.model_copy(
+        update={
+            "target": target.model_copy(update={"device": device, "resources": resources}),
+            "drafters": drafters,
+            "transport": config.transport.model_copy(update={"kind": kind, "host": host}),
+            "cluster": config.cluster.model_copy(update={"state": state}),
+        }
+    )
+
+
+def _resolve_drafters(
+    drafters: Sequence[DrafterConfig], inventory: Inventory, target_nodes: Inventory, target_gpus: float
+) -> tuple[DrafterConfig, ...]:
+    resolved = []
+    for drafter in drafters:
+        asked = drafter.resources
+        rivals = [d for d in drafters if d.resources.node_labels == asked.node_labels]
+        share = _gpu_share(rivals, inventory.matching(asked.node_labels), target_nodes, target_gpus)
+        gpus = asked.gpus if asked.gpus != "auto" else share
+        on_gpu = drafter.has_model and (drafter.device == "cuda" or (drafter.device == "auto" and gpus > 0))
+        if on_gpu and asked.gpus == "auto":
+            gpus = share or 1.0  # device cuda without a free GPU: placement says what is missing
+        cpus = WITH_GPU_CPUS if on_gpu else MODEL_ON_CPU_CPUS if drafter.has_model else LOOKUP_CPUS
+        resources = asked.model_copy(
+            update={
+                "cpus": cpus if asked.cpus == "auto" else asked.cpus,
+                "gpus": gpus if on_gpu else 0.0,
+                "threads": 1 if asked.threads == "auto" else asked.threads,
+            }
+        )
+        resolved.append(drafter.model_copy(update={"device": "cuda" if on_gpu else "cpu", "resources": resources}))
+    return tuple(resolved)
+
+
+def _gpu_share(rivals: Sequence[DrafterConfig], nodes: Inventory, target_nodes: Inventory, target_gpus: float) -> float:
+    """Of a GPU, for each process of the rivals that leaves it open; 0 where none is left to them."""
+    common = sum(node.num_gpus for node in nodes.nodes if node in target_nodes.nodes)
+    named = sum(d.replicas * d.resources.gpus for d in rivals if d.resources.gpus != "auto")
+    num_free = int(nodes.num_gpus - min(target_gpus, common) - named)
+    hungry = sum(d.replicas for d in rivals if d.has_model and d.device != "cpu" and d.resources.gpus == "auto")
+    if num_free < 1 or hungry == 0:
+        return 0.0
+    sharers = -(-hungry // num_free)
+    return 1.0 if sharers == 1 else int(10_000 / sharers) / 10_000  # Ray counts in ten-thousandths
+
+
+def _target_resources(target: TargetConfig, device: str, drafters: Sequence[DrafterConfig], nodes: Inventory) -> Resources:
+    asked = target.resources
+    num_ranks = target.replicas * target.tensor_parallel
+    on_gpu = device == "cuda"
+    used = sum(d.replicas * d.resources.cpus for d in drafters if d.resources.cpus != "auto")
+    # Ranks on CPUs divide what the drafters leave, never more than the largest machine has.
+    largest = max((node.num_cpus for node in nodes.nodes), default=1.0)
+    left = min((nodes.num_cpus - used - CONTROL_CPUS) / num_ranks, largest)
+    cpus = WITH_GPU_CPUS if on_gpu else max(MIN_TARGET_CPUS, int(left * 10) / 10)
+    # Drafters and target on a laptop take turns rather than run at once, so that the target may use every core.
+    threads = 1 if on_gpu else max(1, int(min(nodes.num_cpus / num_ranks, largest)))
+    return asked.model_copy(
+        update={
+            "cpus": cpus if asked.cpus == "auto" else asked.cpus,
+            "gpus": (1.0 if on_gpu else 0.0) if asked.gpus == "auto" else asked.gpus,
+            "threads": threads if asked.threads == "auto" else asked.threads,
+        }
+    )

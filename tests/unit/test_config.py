@@ -1,0 +1,246 @@
+"""The configuration file: what it refuses and how it says so, and how "auto" becomes values."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.config import Config, EpsilonGreedyPolicy, NgramOptions, load, show
+from cluster.inventory import Inventory, Node
+from cluster.resolve import resolve
+from cluster.strict_yaml import ConfigError, parse
+
+LAPTOP = Inventory((Node("laptop", 2),))
+SERVER = Inventory((Node("server", 64, 8),))
+
+
+def parsed(text: str) -> Config:
+    return parse(text, Config, "test.yaml")
+
+
+def problems(text: str) -> dict[str, tuple[int | None, str]]:
+    with pytest.raises(ConfigError) as caught:
+        parsed(text)
+    return {problem.path: (problem.line, problem.message) for problem in caught.value.problems}
+
+
+def autos(value: Any, path: str = "") -> list[str]:
+    if isinstance(value, dict):
+        return [found for key, item in value.items() for found in autos(item, f"{path}.{key}")]
+    if isinstance(value, list):
+        return [found for i, item in enumerate(value) for found in autos(item, f"{path}[{i}]")]
+    return [path] if value == "auto" else []
+
+
+def test_an_empty_file_is_the_laptop_default() -> None:
+    assert parsed("") == Config()
+    assert parsed("# nothing\n") == Config()
+    assert Config().model.name == "smollm2-135m"
+    assert [drafter.options.kind for drafter in Config().drafters] == ["ngram", "suffix"]
+
+
+def test_values_reach_their_fields() -> None:
+    config = parsed(
+        "drafters:\n- name: a\n  options: {kind: ngram, max_match_len: 7}\nrouter: {policy: {kind: fixed, chain: [a]}}"
+    )
+    assert config.drafters[0].options == NgramOptions(max_match_len=7)
+    assert config.router.policy.kind == "fixed"
+    assert config.router.policy.chain == ("a",)
+    assert parsed("drafters: []").drafters == ()
+    assert parsed("api: {api_keys_file: keys.txt}").api.api_keys_file == Path("keys.txt")
+
+
+def test_every_problem_is_told_at_once_with_line_key_and_value() -> None:
+    found = problems(
+        """\
+model: {name: smollm2-135m, max_modl_len: 10}
+target:
+  dtype: fp16
+  replicas: "2"
+  kv_cache_gb: -1
+drafters:
+  - name: a
+    options: {kind: model}
+  - name: b
+    options: {kind: ngrm}
+  - name: c
+    options: {max_match_len: 3}
+  - name: d
+    options:
+      kind: chain
+      proposer: {kind: ngram, max_mtch_len: 3}
+      verifier: {kind: model, model: 7}
+router:
+  policy: {kind: epsilon-greedy, epsilon: 1.5}
+api: 5
+zzz: 1
+"""
+    )
+    assert found == {
+        "model.max_modl_len": (1, "unknown key; did you mean 'max_model_len'?"),
+        "target.dtype": (3, "must be 'bfloat16' or 'float32', got 'fp16'"),
+        "target.replicas": (4, "must be a valid integer, got '2'"),
+        "target.kv_cache_gb": (5, "must be greater than 0, got -1"),
+        "drafters[0].options.model": (8, "is missing"),
+        "drafters[1].options.kind": (10, "must be one of 'ngram', 'suffix', 'model', 'chain', got 'ngrm'"),
+        "drafters[2].options": (12, "needs the key 'kind'"),
+        "drafters[3].options.proposer.max_mtch_len": (16, "unknown key; did you mean 'max_match_len'?"),
+        "drafters[3].options.verifier.model": (17, "must be a valid string, got 7"),
+        "router.policy.epsilon": (19, "must be less than or equal to 1, got 1.5"),
+        "api": (20, "must be an object, got 5"),
+        "zzz": (21, f"unknown key; known here: {', '.join(Config.model_fields)}"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "line", "words"),
+    [
+        ("target: {device: cpu,\n  resources: {gpus: 1}}", "target", 1, "resources.gpus must be 0 on device cpu, got 1"),
+        ("target: {prefill_chunk_len: 600}", "target", 1, "prefill_chunk_len (600) must be at most max_pass_tokens (512)"),
+        ("target:\n  resources: {gpus: 1.5}", "target.resources", 2, "whole number"),
+        ("drafters:\n- {name: a, device: cuda, options: {kind: ngram}}", "drafters[0]", 2, "device must be cpu or auto"),
+        (
+            "drafters:\n- {name: a, options: {kind: ngram}, resources: {gpus: 1}}",
+            "drafters[0]",
+            2,
+            "resources.gpus must be 0",
+        ),
+        ("drafters:\n- {name: a, options: {kind: ngram, min_match_len: 5}}", "drafters[0].options", 2, "min_match_len (5)"),
+        ("drafters:\n- {name: A b, options: {kind: ngram}}", "drafters[0].name", 2, "'A b'"),
+        ("router:\n  policy: {kind: fixed, chain: [x]}", "", 1, "must name drafters (ngram, suffix), got 'x'"),
+        (
+            "drafters:\n- {name: a, options: {kind: ngram}}\n- {name: a, options: {kind: suffix}}",
+            "",
+            1,
+            "a stands there more than once",
+        ),
+        ("cluster: {state: {kind: redis, url: 'http://x'}}", "cluster.state", 1, "url must start with redis://"),
+        ("supervision: {restart_backoff_ms: 40000}", "supervision", 1, "must be at least restart_backoff_ms (40000.0)"),
+        ("api: {port: .inf}", "api.port", 1, "must be a valid integer, got inf"),
+        ("api: {request_deadline_s: .inf}", "api.request_deadline_s", 1, "must be a finite number, got inf"),
+        ("api: {port: 2026-11-21}", "api.port", 1, "got '2026-11-21'"),
+        ("api: {port: 1}\napi: {port: 2}", "api", 2, "second time, first on line 1"),
+        ("api: &a {x: *a}", "api.x", 1, "alias of something that contains it"),
+        ("api: [1,", "", 1, "is not YAML"),
+        ("- 1\n- 2", "", 1, "must be an object"),
+    ],
+)
+def test_a_mistake_is_named(text: str, path: str, line: int | None, words: str) -> None:
+    found = problems(text)
+    assert list(found) == [path]
+    assert found[path][0] == line
+    assert words in found[path][1]
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="password_file") as caught:
+        parsed("cluster: {state: {kind: redis, url: 'redis://:hunter2@host/0'}}")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.yaml cannot be used:\n  cannot be read: No such file"):
+        load(tmp_path / "nothing.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"model: {name: \xff}")
+    with pytest.raises(ConfigError, match="cannot be read: 'utf-8' codec"):
+        load(tmp_path / "latin.yaml")
+
+
+def test_the_error_crosses_processes() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed("zzz: 1")
+    copy = pickle.loads(pickle.dumps(caught.value))  # noqa: S301
+    assert str(copy) == str(caught.value)
+    assert copy.problems == caught.value.problems
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    config = Config()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.api.port = 1  # type: ignore[misc]
+
+
+def test_show_can_be_loaded_again() -> None:
+    for config in (Config(), resolve(Config(), SERVER)):
+        assert parsed(show(config)) == config
+
+
+def test_resolving_a_laptop() -> None:
+    config = resolve(Config(), LAPTOP)
+    assert autos(config.model_dump(mode="json")) == []
+    assert config.target.device == "cpu"
+    assert config.target.resources.threads == 2
+    assert config.transport.kind == "unix"
+    assert config.transport.host == "127.0.0.1"
+    cpus = config.target.resources.cpus + sum(d.resources.cpus for d in config.drafters)
+    assert cpus <= 2
+    assert all(d.device == "cpu" and d.resources.gpus == 0 for d in config.drafters)
+    assert not str(config.cluster.state.folder).startswith("~")
+
+
+@pytest.mark.parametrize("inventory", [LAPTOP, SERVER, Inventory((Node("a", 8, 2), Node("b", 8, 1)))])
+def test_resolving_twice_changes_nothing(inventory: Inventory) -> None:
+    once = resolve(Config(), inventory)
+    assert resolve(once, inventory) == once
+
+
+MODELS = """
+target: {{tensor_parallel: {ranks}}}
+drafters:
+- {{name: ngram, options: {{kind: ngram}}}}
+- {{name: a, options: {{kind: model, model: x}}}}
+- {{name: b, options: {{kind: model, model: x}}}}
+- {{name: c, options: {{kind: chain, proposer: {{kind: ngram}}, verifier: {{kind: model, model: x}}}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "drafter_device", "drafter_gpus"),
+    [
+        (4, "cuda", "cuda", 1.0),  # four GPUs are left for three drafters
+        (5, "cuda", "cuda", 1.0),  # exactly three
+        (6, "cuda", "cuda", 0.5),  # two GPUs for three
+        (7, "cuda", "cuda", 0.3333),  # one
+        (8, "cuda", "cpu", 0.0),  # none
+        (9, "cpu", "cuda", 1.0),  # not even enough for the target, so the drafters have them all
+    ],
+)
+def test_drafters_take_the_gpus_that_the_target_leaves(
+    ranks: int, device: str, drafter_device: str, drafter_gpus: float
+) -> None:
+    config = resolve(parsed(MODELS.format(ranks=ranks)), SERVER)
+    assert config.target.device == device
+    assert config.drafters[0].device == "cpu"
+    assert [(d.device, d.resources.gpus) for d in config.drafters[1:]] == [(drafter_device, drafter_gpus)] * 3
+
+
+def test_what_the_file_says_stands() -> None:
+    text = MODELS.format(ranks=2)
+    for name in ("a", "b"):
+        text = text.replace(f"name: {name},", f"name: {name}, resources: {{gpus: 2, cpus: 3, threads: 4}},")
+    config = resolve(parsed(text), SERVER)
+    for drafter in config.drafters[1:3]:
+        assert (drafter.resources.gpus, drafter.resources.cpus, drafter.resources.threads) == (2, 3, 4)
+    assert config.drafters[3].resources.gpus == 1  # eight, less two of the target and four of these
+
+
+def test_several_machines_talk_by_grpc_and_listen_everywhere() -> None:
+    config = resolve(Config(), Inventory((Node("a", 4), Node("b", 4))))
+    assert (config.transport.kind, config.transport.host) == ("grpc", "0.0.0.0")
+    assert isinstance(config.router.policy, EpsilonGreedyPolicy)
+
+
+def test_labels_bound_what_auto_may_take() -> None:
+    nodes = Inventory((Node("big", 32, 4, {"pool": "target"}), Node("small", 16, 1, {"pool": "drafters"})))
+    text = """
+target: {tensor_parallel: 4, resources: {node_labels: {pool: target}}}
+drafters:
+- {name: a, options: {kind: model, model: x}, resources: {node_labels: {pool: drafters}}}
+- {name: b, options: {kind: model, model: x}, resources: {node_labels: {pool: target}}}
+"""
+    config = resolve(parsed(text), nodes)
+    assert config.target.device == "cuda"
+    assert [d.device for d in config.drafters] == ["cuda", "cpu"]
+    assert resolve(parsed(text.replace("tensor_parallel: 4", "tensor_parallel: 5")), nodes).target.device == "cpu"
