@@ -1,0 +1,129 @@
+"""The forward pass: spans of different sequences and lengths, packed into one batch of rows.
+
+There is no prefill and no decode here, only rows. A pass is begun, runs layer by layer, and is finished; between layers
+its state is at hand, for whoever needs the hidden states of some layer or wants rows to leave.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from engine.kv_cache import BLOCK_LEN, KvCache
+from engine.layout import Layout, PackedSpan, lay_out
+from engine.models.config import ModelConfig, inverse_frequencies
+from engine.models.weights import LayerWeights, LinearWeight, Weights
+from engine.ops import HeadNorms, Linear, Ops
+
+__all__ = ["CausalModel", "PackedSpan", "Pass"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: Linear
+    head_norms: HeadNorms | None
+    out: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(slots=True)
+class Pass:
+    """A pass under way. After layer i, what follows it reads is ``residual + delta``."""
+
+    layout: Layout
+    cache: KvCache
+    residual: torch.Tensor  # fp32 [rows, hidden]
+    delta: torch.Tensor | None = None  # dtype [rows, hidden]; added by the next norm
+    taps: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> its output, fp32 [rows, hidden]
+
+
+class CausalModel:
+    """A decoder of the Llama family over a paged KV cache. Immutable; not thread-safe, for its operators own buffers.
+
+    Args:
+        config: the model's shape.
+        weights: read once, here.
+        ops: the operators, of this shape and dtype.
+        dtype: of weights, products and KV cache.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, ops: Ops, dtype: torch.dtype, device: torch.device | None = None
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device or torch.device("cpu")
+        self._ops = ops
+        self._inverse_frequencies = torch.tensor(inverse_frequencies(config), dtype=torch.float32)
+        self._embedding = weights.embedding().to(self.device)
+        self._layers = [self._prepare(layer) for layer in weights.layers()]
+        self._final_norm = weights.final_norm().to(self.device)
+        self._head = ops.linear(LinearWeight(weights.head().to(self.device)))
+
+    def new_cache(self, num_blocks: int, block_len: int = BLOCK_LEN) -> KvCache:
+        return KvCache.allocate(self.config, num_blocks, self.dtype, self.device, block_len)
+
+    @torch.inference_mode()
+    def forward(self, spans: Sequence[PackedSpan], cache: KvCache) -> torch.Tensor:
+        """Computes all spans and writes their keys and values to ``cache``.
+
+        Two spans of a pass may share blocks that lie wholly before both base_lens, and no others.
+
+        Returns:
+            The final hidden states, [rows, hidden] in the dtype, rows in the order of the spans.
+        """
+        state = self.begin(spans, cache)
+        self.run_layers(state, 0, self.config.num_layers)
+        return self.finish(state)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head applied to rows of final hidden states: [n, hidden] -> [n, vocab], in the dtype."""
+        return self._head(hidden)
+
+    @torch.inference_mode()
+    def begin(self, spans: Sequence[PackedSpan], cache: KvCache) -> Pass:
+        layout = lay_out(spans, cache.block_len, self._inverse_frequencies, self.device)
+        return Pass(layout, cache, F.embedding(layout.token_ids, self._embedding).float())
+
+    @torch.inference_mode()
+    def run_layers(self, state: Pass, start: int, stop: int, taps: frozenset[int] = frozenset()) -> None:
+        """Layers ``start`` .. ``stop`` - 1; the outputs of those in ``taps`` are kept in ``state.taps``."""
+        ops, layout = self._ops, state.layout
+        for index in range(start, stop):
+            layer = self._layers[index]
+            keys, values = state.cache.keys[index], state.cache.values[index]
+            qkv = layer.qkv(ops.add_norm(state.residual, state.delta, layer.input_norm))
+            queries = ops.rotate_and_store(qkv, layer.head_norms, layout, keys, values)
+            attended = layer.out(ops.attention(queries, layout, keys, values))
+            gate_up = layer.gate_up(ops.add_norm(state.residual, attended, layer.post_norm))
+            state.delta = layer.down(ops.gate(gate_up))
+            if index in taps:
+                state.taps[index] = state.residual + state.delta
+
+    @torch.inference_mode()
+    def finish(self, state: Pass) -> torch.Tensor:
+        """The final norm: [rows, hidden] in the dtype."""
+        return self._ops.add_norm(state.residual, state.delta, self._final_norm)
+
+    def _prepare(self, layer: LayerWeights) -> _Layer:
+        def linear(weight: LinearWeight) -> Linear:
+            bias = None if weight.bias is None else weight.bias.to(self.device)
+            return self._ops.linear(LinearWeight(weight.weight.to(self.device), bias))
+
+        norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = HeadNorms(layer.q_norm.to(self.device), layer.k_norm.to(self.device))
+        return _Layer(
+            input_norm=layer.input_norm.to(self.device),
+            qkv=linear(layer.qkv),
+            head_norms=norms,
+            out=linear(layer.out),
+            post_norm=layer.post_norm.to(self.device),
+            gate_up=linear(layer.gate_up),
+            down=linear(layer.down),
+        )

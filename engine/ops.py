@@ -1,0 +1,115 @@
+"""The operators that a forward pass is made of: one protocol, and the plain torch version that all others are held to."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from engine.layout import Layout
+from engine.models.config import ModelConfig
+from engine.models.weights import LinearWeight
+
+Linear = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms over each head of queries and keys (Qwen3), fp32 [head_dim]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+
+
+class Ops(Protocol):
+    """Operators on one device for one model shape and dtype. The residual stream is fp32, products are in the dtype.
+
+    Not thread-safe; a returned tensor may be overwritten by the next call of the same operator.
+    """
+
+    def linear(self, weight: LinearWeight) -> Linear:
+        """The product with ``weight``, which may be laid out anew: keep no other reference to it."""
+
+    def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+        """``residual`` [rows, hidden] += delta, in place; returns its RMS norm (arXiv 1910.07467) in the dtype."""
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, norms: HeadNorms | None, layout: Layout, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Rotates queries and keys, writes keys and values of all rows to the cache of one layer.
+
+        Returns the queries, scaled by head_dim ** -0.5, [rows, heads, head_dim].
+        """
+
+    def attention(self, queries: torch.Tensor, layout: Layout, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Causal grouped-query attention of all rows to the cache of one layer: [rows, heads * head_dim]."""
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, [rows, intermediate], of [rows, 2 * intermediate]."""
+
+
+class TorchOps:
+    """The reference, on any device. Slow and plain: attention loops over spans."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._scale = 1.0 / math.sqrt(config.head_dim)
+
+    def linear(self, weight: LinearWeight) -> Linear:
+        return lambda x: F.linear(x, weight.weight, weight.bias)
+
+    def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+        if delta is not None:
+            residual += delta
+        return self._norm(residual, weight).to(self._dtype)
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, norms: HeadNorms | None, layout: Layout, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        c = self._config
+        q, k, v = qkv.float().split([c.q_size, c.kv_size, c.kv_size], dim=-1)
+        q = q.view(-1, c.num_heads, c.head_dim)
+        k = k.view(-1, c.num_kv_heads, c.head_dim)
+        if norms is not None:
+            q, k = self._norm(q, norms.q), self._norm(k, norms.k)
+        q, k = _rotate(q, layout), _rotate(k, layout)
+        block_len = keys.shape[3]
+        blocks, offsets = layout.slots // block_len, layout.slots % block_len
+        keys[blocks, :, :, offsets] = k.to(keys.dtype)
+        values[blocks, :, offsets] = v.view(-1, c.num_kv_heads, c.head_dim).to(values.dtype)
+        return q * self._scale
+
+    def attention(self, queries: torch.Tensor, layout: Layout, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        c = self._config
+        block_len = keys.shape[3]
+        out = queries.new_empty(queries.shape[0], c.q_size, dtype=self._dtype)
+        starts = layout.starts.tolist()
+        for i, base_len in enumerate(layout.base_lens.tolist()):
+            rows = slice(starts[i], starts[i + 1])
+            positions = layout.positions[rows]
+            total_len = base_len + len(positions)
+            table = layout.tables[i, : -(-total_len // block_len)].long()
+            k = keys[table].permute(1, 2, 0, 3).flatten(2)[:, :, :total_len].float()  # [kv_heads, head_dim, total]
+            v = values[table].transpose(0, 1).flatten(1, 2)[:, :total_len].float()  # [kv_heads, total, head_dim]
+            q = queries[rows].view(-1, c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim)
+            scores = torch.einsum("rhgd,hdt->rhgt", q, k)
+            later = torch.arange(total_len, device=positions.device) > positions[:, None]
+            probabilities = scores.masked_fill(later[:, None, None], -math.inf).softmax(-1)
+            out[rows] = torch.einsum("rhgt,htd->rhgd", probabilities, v).flatten(1).to(self._dtype)
+        return out
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(self._dtype)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self._config.norm_eps)
+
+
+def _rotate(heads: torch.Tensor, layout: Layout) -> torch.Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    cos, sin = layout.cos[:, None], layout.sin[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
