@@ -1,0 +1,124 @@
+"""Prompt lookup: what followed the last few tokens when they last occurred in the request's own text.
+
+The method is known as prompt lookup decoding (A. Saxena, 2023; LLMA, arXiv 2304.04487, of reference texts). No torch.
+"""
+
+from collections.abc import Sequence
+
+from cluster.errors import InvalidField
+from cluster.types import SamplingParams
+from drafters.hit_rates import HitRate, HitRates
+from drafters.protocol import Demand, Draft
+
+
+class _Text:
+    """The tokens of one request, indexed so that a look-up costs the same however long they are.
+
+    ``_next`` maps every n-gram, min_n <= n <= max_n, to the position after its last occurrence. An n-gram enters it when
+    the token after it comes, so the end of the text never finds itself.
+    """
+
+    def __init__(self, token_ids: Sequence[int], min_n: int, max_n: int) -> None:
+        self.token_ids: list[int] = []
+        self.guess: list[
+            tuple[int, HitRate | None]
+        ] = []  # drafted beyond the text, with the rate that each token is a trial of
+        self._lens = range(max_n, min_n - 1, -1)
+        self._next: dict[tuple[int, ...], int] = {}
+        self.extend(token_ids)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        text, index = self.token_ids, self._next
+        for token_id in token_ids:
+            end = len(text)
+            for n in self._lens:
+                if n <= end:
+                    index[tuple(text[end - n :])] = end
+            text.append(token_id)
+
+    def find(self, ahead: Sequence[int]) -> tuple[int, int] | None:
+        """(length, position after the earlier occurrence) of the longest match of the end of the text and ``ahead``."""
+        longest = self._lens[0]
+        tail = [*self.token_ids[-longest:], *ahead][-longest:]
+        for n in self._lens:
+            if n <= len(tail):
+                position = self._next.get(tuple(tail[-n:]))
+                if position is not None:
+                    return n, position
+        return None
+
+    def check_integrity(self) -> None:
+        for ngram, position in self._next.items():
+            assert tuple(self.token_ids[position - len(ngram) : position]) == ngram, f"{ngram} does not end at {position}"
+
+
+class NgramDrafter:
+    """Copies what followed the longest match of the last ``max_n`` down to ``min_n`` tokens, the latest occurrence of it.
+
+    A copy that reaches the end of the text goes on in itself, so a text in a loop is drafted at any length. Memory: at
+    most (max_n - min_n + 1) index entries, about 150 bytes each, per token of the followed requests.
+
+    Raises:
+        InvalidField: not 1 <= min_n <= max_n.
+    """
+
+    def __init__(self, max_n: int = 4, min_n: int = 2) -> None:
+        if not 1 <= min_n <= max_n:
+            raise InvalidField("min_n", min_n, f"must lie between 1 and max_n ({max_n})")
+        self._max_n = max_n
+        self._min_n = min_n
+        self._rates = HitRates(range(min_n, max_n + 1))
+        self._texts: dict[str, _Text] = {}
+
+    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+        self._texts[request_id] = _Text(token_ids, self._min_n, self._max_n)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        text = self._texts[request_id]
+        self._learn(text, token_ids)
+        text.extend(token_ids)
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        return [self._draft(demand) for demand in demands]
+
+    def release(self, request_id: str) -> None:
+        self._texts.pop(request_id, None)
+
+    def check_integrity(self) -> None:
+        for text in self._texts.values():
+            text.check_integrity()
+
+    def _draft(self, demand: Demand) -> Draft:
+        text = self._texts[demand.request_id]
+        match = text.find(demand.ahead)
+        if match is None or demand.num_tokens <= 0:
+            return Draft(demand.request_id, (), ())
+        match_len, position = match
+        source = [*text.token_ids[position : position + demand.num_tokens]]
+        if len(source) < demand.num_tokens:
+            source += demand.ahead
+            period = len(source)  # at least one: an n-gram is indexed when a token follows it
+            source = [source[i % period] for i in range(demand.num_tokens)]
+        token_ids = tuple(source[: demand.num_tokens])
+        rates = [self._rates.at(match_len, place) for place in range(len(token_ids))]
+        text.guess = [*_trials_of(text.guess, demand.ahead), *zip(token_ids, rates, strict=True)]
+        return Draft(demand.request_id, token_ids, tuple(rate.rate for rate in rates))
+
+    def _learn(self, text: _Text, token_ids: Sequence[int]) -> None:
+        """Every token that is committed where one was guessed is a trial, up to the first wrong guess."""
+        for token_id, (guessed, rate) in zip(token_ids, text.guess, strict=False):
+            if rate is not None:
+                rate.record(token_id == guessed)
+            if token_id != guessed:
+                text.guess.clear()
+                return
+        del text.guess[: len(token_ids)]
+
+
+def _trials_of(guess: Sequence[tuple[int, HitRate | None]], ahead: Sequence[int]) -> list[tuple[int, HitRate | None]]:
+    """The guesses that ``ahead`` consists of: still to be tried, where they were guessed here."""
+    kept: list[tuple[int, HitRate | None]] = []
+    for i, token_id in enumerate(ahead):
+        known = guess[i] if i < len(guess) and guess[i][0] == token_id else (token_id, None)
+        kept.append(known)
+    return kept
