@@ -83,5 +83,38 @@ def bench(
         raise typer.Exit(1)
 
 
+models = typer.Typer(help="The models that are known by name, and getting them ready.", no_args_is_help=True)
+app.add_typer(models, name="models")
+
+
+@models.command("list")
+def list_models() -> None:
+    """Which there are, and whether they are ready."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from engine.models.prepare import CATALOGUE, model_folder, state_of
+
+    table = Table("name", "state", "model", "folder", caption="A Hugging Face folder of the Llama family serves as well.")
+    for model in CATALOGUE.values():
+        table.add_row(model.name, state_of(model.name), model.summary, str(model_folder(model.name)))
+    Console().print(table)
+
+
+@models.command()
+def prepare(name: Annotated[str, typer.Argument(help="a name of `outrider models list`, or a folder to check")]) -> None:
+    """Convert a model into the cache folder, once; of one that is there, check every byte. Prints the folder."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from engine.models.prepare import ensure_model
+
+    columns = (TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=1.0)
+        folder = ensure_model(name, lambda step, fraction: bar.update(task, description=step, completed=fraction))
+    print(folder)
+
+
 if __name__ == "__main__":
     app()

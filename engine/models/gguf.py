@@ -1,0 +1,44 @@
+"""GGUF file to Hugging Face folder: ``python -m engine.models.gguf SOURCE FOLDER``, as a process of its own.
+
+The conversion needs three times the memory of the result and prints as it likes; a process of its own gives both back.
+It says on standard output, line by line, how far it is: ``FRACTION WHAT``.
+"""
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Weights as bf16 safetensors, configuration, tokenizer and chat template.
+
+    transformers undoes the quantization, and llama.cpp's order of the rotary dimensions.
+    """
+    _say(0.0, "importing transformers")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    parent, file = str(source.parent), source.name
+    _say(0.1, "reading the tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=file, local_files_only=True)
+    _say(0.35, "restoring the weights")
+    model = AutoModelForCausalLM.from_pretrained(
+        parent,
+        gguf_file=file,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
+        local_files_only=True,
+    )
+    _say(0.95, "writing the weights")
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+def _say(fraction: float, what: str) -> None:
+    print(fraction, what, file=sys.__stdout__, flush=True)
+
+
+if __name__ == "__main__":
+    with redirect_stdout(sys.stderr):  # standard output is for progress alone
+        convert(Path(sys.argv[1]), Path(sys.argv[2]))

