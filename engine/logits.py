@@ -1,0 +1,152 @@
+"""What is done to logits before a token is chosen: edits of single values, and floors under which no token may be chosen.
+
+The order is: penalties, logit bias, the mask of min_tokens, temperature, top-k, top-p, min-p. The edits change few values of
+a row, so they work on those alone; a mask from a grammar belongs between bias and min_tokens, in ``edit``.
+
+The last three keep the most probable tokens, so each is a floor on the tempered logits z. Tokens that are equally probable
+are kept or dropped together: what is kept depends on the logits alone, not on how something was sorted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cluster.types import SamplingParams
+from engine.race import Peaks, look_into, relative
+
+
+class TokenCounts:
+    """The distinct tokens of a sequence, and how often each was generated. Append-only."""
+
+    def __init__(self) -> None:
+        self.lowest_id = 0
+        self.highest_id = 0
+        self._slots: dict[int, int] = {}
+        self._token_ids = np.zeros(64, np.int64)
+        self._num_generated = np.zeros(64, np.float32)
+
+    def add(self, token_ids: Sequence[int], generated: bool) -> None:
+        self.lowest_id = min(self.lowest_id, *token_ids, 0)
+        self.highest_id = max(self.highest_id, *token_ids, 0)
+        for token_id in token_ids:
+            slot = self._slots.setdefault(token_id, len(self._slots))
+            if slot == len(self._token_ids):
+                self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
+                self._num_generated = np.concatenate([self._num_generated, np.zeros_like(self._num_generated)])
+            self._token_ids[slot] = token_id
+            self._num_generated[slot] += generated
+
+    def with_drafts(
+        self, draft_ids: Sequence[int], num_rows: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]:
+        """Tokens (K,), how often each was generated before each row (num_rows, K), and whether it occurred at all.
+
+        The last row has all the drafts before it, each row above it one less.
+        """
+        num_known = len(self._slots)
+        new_ids = list(dict.fromkeys(token_id for token_id in draft_ids if token_id not in self._slots))
+        columns = {token_id: num_known + i for i, token_id in enumerate(new_ids)}
+        num_generated = np.zeros((num_rows, num_known + len(new_ids)), np.float32)
+        num_generated[:, :num_known] = self._num_generated[:num_known]
+        first_row_len = len(draft_ids) + 1 - num_rows
+        for i, token_id in enumerate(draft_ids):
+            column = self._slots.get(token_id)
+            num_generated[max(0, i + 1 - first_row_len) :, columns[token_id] if column is None else column] += 1
+        occurred = num_generated > 0
+        occurred[:, :num_known] = True
+        return np.concatenate([self._token_ids[:num_known], np.array(new_ids, np.int64)]), num_generated, occurred
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What to change in the rows of one span."""
+
+    sampling: SamplingParams
+    counts: TokenCounts | None  # None: no penalties
+    draft_ids: tuple[int, ...]
+    masked_ids: tuple[int, ...]  # may not be chosen ...
+    num_masked_rows: int  # ... in the first so many rows
+
+    def id_outside(self, vocab_size: int) -> int | None:
+        """A token that the edits touch and that the vocabulary does not have, if there is one."""
+        ids = [token_id for token_id, _ in self.sampling.logit_bias]
+        if self.counts is not None:
+            ids += [*self.draft_ids, self.counts.lowest_id, self.counts.highest_id]
+        return next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
+
+
+def edit(x: Tensor, edits: Edits) -> None:
+    """Edits the rows of one span, x (num_rows, V) float32, in place."""
+    sampling = edits.sampling
+    if edits.counts is not None:
+        ids, num_generated, occurred = (
+            torch.from_numpy(array).to(x.device) for array in edits.counts.with_drafts(edits.draft_ids, len(x))
+        )
+        values = x[:, ids]
+        repeated = torch.where(values < 0, values * sampling.repetition_penalty, values / sampling.repetition_penalty)
+        values = torch.where(occurred, repeated, values)
+        x[:, ids] = values - sampling.frequency_penalty * num_generated - sampling.presence_penalty * (num_generated > 0)
+    if sampling.logit_bias:
+        bias = dict(sampling.logit_bias)
+        x[:, torch.tensor(list(bias), device=x.device)] += torch.tensor(list(bias.values()), device=x.device)
+    if edits.num_masked_rows:
+        x[: edits.num_masked_rows, torch.tensor(edits.masked_ids, device=x.device)] = -torch.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Of R rows, each (R,) on the CPU. What keeps every token: top_k >= V, top_p = 1, min_p = 0."""
+
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
+
+
+def floors(x: Tensor, at: Peaks, temperatures: Tensor, filters: Filters) -> Tensor:
+    """The least z = (x - max x) / T that may be chosen in each row, (R,) float32; -inf where nothing is filtered."""
+    kept = torch.full_like(at.rows, -torch.inf)
+    for rows, ks in _select(filters.top_k < x.shape[-1], filters.top_k, x.device):
+        kept[rows] = _kth_largest(x[rows], Peaks(at.blocks[rows], at.rows[rows]), temperatures[rows], ks)
+    for rows, masses in _select(filters.top_p < 1, filters.top_p, x.device):
+        kept[rows] = _nucleus_floor(relative(x[rows], at.rows[rows], temperatures[rows]), kept[rows], masses)
+    for rows, ratios in _select(filters.min_p > 0, filters.min_p, x.device):
+        kept[rows] = torch.maximum(kept[rows], ratios.log().float())
+    return kept
+
+
+def _select(where: NDArray[np.bool_], limits: NDArray[Any], device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """The rows that a filter applies to and their limits; nothing if there are none."""
+    rows = np.flatnonzero(where)
+    if not len(rows):
+        return []
+    return [(torch.from_numpy(rows).to(device), torch.from_numpy(limits[rows]).to(device))]
+
+
+def _kth_largest(x: Tensor, at: Peaks, temperatures: Tensor, ks: Tensor) -> Tensor:
+    """z of the k-th largest of each row: it lies in one of the k blocks with the largest maxima."""
+    k_max = int(ks.max())
+    if k_max <= at.blocks.shape[-1] // 2:
+        x = look_into(x, at.blocks.topk(k_max).indices)[1].flatten(1)
+    values = x.topk(k_max).values.gather(1, ks[:, None] - 1)
+    return relative(values, at.rows, temperatures).squeeze(1)
+
+
+def _nucleus_floor(z: Tensor, floor: Tensor, masses: Tensor) -> Tensor:
+    """The last z in the smallest set of most probable tokens with at least the given mass, of what the floor has kept.
+
+    Only candidates are sorted: all tokens with less than (1 - p) / V of the mass together hold less than 1 - p of it.
+    """
+    weights = torch.where(z >= floor[:, None], z.exp(), 0)
+    total = weights.sum(-1, dtype=torch.float64)
+    least = total * (1 - masses) / z.shape[-1]
+    num_candidates = int((weights >= least[:, None]).sum(-1).max())
+    candidates = z.topk(max(1, num_candidates)).values
+    weights = torch.where(candidates >= floor[:, None], candidates.exp(), 0).double()
+    mass_before = weights.cumsum(-1) - weights
+    num_kept = (mass_before < (masses * total)[:, None]).sum(-1, keepdim=True)
+    return candidates.gather(1, num_kept.clamp_min(1) - 1).squeeze(1)

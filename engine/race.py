@@ -1,0 +1,106 @@
+"""The choice of one token per row, without looking at most of the vocabulary.
+
+A row of logits is read once, for the largest logit of each block of 64 tokens. Everything else looks into few blocks: the
+argmax lies in the block with the largest maximum, and where noise is added, a block whose largest logit plus largest noise
+(``engine.noise.block_max``) stays below a score already seen cannot win.
+
+Shapes: logits x (R, V) of any floating type; block maxima (R, B), B = ceil(V / 64).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.noise import BLOCK_LEN, block_gumbel, block_max
+
+_NUM_FIRST_BLOCKS = 8  # looked into at once; the winner is nearly always among them
+_ROUNDING = 1e-4  # more than float32 can be off when a bound is compared with a score
+_MIN_TEMPERATURE = 1e-6  # below, float32 logits differ by more than the noise can make up for
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The largest logit of each block (R, B), and of each row (R,). A NaN shows in both. float32."""
+
+    blocks: Tensor
+    rows: Tensor
+
+
+def peaks(x: Tensor) -> Peaks:
+    vocab_size = x.shape[-1]
+    tail_len = vocab_size % BLOCK_LEN
+    blocks = torch.unflatten(x[:, : vocab_size - tail_len], -1, (-1, BLOCK_LEN)).amax(-1)
+    if tail_len:
+        blocks = torch.cat([blocks, x[:, vocab_size - tail_len :].amax(-1, keepdim=True)], dim=-1)
+    blocks = blocks.float()
+    return Peaks(blocks, blocks.amax(-1))
+
+
+def greedy(x: Tensor, at: Peaks) -> Tensor:
+    """The lowest of the most probable tokens of each row, (R,) int64."""
+    block_ids = at.blocks.argmax(-1, keepdim=True)  # torch promises the first of equal ones
+    token_ids, values = look_into(x, block_ids)
+    return token_ids.flatten(1).gather(1, values.flatten(1).argmax(-1, keepdim=True)).squeeze(1)
+
+
+def relative(x: Tensor, highest: Tensor, temperatures: Tensor) -> Tensor:
+    """z = (x - max x) / T, (R, ...) float32: at most 0, and monotone in x, so that thresholds on z are exact.
+
+    ``highest`` and ``temperatures`` are (R,).
+    """
+    shape = (-1,) + (1,) * (x.dim() - 1)
+    return (x.float() - highest.view(shape)) / temperatures.clamp_min(_MIN_TEMPERATURE).view(shape)
+
+
+def first_arrivals(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor, keys: Tensor) -> Tensor:
+    """argmax over {v: z_v >= floor} of z_v + G(key, v), (R,) int64: samples of softmax(z) over these tokens.
+
+    The sum is taken in float64, where it is exact. A row without a finite maximum yields V.
+
+    Args:
+        temperatures, floors: (R,) float32; a floor of -inf admits all tokens.
+        keys: (R,) int64, of ``engine.noise.noise_keys``.
+    """
+    num_blocks = at.blocks.shape[-1]
+    z_blocks = relative(at.blocks, at.rows, temperatures)
+    noise = block_max(keys[:, None], torch.arange(num_blocks, device=x.device))
+    bounds = torch.where(z_blocks >= floors[:, None], z_blocks + noise + _ROUNDING, -torch.inf)
+    num_first = min(_NUM_FIRST_BLOCKS + 1, num_blocks)
+    highest, block_ids = bounds.topk(num_first)
+    rows = torch.arange(len(x), device=x.device)
+
+    def race(rows: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(r,) rows and (r, b) blocks of each: the best score and the token that has it, (r,)."""
+        token_ids, values = look_into(x, block_ids, rows)
+        z = relative(values, at.rows[rows], temperatures[rows])
+        gumbel = block_gumbel(keys[rows, None], block_ids, torch.arange(BLOCK_LEN, device=x.device))
+        scores = torch.where(z >= floors[rows, None, None], z.double() + gumbel.double(), -torch.inf).flatten(1)
+        best = scores.amax(-1)
+        return best, _lowest_id(scores == best[:, None], token_ids.flatten(1), x.shape[-1])
+
+    best, token_ids = race(rows, block_ids[:, :_NUM_FIRST_BLOCKS])
+    if num_first <= _NUM_FIRST_BLOCKS:
+        return token_ids
+    open_rows = (highest[:, -1] >= best).nonzero().squeeze(1)
+    if len(open_rows) == 0:
+        return token_ids
+    pair_rows, pair_blocks = (bounds[open_rows] >= best[open_rows, None]).nonzero(as_tuple=True)
+    pair_best, pair_tokens = race(open_rows[pair_rows], pair_blocks[:, None])
+    best = best.scatter_reduce(0, open_rows[pair_rows], pair_best, "amax")
+    wins = pair_best == best[open_rows[pair_rows]]
+    token_ids[open_rows] = x.shape[-1]
+    return token_ids.scatter_reduce(0, open_rows[pair_rows[wins]], pair_tokens[wins], "amin")
+
+
+def look_into(x: Tensor, block_ids: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Token ids and logits of blocks (r, b): both (r, b, 64). Past the end of the vocabulary the logit is -inf."""
+    token_ids = block_ids[..., None] * BLOCK_LEN + torch.arange(BLOCK_LEN, device=x.device)
+    inside = token_ids.clamp_max(x.shape[-1] - 1)
+    rows = torch.arange(len(x), device=x.device) if rows is None else rows
+    values = x[rows[:, None, None], inside]
+    return token_ids, torch.where(token_ids == inside, values, -torch.inf)
+
+
+def _lowest_id(wins: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    return torch.where(wins, token_ids, vocab_size).amin(-1)

@@ -1,0 +1,259 @@
+"""How a token is chosen, for targets and drafters alike (DESIGN idea 1): argmax_v(z_v + G(seed, position, v)).
+
+z are the logits after penalties, bias, the mask of min_tokens, temperature, top-k, top-p and min-p, in that order; G is
+Gumbel noise (``engine.noise``). At temperature 0 it is the plain argmax, the lowest id of equal ones. So the token at a
+position is a function of logits, history, parameters and seed: nothing of the batch, the device or what was drafted comes in.
+
+Rows pay only for what their request asks for: they are taken in up to four groups, edited or not, with noise or without, and
+no group reads more of the vocabulary than it must (``engine.race``).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cluster.types import SamplingParams, TokenLogprobs
+from engine.logits import Edits, Filters, TokenCounts, edit, floors
+from engine.noise import noise_keys
+from engine.race import first_arrivals, greedy, peaks, relative
+
+
+class SamplingState:
+    """What the choice of a request's next token depends on beside its logits. One per followed request.
+
+    Args:
+        token_ids: prompt, then what is committed of the output.
+        prompt_len: how many of them are the prompt.
+    """
+
+    def __init__(self, sampling: SamplingParams, token_ids: Sequence[int], prompt_len: int) -> None:
+        if not 0 <= prompt_len <= len(token_ids):
+            raise ValueError(f"a prompt of {prompt_len} tokens does not fit into {len(token_ids)} tokens")
+        self.sampling = sampling
+        self.prompt_len = prompt_len
+        self.counts = TokenCounts() if sampling.has_penalties else None
+        self._len = len(token_ids)
+        if self.counts is not None:
+            self.counts.add(token_ids[:prompt_len], generated=False)
+            self.counts.add(token_ids[prompt_len:], generated=True)
+
+    def __len__(self) -> int:
+        """Committed tokens, prompt included: the position that the next token will have."""
+        return self._len
+
+    @property
+    def num_generated(self) -> int:
+        return self._len - self.prompt_len
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Tokens were committed."""
+        self._len += len(token_ids)
+        if self.counts is not None:
+            self.counts.add(token_ids, generated=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpan:
+    """The last ``num_rows`` of the len(drafts) + 1 rows that a request has in the logits.
+
+    Of all of them, row i predicts position len(state) + i, and its history is the state's and drafts[:i].
+    """
+
+    state: SamplingState
+    drafts: tuple[int, ...]
+    num_rows: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_rows <= len(self.drafts) + 1:
+            raise ValueError(f"a span with {len(self.drafts)} drafts has no {self.num_rows} rows to sample")
+
+    @property
+    def num_before(self) -> int:
+        """Drafts before the first sampled row."""
+        return len(self.drafts) + 1 - self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What was chosen for the rows of one span.
+
+    ``error``: no token could be chosen in the row after these, because all are masked or its logits are not finite. The
+    request cannot go on if that row is reached; behind a rejected draft token it means nothing (``engine.acceptance``).
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # if the request asks for them
+    confidences: tuple[float, ...] = ()  # if the caller does: the probability that the token had
+    error: str | None = None
+
+
+class Sampler:
+    """Chooses tokens. Stateless: what it knows of a request comes with the span."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, spans: Sequence[SampleSpan], want_confidences: bool = False) -> list[Chosen]:
+        """One ``Chosen`` per span.
+
+        Args:
+            logits: (sum of num_rows, V or more) of any floating type on any device, in the order of the spans. They are not
+                changed; columns past the vocabulary (padding) are not looked at.
+            want_confidences: fill ``Chosen.confidences``: under the distribution that is sampled, at temperature 0 under
+                that of temperature 1.
+
+        Raises:
+            ValueError: the rows or columns do not fit the spans or the vocabulary.
+        """
+        ends = list(accumulate((span.num_rows for span in spans), initial=0))
+        if logits.dim() != 2 or len(logits) != ends[-1] or logits.shape[1] < self.vocab_size:
+            raise ValueError(f"logits {tuple(logits.shape)} do not fit {ends[-1]} rows of {self.vocab_size} tokens")
+        logits = logits[:, : self.vocab_size]
+        members = [self._member(span, start) for span, start in zip(spans, ends, strict=False)]
+        picks = _Picks(np.full(ends[-1], self.vocab_size), np.full(ends[-1], np.nan), np.zeros(ends[-1]))
+        for edited in (False, True):
+            for noisy in (False, True):
+                alike = [m for m in members if m.error is None and m.is_edited == edited and m.is_noisy == noisy]
+                if alike:
+                    _pick(logits, alike, picks, want_confidences)
+        logprobs = _raw_logprobs(logits, members, picks)
+        return [_chosen(member, picks, logprobs, want_confidences) for member in members]
+
+    def _member(self, span: SampleSpan, start: int) -> "_Member":
+        state, sampling = span.state, span.state.sampling
+        masked_ids = sampling.stop_token_ids if sampling.ignore_eos else (*self.eos_token_ids, *sampling.stop_token_ids)
+        masked_ids = tuple(token_id for token_id in masked_ids if token_id < self.vocab_size)
+        num_masked_rows = min(span.num_rows, max(0, sampling.min_tokens - state.num_generated - span.num_before))
+        if not masked_ids:
+            num_masked_rows = 0
+        edits, error = None, None
+        if state.counts is not None or sampling.logit_bias or num_masked_rows:
+            edits = Edits(sampling, state.counts, span.drafts, masked_ids, num_masked_rows)
+            outside = edits.id_outside(self.vocab_size)
+            if outside is not None:
+                error = f"token {outside} is outside the vocabulary of {self.vocab_size}"
+        return _Member(span, slice(start, start + span.num_rows), edits, error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A span, the rows that it has in the logits, and what to edit there."""
+
+    span: SampleSpan
+    rows: slice
+    edits: Edits | None
+    error: str | None
+
+    @property
+    def is_edited(self) -> bool:
+        return self.edits is not None
+
+    @property
+    def is_noisy(self) -> bool:
+        return self.span.state.sampling.temperature > 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Picks:
+    """Of each row, (N,): the token, the largest logit, which says whether there is one, and the token's probability."""
+
+    token_ids: NDArray[np.int64]
+    highest: NDArray[np.float64]
+    confidences: NDArray[np.float64]
+
+
+def _pick(logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confidences: bool) -> None:
+    """Choose for the rows of spans that are alike, and note it in ``picks``."""
+    rows = np.concatenate([np.arange(member.rows.start, member.rows.stop) for member in members])
+    is_all = len(rows) == len(logits)
+    x = logits if is_all else logits[torch.from_numpy(rows).to(logits.device)]
+    if members[0].is_edited:
+        x = x.to(torch.float32, copy=is_all)
+        start = 0
+        for member in members:
+            end = start + member.span.num_rows
+            if member.edits is not None:
+                edit(x[start:end], member.edits)
+            start = end
+    at = peaks(x)
+    temperatures = torch.ones_like(at.rows)
+    floor = torch.full_like(at.rows, -torch.inf)
+    if members[0].is_noisy:
+        temperatures = torch.from_numpy(_by_row(members, lambda s: s.temperature, np.float32)).to(x.device)
+        filters = Filters(
+            _by_row(members, lambda s: s.top_k or 2**31, np.int64),
+            _by_row(members, lambda s: s.top_p, np.float64),
+            _by_row(members, lambda s: s.min_p, np.float64),
+        )
+        floor = floors(x, at, temperatures, filters)
+        token_ids = first_arrivals(x, at, temperatures, floor, torch.from_numpy(_keys(members)).to(x.device))
+    else:
+        token_ids = greedy(x, at)
+    columns = [token_ids.double(), at.rows.double()]
+    if want_confidences:
+        z = relative(x, at.rows, temperatures)
+        total = torch.where(z >= floor[:, None], z.exp(), 0).sum(-1, dtype=torch.float64)
+        columns.append(z.gather(1, token_ids.clamp_max(x.shape[-1] - 1)[:, None]).squeeze(1).double().exp() / total)
+    found = torch.stack(columns).cpu().numpy()  # one copy from the device for the whole group
+    picks.token_ids[rows] = found[0]
+    picks.highest[rows] = found[1]
+    if want_confidences:
+        picks.confidences[rows] = found[2]
+
+
+def _by_row(members: Sequence[_Member], value: Callable[[SamplingParams], Any], dtype: type) -> NDArray[Any]:
+    return np.repeat(
+        np.array([value(member.span.state.sampling) for member in members], dtype), [m.span.num_rows for m in members]
+    )
+
+
+def _keys(members: Sequence[_Member]) -> NDArray[np.int64]:
+    firsts = [len(member.span.state) + member.span.num_before for member in members]
+    positions = np.concatenate([np.arange(n, n + m.span.num_rows) for n, m in zip(firsts, members, strict=True)])
+    return noise_keys(_by_row(members, lambda s: s.seed, np.uint64), positions)
+
+
+def _raw_logprobs(logits: Tensor, members: Sequence[_Member], picks: _Picks) -> dict[int, TokenLogprobs]:
+    """By row, where the request asks for them."""
+    wanted = [(row, m.span.state.sampling.top_logprobs) for m in members for row in range(m.rows.start, m.rows.stop)]
+    num_top = {row: num for row, num in wanted if num is not None}
+    if not num_top:
+        return {}
+    rows = np.fromiter(num_top, np.int64)
+    raw = logits[torch.from_numpy(rows).to(logits.device)].float().log_softmax(-1)
+    tokens = torch.from_numpy(picks.token_ids[rows]).to(raw.device).clamp_max(raw.shape[-1] - 1)
+    own = raw.gather(1, tokens[:, None]).squeeze(1).tolist()
+    top = raw.topk(min(max(num_top.values()), raw.shape[-1]))
+    top_ids, top_values = top.indices.tolist(), top.values.tolist()
+    return {
+        row: TokenLogprobs(own[i], tuple(zip(top_ids[i][:num], top_values[i][:num], strict=True)))
+        for i, (row, num) in enumerate(num_top.items())
+    }
+
+
+def _chosen(member: _Member, picks: _Picks, logprobs: dict[int, TokenLogprobs], want_confidences: bool) -> Chosen:
+    rows = range(member.rows.start, member.rows.stop)
+    error = member.error
+    if error is None:
+        for i, row in enumerate(rows):
+            if not np.isfinite(picks.highest[row]):
+                position = len(member.span.state) + member.span.num_before + i
+                why = "every token is masked" if picks.highest[row] == -np.inf else f"its logits hold {picks.highest[row]}"
+                error, rows = f"no token can be chosen at position {position}: {why}", rows[:i]
+                break
+    else:
+        rows = rows[:0]
+    return Chosen(
+        tuple(int(picks.token_ids[row]) for row in rows),
+        tuple(logprobs[row] for row in rows if row in logprobs),
+        tuple(float(picks.confidences[row]) for row in rows) if want_confidences else (),
+        error,
+    )
