@@ -123,8 +123,8 @@ class TargetLoop:
 
     def step(self, now_s: float) -> StepReport:
         """Mail, plan, one pass, and the word spread of what it committed."""
-        self._take_mail(now_s)
         self._follow_table()
+        self._take_mail(now_s)
         if not self._sequences:
             self._flush()
             return StepReport(executed=False)
