@@ -41,7 +41,7 @@ class Outcome:
 
 
 class SimulatedCluster:
-    """Steps its parts in random order. ``faults`` strike the links of drafters; crashes and hangs, the drafters themselves."""
+    """Steps its parts in random order. ``faults`` strike the links of drafters; crashes and hangs, drafters themselves."""
 
     def __init__(self, seed: int, faults: Faults, crash: float, hang: float, num_drafters: int) -> None:
         self.rng = random.Random(seed)
