@@ -150,9 +150,7 @@ class Ledger:
         Raises:
             LedgerMisuse: committed before, its request was released since, or more tokens than it has.
         """
-        sequence = self._get(checkpoint.request_id)
-        if sequence.checkpoint is None or sequence.checkpoint.serial != checkpoint.serial:
-            raise LedgerMisuse(f"checkpoint {checkpoint.serial} of request {checkpoint.request_id!r} is not open any more")
+        sequence = self._speculating(checkpoint)
         if not 0 <= num_tokens <= len(checkpoint.token_ids):
             raise LedgerMisuse(
                 f"request {checkpoint.request_id!r}: cannot commit {num_tokens} of {len(checkpoint.token_ids)} tokens"
@@ -165,6 +163,28 @@ class Ledger:
             self._register_full_blocks(sequence, tail_index)
         while sequence.num_blocks > self._blocks_for(sequence.computed_len):
             self._drop_block(sequence.pop())
+
+    def revise(self, checkpoint: Checkpoint, token_ids: Sequence[int]) -> Checkpoint:
+        """Speculate on ``token_ids`` instead, from the same base_len: more tokens, fewer, or others. Positions keep their
+        blocks, so what was computed of the tokens that both begin with stays.
+
+        Raises:
+            OutOfBlocks: more blocks are needed than are free; nothing changed.
+            LedgerMisuse: the checkpoint is not open any more, or no tokens.
+        """
+        sequence = self._speculating(checkpoint)
+        request_id = checkpoint.request_id
+        if not token_ids:
+            raise LedgerMisuse(f"request {request_id!r}: no tokens to speculate on")
+        num_needed = self.num_blocks_needed(request_id, len(token_ids))
+        if num_needed > self.num_free_blocks:
+            raise OutOfBlocks(f"{num_needed} blocks are needed and {self.num_free_blocks} of {self.num_blocks} are free")
+        for _ in range(num_needed):
+            sequence.push(self._take_block())
+        while sequence.num_blocks > self._blocks_for(sequence.computed_len + len(token_ids)):
+            self._drop_block(sequence.pop())
+        sequence.checkpoint = Checkpoint(request_id, checkpoint.base_len, tuple(token_ids), next(self._serials))
+        return sequence.checkpoint
 
     def release(self, request_id: str) -> None:
         """Let go of all blocks of a request; an open checkpoint lapses. What is full stays cached while there is room.
@@ -227,6 +247,12 @@ class Ledger:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             raise LedgerMisuse(f"request {request_id!r} is not open")
+        return sequence
+
+    def _speculating(self, checkpoint: Checkpoint) -> _Sequence:
+        sequence = self._get(checkpoint.request_id)
+        if sequence.checkpoint is None or sequence.checkpoint.serial != checkpoint.serial:
+            raise LedgerMisuse(f"checkpoint {checkpoint.serial} of request {checkpoint.request_id!r} is not open any more")
         return sequence
 
     def _blocks_for(self, num_tokens: int) -> int:
