@@ -5,11 +5,13 @@ from pathlib import Path
 import torch
 
 from engine.forward import CausalModel
+from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.config import ModelConfig, load_config
 from engine.models.weights import open_weights
+from engine.native import NativeLimits, NativeTarget
 from engine.ops import Ops, TorchOps
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Ops:
@@ -17,13 +19,44 @@ def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> O
     return TorchOps(config, dtype)
 
 
-def load_model(folder: Path, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> CausalModel:
-    """The model of a Hugging Face folder, ready to run.
+def load_model(folder: Path, dtype: str = "bfloat16", device: str = "cpu", num_layers: int | None = None) -> CausalModel:
+    """The model of a Hugging Face folder, ready to run; with ``num_layers`` only its first layers.
 
     Raises:
         ModelUnavailable: missing, half-written or unsupported; one line that says which.
     """
     config = load_config(folder)
-    at = torch.device(device)
-    with open_weights(folder, config, dtype) as weights:
-        return CausalModel(config, weights, make_ops(config, dtype, at), dtype, at)
+    if num_layers is not None:
+        config = config.truncated(num_layers)
+    at, kind = torch.device(device), DTYPES[dtype]
+    with open_weights(folder, config, kind) as weights:
+        return CausalModel(config, weights, make_ops(config, kind, at), kind, at)
+
+
+def load_target(
+    folder: Path,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    kv_cache_bytes: int = 2**29,
+    block_len: int = BLOCK_LEN,
+    max_num_sequences: int = 64,
+    max_pass_tokens: int = 512,
+    max_model_len: int = 2048,
+    prefix_cache: bool = True,
+) -> NativeTarget:
+    """A native target for the model of a Hugging Face folder. A longer ``max_model_len`` than the model's is cut to it.
+
+    Raises:
+        ModelUnavailable: missing, half-written or unsupported; one line that says which.
+        ValueError: the KV cache cannot hold a sequence of ``max_model_len`` tokens.
+    """
+    model = load_model(folder, dtype, device)
+    limits = NativeLimits(
+        num_blocks=num_blocks_for(model.config, kv_cache_bytes, model.dtype, block_len),
+        block_len=block_len,
+        max_num_sequences=max_num_sequences,
+        max_pass_tokens=max_pass_tokens,
+        max_model_len=min(max_model_len, model.config.max_len),
+    )
+    return NativeTarget(model, limits, prefix_cache)

@@ -42,9 +42,7 @@ class Layout:
         return self.base_lens.shape[0]
 
 
-def lay_out(
-    spans: Sequence[PackedSpan], block_len: int, inverse_frequencies: torch.Tensor, device: torch.device
-) -> Layout:
+def lay_out(spans: Sequence[PackedSpan], block_len: int, inverse_frequencies: torch.Tensor, device: torch.device) -> Layout:
     """Args:
     spans: at least one, each of at least one token.
     inverse_frequencies: fp32 [head_dim / 2], on the CPU.

@@ -7,7 +7,7 @@ computation in a way that is not built here is refused: a model either runs exac
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,16 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    def truncated(self, num_layers: int) -> "ModelConfig":
+        """The same model with only its first ``num_layers`` layers.
+
+        Raises:
+            ModelUnavailable: it does not have so many.
+        """
+        if not 1 <= num_layers <= self.num_layers:
+            raise ModelUnavailable(f"num_layers must lie between 1 and the model's {self.num_layers}, got {num_layers}")
+        return replace(self, num_layers=num_layers)
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes that one token occupies in the KV cache."""

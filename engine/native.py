@@ -1,0 +1,137 @@
+"""The native target: one model of ours, one paged KV cache, one ledger of who holds what in it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cluster.types import Request
+from engine.acceptance import verdict
+from engine.forward import CausalModel
+from engine.layout import PackedSpan
+from engine.ledger import Checkpoint, Ledger
+from engine.sampling import Sampler, SampleSpan, SamplingState
+from engine.target import SpanInput, SpanOutcome
+from router.plan import Capacity
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLimits:
+    """What the target holds and computes at once. Lengths and block counts are in tokens and blocks of the KV cache."""
+
+    num_blocks: int
+    block_len: int
+    max_num_sequences: int
+    max_pass_tokens: int
+    max_model_len: int
+
+
+class NativeTarget:
+    """``engine.target.TargetEngine`` over a ``CausalModel``, in this process.
+
+    Raises:
+        ValueError: the limits do not fit the model, or each other.
+    """
+
+    def __init__(self, model: CausalModel, limits: NativeLimits, prefix_cache: bool = True) -> None:
+        if not 1 <= limits.max_model_len <= model.config.max_len:
+            raise ValueError(
+                f"max_model_len must lie between 1 and the model's {model.config.max_len}: {limits.max_model_len}"
+            )
+        if limits.num_blocks * limits.block_len < limits.max_model_len:
+            raise ValueError(
+                f"a KV cache of {limits.num_blocks} blocks of {limits.block_len} tokens cannot hold one sequence of "
+                f"{limits.max_model_len} tokens: enlarge kv_cache_gb or lower max_model_len"
+            )
+        self._model = model
+        self._limits = limits
+        self._cache = model.new_cache(limits.num_blocks, limits.block_len)
+        self._ledger = Ledger(limits.num_blocks, limits.block_len, prefix_cache)
+        self._sampler = Sampler(model.config.vocab_size, model.config.eos_token_ids)
+        self._states: dict[str, SamplingState] = {}
+
+    def open(self, request: Request, token_ids: Sequence[int]) -> int:
+        computed_len = self._ledger.open(request.id, token_ids)
+        self._states[request.id] = SamplingState(request.sampling, token_ids, len(request.prompt_token_ids))
+        return computed_len
+
+    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        if not spans:
+            return []
+        for span in spans:
+            self._check(span)
+        checkpoints = self._ledger.speculate_all({span.request_id: span.token_ids for span in spans})
+        try:
+            outcomes = self._compute(spans)
+        except BaseException:
+            for checkpoint in checkpoints.values():
+                self._ledger.commit(checkpoint, 0)
+            raise
+        for span, outcome in zip(spans, outcomes, strict=True):
+            self._commit(span, outcome, checkpoints[span.request_id])
+        return outcomes
+
+    def release(self, request_id: str) -> None:
+        if self._states.pop(request_id, None) is not None:
+            self._ledger.release(request_id)
+
+    def capacity(self) -> Capacity:
+        limits = self._limits
+        return Capacity(
+            block_len=limits.block_len,
+            num_blocks=limits.num_blocks,
+            num_free_blocks=self._ledger.num_free_blocks,
+            max_num_sequences=limits.max_num_sequences,
+            max_pass_tokens=limits.max_pass_tokens,
+            max_model_len=limits.max_model_len,
+        )
+
+    def check_integrity(self) -> None:
+        self._ledger.check_integrity()
+        for request_id in self._states:
+            assert request_id in self._ledger, f"{request_id!r} has a sampling state and no blocks"
+
+    def _check(self, span: SpanInput) -> None:
+        """A span that contradicts the ledger is a bug of the round: better refused than computed."""
+        computed_len = self._ledger.computed_len(span.request_id)
+        if span.base_len != computed_len:
+            raise ValueError(
+                f"span of {span.request_id!r} starts at {span.base_len}, but {computed_len} tokens are computed"
+            )
+        if not 0 <= span.num_drafts < len(span.token_ids) or (span.num_drafts and not span.samples):
+            raise ValueError(f"span of {span.request_id!r}: {span.num_drafts} drafts in {len(span.token_ids)} tokens")
+
+    def _compute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        packed = [PackedSpan(span.base_len, span.token_ids, self._ledger.block_table(span.request_id)) for span in spans]
+        hidden = self._model.forward(packed, self._cache)
+        sampled = [span for span in spans if span.samples]
+        if not sampled:
+            return [SpanOutcome(span.request_id, (), 0) for span in spans]
+        rows = _sampled_rows(spans)
+        logits = self._model.logits(hidden if len(rows) == len(hidden) else hidden[rows.to(hidden.device)])
+        chosen = self._sampler.choose(
+            logits,
+            [SampleSpan(self._states[span.request_id], _drafts(span), span.num_drafts + 1) for span in sampled],
+        )
+        verdicts = {
+            span.request_id: verdict(span.request_id, _drafts(span), choice)
+            for span, choice in zip(sampled, chosen, strict=True)
+        }
+        return [verdicts.get(span.request_id) or SpanOutcome(span.request_id, (), 0) for span in spans]
+
+    def _commit(self, span: SpanInput, outcome: SpanOutcome, checkpoint: Checkpoint) -> None:
+        """The bonus token has no keys yet: it is computed by the next pass."""
+        self._ledger.commit(checkpoint, len(span.token_ids) - span.num_drafts + outcome.num_accepted)
+        self._states[span.request_id].extend(outcome.token_ids)
+
+
+def _drafts(span: SpanInput) -> tuple[int, ...]:
+    return span.token_ids[len(span.token_ids) - span.num_drafts :]
+
+
+def _sampled_rows(spans: Sequence[SpanInput]) -> torch.Tensor:
+    """Of all rows of the pass those whose logits are wanted, ascending, int64."""
+    ends = np.cumsum([len(span.token_ids) for span in spans])
+    rows = [np.arange(end - span.num_drafts - 1, end) for span, end in zip(spans, ends, strict=True) if span.samples]
+    return torch.from_numpy(np.concatenate(rows))
