@@ -186,7 +186,7 @@ class RouterConfig(Section):
 class PlannerConfig(Section):
     """What a pass of the target verifies."""
 
-    verify: Literal["all"] = "all"
+    verify: Literal["goodput", "all"] = "goodput"  # goodput: as many drafts as raise the tokens per second of the pass
     max_hold_ms: Annotated[float, Field(ge=0, le=10_000)] = 50  # bound on the wait for a proposal; 0: never waits
 
 

@@ -14,7 +14,7 @@ from engine.ports import DrafterPort, GatewayPort
 from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry
-from router.assignment import Observation
+from router.assignment import Observation, RequestView
 from router.cost_model import CostModel
 from router.plan import StepPlan
 from router.planner import Planner, StepPlanner
@@ -54,7 +54,7 @@ def member_of(chain: tuple[str, ...]) -> str | None:
 class TargetLoop:
     """Owns a target, its sequences, and its ends of the links to drafters and gateways.
 
-    ``step`` is to be called by one thread (``run`` does); ``publish_table``, ``drain``, ``status`` and
+    ``step`` is to be called by one thread (``run`` does); ``publish_table``, ``drain``, ``status``, ``requests`` and
     ``take_observations`` by any. Time comes in as data, so that a simulation can step it.
     """
 
@@ -101,6 +101,14 @@ class TargetLoop:
 
     def status(self) -> LoopStatus:
         return self._status
+
+    def requests(self) -> tuple[RequestView, ...]:
+        """The live requests whose chain the router may choose."""
+        return tuple(
+            RequestView(s.request.id, s.prompt_len, len(s.token_ids), (s.drafter,) if s.drafter is not None else ())
+            for s in self._sequences.snapshot()
+            if s.request.chain is None
+        )
 
     def take_observations(self) -> tuple[Observation, ...]:
         return self.telemetry.take_observations()

@@ -81,6 +81,10 @@ class Sequences:
     def get(self, request_id: str) -> LiveSequence | None:
         return self._live.get(request_id)
 
+    def snapshot(self) -> tuple[LiveSequence, ...]:
+        """For readers on other threads: the copy is made in one step of the interpreter."""
+        return tuple(self._live.values())
+
     @property
     def num_running(self) -> int:
         return sum(s.running for s in self._live.values())

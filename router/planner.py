@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.config import Config
 from router.cost_model import CostModel
 from router.plan import UNKNOWN_DRAFTER, Capacity, DrafterView, SequenceView, Span, StepPlan
 from router.verification import VERIFICATION_POLICIES
@@ -23,6 +24,10 @@ class PlannerSettings:
     verification: str = "goodput"
     max_hold_s: float = 0.05
     max_chunk_len: int = 256
+
+    @classmethod
+    def of(cls, config: Config) -> "PlannerSettings":
+        return cls(config.planner.verify, config.planner.max_hold_ms / 1e3, config.target.prefill_chunk_len)
 
 
 class Planner(Protocol):
@@ -43,6 +48,10 @@ class StepPlanner:
     def __init__(self, settings: PlannerSettings | None = None) -> None:
         self._settings = settings or PlannerSettings()
         self._verification = VERIFICATION_POLICIES[self._settings.verification]
+
+    @classmethod
+    def of(cls, config: Config) -> "StepPlanner":
+        return cls(PlannerSettings.of(config))
 
     def plan(
         self,
