@@ -1,11 +1,11 @@
-"""Gumbel noise G(seed, position, token), the same wherever it is computed: CPU, CUDA, NumPy, target or drafter (DESIGN idea 1).
+"""Gumbel noise G(seed, position, token), the same wherever it is computed: CPU, CUDA, NumPy, any process (DESIGN idea 1).
 
 The token at a position is the one that arrives first in a race: token v arrives after T_v / p_v, with T_v ~ Exp(1), and
 argmax_v(log p_v - log T_v) is distributed as p. So G = -log T is standard Gumbel noise, independent for each token.
 
-The times come in blocks of 64 consecutive tokens, so that a whole block can be ruled out by one hash. The first arrival of 64
-is Exp(64) = E_b / 64, it is each of the 64 with equal probability, and since the exponential distribution has no memory the
-others come E_v later, independently:
+The times come in blocks of 64 consecutive tokens, so that a whole block can be ruled out by one hash. The first arrival of
+64 is Exp(64) = E_b / 64, it is each of the 64 with equal probability, and since the exponential distribution has no memory
+the others come E_v later, independently:
 
     T_v = E_b / 64           for the token of block b that is first,
     T_v = E_b / 64 + E_v     for the other 63,
@@ -17,7 +17,8 @@ output number c of the generator SplitMix64 started at a key, the key being mixe
 are tokens, those above are blocks. The integers are bit-identical everywhere; logarithms are taken in float64 and rounded
 once to float32, so that the last bit of a vendor's logarithm does not show.
 
-The functions take NumPy int64 arrays or torch int64 tensors alike (both wrap on overflow), and this module needs no torch.
+The functions take NumPy int64 arrays or torch int64 tensors alike, of at least one dimension (both then wrap on overflow).
+This module needs no torch.
 
 Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), for the hash; Maddison, Tarlow, Minka, "A*
 sampling" (2014), for noise whose maximum comes first.

@@ -28,11 +28,10 @@ class Peaks:
 
 
 def peaks(x: Tensor) -> Peaks:
-    vocab_size = x.shape[-1]
-    tail_len = vocab_size % BLOCK_LEN
-    blocks = torch.unflatten(x[:, : vocab_size - tail_len], -1, (-1, BLOCK_LEN)).amax(-1)
+    num_full, tail_len = divmod(x.shape[-1], BLOCK_LEN)
+    blocks = torch.unflatten(x[:, : num_full * BLOCK_LEN], -1, (num_full, BLOCK_LEN)).amax(-1)
     if tail_len:
-        blocks = torch.cat([blocks, x[:, vocab_size - tail_len :].amax(-1, keepdim=True)], dim=-1)
+        blocks = torch.cat([blocks, x[:, num_full * BLOCK_LEN :].amax(-1, keepdim=True)], dim=-1)
     blocks = blocks.float()
     return Peaks(blocks, blocks.amax(-1))
 

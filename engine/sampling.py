@@ -2,7 +2,7 @@
 
 z are the logits after penalties, bias, the mask of min_tokens, temperature, top-k, top-p and min-p, in that order; G is
 Gumbel noise (``engine.noise``). At temperature 0 it is the plain argmax, the lowest id of equal ones. So the token at a
-position is a function of logits, history, parameters and seed: nothing of the batch, the device or what was drafted comes in.
+position is a function of logits, history, parameters and seed: nothing of the batch, the device or the drafting comes in.
 
 Rows pay only for what their request asks for: they are taken in up to four groups, edited or not, with noise or without, and
 no group reads more of the vocabulary than it must (``engine.race``).
