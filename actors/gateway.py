@@ -134,7 +134,7 @@ class LinkClient:
         except LinkFull:
             logger.warning("closing the link to %s: an abort did not fit in its queue", stream.link.peer.name)
             stream.link.close()
-            self._down(stream.link, "it stopped reading")
+            self._mailbox.put(LinkDown(stream.link, "it stopped reading"))
 
     # ---- the thread's side
 
