@@ -1,0 +1,267 @@
+"""A causal model that keeps up with requests: what it would say next at any of their positions, at the price of the rows
+that it has not computed yet. What model drafters and chains are made of."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from cluster.types import SamplingParams
+from engine.forward import CausalModel, PackedSpan
+from engine.ledger import Checkpoint, Ledger
+from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What would the model say after the committed tokens of a request and ``ahead``, and after each of ``drafts`` there?
+
+    0 ............ committed_len ............ + len(ahead) ............ + len(drafts)
+    |              | taken as given           | each one asked about    |
+                                           ^ answers: len(drafts) + 1 tokens, for the positions after these
+    """
+
+    request_id: str
+    ahead: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Followed:
+    token_ids: list[int]  # committed
+    state: SamplingState
+    checkpoint: Checkpoint | None = None  # computed, and not known to be committed
+
+
+class SmallModel:
+    """Not thread-safe: its drafter owns it.
+
+    The cache of a request is what its ledger says: positions 0 .. computed_len are committed tokens, an open checkpoint
+    holds what was computed beyond. Before each pass the checkpoint is cut back to what agrees with the tokens at hand; so a
+    draft that was confirmed is never computed again, and one that was not is forgotten at no cost. When blocks run out, the
+    request that was asked about least recently loses its cache, and is computed anew when it is asked about again.
+
+    Args:
+        model: weights and operators.
+        num_blocks: of the KV cache.
+        vocab_size: tokens that may be chosen: the target's, which may be fewer than the model has rows for.
+        eos_token_ids: the target's.
+        max_pass_rows: a pass that only catches up computes at most so many tokens.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        num_blocks: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        max_pass_rows: int = 512,
+    ) -> None:
+        self._model = model
+        self._cache = model.new_cache(num_blocks)
+        self._ledger = Ledger(num_blocks, self._cache.block_len)
+        self._sampler = Sampler(min(vocab_size, model.config.vocab_size), eos_token_ids)
+        self._max_pass_rows = max_pass_rows
+        self._followed: OrderedDict[str, _Followed] = OrderedDict()  # least recently asked about first
+        self.num_passes = 0
+        self.num_rows = 0
+
+    @property
+    def max_len(self) -> int:
+        """Positions that the model knows; nothing can be asked beyond."""
+        return min(self._model.config.max_len, self._ledger.num_blocks * self._ledger.block_len)
+
+    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+        """Follow a request; one that is followed starts over, with what its cache still shares with it."""
+        self.release(request_id)
+        sampling = replace(sampling, top_logprobs=None)  # which nobody would read
+        state = SamplingState(sampling, token_ids, prompt_len)
+        self._followed[request_id] = _Followed(list(token_ids), state)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        followed = self._followed[request_id]
+        followed.token_ids.extend(token_ids)
+        followed.state.extend(token_ids)
+
+    def release(self, request_id: str) -> None:
+        if self._followed.pop(request_id, None) is not None and request_id in self._ledger:
+            self._ledger.release(request_id)
+
+    def committed_len(self, request_id: str) -> int:
+        return len(self._followed[request_id].token_ids)
+
+    def ends(self, request_id: str, token_id: int) -> bool:
+        """Whether nothing can follow ``token_id`` in this request."""
+        sampling = self._followed[request_id].state.sampling
+        ends = token_id in self._sampler.eos_token_ids and not sampling.ignore_eos
+        return ends or token_id in sampling.stop_token_ids
+
+    def parts(self, wanted: Sequence[tuple[Question, int]]) -> Iterator[list[int]]:
+        """Divide a batch into parts that the cache holds at once, and make room for each when it is its turn.
+
+        Args:
+            wanted: questions about distinct requests, and how many tokens beyond ``ahead`` will be computed at the most.
+
+        Yields:
+            Indices into ``wanted``. What does not fit into ``max_len`` is in no part.
+        """
+        part: list[int] = []
+        num_blocks = 0
+        for i, (question, num_tokens) in enumerate(wanted):
+            length = self._given_len(question) + num_tokens
+            if length > self.max_len:
+                continue
+            needed = -(-length // self._ledger.block_len)
+            if part and num_blocks + needed > self._ledger.num_blocks:
+                self._make_room([wanted[j] for j in part])
+                yield part
+                part, num_blocks = [], 0
+            part.append(i)
+            num_blocks += needed
+        if part:
+            self._make_room([wanted[j] for j in part])
+            yield part
+
+    def catch_up(self, questions: Sequence[Question]) -> list[bool]:
+        """Compute what is missing before the questions, in one pass of at most ``max_pass_rows``, least missing first.
+
+        Returns whether each question can be asked now at the price of its own rows and a few more. Of the others a part was
+        computed; ask again later. So one long prompt does not keep the rest of a batch waiting.
+        """
+        missing = [self._align(question) for question in questions]
+        ready = [True] * len(questions)
+        if sum(missing) <= self._max_pass_rows:
+            return ready  # choose computes them in the pass of the answers
+        rows_left = self._max_pass_rows
+        spans = []
+        for i in sorted(range(len(questions)), key=missing.__getitem__):
+            num_rows = min(missing[i], rows_left)
+            ready[i] = num_rows == missing[i]
+            rows_left -= num_rows
+            if num_rows:
+                spans.append(self._compute(questions[i], num_rows))
+        self._forward(spans)
+        return ready
+
+    def choose(self, questions: Sequence[Question]) -> list[Chosen]:
+        """One packed pass for all questions, which must fit the cache (``parts``); each of another request.
+
+        Catch-up that is larger than ``max_pass_rows`` is computed before, in as many passes as it takes.
+        """
+        missing = [self._align(question) for question in questions]
+        while sum(missing) > self._max_pass_rows:
+            rows_left = self._max_pass_rows
+            spans = []
+            for i, question in enumerate(questions):
+                num_rows = min(missing[i], rows_left)
+                if num_rows:
+                    spans.append(self._compute(question, num_rows))
+                    missing[i] -= num_rows
+                    rows_left -= num_rows
+            self._forward(spans)
+        lens = [num_missing + 1 + len(question.drafts) for num_missing, question in zip(missing, questions, strict=True)]
+        hidden = self._forward([self._compute(question, n) for question, n in zip(questions, lens, strict=True)])
+        answered = torch.cat(
+            [
+                torch.arange(end - 1 - len(question.drafts), end)
+                for question, end in zip(questions, _running_sum(lens), strict=True)
+            ]
+        )
+        logits = self._model.logits(hidden[answered.to(hidden.device)])
+        spans_to_sample = [
+            SampleSpan(self._followed[q.request_id].state, q.ahead + q.drafts, len(q.drafts) + 1) for q in questions
+        ]
+        return self._sampler.choose(logits, spans_to_sample, want_confidences=True)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when blocks and requests disagree."""
+        self._ledger.check_integrity()
+        for request_id, followed in self._followed.items():
+            assert len(followed.state) == len(followed.token_ids), f"{request_id!r}: sampling state out of step"
+            if request_id in self._ledger:
+                computed_len = self._ledger.computed_len(request_id)
+                assert computed_len < len(followed.token_ids), f"{request_id!r}: the last token's row is needed again"
+            else:
+                assert followed.checkpoint is None, f"{request_id!r}: a checkpoint without blocks"
+
+    def _given_len(self, question: Question) -> int:
+        return self.committed_len(question.request_id) + len(question.ahead)
+
+    def _make_room(self, part: Sequence[tuple[Question, int]]) -> None:
+        """Evict caches of requests outside ``part``, the least recently asked about first, until it fits."""
+        needed = 0
+        for question, num_tokens in part:
+            self._followed.move_to_end(question.request_id)
+            self._align(question)
+            missing = self._given_len(question) + num_tokens - self._ledger.computed_len(question.request_id)
+            needed += self._ledger.num_blocks_needed(question.request_id, missing)
+        inside = {question.request_id for question, _ in part}
+        for request_id, followed in self._followed.items():
+            if needed <= self._ledger.num_free_blocks:
+                break
+            if request_id in self._ledger and request_id not in inside:
+                self._ledger.release(request_id)
+                followed.checkpoint = None
+
+    def _align(self, question: Question) -> int:
+        """Cut the cache back to what agrees with the tokens before the question, without the last of them: its row answers.
+
+        Returns how many tokens are missing between.
+        """
+        request_id = question.request_id
+        followed = self._followed[request_id]
+        if request_id not in self._ledger:
+            self._ledger.open(request_id, followed.token_ids)
+        base_len = self._ledger.computed_len(request_id)
+        num_given = self._given_len(question) - 1 - base_len
+        checkpoint = followed.checkpoint
+        if checkpoint is None:
+            return num_given
+        num_final = len(followed.token_ids) - 1 - base_len
+        num_agreed = _num_equal(checkpoint.token_ids, (*followed.token_ids[base_len:], *question.ahead)[:num_given])
+        if num_agreed <= num_final:
+            self._ledger.commit(checkpoint, num_agreed)
+            followed.checkpoint = None
+        elif num_agreed < len(checkpoint.token_ids):
+            followed.checkpoint = self._ledger.revise(checkpoint, checkpoint.token_ids[:num_agreed])
+        return num_given - num_agreed
+
+    def _compute(self, question: Question, num_rows: int) -> PackedSpan:
+        """Reserve room for the next ``num_rows`` tokens of a question."""
+        request_id = question.request_id
+        followed = self._followed[request_id]
+        final_len = self._ledger.computed_len(request_id)
+        before = () if followed.checkpoint is None else followed.checkpoint.token_ids
+        base_len = final_len + len(before)
+        given = (*followed.token_ids[base_len:], *question.ahead, *question.drafts)
+        skipped = max(0, base_len - len(followed.token_ids))
+        token_ids = given[skipped : skipped + num_rows]
+        if followed.checkpoint is None:
+            followed.checkpoint = self._ledger.speculate(request_id, token_ids)
+        else:
+            followed.checkpoint = self._ledger.revise(followed.checkpoint, before + token_ids)
+        return PackedSpan(base_len, token_ids, self._ledger.block_table(request_id))
+
+    def _forward(self, spans: Sequence[PackedSpan]) -> torch.Tensor:
+        self.num_passes += 1
+        self.num_rows += sum(len(span.token_ids) for span in spans)
+        return self._model.forward(spans, self._cache)
+
+
+def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    if tuple(a) == tuple(b[: len(a)]):
+        return len(a)
+    num_equal = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        num_equal += 1
+    return num_equal
+
+
+def _running_sum(lens: Sequence[int]) -> list[int]:
+    total = 0
+    return [total := total + length for length in lens]
