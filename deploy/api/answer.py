@@ -1,0 +1,69 @@
+"""What every answer has around its choices: ids, usage, and how drafting went."""
+
+import json
+import time
+from collections.abc import Sequence
+
+from deploy.api.choice import Choice, Delta
+from deploy.api.counts import DraftingCounts
+
+# Streams write a small object per chunk: plain dicts and one encoder, no model classes.
+encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+class Envelope:
+    """The fields that all chunks of a stream, or the one answer, have in common; encoded once."""
+
+    def __init__(self, call_id: str, kind: str, model: str, fingerprint: str, *, usage_in_chunks: bool) -> None:
+        fields = {
+            "id": call_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+        self._head = encode_json(fields)[:-1]
+        self._usage_in_chunks = usage_in_chunks  # OpenAI: null in all chunks but the last
+
+    def document(self, choices: Sequence[object], usage: object, outrider: object) -> bytes:
+        """The whole answer of a call that does not stream."""
+        tail = f'"choices":{encode_json(choices)},"usage":{encode_json(usage)},"outrider":{encode_json(outrider)}'
+        return f"{self._head},{tail}}}".encode()
+
+    def event(self, choices: Sequence[object], *, usage: object = None, outrider: object = None) -> bytes:
+        """One server-sent event."""
+        tail = f'"choices":{encode_json(choices)}'
+        if self._usage_in_chunks:
+            tail += f',"usage":{encode_json(usage)}'
+        if outrider is not None:
+            tail += f',"outrider":{encode_json(outrider)}'
+        return f"data: {self._head},{tail}}}\n\n".encode()
+
+
+def usage_of(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, object]:
+    """OpenAI's usage object. ``num_prompt_tokens`` counts each prompt once, however many choices it has."""
+    num_tokens = sum(choice.num_tokens for choice in choices)
+    counts = total_counts(choices)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": counts.num_accepted,
+            "rejected_prediction_tokens": counts.num_rejected,
+        },
+    }
+
+
+def total_counts(choices: Sequence[Choice]) -> DraftingCounts:
+    total = DraftingCounts()
+    for choice in choices:
+        total.merge(choice.counts)
+    return total
+
+
+def segments_json(delta: Delta) -> list[dict[str, str | None]]:
+    """Which text was drafted, and by whom: ``drafter`` is null for the target's own tokens."""
+    return [{"text": segment.text, "drafter": segment.drafter} for segment in delta.segments]

@@ -1,0 +1,131 @@
+"""One call from its admission to the last byte of its answer."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.client import EngineClient
+from deploy.api.admission import Admission
+from deploy.api.answer import Envelope, encode_json, segments_json, total_counts, usage_of
+from deploy.api.choice import Choice, Delta, EngineFailed
+from deploy.api.errors import ApiError, as_api_error, internal_error, timed_out
+from deploy.api.formats import AnswerFormat
+from deploy.api.generation import Generation, unless_disconnected
+from deploy.api.metrics import Metrics
+from deploy.api.settings import ApiSettings
+from deploy.api.sse import DONE, EventStream
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is to be answered, and how."""
+
+    request_id: str  # of the HTTP request, for logs
+    choices: Sequence[Choice]
+    format: AnswerFormat
+    envelope: Envelope
+    arrival_s: float
+    num_prompt_tokens: int
+    stream: bool
+    include_usage: bool
+    drafting_details: bool
+
+
+class CallResponse(Response):
+    """Generates when the server sends it. The status line waits for the first token, so a refusal has its own status."""
+
+    def __init__(
+        self, call: Call, client: EngineClient, admission: Admission, metrics: Metrics, settings: ApiSettings
+    ) -> None:
+        super().__init__()
+        self._call = call
+        self._client = client
+        self._admission = admission
+        self._metrics = metrics
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_disconnected(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = EventStream(send)
+        remaining_s = self._call.arrival_s + self._settings.request_timeout_s - time.monotonic()
+        try:
+            async with asyncio.timeout(remaining_s) as deadline, self._generation() as generation:
+                if self._call.stream:
+                    await self._send_events(stream, generation)
+                else:
+                    document = await self._document(generation)
+                    await document(scope, receive, send)
+        except Exception as error:
+            answer = timed_out(self._settings.request_timeout_s) if deadline.expired() else self._answer_to(error)
+            if not stream.started:
+                raise answer from error
+            await stream.write(f"data: {encode_json(answer.body())}\n\n".encode())
+            await stream.end()
+        finally:
+            for choice in self._call.choices:
+                self._metrics.record_choice(choice, self._call.arrival_s)
+
+    @asynccontextmanager
+    async def _generation(self) -> AsyncIterator[Generation]:
+        async with self._admission.turn(len(self._call.choices)):
+            self._metrics.queue_s.observe(time.monotonic() - self._call.arrival_s)
+            async with Generation(self._client, self._call.choices) as generation:
+                yield generation
+
+    async def _document(self, generation: Generation) -> Response:
+        call = self._call
+        await generation.finished()
+        deltas = [choice.take() or Delta("") for choice in call.choices]
+        choices = [call.format.whole(choice, delta) for choice, delta in zip(call.choices, deltas, strict=True)]
+        outrider = self._acceptance()
+        if call.drafting_details:
+            outrider["segments"] = [segments_json(delta) for delta in deltas]
+        body = call.envelope.document(choices, usage_of(call.num_prompt_tokens, call.choices), outrider)
+        return Response(body, media_type="application/json")
+
+    async def _send_events(self, stream: EventStream, generation: Generation) -> None:
+        call = self._call
+        num_unfinished = len(call.choices)
+        async for batch in generation.deltas():
+            events = []
+            if not stream.started:
+                openings = [call.format.opening(choice) for choice in call.choices]
+                events += [call.envelope.event([opening]) for opening in openings if opening is not None]
+            for choice, delta in batch:
+                num_unfinished -= delta.finish is not None
+                outrider: dict[str, object] = {}
+                if call.drafting_details:
+                    outrider["segments"] = segments_json(delta)
+                if num_unfinished == 0 and not call.include_usage:
+                    outrider |= self._acceptance()
+                events.append(call.envelope.event([call.format.chunk(choice, delta)], outrider=outrider or None))
+            await stream.write(b"".join(events))
+        if call.include_usage:
+            usage = usage_of(call.num_prompt_tokens, call.choices)
+            await stream.write(call.envelope.event([], usage=usage, outrider=self._acceptance()) + DONE)
+        else:
+            await stream.write(DONE)
+        await stream.end()
+
+    def _acceptance(self) -> dict[str, object]:
+        return {"acceptance": total_counts(self._call.choices).as_json()}
+
+    def _answer_to(self, error: Exception) -> ApiError:
+        known = as_api_error(error, self._settings.retry_after_s)
+        if known is not None:
+            return known
+        if isinstance(error, EngineFailed):
+            _logger.error("%s: %s", self._call.request_id, error)
+            return internal_error(str(error), self._call.request_id)
+        _logger.error("%s failed", self._call.request_id, exc_info=error)
+        return internal_error("the server failed", self._call.request_id)

@@ -1,0 +1,107 @@
+"""From chat messages to the text of a prompt, by the Jinja template that a model folder carries.
+
+A template comes with the weights, from strangers: it runs in Jinja's immutable sandbox.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from cluster.errors import InvalidField, ModelUnavailable
+
+
+class ChatTemplate:
+    """Renders messages with the names that templates expect: ``messages``, ``add_generation_prompt``, special tokens.
+
+    Raises:
+        ModelUnavailable: the template is no valid Jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ModelUnavailable(f"the model's chat template cannot be read: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt's text, up to where the assistant's answer begins.
+
+        Raises:
+            InvalidField: the template refuses the messages, as some do when roles do not alternate.
+        """
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            roles = [message["role"] for message in messages[:8]]
+            raise InvalidField("messages", roles, f"refused by the model's chat template: {error}") from error
+
+
+def load_chat_template(folder: Path) -> ChatTemplate | None:
+    """The template of a Hugging Face folder: ``chat_template.jinja``, else the one in ``tokenizer_config.json``.
+
+    None: the model has none; it completes text, but does not chat.
+
+    Raises:
+        ModelUnavailable: a file is not what it should be.
+    """
+    config_path = folder / "tokenizer_config.json"
+    try:
+        config: dict[str, Any] = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
+    except ValueError as error:
+        raise ModelUnavailable(f"{config_path} is not valid JSON: {error}") from error
+    file = folder / "chat_template.jinja"
+    source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+    if isinstance(source, list):  # several named templates; tools and retrieval have theirs
+        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+    if source is None:
+        return None
+    return ChatTemplate(source, _special_tokens(config))
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like, each a string or an object with the string as ``content``."""
+    tokens = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = config.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}`` marks the assistant's words for training; for a prompt it only groups."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    # Jinja's own filter escapes for HTML, which a prompt is not.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

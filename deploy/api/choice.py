@@ -1,0 +1,151 @@
+"""One choice of an answer: commits in, text out."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from cluster.errors import LinkClosed, OutriderError, Overloaded
+from cluster.types import Commit, FinishReason, ModelInfo, Request, TokenLogprobs
+from deploy.api.counts import DraftingCounts
+from deploy.api.detokenizer import Detokenizer
+from deploy.api.stops import StopMatcher
+from deploy.api.tokenizer import Tokenizer
+
+
+class EngineFailed(OutriderError):
+    """The engine could not go on with a request; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputToken:
+    """A token of the answer and the characters that it brought: ``start`` to ``end`` of the choice's text.
+
+    A token that ends amid a character brings nothing; the one that completes the character brings all of it.
+    """
+
+    id: int
+    start: int
+    end: int
+    drafter: str | None  # None: the target's own, that is a bonus token
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring text of one origin."""
+
+    text: str
+    drafter: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new of a choice since the last one. ``tokens`` are those whose text is out now."""
+
+    text: str
+    tokens: tuple[OutputToken, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    finish: FinishReason | None = None
+
+
+class Choice:
+    """Detokenizes, ends at stop strings, and counts. Text is released as soon as no stop string can begin in it.
+
+    Tokens are kept only with ``details``, where the caller wants log-probabilities or to know who drafted what.
+    """
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, info: ModelInfo, *, details: bool) -> None:
+        self.index = index
+        self.request = request
+        self.counts = DraftingCounts()
+        self.num_tokens = 0  # that were needed, with the one that ended the answer
+        self.finish: FinishReason | None = None
+        self.first_token_s: float | None = None  # when the first and the newest token came
+        self.last_token_s: float | None = None
+        sampling = request.sampling
+        self._end_ids = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else info.eos_token_ids)
+        self._details = details
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopMatcher(sampling.stop)
+        self._decoded_len = 0  # characters out of the detokenizer
+        self._taken_len = 0  # characters handed out by ``take``
+        self._released: list[str] = []  # between the two, and free of stop strings
+        self._tokens: deque[OutputToken] = deque()  # whose text is not taken yet
+
+    def absorb(self, commit: Commit, now_s: float) -> None:
+        """Take the next commit in. ``finish`` is set when that completes the answer, by the engine or by a stop string.
+
+        Raises:
+            EngineFailed, Overloaded, LinkClosed: the engine ended the request without completing it.
+        """
+        match commit.finish:
+            case FinishReason.ERROR:
+                raise EngineFailed(commit.error or "the engine failed")
+            case FinishReason.OVERLOADED:
+                raise Overloaded(commit.error or "too many requests wait", retry_after_s=1.0)
+            case FinishReason.ABORT:
+                raise LinkClosed("the request was aborted")
+        num_before = self.num_tokens
+        for i in range(len(commit.token_ids)):
+            self.num_tokens += 1
+            if commit.finish is FinishReason.STOP and i + 1 == len(commit.token_ids) and self._is_end(commit.token_ids[i]):
+                break  # it was computed, so it counts, but it is no part of the text
+            self._append(commit, i)
+            if self._stops.matched:
+                self.finish = FinishReason.STOP
+                break
+        if self.num_tokens > num_before:
+            self.counts.record(commit, self.num_tokens - num_before)
+            self.first_token_s = now_s if self.first_token_s is None else self.first_token_s
+            self.last_token_s = now_s
+        if self.finish is None and commit.finish is not None:
+            self.finish = commit.finish
+            self._release(self._detokenizer.flush())
+            if not self._stops.matched:
+                self._released.append(self._stops.flush())
+
+    def take(self) -> Delta | None:
+        """What is new; None where nothing is."""
+        if not self._released and self.finish is None:
+            return None
+        text = "".join(self._released)
+        self._released.clear()
+        delta = Delta(text, *self._take_tokens(text), self.finish) if self._details else Delta(text, finish=self.finish)
+        self._taken_len += len(text)
+        return delta
+
+    def _is_end(self, token_id: int) -> bool:
+        return token_id in self._end_ids
+
+    def _append(self, commit: Commit, i: int) -> None:
+        text = self._detokenizer.feed(commit.token_ids[i])
+        start = self._decoded_len
+        self._release(text)
+        if self._details:
+            drafter = commit.drafter if i < commit.num_accepted else None
+            logprobs = commit.logprobs[i] if i < len(commit.logprobs) else None
+            self._tokens.append(OutputToken(commit.token_ids[i], start, self._decoded_len, drafter, logprobs))
+
+    def _release(self, text: str) -> None:
+        self._decoded_len += len(text)
+        released = self._stops.feed(text, armed=self.num_tokens >= self.request.sampling.min_tokens)
+        if released:
+            self._released.append(released)
+
+    def _take_tokens(self, text: str) -> tuple[tuple[OutputToken, ...], tuple[Segment, ...]]:
+        """The tokens whose text ends in ``text``, or begins in it where it is the last; and ``text`` by origin."""
+        begin, end = self._taken_len, self._taken_len + len(text)
+        tokens: list[OutputToken] = []
+        segments: list[Segment] = []
+        for token in self._tokens:
+            if token.start >= end and token.end > end:
+                break
+            if token.end <= end or self.finish is not None:
+                tokens.append(token)
+            piece = text[max(token.start, begin) - begin : token.end - begin]
+            if segments and segments[-1].drafter == token.drafter:
+                piece = segments.pop().text + piece
+            if piece:
+                segments.append(Segment(piece, token.drafter))
+        for _ in range(sum(token.end <= end for token in tokens)):
+            self._tokens.popleft()
+        return tuple(tokens), tuple(segments)

@@ -1,0 +1,62 @@
+"""How drafting went for a call, as its answer tells."""
+
+from dataclasses import dataclass, field
+
+from cluster.types import Commit
+
+
+@dataclass(slots=True)
+class DraftingCounts:
+    """``num_rounds`` counts target passes that yielded tokens, with drafts or without; in ``by_drafter`` those with drafts.
+
+    ``num_accepted`` draft tokens are part of the answer: one that was right, but stands behind a stop string, is not.
+    """
+
+    num_rounds: int = 0
+    num_tokens: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
+    by_drafter: "dict[str, DraftingCounts]" = field(default_factory=dict)
+
+    def record(self, commit: Commit, num_needed: int) -> None:
+        """Count a commit of which the first ``num_needed`` tokens were needed."""
+        num_accepted = min(commit.num_accepted, num_needed)
+        self._add(1, num_needed, commit.num_proposed, num_accepted)
+        if commit.drafter is not None and commit.num_proposed:
+            counts = self.by_drafter.setdefault(commit.drafter, DraftingCounts())
+            counts._add(1, num_needed, commit.num_proposed, num_accepted)
+
+    def merge(self, other: "DraftingCounts") -> None:
+        self._add(other.num_rounds, other.num_tokens, other.num_proposed, other.num_accepted)
+        for name, counts in other.by_drafter.items():
+            self.by_drafter.setdefault(name, DraftingCounts()).merge(counts)
+
+    def _add(self, num_rounds: int, num_tokens: int, num_proposed: int, num_accepted: int) -> None:
+        self.num_rounds += num_rounds
+        self.num_tokens += num_tokens
+        self.num_proposed += num_proposed
+        self.num_accepted += num_accepted
+
+    @property
+    def num_rejected(self) -> int:
+        return self.num_proposed - self.num_accepted
+
+    @property
+    def mean_accepted_len(self) -> float | None:
+        """With the bonus token: tokens per target pass. None before the first."""
+        return self.num_tokens / self.num_rounds if self.num_rounds else None
+
+    def as_json(self) -> dict[str, object]:
+        """The ``acceptance`` object of an answer."""
+        body = self._figures()
+        body["drafters"] = {name: counts._figures() for name, counts in self.by_drafter.items()}
+        return body
+
+    def _figures(self) -> dict[str, object]:
+        mean = self.mean_accepted_len
+        return {
+            "num_rounds": self.num_rounds,
+            "num_proposed": self.num_proposed,
+            "num_accepted": self.num_accepted,
+            "mean_accepted_len": None if mean is None else round(mean, 4),  # with the bonus token
+        }

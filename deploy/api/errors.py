@@ -1,0 +1,149 @@
+"""Every error in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from cluster.errors import InvalidField, LinkClosed, OutriderError, Overloaded
+
+
+class ApiError(OutriderError):
+    """An answer other than the one asked for. ``param`` is the path of the field at fault: ``messages.0.content``."""
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, object]:
+        return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
+
+
+class ClientGone(OutriderError):
+    """The caller hung up; nobody is there to answer."""
+
+
+def bad_request(param: str, message: str, code: str | None = None) -> ApiError:
+    return ApiError(HTTPStatus.BAD_REQUEST, f"{param}: {message}", param=param, code=code)
+
+
+def overloaded(message: str, retry_after_s: float, code: str = "overloaded") -> ApiError:
+    return ApiError(
+        HTTPStatus.TOO_MANY_REQUESTS, message, type="rate_limit_error", code=code, headers=_retry_after(retry_after_s)
+    )
+
+
+def unavailable(message: str, retry_after_s: float) -> ApiError:
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        message,
+        type="service_unavailable_error",
+        code="no_target",
+        headers=_retry_after(retry_after_s),
+    )
+
+
+def internal_error(message: str, request_id: str) -> ApiError:
+    """The caller gets the id under which the log says more."""
+    return ApiError(
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        f"{message}; the server's log says more about {request_id}",
+        type="server_error",
+        code="internal_error",
+    )
+
+
+def timed_out(timeout_s: float) -> ApiError:
+    return ApiError(
+        HTTPStatus.GATEWAY_TIMEOUT,
+        f"the answer was not complete within {timeout_s:g} seconds; ask for fewer tokens, or stream",
+        type="timeout_error",
+        code="timeout",
+    )
+
+
+def as_api_error(error: Exception, retry_after_s: float) -> ApiError | None:
+    """The answer to a failure that callers may see. None: it is a defect, and an answer of its own would hide it."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidField():
+            return bad_request(error.field, f"{error.reason}, got {shorten(error.value)}")
+        case Overloaded():
+            return overloaded(str(error), error.retry_after_s)
+        case LinkClosed():
+            return unavailable(f"no target serves the model now: {error}", retry_after_s)
+        case _:
+            return None
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """A value for a message. What a caller sent comes back to prove a point, not in full."""
+    if isinstance(value, str | bytes):
+        value = value[:limit]
+    elif isinstance(value, list | tuple | dict):
+        return f"{type(value).__name__} of {len(value)}" if len(value) > 4 else shorten(repr(value)[:limit]).strip("'\"")
+    elif isinstance(value, int) and value.bit_length() > 256:
+        return "a huge number"
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` where one of the known names is close, else nothing."""
+    matches = difflib.get_close_matches(name[:64], list(known), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def install_handlers(app: FastAPI, retry_after_s: float) -> None:
+    """Answer in OpenAI's shape to what the routes raise and to what FastAPI itself refuses."""
+
+    def answer(request: Request, error: Exception) -> Response:
+        known = as_api_error(error, retry_after_s)
+        if known is None:
+            raise error
+        return known.response()
+
+    for kind in (ApiError, InvalidField, Overloaded, LinkClosed):
+        app.add_exception_handler(kind, answer)
+
+    def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        status = HTTPStatus(error.status_code)
+        code = {404: "unknown_url", 405: "method_not_allowed"}.get(status)
+        message = f"{status.phrase}: {request.method} {shorten(request.url.path)}"
+        return ApiError(status, message, code=code, headers=error.headers).response()
+
+    def validation_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        return bad_request(".".join(map(str, first["loc"])), first["msg"]).response()
+
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, validation_error)
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    return {"retry-after": str(max(1, math.ceil(seconds)))}

@@ -1,0 +1,124 @@
+"""How the choices of chat and of plain completions look in JSON."""
+
+from typing import Protocol
+
+from deploy.api.choice import Choice, Delta, OutputToken
+from deploy.api.tokenizer import Tokenizer
+
+_LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; OpenAI's number
+
+
+class AnswerFormat(Protocol):
+    """Turns what a choice yields into the objects of ``choices``."""
+
+    id_prefix: str
+    kind: str  # of a whole answer
+    chunk_kind: str
+
+    def opening(self, choice: Choice) -> dict[str, object] | None:
+        """The chunk that a choice's stream begins with, if there is one."""
+
+    def chunk(self, choice: Choice, delta: Delta) -> dict[str, object]: ...
+
+    def whole(self, choice: Choice, delta: Delta) -> dict[str, object]: ...
+
+
+class ChatFormat:
+    id_prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def opening(self, choice: Choice) -> dict[str, object]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def chunk(self, choice: Choice, delta: Delta) -> dict[str, object]:
+        return {
+            "index": choice.index,
+            "delta": {"content": delta.text} if delta.text else {},
+            "logprobs": self._logprobs(choice, delta),
+            "finish_reason": delta.finish,
+        }
+
+    def whole(self, choice: Choice, delta: Delta) -> dict[str, object]:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "logprobs": self._logprobs(choice, delta),
+            "finish_reason": delta.finish,
+        }
+
+    def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, object] | None:
+        if choice.request.sampling.top_logprobs is None:
+            return None
+        return {"content": [self._token(token) for token in delta.tokens], "refusal": None}
+
+    def _token(self, token: OutputToken) -> dict[str, object]:
+        logprob = None if token.logprobs is None else token.logprobs.logprob
+        top = () if token.logprobs is None else token.logprobs.top
+        return {
+            **self._named(token.id, logprob),
+            "top_logprobs": [self._named(token_id, logprob) for token_id, logprob in top],
+        }
+
+    def _named(self, token_id: int, logprob: float | None) -> dict[str, object]:
+        spelled = self._tokenizer.token_bytes(token_id)
+        return {
+            "token": self._tokenizer.token_name(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(spelled) if spelled else None,
+        }
+
+
+class CompletionFormat:
+    """The older format: parallel lists, and a mapping from token to log-probability per position."""
+
+    id_prefix = "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def opening(self, choice: Choice) -> None:
+        return None
+
+    def chunk(self, choice: Choice, delta: Delta) -> dict[str, object]:
+        return {
+            "index": choice.index,
+            "text": delta.text,
+            "logprobs": self._logprobs(choice, delta),
+            "finish_reason": delta.finish,
+        }
+
+    def whole(self, choice: Choice, delta: Delta) -> dict[str, object]:
+        return self.chunk(choice, delta)
+
+    def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, object] | None:
+        if choice.request.sampling.top_logprobs is None:
+            return None
+        tokens = delta.tokens
+        return {
+            "tokens": [self._name(token.id) for token in tokens],
+            "token_logprobs": [None if t.logprobs is None else _finite(t.logprobs.logprob) for t in tokens],
+            "top_logprobs": [
+                {} if t.logprobs is None else {self._name(i): _finite(logprob) for i, logprob in t.logprobs.top}
+                for t in tokens
+            ],
+            "text_offset": [token.start for token in tokens],
+        }
+
+    def _name(self, token_id: int) -> str:
+        """Distinct also for parts of characters, which would all read U+FFFD."""
+        spelled = self._tokenizer.token_bytes(token_id)
+        try:
+            return spelled.decode("utf-8") or self._tokenizer.token_name(token_id)
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _finite(logprob: float | None) -> float | None:
+    return logprob if logprob is None else max(logprob, _LOWEST_LOGPROB)

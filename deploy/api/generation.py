@@ -1,0 +1,115 @@
+"""The choices of one call, generated at the same time."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import cast
+
+from cluster.client import EngineClient
+from cluster.errors import LinkClosed
+from cluster.types import Commit
+from deploy.api.choice import Choice, Delta
+from deploy.api.errors import ClientGone
+
+_logger = logging.getLogger(__name__)
+
+
+class Generation:
+    """Owns one task per choice, from ``async with`` to its end; leaving early aborts what still runs.
+
+    The tasks absorb commits as they come; ``deltas`` hands out what has come since it was last asked. So a caller that
+    reads slowly gets fewer, longer deltas, and nothing is queued but the text itself, which max_tokens bounds.
+    """
+
+    def __init__(self, client: EngineClient, choices: Sequence[Choice]) -> None:
+        self._client = client
+        self._choices = choices
+        self._news = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> "Generation":
+        for choice in self._choices:
+            task = asyncio.create_task(self._run(choice), name=choice.request.id)
+            task.add_done_callback(lambda _: self._news.set())
+            self._tasks.append(task)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
+            # ``deltas`` raised the first of them; the others have nobody left to tell.
+            if isinstance(outcome, Exception) and outcome is not error:
+                _logger.warning("a choice failed after the answer had ended: %r", outcome)
+
+    async def deltas(self) -> AsyncIterator[list[tuple[Choice, Delta]]]:
+        """All that is new, each time that something is; ends when every choice has finished.
+
+        Raises:
+            Whatever ``EngineClient.generate`` and ``Choice.absorb`` do, for the first choice that fails.
+        """
+        unfinished = dict(zip(self._choices, self._tasks, strict=True))
+        while unfinished:
+            await self._news.wait()
+            self._news.clear()
+            batch = []
+            for choice, task in list(unfinished.items()):
+                if task.done():
+                    task.result()
+                delta = choice.take()
+                if delta is not None:
+                    batch.append((choice, delta))
+                    if delta.finish is not None:
+                        del unfinished[choice]
+            if batch:
+                yield batch
+
+    async def finished(self) -> None:
+        """Wait until every choice has finished. Raises as ``deltas`` does."""
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def _run(self, choice: Choice) -> None:
+        # Async generators by the protocol's word that closing the iterator aborts.
+        commits = cast("AsyncGenerator[Commit, None]", self._client.generate(choice.request))
+        try:
+            async for commit in commits:
+                choice.absorb(commit, time.monotonic())
+                self._news.set()
+                if choice.finish is not None:
+                    return
+            raise LinkClosed("the target went while it generated")
+        finally:
+            await commits.aclose()
+
+
+async def unless_disconnected(receive: Callable[[], Awaitable[object]], work: Awaitable[None]) -> None:
+    """Await ``work``, but cancel it as soon as the caller hangs up. ``receive`` is ASGI's; the body has been read.
+
+    Raises:
+        ClientGone: the caller hung up first.
+    """
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(_hung_up(receive))
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientGone
+        worker.result()
+    finally:
+        worker.cancel()
+        watcher.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _hung_up(receive: Callable[[], Awaitable[object]]) -> None:
+    while True:
+        message = await receive()
+        if isinstance(message, dict) and message.get("type") == "http.disconnect":
+            return

@@ -1,0 +1,72 @@
+"""API keys: who may call."""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+from pathlib import Path
+
+from cluster.errors import InvalidField
+from deploy.api.errors import ApiError
+
+_HASHED = re.compile(r"([\w.@-]+):([0-9a-fA-F]{64})")
+
+
+class ApiKeys:
+    """The keys of a file, as SHA-256 digests: the keys themselves are not kept, and never logged."""
+
+    def __init__(self, digests: Mapping[str, bytes]) -> None:
+        """``digests``: a name for people -> the digest of that key."""
+        self._digests = dict(digests)
+
+    @classmethod
+    def from_file(cls, path: Path) -> "ApiKeys":
+        """One key a line, as ``name:sha256-hex`` or as it is; blank lines and lines that start with ``#`` are skipped.
+
+        Raises:
+            InvalidField: the file is missing, has no key or a line that can be none; says which, and not what it holds.
+        """
+        try:
+            lines = path.read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidField("api_keys_file", str(path), f"cannot be read ({type(error).__name__})") from error
+        digests: dict[str, bytes] = {}
+        for number, line in enumerate(map(str.strip, lines), start=1):
+            if not line or line.startswith("#"):
+                continue
+            hashed = _HASHED.fullmatch(line)
+            name = hashed[1] if hashed else f"line-{number}"
+            if name in digests:
+                raise InvalidField("api_keys_file", str(path), f"names {name!r} twice (line {number})")
+            if not hashed and not (line.isascii() and line.isprintable() and " " not in line):
+                raise InvalidField("api_keys_file", str(path), f"line {number} is no key: spaces or unusual characters")
+            digests[name] = bytes.fromhex(hashed[2]) if hashed else hashlib.sha256(line.encode()).digest()
+        if not digests:
+            raise InvalidField("api_keys_file", str(path), "holds no key; leave the setting out to serve everybody")
+        return cls(digests)
+
+    def name_of(self, key: str) -> str | None:
+        """Whose key it is. Compares with every key in constant time: the time taken tells nothing about them."""
+        presented = hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).digest()
+        found = None
+        for name, digest in self._digests.items():
+            if hmac.compare_digest(presented, digest):
+                found = name
+        return found
+
+    def check(self, authorization: str | None) -> None:
+        """Of an ``Authorization`` header.
+
+        Raises:
+            ApiError: 401, the key is missing or unknown.
+        """
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise _unauthorized("no API key given; send it as 'Authorization: Bearer KEY'")
+        if self.name_of(key.strip()) is None:
+            raise _unauthorized("the API key is not known")
+
+
+def _unauthorized(message: str) -> ApiError:
+    return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})

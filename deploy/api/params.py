@@ -1,0 +1,244 @@
+"""From the fields of a call to the requests that the cluster serves."""
+
+import hashlib
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TypeVar
+
+from cluster.client import ClusterStatus
+from cluster.errors import InvalidField
+from cluster.types import MAX_SEED, ModelInfo, Request, SamplingParams, Slo
+from deploy.api.errors import ApiError, bad_request, nearest, shorten
+from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields
+from deploy.api.settings import ApiSettings
+
+T = TypeVar("T")
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: tuple[int, ...]
+    field: str  # where the caller gave it, for errors
+
+
+def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, settings: ApiSettings) -> None:
+    """What can be refused before anything is tokenized.
+
+    Raises:
+        ApiError: 404 for an unknown model, else 400.
+    """
+    if fields.model != info.name:
+        raise unknown_model(fields.model, info, "model")
+    n = fields.n or 1
+    if n > settings.max_n:
+        raise bad_request("n", f"must be at most {settings.max_n} on this server, got {n}")
+    if n * num_prompts > settings.max_sequences:
+        raise bad_request(
+            "prompt",
+            f"{num_prompts} prompts times n = {n} make {n * num_prompts} sequences; this server takes at most"
+            f" {settings.max_sequences} in one call",
+        )
+    if fields.stream_options is not None and not fields.stream:
+        raise bad_request("stream_options", "is allowed only with stream = true")
+    match fields:
+        case ChatRequest():
+            if fields.top_logprobs is not None and not fields.logprobs:
+                raise bad_request("top_logprobs", "is allowed only with logprobs = true")
+            given = {fields.max_tokens, fields.max_completion_tokens} - {None}
+            if len(given) > 1:
+                raise bad_request("max_completion_tokens", "contradicts max_tokens; give one of them")
+        case CompletionRequest():
+            if fields.best_of is not None and fields.best_of != n:
+                raise bad_request("best_of", f"is not supported; leave it out or give it the value of n ({n})")
+    for i, token_id in enumerate(fields.stop_token_ids or ()):
+        if token_id >= info.vocab_size:
+            raise _outside_vocabulary(f"stop_token_ids.{i}", token_id, info)
+
+
+def unknown_model(name: str, info: ModelInfo, param: str) -> ApiError:
+    return ApiError(
+        HTTPStatus.NOT_FOUND,
+        f"{param}: {shorten(name)} is not served here; this server has {info.name!r}",
+        param=param,
+        code="model_not_found",
+    )
+
+
+def check_prompt(prompt: Prompt, info: ModelInfo, settings: ApiSettings) -> None:
+    """Raises ApiError (400) for a prompt that is empty, too long, or holds ids that are no tokens."""
+    num_tokens = len(prompt.token_ids)
+    if num_tokens == 0:
+        raise bad_request(prompt.field, "must hold at least one token")
+    if num_tokens >= info.max_model_len:
+        raise bad_request(
+            prompt.field,
+            f"has {num_tokens} tokens, which leaves no room for an answer in the model's context of"
+            f" {info.max_model_len} tokens",
+            "context_length_exceeded",
+        )
+    if settings.max_prompt_tokens is not None and num_tokens > settings.max_prompt_tokens:
+        raise bad_request(
+            prompt.field,
+            f"has {num_tokens} tokens; this server takes at most {settings.max_prompt_tokens}",
+            "prompt_too_long",
+        )
+    if max(prompt.token_ids) >= info.vocab_size:
+        i = next(i for i, token_id in enumerate(prompt.token_ids) if token_id >= info.vocab_size)
+        raise _outside_vocabulary(f"{prompt.field}.{i}", prompt.token_ids[i], info)
+
+
+def make_requests(
+    fields: GenerationFields,
+    prompts: Sequence[Prompt],
+    *,
+    call_id: str,
+    chain: tuple[str, ...] | None,
+    arrival_s: float,
+    info: ModelInfo,
+    settings: ApiSettings,
+) -> list[Request]:
+    """``n`` requests for each prompt, in the order of the answer's choices.
+
+    Choice i of a prompt has the same seed whatever else is in the call: with a seed given, the same prompt gets the same
+    answers alone and in a list.
+    """
+    requests: list[Request] = []
+    for prompt in prompts:
+        seed = secrets.randbits(64) if fields.seed is None else fields.seed & MAX_SEED
+        for i in range(fields.n or 1):
+            requests.append(
+                Request(
+                    id=f"{call_id}-{len(requests)}",
+                    prompt_token_ids=prompt.token_ids,
+                    sampling=sampling_params(fields, prompt, choice_seed(seed, i), info, settings),
+                    arrival_s=arrival_s,
+                    slo=_slo(fields),
+                    chain=chain,
+                )
+            )
+    return requests
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Choice 0 has the seed itself, so that n = 1 and n = 5 agree in it; the others a hash of seed and index."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def sampling_params(
+    fields: GenerationFields, prompt: Prompt, seed: int, info: ModelInfo, settings: ApiSettings
+) -> SamplingParams:
+    """The caller's parameters over OpenAI's defaults.
+
+    Raises:
+        ApiError: 400 for a value out of range, or for more tokens than the context holds.
+    """
+    room = info.max_model_len - len(prompt.token_ids)
+    limit_field, max_tokens = _token_limit(fields, room, settings)
+    if max_tokens > room:
+        raise bad_request(
+            limit_field,
+            f"{len(prompt.token_ids)} tokens of prompt and {shorten(max_tokens)} of output exceed the model's context"
+            f" of {info.max_model_len} tokens",
+            "context_length_exceeded",
+        )
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=_or(fields.temperature, 1.0),
+            top_k=fields.top_k,
+            top_p=_or(fields.top_p, 1.0),
+            min_p=_or(fields.min_p, 0.0),
+            repetition_penalty=_or(fields.repetition_penalty, 1.0),
+            presence_penalty=_or(fields.presence_penalty, 0.0),
+            frequency_penalty=_or(fields.frequency_penalty, 0.0),
+            logit_bias=_logit_bias(fields, info),
+            stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+            stop_token_ids=tuple(fields.stop_token_ids or ()),
+            min_tokens=_or(fields.min_tokens, 0),
+            ignore_eos=bool(fields.ignore_eos),
+            seed=seed,
+            top_logprobs=_top_logprobs(fields),
+        )
+    except InvalidField as error:
+        field = limit_field if error.field == "max_tokens" else error.field
+        raise InvalidField(field, error.value, error.reason) from error
+
+
+async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[ClusterStatus]]) -> tuple[str, ...] | None:
+    """``Request.chain`` of the field ``drafting``. The cluster is asked for its drafters only where one is named.
+
+    Raises:
+        ApiError: 400, a drafter is not known, or named twice.
+    """
+    if drafting is None or drafting == "auto":
+        return None
+    if drafting == "off":
+        return ()
+    chain = tuple(name.strip() for name in drafting.split(">"))
+    known = [drafter.name for drafter in (await status()).drafters]
+    for name in chain:
+        if name not in known:
+            raise bad_request(
+                "drafting",
+                f"{shorten(name)} is no drafter of this server{nearest(name, known)}"
+                f" ('auto', 'off', {', '.join(map(repr, sorted(known))) or 'no drafters'}, or a chain 'a>b')",
+            )
+    if len(set(chain)) < len(chain):
+        raise bad_request("drafting", f"names a drafter twice: {shorten(drafting)}")
+    return chain
+
+
+def _token_limit(fields: GenerationFields, room: int, settings: ApiSettings) -> tuple[str, int]:
+    """The number of tokens to generate at most, and the field that says so."""
+    if isinstance(fields, ChatRequest):
+        if fields.max_completion_tokens is not None:
+            return "max_completion_tokens", fields.max_completion_tokens
+        default = min(room, settings.default_max_tokens)
+    else:
+        default = min(room, COMPLETION_MAX_TOKENS)
+    return "max_tokens", default if fields.max_tokens is None else fields.max_tokens
+
+
+def _top_logprobs(fields: GenerationFields) -> int | None:
+    match fields:
+        case ChatRequest():
+            return (fields.top_logprobs or 0) if fields.logprobs else None
+        case CompletionRequest():
+            return fields.logprobs
+        case _:
+            return None
+
+
+def _logit_bias(fields: GenerationFields, info: ModelInfo) -> tuple[tuple[int, float], ...]:
+    biases: dict[int, float] = {}
+    for key, bias in (fields.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise bad_request(f"logit_bias.{key[:40]}", "must be a token id, as a string of digits")
+        if int(key) >= info.vocab_size:
+            raise _outside_vocabulary(f"logit_bias.{key}", int(key), info)
+        if not -100.0 <= bias <= 100.0:
+            raise bad_request(f"logit_bias.{key}", f"must lie between -100 and 100, got {bias}")
+        biases[int(key)] = bias
+    return tuple(biases.items())
+
+
+def _slo(fields: GenerationFields) -> Slo:
+    if fields.slo is None:
+        return Slo()
+    ttft_ms, tpot_ms = fields.slo.ttft_ms, fields.slo.tpot_ms
+    return Slo(ttft_s=None if ttft_ms is None else ttft_ms / 1000.0, tpot_s=None if tpot_ms is None else tpot_ms / 1000.0)
+
+
+def _outside_vocabulary(param: str, token_id: int, info: ModelInfo) -> ApiError:
+    return bad_request(param, f"{token_id} is no token; the vocabulary ends at {info.vocab_size - 1}")
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value

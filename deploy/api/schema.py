@@ -1,0 +1,206 @@
+"""What callers may send: OpenAI's fields, strictly typed, and a few of our own.
+
+Unknown fields are refused: a misspelt one would otherwise change nothing, silently. ``null`` means "not given", as in
+OpenAI's API. Fields of OpenAI's that do not change an answer here are accepted and ignored; those that would, but cannot
+be served yet, are refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from cluster.types import MAX_SEED, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+
+MAX_STOP_CHARS = 1024
+MAX_LEGACY_LOGPROBS = 5
+
+# Which of several forms a value was read as is part of pydantic's error paths, but not of the caller's document.
+FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<id lists>", "<parts>"})
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+def _only(*allowed: object) -> BeforeValidator:
+    """For a field that is known, but can only be absent here, or one of the values that ask for nothing."""
+
+    def check(value: object) -> None:
+        if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
+            raise PydanticCustomError("not_supported", "is not supported yet; leave it out")
+
+    return BeforeValidator(check)
+
+
+def _text_or_list(value: object) -> str | None:
+    return "<text>" if isinstance(value, str) else "<texts>" if isinstance(value, list) else None
+
+
+def _text_or_parts(value: object) -> str | None:
+    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
+
+
+def _form_of_prompt(value: object) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    match value:
+        case [str(), *_]:
+            return "<texts>"
+        case [bool(), *_]:
+            return None
+        case [int(), *_]:
+            return "<ids>"
+        case [list(), *_]:
+            return "<id lists>"
+        case _:
+            return None
+
+
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_Stop = Annotated[
+    Annotated[_StopString, Tag("<text>")] | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), Tag("<texts>")],
+    Discriminator(_text_or_list, custom_error_type="form", custom_error_message="must be a string or a list of strings"),
+]
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # ignored: chunks are never padded
+
+
+class SloFields(_Strict):
+    ttft_ms: Annotated[float, Field(gt=0)] | None = None
+    tpot_ms: Annotated[float, Field(gt=0)] | None = None
+
+
+class GenerationFields(_Strict):
+    """What chat and plain completions have in common. Ranges without a bound here are checked by ``SamplingParams``."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: _Stop | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # Sampling that OpenAI's API lacks, by the names that vLLM and others use.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=256)] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+
+    # Ours. drafting: "auto", "off", a drafter, or a chain "a>b" whose last member stands nearest to the target.
+    drafting: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    drafting_details: bool | None = None  # every chunk says which of its text was drafted, and by whom
+    slo: SloFields | None = None
+
+    # Accepted and ignored: they change where an answer is kept, billed or cached, not what it says.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+    moderation: Annotated[Any, _only()] = None
+
+
+class ContentPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+_Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(min_length=1), Tag("<parts>")],
+    Discriminator(_text_or_parts, custom_error_type="form", custom_error_message="must be a string or a list of text parts"),
+]
+
+
+class Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: _Content
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    # What a caller that sends an earlier answer back has in it, empty.
+    refusal: Annotated[Any, _only()] = None
+    annotations: Annotated[Any, _only([])] = None
+    audio: Annotated[Any, _only()] = None
+    function_call: Annotated[Any, _only()] = None
+    tool_calls: Annotated[Any, _only([])] = None
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates expect it: a role of theirs, and one string."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        rendered = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.name is not None:
+            rendered["name"] = self.name
+        if self.tool_call_id is not None:
+            rendered["tool_call_id"] = self.tool_call_id
+        return rendered
+
+
+class ChatRequest(GenerationFields):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    parallel_tool_calls: bool | None = None  # ignored: without tools it says nothing
+    response_format: Annotated[Any, _only({"type": "text"})] = None
+    tools: Annotated[Any, _only([])] = None
+    tool_choice: Annotated[Any, _only("none")] = None
+    functions: Annotated[Any, _only([])] = None
+    function_call: Annotated[Any, _only("none")] = None
+    modalities: Annotated[Any, _only(["text"])] = None
+    audio: Annotated[Any, _only()] = None
+    prediction: Annotated[Any, _only()] = None
+    reasoning_effort: Annotated[Any, _only("none")] = None
+    verbosity: Annotated[Any, _only("medium")] = None
+    web_search_options: Annotated[Any, _only()] = None
+
+
+_Prompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Tag("<texts>")]
+    | Annotated[list[_TokenId], Tag("<ids>")]
+    | Annotated[list[list[_TokenId]], Tag("<id lists>")],
+    Discriminator(
+        _form_of_prompt,
+        custom_error_type="form",
+        custom_error_message="must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
+    ),
+]
+
+
+class CompletionRequest(GenerationFields):
+    """POST /v1/completions"""
+
+    prompt: _Prompt
+    best_of: int | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LEGACY_LOGPROBS)] | None = None
+    echo: Annotated[Any, _only(False)] = None
+    suffix: Annotated[Any, _only()] = None
+
+    def prompts(self) -> Mapping[str, str | list[int]]:
+        """Each prompt under the path of its field."""
+        if isinstance(self.prompt, str):
+            return {"prompt": self.prompt}
+        if isinstance(self.prompt[0], int):
+            return {"prompt": self.prompt}
+        return {f"prompt.{i}": cast("str | list[int]", one) for i, one in enumerate(self.prompt)}

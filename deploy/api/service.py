@@ -1,0 +1,167 @@
+"""What the routes do."""
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from cluster.client import ClusterStatus, EngineClient
+from cluster.errors import LinkClosed
+from cluster.types import ModelInfo
+from deploy.api.admission import Admission
+from deploy.api.answer import Envelope
+from deploy.api.body import parse_body, read_body
+from deploy.api.call import Call, CallResponse
+from deploy.api.choice import Choice
+from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
+from deploy.api.keys import ApiKeys
+from deploy.api.metrics import Metrics
+from deploy.api.params import Prompt, check_call, check_prompt, make_requests, parse_drafting
+from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields
+from deploy.api.settings import ApiSettings
+from deploy.api.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class Service:
+    """Holds what all calls share. Every method may raise what ``errors.as_api_error`` knows."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, settings: ApiSettings) -> None:
+        self.metrics = Metrics()
+        self._client = client
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._keys = None if settings.api_keys_file is None else ApiKeys.from_file(settings.api_keys_file)
+        self._admission = Admission(settings)
+        self._chat_format = ChatFormat(tokenizer)
+        self._completion_format = CompletionFormat(tokenizer)
+        self._info: ModelInfo | None = None
+        self._started_s = int(time.time())
+
+    def check_key(self, request: Request) -> None:
+        if self._keys is not None:
+            self._keys.check(request.headers.get("authorization"))
+
+    async def info(self) -> ModelInfo:
+        """Of the served model; asked for once."""
+        if self._info is None:
+            self._info = await self._ask(self._client.model())
+        return self._info
+
+    async def status(self) -> ClusterStatus:
+        return await self._ask(self._client.status())
+
+    async def chat(self, request: Request) -> Response:
+        arrival_s = time.monotonic()
+        fields = parse_body(await read_body(request, self._settings), ChatRequest)
+        info = await self.info()
+        check_call(fields, 1, info, self._settings)
+        token_ids = await self._tokenizer.encode_chat([message.for_template() for message in fields.messages])
+        prompts = [Prompt(token_ids, "messages")]
+        return await self._call(request, fields, prompts, self._chat_format, arrival_s)
+
+    async def completions(self, request: Request) -> Response:
+        arrival_s = time.monotonic()
+        fields = parse_body(await read_body(request, self._settings), CompletionRequest)
+        given = fields.prompts()
+        info = await self.info()
+        check_call(fields, len(given), info, self._settings)
+        prompts = []
+        for field, prompt in given.items():
+            if isinstance(prompt, str):
+                token_ids = await self._tokenizer.encode(prompt, add_special_tokens=True)
+            else:
+                token_ids = tuple(prompt)
+            prompts.append(Prompt(token_ids, field))
+        return await self._call(request, fields, prompts, self._completion_format, arrival_s)
+
+    async def models(self) -> dict[str, object]:
+        return {"object": "list", "data": [self.describe(await self.info())]}
+
+    def describe(self, info: ModelInfo) -> dict[str, object]:
+        return {
+            "id": info.name,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "outrider",
+            "max_model_len": info.max_model_len,
+        }
+
+    async def health(self) -> dict[str, object]:
+        """Raises LinkClosed when no target is ready; says in which state they are."""
+        status = await self.status()
+        if not any(target.state == "ready" for target in status.targets):
+            states = ", ".join(f"{target.name} is {target.state}" for target in status.targets)
+            raise LinkClosed(states or "the cluster has no target")
+        return {
+            "status": "ok",
+            "model": status.model,
+            "targets": {target.name: target.state for target in status.targets},
+            "drafters": {drafter.name: drafter.state for drafter in status.drafters},
+        }
+
+    async def render_metrics(self) -> bytes:
+        self.metrics.queued.set(self._admission.num_queued)
+        try:
+            status = await self.status()
+        except LinkClosed:
+            return self.metrics.render(None)
+        return self.metrics.render(status)
+
+    async def _call(
+        self,
+        request: Request,
+        fields: GenerationFields,
+        prompts: Sequence[Prompt],
+        form: AnswerFormat,
+        arrival_s: float,
+    ) -> Response:
+        info = await self.info()
+        for prompt in prompts:
+            check_prompt(prompt, info, self._settings)
+        call_id = f"{form.id_prefix}-{secrets.token_hex(16)}"
+        requests = make_requests(
+            fields,
+            prompts,
+            call_id=call_id,
+            chain=await parse_drafting(fields.drafting, self.status),
+            arrival_s=arrival_s,
+            info=info,
+            settings=self._settings,
+        )
+        details = bool(fields.drafting_details) or requests[0].sampling.top_logprobs is not None
+        stream = bool(fields.stream)
+        include_usage = stream and fields.stream_options is not None and bool(fields.stream_options.include_usage)
+        kind = form.chunk_kind if stream else form.kind
+        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self.metrics.prompt_tokens.inc(num_prompt_tokens)
+        call = Call(
+            request_id=request.state.request_id,
+            choices=[Choice(i, one, self._tokenizer, info, details=details) for i, one in enumerate(requests)],
+            format=form,
+            envelope=Envelope(call_id, kind, info.name, _fingerprint(info), usage_in_chunks=include_usage),
+            arrival_s=arrival_s,
+            num_prompt_tokens=num_prompt_tokens,
+            stream=stream,
+            include_usage=include_usage,
+            drafting_details=bool(fields.drafting_details),
+        )
+        return CallResponse(call, self._client, self._admission, self.metrics, self._settings)
+
+    async def _ask(self, question: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._settings.engine_timeout_s):
+                return await question
+        except TimeoutError as error:
+            raise LinkClosed(f"the cluster did not answer within {self._settings.engine_timeout_s:g} seconds") from error
+
+
+def _fingerprint(info: ModelInfo) -> str:
+    """Equal fingerprints and equal seeds give equal answers: drafting, routing and load have no part in them."""
+    return "fp_" + hashlib.sha256(f"{info.name} {info.tokenizer_fingerprint}".encode()).hexdigest()[:12]

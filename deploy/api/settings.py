@@ -1,0 +1,54 @@
+"""What an operator may set of the HTTP API."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.config import ApiConfig
+from cluster.errors import InvalidField
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSettings:
+    """Limits hold per process. A *sequence* is one choice of one prompt: a call has ``prompts * n`` of them.
+
+    Raises:
+        InvalidField: a limit is not positive, or two of them contradict each other.
+    """
+
+    api_keys_file: Path | None = None  # None: everybody who reaches the port may call
+    max_request_bytes: int = 2 * 2**20
+    max_prompt_tokens: int | None = None  # None: whatever the model's context holds
+    max_concurrent: int = 64  # sequences running at once
+    max_queued: int = 256  # calls waiting for their turn
+    max_n: int = 16
+    max_sequences: int = 64  # of one call
+    default_max_tokens: int = 2048  # of a chat answer whose caller names no limit
+    body_timeout_s: float = 30.0  # until the whole request body has come
+    request_timeout_s: float = 600.0  # from the first byte of a call to the last of its answer
+    engine_timeout_s: float = 2.0  # for a question to the cluster that is not a generation
+    retry_after_s: float = 1.0  # advice to callers that found a full queue or no target
+
+    @classmethod
+    def from_config(cls, config: ApiConfig) -> "ApiSettings":
+        """The section ``api`` of the configuration; the other limits follow from it or keep their defaults."""
+        max_sequences = min(max(cls().max_sequences, config.max_choices), config.max_concurrent_requests)
+        return cls(
+            api_keys_file=config.api_keys_file,
+            max_request_bytes=config.max_body_bytes,
+            max_concurrent=config.max_concurrent_requests,
+            max_sequences=max_sequences,
+            max_n=min(config.max_choices, max_sequences),
+            request_timeout_s=float(config.request_deadline_s),
+        )
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, int | float) and not value > 0:
+                raise InvalidField(name, value, "must be greater than 0")
+        if self.max_sequences > self.max_concurrent:
+            raise InvalidField(
+                "max_sequences", self.max_sequences, f"must be at most max_concurrent ({self.max_concurrent})"
+            )
+        if self.max_n > self.max_sequences:
+            raise InvalidField("max_n", self.max_n, f"must be at most max_sequences ({self.max_sequences})")

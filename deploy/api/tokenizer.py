@@ -1,0 +1,138 @@
+"""Text to token ids and back, without torch or transformers: the API process stays small.
+
+Decoding goes through bytes. Every token stands for some bytes, whatever its neighbours are; the text of a sequence is
+their concatenation read as UTF-8. That makes streaming linear and exact: see ``deploy/api/detokenizer.py``.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from cluster.errors import InvalidField, ModelUnavailable
+from deploy.api.chat_template import ChatTemplate, load_chat_template
+
+# Encoding takes about a microsecond a character: up to here a thread would cost more than it frees.
+_INLINE_CHARS = 2000
+
+
+class Tokenizer:
+    """The served model's tokenizer. Immutable after its construction, so safe to share between threads."""
+
+    def __init__(self, fast: FastTokenizer, chat_template: ChatTemplate | None) -> None:
+        fast.no_truncation()
+        fast.no_padding()
+        self._fast = fast
+        added = fast.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._spelling = _spelling_of(fast)
+        self._bytes: dict[int, bytes] = {}  # filled as tokens are met; bounded by the vocabulary
+        self._chat_template = chat_template
+        self.vocab_size = fast.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer":
+        """Load ``tokenizer.json`` and the chat template of a Hugging Face folder.
+
+        Raises:
+            ModelUnavailable: a file is missing, damaged, or of a kind that is not supported.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelUnavailable(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
+        try:
+            fast = FastTokenizer.from_file(str(path))
+        except Exception as error:
+            raise ModelUnavailable(f"{path} cannot be read: {error}") from error
+        return cls(fast, load_chat_template(folder))
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of ``text``. Long texts are encoded in a thread, where the event loop does not wait for them."""
+        if len(text) <= _INLINE_CHARS:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            InvalidField: the model has no chat template, or its template refuses the messages.
+        """
+        if sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
+            return self._encode_chat(messages)
+        return await asyncio.to_thread(self._encode_chat, messages)
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        if self._chat_template is None:
+            raise InvalidField("messages", len(messages), "the model has no chat template; use /v1/completions")
+        # The template writes the special tokens itself.
+        return self._encode(self._chat_template.render(messages), add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to the text. Special tokens, and ids beyond the vocabulary (padding rows), add nothing."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = None if token_id in self._special_ids else self._fast.id_to_token(token_id)
+            known = b"" if token is None else self._spelling(token)
+            self._bytes[token_id] = known
+        return known
+
+    def token_name(self, token_id: int) -> str:
+        """A token for people, as in log-probabilities: its text, or its name where it has none."""
+        spelled = self.token_bytes(token_id)
+        if spelled:
+            return spelled.decode("utf-8", errors="replace")
+        return self._fast.id_to_token(token_id) or f"<{token_id}>"
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text that ``token_ids`` add to what stands before them; special tokens are left out."""
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
+
+
+def _spelling_of(fast: FastTokenizer) -> Callable[[str], bytes]:
+    """How this vocabulary spells bytes: by stand-in characters (byte-level BPE) or by ``<0x0A>`` tokens (SentencePiece).
+
+    Raises:
+        ModelUnavailable: in neither way.
+    """
+    if fast.decoder is None:
+        raise ModelUnavailable("the tokenizer has no decoder; byte-level and SentencePiece tokenizers are supported")
+    state: dict[str, Any] = json.loads(fast.decoder.__getstate__())
+    steps = [step["type"] for step in state.get("decoders", [state])]
+    if "ByteLevel" in steps:
+        return _byte_level
+    if "ByteFallback" in steps or "Metaspace" in steps:
+        return _sentence_piece
+    raise ModelUnavailable(
+        f"the tokenizer decodes by {' + '.join(steps)}; byte-level and SentencePiece tokenizers are supported"
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-ins of byte-level BPE: a byte that prints stands for itself, the others for U+0100 onwards."""
+    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in prints)
+    return {chr(byte): byte for byte in prints} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes(_ALPHABET[char] for char in token)
+    except KeyError:  # an added token, which is written as itself
+        return token.encode()
+
+
+def _sentence_piece(token: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
