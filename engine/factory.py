@@ -1,9 +1,12 @@
 """The one place that knows which operators run on which device. A vendor's package is imported here and nowhere else."""
 
+import logging
 from pathlib import Path
 
 import torch
 
+from engine.cpu.build import NoCompiler
+from engine.cpu.ops import CpuOps
 from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.config import ModelConfig, load_config
@@ -11,11 +14,18 @@ from engine.models.weights import open_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.ops import Ops, TorchOps
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Ops:
-    """The fastest operators that work here."""
+    """The fastest operators that work here: what cannot be built is replaced by plain torch, and the log says so."""
+    if device.type == "cpu" and CpuOps.supports(config, dtype):
+        try:
+            return CpuOps(config, dtype)
+        except NoCompiler as error:
+            logger.warning("CPU kernels are not available, decoding will be several times slower: %s", error)
     return TorchOps(config, dtype)
 
 

@@ -1,0 +1,145 @@
+"""Operators on a CPU: matrix products by oneDNN with weights laid out for it once, everything else by ``kernels.c``."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from engine.cpu.build import load_library
+from engine.layout import Layout
+from engine.models.config import ModelConfig
+from engine.models.weights import LinearWeight
+from engine.ops import HeadNorms, Linear
+
+_VECTOR_LEN = 16  # keys and head elements that the kernels take at once
+_MAX_HEAD_DIM = 512
+_PACKED_FOR_ROWS = 32  # the layout that oneDNN chooses for so many rows is as good for one
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_len")]
+
+
+class CpuOps:
+    """``engine.ops.Ops`` for bfloat16 or float32. Every tensor it is given must be contiguous.
+
+    Raises:
+        NoCompiler: the kernels cannot be built here.
+        ValueError: a head dimension or dtype that the kernels do not know; see ``supports``.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, folder: Path | None = None) -> None:
+        if not self.supports(config, dtype):
+            raise ValueError(f"no kernels for a head dimension of {config.head_dim} in {dtype}")
+        self._config = config
+        self._dtype = dtype
+        library = load_library(dtype, folder)
+        self._add_norm = _function(library.add_norm, "pppp ll f i")
+        self._gate = _function(library.gate, "pp ll i")
+        self._rotate_and_store = _function(library.rotate_and_store, "ppp f pppppp l p i")
+        self._attention = _function(library.attention, "pppppp ll pp i")
+        self._attention.restype = ctypes.c_int
+        self._shapes: dict[int, _Shape] = {}
+
+    @staticmethod
+    def supports(config: ModelConfig, dtype: torch.dtype) -> bool:
+        fits = config.head_dim % _VECTOR_LEN == 0 and config.head_dim <= _MAX_HEAD_DIM
+        return fits and dtype in (torch.bfloat16, torch.float32)
+
+    def linear(self, weight: LinearWeight) -> Linear:
+        return packed_linear(weight)
+
+    def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+        rows, size = residual.shape
+        out = torch.empty(rows, size, dtype=self._dtype)
+        self._add_norm(
+            residual.data_ptr(),
+            None if delta is None else delta.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            size,
+            self._config.norm_eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, norms: HeadNorms | None, layout: Layout, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        c = self._config
+        queries = torch.empty(qkv.shape[0], c.num_heads, c.head_dim)
+        self._rotate_and_store(
+            qkv.data_ptr(),
+            None if norms is None else norms.q.data_ptr(),
+            None if norms is None else norms.k.data_ptr(),
+            c.norm_eps,
+            layout.cos.data_ptr(),
+            layout.sin.data_ptr(),
+            layout.slots.data_ptr(),
+            queries.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            qkv.shape[0],
+            self._shape(keys.shape[3]),
+            torch.get_num_threads(),
+        )
+        return queries
+
+    def attention(self, queries: torch.Tensor, layout: Layout, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(queries.shape[0], self._config.q_size, dtype=self._dtype)
+        failed = self._attention(
+            queries.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            layout.starts.data_ptr(),
+            layout.base_lens.data_ptr(),
+            layout.tables.data_ptr(),
+            layout.tables.shape[1],
+            layout.num_spans,
+            out.data_ptr(),
+            self._shape(keys.shape[3]),
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError(f"no memory for the attention of {layout.num_rows} rows")
+        return out
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(rows, size, dtype=self._dtype)
+        self._gate(gate_up.data_ptr(), out.data_ptr(), rows, size, torch.get_num_threads())
+        return out
+
+    def _shape(self, block_len: int) -> "ctypes._CArgObject":
+        shape = self._shapes.get(block_len)
+        if shape is None:
+            if block_len % _VECTOR_LEN:
+                raise ValueError(f"block_len must be a multiple of {_VECTOR_LEN} on a CPU, got {block_len}")
+            c = self._config
+            shape = self._shapes[block_len] = _Shape(c.num_heads, c.num_kv_heads, c.head_dim, block_len)
+        return ctypes.byref(shape)
+
+
+def packed_linear(weight: LinearWeight) -> Linear:
+    """The fastest product of few rows with ``weight`` on this CPU.
+
+    oneDNN with the weight in its own blocked layout takes about 0.6 of the time of ``F.linear``, in bf16 and fp32, at
+    1 to 64 rows, and no more than it at 512. Without oneDNN it is ``F.linear``.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return lambda x: F.linear(x, weight.weight, weight.bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.weight, _PACKED_FOR_ROWS)
+    bias = None if weight.bias is None else weight.bias.clone()
+    product = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: product(x, packed, bias, "none", [], "")
+
+
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
+
+
+def _function(function: "ctypes._FuncPointer", signature: str) -> "ctypes._FuncPointer":
+    function.argtypes = [_TYPES[letter] for letter in signature.replace(" ", "")]
+    function.restype = None
+    return function
