@@ -1,0 +1,177 @@
+"""A whole cluster in one process: target and drafters as threads over memory:// links, the API's client in front.
+
+The very loops that the actors run. For tests, benchmarks, notebooks, and whoever wants no Ray.
+"""
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from actors.gateway import LinkClient
+from actors.worker import LoopThread
+from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
+from cluster.messages import Hello, Role
+from cluster.transport.base import Link, Mailbox
+from cluster.transport.factory import connect, listen
+from cluster.types import Commit, ModelInfo, Request, RoutingTable
+from drafters.loop import DrafterLoop
+from drafters.protocol import Drafter
+from drafters.roster import RosterLimits
+from engine.round import TargetLoop
+from engine.target import TargetEngine
+from router.cost_model import CostModel
+from router.planner import Planner
+
+_numbers = itertools.count()
+START_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEntry:
+    """A drafter and how its loop drives it."""
+
+    drafter: Drafter
+    max_draft_len: int = 8
+    ahead_len: int = 0
+    capacity: int = 256
+
+
+@dataclass(slots=True)
+class Completion:
+    """What became of a request: its output, and its commits as they came."""
+
+    token_ids: list[int] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
+    arrived_s: list[float] = field(default_factory=list)  # monotonic, of each commit
+
+    @property
+    def num_proposed(self) -> int:
+        return sum(commit.num_proposed for commit in self.commits)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(commit.num_accepted for commit in self.commits)
+
+
+@dataclass(slots=True)
+class _RunningDrafter:
+    entry: PoolEntry
+    thread: LoopThread
+    link: Link
+
+
+class EmbeddedCluster:
+    """Use as a context manager. ``client`` is the EngineClient; ``complete`` is for callers without an event loop."""
+
+    def __init__(
+        self,
+        engine: TargetEngine,
+        model: ModelInfo,
+        cost: CostModel,
+        pool: Mapping[str, PoolEntry],
+        planner: Planner | None = None,
+        table: RoutingTable | None = None,
+    ) -> None:
+        self.model = model
+        self._address = f"memory://embedded-{os.getpid()}-{next(_numbers)}"
+        self._engine = engine
+        self._mailbox = Mailbox()
+        table = table or RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
+        self.loop = TargetLoop(engine, model, self._mailbox, cost, planner, table)
+        self._listener = listen(self._address, self._mailbox, self._hello(Role.TARGET, "target"))
+        self._drafters: dict[str, _RunningDrafter] = {}
+        for name, entry in pool.items():
+            self.start_drafter(name, entry)
+        self._target = LoopThread("target", self.loop, self._mailbox.wake, on_end=self._listener.close)
+        self.client = LinkClient("embedded", model, [self._address], self._status)
+        if not self.client.wait_linked(START_S):
+            raise TimeoutError(f"the embedded target did not answer within {START_S} s")
+
+    def start_drafter(self, name: str, entry: PoolEntry) -> None:
+        """Also takes the place of a drafter of that name."""
+        mailbox = Mailbox()
+        limits = RosterLimits(capacity=entry.capacity, max_draft_len=entry.max_draft_len)
+        loop = DrafterLoop(name, entry.drafter, mailbox, limits, ahead_len=entry.ahead_len)
+        link = connect(self._address, mailbox, self._hello(Role.DRAFTER, name))
+        self._drafters[name] = _RunningDrafter(
+            entry, LoopThread(f"drafter-{name}", loop, mailbox.wake, on_end=link.close), link
+        )
+
+    def kill_drafter(self, name: str) -> None:
+        """It goes without a word, as a crashed process does: the link breaks, what it followed is forgotten."""
+        drafter = self._drafters.pop(name)
+        drafter.link.close()
+        drafter.thread.stop()
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Runs the requests together to their ends, in an event loop of its own.
+
+        Raises:
+            LinkClosed, Overloaded: as ``LinkClient.generate``.
+        """
+
+        async def one(request: Request) -> Completion:
+            completion = Completion()
+            async for commit in self.client.generate(request):
+                completion.token_ids.extend(commit.token_ids)
+                completion.commits.append(commit)
+                completion.arrived_s.append(time.monotonic())
+            return completion
+
+        async def run() -> list[Completion]:
+            return await asyncio.gather(*(one(request) for request in requests))
+
+        return asyncio.run(run())
+
+    def close(self) -> None:
+        """Raises RuntimeError when the target's loop has failed meanwhile; its own error is in the log."""
+        asyncio.run(self.client.close())
+        self._target.stop()
+        for name in tuple(self._drafters):
+            self.kill_drafter(name)
+        end = self._target.wait_end()
+        if end != "stopped":
+            raise RuntimeError(f"the embedded target failed: {end}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    async def _status(self) -> ClusterStatus:
+        status, telemetry, capacity = self.loop.status(), self.loop.telemetry, self._engine.capacity()
+        followed = dict(status.followed)
+        target = TargetStatus(
+            "target",
+            "draining" if status.draining else "ready",
+            status.num_running,
+            status.num_waiting,
+            capacity.num_blocks,
+            capacity.num_free_blocks,
+            telemetry.tokens_per_s,
+            1e3 * (telemetry.step_s or 0.0),
+        )
+        drafters = []
+        for name, running in self._drafters.items():
+            stats = telemetry.drafter(name)
+            drafters.append(
+                DrafterStatus(
+                    name,
+                    type(running.entry.drafter).__name__,
+                    "ready" if name in followed else "down",
+                    followed.get(name, 0),
+                    stats.num_proposed,
+                    stats.num_accepted,
+                    None if stats.reply_s is None else 1e3 * stats.reply_s,
+                )
+            )
+        return ClusterStatus(self.model.name, "fixed", status.table_version, (target,), tuple(drafters))
+
+    def _hello(self, role: Role, name: str) -> Hello:
+        return Hello(role, name, self.model.vocab_size, self.model.tokenizer_fingerprint)

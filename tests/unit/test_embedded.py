@@ -1,0 +1,124 @@
+"""The whole cluster as threads of one process, on toys: what the loops and the client do beside the simulation."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.errors import LinkClosed, Overloaded
+from cluster.types import Commit, FinishReason, Request, SamplingParams
+from deploy.embedded import EmbeddedCluster, PoolEntry
+from router.cost_model import TableCost
+from tests.support.toys import MODEL, ToyDrafter, ToyTarget, plain_run
+
+COST = TableCost((1, 32), (0.02, 0.03))
+
+
+def request(i: int, max_tokens: int = 20, **parameters: object) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=i, ignore_eos=True, **parameters)  # type: ignore[arg-type]
+    return Request(f"r{i}", (1, 2, i % 12), sampling, arrival_s=float(i))
+
+
+def drafter(error: float = 0.2) -> PoolEntry:
+    return PoolEntry(ToyDrafter(random.Random(1), error=error, silence=0.0))
+
+
+@pytest.fixture
+def cluster() -> Iterator[EmbeddedCluster]:
+    with EmbeddedCluster(ToyTarget(num_blocks=64), MODEL, COST, {"a": drafter(), "b": drafter(0.9)}) as running:
+        yield running
+
+
+def test_many_requests_at_once_get_the_plain_tokens(cluster: EmbeddedCluster) -> None:
+    requests = [request(i) for i in range(30)]
+    completions = cluster.complete(requests)
+    assert [tuple(c.token_ids) for c in completions] == [plain_run(r) for r in requests]
+    assert sum(c.num_accepted for c in completions) > 0
+    assert all(c.commits[-1].finish is FinishReason.LENGTH for c in completions)
+
+
+def test_a_killed_drafter_changes_no_token_and_its_successor_drafts_again(cluster: EmbeddedCluster) -> None:
+    requests = [request(i, max_tokens=60) for i in range(8)]
+
+    async def run() -> list[list[int]]:
+        async def one(index: int) -> list[int]:
+            token_ids: list[int] = []
+            async for commit in cluster.client.generate(requests[index]):
+                token_ids.extend(commit.token_ids)
+                if index == 0 and len(token_ids) > 10 and "a" in cluster._drafters:
+                    cluster.kill_drafter("a")
+            return token_ids
+
+        return list(await asyncio.gather(*(one(i) for i in range(len(requests)))))
+
+    assert [tuple(ids) for ids in asyncio.run(run())] == [plain_run(r) for r in requests]
+    cluster.start_drafter("a", drafter(0.0))
+    before = cluster.loop.telemetry.drafter("a").num_accepted
+    again = [request(i + 100) for i in range(8)]
+    assert [tuple(c.token_ids) for c in cluster.complete(again)] == [plain_run(r) for r in again]
+    assert cluster.loop.telemetry.drafter("a").num_accepted > before
+
+
+def test_closing_the_iterator_aborts_the_request(cluster: EmbeddedCluster) -> None:
+    async def run() -> None:
+        stream = cluster.client.generate(request(1, max_tokens=80))
+        await anext(stream)
+        await stream.aclose()
+        # What is sent later on the same link is read later: once this one is served, the abort has been read.
+        async for _ in cluster.client.generate(request(2, max_tokens=2)):
+            pass
+        status = await cluster.client.status()
+        assert status.targets[0].num_running == 0
+        assert status.targets[0].num_free_blocks == status.targets[0].num_blocks
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (Request("x", (), SamplingParams(max_tokens=1), 0.0), "prompt has 0 tokens"),
+        (Request("x", (1,) * 96, SamplingParams(max_tokens=1), 0.0), "prompt has 96 tokens"),
+        (Request("x", (99,), SamplingParams(max_tokens=1), 0.0), "outside the vocabulary"),
+    ],
+)
+def test_what_slips_past_the_gateway_ends_with_an_error(cluster: EmbeddedCluster, bad: Request, reason: str) -> None:
+    (completion,) = cluster.complete([bad])
+    (commit,) = completion.commits
+    assert commit.finish is FinishReason.ERROR
+    assert reason in (commit.error or "")
+
+
+def test_a_draining_target_refuses_and_finishes(cluster: EmbeddedCluster) -> None:
+    async def run() -> None:
+        stream = cluster.client.generate(request(1))
+        commits = [await anext(stream)]
+        cluster.loop.drain()
+        with pytest.raises(Overloaded, match="drains"):
+            await anext(cluster.client.generate(request(2)))
+        commits.extend([commit async for commit in stream])
+        assert tuple(t for c in commits for t in c.token_ids) == plain_run(request(1))
+
+    asyncio.run(run())
+
+
+class _FailingTarget(ToyTarget):
+    def execute(self, spans: object) -> list[object]:  # type: ignore[override]
+        raise FloatingPointError("the device is gone")
+
+
+def test_a_failing_engine_ends_its_streams_with_the_reason() -> None:
+    cluster = EmbeddedCluster(_FailingTarget(), MODEL, COST, {})
+
+    async def first() -> Commit:
+        return await anext(cluster.client.generate(request(1)))
+
+    try:
+        commit = asyncio.run(first())
+        assert commit.finish is FinishReason.ERROR
+        assert "the device is gone" in (commit.error or "")
+    except LinkClosed:
+        pass  # the link went before the word of it was read
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        cluster.close()
