@@ -1,0 +1,81 @@
+"""Whether two models mean the same text by the same token ids. Reads tokenizer.json itself: no torch, no tokenizers."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.errors import ModelUnavailable
+
+FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What token ids mean: normalizing, splitting and templates may differ, for they only choose between ids."""
+
+    tokens: dict[int, str]  # ids need not be dense
+    merges: tuple[str, ...]  # of byte pair encoding, in their order
+    special: dict[int, str]  # those of the tokens that stand for no text
+
+    def fingerprint(self) -> str:
+        """sha256 over tokens, merges and special tokens; equal ones mean that token ids can be exchanged."""
+        content = [sorted(self.tokens.items()), self.merges, sorted(self.special.items())]
+        return hashlib.sha256(json.dumps(content, ensure_ascii=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_vocabulary(folder: Path) -> Vocabulary:
+    """The vocabulary of a Hugging Face folder.
+
+    Raises:
+        ModelUnavailable: no tokenizer.json, or none that can be read; says which.
+    """
+    path = folder / FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelUnavailable(f"{path} is missing: save the model's tokenizer in the fast format into its folder") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ModelUnavailable(f"{path} is not a readable tokenizer ({error}); it may be half-written") from error
+    try:
+        model, added = content["model"], content.get("added_tokens") or ()
+        vocab = model["vocab"]
+        # Unigram models list (piece, score) in the order of their ids, the others map pieces to ids.
+        pieces = vocab.items() if isinstance(vocab, dict) else ((piece, i) for i, (piece, _) in enumerate(vocab))
+        tokens = {int(token_id): str(piece) for piece, token_id in pieces}
+        tokens |= {int(token["id"]): str(token["content"]) for token in added}
+        merges = tuple(merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or ())
+        special = {int(token["id"]): str(token["content"]) for token in added if token.get("special")}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelUnavailable(f"{path} does not describe a vocabulary ({error!r}); it may be half-written") from error
+    return Vocabulary(tokens, merges, special)
+
+
+def fingerprint(folder: Path) -> str:
+    """Of the tokenizer in ``folder``, see ``Vocabulary.fingerprint``.
+
+    Raises:
+        ModelUnavailable: as ``read_vocabulary``.
+    """
+    return read_vocabulary(folder).fingerprint()
+
+
+def difference(own: Vocabulary, other: Vocabulary) -> str | None:
+    """What first tells two vocabularies apart, in words; None when they are the same."""
+    if len(own.tokens) != len(other.tokens):
+        return f"it has {len(own.tokens)} tokens, not {len(other.tokens)}"
+    for token_id in sorted(own.tokens.keys() | other.tokens.keys()):
+        mine, theirs = own.tokens.get(token_id), other.tokens.get(token_id)
+        if mine != theirs:
+            return f"token {token_id} is {mine!r}, not {theirs!r}"
+    if own.special != other.special:
+        odd = sorted(own.special.items() ^ other.special.items())
+        token_id, content = odd[0]
+        where = "only in it" if token_id in own.special else "not in it"
+        return f"{content!r} (token {token_id}) is a special token {where}"
+    for i, (mine, theirs) in enumerate(zip(own.merges, other.merges, strict=False)):
+        if mine != theirs:
+            return f"merge {i} is {mine!r}, not {theirs!r}"
+    if len(own.merges) != len(other.merges):
+        return f"it has {len(own.merges)} merges, not {len(other.merges)}"
+    return None
