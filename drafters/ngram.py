@@ -14,16 +14,16 @@ from drafters.protocol import Demand, Draft
 class _Text:
     """The tokens of one request, indexed so that a look-up costs the same however long they are.
 
-    ``_next`` maps every n-gram, min_n <= n <= max_n, to the position after its last occurrence. An n-gram enters it when
+    ``_next`` maps every n-gram of a length in ``match_lens`` to the position after its last occurrence. An n-gram enters it when
     the token after it comes, so the end of the text never finds itself.
     """
 
-    def __init__(self, token_ids: Sequence[int], min_n: int, max_n: int) -> None:
+    def __init__(self, token_ids: Sequence[int], match_lens: range) -> None:
         self.token_ids: list[int] = []
         self.guess: list[
             tuple[int, HitRate | None]
         ] = []  # drafted beyond the text, with the rate that each token is a trial of
-        self._lens = range(max_n, min_n - 1, -1)
+        self._lens = match_lens  # the longest first
         self._next: dict[tuple[int, ...], int] = {}
         self.extend(token_ids)
 
@@ -53,25 +53,24 @@ class _Text:
 
 
 class NgramDrafter:
-    """Copies what followed the longest match of the last ``max_n`` down to ``min_n`` tokens, the latest occurrence of it.
+    """Copies what followed the last ``max_match_len`` down to ``min_match_len`` tokens when they last occurred together.
 
     A copy that reaches the end of the text goes on in itself, so a text in a loop is drafted at any length. Memory: at
-    most (max_n - min_n + 1) index entries, about 150 bytes each, per token of the followed requests.
+    most one index entry, about 150 bytes, per match length and token of the followed requests.
 
     Raises:
-        InvalidField: not 1 <= min_n <= max_n.
+        InvalidField: not 1 <= min_match_len <= max_match_len.
     """
 
-    def __init__(self, max_n: int = 4, min_n: int = 2) -> None:
-        if not 1 <= min_n <= max_n:
-            raise InvalidField("min_n", min_n, f"must lie between 1 and max_n ({max_n})")
-        self._max_n = max_n
-        self._min_n = min_n
-        self._rates = HitRates(range(min_n, max_n + 1))
+    def __init__(self, max_match_len: int = 4, min_match_len: int = 2) -> None:
+        if not 1 <= min_match_len <= max_match_len:
+            raise InvalidField("min_match_len", min_match_len, f"must lie between 1 and max_match_len ({max_match_len})")
+        self._match_lens = range(max_match_len, min_match_len - 1, -1)
+        self._rates = HitRates(self._match_lens)
         self._texts: dict[str, _Text] = {}
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        self._texts[request_id] = _Text(token_ids, self._min_n, self._max_n)
+        self._texts[request_id] = _Text(token_ids, self._match_lens)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         text = self._texts[request_id]

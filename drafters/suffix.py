@@ -13,7 +13,6 @@ from drafters.protocol import Demand, Draft
 from drafters.suffix_automaton import ROOT, SuffixAutomaton
 
 _NUM_SEGMENTS = 4  # the shared memory forgets a quarter of itself at a time
-_SHARED_MATCH_LEN = 16  # longest match sought in other requests' answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +107,16 @@ class SuffixDrafter:
     match means little.
 
     Memory: an automaton takes about 140 bytes per token of natural text and at most 450 (two states, one of them with a
-    dict of transitions). So the shared memory is bounded by 450 x shared_tokens bytes, 29 MB as preset, and each
+    dict of transitions). So the shared memory is bounded by 450 x max_shared_tokens bytes, 29 MB as preset, and each
     followed request by 450 x request_tokens, 3.7 MB, and 8 to 36 bytes per token of it for the list of its tokens.
 
     Args:
-        min_match: matches shorter than this do not count.
+        min_match_len: shorter matches do not count.
+        max_match_len: longest match sought in other requests' answers; in its own text a request knows it for nothing.
         min_survival: a draft ends before the probability that all of it is right falls below this.
         doubt: see above; larger means less confident.
         request_tokens: of its own text a request remembers between half of this and all of it.
-        shared_tokens: remembered of finished requests' answers; 0: none.
+        max_shared_tokens: remembered of finished requests' answers; 0: none.
 
     Raises:
         InvalidField: an argument out of range.
@@ -124,27 +124,29 @@ class SuffixDrafter:
 
     def __init__(
         self,
-        min_match: int = 2,
+        min_match_len: int = 2,
+        max_match_len: int = 16,
         min_survival: float = 0.1,
         doubt: float = 4.0,
         request_tokens: int = 8192,
-        shared_tokens: int = 65536,
+        max_shared_tokens: int = 65536,
     ) -> None:
-        if min_match < 1:
-            raise InvalidField("min_match", min_match, "must be at least 1")
+        if not 1 <= min_match_len <= max_match_len:
+            raise InvalidField("min_match_len", min_match_len, f"must lie between 1 and max_match_len ({max_match_len})")
         if not 0.0 <= min_survival <= 1.0:
             raise InvalidField("min_survival", min_survival, "must lie between 0 and 1")
         if doubt < 0.0:
             raise InvalidField("doubt", doubt, "must not be negative")
         if request_tokens < 2:
             raise InvalidField("request_tokens", request_tokens, "must be at least 2")
-        if shared_tokens < 0:
-            raise InvalidField("shared_tokens", shared_tokens, "must not be negative")
-        self._min_match = min_match
+        if max_shared_tokens < 0:
+            raise InvalidField("max_shared_tokens", max_shared_tokens, "must not be negative")
+        self._min_match_len = min_match_len
+        self._max_match_len = max_match_len
         self._min_survival = min_survival
         self._doubt = doubt
         self._request_tokens = request_tokens
-        self._shared = _SharedMemory(shared_tokens)
+        self._shared = _SharedMemory(max_shared_tokens)
         self._texts: dict[str, _Text] = {}
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
@@ -169,7 +171,8 @@ class SuffixDrafter:
 
     def _draft(self, demand: Demand) -> Draft:
         text = self._texts[demand.request_id]
-        tail = [*text.token_ids[-_SHARED_MATCH_LEN:], *demand.ahead][-_SHARED_MATCH_LEN:]
+        num_tail = self._max_match_len
+        tail = [*text.token_ids[-num_tail:], *demand.ahead][-num_tail:]
         places = (text.place(demand.ahead), self._shared.place(tail))
         guesses = [self._follow(place, demand.num_tokens) for place in places if place is not None]
         best = max(guesses, key=lambda guess: guess.expected_len)
@@ -180,7 +183,7 @@ class SuffixDrafter:
         token_ids: list[int] = []
         confidences: list[float] = []
         survival, expected_len = 1.0, 0.0
-        while len(token_ids) < num_tokens and match_len >= self._min_match:
+        while len(token_ids) < num_tokens and match_len >= self._min_match_len:
             most = total = 0
             for token_id, follower in automaton.followers(state):
                 count = automaton.count(follower)

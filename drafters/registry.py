@@ -1,0 +1,123 @@
+"""From a drafter's configuration to the drafter. What a kind needs is imported when one of it is made: lookups need no torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.config import ChainOptions, DrafterConfig, DrafterOptions, ModelOptions, NgramOptions, SuffixOptions
+from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
+from cluster.types import ModelInfo
+from drafters.protocol import Drafter
+
+if TYPE_CHECKING:
+    from drafters.small_model import SmallModel
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a drafter will run, and for whom."""
+
+    target: ModelInfo
+    device: str
+
+
+def make_drafter(config: DrafterConfig, target: ModelInfo) -> Drafter:
+    """The drafter of a resolved configuration, for ``target``.
+
+    Raises:
+        IncompatibleTokenizer: its token ids do not mean what the target's mean; says what differs.
+        ModelUnavailable: its model is missing, half-written or unsupported.
+        InvalidField: an option out of range; or its KV cache holds nothing.
+    """
+    return make(config.options, Site(target, "cpu" if config.device == "auto" else config.device))
+
+
+def make(options: DrafterOptions, site: Site) -> Drafter:
+    """As ``make_drafter``; chains make their proposers so."""
+    return _FACTORIES[options.kind](options, site)
+
+
+def check_tokenizer(folder: Path, target: ModelInfo) -> None:
+    """Raises IncompatibleTokenizer unless the model in ``folder`` has the target's token ids; says what differs, in full
+    where the target's own folder can be found on this machine."""
+    from engine.models.tokenizer import difference, read_vocabulary
+
+    own = read_vocabulary(folder)
+    if own.fingerprint() == target.tokenizer_fingerprint:
+        return
+    reason = (
+        f"its fingerprint differs; it has {len(own.tokens)} tokens, the target's model {target.vocab_size} rows for them"
+    )
+    target_folder = _folder_of(target)
+    if target_folder is not None:
+        reason = difference(own, read_vocabulary(target_folder)) or reason
+    raise IncompatibleTokenizer(
+        f"the tokenizer of {folder.name} is not that of {target.name}: {reason}; "
+        "a drafter needs the target's tokenizer: choose another model"
+    )
+
+
+def _folder_of(target: ModelInfo) -> Path | None:
+    """The target's folder, if it is here and really the target's."""
+    from engine.models.prepare import resolve_model
+    from engine.models.tokenizer import fingerprint
+
+    try:
+        folder = resolve_model(target.name)
+        return folder if fingerprint(folder) == target.tokenizer_fingerprint else None
+    except ModelUnavailable:
+        return None
+
+
+def _make_ngram(options: NgramOptions, site: Site) -> Drafter:
+    from drafters.ngram import NgramDrafter
+
+    return NgramDrafter(options.max_match_len, options.min_match_len)
+
+
+def _make_suffix(options: SuffixOptions, site: Site) -> Drafter:
+    from drafters.suffix import SuffixDrafter
+
+    return SuffixDrafter(max_match_len=options.max_match_len, max_shared_tokens=options.max_shared_tokens)
+
+
+def _make_model(options: ModelOptions, site: Site) -> Drafter:
+    from drafters.model import ModelDrafter
+
+    return ModelDrafter(_small_model(options, site))
+
+
+def _make_chain(options: ChainOptions, site: Site) -> Drafter:
+    from drafters.chain import ChainDrafter
+
+    return ChainDrafter(make(options.proposer, site), _small_model(options.verifier, site))
+
+
+def _small_model(options: ModelOptions, site: Site) -> "SmallModel":
+    from drafters.small_model import SmallModel
+    from engine.factory import load_model
+    from engine.kv_cache import num_blocks_for
+    from engine.models.prepare import ensure_model
+
+    folder = ensure_model(options.model)
+    check_tokenizer(folder, site.target)
+    model = load_model(folder, options.dtype, site.device, options.num_layers)
+    try:
+        num_blocks = num_blocks_for(model.config, int(options.kv_cache_gb * 2**30), model.dtype)
+    except ValueError as error:
+        raise InvalidField("kv_cache_gb", options.kv_cache_gb, str(error)) from error
+    return SmallModel(
+        model,
+        num_blocks=num_blocks,
+        vocab_size=site.target.vocab_size,
+        eos_token_ids=site.target.eos_token_ids,
+    )
+
+
+_FACTORIES: Mapping[str, Callable[[Any, Site], Drafter]] = {
+    "ngram": _make_ngram,
+    "suffix": _make_suffix,
+    "model": _make_model,
+    "chain": _make_chain,
+}
