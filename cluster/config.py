@@ -74,6 +74,11 @@ class TargetConfig(Section):
             raise ValueError(
                 f"prefill_chunk_len ({self.prefill_chunk_len}) must be at most max_pass_tokens ({self.max_pass_tokens})"
             )
+        if self.max_num_sequences > self.max_pass_tokens:
+            raise ValueError(
+                f"max_num_sequences ({self.max_num_sequences}) must be at most max_pass_tokens ({self.max_pass_tokens}): "
+                "every running sequence computes a token in each pass"
+            )
         if self.device == "cpu" and self.resources.gpus not in ("auto", 0):
             raise ValueError(f"resources.gpus must be 0 on device cpu, got {self.resources.gpus}")
         return self

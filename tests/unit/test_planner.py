@@ -1,0 +1,205 @@
+"""What the planner decides, and what it may never do."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.types import Slo
+from router.cost_model import TableCost, monotone
+from router.plan import Capacity, DrafterView, SequenceView, StepPlan
+from router.planner import PlannerSettings, StepPlanner
+from router.verification import verify_all, verify_goodput
+
+FLAT = TableCost((1, 64), (0.02, 0.03))
+STEEP = TableCost((1, 64), (0.02, 0.02 * 64))
+CAPACITY = Capacity(
+    block_len=4, num_blocks=100, num_free_blocks=100, max_num_sequences=16, max_pass_tokens=64, max_model_len=200
+)
+QUICK = DrafterView(reply_s=0.0005, accepted_per_round=2.0, acceptance=0.8)
+DEAD = DrafterView(reply_s=5.0, accepted_per_round=2.0, acceptance=0.8)
+
+
+def view(name: str = "a", **changes: object) -> SequenceView:
+    decoding = SequenceView(
+        request_id=name,
+        committed_len=20,
+        computed_len=19,
+        prompt_len=10,
+        num_drafted=0,
+        confidences=(),
+        running=True,
+        arrival_s=0.0,
+        slo=Slo(),
+        drafter="d",
+        awaiting_since_s=None,
+        max_new_tokens=50,
+    )
+    return replace(decoding, **changes)  # type: ignore[arg-type]
+
+
+def plan(
+    sequences: list[SequenceView],
+    drafter: DrafterView = QUICK,
+    capacity: Capacity = CAPACITY,
+    now_s: float = 1.0,
+    **settings_: object,
+) -> StepPlan:
+    planner = StepPlanner(PlannerSettings(**settings_))  # type: ignore[arg-type]
+    return planner.plan(sequences, {"d": drafter}, capacity, FLAT, now_s)
+
+
+def spans_of(step: StepPlan) -> dict[str, tuple[int, int]]:
+    return {span.request_id: (span.num_compute, span.num_verify) for span in step.spans}
+
+
+def test_a_lone_request_waits_for_its_proposal_no_longer_than_it_is_worth() -> None:
+    waiting = view(awaiting_since_s=1.0)
+    step = plan([waiting], now_s=1.0)
+    assert step.is_empty
+    until_s = step.held["a"]
+    assert until_s == pytest.approx(1.0 + 2.0 * 0.02, rel=0.1)  # two tokens of a 20 ms step
+    assert spans_of(plan([waiting], now_s=until_s)) == {"a": (1, 0)}
+
+
+def test_max_hold_bounds_every_wait() -> None:
+    assert plan([view(awaiting_since_s=1.0)], max_hold_s=0.003).held["a"] == pytest.approx(1.003)
+    assert plan([view(awaiting_since_s=1.0)], max_hold_s=0.0).held == {}
+
+
+def test_nobody_waits_for_a_drafter_that_answers_too_late() -> None:
+    assert spans_of(plan([view(awaiting_since_s=1.0)], DEAD)) == {"a": (1, 0)}
+
+
+def test_the_batch_waits_together_only_while_that_is_cheaper_than_two_passes() -> None:
+    batch = [view("a", awaiting_since_s=1.0), view("b", num_drafted=3)]
+    assert plan(batch, replace(QUICK, reply_s=0.001)).is_empty
+    apart = plan(batch, replace(QUICK, reply_s=0.015))
+    assert set(spans_of(apart)) == {"b"}
+    assert set(apart.held) == {"a"}
+
+
+def test_the_last_token_is_not_worth_a_wait_nor_a_draft() -> None:
+    step = plan([view(awaiting_since_s=1.0, max_new_tokens=1), view("b", num_drafted=5, max_new_tokens=3)])
+    assert spans_of(step)["a"] == (1, 0)
+    assert spans_of(step)["b"][1] <= 2
+
+
+def test_a_prompt_is_cut_into_chunks_beside_decodes_and_not_alone() -> None:
+    prompt = view("p", committed_len=150, computed_len=0, drafter=None)
+    assert spans_of(plan([prompt]))["p"] == (64, 0)
+    beside = spans_of(plan([view("a"), prompt], max_chunk_len=16))
+    assert beside == {"a": (1, 0), "p": (16, 0)}
+
+
+def test_requests_are_admitted_in_order_while_whole_prompts_fit() -> None:
+    capacity = replace(CAPACITY, num_free_blocks=10)
+    waiting = [
+        view(name, running=False, committed_len=length, computed_len=0, arrival_s=i)
+        for i, (name, length) in enumerate([("a", 20), ("b", 24), ("c", 4)])
+    ]
+    step = plan(waiting, capacity=capacity)
+    assert step.admitted == ("a",)  # b needs 6 of the 5 blocks left, and c may not overtake it
+
+
+def test_the_youngest_gives_way_when_blocks_run_out() -> None:
+    full = replace(CAPACITY, num_free_blocks=0)
+    old = view("old", committed_len=21, computed_len=20, arrival_s=0.0)
+    young = view("young", committed_len=21, computed_len=20, arrival_s=1.0)
+    step = plan([old, young], capacity=full)
+    assert step.preempted == ("young",)
+    assert spans_of(step) == {"old": (1, 0)}
+
+
+def test_drafts_give_way_before_sequences_do() -> None:
+    tight = replace(CAPACITY, num_free_blocks=2)
+    batch = [
+        view("a", committed_len=21, computed_len=20, num_drafted=8),
+        view("b", committed_len=21, computed_len=20, num_drafted=8),
+    ]
+    step = plan(batch, capacity=tight, verification="all")
+    assert step.preempted == ()
+    assert spans_of(step) == {"a": (1, 3), "b": (1, 3)}
+
+
+def test_half_computed_prompts_that_hold_all_blocks_do_not_deadlock() -> None:
+    full = replace(CAPACITY, num_free_blocks=0)
+    batch = [view(n, committed_len=40, computed_len=20, arrival_s=i) for i, n in enumerate("ab")]
+    assert plan(batch, capacity=full).preempted == ("b",)
+
+
+def test_goodput_verifies_all_where_rows_are_cheap_and_nothing_where_they_are_dear() -> None:
+    batch = [view(str(i), num_drafted=7) for i in range(4)]
+    drafters = {"d": QUICK}
+    assert set(verify_goodput(batch, drafters, CAPACITY, FLAT).values()) == {7}
+    assert set(verify_goodput(batch, drafters, CAPACITY, STEEP).values()) == {0}
+    assert set(verify_all(batch, drafters, CAPACITY, STEEP).values()) == {7}
+
+
+def test_goodput_spends_rows_on_the_drafter_that_is_right() -> None:
+    knee = TableCost((1, 8, 16), (0.02, 0.02, 0.08))
+    batch = [view("good", num_drafted=7, drafter="good"), view("bad", num_drafted=7, drafter="bad")]
+    drafters = {"good": replace(QUICK, acceptance=0.95), "bad": replace(QUICK, acceptance=0.3)}
+    lengths = verify_goodput(batch, drafters, CAPACITY, knee)
+    assert lengths["good"] > lengths["bad"]
+
+
+def test_a_monotone_table_never_falls_and_goes_on_beyond_its_ends() -> None:
+    table = monotone([(8, 0.03), (1, 0.02), (4, 0.04)])
+    assert [table.step_s(n, 0) for n in (1, 4, 8)] == [0.02, 0.04, 0.04]
+    assert TableCost((1, 2), (1.0, 2.0)).step_s(4, 0) == 4.0
+
+
+sequences = st.lists(
+    st.builds(
+        lambda i, prompt, done, drafted, running, waits: view(
+            str(i),
+            committed_len=prompt,
+            computed_len=min(done, prompt - 1) if running else 0,
+            num_drafted=drafted,
+            running=running,
+            arrival_s=float(i),
+            awaiting_since_s=1.0 if waits and not drafted else None,
+        ),
+        st.integers(0, 10**6),
+        st.integers(1, 60),
+        st.integers(0, 60),
+        st.integers(0, 9),
+        st.booleans(),
+        st.booleans(),
+    ),
+    max_size=12,
+    unique_by=lambda s: s.request_id,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(sequences, st.integers(0, 60), st.integers(12, 64), st.sampled_from(["all", "goodput"]))
+def test_no_plan_asks_for_more_than_there_is(
+    batch: list[SequenceView], num_free: int, max_pass_tokens: int, verification: str
+) -> None:
+    batch.sort(key=lambda s: s.arrival_s)
+    capacity = replace(CAPACITY, num_free_blocks=num_free, max_pass_tokens=max_pass_tokens, max_num_sequences=12)
+    step = plan(batch, capacity=capacity, verification=verification)
+    by_id = {s.request_id: s for s in batch}
+    spans = [(by_id[span.request_id], span) for span in step.spans]
+    assert len({span.request_id for span in step.spans}) == len(step.spans)
+    assert not {span.request_id for span in step.spans} & (set(step.preempted) | set(step.held))
+    assert sum(span.num_compute + span.num_verify for span in step.spans) <= max_pass_tokens
+
+    def blocks(length: int) -> int:
+        return -(-length // capacity.block_len)
+
+    freed = sum(blocks(by_id[name].computed_len) for name in step.preempted)
+    needed = sum(blocks(s.computed_len + span.num_compute + span.num_verify) - blocks(s.computed_len) for s, span in spans)
+    num_running = sum(s.running for s in batch)
+    if num_running != 1 or num_free > 0:  # a lone sequence without a block is refused when it is submitted
+        assert needed <= num_free + freed
+    for s, span in spans:
+        assert 1 <= span.num_compute <= s.committed_len - s.computed_len
+        assert span.num_verify <= s.num_drafted
+        assert span.num_verify == 0 or span.num_compute == s.committed_len - s.computed_len
+        assert s.running or s.request_id in step.admitted
+    if any(s.running for s in batch) and num_running > 1:
+        assert step.spans or step.preempted or step.held, "a plan that does nothing while there is work"
