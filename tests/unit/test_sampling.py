@@ -73,7 +73,6 @@ def states(vocab_size: int) -> st.SearchStrategy[tuple[SamplingParams, list[int]
         presence_penalty=st.sampled_from([0.0, 1.5, -0.5]),
         frequency_penalty=st.sampled_from([0.0, 0.25, -1.0]),
         logit_bias=st.just(()) | biases,
-        | st.dictionaries(token_id, st.floats(-5, 5, width=16), max_size=3).map(lambda d: tuple(d.items())),
         stop_token_ids=st.just(()) | st.lists(token_id, max_size=2).map(tuple),
         min_tokens=st.integers(0, 8),
         ignore_eos=st.booleans(),
