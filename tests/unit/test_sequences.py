@@ -1,0 +1,90 @@
+"""When a sequence ends, and which proposals it takes."""
+
+import pytest
+
+from cluster.types import FinishReason, ModelInfo, Proposal, Request, SamplingParams
+from engine.sequences import LiveSequence, Sequences
+from engine.target import SpanOutcome
+from router.plan import Span
+
+MODEL = ModelInfo("m", vocab_size=100, max_model_len=20, eos_token_ids=(9,), tokenizer_fingerprint="f")
+
+
+def start(**parameters: object) -> tuple[Sequences, LiveSequence]:
+    sequences = Sequences(MODEL)
+    sampling = SamplingParams(**{"max_tokens": 10, **parameters})  # type: ignore[arg-type]
+    sequence = sequences.add(Request("r", (1, 2, 3), sampling, 0.0))
+    sequence.running, sequence.computed_len, sequence.drafter = True, 2, "d"
+    return sequences, sequence
+
+
+def propose(base_len: int, *token_ids: int, drafter: str = "d") -> Proposal:
+    return Proposal("r", base_len, token_ids, (0.5,) * len(token_ids), drafter)
+
+
+def test_a_proposal_must_extend_exactly_what_is_committed() -> None:
+    sequences, sequence = start()
+    assert not sequences.offer(propose(2, 5))
+    assert not sequences.offer(propose(4, 5))
+    assert not sequences.offer(propose(3, 5, drafter="former"))
+    assert not sequences.offer(propose(3, 100))  # no such token
+    assert not sequences.offer(propose(3, -1))
+    assert not sequences.offer(Proposal("r", 3, (5, 6), (0.5,), "d"))
+    assert not sequences.offer(Proposal("gone", 3, (5,), (0.5,), "d"))
+    assert sequence.proposal is None
+    assert sequences.offer(propose(3, 5))
+
+
+def test_a_pass_commits_what_was_accepted_and_the_bonus_token() -> None:
+    sequences, sequence = start()
+    sequences.offer(propose(3, 5, 6, 7))
+    span = sequences.span_input(Span("r", 1, 3))
+    assert (span.base_len, span.token_ids, span.num_drafts, span.samples) == (2, (3, 5, 6, 7), 3, True)
+    commit = sequences.apply(span, SpanOutcome("r", (5, 6, 8), 2))
+    assert commit is not None
+    assert (commit.base_len, commit.token_ids, commit.num_proposed, commit.num_accepted) == (3, (5, 6, 8), 3, 2)
+    assert (sequence.computed_len, len(sequence.token_ids), sequence.proposal) == (5, 6, None)
+
+
+def test_a_chunk_that_does_not_reach_the_end_commits_nothing() -> None:
+    sequences, sequence = start()
+    sequence.computed_len = 0
+    sequences.offer(propose(3, 5))
+    span = sequences.span_input(Span("r", 2, 0))
+    assert (span.token_ids, span.samples, span.num_drafts) == ((1, 2), False, 0)
+    assert sequences.apply(span, SpanOutcome("r", (), 0)) is None
+    assert sequence.computed_len == 2
+    assert sequence.proposal is not None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "token_ids", "committed", "finish"),
+    [
+        ({}, (5, 9, 6), (5, 9), FinishReason.STOP),
+        ({"ignore_eos": True}, (5, 9, 6), (5, 9, 6), None),
+        ({"stop_token_ids": (6,)}, (5, 6, 9), (5, 6), FinishReason.STOP),
+        ({"ignore_eos": True, "stop_token_ids": (9,)}, (5, 9, 6), (5, 9), FinishReason.STOP),
+        ({"max_tokens": 2}, (5, 6, 7), (5, 6), FinishReason.LENGTH),
+        ({"max_tokens": 2}, (5, 9, 7), (5, 9), FinishReason.STOP),
+        ({"max_tokens": 1}, (9,), (9,), FinishReason.STOP),
+        ({"max_tokens": 19}, tuple(range(10, 30)), tuple(range(10, 27)), FinishReason.LENGTH),  # the context is full
+    ],
+)
+def test_what_lies_beyond_the_end_is_cut_off(
+    parameters: dict[str, object], token_ids: tuple[int, ...], committed: tuple[int, ...], finish: FinishReason | None
+) -> None:
+    sequences, sequence = start(**parameters)
+    sequences.offer(propose(3, *token_ids[:-1]))
+    span = sequences.span_input(Span("r", 1, len(token_ids) - 1))
+    commit = sequences.apply(span, SpanOutcome("r", token_ids, len(token_ids) - 1))
+    assert commit is not None
+    assert (commit.token_ids, commit.finish, sequence.finish) == (committed, finish, finish)
+    assert commit.num_accepted == min(len(token_ids) - 1, len(committed))
+
+
+def test_a_failed_span_ends_with_its_reason() -> None:
+    sequences, _ = start()
+    span = sequences.span_input(Span("r", 1, 0))
+    commit = sequences.apply(span, SpanOutcome("r", (), 0, error="no number among the logits"))
+    assert commit is not None
+    assert (commit.finish, commit.error, commit.token_ids) == (FinishReason.ERROR, "no number among the logits", ())
