@@ -15,6 +15,7 @@ from typing import Self
 from actors.gateway import LinkClient
 from actors.worker import LoopThread
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
+from cluster.config import Config
 from cluster.messages import Hello, Role
 from cluster.transport.base import Link, Mailbox
 from cluster.transport.factory import connect, listen
@@ -25,7 +26,7 @@ from drafters.roster import RosterLimits
 from engine.round import TargetLoop
 from engine.target import TargetEngine
 from router.cost_model import CostModel
-from router.planner import Planner
+from router.planner import Planner, StepPlanner
 
 _numbers = itertools.count()
 START_S = 10.0
@@ -91,6 +92,30 @@ class EmbeddedCluster:
         self.client = LinkClient("embedded", model, [self._address], self._status)
         if not self.client.wait_linked(START_S):
             raise TimeoutError(f"the embedded target did not answer within {START_S} s")
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The cluster of a resolved configuration, without its router: every drafter in turn.
+
+        Raises:
+            OutriderError: a model is missing, or does not fit; says which.
+        """
+        from drafters.registry import make_drafter
+        from engine.loading import load_target
+
+        engine, model, cost = load_target(config)
+        pool = {
+            drafter.name: PoolEntry(make_drafter(drafter, model), drafter.max_draft_len, drafter.ahead_len, drafter.capacity)
+            for drafter in config.drafters
+        }
+        return cls(
+            engine,
+            model,
+            cost,
+            pool,
+            StepPlanner.of(config),
+            RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=config.max_draft_len),
+        )
 
     def start_drafter(self, name: str, entry: PoolEntry) -> None:
         """Also takes the place of a drafter of that name."""
