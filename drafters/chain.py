@@ -1,11 +1,13 @@
 """A chain: a bigger small model first verifies what a smaller drafter proposes (SpecRouter's chains)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cluster.types import SamplingParams
-from drafters.model import Growing, check_min_confidence, starting
+from drafters.model import Growing, check_min_confidence, grow
 from drafters.protocol import Demand, Draft, Drafter
-from drafters.small_model import Question, SmallModel
+from drafters.small_model import SmallModel
+from engine.acceptance import count_accepted
 
 
 class ChainDrafter:
@@ -35,11 +37,7 @@ class ChainDrafter:
         self._verifier.extend(request_id, token_ids)
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        growing = [Growing(demand) for demand in demands]
-        for part in starting(self._verifier, growing):
-            while part := [draft for draft in part if not draft.done]:
-                self._round(part)
-        return [draft.draft() for draft in growing]
+        return grow(self._verifier, demands, self._round)
 
     def release(self, request_id: str) -> None:
         self._proposer.release(request_id)
@@ -50,21 +48,15 @@ class ChainDrafter:
         self._verifier.check_integrity()
 
     def _round(self, part: Sequence[Growing]) -> None:
-        """One batch of the proposer, one pass of the verifier."""
-        # The last token that is missing is the verifier's own: it needs no proposal.
+        """One batch of the proposer, one pass of the verifier. The last token of a draft is the verifier's own: it needs no
+        proposal."""
         asked = [
-            Demand(draft.demand.request_id, min(self._proposal_len, draft.num_missing - 1), draft.ahead)
+            Demand(draft.demand.request_id, min(self._proposal_len, draft.num_missing - 1), draft.question.ahead)
             for draft in part
             if draft.num_missing > 1
         ]
         proposed = {draft.request_id: draft.token_ids for draft in self._proposer.propose(asked)} if asked else {}
-        questions = [
-            Question(draft.demand.request_id, draft.ahead, proposed.get(draft.demand.request_id, ())) for draft in part
-        ]
-        for draft, question, answer in zip(part, questions, self._verifier.choose(questions), strict=True):
-            if not answer.token_ids:
-                draft.done = True
-            for i, (token_id, confidence) in enumerate(zip(answer.token_ids, answer.confidences, strict=True)):
-                draft.add(token_id, confidence, self._verifier, self._min_confidence)
-                if i < len(question.drafts) and question.drafts[i] != token_id:
-                    break
+        questions = [replace(draft.question, drafts=proposed.get(draft.demand.request_id, ())) for draft in part]
+        for draft, question, chosen in zip(part, questions, self._verifier.choose(questions), strict=True):
+            num_right = count_accepted(question.drafts, chosen)
+            draft.add(chosen, self._verifier, self._min_confidence, num_right + 1)

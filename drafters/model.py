@@ -1,57 +1,66 @@
 """Drafting with any causal model that has the target's vocabulary, token by token for all requests at once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.protocol import Demand, Draft
 from drafters.small_model import Question, SmallModel
+from engine.sampling import Chosen
 
 
 @dataclass(slots=True)
 class Growing:
-    """A draft under way: the model's own tokens so far, and when it is done."""
+    """A draft under way: the model's own tokens so far."""
 
     demand: Demand
+    num_missing: int  # 0: it is done
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
-    done: bool = False
 
     @property
-    def num_missing(self) -> int:
-        return self.demand.num_tokens - len(self.token_ids)
+    def question(self) -> Question:
+        return Question(self.demand.request_id, (*self.demand.ahead, *self.token_ids))
 
-    @property
-    def ahead(self) -> tuple[int, ...]:
-        return (*self.demand.ahead, *self.token_ids)
-
-    def add(self, token_id: int, confidence: float, model: SmallModel, min_confidence: float) -> None:
-        """The next token, unless the draft is done: it is long enough, the request ends with it, or the model doubts."""
-        if self.done:
-            return
-        if confidence < min_confidence:
-            self.done = True
-            return
-        self.token_ids.append(token_id)
-        self.confidences.append(confidence)
-        self.done = self.num_missing <= 0 or model.ends(self.demand.request_id, token_id)
+    def add(self, chosen: Chosen, model: SmallModel, min_confidence: float, num_tokens: int = 1) -> None:
+        """Up to ``num_tokens`` of what the model chose, until the draft is long enough, the request ends, or it doubts."""
+        if not chosen.token_ids:  # every token is masked there, and the target will find the same
+            self.num_missing = 0
+        for token_id, confidence in zip(chosen.token_ids[:num_tokens], chosen.confidences, strict=False):
+            if confidence < min_confidence:
+                self.num_missing = 0
+            if not self.num_missing:
+                break
+            self.token_ids.append(token_id)
+            self.confidences.append(confidence)
+            self.num_missing -= 1
+            if model.ends(self.demand.request_id, token_id):
+                self.num_missing = 0
 
     def draft(self) -> Draft:
         return Draft(self.demand.request_id, tuple(self.token_ids), tuple(self.confidences))
 
 
-def starting(model: SmallModel, growing: Sequence[Growing]) -> Iterator[list[Growing]]:
-    """The drafts that can grow now, in parts that the model's cache holds at once. The others stay empty: nothing is asked
-    of them, they lie beyond what the model can hold, or they still catch up."""
-    wanted = [draft for draft in growing if draft.num_missing > 0]
-    questions = [Question(draft.demand.request_id, draft.ahead) for draft in wanted]
-    lens = [draft.num_missing for draft in wanted]
-    for indices in model.parts(list(zip(questions, lens, strict=True))):
-        ready = model.catch_up([questions[i] for i in indices])
-        part = [wanted[i] for i, is_ready in zip(indices, ready, strict=True) if is_ready]
-        if part:
-            yield part
+def grow(model: SmallModel, demands: Sequence[Demand], one_round: Callable[[Sequence[Growing]], None]) -> list[Draft]:
+    """The drafts of a batch, grown by ``one_round`` after the other, in parts that the model's cache holds at once.
+
+    A demand beyond what the model can hold is cut to that. A request that misses much of its context (a long prompt, just
+    opened) gets an empty draft until it has caught up, one pass per batch, so that the others need not wait for it.
+    """
+    growing = []
+    for demand in demands:
+        room = model.max_len - model.committed_len(demand.request_id) - len(demand.ahead)
+        growing.append(Growing(demand, max(0, min(demand.num_tokens, room))))
+    wanted = [draft for draft in growing if draft.num_missing]
+    for indices in model.parts([(draft.question, draft.num_missing) for draft in wanted]):
+        part = [wanted[i] for i in indices]
+        ready = model.catch_up([draft.question for draft in part])
+        part = [draft for draft, is_ready in zip(part, ready, strict=True) if is_ready]
+        while part:
+            one_round(part)
+            part = [draft for draft in part if draft.num_missing]
+    return [draft.draft() for draft in growing]
 
 
 def check_min_confidence(value: float) -> None:
@@ -62,9 +71,6 @@ def check_min_confidence(value: float) -> None:
 class ModelDrafter:
     """Samples the model's own continuation with the target's noise and parameters, so the target as its own drafter is
     always right.
-
-    A request that misses much of its context (a long prompt, just opened) gets an empty draft until it has caught up, one
-    pass per batch, so that the others need not wait.
 
     Args:
         min_confidence: a draft ends before a token of lower confidence; 0 drafts the whole demand.
@@ -82,19 +88,15 @@ class ModelDrafter:
         self._model.extend(request_id, token_ids)
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        growing = [Growing(demand) for demand in demands]
-        for part in starting(self._model, growing):
-            while part := [draft for draft in part if not draft.done]:
-                chosen = self._model.choose([Question(draft.demand.request_id, draft.ahead) for draft in part])
-                for draft, answer in zip(part, chosen, strict=True):
-                    if answer.token_ids:
-                        draft.add(answer.token_ids[0], answer.confidences[0], self._model, self._min_confidence)
-                    else:  # no token can be chosen there: the target will find the same
-                        draft.done = True
-        return [draft.draft() for draft in growing]
+        return grow(self._model, demands, self._round)
 
     def release(self, request_id: str) -> None:
         self._model.release(request_id)
 
     def check_integrity(self) -> None:
         self._model.check_integrity()
+
+    def _round(self, part: Sequence[Growing]) -> None:
+        """One row of each draft."""
+        for draft, chosen in zip(part, self._model.choose([draft.question for draft in part]), strict=True):
+            draft.add(chosen, self._model, self._min_confidence)

@@ -14,8 +14,8 @@ from drafters.protocol import Demand, Draft
 class _Text:
     """The tokens of one request, indexed so that a look-up costs the same however long they are.
 
-    ``_next`` maps every n-gram of a length in ``match_lens`` to the position after its last occurrence. An n-gram enters it when
-    the token after it comes, so the end of the text never finds itself.
+    ``_next`` maps every n-gram of a length in ``match_lens`` to the position after its last occurrence. An n-gram enters it
+    when the token after it comes, so the end of the text never finds itself.
     """
 
     def __init__(self, token_ids: Sequence[int], match_lens: range) -> None:

@@ -1,4 +1,4 @@
-"""From a drafter's configuration to the drafter. What a kind needs is imported when one of it is made: lookups need no torch."""
+"""From a drafter's configuration to the drafter. What a kind needs is imported when one is made: lookups need no torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -79,7 +79,8 @@ def _make_ngram(options: NgramOptions, site: Site) -> Drafter:
 def _make_suffix(options: SuffixOptions, site: Site) -> Drafter:
     from drafters.suffix import SuffixDrafter
 
-    return SuffixDrafter(max_match_len=options.max_match_len, max_shared_tokens=options.max_shared_tokens)
+    min_match_len = min(2, options.max_match_len)
+    return SuffixDrafter(min_match_len, options.max_match_len, max_shared_tokens=options.max_shared_tokens)
 
 
 def _make_model(options: ModelOptions, site: Site) -> Drafter:
