@@ -2,6 +2,7 @@
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Lifespan
 
 from cluster.client import EngineClient
 from deploy.api.boundary import Boundary
@@ -12,15 +13,17 @@ from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 
 
-def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ApiSettings) -> FastAPI:
-    """Serve ``client`` in OpenAI's protocol. Closing ``client`` remains the caller's business.
+def create_app(
+    client: EngineClient, tokenizer: Tokenizer, settings: ApiSettings, lifespan: Lifespan[FastAPI] | None = None
+) -> FastAPI:
+    """Serve ``client`` in OpenAI's protocol. Closing ``client`` remains the caller's business, in ``lifespan`` or after.
 
     Raises:
         InvalidField: the key file cannot be used.
     """
     service = Service(client, tokenizer, settings)
     # Without FastAPI's pages: the bodies are read by hand, so a schema made from the routes would not show them.
-    app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.include_router(_open_routes(service))
     app.include_router(_routes(service))
     app.add_middleware(Boundary, metrics=service.metrics)

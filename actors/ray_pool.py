@@ -1,0 +1,217 @@
+"""Ray's part: which class becomes an actor where, and how one is asked, found again and killed."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.drafter import DrafterActor
+from actors.router import Router, RouterActor
+from actors.supervisor import Directory, Process, ProcessEnded, Supervisor, replica_name
+from actors.target import SlotReport, TargetActor
+from cluster.client import ClusterStatus
+from cluster.config import Config, DrafterConfig
+from cluster.placement import drafter_name
+from cluster.types import ModelInfo, RoutingTable
+
+logger = logging.getLogger(__name__)
+
+SUPERVISOR = "supervisor"
+KILL_DEADLINE_S = 10.0
+# `wait_end` holds a thread for the actor's whole life; the other questions are short.
+NUM_THREADS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What the processes are made of. ``config`` is resolved; ``groups`` go by the names of `cluster.placement`."""
+
+    config: Config
+    groups: Mapping[str, PlacementGroup]
+    folder: str  # for the sockets of the data plane
+    token: str
+
+    def target_address(self, name: str) -> str:
+        transport = self.config.transport
+        return f"unix://{self.folder}/{name}.sock" if transport.kind == "unix" else f"grpc://{transport.host}:0"
+
+
+class RayProcess:
+    """`actors.supervisor.Process` over an actor handle."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        # Asked for once and kept: it fails the moment that Ray learns of the actor's death.
+        self._end = handle.wait_end.remote()
+
+    async def ended(self) -> str:
+        try:
+            return str(await self._end)
+        except RayActorError as error:
+            return why(error)
+
+    async def unread_s(self) -> float:
+        return float(await self.call("unread_s"))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        try:
+            return await getattr(self._handle, method).remote(*args)
+        except RayActorError as error:
+            raise ProcessEnded(why(error)) from error
+
+    async def kill(self) -> None:
+        ray.kill(self._handle, no_restart=True)
+        try:
+            await asyncio.wait_for(self.ended(), KILL_DEADLINE_S)
+        except TimeoutError:
+            logger.error("an actor is not dead %.0f s after it was killed", KILL_DEADLINE_S)
+
+
+def why(error: RayActorError | RayTaskError) -> str:
+    """One line of what Ray tells over many: the exception of a constructor, else the cause of death."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    causes = [line for line in lines if line.startswith(("cause", "The actor died because", "The actor is dead because"))]
+    if "creation task" in str(error) or not causes:
+        return lines[-1] if lines else type(error).__name__
+    return causes[-1]
+
+
+class RaySpawner:
+    """`actors.supervisor.Spawner`: actors by name in the deployment's namespace, placed by its groups.
+
+    Targets and drafters are detached, so that they outlive a supervisor that dies and are found again by the next one;
+    they end with their placement groups, which belong to the launcher. The router is the supervisor's own.
+    """
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+
+    async def target(self, name: str) -> Process:
+        d = self._deployment
+        # Rank 0 of the group; the engine itself spreads over the bundles of further ranks.
+        options = self._placed(name, 0)
+        return self._found_or_made(TargetActor, name, options, d.config, name, d.target_address(name), d.token)
+
+    async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process:
+        d = self._deployment
+        replica = next(i for i in range(config.replicas) if replica_name(config, i) == name)
+        options = self._placed(drafter_name(config.name), replica)
+        return self._found_or_made(DrafterActor, drafter_name(name), options, config, name, model, addresses, d.token)
+
+    async def router(self) -> Process:
+        from router.policies import build_policy, build_pool
+
+        config = self._deployment.config
+        router = Router(build_policy(config.router.policy), build_pool(config), max(1, config.max_draft_len))
+        targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])
+        handle = _actor(RouterActor, num_cpus=0, num_gpus=0).remote(config, router, targets)
+        return RayProcess(handle)
+
+    def _placed(self, group: str, bundle: int) -> dict[str, Any]:
+        placement = self._deployment.groups[group]
+        resources = placement.bundle_specs[bundle]
+        return {
+            "num_cpus": resources.get("CPU", 0),
+            "num_gpus": resources.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=bundle),
+        }
+
+    def _found_or_made(self, kind: type, name: str, options: dict[str, Any], *args: Any) -> Process:
+        try:
+            return RayProcess(ray.get_actor(name))
+        except ValueError:  # there is none of that name
+            return RayProcess(_actor(kind, name=name, lifetime="detached", **options).remote(*args))
+
+
+def _actor(kind: type, **options: Any) -> Any:
+    """Ray never restarts these by itself: the supervisor does, by one policy."""
+    return ray.remote(kind).options(max_restarts=0, max_concurrency=NUM_THREADS, **options)
+
+
+class RayTargets:
+    """`actors.router.Targets` over actors by name."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._handles: dict[str, Any] = {}
+
+    def reports(self, deadline_s: float) -> list[SlotReport]:
+        self._find()
+        asked = {handle.slot_report.remote(): name for name, handle in self._handles.items()}
+        if not asked:
+            return []
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=deadline_s)
+        reports = []
+        for answer in answered:
+            try:
+                reports.append(ray.get(answer))
+            except RayActorError:
+                del self._handles[asked[answer]]  # the supervisor starts another, which is found by its name
+        return reports
+
+    def publish(self, table: RoutingTable) -> None:
+        for handle in self._handles.values():
+            handle.publish_table.remote(table)
+
+    def _find(self) -> None:
+        for name in self._names:
+            if name not in self._handles:
+                try:
+                    self._handles[name] = ray.get_actor(name)
+                except ValueError:
+                    continue  # not started yet, or between two lives
+
+
+class PoolSupervisor:
+    """The Supervisor as an asyncio actor. Ray restarts it; it then finds its members by name and goes on."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._supervisor = Supervisor(deployment.config, RaySpawner(deployment))
+        self._started = False
+
+    async def start(self) -> Directory:
+        """Starts everything, once, and returns when the targets are ready. As `Supervisor.ready`."""
+        self._begin()
+        return await self._supervisor.ready()
+
+    async def directory(self, after_version: int) -> Directory:
+        self._begin()
+        return await self._supervisor.directory(after_version)
+
+    async def status(self) -> ClusterStatus:
+        self._begin()
+        return await self._supervisor.status()
+
+    async def pids(self) -> dict[str, int]:
+        return self._supervisor.pids() | {SUPERVISOR: os.getpid()}
+
+    async def set_draining(self, name: str, draining: bool) -> None:
+        await self._supervisor.set_draining(name, draining)
+
+    async def drain(self, deadline_s: float) -> bool:
+        return await self._supervisor.drain(deadline_s)
+
+    async def stop(self) -> None:
+        await self._supervisor.stop()
+
+    def _begin(self) -> None:
+        """Tasks need the actor's event loop, which a constructor does not run in."""
+        if not self._started:
+            self._started = True
+            self._supervisor.start()
+
+
+def start_supervisor(deployment: Deployment) -> Any:
+    """A handle of the deployment's supervisor, by name, on the head node (where its launcher is)."""
+    return (
+        ray.remote(PoolSupervisor)
+        .options(name=SUPERVISOR, num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=1000)
+        .remote(deployment)
+    )

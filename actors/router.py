@@ -1,0 +1,112 @@
+"""Decides, every slot, who rides ahead of whom, and publishes that. Off the data path: without it the last table serves."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from actors.target import SlotReport
+from actors.worker import LoopThread
+from cluster.config import Config
+from cluster.types import RoutingTable
+from router.assignment import TARGET_ONLY, AssignmentPolicy, PoolMember, RequestView
+
+# Stands for whatever request comes next: what the policy would choose for it is the default of the table.
+NEXT_REQUEST = "\0next"
+
+
+class Router:
+    """One slot's decision. Plain: reports in, a table out; no Ray, no clock.
+
+    A drafter is healthy when every target that reports is linked with it, and it is not draining.
+    """
+
+    def __init__(self, policy: AssignmentPolicy, pool: Sequence[PoolMember], max_draft_len: int) -> None:
+        self._policy = policy
+        self._pool = tuple(pool)
+        self._max_draft_len = max_draft_len
+        self._table = RoutingTable(version=0)
+        self._draining: frozenset[str] = frozenset()
+
+    def set_draining(self, names: frozenset[str]) -> None:
+        self._draining = names
+
+    def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:
+        """The table for the slot that follows, or None: the targets have it already.
+
+        Its version is above any that a target has, so that a router that was restarted is heard.
+        """
+        if not reports:
+            return None
+        linked = set[str].intersection(*(set(report.drafters) for report in reports)) - self._draining
+        pool = [replace(member, healthy=member.name in linked) for member in self._pool]
+        self._policy.observe([observation for report in reports for observation in report.observations])
+        requests = [request for report in reports for request in report.requests]
+        chains = self._policy.assign([*requests, RequestView(NEXT_REQUEST, 0, 0, TARGET_ONLY)], pool)
+        table = RoutingTable(
+            version=self._table.version,
+            chains={request.request_id: chains[request.request_id] for request in requests},
+            defaults=(chains[NEXT_REQUEST],),
+            max_draft_len=self._max_draft_len,
+        )
+        newest = max(report.table_version for report in reports)
+        if table == self._table and all(report.table_version == table.version for report in reports):
+            return None
+        self._table = replace(table, version=max(table.version, newest) + 1)
+        return self._table
+
+
+class Targets(Protocol):
+    """The router's way to the targets."""
+
+    def reports(self, deadline_s: float) -> list[SlotReport]:
+        """Of those that answer in time; which do not is noted by whoever implements this."""
+
+    def publish(self, table: RoutingTable) -> None:
+        """To all, waiting for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterInfo:
+    pid: int
+
+
+class RouterActor:
+    """Runs a Router against the targets, one slot after the other, on a thread."""
+
+    def __init__(self, config: Config, router: Router, targets: Targets) -> None:
+        self._router = router
+        self._targets = targets
+        self._slot_s = config.router.slot_ms / 1e3
+        self._wake = threading.Event()
+        self._beat_s = time.monotonic()
+        self._thread = LoopThread("router", self, self._wake.set)
+
+    def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
+        while not stop.is_set():
+            start_s = self._beat_s = clock()
+            table = self._router.slot(self._targets.reports(deadline_s=self._slot_s))
+            if table is not None:
+                self._targets.publish(table)
+            self._wake.wait(max(0.0, start_s + self._slot_s - clock()))
+            self._wake.clear()
+
+    def info(self) -> RouterInfo:
+        return RouterInfo(os.getpid())
+
+    def wait_end(self) -> str:
+        return self._thread.wait_end()
+
+    def unread_s(self) -> float:
+        """Since the last slot began."""
+        return time.monotonic() - self._beat_s
+
+    def set_draining(self, names: frozenset[str]) -> None:
+        """These drafters are to be given no requests, from the next slot on, which begins now."""
+        self._router.set_draining(names)
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._thread.stop()

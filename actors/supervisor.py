@@ -1,0 +1,372 @@
+"""Keeps the processes of a deployment alive: start, health, restart, quarantine, drain. `Spawner` is Ray's part."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Protocol
+
+from actors.drafter import DrafterInfo
+from actors.restarts import RestartPolicy
+from actors.target import DrafterCounts, TargetInfo, TargetReport
+from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
+from cluster.config import Config, DrafterConfig
+from cluster.errors import InvalidField, OutriderError
+from cluster.types import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+# A pass over a long prompt may keep a busy target from its mail for seconds, and killing it ends streams: more patience.
+TARGET_PATIENCE = 10
+DRAIN_POLL_S = 0.1
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DOWN = "down"
+    DRAINING = "draining"
+    QUARANTINED = "quarantined"
+
+
+class ProcessEnded(OutriderError):
+    """A process ended, or answers no more; says why."""
+
+
+class Process(Protocol):
+    """One life of an actor. Its questions raise ProcessEnded once it is dead."""
+
+    async def ended(self) -> str:
+        """Waits until its loop or the process itself has ended, and says why."""
+
+    async def unread_s(self) -> float: ...
+
+    async def call(self, method: str, *args: Any) -> Any: ...
+
+    async def kill(self) -> None:
+        """At once; returns when it is dead."""
+
+
+class Spawner(Protocol):
+    """Makes processes. Each returns one that exists already under the name, if there is one that lives."""
+
+    async def target(self, name: str) -> Process: ...
+
+    async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process: ...
+
+    async def router(self) -> Process: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """Where the targets are. ``version`` grows with every change."""
+
+    version: int
+    model: ModelInfo | None = None
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One process that is to be there, through all its lives."""
+
+    name: str
+    spawn: Callable[[], Awaitable[Process]]
+    on_ready: Callable[["Member", Any], Coroutine[Any, Any, None]]
+    restarts: RestartPolicy
+    patience: int = 1
+    state: State = State.STARTING
+    process: Process | None = None
+    pid: int | None = None
+    last_error: str | None = None
+    start_at_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    targets: dict[str, Member] = field(default_factory=dict)
+    drafters: dict[str, Member] = field(default_factory=dict)
+    router: Member | None = None
+
+    def all(self) -> list[Member]:
+        return [*self.targets.values(), *self.drafters.values(), *([self.router] if self.router else [])]
+
+
+def replica_name(config: DrafterConfig, replica: int) -> str:
+    """Of a pool member. The first replica bears the drafter's name; "/" stands in no configured name."""
+    return config.name if replica == 0 else f"{config.name}/{replica}"
+
+
+class Supervisor:
+    """One task per member, which starts it, watches it, and starts it again. Used from one event loop."""
+
+    def __init__(self, config: Config, spawner: Spawner) -> None:
+        self._config = config
+        self._spawner = spawner
+        self._pool = _Pool()
+        self._kinds = {replica_name(d, i): d for d in config.drafters for i in range(d.replicas)}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._addresses: dict[str, str] = {}
+        self._directory = Directory(version=0)
+        self._changed = asyncio.Condition()
+        self._draining: set[str] = set()
+        self._stopping = False
+
+    # ---- what the deployment asks
+
+    def start(self) -> None:
+        """Begins with the targets; drafters and router follow as soon as one of them is ready."""
+        for replica in range(self._config.target.replicas):
+            name = f"target-{replica}"
+            member = Member(
+                name,
+                lambda name=name: self._spawner.target(name),  # type: ignore[misc]
+                self._target_ready,
+                RestartPolicy(self._config.supervision, may_quarantine=False),
+                patience=TARGET_PATIENCE,
+            )
+            self._pool.targets[name] = member
+            self._own(self._keep(member), f"keep {name}")
+
+    async def ready(self) -> Directory:
+        """Waits until every target is ready.
+
+        Raises:
+            ProcessEnded: the first start of a target failed; says why. It is not tried again.
+        """
+        targets = self._pool.targets.values()
+        while not all(member.state is State.READY for member in targets):
+            failed = [m for m in targets if m.state is State.DOWN and self._directory.model is None]
+            if failed:
+                raise ProcessEnded(f"{failed[0].name} did not start: {failed[0].last_error}")
+            await self._wait_change()
+        return self._directory
+
+    async def directory(self, after_version: int) -> Directory:
+        """Waits until there is a newer directory than ``after_version``, and returns it."""
+        while self._directory.version <= after_version:
+            await self._wait_change()
+        return self._directory
+
+    async def status(self) -> ClusterStatus:
+        """Of everything, as far as it answers within the health deadline."""
+        reports = await self._reports()
+        counts: dict[str, list[DrafterCounts]] = {}
+        for one in (one for report in reports for one in report.drafters):
+            counts.setdefault(one.name, []).append(one)
+        model = self._directory.model
+        return ClusterStatus(
+            model=model.name if model is not None else self._config.model.name,
+            policy=self._config.router.policy.kind,
+            table_version=max((report.table_version for report in reports), default=0),
+            targets=tuple(report.status for report in reports),
+            drafters=tuple(self._drafter_status(name, counts.get(name, [])) for name in self._kinds),
+        )
+
+    def pids(self) -> dict[str, int]:
+        """Of the processes that are ready, by member."""
+        return {m.name: m.pid for m in self._pool.all() if m.pid is not None and m.state in (State.READY, State.DRAINING)}
+
+    async def set_draining(self, name: str, draining: bool) -> None:
+        """A draining drafter is given no more requests, and those it has go elsewhere with the next slot.
+
+        Raises:
+            InvalidField: there is no such drafter.
+        """
+        if name not in self._kinds:
+            raise InvalidField("drafter", name, f"must be one of {', '.join(self._kinds) or 'none: the pool is empty'}")
+        (self._draining.add if draining else self._draining.discard)(name)
+        await self._tell_router()
+        await self._notify()
+
+    async def drain(self, deadline_s: float) -> bool:
+        """Targets take no more requests. Returns whether all that were under way ended within the deadline."""
+        targets = [m.process for m in self._pool.targets.values() if m.process is not None]
+        end_s = time.monotonic() + deadline_s
+        for process in targets:
+            await self._ask(process, "drain")
+        while time.monotonic() < end_s:
+            if not any(r.status.num_running + r.status.num_waiting for r in await self._reports()):
+                return True
+            await asyncio.sleep(DRAIN_POLL_S)
+        return False
+
+    async def stop(self) -> None:
+        """Ends all members: politely, then by force."""
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self._end(member) for member in self._pool.all()))
+
+    # ---- one member
+
+    async def _keep(self, member: Member) -> None:
+        while not self._stopping:
+            await asyncio.sleep(max(0.0, member.start_at_s - time.monotonic()))
+            member.state = State.STARTING
+            await self._notify()
+            try:
+                member.process = await member.spawn()
+                await self._await_ready(member)
+                reason = await self._watch(member, member.process)
+            except ProcessEnded as ended:
+                reason = str(ended)
+            await self._failed(member, reason)
+
+    async def _await_ready(self, member: Member) -> None:
+        """The first answer of a process comes when its constructor is done: models are loaded there."""
+        assert member.process is not None
+        timeout_s = self._config.supervision.start_timeout_s
+        try:
+            info = await asyncio.wait_for(member.process.call("info"), timeout_s)
+        except TimeoutError as late:
+            raise ProcessEnded(f"it was not ready after {timeout_s:g} s (supervision.start_timeout_s)") from late
+        member.pid = info.pid
+        member.state = State.READY
+        member.last_error = None
+        logger.info("%s is ready (process %d)", member.name, info.pid)
+        await member.on_ready(member, info)
+        await self._notify()
+
+    async def _watch(self, member: Member, process: Process) -> str:
+        """Returns why the process must be replaced. Death is told at once; silence is found by asking."""
+        config = self._config.supervision
+        timeout_s = config.health_timeout_ms * member.patience / 1e3
+        ended = asyncio.ensure_future(process.ended())
+        try:
+            while True:
+                done, _ = await asyncio.wait({ended}, timeout=config.health_period_ms / 1e3)
+                if done:
+                    return ended.result()
+                try:
+                    unread_s = await asyncio.wait_for(process.unread_s(), timeout_s)
+                except TimeoutError:
+                    return f"it did not answer within {timeout_s:g} s"
+                if unread_s > timeout_s:
+                    return f"it has not read its mail for {unread_s:.1f} s"
+        finally:
+            ended.cancel()
+
+    async def _failed(self, member: Member, reason: str) -> None:
+        if member.process is not None:
+            await member.process.kill()
+        restart = member.restarts.failed(time.monotonic())
+        member.process = member.pid = None
+        member.last_error = reason
+        member.start_at_s = restart.at_s
+        member.state = State.QUARANTINED if restart.quarantined else State.DOWN
+        pause_s = restart.at_s - time.monotonic()
+        logger.warning(
+            "%s is down: %s; %s in %.1f s",
+            member.name, reason, "out of quarantine" if restart.quarantined else "next start", max(0.0, pause_s),
+        )  # fmt: skip
+        await self._notify()
+
+    # ---- who depends on whom
+
+    async def _target_ready(self, member: Member, info: TargetInfo) -> None:
+        self._addresses[info.name] = info.address
+        addresses = tuple(self._addresses[name] for name in sorted(self._addresses))
+        self._directory = Directory(self._directory.version + 1, info.model, addresses)
+        for drafter in self._pool.drafters.values():
+            if drafter.process is not None:
+                await self._ask(drafter.process, "want", addresses)
+        if self._pool.router is None:
+            self._start_followers(info.model)
+
+    def _start_followers(self, model: ModelInfo) -> None:
+        for name, config in self._kinds.items():
+            member = Member(
+                name,
+                lambda name=name, config=config: self._spawner.drafter(  # type: ignore[misc]
+                    name, config, model, self._directory.addresses
+                ),
+                self._no_more,
+                RestartPolicy(self._config.supervision, may_quarantine=True),
+            )
+            self._pool.drafters[name] = member
+            self._own(self._keep(member), f"keep {name}")
+        self._pool.router = Member(
+            "router",
+            self._spawner.router,
+            self._router_ready,
+            RestartPolicy(self._config.supervision, may_quarantine=False),
+        )
+        self._own(self._keep(self._pool.router), "keep router")
+
+    async def _no_more(self, member: Member, info: DrafterInfo) -> None:
+        """A drafter that is ready finds its targets itself."""
+
+    async def _router_ready(self, member: Member, info: Any) -> None:
+        await self._tell_router()
+
+    async def _tell_router(self) -> None:
+        router = self._pool.router
+        if router is not None and router.process is not None and router.state is State.READY:
+            await self._ask(router.process, "set_draining", frozenset(self._draining))
+
+    # ---- small things
+
+    async def _reports(self) -> list[TargetReport]:
+        return await asyncio.gather(*(self._report(member) for member in self._pool.targets.values()))
+
+    async def _report(self, member: Member) -> TargetReport:
+        silent = TargetReport(TargetStatus(member.name, member.state, 0, 0, 0, 0, 0.0, 0.0))
+        if member.process is None or member.state is not State.READY:
+            return silent
+        report: TargetReport | None = await self._ask(member.process, "report")
+        return report or TargetReport(replace(silent.status, state="silent"))
+
+    def _drafter_status(self, name: str, counts: Sequence[DrafterCounts]) -> DrafterStatus:
+        member = self._pool.drafters.get(name)
+        state = member.state if member is not None else State.STARTING
+        replies = [one.reply_s for one in counts if one.reply_s is not None]
+        return DrafterStatus(
+            name=name,
+            kind=self._kinds[name].options.kind,
+            state=State.DRAINING if name in self._draining and state is State.READY else state,
+            num_requests=sum(one.num_requests for one in counts),
+            num_proposed=sum(one.num_proposed for one in counts),
+            num_accepted=sum(one.num_accepted for one in counts),
+            reply_ms=1e3 * sum(replies) / len(replies) if replies else None,
+            num_restarts=member.restarts.num_restarts if member is not None else 0,
+        )
+
+    async def _ask(self, process: Process, method: str, *args: Any) -> Any:
+        """The answer, or None of a process that is dead or silent: its own task sees to that."""
+        timeout_s = self._config.supervision.health_timeout_ms / 1e3
+        try:
+            return await asyncio.wait_for(process.call(method, *args), timeout_s)
+        except (ProcessEnded, TimeoutError) as unanswered:
+            logger.warning("no answer to %s: %s", method, unanswered)
+            return None
+
+    async def _end(self, member: Member) -> None:
+        process, member.process = member.process, None
+        member.state = State.DOWN
+        if process is not None:
+            await self._ask(process, "stop")
+            await process.kill()
+
+    def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Tasks of this object never end but by `stop`; one that does has met a mistake in this file, and says so."""
+        task = asyncio.ensure_future(work)
+        task.set_name(name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed", task.get_name(), exc_info=error)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait_change(self) -> None:
+        async with self._changed:
+            await self._changed.wait()

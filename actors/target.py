@@ -1,0 +1,137 @@
+"""A target replica as a process: the round on a thread of its own, links on others, and a few questions answered beside."""
+
+import os
+from dataclasses import dataclass
+
+from actors.mailbox import WatchedMailbox
+from actors.threads import set_threads
+from actors.worker import LoopThread
+from cluster.client import TargetStatus
+from cluster.config import Config
+from cluster.messages import Hello, Role
+from cluster.types import ModelInfo, RoutingTable
+from router.assignment import Observation, RequestView
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """What others must know to link with a target."""
+
+    name: str
+    address: str
+    model: ModelInfo
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReport:
+    """What the router learns of a target in a slot."""
+
+    requests: tuple[RequestView, ...]
+    observations: tuple[Observation, ...]
+    table_version: int
+    drafters: tuple[str, ...]  # that are linked now
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterCounts:
+    """What a target has seen of one drafter since its own start."""
+
+    name: str
+    num_requests: int  # following now
+    num_proposed: int
+    num_accepted: int
+    reply_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetReport:
+    """For people."""
+
+    status: TargetStatus
+    drafters: tuple[DrafterCounts, ...] = ()
+    table_version: int = 0
+
+
+class TargetActor:
+    """Owns an engine and its TargetLoop. Every method may be called from any thread.
+
+    The constructor loads the model; torch is imported by it and not before, so that the variables that OpenMP reads
+    when it is loaded are in place.
+
+    Raises:
+        OutriderError: the model cannot be served as configured; says why.
+    """
+
+    def __init__(self, config: Config, name: str, address: str, token: str) -> None:
+        set_threads(config.target.resources.threads)
+        from cluster.transport.factory import listen
+        from engine.loading import load_target
+        from engine.round import TargetLoop
+        from router.planner import StepPlanner
+
+        self._name = name
+        mailbox = self._mailbox = WatchedMailbox()
+        self._engine, self._model, cost = load_target(config)
+        self._loop = TargetLoop(self._engine, self._model, mailbox, cost, StepPlanner.of(config), first_table(config))
+        hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, token)
+        self._listener = listen(address, mailbox, hello)
+        # When the round ends the links go, too, so that nobody waits for this target.
+        self._thread = LoopThread(f"target {name}", self._loop, mailbox.wake, on_end=self._listener.close)
+
+    def info(self) -> TargetInfo:
+        return TargetInfo(self._name, self._listener.address, self._model, os.getpid())
+
+    def wait_end(self) -> str:
+        return self._thread.wait_end()
+
+    def unread_s(self) -> float:
+        return self._mailbox.unread_s()
+
+    def publish_table(self, table: RoutingTable) -> None:
+        self._loop.publish_table(table)
+
+    def slot_report(self) -> SlotReport:
+        status = self._loop.status()
+        return SlotReport(
+            requests=self._loop.requests(),
+            observations=self._loop.take_observations(),
+            table_version=status.table_version,
+            drafters=tuple(name for name, _ in status.followed),
+        )
+
+    def report(self) -> TargetReport:
+        status, telemetry = self._loop.status(), self._loop.telemetry
+        capacity = self._engine.capacity()  # plain numbers: a read that races with the round is at most a pass old
+        followed = dict(status.followed)
+        return TargetReport(
+            status=TargetStatus(
+                name=self._name,
+                state="draining" if status.draining else "ready",
+                num_running=status.num_running,
+                num_waiting=status.num_waiting,
+                num_blocks=capacity.num_blocks,
+                num_free_blocks=capacity.num_free_blocks,
+                tokens_per_s=telemetry.tokens_per_s,
+                step_ms=1e3 * (telemetry.step_s or 0.0),
+            ),
+            drafters=tuple(
+                DrafterCounts(name, followed.get(name, 0), stats.num_proposed, stats.num_accepted, stats.reply_s)
+                for name, stats in tuple(telemetry.drafters.items())
+            ),
+            table_version=status.table_version,
+        )
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        self._loop.drain()
+
+    def stop(self) -> None:
+        """Requests under way end with an error."""
+        self._thread.stop()
+
+
+def first_table(config: Config) -> RoutingTable:
+    """What serves until the router has spoken: every drafter in turn."""
+    chains = tuple((drafter.name,) for drafter in config.drafters)
+    return RoutingTable(version=0, defaults=chains or ((),), max_draft_len=max(1, config.max_draft_len))

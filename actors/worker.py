@@ -1,0 +1,55 @@
+"""A loop on a thread of its own, and what its supervisor asks of it: the part that all actors share."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+STOP_DEADLINE_S = 5.0
+
+
+class Loop(Protocol):
+    def run(self, stop: threading.Event, clock: Callable[[], float]) -> None: ...
+
+
+class LoopThread:
+    """Runs a loop until stopped, or until it fails. Every method may be called from any thread.
+
+    Args:
+        wake: ends the loop's wait, so that it sees that it is to stop.
+        on_end: called on the loop's thread when it has ended, whichever way.
+    """
+
+    def __init__(self, name: str, loop: Loop, wake: Callable[[], None], on_end: Callable[[], None] = lambda: None) -> None:
+        self._name = name
+        self._loop = loop
+        self._wake = wake
+        self._on_end = on_end
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run(self._stop, time.monotonic)
+        except BaseException as error:
+            # Owned by `wait_end`, whose caller, the supervisor, starts another process.
+            logger.exception("%s failed", self._name)
+            self._failure = error
+        finally:
+            self._on_end()
+
+    def wait_end(self) -> str:
+        """Blocks until the loop has ended, and says why."""
+        self._thread.join()
+        return "stopped" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
+
+    def stop(self) -> None:
+        """Returns when the loop has ended, or after STOP_DEADLINE_S."""
+        self._stop.set()
+        self._wake()
+        self._thread.join(STOP_DEADLINE_S)

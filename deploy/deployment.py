@@ -1,0 +1,191 @@
+"""A deployment on a Ray cluster: placement groups, the supervisor and what it starts, the HTTP application."""
+
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+import ray
+from ray import serve
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+
+from actors.ray_pool import Deployment, start_supervisor
+from actors.supervisor import Directory
+from cluster.config import Config, resolve
+from cluster.inventory import Inventory, Node
+from cluster.placement import Group, PlacementPlan, place
+from cluster.types import ModelInfo
+from deploy.local_ray import LaunchError, LocalRay, start
+from deploy.serve_app import APP, Gateway, run_application
+
+logger = logging.getLogger(__name__)
+
+GROUP_DEADLINE_S = 60.0
+ASK_DEADLINE_S = 10.0
+# A bundle must ask for something; this is Ray's smallest unit.
+SMALLEST_SHARE = 0.0001
+
+
+class DeployedCluster:
+    """Use as a context manager: leaving it ends everything, at any stage of the start."""
+
+    def __init__(self, config: Config, folder: Path, local: LocalRay | None) -> None:
+        self._config = config
+        self._folder = folder
+        self._local = local
+        self._groups: dict[str, PlacementGroup] = {}
+        self._supervisor: Any = None
+        self._ray_processes = psutil.Process().children() if local is not None else []
+
+    def deploy(self, model_folder: Path) -> ModelInfo:
+        """Returns when the targets are ready and the HTTP server listens.
+
+        Raises:
+            LaunchError, PlacementError: says what did not come up, and why.
+        """
+        inventory = read_inventory(ray.nodes())
+        config = self._config = resolve(self._config, inventory)
+        self._groups = make_groups(place(config, inventory))
+        token = read_token(config)
+        self._supervisor = start_supervisor(Deployment(config, self._groups, str(self._folder), token))
+        try:
+            directory: Directory = ray.get(self._supervisor.start.remote())
+        except (RayTaskError, RayActorError) as error:
+            raise LaunchError(str(getattr(error, "cause", None) or error)) from error
+        assert directory.model is not None, "the supervisor starts with a directory that names the model"
+        try:
+            run_application(Gateway(config, directory, str(model_folder), token))
+        except (RuntimeError, RayActorError, RayTaskError, TimeoutError) as error:
+            raise LaunchError(f"the HTTP server did not start: {error}") from error
+        return directory.model
+
+    def dead_process(self) -> str | None:
+        """The name of a process of this machine's Ray that has ended, without which it cannot go on."""
+        for process in self._ray_processes:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                return f"process {process.pid}"
+        return None
+
+    def drain(self, deadline_s: float) -> None:
+        """Lets requests under way end, takes no more."""
+        if self._supervisor is None:
+            return
+        try:
+            ray.get(self._supervisor.drain.remote(deadline_s), timeout=deadline_s + ASK_DEADLINE_S)
+        except (RayActorError, RayTaskError, GetTimeoutError) as error:
+            logger.warning("could not drain: %s", error)
+
+    def stop(self) -> None:
+        if self._local is not None:
+            self._local.stop()  # with all that runs on it
+            return
+        try:
+            self._leave()
+        finally:
+            ray.shutdown()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _leave(self) -> None:
+        """Ends what belongs to this deployment on a cluster that others use, too."""
+        if APP in serve.status().applications:
+            serve.delete(APP)
+        if self._supervisor is not None:
+            with suppress(RayActorError, GetTimeoutError):  # then its members end with their groups
+                ray.get(self._supervisor.stop.remote(), timeout=ASK_DEADLINE_S)
+            ray.kill(self._supervisor, no_restart=True)
+        for group in self._groups.values():
+            remove_placement_group(group)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+
+def connect(config: Config, folder: Path) -> DeployedCluster:
+    """A cluster of this machine, started now, or the running one that the configuration names.
+
+    Raises:
+        LaunchError: neither is to be had.
+    """
+    namespace, address = config.cluster.namespace, config.cluster.ray_address
+    if address is None:
+        return DeployedCluster(config, folder, start(folder, namespace))
+    try:
+        ray.init(address=address, namespace=namespace, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise LaunchError(f"no Ray cluster answers at {address} (cluster.ray_address): {error}") from error
+    return DeployedCluster(config, folder, None)
+
+
+def read_inventory(nodes: list[dict[str, Any]]) -> Inventory:
+    """What `ray.nodes()` tells, the head first."""
+    alive = sorted((n for n in nodes if n["Alive"]), key=lambda n: "node:__internal_head__" not in n["Resources"])
+    return Inventory(
+        tuple(
+            Node(n["NodeID"], n["Resources"].get("CPU", 0.0), n["Resources"].get("GPU", 0.0), dict(n.get("Labels") or {}))
+            for n in alive
+        )
+    )
+
+
+def make_groups(plan: PlacementPlan) -> dict[str, PlacementGroup]:
+    """Ray's groups of a plan, by its names. They end with this driver.
+
+    Raises:
+        LaunchError: a group could not be placed within the deadline; those made are removed.
+    """
+    groups: dict[str, PlacementGroup] = {}
+    end_s = time.monotonic() + GROUP_DEADLINE_S
+    for group in plan.groups:
+        groups[group.name] = made = _make(group)
+        if not made.wait(max(1.0, end_s - time.monotonic())):
+            for one in groups.values():
+                remove_placement_group(one)
+            wanted = " + ".join(f"{b.cpus:g} CPUs and {b.gpus:g} GPUs" for b in group.bundles)
+            raise LaunchError(
+                f"Ray found no place for {group.name} ({wanted}) within {GROUP_DEADLINE_S:g} s: something else uses the "
+                "cluster's resources; see `ray status`"
+            )
+    return groups
+
+
+def _make(group: Group) -> PlacementGroup:
+    labels: list[Mapping[str, str]] = [bundle.node_labels for bundle in group.bundles]
+    return placement_group(
+        [
+            {key: share for key, share in (("CPU", b.cpus), ("GPU", b.gpus)) if share} or {"CPU": SMALLEST_SHARE}
+            for b in group.bundles
+        ],
+        strategy=str(group.strategy),
+        name=group.name,
+        bundle_label_selector=[dict(one) for one in labels] if any(labels) else None,
+    )
+
+
+def read_token(config: Config) -> str:
+    """The shared secret of all links: of the file, or a new one.
+
+    Raises:
+        LaunchError: the file cannot be read, or holds nothing.
+    """
+    file = config.cluster.token_file
+    if file is None:
+        return secrets.token_hex(32)
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"cluster.token_file: {file} cannot be read ({error})") from error
+    if not token:
+        raise LaunchError(f"cluster.token_file: {file} is empty")
+    return token

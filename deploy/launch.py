@@ -1,0 +1,130 @@
+"""``outrider serve``: from a configuration to a cluster that answers, and back to nothing."""
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+import psutil
+
+from cluster.config import Config
+from cluster.types import ModelInfo
+from deploy.local_ray import LaunchError, check_port, make_folder, prepare_environment
+from engine.models.prepare import ensure_model
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 10.0
+FIRST_ANSWER_S = 60.0
+ANSWER_POLL_S = 0.1
+ALIVE_POLL_S = 1.0
+# Ray, Serve and the small processes as measured, without weights and KV caches.
+BASE_BYTES = int(1.3 * 2**30)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(BaseException):
+    """A signal asks to end. Not an Exception, so that nothing on the way mistakes it for a failure."""
+
+
+def serve(config: Config) -> None:
+    """Serve until SIGINT or SIGTERM, then drain and end everything that was started. Blocks; for the main thread.
+
+    The first signal drains for at most DRAIN_S, a second ends at once. No process, socket or folder stays behind.
+
+    Raises:
+        LaunchError: the cluster could not be started, or ended by itself; says what to do.
+        ModelUnavailable, PlacementError, InvalidField: so do these.
+    """
+    with _stoppable():
+        check_port(config.api.host, config.api.port)
+        model_folder = ensure_model(config.model.name)
+        check_memory(config, model_folder)
+        folder = make_folder()
+        prepare_environment(folder)
+        _serve(config, model_folder, folder)
+
+
+def _serve(config: Config, model_folder: Path, folder: Path) -> None:
+    # Only now: Ray reads the environment when it is imported.
+    from deploy.deployment import connect
+
+    with connect(config, folder) as cluster:
+        _install_handlers()  # Ray has put one of its own in the place of SIGTERM's
+        model = cluster.deploy(model_folder)
+        url = f"http://{'127.0.0.1' if config.api.host == '0.0.0.0' else config.api.host}:{config.api.port}"
+        _await_answer(config, model, url)
+        print(f"Outrider serves {model.name} at {url}/v1", flush=True)
+        try:
+            while (dead := cluster.dead_process()) is None:
+                time.sleep(ALIVE_POLL_S)
+        except Stopped:
+            print("outrider: draining; once more to end at once", file=sys.stderr, flush=True)
+            cluster.drain(DRAIN_S)
+            return
+        raise LaunchError(f"{dead} of the Ray cluster has ended by itself, so the whole of it is taken down: start it again")
+
+
+def check_memory(config: Config, model_folder: Path) -> None:
+    """Raises LaunchError when the target with its KV cache, and Ray, do not fit into the memory that is free."""
+    if config.target.device == "cuda" or config.cluster.ray_address is not None:
+        return
+    weights = sum(file.stat().st_size for file in model_folder.glob("*.safetensors"))
+    per_replica = weights * (2 if config.target.dtype == "float32" else 1) + config.target.kv_cache_gb * 2**30
+    needed = BASE_BYTES + config.target.replicas * per_replica
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise LaunchError(
+            f"{config.model.name} needs about {needed / 2**30:.1f} GB of memory, {free / 2**30:.1f} GB are free: end other "
+            f"programs, or lower target.kv_cache_gb ({config.target.kv_cache_gb:g})"
+        )
+
+
+def _await_answer(config: Config, model: ModelInfo, url: str) -> None:
+    """Returns when a completion of one token was answered; where keys are asked for, when the API tells that it could be."""
+    end_s = time.monotonic() + FIRST_ANSWER_S
+    said = "nothing"
+    with httpx.Client(base_url=url, timeout=FIRST_ANSWER_S, trust_env=False) as client:
+        while time.monotonic() < end_s:
+            try:
+                if config.api.api_keys_file is not None:
+                    response = client.get("/health")
+                else:
+                    body = {"model": model.name, "prompt": "Hello", "max_tokens": 1}
+                    response = client.post("/v1/completions", json=body)
+            except httpx.TransportError as error:
+                said = f"{type(error).__name__}: {error}"
+            else:
+                if response.status_code == httpx.codes.OK:
+                    return
+                said = f"{response.status_code} {response.text[:200]}"
+            time.sleep(ANSWER_POLL_S)
+    raise LaunchError(f"{url} did not answer a first completion within {FIRST_ANSWER_S:g} s; its last word was {said}")
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Within, SIGINT and SIGTERM raise Stopped in the main thread; here it ends."""
+    former = {number: signal.getsignal(number) for number in SIGNALS}
+    _install_handlers()
+    try:
+        yield
+    except Stopped:
+        print("outrider: stopped", file=sys.stderr, flush=True)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _install_handlers() -> None:
+    def stop(number: int, frame: FrameType | None) -> Any:
+        raise Stopped
+
+    for number in SIGNALS:
+        signal.signal(number, stop)

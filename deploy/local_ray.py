@@ -1,0 +1,131 @@
+"""A Ray cluster of this machine alone, in a folder of its own, that ends without a trace."""
+
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import OutriderError
+from deploy.processes import adopt_orphans, end_descendants
+
+# Ray's smallest is 75 MB. What passes through it here is routing tables and status.
+OBJECT_STORE_BYTES = 80 * 2**20
+# A unix socket's path holds 107 bytes, and Ray appends up to 75 to its folder.
+MAX_FOLDER_LEN = 32
+GRACE_S = 3.0
+
+_INHERITED = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # On one machine nothing needs to listen on any but the loopback interface; this is the switch that Ray has for it.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # The default proxy costs 2-3 ms of CPU for every chunk of a stream, HAProxy 0.1 (docs/measurements/serve.md).
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "5",
+    # Draining is this project's own: requests end, or their time does, before anything is taken down.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+}
+
+
+class LaunchError(OutriderError):
+    """Why the cluster could not be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRay:
+    """``folder`` holds everything that the cluster writes; sockets of the data plane go there, too."""
+
+    folder: Path
+
+    def stop(self) -> None:
+        """Ends every process below this one, and removes the folder. Safe at any stage of the start."""
+        import ray
+
+        # A second signal must not interrupt the tidying: whoever sends one sees the prompt within seconds.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        try:
+            ray.shutdown()
+        finally:
+            end_descendants(GRACE_S)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def make_folder() -> Path:
+    """Raises LaunchError when there is no room for one with a path short enough for sockets."""
+    for parent in (Path(tempfile.gettempdir()), Path("/tmp")):
+        if len(str(parent)) + len("/outrider-12345678") <= MAX_FOLDER_LEN and os.access(parent, os.W_OK):
+            return Path(tempfile.mkdtemp(prefix="outrider-", dir=parent))
+    raise LaunchError(
+        f"the temporary folder {tempfile.gettempdir()} has too long a path for sockets (over {MAX_FOLDER_LEN} bytes), and "
+        "/tmp cannot be written: set TMPDIR to a shorter one"
+    )
+
+
+def prepare_environment(folder: Path) -> None:
+    """Ray reads its switches from the environment when it is imported, and its processes inherit them."""
+    haproxy = folder / "haproxy"
+    switches = _INHERITED | {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        # Fixed by default: a second cluster on the machine could not start.
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+    }
+    for name, value in switches.items():
+        os.environ.setdefault(name, value)
+
+
+def start(folder: Path, namespace: str, **options: Any) -> LocalRay:
+    """Starts the cluster; ``options`` go to ``ray.init``.
+
+    Raises:
+        LaunchError: Ray did not come up.
+    """
+    adopt_orphans()
+    import ray
+
+    local = LocalRay(folder)
+    try:
+        ray.init(
+            address="local",
+            namespace=namespace,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            logging_level="ERROR",
+            _temp_dir=str(folder / "ray"),
+            **options,
+        )
+    except (RuntimeError, ValueError, OSError, TimeoutError) as error:
+        local.stop()
+        raise LaunchError(f"Ray did not start: {error}") from error
+    return local
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises LaunchError when nothing can listen there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with closing(socket.socket(family, kind, protocol)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot listen at {host}:{port} ({error.strerror or error}): choose another api.port, or --port"
+        ) from error

@@ -1,0 +1,122 @@
+"""The HTTP API as a Ray Serve application: an ingress replica that reaches the targets over the data plane, not over Ray.
+
+Ray carries only what changes rarely: where the targets are, and the status.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayActorError
+
+from actors.gateway import LinkClient
+from actors.ray_pool import SUPERVISOR
+from actors.supervisor import Directory
+from cluster.client import ClusterStatus
+from cluster.config import ApiConfig, Config
+from deploy.api.app import create_app
+from deploy.api.settings import ApiSettings
+from deploy.api.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+APP = "outrider"
+API_CPUS = 0.2
+# Calls that the replica holds beyond those that the API counts itself: health checks, scrapes, refusals under way.
+SPARE_CALLS = 64
+ASK_AGAIN_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """What a replica is made of."""
+
+    config: Config
+    directory: Directory
+    tokenizer_folder: str
+    token: str
+
+
+def api_settings(config: ApiConfig) -> ApiSettings:
+    return ApiSettings(
+        api_keys_file=config.api_keys_file,
+        max_request_bytes=config.max_body_bytes,
+        max_concurrent=config.max_concurrent_requests,
+        max_n=min(config.max_choices, config.max_concurrent_requests),
+        max_sequences=min(64, config.max_concurrent_requests),
+        request_timeout_s=config.request_deadline_s,
+    )
+
+
+def build_asgi_app(gateway: Gateway) -> FastAPI:
+    """Runs in the replica. The links are made at once and kept while the app lives."""
+    assert gateway.directory.model is not None
+    supervisor = ray.get_actor(SUPERVISOR, namespace=gateway.config.cluster.namespace)
+
+    async def status() -> ClusterStatus:
+        answer: ClusterStatus = await supervisor.status.remote()
+        return answer
+
+    client = LinkClient("api", gateway.directory.model, gateway.directory.addresses, status, gateway.token)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        following = asyncio.create_task(_follow(client, supervisor, gateway.directory.version), name="follow targets")
+        try:
+            yield
+        finally:
+            following.cancel()
+            with suppress(asyncio.CancelledError):
+                await following
+            await client.close()
+
+    tokenizer = Tokenizer.from_folder(Path(gateway.tokenizer_folder))
+    return create_app(client, tokenizer, api_settings(gateway.config.api), lifespan)
+
+
+async def _follow(client: LinkClient, supervisor: Any, version: int) -> None:
+    """Keeps the client's addresses up to date. A supervisor that was restarted counts its versions from 1 again."""
+    while True:
+        try:
+            directory: Directory = await supervisor.directory.remote(version)
+        except RayActorError as error:
+            logger.warning("the supervisor does not answer, the targets known serve on: %s", error)
+            version = 0
+            await asyncio.sleep(ASK_AGAIN_S)
+            continue
+        version = directory.version
+        client.want(directory.addresses)
+
+
+def build_application(gateway: Gateway) -> serve.Application:
+    settings = api_settings(gateway.config.api)
+    ingress = serve.ingress(lambda: build_asgi_app(gateway))()
+    deployment = serve.deployment(
+        ingress,
+        name="api",
+        num_replicas=1,
+        max_ongoing_requests=settings.max_concurrent + settings.max_queued + SPARE_CALLS,
+        graceful_shutdown_timeout_s=2,
+        health_check_period_s=5,
+        ray_actor_options={"num_cpus": API_CPUS},
+    )
+    return deployment.bind()
+
+
+def run_application(gateway: Gateway) -> None:
+    """Returns when the replica is ready and the proxy listens. Raises what Serve raises, when it does not get there."""
+    api = gateway.config.api
+    serve.start(http_options={"host": api.host, "port": api.port})
+    serve.run(
+        build_application(gateway),
+        name=APP,
+        route_prefix="/",
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
+    )
