@@ -1,7 +1,7 @@
 """One choice of an answer: commits in, text out."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.errors import LinkClosed, OutriderError, Overloaded
 from cluster.types import Commit, FinishReason, ModelInfo, Request, TokenLogprobs
@@ -99,9 +99,7 @@ class Choice:
             self.last_token_s = now_s
         if self.finish is None and commit.finish is not None:
             self.finish = commit.finish
-            self._release(self._detokenizer.flush())
-            if not self._stops.matched:
-                self._released.append(self._stops.flush())
+            self._flush()
 
     def take(self) -> Delta | None:
         """What is new; None where nothing is."""
@@ -131,14 +129,26 @@ class Choice:
         if released:
             self._released.append(released)
 
+    def _flush(self) -> None:
+        """An unfinished character at the end counts as its last token's."""
+        text = self._detokenizer.flush()
+        if text:
+            self._release(text)
+            if self._tokens:
+                self._tokens.append(replace(self._tokens.pop(), end=self._decoded_len))
+        if self._stops.matched:
+            self.finish = FinishReason.STOP
+        else:
+            self._released.append(self._stops.flush())
+
     def _take_tokens(self, text: str) -> tuple[tuple[OutputToken, ...], tuple[Segment, ...]]:
         """The tokens whose text ends in ``text``, or begins in it where it is the last; and ``text`` by origin."""
         begin, end = self._taken_len, self._taken_len + len(text)
         tokens: list[OutputToken] = []
         segments: list[Segment] = []
         for token in self._tokens:
-            if token.start >= end and token.end > end:
-                break
+            if token.start >= end and (token.end > end or self.finish is None):
+                break  # it brings later text, or may yet
             if token.end <= end or self.finish is not None:
                 tokens.append(token)
             piece = text[max(token.start, begin) - begin : token.end - begin]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from cluster.types import MAX_SEED, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from cluster.types import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 
 MAX_STOP_CHARS = 1024
 MAX_LEGACY_LOGPROBS = 5
@@ -85,7 +85,7 @@ class GenerationFields(_Strict):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     stop: _Stop | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None

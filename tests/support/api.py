@@ -1,0 +1,111 @@
+"""The HTTP API over a scripted cluster, with a tokenizer small enough to train on the spot."""
+
+import functools
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+from cluster.types import Commit, FinishReason, ModelInfo, Request
+from deploy.api.app import create_app
+from deploy.api.chat_template import ChatTemplate
+from deploy.api.scripted import ScriptedClient, Step, spell
+from deploy.api.settings import ApiSettings
+from deploy.api.tokenizer import Tokenizer
+
+MODEL = "scripted"
+MAX_MODEL_LEN = 256
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+_CORPUS = [
+    "the answer is forty-two",
+    "naïve café, 東京 and 大阪 ❤️ 🎉🎉🎊",
+    "an answer to the other answers, word by word",
+] * 8
+
+
+@functools.cache
+def fast_tokenizer() -> FastTokenizer:
+    """Byte-level BPE whose tokens begin and end also amid characters."""
+    fast = FastTokenizer(BPE())
+    fast.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    fast.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(vocab_size=340, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    fast.train_from_iterator(_CORPUS, trainer)
+    fast.add_special_tokens(["<|start|>", "<|end|>"])
+    fast.add_tokens([AddedToken("<plain added>", special=False)])
+    return fast
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(fast_tokenizer(), ChatTemplate(CHAT_TEMPLATE, {"eos_token": "<|end|>"}))
+
+
+def token_ids(text: str) -> tuple[int, ...]:
+    return tuple(fast_tokenizer().encode(text, add_special_tokens=False).ids)
+
+
+def end_id() -> int:
+    end = fast_tokenizer().token_to_id("<|end|>")
+    assert end is not None
+    return end
+
+
+def model_info() -> ModelInfo:
+    return ModelInfo(MODEL, tokenizer().vocab_size, MAX_MODEL_LEN, (end_id(),), "scripted")
+
+
+def saying(text: str, *, num_per_round: int = 3, drafter: str | None = "ngram") -> Callable[[Request], list[Step]]:
+    """A script that answers every request with ``text`` and the end of the sequence, or as much as max_tokens allows."""
+
+    def script(request: Request) -> list[Step]:
+        return list(finishing(request, token_ids(text), num_per_round=num_per_round, drafter=drafter))
+
+    return script
+
+
+def finishing(request: Request, ids: Iterable[int], **how: Any) -> list[Commit]:
+    wanted = (*ids, end_id())
+    given = wanted[: request.sampling.max_tokens]
+    commits = spell(request, given, **how)
+    finish = FinishReason.STOP if given == wanted else FinishReason.LENGTH
+    return [*commits[:-1], replace(commits[-1], finish=finish)]
+
+
+@asynccontextmanager
+async def serving(
+    script: Callable[[Request], Iterable[Step]] = saying("the answer"), **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, ScriptedClient]]:
+    """An HTTP client of the app, and the scripted cluster behind it, which must have nothing open at the end."""
+    cluster = ScriptedClient(model_info(), script, drafters=("ngram", "small", "big"))
+    app = create_app(cluster, tokenizer(), ApiSettings(**settings))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
+        yield http, cluster
+    assert cluster.num_open == 0
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "what is it?"}], **fields}
+
+
+def completion_body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "the answer is", **fields}
+
+
+def events(text: str) -> Iterator[str]:
+    """The data of server-sent events."""
+    for block in text.split("\n\n"):
+        if block:
+            assert block.startswith("data: "), block
+            yield block.removeprefix("data: ")

@@ -1,0 +1,299 @@
+"""Malformed requests: each a 4xx in OpenAI's shape that names the field, and the server serves on."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.api import MAX_MODEL_LEN, chat_body, completion_body, model_info, serving
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BODIES = {CHAT: chat_body, COMPLETIONS: completion_body}
+HUGE = 10**40
+
+NOT_A_NUMBER: list[Any] = ["1", "high", True, [1], {"value": 1}]
+NOT_AN_INTEGER: list[Any] = [*NOT_A_NUMBER, 1.5]
+NOT_A_BOOLEAN: list[Any] = ["true", 1, 0, [True], {}]
+NOT_A_STRING: list[Any] = [5, True, ["a"], {"a": 1}]
+
+# Field -> values that it cannot have, in chat and in plain completions.
+EVERYWHERE: dict[str, list[Any]] = {
+    "model": [*NOT_A_STRING, None, "", "gpt-17", "x" * 1000],
+    "max_tokens": [*NOT_AN_INTEGER, 0, -1, MAX_MODEL_LEN, HUGE],
+    "temperature": [*NOT_A_NUMBER, -0.1, 2.1, HUGE],
+    "top_p": [*NOT_A_NUMBER, 0, -1, 1.01],
+    "top_k": [*NOT_AN_INTEGER, 0, -1, HUGE],
+    "min_p": [*NOT_A_NUMBER, -0.5, 1.5],
+    "presence_penalty": [*NOT_A_NUMBER, -2.1, 2.1],
+    "frequency_penalty": [*NOT_A_NUMBER, -2.1, 2.1],
+    "repetition_penalty": [*NOT_A_NUMBER, 0, -1, 11],
+    "min_tokens": [*NOT_AN_INTEGER, -1, 2000, HUGE],
+    "seed": [*NOT_AN_INTEGER, 2**64, -(2**63) - 1, HUGE],
+    "n": [*NOT_AN_INTEGER, 0, -1, 17, HUGE],
+    "stream": NOT_A_BOOLEAN,
+    "ignore_eos": NOT_A_BOOLEAN,
+    "drafting_details": NOT_A_BOOLEAN,
+    "store": NOT_A_BOOLEAN,
+    "user": NOT_A_STRING,
+    "stop": [5, True, "", {"a": 1}, ["a"] * 17],
+    "stop_token_ids": [5, "5", {"a": 1}, [0] * 257],
+    "logit_bias": [5, "5", [1, 2]],
+    "stream_options": [True, "usage", [], {"include_usage": True}],
+    "slo": [5, "fast", []],
+    "drafting": [*NOT_A_STRING, "", "unknown", "ngram>unknown", "ngram>ngram", ">", "Auto", "x" * 300],
+    "metadata": [5, "a", []],
+    "moderation": ["auto", True, {}],
+}
+CHAT_ALONE: dict[str, list[Any]] = {
+    "messages": [None, 5, "hello", {}, [], [{"role": "user", "content": "word " * 4 * MAX_MODEL_LEN}]],
+    "max_completion_tokens": [*NOT_AN_INTEGER, 0, -1, MAX_MODEL_LEN, HUGE],
+    "logprobs": [*NOT_A_BOOLEAN, 5],
+    "top_logprobs": [*NOT_AN_INTEGER, -1, 21, 3],
+    "tools": [[{"type": "function", "function": {"name": "f"}}], "f", 5],
+    "tool_choice": ["auto", "required", {"type": "function"}],
+    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text", 5],
+    "functions": [[{"name": "f"}], {}],
+    "function_call": ["auto", {"name": "f"}],
+    "modalities": [["audio"], ["text", "audio"], "text"],
+    "prediction": [{"type": "content", "content": "a"}],
+    "reasoning_effort": ["high", 5],
+    "web_search_options": [{}],
+    "prompt": ["hello"],
+}
+COMPLETIONS_ALONE: dict[str, list[Any]] = {
+    "prompt": [None, 5, 1.5, True, {}, [], [True], [1.5], [None], "", "word " * 4 * MAX_MODEL_LEN, ["a"] * 65],
+    "logprobs": [*NOT_AN_INTEGER, -1, 6],
+    "best_of": [*NOT_AN_INTEGER, 2, -1, 0],
+    "echo": [True, 0, "no"],
+    "suffix": ["end", 5],
+    "messages": [[{"role": "user", "content": "hello"}]],
+    "max_completion_tokens": [5],
+}
+# What is wrong lies deeper than the field: path -> the fields to send.
+DEEPER: list[tuple[str, str, dict[str, Any]]] = [
+    (CHAT, "messages.0", {"messages": ["hello"]}),
+    (CHAT, "messages.0", {"messages": [None]}),
+    (CHAT, "messages.0.role", {"messages": [{"content": "hello"}]}),
+    (CHAT, "messages.0.role", {"messages": [{"role": "robot", "content": "hello"}]}),
+    (CHAT, "messages.0.role", {"messages": [{"role": 5, "content": "hello"}]}),
+    (CHAT, "messages.0.content", {"messages": [{"role": "user"}]}),
+    (CHAT, "messages.0.content", {"messages": [{"role": "user", "content": None}]}),
+    (CHAT, "messages.0.content", {"messages": [{"role": "user", "content": 5}]}),
+    (CHAT, "messages.0.content", {"messages": [{"role": "user", "content": []}]}),
+    (CHAT, "messages.0.content", {"messages": [{"role": "user", "content": {"type": "text", "text": "a"}}]}),
+    (CHAT, "messages.0.content.0", {"messages": [{"role": "user", "content": ["hello"]}]}),
+    (CHAT, "messages.0.content.0.type", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    (CHAT, "messages.0.content.0.text", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
+    (CHAT, "messages.0.content.0.text", {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}),
+    (CHAT, "messages.1.content", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": False}]}),
+    (CHAT, "messages.0.tool_calls", {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]}),
+    (CHAT, "messages.0.contents", {"messages": [{"role": "user", "content": "a", "contents": "b"}]}),
+    (CHAT, "messages.0.name", {"messages": [{"role": "user", "content": "a", "name": 5}]}),
+    (CHAT, "max_completion_tokens", {"max_tokens": 5, "max_completion_tokens": 6}),
+    (CHAT, "top_logprobs", {"top_logprobs": 2, "logprobs": False}),
+    (CHAT, "stop.1", {"stop": ["a", 5]}),
+    (CHAT, "stop.1", {"stop": ["a", ""]}),
+    (CHAT, "stop.0", {"stop": ["a" * 2000]}),
+    (CHAT, "stop_token_ids.0", {"stop_token_ids": [-1]}),
+    (CHAT, "stop_token_ids.1", {"stop_token_ids": [1, 10**6]}),
+    (CHAT, "stop_token_ids.0", {"stop_token_ids": ["1"]}),
+    (CHAT, "logit_bias.x", {"logit_bias": {"x": 1}}),
+    (CHAT, "logit_bias.-1", {"logit_bias": {"-1": 1}}),
+    (CHAT, "logit_bias.1.0", {"logit_bias": {"1.0": 1}}),
+    (CHAT, "logit_bias.٣", {"logit_bias": {"٣": 1}}),
+    (CHAT, "logit_bias.1", {"logit_bias": {"1": 101}}),
+    (CHAT, "logit_bias.1", {"logit_bias": {"1": "5"}}),
+    (CHAT, "logit_bias.99999999", {"logit_bias": {"99999999": 1}}),
+    (CHAT, "logit_bias", {"logit_bias": {f"{'0' * i}{j}": 1 for i in range(5) for j in range(256)}}),
+    (CHAT, "stream_options.include_usage", {"stream": True, "stream_options": {"include_usage": "yes"}}),
+    (CHAT, "stream_options.usage", {"stream": True, "stream_options": {"usage": True}}),
+    (CHAT, "slo.ttft_ms", {"slo": {"ttft_ms": 0}}),
+    (CHAT, "slo.tpot_ms", {"slo": {"tpot_ms": "20"}}),
+    (CHAT, "slo.ttft", {"slo": {"ttft": 5}}),
+    (CHAT, "metadata.a", {"metadata": {"a": 5}}),
+    (COMPLETIONS, "prompt.1", {"prompt": ["a", 5]}),
+    (COMPLETIONS, "prompt.1", {"prompt": ["a", ""]}),
+    (COMPLETIONS, "prompt.1", {"prompt": [5, "a"]}),
+    (COMPLETIONS, "prompt.0", {"prompt": [-1]}),
+    (COMPLETIONS, "prompt.0", {"prompt": [""]}),
+    (COMPLETIONS, "prompt.0", {"prompt": [[]]}),
+    (COMPLETIONS, "prompt.1", {"prompt": [1, 10**6]}),
+    (COMPLETIONS, "prompt.0", {"prompt": [2**64]}),
+    (COMPLETIONS, "prompt.1.0", {"prompt": [[1], ["a"]]}),
+    (COMPLETIONS, "prompt.1.2", {"prompt": [[1], [1, 2, 10**6]]}),
+    (COMPLETIONS, "prompt.1", {"prompt": [[1], []]}),
+    (COMPLETIONS, "prompt.0", {"prompt": [[1] * MAX_MODEL_LEN]}),
+    (COMPLETIONS, "prompt", {"prompt": ["a"] * 16, "n": 8}),
+    (COMPLETIONS, "max_tokens", {"prompt": [1] * (MAX_MODEL_LEN - 1), "max_tokens": 2}),
+]
+# Bodies that are no JSON object with numbers in it.
+RAW: dict[str, bytes] = {
+    "empty": b"",
+    "blank": b"   ",
+    "half an object": b'{"model": "scripted"',
+    "trailing comma": b'{"model": "scripted",}',
+    "trailing text": b'{"model": "scripted"} and more',
+    "two documents": b"{}{}",
+    "single quotes": b"{'model': 'scripted'}",
+    "a comment": b'{"model": "scripted" /* which else */}',
+    "an array": b"[]",
+    "a string": b'"scripted"',
+    "a number": b"5",
+    "null": b"null",
+    "invalid UTF-8": b'{"model": "\xff\xfe"}',
+    "UTF-8 cut short": b'{"model": "\xe2\x9d',
+    "UTF-16": '{"model": "scripted"}'.encode("utf-16"),
+    "latin-1": '{"model": "café"}'.encode("latin-1"),
+    "a lone surrogate": b'{"model": "\\ud800"}',
+    "NaN": b'{"model": "scripted", "prompt": "a", "temperature": NaN}',
+    "Infinity": b'{"model": "scripted", "prompt": "a", "temperature": Infinity}',
+    "minus Infinity": b'{"model": "scripted", "prompt": "a", "temperature": -Infinity}',
+    "a leading zero": b'{"seed": 01}',
+    "a raw control character": b'{"model": "a\x01b"}',
+    "a number of 5000 digits": b'{"seed": ' + b"9" * 5000 + b"}",
+    "arrays nested 100000 deep": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "objects nested 100000 deep": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "a byte order mark": b"\xef\xbb\xbf{}",
+}
+
+
+def wrong_values() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, alone in ((CHAT, CHAT_ALONE), (COMPLETIONS, COMPLETIONS_ALONE)):
+        for field, values in {**EVERYWHERE, **alone}.items():
+            yield from ((path, field, {field: value}) for value in values)
+
+
+MISSPELT = [
+    (path, name)
+    for path in BODIES
+    for name in ("temprature", "max_token", "Stop", "top-p", "logit_biases", "seeds", "something_else")
+]
+CASES = [*wrong_values(), *DEEPER]
+
+
+async def complaint(http: httpx.AsyncClient, path: str, body: bytes, param: str) -> str | None:
+    """What is wrong with the answer to a malformed request; None where nothing is."""
+    response = await http.post(path, content=body, headers={"content-type": "application/json"})
+    error = response.json().get("error", {})
+    right = (
+        400 <= response.status_code < 500
+        and set(error) == {"message", "type", "param", "code"}
+        and error["type"] == "invalid_request_error"
+        and error["param"] == param
+        and error["message"].startswith(f"{param}: ")
+        and len(error["message"]) < 500
+    )
+    return None if right else f"{body[:200]!r}, wrong in {param}: {response.status_code} {response.text[:300]}"
+
+
+async def refused(http: httpx.AsyncClient, path: str, body: bytes, param: str) -> dict[str, Any]:
+    assert await complaint(http, path, body, param) is None
+    response = await http.post(path, content=body, headers={"content-type": "application/json"})
+    return dict(response.json()["error"])
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(CASES) + len(RAW) + len(MISSPELT) >= 400
+
+
+async def test_wrong_fields_are_named_and_the_server_serves_on() -> None:
+    async with serving() as (http, cluster):
+        answers = [
+            await complaint(http, path, json.dumps(BODIES[path](**fields)).encode(), param) for path, param, fields in CASES
+        ]
+        assert "\n".join(filter(None, answers)) == ""
+        assert cluster.requests == []
+        for path, good_body in BODIES.items():
+            assert (await http.post(path, json=good_body())).status_code == 200
+
+
+async def test_what_is_no_json_is_refused_and_the_server_serves_on() -> None:
+    async with serving() as (http, cluster):
+        answers = [await complaint(http, path, body, "body") for body in RAW.values() for path in BODIES]
+        assert "\n".join(filter(None, answers)) == ""
+        assert cluster.requests == []
+        assert (await http.post(CHAT, json=chat_body())).status_code == 200
+
+
+async def test_an_infinite_number_is_refused_by_its_field() -> None:
+    async with serving() as (http, _):
+        body = json.dumps(chat_body()).replace("{", '{"temperature": 1e999, ', 1).encode()
+        await refused(http, CHAT, body, "temperature")
+
+
+@pytest.mark.parametrize(("path", "name"), MISSPELT)
+async def test_an_unknown_field_names_the_nearest(path: str, name: str) -> None:
+    nearest = {
+        "temprature": "temperature",
+        "max_token": "max_tokens",
+        "Stop": "stop",
+        "top-p": "top_p",
+        "logit_biases": "logit_bias",
+        "seeds": "seed",
+    }
+    async with serving() as (http, _):
+        error = await refused(http, path, json.dumps(BODIES[path](**{name: 1})).encode(), name)
+        assert error["code"] == "unknown_field"
+        assert (f"did you mean {nearest.get(name)!r}" in error["message"]) == (name in nearest)
+
+
+@pytest.mark.parametrize("field", ["model", "messages"])
+async def test_a_missing_field_is_named(field: str) -> None:
+    async with serving() as (http, _):
+        body = chat_body()
+        del body[field]
+        error = await refused(http, CHAT, json.dumps(body).encode(), field)
+        assert error["code"] == "missing_required_parameter"
+
+
+async def test_codes_that_clients_branch_on() -> None:
+    async with serving() as (http, _):
+        for fields, status, code in (
+            ({"model": "gpt-17"}, 404, "model_not_found"),
+            ({"max_tokens": MAX_MODEL_LEN}, 400, "context_length_exceeded"),
+            ({"messages": [{"role": "user", "content": "a b " * MAX_MODEL_LEN}]}, 400, "context_length_exceeded"),
+        ):
+            response = await http.post(CHAT, json=chat_body(**fields))
+            assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize("content_type", [None, "", "text/plain", "application/x-www-form-urlencoded", "application/jsonl"])
+async def test_another_content_type_is_refused(content_type: str | None) -> None:
+    async with serving() as (http, _):
+        headers = {} if content_type is None else {"content-type": content_type}
+        response = await http.post(CHAT, content=json.dumps(chat_body()).encode(), headers=headers)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "Content-Type"
+        good = {"content-type": "Application/JSON; charset=utf-8"}
+        assert (await http.post(CHAT, content=json.dumps(chat_body()).encode(), headers=good)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/", 404),
+        ("GET", "/v1/models/gpt-17", 404),
+        ("GET", "/v1/models/..%2f..%2fetc", 404),
+        ("GET", CHAT, 405),
+        ("PUT", COMPLETIONS, 405),
+        ("POST", "/v1/models", 405),
+        ("POST", "/health", 405),
+    ],
+)
+async def test_unknown_places_answer_in_the_same_shape(method: str, path: str, status: int) -> None:
+    async with serving() as (http, _):
+        response = await http.request(method, path)
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert response.headers["x-request-id"].startswith("req_")
+
+
+async def test_token_ids_up_to_the_last_are_accepted() -> None:
+    async with serving() as (http, cluster):
+        last = model_info().vocab_size - 1
+        fields = {"prompt": [0, last], "stop_token_ids": [last], "logit_bias": {str(last): -100}}
+        assert (await http.post(COMPLETIONS, json=completion_body(**fields))).status_code == 200
+        assert cluster.requests[0].prompt_token_ids == (0, last)
