@@ -24,6 +24,7 @@ class ScriptedClient:
         self.aborted: list[str] = []
         self.num_open = 0
         self._drafters = drafters
+        self._arrivals = asyncio.Condition()
 
     async def model(self) -> ModelInfo:
         if self.failure is not None:
@@ -31,7 +32,9 @@ class ScriptedClient:
         return self.info
 
     async def generate(self, request: Request) -> AsyncIterator[Commit]:
-        self.requests.append(request)
+        async with self._arrivals:
+            self.requests.append(request)
+            self._arrivals.notify_all()
         self.num_open += 1
         finished = False
         try:
@@ -60,6 +63,11 @@ class ScriptedClient:
             targets=(TargetStatus("target-0", self.target_state, self.num_open, 0, 64, 64, 0.0, 1.0),),
             drafters=tuple(DrafterStatus(name, name, "ready", 0, 8, 5, 1.5) for name in self._drafters),
         )
+
+    async def asked(self, num_requests: int) -> None:
+        """Wait until so many requests have come."""
+        async with self._arrivals:
+            await self._arrivals.wait_for(lambda: len(self.requests) >= num_requests)
 
     async def close(self) -> None:
         return None

@@ -85,10 +85,10 @@ def finishing(request: Request, ids: Iterable[int], **how: Any) -> list[Commit]:
 
 @asynccontextmanager
 async def serving(
-    script: Callable[[Request], Iterable[Step]] = saying("the answer"), **settings: Any
+    script: Callable[[Request], Iterable[Step]] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, ScriptedClient]]:
     """An HTTP client of the app, and the scripted cluster behind it, which must have nothing open at the end."""
-    cluster = ScriptedClient(model_info(), script, drafters=("ngram", "small", "big"))
+    cluster = ScriptedClient(model_info(), script or saying("the answer"), drafters=("ngram", "small", "big"))
     app = create_app(cluster, tokenizer(), ApiSettings(**settings))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
         yield http, cluster

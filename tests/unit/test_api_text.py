@@ -1,7 +1,7 @@
 """Tokens into text: exact for any tokens, any chunking, any stop strings."""
 
 import random
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -82,7 +82,7 @@ def first_stop(text: str, stops: list[str], first_end: int = 0) -> int | None:
 
 def cut(text: str, places: list[int]) -> list[str]:
     borders = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
-    return [text[begin:end] for begin, end in zip(borders, borders[1:], strict=False)]
+    return [text[begin:end] for begin, end in pairwise(borders)]
 
 
 few_letters = st.text("ab", max_size=24)
@@ -223,7 +223,8 @@ def test_drafts_behind_a_stop_string_were_not_needed() -> None:
 def test_without_details_nothing_is_kept_of_the_tokens() -> None:
     choice = choice_of(details=False)
     (delta,) = play(choice, commits_of(list(token_ids("the answer")), [2, 2], FinishReason.LENGTH), 100)[-1:]
-    assert delta.tokens == () and delta.segments == ()
+    assert delta.tokens == ()
+    assert delta.segments == ()
 
 
 def test_decoding_time_grows_with_the_tokens_alone() -> None:

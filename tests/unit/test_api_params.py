@@ -1,0 +1,175 @@
+"""From fields to requests: defaults, seeds, chains."""
+
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.config import ApiConfig
+from cluster.errors import InvalidField
+from cluster.types import MAX_SEED, Request, SamplingParams, Slo
+from deploy.api.params import choice_seed
+from deploy.api.settings import ApiSettings
+from tests.support.api import MAX_MODEL_LEN, chat_body, completion_body, serving, token_ids
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+async def requests_of(path: str, body: dict[str, Any], **settings: Any) -> list[Request]:
+    async with serving(**settings) as (http, cluster):
+        response = await http.post(path, json=body)
+        assert response.status_code == HTTPStatus.OK, response.text
+        return sorted(cluster.requests, key=lambda request: int(request.id.rpartition("-")[2]))
+
+
+async def test_defaults_are_openai_s() -> None:
+    (chat,) = await requests_of(CHAT, chat_body(seed=1))
+    room = MAX_MODEL_LEN - len(chat.prompt_token_ids)
+    assert chat.sampling == SamplingParams(max_tokens=room, temperature=1.0, seed=1)
+    assert (chat.chain, chat.slo) == (None, Slo())
+    (completion,) = await requests_of(COMPLETIONS, completion_body(seed=1))
+    assert completion.sampling == SamplingParams(max_tokens=16, temperature=1.0, seed=1)
+
+
+async def test_null_means_not_given() -> None:
+    names = ("temperature", "top_p", "stop", "n", "max_tokens", "logit_bias", "stream", "response_format", "tools", "user")
+    (request,) = await requests_of(CHAT, chat_body(seed=1, **dict.fromkeys(names)))
+    assert request.sampling == (await requests_of(CHAT, chat_body(seed=1)))[0].sampling
+
+
+async def test_a_chat_without_a_limit_gets_the_configured_one() -> None:
+    (request,) = await requests_of(CHAT, chat_body(), default_max_tokens=7)
+    assert request.sampling.max_tokens == 7
+
+
+async def test_every_parameter_arrives() -> None:
+    fields = {
+        "max_completion_tokens": 9,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "logit_bias": {"7": -100, "8": 1.5},
+        "stop": ["a", "b"],
+        "stop_token_ids": [3, 4],
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "seed": 5,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "slo": {"ttft_ms": 250, "tpot_ms": 40.0},
+        "drafting": "small>big",
+    }
+    (request,) = await requests_of(CHAT, chat_body(**fields))
+    assert request.sampling == SamplingParams(
+        max_tokens=9,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        logit_bias=((7, -100.0), (8, 1.5)),
+        stop=("a", "b"),
+        stop_token_ids=(3, 4),
+        min_tokens=2,
+        ignore_eos=True,
+        seed=5,
+        top_logprobs=3,
+    )
+    assert request.slo == Slo(ttft_s=0.25, tpot_s=0.04)
+    assert request.chain == ("small", "big")
+
+
+@pytest.mark.parametrize(
+    ("drafting", "chain"),
+    [("auto", None), ("off", ()), ("ngram", ("ngram",)), ("small>big", ("small", "big")), ("small > big", ("small", "big"))],
+)
+async def test_drafting_names_the_chain(drafting: str, chain: tuple[str, ...] | None) -> None:
+    (request,) = await requests_of(CHAT, chat_body(drafting=drafting))
+    assert request.chain == chain
+
+
+async def test_ignored_fields_change_nothing() -> None:
+    ignored = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": False}
+    empty = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
+    (request,) = await requests_of(CHAT, chat_body(seed=1, **ignored, **empty))
+    (plain,) = await requests_of(CHAT, chat_body(seed=1))
+    assert request.sampling == plain.sampling
+    assert request.prompt_token_ids == plain.prompt_token_ids
+
+
+async def test_messages_go_through_the_chat_template() -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": "three", "refusal": None, "tool_calls": None, "annotations": []},
+        {"role": "tool", "content": "four", "tool_call_id": "x"},
+    ]
+    (request,) = await requests_of(CHAT, chat_body(messages=messages))
+    text = (
+        "<|start|>system\nbe brief<|end|>\n<|start|>user\none\ntwo<|end|>\n<|start|>assistant\nthree<|end|>\n"
+        "<|start|>tool\nfour<|end|>\n<|start|>assistant\n"
+    )
+    assert request.prompt_token_ids == token_ids(text)
+
+
+async def test_prompts_in_all_four_forms() -> None:
+    for prompt, expected in (
+        ("the answer", [token_ids("the answer")]),
+        (["the answer", "café"], [token_ids("the answer"), token_ids("café")]),
+        ([5, 6, 7], [(5, 6, 7)]),
+        ([[5, 6], [7]], [(5, 6), (7,)]),
+    ):
+        requests = await requests_of(COMPLETIONS, completion_body(prompt=prompt))
+        assert [request.prompt_token_ids for request in requests] == expected
+
+
+async def test_choices_have_seeds_of_their_own_and_the_first_the_seed_itself() -> None:
+    requests = await requests_of(COMPLETIONS, completion_body(prompt=["a", "b"], n=3, seed=11))
+    seeds = [request.sampling.seed for request in requests]
+    assert seeds[:3] == seeds[3:]  # a prompt gets the same choices alone and in a list
+    assert seeds[0] == 11
+    assert len(set(seeds[:3])) == 3
+    assert len({request.id for request in requests}) == 6
+
+
+async def test_a_negative_seed_is_a_seed() -> None:
+    (negative,) = await requests_of(CHAT, chat_body(seed=-1))
+    (largest,) = await requests_of(CHAT, chat_body(seed=MAX_SEED))
+    assert negative.sampling.seed == largest.sampling.seed == MAX_SEED
+
+
+async def test_without_a_seed_every_call_differs() -> None:
+    seeds = {(await requests_of(CHAT, chat_body()))[0].sampling.seed for _ in range(5)}
+    assert len(seeds) == 5
+
+
+@given(st.integers(0, MAX_SEED), st.integers(0, 15))
+def test_choice_seeds_are_valid_and_stable(seed: int, index: int) -> None:
+    derived = choice_seed(seed, index)
+    assert 0 <= derived <= MAX_SEED
+    assert derived == choice_seed(seed, index)
+    assert (derived == seed) == (index == 0)
+
+
+def test_settings_follow_the_configuration() -> None:
+    config = ApiConfig(api_keys_file=Path("keys"), max_body_bytes=2048, max_concurrent_requests=8, max_choices=16)
+    settings = ApiSettings.from_config(config)
+    assert (settings.max_request_bytes, settings.max_concurrent) == (2048, 8)
+    assert settings.max_n == settings.max_sequences == 8
+    assert settings.api_keys_file == Path("keys")
+
+
+@pytest.mark.parametrize("wrong", [{"max_queued": 0}, {"max_sequences": 65}, {"max_n": 65}, {"retry_after_s": -1.0}])
+def test_contradictory_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidField) as raised:
+        ApiSettings(**wrong)
+    assert raised.value.field in wrong
