@@ -11,9 +11,19 @@ Chain = tuple[str, ...]
 TARGET_ONLY: Chain = ()
 
 
+def member_name(drafter: str, replica: int) -> str:
+    """Of one replica of a drafter. The first bears the drafter's own name; "/" stands in no configured name."""
+    return drafter if replica == 0 else f"{drafter}/{replica}"
+
+
+def drafter_of(member: str) -> str:
+    """The drafter that a member is a replica of. Replicas propose alike, so what is learned of one holds for all."""
+    return member.partition("/")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class PoolMember:
-    """A drafter or chain that requests can be assigned to."""
+    """A replica of a drafter that requests can be assigned to."""
 
     name: str
     capacity: int  # requests it can follow at once

@@ -1,0 +1,40 @@
+"""The assignment policies by the names that the configuration knows them by, and the pool that they assign to."""
+
+from collections.abc import Callable
+from typing import Any
+
+from cluster.config import ChainOptions, Config, DrafterOptions, PolicyConfig
+from router.assignment import AssignmentPolicy, PoolMember, member_name
+from router.policies.epsilon_greedy import EpsilonGreedy
+from router.policies.fixed import Fixed
+from router.policies.greedy_length import GreedyLength
+
+POLICIES: dict[str, Callable[[Any], AssignmentPolicy]] = {
+    "fixed": Fixed,
+    "greedy-length": GreedyLength,
+    "epsilon-greedy": EpsilonGreedy,
+}
+
+# Of a draft token, as a share of a one-row target step, until a profile knows better. Enough to tell lookups from models;
+# models stand in a pool in the order of the file, small to large.
+PRIOR_COST = {"ngram": 0.001, "suffix": 0.002, "model": 0.1}
+
+
+def build_policy(config: PolicyConfig) -> AssignmentPolicy:
+    return POLICIES[config.kind](config)
+
+
+def build_pool(config: Config) -> tuple[PoolMember, ...]:
+    """Every replica of every drafter, all healthy, in the order of the file."""
+    return tuple(
+        PoolMember(member_name(drafter.name, replica), drafter.capacity, prior_cost(drafter.options))
+        for drafter in config.drafters
+        for replica in range(drafter.replicas)
+    )
+
+
+def prior_cost(options: DrafterOptions) -> float:
+    """Of a draft token; a chain pays for both of its models."""
+    if isinstance(options, ChainOptions):
+        return prior_cost(options.proposer) + prior_cost(options.verifier)
+    return PRIOR_COST[options.kind]

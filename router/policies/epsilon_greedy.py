@@ -1,0 +1,81 @@
+"""`epsilon-greedy`: mostly the best drafter known, sometimes any (SPIN, section V, the second baseline).
+
+SPIN estimates per pool; here the estimate is per request, shrunk to the pool's.
+"""
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from cluster.config import EpsilonGreedyPolicy
+from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, drafter_of
+from router.policies.goodput import GoodputEstimates
+from router.policies.room import Room
+from router.policies.seen import Seen
+
+
+class EpsilonGreedy:
+    """Per request and slot: with probability epsilon a drafter drawn uniformly, else the one with the highest estimated
+    goodput. A request leaves its drafter only for one that is better by the hysteresis, since it has to be caught up on.
+
+    Where room is scarce, requests that stay keep their places, then those that gain most choose first.
+    """
+
+    def __init__(self, config: EpsilonGreedyPolicy) -> None:
+        self._epsilon = config.epsilon
+        self._advantage = 1.0 + config.hysteresis  # of staying
+        self._estimates = GoodputEstimates(config.prior_rounds, config.memory_rounds)
+        self._seen: Seen[bool] = Seen()
+        self._random = Random(config.seed)
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        self._estimates.observe(observations)
+
+    def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
+        self._estimates.next_slot()
+        self._seen.next_slot()
+        room = Room(pool)
+        if not room.drafters:
+            return {request.request_id: TARGET_ONLY for request in requests}
+        shared = self._estimates.of_pool(room.drafters)
+        chains: dict[str, Chain] = {}
+        explorers: list[RequestView] = []
+        movers: list[tuple[float, RequestView, dict[str, float]]] = []
+        for request in requests:
+            if self._random.random() < self._epsilon:
+                explorers.append(request)
+                continue
+            here = self._place(request, room)
+            values = self._estimates.of_request(request.request_id, shared)
+            if here is not None:
+                values = {**values, here: values[here] * self._advantage}
+            best = max(values.values())
+            seat = room.seat(here, request.chain) if here is not None and values[here] >= best else None
+            if seat is not None:
+                chains[request.request_id] = seat
+            else:
+                movers.append((best - (values[here] if here is not None else 0.0), request, values))
+        for request in explorers:
+            open_to = [drafter for drafter in room.drafters if room.num_free(drafter) > 0]
+            drawn = self._random.choice(open_to) if open_to else None
+            chains[request.request_id] = (room.seat(drawn, request.chain) if drawn is not None else None) or TARGET_ONLY
+        for _, request, values in sorted(movers, key=lambda mover: -mover[0]):
+            chains[request.request_id] = self._best_free(request, values, room)
+        return chains
+
+    def _place(self, request: RequestView, room: Room) -> str | None:
+        """The healthy drafter that the request is with; None for a newcomer, whose drafter was a default that nobody
+        chose for it, and which has nothing to lose."""
+        if self._seen.get(request.request_id) is None:
+            self._seen.put(request.request_id, True)
+            return None
+        drafter = drafter_of(request.chain[0]) if len(request.chain) == 1 else None
+        return drafter if drafter in room.drafters else None
+
+    @staticmethod
+    def _best_free(request: RequestView, values: Mapping[str, float], room: Room) -> Chain:
+        """The best that has room; among equals, as in the beginning all are, the emptiest."""
+        for drafter in sorted(room.drafters, key=lambda drafter: (-values[drafter], -room.free_fraction(drafter))):
+            seat = room.seat(drafter, request.chain)
+            if seat is not None:
+                return seat
+        return TARGET_ONLY

@@ -1,0 +1,34 @@
+"""`fixed`: the same chain for everybody, or the first drafter of the pool that has room."""
+
+from collections.abc import Mapping, Sequence
+
+from cluster.config import FixedPolicy
+from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, drafter_of
+from router.policies.room import Room
+
+
+class Fixed:
+    """Learns nothing. Requests that are seated rightly stay; the others take what is left, in their order."""
+
+    def __init__(self, config: FixedPolicy) -> None:
+        self._chain = config.chain
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        """Whatever happened, the choice stays."""
+
+    def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
+        room = Room(pool)
+        choices = (self._chain,) if self._chain is not None else tuple((drafter,) for drafter in room.drafters)
+        chains: dict[str, Chain] = {}
+        unseated = []
+        for request in requests:
+            here = tuple(drafter_of(member) for member in request.chain)
+            seat = room.seat_chain(here, request.chain) if here and here in choices else None
+            if seat is None:
+                unseated.append(request)
+            else:
+                chains[request.request_id] = seat
+        for request in unseated:
+            seats = (room.seat_chain(choice, request.chain) for choice in choices)
+            chains[request.request_id] = next((seat for seat in seats if seat is not None), TARGET_ONLY)
+        return chains

@@ -1,0 +1,76 @@
+"""How many tokens per second a drafter gives a request: what was seen of it, filled up with what was seen of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import exp
+
+from router.assignment import Observation, drafter_of
+from router.policies.seen import Seen
+
+
+@dataclass(slots=True)
+class Tally:
+    """Fading sums over verifications."""
+
+    num_rounds: float = 0.0
+    num_committed: float = 0.0  # accepted and bonus tokens
+    elapsed_s: float = 0.0
+
+    def add(self, seen: Observation, memory_rounds: float) -> None:
+        kept = exp(-seen.num_rounds / memory_rounds)
+        self.num_rounds = self.num_rounds * kept + seen.num_rounds
+        self.num_committed = self.num_committed * kept + seen.num_committed
+        self.elapsed_s = self.elapsed_s * kept + seen.elapsed_s
+
+
+class GoodputEstimates:
+    """Goodput: committed tokens, the bonus token with them, per second (SPIN's definition, section III).
+
+    Of a request r with a drafter d, with c tokens in t seconds of its own and C tokens in T seconds over all R rounds
+    of d, the estimate is (c + k C/R) / (t + k T/R): the pool's mean until r has about k rounds of its own. A drafter
+    that nobody has tried counts as the mean of those that were.
+    """
+
+    def __init__(self, prior_rounds: float, memory_rounds: float) -> None:
+        self._prior_rounds = prior_rounds
+        self._memory_rounds = memory_rounds
+        self._pool: dict[str, Tally] = {}
+        self._own: Seen[dict[str, Tally]] = Seen()
+
+    def next_slot(self) -> None:
+        self._own.next_slot()
+
+    def observe(self, observations: Iterable[Observation]) -> None:
+        for seen in observations:
+            if seen.num_rounds <= 0 or seen.elapsed_s <= 0.0:
+                continue
+            drafter = drafter_of(seen.drafter)
+            self._pool.setdefault(drafter, Tally()).add(seen, self._memory_rounds)
+            own = self._own.get(seen.request_id)
+            if own is None:
+                own = {}
+                self._own.put(seen.request_id, own)
+            own.setdefault(drafter, Tally()).add(seen, self._memory_rounds)
+
+    def of_pool(self, drafters: Sequence[str]) -> dict[str, float]:
+        """Tokens per second of each drafter over all requests; all 0 before the first observation."""
+        known = {d: tally.num_committed / tally.elapsed_s for d in drafters if (tally := self._pool.get(d)) is not None}
+        mean = sum(known.values()) / len(known) if known else 0.0
+        return {drafter: known.get(drafter, mean) for drafter in drafters}
+
+    def of_request(self, request_id: str, pool: dict[str, float]) -> dict[str, float]:
+        """``pool``, as `of_pool` gave it, with the request's own experience in it. Not to be changed by the caller."""
+        own = self._own.get(request_id)
+        if not own:
+            return pool
+        estimates = pool.copy()
+        for drafter, tally in own.items():
+            if drafter in estimates:
+                shared = self._pool[drafter]
+                weight = self._prior_rounds / shared.num_rounds
+                estimates[drafter] = (tally.num_committed + weight * shared.num_committed) / (
+                    tally.elapsed_s + weight * shared.elapsed_s
+                )
+        return estimates

@@ -1,0 +1,73 @@
+"""`greedy-length`: the shorter a prompt, the smaller its drafter (SPIN, section V, the baseline "Greedy")."""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from cluster.config import GreedyLengthPolicy
+from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, drafter_of
+from router.policies.room import Room
+from router.policies.seen import Seen
+
+HISTORY_LEN = 512  # prompts whose lengths say what is short
+
+
+class GreedyLength:
+    """Drafters stand in a row from small to large, each as wide as its capacity; a request goes to where its prompt's
+    rank among recent prompts points, else to the nearest drafter that has room, the smaller of two.
+
+    A request that was placed stays, although the ranks move on: its prompt does not get longer.
+    """
+
+    def __init__(self, config: GreedyLengthPolicy) -> None:
+        self._lengths: deque[int] = deque(maxlen=HISTORY_LEN)
+        self._seen: Seen[str] = Seen()  # request -> drafter that was chosen
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        """Lengths decide, not results."""
+
+    def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
+        self._seen.next_slot()
+        by_size = sorted(pool, key=lambda member: member.cost)
+        room = Room(by_size)
+        chains: dict[str, Chain] = {}
+        unplaced = []
+        for request in requests:
+            here = drafter_of(request.chain[0]) if len(request.chain) == 1 else None
+            placed = self._seen.get(request.request_id)
+            if placed is None:
+                self._lengths.append(request.prompt_len)
+            seat = room.seat(here, request.chain) if here is not None and here == placed else None
+            if seat is None:
+                unplaced.append(request)
+            else:
+                chains[request.request_id] = seat
+        lengths = sorted(self._lengths)
+        widths = _widths(by_size, room.drafters)
+        for request in sorted(unplaced, key=lambda request: request.prompt_len):
+            rank = bisect_left(lengths, request.prompt_len) / len(lengths)
+            wanted = _pointed_at(rank, widths)
+            nearest = sorted(range(len(room.drafters)), key=lambda i: (abs(i - wanted), i))
+            seats = ((room.drafters[i], room.seat(room.drafters[i], request.chain)) for i in nearest)
+            drafter, chain = next(((d, seat) for d, seat in seats if seat is not None), ("", TARGET_ONLY))
+            self._seen.put(request.request_id, drafter)
+            chains[request.request_id] = chain
+        return chains
+
+
+def _widths(pool: Sequence[PoolMember], drafters: Sequence[str]) -> list[int]:
+    widths = dict.fromkeys(drafters, 0)
+    for member in pool:
+        if member.healthy:
+            widths[drafter_of(member.name)] += member.capacity
+    return list(widths.values())
+
+
+def _pointed_at(rank: float, widths: Sequence[int]) -> int:
+    """Which of the widths, laid end to end, the share ``rank`` of their sum falls into."""
+    left = rank * sum(widths)
+    for i, width in enumerate(widths):
+        left -= width
+        if left < 0:
+            return i
+    return len(widths) - 1

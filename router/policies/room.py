@@ -1,0 +1,54 @@
+"""What is left of a pool while requests are seated."""
+
+from collections.abc import Sequence
+
+from router.assignment import Chain, PoolMember, drafter_of
+
+
+class Room:
+    """Free places of the healthy members, by drafter; replicas of a drafter are alike to a request.
+
+    ``drafters`` are those with a healthy member, in the order of the pool.
+    """
+
+    def __init__(self, pool: Sequence[PoolMember]) -> None:
+        self._free = {member.name: member.capacity for member in pool if member.healthy}
+        self._members: dict[str, list[str]] = {}
+        for name in self._free:
+            self._members.setdefault(drafter_of(name), []).append(name)
+        self._capacity = {drafter: sum(map(self._free.__getitem__, names)) for drafter, names in self._members.items()}
+        self.drafters = tuple(self._members)
+
+    def num_free(self, drafter: str) -> int:
+        return sum(map(self._free.__getitem__, self._members.get(drafter, ())))
+
+    def free_fraction(self, drafter: str) -> float:
+        """Of the drafter's places; 0 for one that has none at all."""
+        return self.num_free(drafter) / max(1, self._capacity[drafter])
+
+    def seat(self, drafter: str, current: Chain) -> Chain | None:
+        """Takes a place at the drafter: where the request is already, else at the emptiest replica. None: it is full."""
+        members = self._members.get(drafter, ())
+        if len(current) == 1 and current[0] in members and self._free[current[0]] > 0:
+            chosen = current[0]
+        else:
+            chosen = max(members, key=self._free.__getitem__, default="")
+            if not chosen or self._free[chosen] <= 0:
+                return None
+        self._free[chosen] -= 1
+        return (chosen,)
+
+    def seat_chain(self, drafters: Chain, current: Chain) -> Chain | None:
+        """Takes a place at every level of a chain, or none at all.
+
+        A chain names each drafter once, so that a level never competes with another for the last place.
+        """
+        if any(self.num_free(drafter) <= 0 for drafter in drafters):
+            return None
+        at = {drafter_of(member): member for member in current}
+        seats: list[str] = []
+        for drafter in drafters:
+            seat = self.seat(drafter, (at[drafter],) if drafter in at else ())
+            assert seat is not None  # there was room a line above
+            seats.extend(seat)
+        return tuple(seats)

@@ -1,0 +1,34 @@
+"""From an assignment to the routing table that the targets read."""
+
+from collections.abc import Mapping, Sequence
+
+from cluster.types import RoutingTable
+from router.assignment import Chain, RequestView
+
+MAX_CHAINS = 16_384
+
+
+def next_table(
+    previous: RoutingTable,
+    requests: Sequence[RequestView],
+    chains: Mapping[str, Chain],
+    defaults: Sequence[Chain],
+    versions: Sequence[int],
+) -> RoutingTable:
+    """The table of the next slot: ``chains`` of the live ``requests``, and ``defaults`` for those not seen yet.
+
+    Requests that ended fall out. Of more than MAX_CHAINS those that change their place are kept first: a request that
+    is missing from a table stays where it is.
+
+    ``versions`` are of the tables that the targets have. Where nothing changed and all have ``previous``, it is returned
+    itself; else the version is above all of them, so that a router that was restarted is heard.
+    """
+    live = {request.request_id: chains[request.request_id] for request in requests if request.request_id in chains}
+    if len(live) > MAX_CHAINS:
+        moving = [request for request in requests if live.get(request.request_id, request.chain) != request.chain]
+        kept = dict.fromkeys([*(r.request_id for r in moving), *live])
+        live = {request_id: live[request_id] for request_id in list(kept)[:MAX_CHAINS]}
+    table = RoutingTable(previous.version, live, tuple(defaults) or ((),), previous.max_draft_len)
+    if table == previous and all(version == previous.version for version in versions):
+        return previous
+    return RoutingTable(max(previous.version, *versions) + 1, live, table.defaults, table.max_draft_len)
