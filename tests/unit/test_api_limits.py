@@ -267,8 +267,8 @@ async def test_calls_wait_their_turn_and_further_ones_are_refused() -> None:
         running = [asyncio.create_task(http.post(CHAT, json=chat_body())) for _ in range(2)]
         await cluster.asked(2)
         waiting = asyncio.create_task(http.post(CHAT, json=chat_body(n=2)))
-        while "outrider_requests_queued 1.0" not in (await http.get("/metrics")).text:
-            continue
+        while "outrider_requests_queued 1.0" not in (await http.get("/metrics")).text:  # noqa: ASYNC110 - seen from outside
+            await asyncio.sleep(0)
         refused = await http.post(CHAT, json=chat_body())
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert refused.headers["retry-after"] == "3"
