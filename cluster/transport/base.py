@@ -11,7 +11,7 @@ from cluster.messages import Hello, Message
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one link may use. Both ends of a link should have the same.
+    """What one link may use, and one listener. Both ends of a link should have the same.
 
     ``silence_s`` must leave room for several heartbeats: a process that holds the GIL for long sends none.
     """
@@ -21,6 +21,7 @@ class Limits:
     handshake_s: float = 5.0  # a peer that has not said its Hello by then is dropped
     heartbeat_s: float = 1.0  # an idle link says this often that it is there
     silence_s: float = 6.0  # a connected peer that says nothing for this long is down
+    max_links: int = 256  # of one listener
 
 
 class Link(Protocol):

@@ -21,9 +21,18 @@ def listen(address: str, mailbox: Mailbox, hello: Hello, limits: Limits | None =
     Raises:
         InvalidField: the address is of no known form, cannot be used here, or is in use.
     """
+    limits = limits or Limits()
     match address.partition("://")[0]:
         case "memory":
             return _LOCAL.listen(address, mailbox, hello, limits)
+        case "unix":
+            from cluster.transport.unix import UnixListener
+
+            return UnixListener(address, mailbox, hello, limits)
+        case "grpc":
+            from cluster.transport.rpc import RpcListener  # imports gRPC, which not every process needs
+
+            return RpcListener(address, mailbox, hello, limits)
         case _:
             raise _unknown(address)
 
@@ -38,9 +47,18 @@ def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float = 5.
         IncompatibleTokenizer: the two ends have different vocabularies or tokenizers.
         LinkClosed: nobody listens there, the other end refused for another reason, or the deadline passed.
     """
+    limits = limits or Limits()
     match address.partition("://")[0]:
         case "memory":
             return _LOCAL.connect(address, mailbox, hello, deadline_s, limits)
+        case "unix":
+            from cluster.transport import unix
+
+            return unix.connect(address, mailbox, hello, deadline_s, limits)
+        case "grpc":
+            from cluster.transport import rpc
+
+            return rpc.connect(address, mailbox, hello, deadline_s, limits)
         case _:
             raise _unknown(address)
 

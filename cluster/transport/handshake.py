@@ -1,23 +1,9 @@
 """Who may link with whom: each end checks what the other says of itself before either sees a LinkUp."""
 
 import hmac
-from dataclasses import dataclass
 
-from cluster.errors import IncompatibleTokenizer, LinkClosed
 from cluster.messages import Hello, Role
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why an end does not want a link. ``tokenizer``: the token ids of the two ends do not mean the same text."""
-
-    reason: str
-    tokenizer: bool = False
-
-    def error(self, address: str) -> IncompatibleTokenizer | LinkClosed:
-        """What the connecting side raises."""
-        message = f"the link to {address} was refused: {self.reason}"
-        return IncompatibleTokenizer(message) if self.tokenizer else LinkClosed(message)
+from cluster.transport.frames import Refusal
 
 
 def refusal(own: Hello, peer: Hello) -> Refusal | None:

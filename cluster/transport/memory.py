@@ -11,6 +11,7 @@ from collections.abc import Callable
 from cluster.errors import InvalidField, LinkClosed, LinkFull
 from cluster.messages import Hello, Message
 from cluster.transport.base import Event, Limits, LinkDown, LinkUp, Mailbox, Received
+from cluster.transport.codec import decode_message, encode_message
 from cluster.transport.handshake import refusal
 
 SCHEME = "memory://"
@@ -38,10 +39,12 @@ class MemoryLink:
         return self._peer
 
     def send(self, message: Message) -> None:
+        # Encoded as on a real link: what cannot travel is found out here, and what travels is rounded.
+        frame = encode_message(message, self._limits.max_message_bytes)
         if self._closed is not None:
             raise LinkClosed(f"the link to {self._peer.role} {self._peer.name!r} is closed: {self._closed}")
         self.other.reserve()
-        self._network.carry(self.other, message)
+        self._network.carry(self.other, frame)
 
     def close(self) -> None:
         if self.shut("closed here"):
@@ -58,8 +61,9 @@ class MemoryLink:
                 )
             self._num_under_way += 1
 
-    def arrive(self, message: Message) -> None:
+    def arrive(self, frame: bytes) -> None:
         """A message that was reserved for has come."""
+        message = decode_message(frame)
         with self._lock:
             self._num_under_way -= 1
             if self._closed is None:
@@ -155,9 +159,9 @@ class LocalNetwork:
         near._mailbox.put(LinkUp(near))
         return near
 
-    def carry(self, to: MemoryLink, message: Message) -> None:
+    def carry(self, to: MemoryLink, frame: bytes) -> None:
         """Bring a message to an end that has reserved room for it."""
-        to.arrive(message)
+        to.arrive(frame)
 
     def carry_end(self, to: MemoryLink, reason: str) -> None:
         """Tell an end that the other has closed, behind the messages under way."""

@@ -1,0 +1,35 @@
+"""What a link itself says, beside the messages that it carries."""
+
+from dataclasses import dataclass
+
+from cluster.errors import IncompatibleTokenizer, LinkClosed
+from cluster.messages import Hello, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Instead of a Hello or a Welcome: why an end does not want the link.
+
+    ``tokenizer``: the token ids of the two ends do not mean the same text.
+    """
+
+    reason: str
+    tokenizer: bool = False
+
+    def error(self, address: str) -> IncompatibleTokenizer | LinkClosed:
+        """What the connecting side raises."""
+        message = f"the link to {address} was refused: {self.reason}"
+        return IncompatibleTokenizer(message) if self.tokenizer else LinkClosed(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The connecting end has checked the accepting end's Hello: the link is up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """The sender is still there. Needs no answer: both ends send them."""
+
+
+Frame = Hello | Welcome | Refusal | Ping | Message

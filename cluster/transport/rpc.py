@@ -1,0 +1,237 @@
+"""Links between nodes: ``grpc://host:port``. One method, a bidirectional stream of frames.
+
+Plain threads, one that reads and one that writes per link, and no event loop: measured, gRPC's asyncio interface is no
+faster for one message per round, and it quarrels with the loop of whoever else uses it in the process (Ray Serve does).
+A reader that stops leaves frames to gRPC's flow control, which stops the writer at the other end.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+
+from cluster.errors import InvalidField, LinkClosed, LinkFull, OutriderError
+from cluster.messages import Hello
+from cluster.transport.base import Limits, Mailbox
+from cluster.transport.stream import StreamLink
+
+SCHEME = "grpc://"
+_STOP_S = 5.0
+_SERVICE, _METHOD = "outrider.Link", "Frames"
+
+_log = logging.getLogger(__name__)
+
+
+def _options(limits: Limits) -> list[tuple[str, int]]:
+    """A peer whose host hangs or is gone answers no HTTP/2 pings: gRPC's core finds that out, and an idle link lives."""
+    heartbeat_ms, silence_ms = int(limits.heartbeat_s * 1000), int(limits.silence_s * 1000)
+    return [
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.keepalive_time_ms", heartbeat_ms),
+        ("grpc.keepalive_timeout_ms", max(1, silence_ms - heartbeat_ms)),
+        ("grpc.keepalive_permit_without_calls", 0),
+        ("grpc.http2.max_pings_without_data", 0),  # of our own, while there is nothing to send
+        ("grpc.http2.max_ping_strikes", 0),  # do not blame the peer for its
+        ("grpc.enable_retries", 0),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),  # each link its own connection, with no memory of failed ones
+        ("grpc.so_reuseport", 0),  # a port that is taken is an error
+        ("grpc.max_connection_idle_ms", int(limits.handshake_s * 1000)),  # a connection without a stream
+    ]
+
+
+class _Pipe:
+    """The ``Pipe`` of one link: a bounded queue that gRPC's writing thread iterates over."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.link: StreamLink
+        self.stop: Callable[[], None]  # ends the stream at once
+        self._limits = limits
+        self._changed = threading.Condition()
+        self._queue: deque[bytes] = deque()
+        self._is_finished = False  # nothing is queued any more
+        self._may_read = threading.Event()
+
+    def write(self, frame: bytes) -> None:
+        with self._changed:
+            if self._is_finished:
+                raise LinkClosed(f"{self.link} is closed")
+            if len(self._queue) >= self._limits.queue_len:
+                raise LinkFull(f"{self.link}: the other end reads too slowly, {len(self._queue)} messages wait for it")
+            self._queue.append(frame)
+            self._changed.notify()
+
+    def resume(self) -> None:
+        self._may_read.set()
+
+    def finish(self) -> None:
+        with self._changed:
+            self._is_finished = True
+            self._changed.notify()
+        self._may_read.set()
+
+    def close(self) -> None:
+        with self._changed:
+            self._queue.clear()
+        self.finish()
+        self.stop()
+
+    def written(self) -> Iterator[bytes]:
+        """What is queued, until the end. A handshake that takes too long is the end, too."""
+        handshake_by_s = time.monotonic() + self._limits.handshake_s
+        while True:
+            with self._changed:
+                while not self._queue and not self._is_finished:
+                    left_s = None if self.link.settled.is_set() else handshake_by_s - time.monotonic()
+                    if left_s is not None and left_s <= 0:
+                        break
+                    self._changed.wait(left_s)
+                frame = self._queue.popleft() if self._queue else None
+                if frame is None and self._is_finished:
+                    return
+            if frame is not None:
+                yield frame
+            else:
+                self.link.lost(f"no Hello within {self._limits.handshake_s:g} s")
+
+    def read(self, incoming: Iterator[bytes]) -> None:
+        """Hands what comes to the link, until the end."""
+        try:
+            for frame in incoming:
+                if not self.link.on_frame(frame):
+                    self._may_read.wait()  # ended by resume, or by the end of the stream
+                    self._may_read.clear()
+            reason = "the other end closed it"
+        except grpc.RpcError as error:
+            reason = _reason(error)
+        self.link.lost(reason)
+
+    def start_reading(self, incoming: Iterator[bytes]) -> None:
+        threading.Thread(target=self.read, args=(incoming,), name="outrider-link", daemon=True).start()
+
+
+def _reason(error: grpc.RpcError) -> str:
+    """Why a stream ended. Only a client is told."""
+    if not isinstance(error, grpc.Call):
+        return "the connection broke, or the other end closed it"
+    if error.code() is grpc.StatusCode.CANCELLED:
+        return "the other end closed it"
+    return f"{error.details()} ({error.code().name})"
+
+
+class RpcListener:
+    def __init__(self, address: str, mailbox: Mailbox, hello: Hello, limits: Limits) -> None:
+        host, port = _host_and_port(address)
+        self._mailbox = mailbox
+        self._hello = hello
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._links: dict[StreamLink, None] = {}
+        self._is_closed = False
+        self._server = grpc.server(
+            _ThreadPerStream(), options=_options(limits), maximum_concurrent_rpcs=limits.max_links, compression=None
+        )
+        serve = grpc.stream_stream_rpc_method_handler(self._serve)  # no serializers: bytes
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: serve}),))
+        try:
+            port = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise InvalidField(
+                "address", address, "cannot be listened at: is the port taken, is the host this one?"
+            ) from error
+        self._address = f"{SCHEME}{host}:{port}"
+        self._server.start()
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            links = list(self._links)
+        for link in links:
+            link.close()
+        if not self._server.stop(None).wait(_STOP_S):
+            _log.warning("the gRPC server at %s has not stopped within %g s", self._address, _STOP_S)
+
+    def _serve(self, incoming: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """One stream, on a thread of its own, which gRPC makes write what this yields."""
+        pipe = _Pipe(self._limits)
+        pipe.stop = context.cancel
+        link = pipe.link = StreamLink(pipe, self._hello, self._mailbox, self._limits, self._address, accepts=True)
+        with self._lock:
+            if self._is_closed:
+                return
+            self._links[link] = None
+        link.on_closed = lambda: self._forget(link)
+        if context.add_callback(pipe.finish):
+            pipe.start_reading(incoming)
+            yield from pipe.written()
+        else:
+            link.lost("the connection broke")
+
+    def _forget(self, link: StreamLink) -> None:
+        with self._lock:
+            self._links.pop(link, None)
+
+
+class _ThreadPerStream(Executor):
+    """A stream occupies a thread for as long as it lives; ``max_links`` bounds them. They are daemons, so that a process
+    that forgets to close a link can end."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)  # gRPC's server looks at it
+                raise
+
+        threading.Thread(target=run, name="outrider-link-writer", daemon=True).start()
+        return future
+
+
+def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, limits: Limits) -> StreamLink:
+    """As ``cluster.transport.factory.connect``."""
+    host, port = _host_and_port(address)
+    channel = grpc.insecure_channel(f"{host}:{port}", options=_options(limits))
+    pipe = _Pipe(limits)
+    link = pipe.link = StreamLink(pipe, hello, mailbox, limits, address, accepts=False)
+    link.greet()
+    call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(pipe.written())
+
+    def stop() -> None:
+        call.cancel()
+        channel.close()
+
+    pipe.stop = stop
+    pipe.start_reading(call)
+    try:
+        link.wait_up(deadline_s)
+    except OutriderError:
+        pipe.close()
+        raise
+    return link
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(address)
+        host, port = parts.netloc.rpartition(":")[0], parts.port
+    except ValueError as error:
+        raise InvalidField("address", address, f"must be {SCHEME}HOST:PORT") from error
+    if parts.scheme != "grpc" or not host or port is None or parts.path or parts.query or parts.fragment:
+        raise InvalidField("address", address, f"must be {SCHEME}HOST:PORT")
+    return host, port

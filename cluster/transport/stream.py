@@ -1,0 +1,213 @@
+"""One end of a link over a stream of frames: the handshake, then messages into the owner's mailbox.
+
+Unix sockets and gRPC differ in how frames move (their ``Pipe``); what frames mean is here, once:
+
+    connecting end                     accepting end
+    Hello                 ->           checks it; else Refusal
+    checks it             <-           Hello
+    Welcome, LinkUp       ->           LinkUp
+    messages, pings      <->           messages, pings
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Protocol
+
+from cluster.errors import IncompatibleTokenizer, LinkClosed, LinkFull, WireError
+from cluster.messages import Hello, Message
+from cluster.transport.base import Limits, LinkDown, LinkUp, Mailbox, Received
+from cluster.transport.codec import decode, encode, encode_message
+from cluster.transport.frames import Ping, Refusal, Welcome
+from cluster.transport.handshake import refusal
+
+MAX_HANDSHAKE_BYTES = 64 * 2**10  # nobody unknown makes us hold more than that
+
+_log = logging.getLogger(__name__)
+
+
+class Pipe(Protocol):
+    """Moves the frames of one link. Thread-safe."""
+
+    def write(self, frame: bytes) -> None:
+        """Queue a frame without waiting. Raises LinkFull or LinkClosed."""
+
+    def resume(self) -> None:
+        """The mailbox has room again: go on reading."""
+
+    def finish(self) -> None:
+        """Close when what is queued has been written."""
+
+    def close(self) -> None:
+        """Close now; idempotent."""
+
+
+class _State(Enum):
+    HANDSHAKE = auto()
+    CONFIRMING = auto()  # the accepting end has said its Hello and awaits the Welcome
+    UP = auto()
+    DOWN = auto()
+
+
+class StreamLink:
+    """A ``Link``. Frames come in through ``on_frame``, from one thread; ``lost`` may come from any."""
+
+    def __init__(self, pipe: Pipe, own: Hello, mailbox: Mailbox, limits: Limits, address: str, accepts: bool) -> None:
+        self.settled = threading.Event()  # the handshake has ended, one way or the other
+        self.on_closed: Callable[[], None] = lambda: None
+        self._pipe = pipe
+        self._own = own
+        self._mailbox = mailbox
+        self._limits = limits
+        self._address = address
+        self._accepts = accepts
+        self._peer: Hello | None = None
+        self._lock = threading.Lock()
+        self._state = _State.HANDSHAKE
+        self._held: Received | None = None  # what the full mailbox refused; no frame comes after it until it is in
+        self._error: IncompatibleTokenizer | LinkClosed | None = None  # why it is down
+
+    @property
+    def peer(self) -> Hello:
+        if self._peer is None:
+            raise LinkClosed(f"the peer at {self._address} has not said who it is")
+        return self._peer
+
+    @property
+    def is_up(self) -> bool:
+        return self._state is _State.UP
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """How long a frame may be that comes now."""
+        return self._limits.max_message_bytes if self._state is _State.UP else MAX_HANDSHAKE_BYTES
+
+    def send(self, message: Message) -> None:
+        frame = encode_message(message, self._limits.max_message_bytes)
+        if self._state is not _State.UP:
+            raise LinkClosed(f"{self} is closed: {self._error}")
+        self._pipe.write(frame)
+
+    def close(self) -> None:
+        self._down(LinkClosed("closed by its owner"), tell=False)
+        self._pipe.close()
+
+    def greet(self) -> None:
+        """The connecting end speaks first."""
+        self._say(self._own)
+
+    def wait_up(self, deadline_s: float) -> None:
+        """For the connecting side: wait for the end of the handshake.
+
+        Raises:
+            IncompatibleTokenizer, LinkClosed: as ``cluster.transport.factory.connect``.
+        """
+        if not self.settled.wait(deadline_s):
+            self.lost(f"no Hello within {deadline_s:g} s")
+        error = self._error
+        if error is not None:
+            raise error
+
+    def on_frame(self, frame: bytes) -> bool:
+        """A frame has come. Returns False when the mailbox had no room for its message, which is kept: nothing more must
+        come until the pipe's ``resume``."""
+        try:
+            content = decode(frame, self.max_frame_bytes)
+        except WireError as error:
+            self.lost(str(error))
+            return True
+        match content, self._state:
+            case Ping(), _:
+                return True
+            case Hello(), _State.HANDSHAKE:
+                self._on_hello(content)
+            case Refusal(), _State.HANDSHAKE | _State.CONFIRMING:
+                self._on_refusal(content)
+            case Welcome(), _State.CONFIRMING:
+                self._up()
+            case ((Hello() | Refusal() | Welcome()), _):
+                self.lost(f"a {type(content).__name__} came out of turn")
+            case _, _State.UP:
+                return self._take(Received(self, content))
+            case _, _State.DOWN:
+                pass  # it was on the way when this end closed
+            case _:
+                self.lost(f"a {type(content).__name__} came before the end of the handshake")
+        return True
+
+    def lost(self, reason: str) -> None:
+        """The stream broke, ended, or carries nonsense."""
+        self._down(LinkClosed(f"{self}: {reason}"), tell=True)
+        self._pipe.close()
+
+    def _on_hello(self, hello: Hello) -> None:
+        refused = refusal(self._own, hello)
+        if refused is not None:
+            _log.warning("refused a link at %s: %s", self._address, refused.reason)
+            self._down(refused.error(self._address), tell=False)
+            self._say(refused)
+            self._pipe.finish()
+            return
+        self._peer = hello
+        if not self._accepts:
+            self._say(Welcome())
+            self._up()
+            return
+        with self._lock:
+            if self._state is _State.DOWN:
+                return
+            self._state = _State.CONFIRMING
+        self._say(self._own)
+
+    def _on_refusal(self, refused: Refusal) -> None:
+        if self._accepts:
+            _log.warning("a link at %s was refused by its peer: %s", self._address, refused.reason)
+        self._down(refused.error(self._address), tell=False)
+        self._pipe.close()
+
+    def _say(self, frame: Hello | Welcome | Refusal) -> None:
+        try:
+            self._pipe.write(encode(frame))
+        except (LinkClosed, LinkFull) as error:
+            self.lost(str(error))
+
+    def _up(self) -> None:
+        with self._lock:
+            if self._state is not _State.DOWN:
+                self._state = _State.UP
+                self._mailbox.put(LinkUp(self))
+        self.settled.set()
+
+    def _down(self, error: IncompatibleTokenizer | LinkClosed, tell: bool) -> None:
+        with self._lock:
+            if self._state is _State.DOWN:
+                return
+            was_up = self._state is _State.UP
+            self._state = _State.DOWN
+            self._error = error
+            self._held = None
+            if was_up and tell:
+                self._mailbox.put(LinkDown(self, str(error)))
+        if not was_up and tell and self._accepts:
+            _log.warning("a link did not come up: %s", error)
+        self.settled.set()
+        self.on_closed()
+
+    def _take(self, event: Received) -> bool:
+        with self._lock:
+            if self._state is not _State.UP or self._mailbox.put(event, self._on_room):
+                return True
+            self._held = event
+            return False
+
+    def _on_room(self) -> None:
+        with self._lock:
+            if self._held is None or not self._mailbox.put(self._held, self._on_room):
+                return
+            self._held = None
+        self._pipe.resume()
+
+    def __str__(self) -> str:
+        who = "an unknown peer" if self._peer is None else f"{self._peer.role} {self._peer.name!r}"
+        return f"the link to {who} at {self._address}"

@@ -1,0 +1,281 @@
+"""Links within one node: ``unix:///path``. A frame is its length in four bytes, big-endian, and then its bytes.
+
+``send`` writes to the socket itself, without waiting. The reactor's thread reads, and writes what the socket had no room
+for.
+"""
+
+import logging
+import socket
+import struct
+import threading
+import time
+from collections import deque
+
+from cluster.errors import LinkClosed, LinkFull
+from cluster.messages import Hello
+from cluster.transport import reactor
+from cluster.transport.base import Limits, Mailbox
+from cluster.transport.codec import encode
+from cluster.transport.frames import Ping
+from cluster.transport.stream import StreamLink
+from cluster.transport.unix_path import bind, path_of, remove
+
+_LENGTH = struct.Struct(">I")
+_READ_BYTES = 256 * 2**10
+_BACKLOG = 128
+_PING = encode(Ping())
+
+_log = logging.getLogger(__name__)
+
+
+class _Connection:
+    """The ``Pipe`` of one link. All but ``write``, ``resume``, ``finish`` and ``close`` runs on the reactor's thread."""
+
+    def __init__(self, io: reactor.Reactor, sock: socket.socket, limits: Limits) -> None:
+        self.link: StreamLink
+        self._io = io
+        self._sock = sock
+        self._limits = limits
+        self._incoming = bytearray()
+        self._is_paused = False  # the mailbox is full
+        self._heard_s = self._written_s = time.monotonic()
+        self._lock = threading.Lock()  # guards what follows, and the socket against being closed under a write
+        self._unwritten: deque[memoryview] = deque()
+        self._is_closed = False
+
+    def start(self) -> None:
+        self._watch()
+        self._io.call_later(self._limits.heartbeat_s, self._tick)
+
+    def write(self, frame: bytes) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise LinkClosed(f"{self.link} is closed")
+            if len(self._unwritten) >= self._limits.queue_len:
+                raise LinkFull(f"{self.link}: the other end reads too slowly, {len(self._unwritten)} messages wait for it")
+            data = memoryview(_LENGTH.pack(len(frame)) + frame)
+            if not self._unwritten:
+                try:
+                    data = data[self._sock.send(data) :]
+                except BlockingIOError:
+                    pass
+                except OSError as error:  # the reactor will see it, too, and tell the owner
+                    raise LinkClosed(f"{self.link} broke: {error}") from error
+            self._written_s = time.monotonic()
+            if data:
+                self._unwritten.append(data)
+                if len(self._unwritten) == 1:
+                    self._io.call(self._watch)
+
+    def resume(self) -> None:
+        self._io.call(self._resume)
+
+    def finish(self) -> None:
+        self.close()  # what a handshake writes always fits a new socket's buffer
+
+    def close(self) -> None:
+        self._io.call(self._close)
+
+    def ready(self, events: int) -> None:
+        if self._is_closed:
+            return
+        if events & reactor.WRITE:
+            self._flush()
+        if events & reactor.READ and not self._is_closed and not self._is_paused:
+            self._read()
+
+    def fail(self, reason: str) -> None:
+        self.link.lost(reason)
+        with self._lock:
+            self._is_closed = True
+            self._sock.close()
+
+    def _read(self) -> None:
+        try:
+            data = self._sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.link.lost(f"it broke: {error}")
+            return
+        if not data:
+            self.link.lost("the other end closed it")
+            return
+        self._heard_s = time.monotonic()
+        self._incoming += data
+        self._take_frames()
+
+    def _take_frames(self) -> None:
+        start, end = 0, len(self._incoming)
+        while end - start >= _LENGTH.size and not self._is_paused:
+            (length,) = _LENGTH.unpack_from(self._incoming, start)
+            if length > self.link.max_frame_bytes:
+                self.link.lost(f"a frame of {length} bytes was announced, at most {self.link.max_frame_bytes} are allowed")
+                return
+            if end - start - _LENGTH.size < length:
+                break
+            start += _LENGTH.size
+            frame = bytes(memoryview(self._incoming)[start : start + length])
+            start += length
+            self._is_paused = not self.link.on_frame(frame)
+        del self._incoming[:start]
+        if self._is_paused:
+            self._watch()
+
+    def _resume(self) -> None:
+        if self._is_closed:
+            return
+        self._is_paused = False
+        self._heard_s = time.monotonic()  # nobody listened until now
+        self._take_frames()
+        self._watch()
+
+    def _flush(self) -> None:
+        reason = None
+        with self._lock:
+            try:
+                while self._unwritten:
+                    rest = self._unwritten[0][self._sock.send(self._unwritten[0]) :]
+                    if rest:
+                        self._unwritten[0] = rest
+                        break
+                    self._unwritten.popleft()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                reason = f"it broke: {error}"
+        if reason is not None:
+            self.link.lost(reason)
+        else:
+            self._watch()
+
+    def _watch(self) -> None:
+        if self._is_closed:
+            return
+        reading = 0 if self._is_paused else reactor.READ
+        writing = reactor.WRITE if self._unwritten else 0
+        self._io.watch(self._sock, reading | writing, self)
+
+    def _tick(self) -> None:
+        """Say that we are here, and find out whether the other end still is."""
+        if self._is_closed:
+            return
+        now_s = time.monotonic()
+        if not self._is_paused and now_s - self._heard_s > self._limits.silence_s:
+            self.link.lost(f"nothing was heard for {now_s - self._heard_s:.1f} s")
+            return
+        if self.link.is_up and not self._unwritten and now_s - self._written_s >= self._limits.heartbeat_s:
+            try:
+                self.write(_PING)
+            except (LinkClosed, LinkFull) as error:
+                self.link.lost(str(error))
+                return
+        self._io.call_later(self._limits.heartbeat_s, self._tick)
+
+    def _close(self) -> None:
+        if self._is_closed:
+            return
+        self._io.watch(self._sock, 0, self)
+        with self._lock:
+            self._is_closed = True
+            self._unwritten.clear()
+            self._sock.close()
+        self._incoming.clear()
+        reactor.release(self._io)
+
+
+class UnixListener:
+    def __init__(self, address: str, mailbox: Mailbox, hello: Hello, limits: Limits) -> None:
+        self._address = address
+        self._mailbox = mailbox
+        self._hello = hello
+        self._limits = limits
+        self._path = path_of(address)
+        self._sock, self._inode = bind(address, self._path)
+        self._sock.listen(_BACKLOG)
+        self._sock.setblocking(False)
+        self._links: dict[StreamLink, None] = {}
+        self._is_closed = False
+        self._io = reactor.acquire()
+        self._io.call(lambda: self._io.watch(self._sock, reactor.READ, self))
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            remove(self._path, self._inode)
+            self._io.call(self._close)
+
+    def ready(self, events: int) -> None:
+        while not self._is_closed:
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no file descriptor left, most likely: look again when some may be free
+                _log.error("no link can be accepted at %s: %s", self._address, error)
+                self._io.watch(self._sock, 0, self)
+                self._io.call_later(self._limits.heartbeat_s, self._accept_again)
+                return
+            if len(self._links) >= self._limits.max_links:
+                _log.warning("a link at %s was dropped: there are %d already", self._address, len(self._links))
+                sock.close()
+            else:
+                self._accept(sock)
+
+    def fail(self, reason: str) -> None:
+        _log.error("%s accepts no more links: %s", self._address, reason)
+        self._is_closed = True
+        self._sock.close()
+
+    def _accept(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        link = _link(sock, self._hello, self._mailbox, self._limits, self._address, accepts=True)
+        self._links[link] = None
+        link.on_closed = lambda: self._links.pop(link, None)
+        self._io.call_later(self._limits.handshake_s, lambda: self._expire(link))
+
+    def _expire(self, link: StreamLink) -> None:
+        if not link.settled.is_set():
+            link.lost(f"no Hello within {self._limits.handshake_s:g} s")
+
+    def _accept_again(self) -> None:
+        if not self._is_closed:
+            self._io.watch(self._sock, reactor.READ, self)
+
+    def _close(self) -> None:
+        self._io.watch(self._sock, 0, self)
+        self._sock.close()
+        for link in list(self._links):
+            link.close()
+        reactor.release(self._io)
+
+
+def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, limits: Limits) -> StreamLink:
+    """As ``cluster.transport.factory.connect``."""
+    path = path_of(address)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        sock.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError) as error:
+        sock.close()
+        raise LinkClosed(f"nobody listens at {address}") from error
+    except OSError as error:  # BlockingIOError among them: more connections wait there than the listener takes
+        sock.close()
+        raise LinkClosed(f"no link to {address}: {error}") from error
+    link = _link(sock, hello, mailbox, limits, address, accepts=False)
+    link.greet()
+    link.wait_up(deadline_s)
+    return link
+
+
+def _link(sock: socket.socket, hello: Hello, mailbox: Mailbox, limits: Limits, address: str, accepts: bool) -> StreamLink:
+    io = reactor.acquire()
+    connection = _Connection(io, sock, limits)
+    connection.link = StreamLink(connection, hello, mailbox, limits, address, accepts)
+    io.call(connection.start)
+    return connection.link

@@ -1,0 +1,101 @@
+"""The file behind ``unix:///path``: who may use it, and what happens to one that a dead process left behind."""
+
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster.errors import InvalidField
+
+SCHEME = "unix://"
+_MAX_PATH_BYTES = 107  # sun_path holds 108 with the terminating zero
+
+
+def path_of(address: str) -> Path:
+    """Raises InvalidField when the address is not ``unix:///path``, or longer than the kernel takes."""
+    path = address.removeprefix(SCHEME)
+    if path == address or not path.startswith("/") or path.endswith("/") or "\0" in path:
+        raise InvalidField("address", address, f"must be {SCHEME}/PATH, an absolute path of a socket")
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        raise InvalidField(
+            "address",
+            address,
+            f"the path has {len(os.fsencode(path))} bytes, at most {_MAX_PATH_BYTES} fit: choose a shorter folder",
+        )
+    return Path(path)
+
+
+def bind(address: str, path: Path) -> tuple[socket.socket, int]:
+    """A bound socket at ``path``, for its owner alone, and the file's inode.
+
+    The folder is made if it is not there. A socket at which nobody listens any more is replaced.
+
+    Raises:
+        InvalidField: others may enter the folder, somebody listens there, or the file system refuses.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _prepare_folder(address, path.parent)
+        with _locked(path.parent):  # two that find the same stale socket must not both replace it
+            _remove_stale(address, path)
+            sock.bind(str(path))
+            path.chmod(0o600)
+            return sock, path.stat().st_ino
+    except OSError as error:
+        sock.close()
+        raise InvalidField("address", address, f"cannot be listened at: {error.strerror or error}") from error
+    except InvalidField:
+        sock.close()
+        raise
+
+
+def remove(path: Path, inode: int) -> None:
+    """Remove the socket unless another has taken its place."""
+    try:
+        with _locked(path.parent):
+            if path.stat().st_ino == inode:
+                path.unlink()
+    except FileNotFoundError:
+        pass  # somebody has cleaned up before us
+
+
+def _prepare_folder(address: str, folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise InvalidField(
+            "address", address, f"the folder {folder} must belong to this user and admit no other (mode 0700)"
+        )
+
+
+def _remove_stale(address: str, path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise InvalidField("address", address, "there is a file that is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except BlockingIOError:
+            pass  # somebody listens, and has a full backlog
+    raise InvalidField("address", address, "is already listened at")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds an advisory lock on a folder."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
