@@ -73,7 +73,7 @@ def bench(
     run = find_bench(name).load()
     expectations = [Expectation.parse(text) for text in expect or ()]
     result = run(BenchOptions(quick, (*(prompts or ()), *(more_prompts or ())), model))
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
     print_result(result, console)
     write_json(result, json)
     unmet = failures(result, expectations)

@@ -1,0 +1,82 @@
+"""What drafters and schedulers may do to a request without changing its tokens, done on purpose."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from cluster.types import SamplingParams
+from drafters.protocol import Demand, Draft, Drafter
+from router.cost_model import CostModel
+from router.plan import Capacity, DrafterView, SequenceView, StepPlan
+from router.planner import Planner
+
+KEPT_RESIDUES = 3
+
+
+class Cut:
+    """A drafter of whose drafts only the first ``num_kept(token_ids)`` tokens leave."""
+
+    def __init__(self, drafter: Drafter, num_kept: Callable[[Sequence[int]], int]) -> None:
+        self._drafter = drafter
+        self._num_kept = num_kept
+
+    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+        self._drafter.open(request_id, token_ids, prompt_len, sampling)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self._drafter.extend(request_id, token_ids)
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        return [self._cut(draft) for draft in self._drafter.propose(demands)]
+
+    def release(self, request_id: str) -> None:
+        self._drafter.release(request_id)
+
+    def check_integrity(self) -> None:
+        self._drafter.check_integrity()
+
+    def _cut(self, draft: Draft) -> Draft:
+        num_kept = self._num_kept(draft.token_ids)
+        return Draft(draft.request_id, draft.token_ids[:num_kept], draft.confidences[:num_kept])
+
+
+def before_disliked_token(token_ids: Sequence[int]) -> int:
+    """The adversary: drops a draft from its first token that is a multiple of three on. Whoever accepts drafts by chance
+    would then say such tokens less often than the target does."""
+    return next((i for i, token in enumerate(token_ids) if token % KEPT_RESIDUES == 0), len(token_ids))
+
+
+class Midway:
+    """A planner that lets something happen once, when a request has ``at_len`` output tokens; else the one that it wraps.
+
+    ``happen`` gets the running sequences and returns those to preempt.
+    """
+
+    def __init__(
+        self, planner: Planner, at_len: int, happen: Callable[[Sequence[SequenceView]], Sequence[SequenceView]]
+    ) -> None:
+        self._planner = planner
+        self._at_len = at_len
+        self._happen = happen
+        self.has_happened = False
+
+    def plan(
+        self,
+        sequences: Sequence[SequenceView],
+        drafters: Mapping[str, DrafterView],
+        capacity: Capacity,
+        cost: CostModel,
+        now_s: float,
+    ) -> StepPlan:
+        running = [s for s in sequences if s.running]
+        if self.has_happened or all(s.committed_len - s.prompt_len < self._at_len for s in running):
+            return self._planner.plan(sequences, drafters, capacity, cost, now_s)
+        self.has_happened = True
+        victims = {s.request_id for s in self._happen(running)}
+        others = [s for s in sequences if s.request_id not in victims]
+        plan = self._planner.plan(others, drafters, capacity, cost, now_s)
+        return replace(plan, preempted=(*plan.preempted, *victims))
+
+
+def every_second(running: Sequence[SequenceView]) -> Sequence[SequenceView]:
+    """Half the batch."""
+    return running[::2]
