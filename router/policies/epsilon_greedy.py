@@ -47,7 +47,7 @@ class EpsilonGreedy:
             here = self._place(request, room)
             values = self._estimates.of_request(request.request_id, shared)
             if here is not None:
-                values = {**values, here: values[here] * self._advantage}
+                values[here] *= self._advantage
             best = max(values.values())
             seat = room.seat(here, request.chain) if here is not None and values[here] >= best else None
             if seat is not None:

@@ -61,11 +61,11 @@ class GoodputEstimates:
         return {drafter: known.get(drafter, mean) for drafter in drafters}
 
     def of_request(self, request_id: str, pool: dict[str, float]) -> dict[str, float]:
-        """``pool``, as `of_pool` gave it, with the request's own experience in it. Not to be changed by the caller."""
-        own = self._own.get(request_id)
-        if not own:
-            return pool
+        """``pool``, as `of_pool` gave it, with the request's own experience in it. A new dict."""
         estimates = pool.copy()
+        own = self._own.get(request_id)
+        if own is None:
+            return estimates
         for drafter, tally in own.items():
             if drafter in estimates:
                 shared = self._pool[drafter]
