@@ -1,0 +1,224 @@
+"""One suite over every drafter: what a loop may rely on."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ChainOptions, DrafterOptions, ModelOptions, NgramOptions, SuffixOptions
+from cluster.types import ModelInfo, SamplingParams
+from drafters.protocol import Demand, Draft, Drafter
+from drafters.registry import Site, make
+from engine.models.tokenizer import fingerprint
+from tests.support.tiny_model import write_tiny_model
+
+VOCAB_SIZE = 257
+NUM_LAYERS = 3
+SAMPLING = SamplingParams(max_tokens=64, temperature=0.8, seed=11, top_p=0.9, repetition_penalty=1.2, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+KINDS = ("ngram", "suffix", "model", "shallow", "chain", "lookup-chain", "long-chain")
+
+Make = Callable[[], Drafter]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), num_layers=NUM_LAYERS)
+
+
+@pytest.fixture(params=KINDS)
+def make_one(request: pytest.FixtureRequest, folder: Path) -> Make:
+    def model(num_layers: int) -> ModelOptions:
+        return ModelOptions(model=str(folder), num_layers=num_layers, dtype="float32", kv_cache_gb=0.0002)
+
+    options: dict[str, DrafterOptions] = {
+        "ngram": NgramOptions(),
+        "suffix": SuffixOptions(),
+        "model": model(NUM_LAYERS),
+        "shallow": model(1),
+        "chain": ChainOptions(proposer=model(1), verifier=model(NUM_LAYERS)),
+        "lookup-chain": ChainOptions(proposer=NgramOptions(), verifier=model(2)),
+        "long-chain": ChainOptions(proposer=ChainOptions(proposer=NgramOptions(), verifier=model(1)), verifier=model(2)),
+    }
+    target = ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), fingerprint(folder))
+    return lambda: make(options[request.param], Site(target, "cpu"))
+
+
+@pytest.fixture
+def drafter(make_one: Make) -> Iterator[Drafter]:
+    drafter = make_one()
+    yield drafter
+    drafter.check_integrity()
+
+
+def text(seed: int, length: int = 40) -> list[int]:
+    """Tokens in which phrases recur, so that lookups find something."""
+    rng = random.Random(seed)
+    phrases = [[rng.randrange(VOCAB_SIZE - 1) for _ in range(5)] for _ in range(3)]
+    tokens: list[int] = []
+    while len(tokens) < length:
+        tokens += rng.choice(phrases)
+    return tokens[:length]
+
+
+def propose(drafter: Drafter, *demands: Demand) -> list[Draft]:
+    """Drafts that keep the protocol."""
+    drafts = drafter.propose(demands)
+    assert [draft.request_id for draft in drafts] == [demand.request_id for demand in demands]
+    for demand, draft in zip(demands, drafts, strict=True):
+        assert len(draft.token_ids) <= max(0, demand.num_tokens)
+        assert len(draft.confidences) == len(draft.token_ids)
+        assert all(0 <= token_id < VOCAB_SIZE for token_id in draft.token_ids)
+        assert all(0.0 < confidence <= 1.0 for confidence in draft.confidences)
+    drafter.check_integrity()
+    return drafts
+
+
+def ids(drafts: list[Draft]) -> list[tuple[int, ...]]:
+    return [draft.token_ids for draft in drafts]
+
+
+def test_drafts_something_for_a_text_that_repeats_itself(drafter: Drafter) -> None:
+    drafter.open("a", [1, 2, 3, 4, 5] * 8, 20, GREEDY)
+    (draft,) = propose(drafter, Demand("a", 6))
+    assert draft.token_ids
+
+
+def test_a_batch_gets_what_its_demands_would_get_alone(make_one: Make) -> None:
+    texts = {f"r{i}": (text(i, 20 + 7 * i), GREEDY if i % 2 else SAMPLING) for i in range(5)}
+    demands = [Demand(request_id, 1 + i) for i, request_id in enumerate(texts)]
+    together = make_one()
+    for request_id, (token_ids, sampling) in texts.items():
+        together.open(request_id, token_ids, 10, sampling)
+    alone = []
+    for demand in demands:
+        drafter = make_one()
+        token_ids, sampling = texts[demand.request_id]
+        drafter.open(demand.request_id, token_ids, 10, sampling)
+        alone += propose(drafter, demand)
+    assert ids(propose(together, *demands)) == ids(alone)
+
+
+def test_the_same_demand_gets_the_same_draft_again(drafter: Drafter) -> None:
+    drafter.open("a", text(1), 10, SAMPLING)
+    assert ids(propose(drafter, Demand("a", 5))) == ids(propose(drafter, Demand("a", 5)))
+
+
+def test_interleaved_requests_do_not_disturb_each_other(make_one: Make) -> None:
+    def rounds(drafter: Drafter, names: list[str]) -> dict[str, list[tuple[int, ...]]]:
+        rng = {name: random.Random(name) for name in names}
+        said: dict[str, list[tuple[int, ...]]] = {name: [] for name in names}
+        for name in names:
+            drafter.open(name, text(len(name)), 10, SAMPLING)
+        for i in range(12):
+            for name in names:
+                if (i + len(name)) % 3:
+                    (draft,) = propose(drafter, Demand(name, 4))
+                    said[name].append(draft.token_ids)
+                    kept = rng[name].randint(0, len(draft.token_ids))
+                    drafter.extend(name, [*draft.token_ids[:kept], rng[name].randrange(VOCAB_SIZE - 1)])
+        return said
+
+    names = ["a", "bb", "ccc"]
+    together = rounds(make_one(), names)
+    assert together == {name: rounds(make_one(), [name])[name] for name in names}
+
+
+def test_extending_and_opening_anew_come_to_the_same(make_one: Make) -> None:
+    whole, grown = make_one(), make_one()
+    tokens = text(3, 60)
+    whole.open("a", tokens, 10, SAMPLING)
+    grown.open("a", tokens[:30], 10, SAMPLING)
+    for start in range(30, 60, 6):
+        propose(grown, Demand("a", 3))
+        grown.extend("a", tokens[start : start + 6])
+    assert ids(propose(grown, Demand("a", 7))) == ids(propose(whole, Demand("a", 7)))
+
+
+def test_opening_what_is_open_starts_it_over(make_one: Make) -> None:
+    fresh, used = make_one(), make_one()
+    used.open("a", text(4, 50), 10, SAMPLING)
+    propose(used, Demand("a", 5))
+    for drafter in (fresh, used):
+        drafter.open("a", [1, 2, 3, 9, 8, 1, 2, 3], 4, GREEDY)
+    assert ids(propose(used, Demand("a", 5))) == ids(propose(fresh, Demand("a", 5)))
+
+
+def test_released_requests_may_come_back(drafter: Drafter) -> None:
+    drafter.release("never seen")
+    drafter.open("a", text(5), 40, SAMPLING)  # nothing of the output yet: suffix shares none of it
+    before = ids(propose(drafter, Demand("a", 5)))
+    drafter.release("a")
+    drafter.release("a")
+    drafter.check_integrity()
+    drafter.open("a", text(5), 40, SAMPLING)
+    assert ids(propose(drafter, Demand("a", 5))) == before
+
+
+@pytest.mark.parametrize("num_tokens", [0, -3, 10_000])
+def test_demands_of_any_size_are_answered(drafter: Drafter, num_tokens: int) -> None:
+    drafter.open("a", [1, 2, 3] * 10, 5, GREEDY)
+    drafter.open("b", text(6), 5, SAMPLING)
+    propose(drafter, Demand("a", num_tokens), Demand("b", 3))
+
+
+def test_drafts_go_on_behind_what_was_drafted_before(drafter: Drafter) -> None:
+    drafter.open("a", [1, 2, 3, 4, 5] * 8, 20, GREEDY)
+    (first,) = propose(drafter, Demand("a", 3))
+    (rest,) = propose(drafter, Demand("a", 3, first.token_ids))
+    (whole,) = propose(drafter, Demand("a", 6))
+    assert first.token_ids + rest.token_ids == whole.token_ids
+
+
+def test_any_tokens_may_stand_ahead(make_one: Make) -> None:
+    """A chain's verifier corrects what its proposer drafted, and asks on from there."""
+    drafter, fresh = make_one(), make_one()
+    tokens, ahead = text(7), (5, 6, 7)
+    drafter.open("a", tokens, 10, GREEDY)
+    propose(drafter, Demand("a", 5))
+    drafted = propose(drafter, Demand("a", 4, ahead))
+    fresh.open("a", tokens, 10, GREEDY)
+    assert ids(propose(fresh, Demand("a", 4, ahead))) == ids(drafted)
+    drafter.extend("a", [5, 200])
+    propose(drafter, Demand("a", 5))
+
+
+def test_texts_as_long_as_the_model_are_answered(drafter: Drafter) -> None:
+    for length in (510, 511, 512):
+        drafter.open("a", text(8, length), 10, GREEDY)
+        propose(drafter, Demand("a", 4))
+    drafter.extend("a", text(9, 30))
+    propose(drafter, Demand("a", 4), Demand("a", 0))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_stays_whole_whatever_happens(drafter: Drafter, seed: int) -> None:
+    """The cache of the whole model holds 544 tokens, the requests up to 1,000: they lose theirs again and again."""
+    rng = random.Random(seed)
+    lens: dict[str, int] = {}
+    for _ in range(60):
+        name = rng.choice("abcdef")
+        action = rng.random()
+        if action < 0.2 or name not in lens:
+            tokens = text(rng.randrange(100), rng.randint(1, 120))
+            drafter.open(name, tokens, rng.randint(0, len(tokens)), rng.choice([GREEDY, SAMPLING]))
+            lens[name] = len(tokens)
+        elif action < 0.3:
+            drafter.release(name)
+            del lens[name]
+        elif action < 0.5:
+            tokens = text(rng.randrange(100), rng.randint(1, 9))
+            drafter.extend(name, tokens)
+            lens[name] += len(tokens)
+        else:
+            names = rng.sample(sorted(lens), rng.randint(1, len(lens)))
+            demands = [Demand(n, rng.randint(0, 9), tuple(text(rng.randrange(9), rng.randint(0, 4)))) for n in names]
+            for demand, draft in zip(demands, propose(drafter, *demands), strict=True):
+                if rng.random() < 0.7 and draft.token_ids:
+                    kept = (*demand.ahead, *draft.token_ids)[: rng.randint(1, 9)]
+                    drafter.extend(demand.request_id, kept)
+                    lens[demand.request_id] += len(kept)
+        drafter.check_integrity()
+    for name in lens:
+        drafter.release(name)

@@ -1,0 +1,235 @@
+"""Model drafters and chains against the target that they imitate: exact in fp32, and no row computed twice."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cluster.types import Request, SamplingParams
+from drafters.chain import ChainDrafter
+from drafters.model import ModelDrafter
+from drafters.ngram import NgramDrafter
+from drafters.protocol import Demand, Drafter
+from drafters.small_model import Question, SmallModel
+from engine.factory import load_model, load_target
+from engine.target import SpanInput, TargetEngine
+from tests.support.tiny_model import write_tiny_model
+
+VOCAB_SIZE = 257
+EOS = VOCAB_SIZE - 1
+PROMPT = tuple(range(40, 100))
+GREEDY = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=80, temperature=0.8, seed=5, ignore_eos=True)
+PENALIZED = SamplingParams(
+    max_tokens=80,
+    temperature=0.8,
+    seed=6,
+    ignore_eos=True,
+    repetition_penalty=1.3,
+    presence_penalty=0.5,
+    top_k=40,
+    min_p=0.01,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), num_layers=3)
+
+
+def small_model(
+    folder: Path, *, num_layers: int | None = None, num_blocks: int = 64, max_pass_rows: int = 512
+) -> SmallModel:
+    return SmallModel(
+        load_model(folder, "float32", num_layers=num_layers),
+        num_blocks=num_blocks,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        max_pass_rows=max_pass_rows,
+    )
+
+
+def plain_run(folder: Path, sampling: SamplingParams, num_tokens: int = 80) -> list[int]:
+    """Prompt and what the target alone answers."""
+    target: TargetEngine = load_target(folder, dtype="float32", kv_cache_bytes=2**25, max_model_len=256)
+    token_ids = list(PROMPT)
+    base_len = target.open(Request("r", PROMPT, sampling, 0.0), token_ids)
+    while len(token_ids) < len(PROMPT) + num_tokens:
+        (outcome,) = target.execute([SpanInput("r", base_len, tuple(token_ids[base_len:]))])
+        base_len = len(token_ids)
+        token_ids += outcome.token_ids
+    return token_ids
+
+
+def ride(drafter: Drafter, token_ids: Sequence[int], sampling: SamplingParams, num_tokens: int) -> tuple[int, int]:
+    """Drafts for a request whose output is known; (drafted, accepted) tokens."""
+    drafter.open("r", token_ids[: len(PROMPT)], len(PROMPT), sampling)
+    committed_len, num_drafted, num_accepted = len(PROMPT), 0, 0
+    while committed_len < len(token_ids) - 1:
+        (draft,) = drafter.propose([Demand("r", min(num_tokens, len(token_ids) - committed_len - 1))])
+        drafter.check_integrity()
+        num_right = 0
+        while num_right < len(draft.token_ids) and draft.token_ids[num_right] == token_ids[committed_len + num_right]:
+            num_right += 1
+        drafter.extend("r", token_ids[committed_len : committed_len + num_right + 1])
+        committed_len += num_right + 1
+        num_drafted += len(draft.token_ids)
+        num_accepted += num_right
+    return num_drafted, num_accepted
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALIZED])
+def test_the_target_as_its_own_drafter_is_always_right(folder: Path, sampling: SamplingParams) -> None:
+    model = small_model(folder)
+    output = plain_run(folder, sampling)
+    drafted, accepted = ride(ModelDrafter(model), output, sampling, 5)
+    assert drafted == accepted > 60
+    # Each position once: the prompt, then every token but the bonus token of the end and what it would predict.
+    assert model.num_rows <= len(output)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALIZED])
+def test_another_model_is_wrong_and_a_wrong_draft_costs_only_its_rows(folder: Path, sampling: SamplingParams) -> None:
+    model = small_model(folder, num_layers=1)
+    output = plain_run(folder, sampling)
+    drafted, accepted = ride(ModelDrafter(model), output, sampling, 4)
+    assert accepted < drafted / 2
+    assert model.num_rows <= len(output) + drafted - accepted
+
+
+def chains(folder: Path, verifier: SmallModel) -> list[Drafter]:
+    shallow = ModelDrafter(small_model(folder, num_layers=2))
+    nested = ChainDrafter(NgramDrafter(), small_model(folder, num_layers=2))
+    return [ChainDrafter(proposer, verifier) for proposer in (shallow, NgramDrafter(), nested)]
+
+
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALIZED])
+def test_a_chain_hands_out_what_its_verifier_would(folder: Path, index: int, sampling: SamplingParams) -> None:
+    chain = chains(folder, small_model(folder))[index]
+    alone = ModelDrafter(small_model(folder))
+    rng = random.Random(index)
+    for drafter in (chain, alone):
+        for name in "abc":
+            drafter.open(name, PROMPT[: 20 + ord(name) % 7], 10, sampling)
+    for _ in range(8):
+        demands = [Demand(name, rng.randint(0, 9)) for name in "abc"]
+        drafts = chain.propose(demands)
+        assert [d.token_ids for d in drafts] == [d.token_ids for d in alone.propose(demands)]
+        for draft in drafts:
+            kept = (*draft.token_ids[: rng.randint(0, 6)], rng.randrange(EOS))
+            chain.extend(draft.request_id, kept)
+            alone.extend(draft.request_id, kept)
+        chain.check_integrity()
+
+
+def test_a_chain_saves_passes_of_its_verifier(folder: Path) -> None:
+    """The verifier's own weights as the proposer: every proposal is right, so a pass confirms it and adds a token."""
+    verifier, alone = small_model(folder), small_model(folder)
+    output = plain_run(folder, SAMPLED)
+    chain = ChainDrafter(ModelDrafter(small_model(folder)), verifier, proposal_len=4)
+    assert ride(chain, output, SAMPLED, 5) == ride(ModelDrafter(alone), output, SAMPLED, 5)
+    assert verifier.num_passes <= alone.num_passes / 4
+
+
+def test_a_doubtful_draft_ends_early(folder: Path) -> None:
+    output = plain_run(folder, SAMPLED)
+    sure = ModelDrafter(small_model(folder), min_confidence=0.3)
+    free = ModelDrafter(small_model(folder))
+    for drafter in (sure, free):
+        drafter.open("r", output[:70], len(PROMPT), SAMPLED)
+    (whole,) = free.propose([Demand("r", 9)])
+    num_sure = next((i for i, confidence in enumerate(whole.confidences) if confidence < 0.3), 9)
+    assert 0 <= num_sure < 9, "the test needs a doubtful token"
+    (short,) = sure.propose([Demand("r", 9)])
+    assert short.token_ids == whole.token_ids[:num_sure]
+
+
+def test_nothing_is_drafted_behind_the_end(folder: Path) -> None:
+    sampling = SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((EOS, 100.0),))
+    for params, expected in (
+        (sampling, (EOS,)),
+        (SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((EOS, 100.0),), ignore_eos=True), (EOS,) * 4),
+        (SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((7, 100.0),), stop_token_ids=(7,)), (7,)),
+    ):
+        for drafter in (
+            ModelDrafter(small_model(folder)),
+            ChainDrafter(ModelDrafter(small_model(folder, num_layers=1)), small_model(folder)),
+        ):
+            drafter.open("r", PROMPT, len(PROMPT), params)
+            (draft,) = drafter.propose([Demand("r", 4)])
+            assert draft.token_ids == expected
+
+
+def test_a_long_prompt_catches_up_without_holding_up_the_others(folder: Path) -> None:
+    model, fresh = small_model(folder, max_pass_rows=32), small_model(folder)
+    drafter = ModelDrafter(model)
+    long = [i % 250 for i in range(100)]
+    drafter.open("long", long, 10, GREEDY)
+    drafter.open("short", PROMPT[:20], 10, GREEDY)
+    num_rounds = 0
+    draft = None
+    while draft is None or not draft.token_ids:
+        num_passes = model.num_passes
+        draft, short = drafter.propose([Demand("long", 2), Demand("short", 2)])
+        drafter.check_integrity()
+        assert len(short.token_ids) == 2
+        assert model.num_passes - num_passes <= 3  # one to catch up, one per token
+        drafter.extend("short", short.token_ids)
+        num_rounds += 1
+    assert num_rounds >= 3
+    alone = ModelDrafter(fresh)
+    alone.open("long", long, 10, GREEDY)
+    assert draft.token_ids == alone.propose([Demand("long", 2)])[0].token_ids
+
+
+def test_requests_that_lost_their_cache_are_computed_anew(folder: Path) -> None:
+    """Room for two requests of 90 tokens, at three blocks each, and five of them."""
+    small, large = small_model(folder, num_blocks=7), small_model(folder)
+    names = "abcde"
+    drafters = [ModelDrafter(small), ModelDrafter(large)]
+    for drafter in drafters:
+        for i, name in enumerate(names):
+            drafter.open(name, [(7 * i + 3 * t) % 250 for t in range(80)], 10, SAMPLED)
+    for _ in range(3):
+        few, many = ([draft.token_ids for draft in d.propose([Demand(name, 4) for name in names])] for d in drafters)
+        assert few == many
+        for name, token_ids in zip(names, few, strict=True):
+            for drafter in drafters:
+                drafter.extend(name, token_ids)
+                drafter.check_integrity()
+    assert small.num_rows > large.num_rows
+
+
+def test_equal_prompts_share_their_blocks(folder: Path) -> None:
+    model = small_model(folder)
+    drafter = ModelDrafter(model)
+    for name in "ab":
+        drafter.open(name, PROMPT, len(PROMPT), GREEDY)
+        drafter.propose([Demand(name, 1)])
+        drafter.extend(name, [1])
+        drafter.propose([Demand(name, 1)])
+    assert model.num_rows <= 2 * (len(PROMPT) + 1) - 32  # one block of 32 tokens is whole, and found by the second
+
+
+def test_a_question_may_stand_anywhere_after_the_committed_tokens(folder: Path) -> None:
+    """One pass over drafts says what single steps say."""
+    model, stepped = small_model(folder), small_model(folder)
+    for m in (model, stepped):
+        m.open("r", PROMPT, len(PROMPT), PENALIZED)
+    drafts = (3, 9, 9, 4)
+    (answer,) = model.choose([Question("r", (8,), drafts)])
+    singly = [stepped.choose([Question("r", (8, *drafts[:i]))])[0] for i in range(5)]
+    assert answer.token_ids == tuple(one.token_ids[0] for one in singly)
+    assert answer.confidences == pytest.approx([one.confidences[0] for one in singly], rel=1e-4)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_the_real_target_as_its_own_drafter_is_always_right(model_folder: Path, sampling: SamplingParams) -> None:
+    model = load_model(model_folder, "float32")
+    small = SmallModel(model, num_blocks=16, vocab_size=model.config.vocab_size, eos_token_ids=model.config.eos_token_ids)
+    token_ids = plain_run(model_folder, sampling, 32)
+    drafted, accepted = ride(ModelDrafter(small), token_ids, sampling, 5)
+    assert drafted == accepted > 20
