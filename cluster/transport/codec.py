@@ -28,12 +28,9 @@ from cluster.transport import wire_pb2 as wire
 from cluster.transport.frames import Frame, Ping, Refusal, Welcome
 from cluster.types import Commit, FinishReason, Proposal, Request, SamplingParams, Slo, TokenLogprobs
 
-_FINISH_TO_WIRE = {
+_FINISH_TO_WIRE: dict[FinishReason | None, wire.FinishReason] = {
     None: wire.NOT_FINISHED,
-    FinishReason.STOP: wire.STOP,
-    FinishReason.LENGTH: wire.LENGTH,
-    FinishReason.ABORT: wire.ABORT,
-    FinishReason.ERROR: wire.ERROR,
+    **{reason: wire.FinishReason.Value(reason.name) for reason in FinishReason},
 }
 _FINISH_FROM_WIRE = {number: reason for reason, number in _FINISH_TO_WIRE.items()}
 
