@@ -145,6 +145,9 @@ class Roster:
 
     def _open(self, peer: Peer, opening: Open, now_s: float) -> None:
         request_id = opening.request_id
+        if not opening.token_ids:
+            logger.warning("drafter %s: ignored an opening of %s without tokens", self._name, request_id)
+            return
         followed = peer.followed.get(request_id)
         if followed is not None:
             verdict, new = reconcile(followed.token_ids, 0, opening.token_ids)

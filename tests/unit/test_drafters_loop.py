@@ -2,6 +2,7 @@
 
 import random
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -389,7 +390,8 @@ class TestFaults:
         bench.settle()
         bench.open("c", 3)
         bench.settle()
-        assert [p.request_id for p in bench.link.take()][-1] == "c"
+        assert [p.request_id for p in bench.link.take()] == ["c"]
+        assert list(bench.drafter.texts) == ["0/c"]
 
 
 @dataclass
@@ -430,7 +432,7 @@ class Truth:
     @staticmethod
     def token(name: str, position: int) -> int:
         """The output is a function of the request, as the real one is."""
-        return random.Random(f"{name} {position // 3}").randrange(100) + position % 3
+        return zlib.crc32(f"{name} {position}".encode()) % 100
 
     def deliver(self) -> None:
         """Some of what is under way, in any order, lost or doubled."""
@@ -458,7 +460,7 @@ class Truth:
         return proposals
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(200))
 def test_whatever_befalls_the_mail_the_loop_ends_up_in_step(seed: int) -> None:
     rng = random.Random(seed)
     bench = Bench(ahead_len=rng.choice([0, 5]), resync_s=0.2, max_resyncs=4, idle_s=5.0, capacity=rng.choice([4, 50]))
@@ -470,7 +472,7 @@ def test_whatever_befalls_the_mail_the_loop_ends_up_in_step(seed: int) -> None:
         bench.now_s += rng.random() * 0.1
         bench.step()
         for proposal in truth.listen():
-            assert 0 < proposal.base_len
+            assert proposal.base_len > 0
             assert len(proposal.token_ids) == len(proposal.confidences) <= 6
         for key, text in bench.drafter.texts.items():
             name = key.removeprefix("0/")
@@ -478,13 +480,13 @@ def test_whatever_befalls_the_mail_the_loop_ends_up_in_step(seed: int) -> None:
 
     # The network recovers. Whoever is live goes on; the rest falls silent.
     truth.chaos = 0.0
-    for _ in range(200):
+    for _ in range(50):
         for name in truth.texts:
             if rng.random() < 0.5:
                 truth.grow(name)
         while truth.under_way:
             truth.deliver()
-        bench.now_s += 0.1
+        bench.now_s += 0.4
         bench.settle()
         truth.listen()
     for name in truth.texts:
