@@ -46,6 +46,35 @@ def outrider(
 ) -> None: ...
 
 
+ConfigFile = Annotated[Path | None, typer.Argument(metavar="[FILE]", help="YAML; without one, the defaults of a laptop")]
+
+
+@app.command()
+def serve(
+    file: ConfigFile = None,
+    model: Annotated[str | None, typer.Option(help="instead of the file's: a known name, or a folder")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="instead of the file's")] = None,
+) -> None:
+    """Bring up the cluster and its OpenAI API; Ctrl-C ends all of it."""
+    from cluster.config import Config, load
+    from deploy.launch import serve as launch
+
+    config = load(file) if file is not None else Config()
+    if model is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
+    if port is not None:
+        config = config.model_copy(update={"api": config.api.model_copy(update={"port": port})})
+    launch(config)
+
+
+@app.command()
+def config(file: ConfigFile = None) -> None:
+    """Check a configuration file and print all that it means, defaults included."""
+    from cluster.config import Config, load, show
+
+    print(show(load(file) if file is not None else Config()), end="")
+
+
 @app.command(no_args_is_help=True)
 def bench(
     name: Annotated[str, typer.Argument(help="decode, invariance, serve or faults")],

@@ -59,8 +59,8 @@ class Outcome:
 
 
 def run(options: BenchOptions) -> BenchResult:
-    """Figures: ``identical_fraction``, ``tie_fraction``, ``self_draft_acceptance``, and ``as_meant_fraction``: in how many of
-    the scenarios drafts were verified and the accident happened, for otherwise they show nothing."""
+    """Figures: ``identical_fraction``, ``tie_fraction``, ``self_draft_acceptance``, and ``as_meant_fraction``: in how many
+    scenarios drafts were verified and the accident happened, for otherwise they show nothing."""
     num_prompts, num_tokens = (NUM_PROMPTS_QUICK, NUM_TOKENS_QUICK) if options.quick else (NUM_PROMPTS, NUM_TOKENS)
     rig = Rig(options.model, [p.text for p in choose_prompts(options.prompts, num_prompts)], num_tokens)
     console = Console(stderr=True)
