@@ -1,5 +1,7 @@
 """The memory that keys and values lie in, cut into blocks. Which sequence holds which block is the ledger's affair."""
 
+import math
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +26,12 @@ class KvCache:
     def allocate(
         config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device, block_len: int = BLOCK_LEN
     ) -> "KvCache":
-        """Zeroed, so that what was never written holds numbers; on Linux its pages become resident when first written."""
+        """Zeroed, so that what was never written holds numbers; on a CPU its pages become resident when first written."""
         head = (config.num_layers, num_blocks, config.num_kv_heads)
-        return KvCache(
-            torch.zeros(*head, config.head_dim, block_len, dtype=dtype, device=device),
-            torch.zeros(*head, block_len, config.head_dim, dtype=dtype, device=device),
-        )
+        shapes = (*head, config.head_dim, block_len), (*head, block_len, config.head_dim)
+        if device.type == "cpu":
+            return KvCache(*(_mapped_zeros(shape, dtype) for shape in shapes))
+        return KvCache(*(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))
 
     @property
     def num_blocks(self) -> int:
@@ -50,3 +52,12 @@ def num_blocks_for(config: ModelConfig, num_bytes: int, dtype: torch.dtype, bloc
     if num_bytes < block_bytes:
         raise ValueError(f"a KV cache of {num_bytes} bytes holds no block: one takes {block_bytes} bytes")
     return num_bytes // block_bytes
+
+
+def _mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in large pages where the system has them: blocks are scattered, and small pages would each cost a walk."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

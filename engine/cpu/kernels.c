@@ -180,7 +180,7 @@ void rotate_and_store(const elem *qkv, const float *q_norm, const float *k_norm,
 /* Attention. A tile is up to TILE queries of one span that share a KV head; keys come in chunks, each softmaxed by itself,
  * and chunks are folded together by their maxima and sums (Dao et al., arXiv 2205.14135). Chunks lie at multiples of CHUNK
  * positions and are folded in order, so what a query gets does not depend on the batch or on threads. */
-enum { TILE = 4, CHUNK = 512, MAX_D = 512 };
+enum { TILE = 4, CHUNK = 512, MAX_D = 512, AHEAD = 4 };
 
 typedef struct {
     const float *query[TILE];
@@ -197,36 +197,55 @@ typedef struct {
     const Shape *shape;
 } Context;
 
+/* Where the KV head's part of the block of position t begins, in keys or values: D * B elements. */
+static inline const elem *part(const Context *at, const elem *cache, int64_t t) {
+    const int64_t size = at->shape->head_dim * at->shape->block_len;
+    return cache + (at->table[t / at->shape->block_len] * at->shape->kv_heads + at->kv_head) * size;
+}
+
+/* What is read AHEAD blocks later: blocks of keys, and after the last of the chunk blocks of values. A block takes less time
+ * to compute than memory takes to answer, and neighbouring blocks are no neighbours in memory, which hardware would see. */
+static inline const elem *ahead(const Context *at, const elem *now, int64_t start, int64_t t, int64_t num_keys, int is_keys) {
+    const int64_t coming = t + AHEAD * at->shape->block_len;
+    if (coming < num_keys) return part(at, is_keys ? at->keys : at->values, start + coming);
+    if (is_keys && coming - num_keys < num_keys) return part(at, at->values, start + coming - num_keys);
+    return now;
+}
+
 /* scores[q][t] = query[q] . key[t] for the first num_keys keys of the chunk, rounded up to whole vectors. */
 static inline __attribute__((always_inline)) void score(Tile *tile, const int num, const Context *at, int64_t start,
                                                         int64_t num_keys) {
     const int64_t D = at->shape->head_dim, B = at->shape->block_len;
-    const int64_t head_stride = D * B, block_stride = at->shape->kv_heads * head_stride;
-    for (int64_t t = 0; t < num_keys; t += LANES) {
-        const int64_t block = at->table[(start + t) / B], offset = (start + t) % B;
-        const elem *k = at->keys + block * block_stride + at->kv_head * head_stride + offset;
-        const int wide = offset + LANES < B && t + LANES < num_keys; /* two vectors of the same block */
-        if (wide) {
-            vf a[TILE] = {{0}}, b[TILE] = {{0}};
-            for (int64_t i = 0; i < D; i++) {
-                const vf k0 = load16(k + i * B), k1 = load16(k + i * B + LANES);
-                for (int q = 0; q < num; q++) {
-                    a[q] += k0 * tile->query[q][i];
-                    b[q] += k1 * tile->query[q][i];
+    for (int64_t first = 0; first < num_keys; first += B) {
+        const elem *block = part(at, at->keys, start + first);
+        const elem *next = ahead(at, block, start, first, num_keys, 1);
+        const int64_t count = num_keys - first < B ? num_keys - first : B;
+        for (int64_t t = 0; t < count; t += 2 * LANES) {
+            const elem *k = block + t;
+            float *to = tile->scores[0] + first + t;
+            if (t + LANES < count) { /* two vectors at once */
+                vf a[TILE] = {{0}}, b[TILE] = {{0}};
+                for (int64_t i = 0; i < D; i++) {
+                    const vf k0 = load16(k + i * B), k1 = load16(k + i * B + LANES);
+                    __builtin_prefetch(next + t + i * B, 0, 2);
+                    for (int q = 0; q < num; q++) {
+                        a[q] += k0 * tile->query[q][i];
+                        b[q] += k1 * tile->query[q][i];
+                    }
                 }
+                for (int q = 0; q < num; q++) {
+                    storef(to + q * CHUNK, a[q]);
+                    storef(to + q * CHUNK + LANES, b[q]);
+                }
+            } else {
+                vf a[TILE] = {{0}};
+                for (int64_t i = 0; i < D; i++) {
+                    const vf k0 = load16(k + i * B);
+                    __builtin_prefetch(next + t + i * B, 0, 2);
+                    for (int q = 0; q < num; q++) a[q] += k0 * tile->query[q][i];
+                }
+                for (int q = 0; q < num; q++) storef(to + q * CHUNK, a[q]);
             }
-            for (int q = 0; q < num; q++) {
-                storef(tile->scores[q] + t, a[q]);
-                storef(tile->scores[q] + t + LANES, b[q]);
-            }
-            t += LANES;
-        } else {
-            vf a[TILE] = {{0}};
-            for (int64_t i = 0; i < D; i++) {
-                const vf k0 = load16(k + i * B);
-                for (int q = 0; q < num; q++) a[q] += k0 * tile->query[q][i];
-            }
-            for (int q = 0; q < num; q++) storef(tile->scores[q] + t, a[q]);
         }
     }
 }
@@ -264,14 +283,15 @@ static void soften(Tile *tile, int num, int64_t num_keys, int64_t D) {
 static inline __attribute__((always_inline)) void mix(Tile *tile, const int num, const int width, const Context *at,
                                                       int64_t start, int64_t num_keys, int64_t d) {
     const int64_t D = at->shape->head_dim, B = at->shape->block_len;
-    const int64_t head_stride = D * B, block_stride = at->shape->kv_heads * head_stride;
     vf sum[TILE][4];
     for (int q = 0; q < num; q++)
         for (int j = 0; j < width; j++) sum[q][j] = loadf(tile->out[q] + d + j * LANES);
     for (int64_t first = 0; first < num_keys; first += B) {
-        const elem *v = at->values + at->table[(start + first) / B] * block_stride + at->kv_head * head_stride + d;
+        const elem *v = part(at, at->values, start + first) + d;
+        const elem *next = ahead(at, v - d, start, first, num_keys, 0) + d;
         const int64_t count = num_keys - first < B ? num_keys - first : B;
-        for (int64_t t = 0; t < count; t++, v += D) {
+        for (int64_t t = 0; t < count; t++, v += D, next += D) {
+            for (int j = 0; j < width; j += 2) __builtin_prefetch(next + j * LANES, 0, 2);
             vf value[4];
             for (int j = 0; j < width; j++) value[j] = load16(v + j * LANES);
             for (int q = 0; q < num; q++)
