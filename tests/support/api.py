@@ -1,12 +1,16 @@
 """The HTTP API over a scripted cluster, with a tokenizer small enough to train on the spot."""
 
 import functools
+import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import httpx
+import uvicorn
+from fastapi import FastAPI
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -109,3 +113,18 @@ def events(text: str) -> Iterator[str]:
         if block:
             assert block.startswith("data: "), block
             yield block.removeprefix("data: ")
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """The app behind a real HTTP server on a thread of its own; the address of it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http")
+        thread.start()
+        try:
+            host, port = listener.getsockname()
+            yield f"http://{host}:{port}"  # connections wait in the listener until the server is up
+        finally:
+            server.should_exit = True
+            thread.join()

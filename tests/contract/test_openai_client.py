@@ -1,0 +1,297 @@
+"""The official ``openai`` client against a real HTTP server, over a scripted cluster and over real models."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.chat import ChatCompletion
+
+from cluster.client import EngineClient
+from cluster.errors import LinkClosed, Overloaded
+from cluster.types import ModelInfo, Request, TokenLogprobs
+from deploy.api.app import create_app
+from deploy.api.scripted import ScriptedClient, Step
+from deploy.api.settings import ApiSettings
+from deploy.api.tokenizer import Tokenizer
+from tests.support.api import finishing, listening, model_info, token_ids, tokenizer
+
+PROMPT = "Name three large cities, and say in one sentence what each of them is known for."
+STORY = "Once upon a time there was a"
+MAX_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Served:
+    openai: OpenAI
+    model: str
+    http: httpx.Client
+    tokenizer: Tokenizer
+
+    def chat(self, **fields: Any) -> ChatCompletion:
+        fields = {"max_completion_tokens": MAX_TOKENS, "seed": 1, **fields}
+        answer = self.openai.chat.completions.create(
+            model=self.model, messages=[{"role": "user", "content": PROMPT}], **fields
+        )
+        assert isinstance(answer, ChatCompletion)
+        return answer
+
+    def text(self, **fields: Any) -> str:
+        return self.chat(**fields).choices[0].message.content or ""
+
+    def stream(self, **fields: Any) -> list[Any]:
+        fields = {"max_completion_tokens": MAX_TOKENS, "seed": 1, **fields}
+        messages: Any = [{"role": "user", "content": PROMPT}]
+        with self.openai.chat.completions.create(model=self.model, messages=messages, stream=True, **fields) as stream:
+            return list(stream)
+
+
+def scripted_answer(request: Request) -> list[Step]:
+    """Like a model's: a function of prompt and seed alone, whatever drafts."""
+    if request.prompt_token_ids == (0, 0):
+        return [Overloaded("too many wait", 1.0)]
+    if request.prompt_token_ids == (0, 1):
+        return [LinkClosed("no target")]
+    digest = hashlib.sha256(repr((request.prompt_token_ids, request.sampling.seed)).encode()).hexdigest()
+    ids = token_ids(f"Tōkyō ❤️ is {digest}, and the answer to another")
+    drafter = None if request.chain == () else "ngram"
+    return [
+        replace(commit, logprobs=tuple(TokenLogprobs(-0.1, ((i, -0.1), (0, -9.0))) for i in commit.token_ids))
+        for commit in finishing(request, ids, num_per_round=3, drafter=drafter)
+    ]
+
+
+@contextmanager
+def scripted_cluster() -> Iterator[tuple[EngineClient, Tokenizer, ModelInfo]]:
+    yield ScriptedClient(model_info(), scripted_answer), tokenizer(), model_info()
+
+
+@contextmanager
+def embedded_cluster(folder: Path) -> Iterator[tuple[EngineClient, Tokenizer, ModelInfo]]:
+    """A real model with a real drafter, in this process."""
+    from deploy.embedded import EmbeddedCluster, PoolEntry
+    from drafters.ngram import NgramDrafter
+    from engine.calibration import measure_cost
+    from engine.factory import load_target
+    from engine.models.config import load_config
+    from engine.models.tokenizer import fingerprint
+
+    target = load_target(folder, dtype="float32", kv_cache_bytes=2**26, max_num_sequences=8, max_model_len=512)
+    config = load_config(folder)
+    info = ModelInfo("embedded", config.vocab_size, 512, config.eos_token_ids, fingerprint(folder))
+    pool = {"ngram": PoolEntry(NgramDrafter())}
+    with EmbeddedCluster(target, info, measure_cost(target), pool) as cluster:
+        yield cluster.client, Tokenizer.from_folder(folder), info
+
+
+@pytest.fixture(scope="module", params=["scripted", "tiny", pytest.param("smollm2", marks=pytest.mark.model)])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    with ExitStack() as stack:
+        match request.param:
+            case "scripted":
+                opened = scripted_cluster()
+            case "tiny":
+                opened = embedded_cluster(request.getfixturevalue("tiny_model_folder"))
+            case _:
+                opened = embedded_cluster(request.getfixturevalue("model_folder"))
+        client, words, info = stack.enter_context(opened)
+        address = stack.enter_context(listening(create_app(client, words, ApiSettings(max_request_bytes=100_000))))
+        api = stack.enter_context(OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0))
+        http = stack.enter_context(httpx.Client(base_url=address))
+        yield Served(api, info.name, http, words)
+
+
+def test_the_model_is_listed(served: Served) -> None:
+    assert [model.id for model in served.openai.models.list()] == [served.model]
+    assert served.openai.models.retrieve(served.model).id == served.model
+
+
+def test_a_chat(served: Served) -> None:
+    answer = served.chat()
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason in ("stop", "length")
+    assert answer.usage is not None
+    assert 0 < answer.usage.completion_tokens <= MAX_TOKENS
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.system_fingerprint
+
+
+def test_a_stream_says_what_the_whole_answer_says(served: Served) -> None:
+    whole = served.chat()
+    *chunks, last = served.stream(stream_options={"include_usage": True})
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert last.usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
+
+
+def test_a_completion_whole_and_streamed(served: Served) -> None:
+    fields: dict[str, Any] = {"model": served.model, "prompt": STORY, "max_tokens": MAX_TOKENS, "seed": 2}
+    whole = served.openai.completions.create(**fields)
+    assert whole.choices[0].text
+    with served.openai.completions.create(stream=True, **fields) as stream:
+        assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+
+def test_prompts_as_token_ids_and_in_lists(served: Served) -> None:
+    ids = [5, 6, 7, 8, 9]
+    fields: dict[str, Any] = {"model": served.model, "max_tokens": 8, "seed": 3}
+    alone = served.openai.completions.create(prompt=ids, **fields).choices[0].text
+    listed = served.openai.completions.create(prompt=[ids, ids[:3]], **fields)
+    assert [choice.index for choice in listed.choices] == [0, 1]
+    assert listed.choices[0].text == alone
+
+
+def test_the_seed_decides(served: Served) -> None:
+    assert served.text(seed=7) == served.text(seed=7)
+    assert len({served.text(seed=seed) for seed in (-1, 7, 8, 2**63)}) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafting_changes_nothing(served: Served, temperature: float) -> None:
+    texts = {
+        served.text(temperature=temperature, extra_body={"drafting": drafting}) for drafting in ("auto", "off", "ngram")
+    }
+    assert len(texts) == 1
+
+
+def test_drafting_off_drafts_nothing(served: Served) -> None:
+    answer = served.chat(extra_body={"drafting": "off"})
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    assert answer.usage.completion_tokens_details.rejected_prediction_tokens == 0
+
+
+def test_drafting_details_cover_the_text(served: Served) -> None:
+    chunks = served.stream(extra_body={"drafting_details": True, "drafting": "ngram"})
+    segments = [s for chunk in chunks for s in (chunk.model_extra.get("outrider") or {}).get("segments", ())]
+    assert "".join(segment["text"] for segment in segments) == served.text()
+    acceptance = chunks[-1].model_extra["outrider"]["acceptance"]
+    assert acceptance["mean_accepted_len"] >= 1.0
+
+
+def test_two_choices(served: Served) -> None:
+    alone = served.text(seed=9)
+    first, second = served.chat(seed=9, n=2).choices
+    assert (first.index, second.index) == (0, 1)
+    assert first.message.content == alone
+    assert second.message.content != alone
+    streamed = {0: "", 1: ""}
+    for chunk in served.stream(seed=9, n=2):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == {0: first.message.content, 1: second.message.content}
+
+
+def test_a_stop_string_ends_before_itself(served: Served) -> None:
+    plain = served.text()
+    stop = plain[len(plain) // 2 :][:3]
+    answer = served.chat(stop=[stop, "\x00 never \x00"])
+    assert answer.choices[0].message.content == plain[: plain.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    streamed = served.stream(stop=stop)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == plain[: plain.index(stop)]
+
+
+def test_logprobs_of_a_chat(served: Served) -> None:
+    answer = served.chat(logprobs=True, top_logprobs=2)
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    spelled = bytes(byte for token in choice.logprobs.content for byte in token.bytes or ())
+    assert spelled.decode("utf-8", errors="replace") == choice.message.content
+    assert all(token.logprob <= 0.0 for token in choice.logprobs.content)
+    assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+    streamed = [
+        t for c in served.stream(logprobs=True, top_logprobs=2) for t in (c.choices[0].logprobs or NO_LOGPROBS).content
+    ]
+    assert [token.token for token in streamed] == [token.token for token in choice.logprobs.content]
+
+
+class _NoLogprobs:
+    content: tuple[()] = ()
+
+
+NO_LOGPROBS = _NoLogprobs()
+
+
+def test_logprobs_of_a_completion(served: Served) -> None:
+    answer = served.openai.completions.create(model=served.model, prompt=STORY, max_tokens=6, logprobs=2, seed=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.token_logprobs is not None
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs or ())
+    assert logprobs.text_offset is not None
+    assert logprobs.text_offset[0] == 0
+
+
+def refused_by(ask: Callable[[], object], kind: type[openai.APIStatusError]) -> openai.APIStatusError:
+    with pytest.raises(kind) as raised:
+        ask()
+    return raised.value
+
+
+def test_errors_have_the_client_s_classes(served: Served) -> None:
+    wrong = refused_by(lambda: served.chat(temperature=3.0), openai.BadRequestError)
+    assert (wrong.param, wrong.type) == ("temperature", "invalid_request_error")
+    misspelt = refused_by(lambda: served.chat(extra_body={"temprature": 1.0}), openai.BadRequestError)
+    assert misspelt.code == "unknown_field"
+    unknown = served.openai.completions.create
+    assert refused_by(lambda: unknown(model="gpt-17", prompt="a"), openai.NotFoundError).code == "model_not_found"
+    large = refused_by(lambda: unknown(model=served.model, prompt="a" * 200_000), openai.APIStatusError)
+    assert large.status_code == 413
+    long = refused_by(lambda: unknown(model=served.model, prompt=[1] * 600), openai.BadRequestError)
+    assert long.code == "context_length_exceeded"
+    assert served.text()
+
+
+def metric(served: Served, name: str) -> float:
+    lines = served.http.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
+def test_a_stream_left_early_is_aborted(served: Served) -> None:
+    """Seen from outside: the target is empty again although most of the tokens asked for were never made."""
+    if served.model == "scripted":
+        pytest.skip("a script has no target that could go on working")
+    num_before = metric(served, "outrider_completion_tokens_total")
+    fields: dict[str, Any] = {"model": served.model, "prompt": [7] * 8, "max_tokens": 400, "stream": True, "n": 4}
+    with served.openai.completions.create(**fields, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+    end_s = time.monotonic() + 60.0
+    while metric(served, "outrider_target_running") > 0.0 or metric(served, "outrider_requests_in_flight") > 1.0:
+        assert time.monotonic() < end_s
+    assert metric(served, "outrider_completion_tokens_total") - num_before < 4 * 400
+    assert served.text()
+
+
+def test_limits_and_outages_have_the_client_s_classes() -> None:
+    app = create_app(ScriptedClient(model_info(), scripted_answer), tokenizer(), ApiSettings())
+    with listening(app) as address, OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as api:
+        ask = api.completions.create
+        full = refused_by(lambda: ask(model="scripted", prompt=[0, 0]), openai.RateLimitError)
+        assert full.response.headers["retry-after"] == "1"
+        gone = refused_by(lambda: ask(model="scripted", prompt=[0, 1]), openai.InternalServerError)
+        assert gone.status_code == 503
+
+
+def test_keys_are_asked_for(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-right\n")
+    app = create_app(ScriptedClient(model_info(), scripted_answer), tokenizer(), ApiSettings(api_keys_file=keys))
+    with listening(app) as address:
+        with OpenAI(base_url=f"{address}/v1", api_key="sk-wrong", max_retries=0) as api:
+            assert refused_by(api.models.list, openai.AuthenticationError).code == "invalid_api_key"
+        with OpenAI(base_url=f"{address}/v1", api_key="sk-right", max_retries=0) as api:
+            assert len(list(api.models.list())) == 1
