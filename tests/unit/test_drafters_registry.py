@@ -1,0 +1,142 @@
+"""Which drafters are made of which configuration, and which are refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import ChainOptions, DrafterConfig, DrafterOptions, ModelOptions, NgramOptions, SuffixOptions
+from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
+from cluster.types import ModelInfo
+from drafters.chain import ChainDrafter
+from drafters.model import ModelDrafter
+from drafters.ngram import NgramDrafter
+from drafters.registry import make_drafter
+from drafters.suffix import SuffixDrafter
+from engine.models.tokenizer import difference, fingerprint, read_vocabulary
+from tests.support.tiny_model import write_tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "tiny")
+
+
+def target_of(folder: Path) -> ModelInfo:
+    return ModelInfo(str(folder), 257, 512, (256,), fingerprint(folder))
+
+
+def made(options: DrafterOptions, target: ModelInfo) -> object:
+    return make_drafter(DrafterConfig(name="d", options=options), target)
+
+
+def test_makes_every_kind(folder: Path) -> None:
+    target = target_of(folder)
+    model = ModelOptions(model=str(folder), dtype="float32", kv_cache_gb=0.001, num_layers=1)
+    assert isinstance(made(NgramOptions(), target), NgramDrafter)
+    assert isinstance(made(SuffixOptions(max_match_len=1), target), SuffixDrafter)
+    assert isinstance(made(model, target), ModelDrafter)
+    assert isinstance(made(ChainOptions(proposer=NgramOptions(), verifier=model), target), ChainDrafter)
+
+
+def test_refuses_what_cannot_work(folder: Path) -> None:
+    target = target_of(folder)
+    with pytest.raises(InvalidField, match="kv_cache_gb"):
+        made(ModelOptions(model=str(folder), kv_cache_gb=1e-9), target)
+    with pytest.raises(ModelUnavailable, match="num_layers"):
+        made(ModelOptions(model=str(folder), num_layers=3), target)
+    with pytest.raises(ModelUnavailable, match="nowhere"):
+        made(ModelOptions(model=str(folder / "nowhere")), target)
+
+
+def edited(folder: Path, copy: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of the model with another tokenizer."""
+    write_tiny_model(copy)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    edit(tokenizer)
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return copy
+
+
+def swap(tokenizer: dict[str, Any]) -> None:
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+
+def drop(tokenizer: dict[str, Any]) -> None:
+    del tokenizer["model"]["vocab"]["a"]
+
+
+def unspecial(tokenizer: dict[str, Any]) -> None:
+    tokenizer["added_tokens"][0]["special"] = False
+
+
+def merge(tokenizer: dict[str, Any]) -> None:
+    tokenizer["model"]["merges"] = [["a", "b"]]
+
+
+def renormalize(tokenizer: dict[str, Any]) -> None:
+    tokenizer["normalizer"] = {"type": "NFC"}
+    tokenizer["model"]["vocab"] = dict(reversed(tokenizer["model"]["vocab"].items()))
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (swap, "token [0-9]+ is 'b', not 'a'"),
+        (drop, "it has 256 tokens, not 257"),
+        (unspecial, "'<|end|>' .token 256. is a special token not in it".replace("|", r"\|")),
+        (merge, "it has 1 merges, not 0"),
+    ],
+)
+def test_another_tokenizer_is_refused_with_what_differs(
+    folder: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], None], reason: str
+) -> None:
+    other = edited(folder, tmp_path / "other", edit)
+    assert fingerprint(other) != fingerprint(folder)
+    with pytest.raises(IncompatibleTokenizer, match=reason):
+        made(ModelOptions(model=str(other)), target_of(folder))
+    with pytest.raises(IncompatibleTokenizer, match=reason):
+        made(ChainOptions(proposer=NgramOptions(), verifier=ModelOptions(model=str(other))), target_of(folder))
+
+
+def test_a_target_that_is_elsewhere_is_compared_by_its_fingerprint(folder: Path) -> None:
+    target = ModelInfo("elsewhere", 300, 512, (1,), "0" * 64)
+    with pytest.raises(IncompatibleTokenizer, match="257 tokens, the target's model 300 rows"):
+        made(ModelOptions(model=str(folder)), target)
+
+
+def test_how_text_becomes_ids_does_not_matter_what_they_mean_does(folder: Path, tmp_path: Path) -> None:
+    other = edited(folder, tmp_path / "other", renormalize)
+    assert fingerprint(other) == fingerprint(folder)
+    assert difference(read_vocabulary(other), read_vocabulary(folder)) is None
+
+
+def test_merges_may_be_written_as_pairs_or_as_text_and_pieces_as_a_list(tmp_path: Path) -> None:
+    def written(model: dict[str, Any], name: str) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"added_tokens": None, "model": model}))
+        return tmp_path / name
+
+    vocab = {"a": 0, "b": 1, "ab": 2}
+    pairs = written({"vocab": vocab, "merges": [["a", "b"]]}, "pairs")
+    text = written({"vocab": vocab, "merges": ["a b"]}, "text")
+    unigram = written({"vocab": [["a", -1.0], ["b", -2.0], ["ab", -3.0]]}, "unigram")
+    assert fingerprint(pairs) == fingerprint(text)
+    assert read_vocabulary(unigram).tokens == read_vocabulary(text).tokens
+    other = written({"vocab": vocab, "merges": ["b a"]}, "other")
+    assert difference(read_vocabulary(other), read_vocabulary(text)) == "merge 0 is 'b a', not 'a b'"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model": {"vocab": 3}}', '{"model": {"vocab": {"a": "x"}}}'])
+def test_a_broken_tokenizer_is_one_clear_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelUnavailable, match=r"tokenizer\.json .*half-written"):
+        fingerprint(tmp_path)
+
+
+def test_a_missing_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnavailable, match="missing"):
+        fingerprint(tmp_path)
