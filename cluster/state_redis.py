@@ -1,0 +1,114 @@
+"""State in Redis, which survives the loss of any machine of the cluster but its own."""
+
+import json
+import logging
+import random
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import redis
+from pydantic import JsonValue
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from cluster.config import RedisStateConfig
+from cluster.errors import InvalidField
+from cluster.state import Document, StateConflict, StateUnavailable, check_key, encode
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Attempts that one deadline has room for when Redis hangs rather than refuses.
+NUM_SLOW_ATTEMPTS = 3
+MIN_BACKOFF_S = 0.01
+MAX_BACKOFF_S = 0.25
+
+# A document is a hash of version, value and the mark of its last writer. The mark tells a retry, whose first attempt was
+# carried out but whose answer was lost, from a conflict.
+_PUT = """
+local stored = redis.call('HMGET', KEYS[1], 'version', 'writer')
+local found = tonumber(stored[1]) or 0
+if stored[2] == ARGV[2] then return {1, found} end
+if ARGV[3] ~= '' and tonumber(ARGV[3]) ~= found then return {0, found} end
+redis.call('HSET', KEYS[1], 'version', found + 1, 'value', ARGV[1], 'writer', ARGV[2])
+return {1, found + 1}
+"""
+
+
+class RedisStateStore:
+    """Reconnects by itself: within the deadline of a call, with growing and jittered pauses."""
+
+    def __init__(self, config: RedisStateConfig, namespace: str) -> None:
+        self._url = config.url
+        self._deadline_s = config.deadline_s
+        self._attempt_s = config.deadline_s / NUM_SLOW_ATTEMPTS
+        self._prefix = f"{namespace}:state:"
+        self._client: redis.Redis = redis.Redis.from_url(
+            config.url,
+            password=_password(config),
+            socket_timeout=self._attempt_s,
+            socket_connect_timeout=self._attempt_s,
+            retry=Retry(NoBackoff(), 0),  # ours knows the deadline
+            decode_responses=True,
+        )
+        self._put = self._client.register_script(_PUT)
+
+    def get(self, key: str) -> Document | None:
+        check_key(key)
+        stored: Any = self._call(lambda: self._client.hmget(self._prefix + key, ["version", "value"]))
+        if stored[0] is None:
+            return None
+        return Document(json.loads(stored[1]), int(stored[0]))
+
+    def put(self, key: str, value: JsonValue, expected_version: int | None = None) -> int:
+        check_key(key)
+        arguments = [encode(key, value), uuid.uuid4().hex, "" if expected_version is None else str(expected_version)]
+        written, version = self._call(lambda: self._put(keys=[self._prefix + key], args=arguments))
+        if not written:
+            raise StateConflict(key, expected_version or 0, version)
+        return int(version)
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        self._call(lambda: self._client.delete(self._prefix + key))
+
+    def keys(self, prefix: str = "") -> tuple[str, ...]:
+        found = self._call(lambda: set(self._client.scan_iter(match=f"{self._prefix}*", count=1000)))
+        keys = (str(key).removeprefix(self._prefix) for key in found)
+        return tuple(sorted(key for key in keys if key.startswith(prefix)))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _call(self, attempt: Callable[[], T]) -> T:
+        deadline_s = time.monotonic() + self._deadline_s
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            try:
+                return attempt()
+            except redis.AuthenticationError as error:  # a ConnectionError that no patience mends
+                raise StateUnavailable(f"Redis at {self._url} refused: {error}") from error
+            except (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError) as error:
+                pause_s = backoff_s * random.uniform(0.5, 1.0)
+                if time.monotonic() + pause_s + self._attempt_s > deadline_s:
+                    raise StateUnavailable(
+                        f"Redis at {self._url} did not answer in {self._deadline_s} s: {error}"
+                    ) from error
+                logger.info("Redis at %s: %s; trying again in %.0f ms", self._url, error, 1e3 * pause_s)
+                time.sleep(pause_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            except redis.RedisError as error:
+                raise StateUnavailable(f"Redis at {self._url} refused: {error}") from error
+
+
+def _password(config: RedisStateConfig) -> str | None:
+    if config.password_file is None:
+        return None
+    try:
+        return config.password_file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise InvalidField(
+            "cluster.state.password_file", str(config.password_file), f"cannot be read ({error.strerror})"
+        ) from error

@@ -1,0 +1,383 @@
+"""One contract for every state store, and what each of them promises beyond it."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from cluster.config import FileStateConfig, RedisStateConfig
+from cluster.errors import InvalidField
+from cluster.state import (
+    MAX_DOCUMENT_BYTES,
+    MAX_KEY_LEN,
+    Document,
+    MemoryStateStore,
+    StateConflict,
+    StateStore,
+    StateUnavailable,
+    open_store,
+)
+from cluster.state_file import FileStateStore
+from cluster.state_redis import RedisStateStore
+
+NAMESPACE = "test"
+
+
+class RedisServer:
+    """A redis-server of the test's own, on a port that was free."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def config(self, deadline_s: float = 5.0) -> RedisStateConfig:
+        return RedisStateConfig(url=f"redis://127.0.0.1:{self.port}/0", deadline_s=deadline_s)
+
+    def start(self) -> None:
+        options = {"port": self.port, "bind": "127.0.0.1", "dir": self._folder, "save": "", "appendonly": "yes"}
+        command = ["redis-server", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        store = open_store(self.config(deadline_s=20.0), NAMESPACE)
+        store.keys()  # waits until it answers
+        store.close()
+
+    def require_password(self, password: str) -> None:
+        with redis.Redis(port=self.port) as client:
+            client.config_set("requirepass", password)
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+Opener = Callable[[], StateStore]
+
+
+@pytest.fixture(params=["memory", "file", pytest.param("redis", marks=pytest.mark.redis)])
+def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
+    """Opens one and the same store, again and again."""
+    opened: list[StateStore] = []
+    memory = MemoryStateStore()
+    server: RedisServer | None = request.getfixturevalue("redis_server") if request.param == "redis" else None
+
+    def open_one() -> StateStore:
+        if request.param == "memory":
+            return memory
+        config = server.config() if server is not None else FileStateConfig(folder=tmp_path / "state")
+        opened.append(open_store(config, NAMESPACE))
+        return opened[-1]
+
+    yield open_one
+    store = open_one()
+    left = store.keys()
+    for key in left:
+        store.delete(key)
+    for one in opened:
+        one.close()
+        one.close()
+
+
+@pytest.fixture
+def store(opener: Opener) -> StateStore:
+    return opener()
+
+
+# ---- the contract
+
+VALUES = [None, True, 0, -1.5, "", "naïve \U0001f680 \x00", [], {}, {"a": [1, {"b": None}], "ä/": 2**60}, [[1.0, 2.5]] * 50]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:20])
+def test_what_is_put_is_got_also_by_others(opener: Opener, value: object) -> None:
+    assert opener().put("profile/m=1/cpu_0.x", value) == 1
+    assert opener().get("profile/m=1/cpu_0.x") == Document(value, 1)
+
+
+def test_an_unknown_key(store: StateStore) -> None:
+    assert store.get("nothing") is None
+    store.delete("nothing")
+    assert store.keys() == ()
+
+
+def test_a_value_is_a_copy(store: StateStore) -> None:
+    value: dict[str, object] = {"a": [1]}
+    store.put("k", value)
+    value["a"] = 2
+    first = store.get("k")
+    assert first is not None
+    assert first.value == {"a": [1]}
+    assert isinstance(first.value, dict)
+    first.value["a"] = 3
+    assert store.get("k") == Document({"a": [1]}, 1)
+
+
+def test_versions_count_writes_and_guard_them(store: StateStore) -> None:
+    assert store.put("k", "a", expected_version=0) == 1
+    assert store.put("k", "b") == 2
+    assert store.put("k", "c", expected_version=2) == 3
+    for stale in (0, 2, 4):
+        with pytest.raises(StateConflict, match=f"has version 3, expected was {stale}") as caught:
+            store.put("k", "x", expected_version=stale)
+        assert (caught.value.expected_version, caught.value.found_version) == (stale, 3)
+    assert store.get("k") == Document("c", 3)
+    with pytest.raises(StateConflict, match="has version 0, expected was 1"):
+        store.put("new", "x", expected_version=1)
+    assert store.get("new") is None
+
+
+def test_a_deleted_document_is_gone_and_can_come_again(store: StateStore) -> None:
+    store.put("k", 1)
+    store.delete("k")
+    assert store.get("k") is None
+    assert store.put("k", 2, expected_version=0) == 1
+
+
+def test_keys_are_listed_by_prefix(store: StateStore) -> None:
+    names = ["profile/a", "profile/b", "router", "profile=2", "profile.json", "x/.y"]
+    for name in names:
+        store.put(name, name)
+    assert store.keys() == tuple(sorted(names))
+    assert store.keys("profile/") == ("profile/a", "profile/b")
+    assert store.keys("profile*") == ()
+
+
+@pytest.mark.parametrize("key", ["", "/a", "..", ".lock", "a b", "a\n", "ä", "a%2Fb", "x" * (MAX_KEY_LEN + 1)])
+def test_a_key_that_cannot_be_stored_is_refused(store: StateStore, key: str) -> None:
+    for call in (store.get, store.delete, lambda key: store.put(key, 1)):
+        with pytest.raises(InvalidField, match="key: must have"):
+            call(key)
+
+
+def test_the_longest_key_can_be_stored(store: StateStore) -> None:
+    key = "a" + "/" * (MAX_KEY_LEN - 1)
+    store.put(key, 1)
+    assert store.keys() == (key,)
+
+
+@pytest.mark.parametrize("value", [float("nan"), {1, 2}, "x" * MAX_DOCUMENT_BYTES], ids=["nan", "set", "huge"])
+def test_a_value_that_cannot_be_stored_is_refused(store: StateStore, value: object) -> None:
+    with pytest.raises(InvalidField, match="k: must"):
+        store.put("k", value)
+    assert store.get("k") is None
+
+
+def test_no_update_is_lost_between_threads(opener: Opener) -> None:
+    def count() -> None:
+        store = opener()
+        for _ in range(20):
+            while True:
+                known = store.get("counter")
+                try:
+                    value = known.value if known is not None else 0
+                    store.put("counter", value + 1, expected_version=known.version if known is not None else 0)
+                    break
+                except StateConflict:
+                    continue
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert opener().get("counter") == Document(80, 80)
+
+
+# ---- files
+
+
+def test_namespaces_do_not_meet(tmp_path: Path) -> None:
+    config = FileStateConfig(folder=tmp_path)
+    open_store(config, "one").put("k", 1)
+    assert open_store(config, "two").get("k") is None
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"version": 1, "val', b"[1]", b'{"version": "1", "value": 2}', b"\xff\xfe"])
+def test_a_damaged_file_is_set_aside_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes) -> None:
+    store = FileStateStore(tmp_path)
+    store.put("a/b", 1)
+    (path,) = tmp_path.glob("*.json")
+    path.write_bytes(damage)
+    with caplog.at_level(logging.WARNING):
+        assert store.get("a/b") is None
+    assert "state 'a/b' starts empty" in caplog.text
+    assert path.with_name(path.name + ".corrupt").read_bytes() == damage
+    assert store.keys() == ()
+    assert store.put("a/b", 2, expected_version=0) == 1
+
+
+KILLED_WRITER = """
+import sys
+from pathlib import Path
+from cluster.state_file import FileStateStore
+store = FileStateStore(Path(sys.argv[1]))
+print("ready", flush=True)
+for i in range(10**9):
+    store.put("k", [i] * 2000)
+"""
+
+
+def test_a_writer_that_is_killed_leaves_a_whole_document(tmp_path: Path) -> None:
+    for attempt in range(3):
+        writer = subprocess.Popen([sys.executable, "-c", KILLED_WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        reader = FileStateStore(tmp_path)
+        before = reader.get("k")
+        seen = before.version if before is not None else 0
+        deadline_s = time.monotonic() + 30
+        while (reached := reader.get("k")) is None or reached.version < seen + 3 + attempt:
+            assert time.monotonic() < deadline_s
+        writer.kill()
+        writer.wait(10)
+        writer.stdout.close()
+        left = FileStateStore(tmp_path).get("k")
+        assert left is not None
+        assert left.version >= reached.version
+        assert isinstance(left.value, list)
+        assert len(left.value) == 2000
+        assert len(set(map(str, left.value))) == 1
+        assert [path.name for path in tmp_path.glob(".new-*")] == []
+        assert list(tmp_path.glob("*.corrupt")) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidField, match=r"cluster.state.folder: cannot be made \(.*\), got '.*file/x'"):
+        FileStateStore(tmp_path / "file" / "x")
+
+
+def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
+    store = FileStateStore(tmp_path / "state")
+    shutil.rmtree(tmp_path / "state")
+    with pytest.raises(StateUnavailable, match=r"state in .*/state cannot be changed: No such file"):
+        store.put("k", 1)
+    assert store.get("k") is None
+
+
+def test_documents_are_readable_by_people_and_by_nobody_else(tmp_path: Path) -> None:
+    FileStateStore(tmp_path / "new").put("router", {"a": 1})
+    assert json.loads((tmp_path / "new" / "router.json").read_text()) == {"version": 1, "value": {"a": 1}}
+    assert os.stat(tmp_path / "new").st_mode & 0o077 == 0
+
+
+# ---- Redis
+
+
+@pytest.fixture
+def fragile_redis(tmp_path: Path, redis_server: RedisServer) -> Iterator[RedisServer]:
+    """One to be stopped and killed."""
+    server = RedisServer(tmp_path)
+    yield server
+    server.stop()
+
+
+@pytest.mark.redis
+def test_redis_comes_back_and_the_store_with_it(fragile_redis: RedisServer) -> None:
+    store = open_store(fragile_redis.config(deadline_s=1.5), NAMESPACE)
+    store.put("k", 1)
+    fragile_redis.stop()
+    with pytest.raises(StateUnavailable, match=r"Redis at redis://127.0.0.1:\d+/0 did not answer in 1.5 s"):
+        store.get("k")
+    fragile_redis.start()
+    assert store.get("k") == Document(1, 1)
+    store.close()
+
+
+@pytest.mark.redis
+def test_a_call_outlasts_a_short_absence(fragile_redis: RedisServer) -> None:
+    store = open_store(fragile_redis.config(deadline_s=30.0), NAMESPACE)
+    store.put("k", 1)
+    fragile_redis.stop()
+    back = threading.Thread(target=fragile_redis.start)
+    back.start()
+    assert store.put("k", 2, expected_version=1) == 2
+    back.join(30)
+    store.close()
+
+
+@pytest.mark.redis
+def test_a_redis_that_hangs_is_given_up_and_found_again(fragile_redis: RedisServer) -> None:
+    store = open_store(fragile_redis.config(deadline_s=1.0), NAMESPACE)
+    store.put("k", 1)
+    fragile_redis.signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(StateUnavailable, match="did not answer in"):
+            store.put("k", 2)
+    finally:
+        fragile_redis.signal(signal.SIGCONT)
+    patient = open_store(fragile_redis.config(), NAMESPACE)
+    assert patient.get("k") is not None
+    assert store.put("k", 3) >= 2
+    store.close()
+    patient.close()
+
+
+@pytest.mark.redis
+def test_a_retry_of_a_write_that_was_carried_out_is_no_conflict(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RedisStateStore(redis_server.config(), NAMESPACE)
+    store.put("retried", "old")
+    put, lost = store._put, []
+
+    def answer_gets_lost(**arguments: object) -> object:
+        answer = put(**arguments)
+        if not lost:
+            lost.append(answer)
+            raise redis.ConnectionError("cut off")
+        return answer
+
+    monkeypatch.setattr(store, "_put", answer_gets_lost)
+    assert store.put("retried", "new", expected_version=1) == 2
+    assert len(lost) == 1
+    assert store.get("retried") == Document("new", 2)
+    store.delete("retried")
+    store.close()
+
+
+@pytest.mark.redis
+def test_a_password_comes_from_its_file(fragile_redis: RedisServer, tmp_path: Path) -> None:
+    fragile_redis.require_password("right")
+    (tmp_path / "secret").write_text("right\n")
+    config = fragile_redis.config().model_copy(update={"password_file": tmp_path / "secret"})
+    store = open_store(config, NAMESPACE)
+    assert store.put("k", 1) == 1
+    store.close()
+    (tmp_path / "secret").write_text("wrong\n")
+    store = open_store(config, NAMESPACE)
+    with pytest.raises(StateUnavailable, match=r"Redis at redis://127.0.0.1:\d+/0 refused: ") as caught:
+        store.get("k")
+    assert "wrong " not in str(caught.value)
+    store.close()
+    with pytest.raises(InvalidField, match="password_file: cannot be read"):
+        open_store(config.model_copy(update={"password_file": tmp_path / "missing"}), NAMESPACE)
