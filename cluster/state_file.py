@@ -116,7 +116,7 @@ class FileStateStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One writer at a time. The kernel lets go of the lock when its holder dies. The disk's errors become the store's."""
+        """One writer at a time; the kernel frees the lock of one that dies. Errors of the disk become the store's."""
         try:
             with (self._folder / ".lock").open("w") as lock:
                 self._acquire(lock)
