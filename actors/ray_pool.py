@@ -14,12 +14,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.drafter import DrafterActor
 from actors.router import Router, RouterActor
-from actors.supervisor import Directory, Process, ProcessEnded, Supervisor, replica_name
+from actors.supervisor import Directory, Process, ProcessEnded, Supervisor
 from actors.target import SlotReport, TargetActor
 from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig
 from cluster.placement import drafter_name
 from cluster.types import ModelInfo, RoutingTable
+from router.assignment import member_name
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class RaySpawner:
 
     async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process:
         d = self._deployment
-        replica = next(i for i in range(config.replicas) if replica_name(config, i) == name)
+        replica = next(i for i in range(config.replicas) if member_name(config.name, i) == name)
         options = self._placed(drafter_name(config.name), replica)
         return self._found_or_made(DrafterActor, drafter_name(name), options, config, name, model, addresses, d.token)
 

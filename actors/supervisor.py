@@ -15,6 +15,7 @@ from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
 from cluster.config import Config, DrafterConfig
 from cluster.errors import InvalidField, OutriderError
 from cluster.types import ModelInfo
+from router.assignment import member_name
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,6 @@ class Member:
     state: State = State.STARTING
     process: Process | None = None
     pid: int | None = None
-    last_error: str | None = None
     start_at_s: float = 0.0
 
 
@@ -94,11 +94,6 @@ class _Pool:
         return [*self.targets.values(), *self.drafters.values(), *([self.router] if self.router else [])]
 
 
-def replica_name(config: DrafterConfig, replica: int) -> str:
-    """Of a pool member. The first replica bears the drafter's name; "/" stands in no configured name."""
-    return config.name if replica == 0 else f"{config.name}/{replica}"
-
-
 class Supervisor:
     """One task per member, which starts it, watches it, and starts it again. Used from one event loop."""
 
@@ -106,12 +101,13 @@ class Supervisor:
         self._config = config
         self._spawner = spawner
         self._pool = _Pool()
-        self._kinds = {replica_name(d, i): d for d in config.drafters for i in range(d.replicas)}
+        self._kinds = {member_name(d.name, i): d for d in config.drafters for i in range(d.replicas)}
         self._tasks: set[asyncio.Task[None]] = set()
         self._addresses: dict[str, str] = {}
         self._directory = Directory(version=0)
         self._changed = asyncio.Condition()
         self._draining: set[str] = set()
+        self._failed_start: str | None = None  # of the first target that ended before any was ready
         self._stopping = False
 
     # ---- what the deployment asks
@@ -134,13 +130,12 @@ class Supervisor:
         """Waits until every target is ready.
 
         Raises:
-            ProcessEnded: the first start of a target failed; says why. It is not tried again.
+            ProcessEnded: a target ended before any was ready; says why.
         """
         targets = self._pool.targets.values()
         while not all(member.state is State.READY for member in targets):
-            failed = [m for m in targets if m.state is State.DOWN and self._directory.model is None]
-            if failed:
-                raise ProcessEnded(f"{failed[0].name} did not start: {failed[0].last_error}")
+            if self._failed_start is not None:
+                raise ProcessEnded(self._failed_start)
             await self._wait_change()
         return self._directory
 
@@ -226,7 +221,6 @@ class Supervisor:
             raise ProcessEnded(f"it was not ready after {timeout_s:g} s (supervision.start_timeout_s)") from late
         member.pid = info.pid
         member.state = State.READY
-        member.last_error = None
         logger.info("%s is ready (process %d)", member.name, info.pid)
         await member.on_ready(member, info)
         await self._notify()
@@ -255,7 +249,8 @@ class Supervisor:
             await member.process.kill()
         restart = member.restarts.failed(time.monotonic())
         member.process = member.pid = None
-        member.last_error = reason
+        if self._directory.model is None and self._failed_start is None:
+            self._failed_start = f"{member.name} did not start: {reason}"
         member.start_at_s = restart.at_s
         member.state = State.QUARANTINED if restart.quarantined else State.DOWN
         pause_s = restart.at_s - time.monotonic()

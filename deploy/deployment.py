@@ -2,7 +2,6 @@
 
 import logging
 import secrets
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,9 +18,10 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.ray_pool import Deployment, start_supervisor
 from actors.supervisor import Directory
-from cluster.config import Config, resolve
+from cluster.config import Config
 from cluster.inventory import Inventory, Node
 from cluster.placement import Group, PlacementPlan, place
+from cluster.resolve import resolve
 from cluster.types import ModelInfo
 from deploy.local_ray import LaunchError, LocalRay, start
 from deploy.serve_app import APP, Gateway, run_application
@@ -91,7 +91,6 @@ class DeployedCluster:
             self._leave()
         finally:
             ray.shutdown()
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _leave(self) -> None:
         """Ends what belongs to this deployment on a cluster that others use, too."""
@@ -123,7 +122,6 @@ def connect(config: Config, folder: Path) -> DeployedCluster:
     try:
         ray.init(address=address, namespace=namespace, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        shutil.rmtree(folder, ignore_errors=True)
         raise LaunchError(f"no Ray cluster answers at {address} (cluster.ray_address): {error}") from error
     return DeployedCluster(config, folder, None)
 

@@ -15,7 +15,7 @@ import psutil
 
 from cluster.config import Config
 from cluster.types import ModelInfo
-from deploy.local_ray import LaunchError, check_port, make_folder, prepare_environment
+from deploy.local_ray import LaunchError, check_port, prepare_environment, run_folder
 from engine.models.prepare import ensure_model
 
 logger = logging.getLogger(__name__)
@@ -46,9 +46,9 @@ def serve(config: Config) -> None:
         check_port(config.api.host, config.api.port)
         model_folder = ensure_model(config.model.name)
         check_memory(config, model_folder)
-        folder = make_folder()
-        prepare_environment(folder)
-        _serve(config, model_folder, folder)
+        with run_folder() as folder:
+            prepare_environment(folder)
+            _serve(config, model_folder, folder)
 
 
 def _serve(config: Config, model_folder: Path, folder: Path) -> None:

@@ -5,7 +5,8 @@ import shutil
 import signal
 import socket
 import tempfile
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from deploy.processes import adopt_orphans, end_descendants
 
 # Ray's smallest is 75 MB. What passes through it here is routing tables and status.
 OBJECT_STORE_BYTES = 80 * 2**20
-# A unix socket's path holds 107 bytes, and Ray appends up to 75 to its folder.
-MAX_FOLDER_LEN = 32
+# A unix socket's path holds 107 bytes, HAProxy's 97, of which Serve takes 70 with the node's id and the name.
+MAX_FOLDER_LEN = 27
 GRACE_S = 3.0
 
 _INHERITED = {
@@ -39,12 +40,10 @@ class LaunchError(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class LocalRay:
-    """``folder`` holds everything that the cluster writes; sockets of the data plane go there, too."""
-
-    folder: Path
+    """One that this process has started; there is at most one."""
 
     def stop(self) -> None:
-        """Ends every process below this one, and removes the folder. Safe at any stage of the start."""
+        """Ends every process below this one. Safe at any stage of the start."""
         import ray
 
         # A second signal must not interrupt the tidying: whoever sends one sees the prompt within seconds.
@@ -54,14 +53,23 @@ class LocalRay:
             ray.shutdown()
         finally:
             end_descendants(GRACE_S)
-            shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def make_folder() -> Path:
-    """Raises LaunchError when there is no room for one with a path short enough for sockets."""
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """For everything that the cluster writes, and for the sockets of the data plane; removed in the end.
+
+    Raises:
+        LaunchError: there is no place with a path short enough for sockets.
+    """
     for parent in (Path(tempfile.gettempdir()), Path("/tmp")):
         if len(str(parent)) + len("/outrider-12345678") <= MAX_FOLDER_LEN and os.access(parent, os.W_OK):
-            return Path(tempfile.mkdtemp(prefix="outrider-", dir=parent))
+            folder = Path(tempfile.mkdtemp(prefix="outrider-", dir=parent))
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            return
     raise LaunchError(
         f"the temporary folder {tempfile.gettempdir()} has too long a path for sockets (over {MAX_FOLDER_LEN} bytes), and "
         "/tmp cannot be written: set TMPDIR to a shorter one"
@@ -70,13 +78,12 @@ def make_folder() -> Path:
 
 def prepare_environment(folder: Path) -> None:
     """Ray reads its switches from the environment when it is imported, and its processes inherit them."""
-    haproxy = folder / "haproxy"
     switches = _INHERITED | {
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         # Fixed by default: a second cluster on the machine could not start.
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
@@ -95,7 +102,7 @@ def start(folder: Path, namespace: str, **options: Any) -> LocalRay:
     adopt_orphans()
     import ray
 
-    local = LocalRay(folder)
+    local = LocalRay()
     try:
         ray.init(
             address="local",

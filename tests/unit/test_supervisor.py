@@ -1,0 +1,248 @@
+"""The supervisor over pretended processes: what it starts, when it replaces, whom it tells."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from actors.drafter import DrafterInfo
+from actors.router import RouterInfo
+from actors.supervisor import Process, ProcessEnded, State, Supervisor
+from actors.target import DrafterCounts, TargetInfo, TargetReport
+from cluster.client import TargetStatus
+from cluster.config import Config, DrafterConfig, NgramOptions, SupervisionConfig, TargetConfig
+from cluster.errors import InvalidField
+from cluster.types import ModelInfo
+
+MODEL = ModelInfo("tiny", 100, 64, (0,), "fingerprint")
+FAST = SupervisionConfig(
+    health_period_ms=5,
+    health_timeout_ms=50,
+    start_timeout_s=0.5,
+    restart_backoff_ms=1,
+    max_restart_backoff_ms=5,
+    quarantine_restarts=3,
+    quarantine_s=600,
+)
+
+
+@dataclass(eq=False)
+class PretendedProcess:
+    """Answers until it is told to die or to fall silent."""
+
+    name: str
+    info: Any
+    starts: bool = True
+    silent: bool = False
+    unread: float = 0.0
+    calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    report: TargetReport | None = None
+    _end: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def die(self, reason: str) -> None:
+        if not self._end.done():
+            self._end.set_result(reason)
+
+    @property
+    def alive(self) -> bool:
+        return not self._end.done()
+
+    async def ended(self) -> str:
+        return await asyncio.shield(self._end)
+
+    async def unread_s(self) -> float:
+        await self._answer()
+        return self.unread
+
+    async def call(self, method: str, *args: Any) -> Any:
+        await self._answer()
+        self.calls.append((method, args))
+        return {"info": self.info, "report": self.report}.get(method)
+
+    async def kill(self) -> None:
+        self.die("killed")
+
+    async def _answer(self) -> None:
+        if not self.alive:
+            raise ProcessEnded(self._end.result())
+        if self.silent:
+            await asyncio.sleep(3600)
+        if not self.starts:
+            self.die("it would not start")
+            raise ProcessEnded("it would not start")
+
+
+@dataclass
+class PretendedSpawner:
+    lives: dict[str, list[PretendedProcess]] = field(default_factory=dict)
+    stillborn: set[str] = field(default_factory=set)
+    mute: set[str] = field(default_factory=set)
+
+    async def target(self, name: str) -> Process:
+        number = len(self.lives.get(name, []))
+        process = self._born(name, TargetInfo(name, f"grpc://node:{number}", MODEL, 100 + number))
+        process.report = TargetReport(
+            TargetStatus(name, "ready", 1, 2, 10, 5, 30.0, 7.0), (DrafterCounts("ngram", 1, 40, 30, 0.002),), 6
+        )
+        return process
+
+    async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process:
+        assert model is MODEL
+        assert addresses
+        return self._born(name, DrafterInfo(name, 200))
+
+    async def router(self) -> Process:
+        return self._born("router", RouterInfo(300))
+
+    def _born(self, name: str, info: Any) -> PretendedProcess:
+        process = PretendedProcess(name, info, starts=name not in self.stillborn, silent=name in self.mute)
+        self.lives.setdefault(name, []).append(process)
+        return process
+
+    def now(self, name: str) -> PretendedProcess:
+        return self.lives[name][-1]
+
+
+async def eventually(truth: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not truth():
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def spawner() -> PretendedSpawner:
+    return PretendedSpawner()
+
+
+@pytest.fixture
+async def supervisor(spawner: PretendedSpawner) -> AsyncIterator[Supervisor]:
+    drafters = (DrafterConfig(name="ngram", options=NgramOptions(), replicas=2),)
+    config = Config(target=TargetConfig(replicas=2), drafters=drafters, supervision=FAST)
+    supervisor = Supervisor(config, spawner)
+    yield supervisor
+    await supervisor.stop()
+    assert not any(process.alive for lives in spawner.lives.values() for process in lives)
+
+
+async def test_everything_starts_and_the_directory_names_all_targets(
+    supervisor: Supervisor, spawner: PretendedSpawner
+) -> None:
+    supervisor.start()
+    directory = await supervisor.ready()
+    assert (directory.model, set(directory.addresses)) == (MODEL, {"grpc://node:0"})
+    await eventually(lambda: set(supervisor.pids()) == {"target-0", "target-1", "ngram", "ngram/1", "router"})
+
+
+async def test_a_drafter_that_dies_is_started_again_at_once(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
+    supervisor.start()
+    await eventually(lambda: "ngram" in supervisor.pids())
+    spawner.now("ngram").die("killed by signal 9")
+    await eventually(lambda: len(spawner.lives["ngram"]) == 2 and "ngram" in supervisor.pids())
+    status = await supervisor.status()
+    assert [(d.name, d.state, d.num_restarts) for d in status.drafters] == [("ngram", "ready", 1), ("ngram/1", "ready", 0)]
+    assert len(spawner.lives["target-0"]) == len(spawner.lives["ngram/1"]) == 1
+
+
+@pytest.mark.parametrize("hang", ["the process", "its loop"])
+async def test_a_drafter_that_hangs_is_killed_and_replaced(
+    supervisor: Supervisor, spawner: PretendedSpawner, hang: str
+) -> None:
+    supervisor.start()
+    await eventually(lambda: "ngram" in supervisor.pids())
+    hung = spawner.now("ngram")
+    if hang == "the process":
+        hung.silent = True
+    else:
+        hung.unread = 60.0
+    await eventually(lambda: not hung.alive and len(spawner.lives["ngram"]) == 2 and "ngram" in supervisor.pids())
+
+
+async def test_a_busy_target_is_given_more_time_than_a_drafter(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
+    supervisor.start()
+    await eventually(lambda: len(supervisor.pids()) == 5)
+    for name in ("target-0", "ngram"):
+        spawner.now(name).unread = 0.2  # four times the deadline of a drafter, less than half of a target's
+    await eventually(lambda: len(spawner.lives["ngram"]) > 1)
+    assert len(spawner.lives["target-0"]) == 1
+
+
+async def test_a_drafter_that_keeps_failing_is_quarantined(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
+    spawner.stillborn.add("ngram")
+    supervisor.start()
+    await eventually(lambda: len(spawner.lives.get("ngram", [])) == FAST.quarantine_restarts)
+
+    async def state() -> str:
+        return (await supervisor.status()).drafters[0].state
+
+    async with asyncio.timeout(10):
+        while await state() != State.QUARANTINED:
+            await asyncio.sleep(0.002)
+    await eventually(lambda: "ngram/1" in supervisor.pids())  # others are not touched
+    assert len(spawner.lives["ngram"]) == FAST.quarantine_restarts
+
+
+async def test_a_target_that_does_not_start_fails_the_launch_with_its_reason(
+    supervisor: Supervisor, spawner: PretendedSpawner
+) -> None:
+    spawner.stillborn.update({"target-0", "target-1"})
+    supervisor.start()
+    with pytest.raises(ProcessEnded, match="target-. did not start: it would not start"):
+        await supervisor.ready()
+
+
+async def test_a_process_that_is_never_ready_is_given_up_after_the_start_deadline(
+    supervisor: Supervisor, spawner: PretendedSpawner
+) -> None:
+    spawner.mute.update({"target-0", "target-1"})
+    supervisor.start()
+    with pytest.raises(ProcessEnded, match=r"not ready after 0\.5 s \(supervision\.start_timeout_s\)"):
+        await supervisor.ready()
+
+
+async def test_a_target_that_moved_is_told_to_drafters_and_gateways(
+    supervisor: Supervisor, spawner: PretendedSpawner
+) -> None:
+    supervisor.start()
+    await eventually(lambda: len(supervisor.pids()) == 5)
+    before = await supervisor.directory(0)
+    waiting = asyncio.create_task(supervisor.directory(before.version))
+    spawner.now("target-1").die("node lost")
+    after = await asyncio.wait_for(waiting, 10)
+    assert after.addresses == ("grpc://node:0", "grpc://node:1")
+    await eventually(lambda: ("want", (after.addresses,)) in spawner.now("ngram").calls)
+
+
+async def test_a_router_that_was_restarted_learns_who_drains(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
+    supervisor.start()
+    await eventually(lambda: "router" in supervisor.pids())
+    await supervisor.set_draining("ngram", True)
+    assert ("set_draining", (frozenset({"ngram"}),)) in spawner.now("router").calls
+    spawner.now("router").die("crashed")
+    await eventually(lambda: len(spawner.lives["router"]) == 2)
+    await eventually(lambda: ("set_draining", (frozenset({"ngram"}),)) in spawner.now("router").calls)
+    assert [d.state for d in (await supervisor.status()).drafters] == ["draining", "ready"]
+    with pytest.raises(InvalidField, match=r"drafter: must be one of ngram, ngram/1, got 'nagram'"):
+        await supervisor.set_draining("nagram", True)
+
+
+async def test_status_sums_over_the_targets(supervisor: Supervisor) -> None:
+    supervisor.start()
+    await eventually(lambda: len(supervisor.pids()) == 5)
+    status = await supervisor.status()
+    assert (status.model, status.policy, status.table_version) == ("tiny", "epsilon-greedy", 6)
+    assert [target.num_waiting for target in status.targets] == [2, 2]
+    ngram = status.drafters[0]
+    assert (ngram.kind, ngram.num_requests, ngram.num_proposed, ngram.num_accepted) == ("ngram", 2, 80, 60)
+    assert ngram.reply_ms == pytest.approx(2.0)
+
+
+async def test_drain_waits_for_what_is_under_way_and_not_for_ever(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
+    supervisor.start()
+    await eventually(lambda: len(supervisor.pids()) == 5)
+    assert not await supervisor.drain(0.3)
+    for name in ("target-0", "target-1"):
+        assert ("drain", ()) in spawner.now(name).calls
+        spawner.now(name).report = TargetReport(TargetStatus(name, "draining", 0, 0, 10, 10, 0.0, 7.0))
+    assert await supervisor.drain(10)
