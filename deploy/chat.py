@@ -1,0 +1,148 @@
+"""``outrider chat``: a chat in the terminal that shows which words were drafted."""
+
+import unicodedata
+from collections.abc import Callable
+from contextlib import closing, suppress
+from difflib import get_close_matches
+
+from rich.console import Console
+from rich.text import Text
+
+from deploy.chat_client import ChatFailed, Conversation, Summary, connect, served_model
+
+HELP = """\
+/reset            forget the conversation
+/system TEXT      speak as TEXT says; without TEXT, as the model likes
+/drafting NAME    auto, off, a drafter, or a chain a>b
+/quit             leave (Ctrl-D does, too); Ctrl-C ends an answer"""
+COMMANDS = ("/reset", "/system", "/drafting", "/help", "/quit")
+DRAFTER_STYLES = ("green", "cyan", "magenta", "yellow", "blue")
+OWN_STYLE = ""  # the target's own tokens, in the terminal's own colour
+
+
+class Palette:
+    """A colour per drafter, in the order in which they appear."""
+
+    def __init__(self) -> None:
+        self._styles: dict[str, str] = {}
+
+    def style(self, drafter: str | None) -> str:
+        if drafter is None:
+            return OWN_STYLE
+        return self._styles.setdefault(drafter, DRAFTER_STYLES[len(self._styles) % len(DRAFTER_STYLES)])
+
+
+class Terminal:
+    """Reads lines, runs commands, prints answers."""
+
+    def __init__(self, conversation: Conversation, console: Console, read_line: Callable[[str], str]) -> None:
+        self._conversation = conversation
+        self._console = console
+        self._read_line = read_line
+        self._palette = Palette()
+
+    def run(self) -> None:
+        """Until /quit or the end of the input."""
+        self._console.print(f"[bold]{self._conversation.model}[/], drafted words in colour; /help for commands")
+        while True:
+            try:
+                line = self._read_line("\n> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                self._console.print()
+                return
+            if line == "/quit":
+                return
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self._answer(line)
+
+    def _command(self, line: str) -> None:
+        name, _, argument = line.partition(" ")
+        argument = argument.strip()
+        match name:
+            case "/reset":
+                self._conversation.reset()
+                self._note("forgotten")
+            case "/system":
+                self._conversation.system = argument or None
+                self._note(f"system: {argument}" if argument else "no system message")
+            case "/drafting":
+                self._conversation.drafting = argument or self._conversation.drafting
+                self._note(f"drafting: {self._conversation.drafting}")
+            case "/help":
+                self._note(HELP)
+            case _:
+                near = get_close_matches(name, COMMANDS, n=1)
+                self._note(f"{name} is no command" + (f"; did you mean {near[0]}?" if near else "; /help lists them"))
+
+    def _answer(self, line: str) -> None:
+        self._conversation.last = None
+        with closing(self._conversation.ask(line)) as pieces:
+            try:
+                for piece in pieces:
+                    text = Text(printable(piece.text), style=self._palette.style(piece.drafter))
+                    self._console.print(text, end="", soft_wrap=True)
+            except KeyboardInterrupt:
+                self._note("\n(ended)")
+                return
+            except ChatFailed as error:
+                self._console.print(Text(f"\n{error}", style="red"))
+                return
+        self._console.print()
+        if self._conversation.last is not None:
+            self._console.print(self._status_line(self._conversation.last))
+
+    def _status_line(self, summary: Summary) -> Text:
+        acceptance = summary.acceptance
+        line = Text(style="dim")
+        line.append(f"{summary.num_tokens} tokens in {summary.total_s:.1f} s, the first after {summary.first_token_s:.2f} s")
+        line.append(f" · {acceptance['mean_accepted_len'] or 0.0:.2f} tokens a pass")
+        for name, counts in acceptance["drafters"].items():
+            line.append(" · ")
+            line.append(name, style=self._palette.style(name))
+            line.append(f" {counts['num_accepted']} of {counts['num_proposed']} accepted")
+        if not acceptance["drafters"]:
+            line.append(" · nothing was drafted")
+        if summary.finish == "length":
+            line.append(" · cut at its limit")
+        return line
+
+    def _note(self, text: str) -> None:
+        self._console.print(Text(text, style="dim"))
+
+
+def printable(text: str) -> str:
+    """Control characters as pictures: a model's words must not steer the terminal."""
+    return "".join(_visible(char) for char in text)
+
+
+def _visible(char: str) -> str:
+    if char in "\n\t" or unicodedata.category(char) != "Cc":
+        return char
+    return chr(0x2400 + ord(char)) if ord(char) < 0x20 else "\ufffd"
+
+
+def chat(
+    url: str = "http://127.0.0.1:8000",
+    *,
+    api_key: str | None = None,
+    system: str | None = None,
+    drafting: str = "auto",
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+) -> None:
+    """Chat with the server at ``url`` until the user leaves.
+
+    Raises:
+        ChatFailed: no server answers there, or it refuses the key.
+    """
+    given = {"max_completion_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    with suppress(ImportError):  # line editing and history, where Python has them
+        import readline  # noqa: F401
+    with connect(url, api_key) as client:
+        conversation = Conversation(client, served_model(client), system, drafting, sampling)
+        console = Console(highlight=False)
+        Terminal(conversation, console, input).run()
