@@ -28,7 +28,7 @@ from cluster.transport import wire_pb2 as wire
 from cluster.transport.frames import Frame, Ping, Refusal, Welcome
 from cluster.types import Commit, FinishReason, Proposal, Request, SamplingParams, Slo, TokenLogprobs
 
-_FINISH_TO_WIRE: dict[FinishReason | None, wire.FinishReason] = {
+_FINISH_TO_WIRE: dict[FinishReason | None, Any] = {  # Any: the generated types take the numbers for ints here
     None: wire.NOT_FINISHED,
     **{reason: wire.FinishReason.Value(reason.name) for reason in FinishReason},
 }

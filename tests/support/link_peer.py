@@ -1,0 +1,44 @@
+"""A process at the other end of a link: ``python -m tests.support.link_peer listen|connect|exit ADDRESS``.
+
+It says its address (or "up") on stdout, then echoes every message until it is killed or stdin ends. ``exit`` ends its main
+thread with the link still up.
+"""
+
+import sys
+import threading
+
+from cluster.messages import Hello, Role
+from cluster.transport.base import LinkUp, Mailbox, Received
+from cluster.transport.factory import connect, listen
+
+
+def main(mode: str, address: str) -> None:
+    mailbox = Mailbox()
+    if mode == "listen":
+        listener = listen(address, mailbox, Hello(Role.TARGET, "child", 100, "tokenizer"))
+        print(listener.address, flush=True)
+    else:
+        connect(address, mailbox, Hello(Role.DRAFTER, "child", 100, "tokenizer"))
+        print("up", flush=True)
+    if mode == "exit":
+        return
+    stopped = threading.Event()
+
+    def await_end() -> None:
+        sys.stdin.read()
+        stopped.set()
+        mailbox.wake()
+
+    threading.Thread(target=await_end, daemon=True).start()
+    while not stopped.is_set():
+        mailbox.wait(60.0)
+        for event in mailbox.drain():
+            match event:
+                case Received(link, message):
+                    link.send(message)
+                case LinkUp():
+                    print("up", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
