@@ -61,7 +61,7 @@ class TargetConfig(Section):
     device: Device = "auto"
     replicas: Count = 1
     tensor_parallel: Count = 1  # ranks of one replica
-    block_len: Literal[8, 16, 32, 64] = 16  # tokens of a KV cache block
+    block_len: Literal[16, 32, 64] = 32  # tokens of a KV cache block
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.5  # of one rank
     max_num_sequences: Count = 64  # running at once in one replica
     max_pass_tokens: Count = 512  # rows of one packed pass
