@@ -75,6 +75,22 @@ def config(file: ConfigFile = None) -> None:
     print(show(load(file) if file is not None else Config()), end="")
 
 
+@app.command()
+def status(
+    url: Annotated[str, typer.Option(help="of the server")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="where the server asks for one")] = None,
+    once: Annotated[bool, typer.Option("--once", help="print it and exit")] = False,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object a line, for programs")] = False,
+    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="between two looks")] = 1.0,
+) -> None:
+    """A live table of targets, drafters, requests and acceptance; Ctrl-C ends it."""
+    from rich.console import Console
+
+    from deploy.status import watch
+
+    watch(url, api_key, once=once, json=json, interval_s=every, console=Console())
+
+
 @app.command(no_args_is_help=True)
 def bench(
     name: Annotated[str, typer.Argument(help="decode, invariance, serve or faults")],

@@ -1,5 +1,7 @@
 """The FastAPI app: under uvicorn or mounted by Ray Serve."""
 
+from dataclasses import asdict
+
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Lifespan
@@ -53,6 +55,10 @@ def _routes(service: Service) -> APIRouter:
         if name != info.name:
             raise unknown_model(name, info, "model")
         return JSONResponse(service.describe(info))
+
+    @router.get("/outrider/status")
+    async def status() -> JSONResponse:
+        return JSONResponse(asdict(await service.status()))
 
     return router
 

@@ -1,0 +1,169 @@
+"""``outrider status``: what targets and drafters are doing, as a table that keeps itself up to date."""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
+from cluster.errors import OutriderError
+
+PATH = "/v1/outrider/status"  # answers dataclasses.asdict(ClusterStatus)
+DEADLINE_S = 5.0
+STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "down": "red", "quarantined": "red"}
+UNKNOWN = "-"
+
+_STATUS = TypeAdapter(ClusterStatus)
+
+
+class StatusUnavailable(OutriderError):
+    """The server could not be reached, or answered something else; says what."""
+
+
+def watch(url: str, api_key: str | None, *, once: bool, json: bool, interval_s: float, console: Console) -> None:
+    """Show the status of the server at ``url`` every ``interval_s`` until Ctrl-C, or once.
+
+    As a live table, or with ``json`` as one JSON object a line. A server that goes away while it is watched is waited for.
+
+    Raises:
+        StatusUnavailable: nobody answers at the start.
+    """
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    with (
+        suppress(KeyboardInterrupt),
+        httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=DEADLINE_S) as client,
+    ):
+        first = fetch(client)
+        if json:
+            _print_lines(client, first, once, interval_s, console)
+        elif once:
+            console.print(render(first))
+        else:
+            with Live(render(first), console=console, auto_refresh=False) as live:
+                for picture in _pictures(client, first, interval_s):
+                    live.update(picture, refresh=True)
+
+
+def fetch(client: httpx.Client) -> ClusterStatus:
+    """Raises StatusUnavailable."""
+    url = f"{client.base_url}".rstrip("/") + PATH
+    try:
+        response = client.get(PATH)
+        response.raise_for_status()
+        return _STATUS.validate_json(response.content)
+    except httpx.HTTPStatusError as error:
+        reason = f"it answered {error.response.status_code}: {_message(error.response)}"
+        raise StatusUnavailable(f"no status from {url}: {reason}") from error
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        raise StatusUnavailable(
+            f"no status from {url}: {reason}. Is the server running? `outrider serve` starts it"
+        ) from error
+    except ValidationError as error:
+        raise StatusUnavailable(f"no status from {url}: what answers there is no Outrider of this version") from error
+
+
+def _message(response: httpx.Response) -> str:
+    """Of an error in OpenAI's shape; else the beginning of whatever it is."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]
+
+
+def _print_lines(client: httpx.Client, first: ClusterStatus, once: bool, interval_s: float, console: Console) -> None:
+    status = first
+    while True:
+        print(_STATUS.dump_json(status).decode(), file=console.file, flush=True)
+        if once:
+            return
+        time.sleep(interval_s)
+        status = fetch(client)
+
+
+def _pictures(client: httpx.Client, first: ClusterStatus, interval_s: float) -> Iterator[RenderableType]:
+    before = status = first
+    while True:
+        time.sleep(interval_s)
+        try:
+            status = fetch(client)
+        except StatusUnavailable as error:
+            yield Group(render(status), Text(str(error), style="red"))
+            continue
+        yield render(status, before)
+        before = status
+
+
+def render(status: ClusterStatus, before: ClusterStatus | None = None) -> RenderableType:
+    """The status for people; with the one before it also the acceptance of the time between them."""
+    title = Text.assemble(
+        (status.model, "bold"),
+        f"   routed by {status.policy}, table {status.table_version}   {_acceptance(status.drafters)}",
+    )
+    return Group(title, _targets(status.targets), _drafters(status.drafters, before.drafters if before else ()))
+
+
+def _acceptance(drafters: tuple[DrafterStatus, ...]) -> str:
+    num_proposed = sum(drafter.num_proposed for drafter in drafters)
+    num_accepted = sum(drafter.num_accepted for drafter in drafters)
+    return f"{_share(num_accepted, num_proposed)} of {num_proposed:,} drafted tokens accepted"
+
+
+def _targets(targets: tuple[TargetStatus, ...]) -> Table:
+    table = _table("target", "state", "running", "waiting", "KV cache", "tokens/s", "pass ms")
+    for target in targets:
+        table.add_row(
+            target.name,
+            _state(target.state),
+            f"{target.num_running}",
+            f"{target.num_waiting}",
+            f"{_share(target.num_blocks - target.num_free_blocks, target.num_blocks)} of {target.num_blocks:,}",
+            f"{target.tokens_per_s:,.0f}",
+            f"{target.step_ms:.1f}",
+        )
+    return table
+
+
+def _drafters(drafters: tuple[DrafterStatus, ...], before: tuple[DrafterStatus, ...]) -> Table:
+    table = _table("drafter", "state", "requests", "drafted", "accepted", "just now", "reply ms", "restarts")
+    earlier = {drafter.name: drafter for drafter in before}
+    for drafter in drafters:
+        table.add_row(
+            drafter.name if drafter.kind == drafter.name else f"{drafter.name} [dim]({drafter.kind})[/]",
+            _state(drafter.state),
+            f"{drafter.num_requests}",
+            f"{drafter.num_proposed:,}",
+            _share(drafter.num_accepted, drafter.num_proposed),
+            _just_now(drafter, earlier.get(drafter.name)),
+            UNKNOWN if drafter.reply_ms is None else f"{drafter.reply_ms:.1f}",
+            f"{drafter.num_restarts}",
+        )
+    return table
+
+
+def _just_now(drafter: DrafterStatus, before: DrafterStatus | None) -> str:
+    """Counters start over with their process: then there is nothing to subtract from."""
+    if before is None or before.num_proposed > drafter.num_proposed:
+        return UNKNOWN
+    return _share(drafter.num_accepted - before.num_accepted, drafter.num_proposed - before.num_proposed)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else UNKNOWN
+
+
+def _state(state: str) -> Text:
+    return Text(state, style=STATE_STYLES.get(state, ""))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
+    return table

@@ -1,0 +1,141 @@
+"""``outrider status``: what it shows, and what it says when there is nothing to show."""
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
+from cluster.errors import LinkClosed
+from deploy import status as status_module
+from deploy.api.app import create_app
+from deploy.api.scripted import ScriptedClient
+from deploy.api.settings import ApiSettings
+from deploy.cli import app
+from deploy.status import PATH, StatusUnavailable, fetch, render, watch
+from tests.support.api import listening, model_info, saying, tokenizer
+
+STATUS = ClusterStatus(
+    model="smollm2-135m",
+    policy="epsilon-greedy",
+    table_version=12,
+    targets=(TargetStatus("target-0", "ready", 3, 1, 2000, 1500, 123.4, 25.04),),
+    drafters=(
+        DrafterStatus("ngram", "ngram", "ready", 2, 1000, 400, 0.61, 0),
+        DrafterStatus("small", "model", "down", 0, 0, 0, None, 4),
+    ),
+)
+
+
+def shown(*pictures: object, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    for picture in pictures:
+        console.print(picture)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split()[1:] for line in text.splitlines() if line}
+
+
+@contextmanager
+def server(cluster: ScriptedClient) -> Iterator[str]:
+    with listening(create_app(cluster, tokenizer(), ApiSettings())) as url:
+        yield url
+
+
+def answering(answer: Callable[[httpx.Request], httpx.Response]) -> httpx.Client:
+    return httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+
+
+def test_the_table_says_all_of_the_status() -> None:
+    text = shown(render(STATUS))
+    assert text.startswith("smollm2-135m   routed by epsilon-greedy, table 12   40% of 1,000 drafted tokens accepted\n")
+    found = rows(text)
+    assert found["target-0"] == ["ready", "3", "1", "25%", "of", "2,000", "123", "25.0"]
+    assert found["ngram"] == ["ready", "2", "1,000", "40%", "-", "0.6", "0"]
+    assert found["small"] == ["(model)", "down", "0", "0", "-", "-", "-", "4"]
+
+
+def test_recent_acceptance_is_of_the_time_between() -> None:
+    later = dataclasses.replace(
+        STATUS, drafters=(dataclasses.replace(STATUS.drafters[0], num_proposed=1100, num_accepted=490),)
+    )
+    assert rows(shown(render(later, STATUS)))["ngram"][4] == "90%"
+    assert rows(shown(render(STATUS, later)))["ngram"][4] == "-"  # counters went back: the target was restarted
+    assert rows(shown(render(STATUS, STATUS)))["ngram"][4] == "-"
+
+
+def test_a_server_answers_with_its_status() -> None:
+    with server(ScriptedClient(model_info(), saying("hello"))) as url, httpx.Client(base_url=url) as client:
+        found = fetch(client)
+    assert found.model == model_info().name
+    assert found.targets[0].state == "ready"
+    assert found.drafters[0].name == "ngram"
+    assert found.drafters[0].num_accepted == 5
+
+
+def test_a_cluster_that_is_away_is_a_503() -> None:
+    scripted = ScriptedClient(model_info(), saying("hello"))
+    scripted.failure = LinkClosed("no target is there")
+    with (
+        server(scripted) as url,
+        httpx.Client(base_url=url) as client,
+        pytest.raises(StatusUnavailable, match=r"answered 503"),
+    ):
+        fetch(client)
+
+
+@pytest.mark.parametrize(
+    ("response", "words"),
+    [
+        (httpx.Response(401, json={"error": {"message": "bad key"}}), "it answered 401: bad key"),
+        (httpx.Response(404, text="<html>"), "it answered 404: <html>"),
+        (httpx.Response(200, text="[]"), "no Outrider of this version"),
+        (httpx.Response(200, json={"model": "x"}), "no Outrider of this version"),
+    ],
+)
+def test_an_answer_that_is_no_status_is_named(response: httpx.Response, words: str) -> None:
+    with pytest.raises(StatusUnavailable) as caught:
+        fetch(answering(lambda request: response))
+    assert str(caught.value).startswith(f"no status from http://server{PATH}: ")
+    assert words in str(caught.value)
+
+
+def test_a_newer_server_may_say_more() -> None:
+    answer = dataclasses.asdict(STATUS) | {"news": 1}
+    assert fetch(answering(lambda request: httpx.Response(200, json=answer))) == STATUS
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(StatusUnavailable, match=r"Is the server running\?"):
+        watch("http://127.0.0.1:9/v1", None, once=True, json=False, interval_s=1, console=Console(file=io.StringIO()))
+
+
+def test_a_server_that_goes_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[ClusterStatus | Exception] = [STATUS, StatusUnavailable("gone"), STATUS, KeyboardInterrupt()]  # type: ignore[list-item]
+
+    def next_answer(client: httpx.Client) -> ClusterStatus:
+        answer = answers.pop(0)
+        if isinstance(answer, ClusterStatus):
+            return answer
+        raise answer
+
+    monkeypatch.setattr(status_module, "fetch", next_answer)
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    watch("http://server", None, once=False, json=False, interval_s=0.001, console=console)
+    assert answers == []
+    assert "gone" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_command_prints_json_for_programs() -> None:
+    with server(ScriptedClient(model_info(), saying("hello"))) as url:
+        result = CliRunner().invoke(app, ["status", "--url", url, "--once", "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.output)["targets"][0]["name"] == "target-0"
