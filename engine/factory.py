@@ -59,7 +59,7 @@ def load_target(
 
     Raises:
         ModelUnavailable: missing, half-written or unsupported; one line that says which.
-        ValueError: the KV cache cannot hold a sequence of ``max_model_len`` tokens.
+        InvalidField: the KV cache cannot hold a sequence of ``max_model_len`` tokens.
     """
     model = load_model(folder, dtype, device)
     limits = NativeLimits(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cluster.errors import InvalidField
 from engine.models.config import ModelConfig
 
 BLOCK_LEN = 32  # tokens: two vectors of 16 keys on a CPU, and half a tile on a GPU
@@ -46,11 +47,11 @@ def num_blocks_for(config: ModelConfig, num_bytes: int, dtype: torch.dtype, bloc
     """Blocks that fit into ``num_bytes``.
 
     Raises:
-        ValueError: not even one does.
+        InvalidField: not even one does.
     """
     block_bytes = block_len * config.kv_bytes_per_token(dtype.itemsize)
     if num_bytes < block_bytes:
-        raise ValueError(f"a KV cache of {num_bytes} bytes holds no block: one takes {block_bytes} bytes")
+        raise InvalidField("kv_cache_bytes", num_bytes, f"must hold at least one block: one takes {block_bytes} bytes")
     return num_bytes // block_bytes
 
 

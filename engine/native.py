@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from cluster.errors import InvalidField
 from cluster.types import Request
 from engine.acceptance import verdict
 from engine.forward import CausalModel
@@ -31,18 +32,20 @@ class NativeTarget:
     """``engine.target.TargetEngine`` over a ``CausalModel``, in this process.
 
     Raises:
-        ValueError: the limits do not fit the model, or each other.
+        InvalidField: the limits do not fit the model, or each other.
     """
 
     def __init__(self, model: CausalModel, limits: NativeLimits, prefix_cache: bool = True) -> None:
         if not 1 <= limits.max_model_len <= model.config.max_len:
-            raise ValueError(
-                f"max_model_len must lie between 1 and the model's {model.config.max_len}: {limits.max_model_len}"
+            raise InvalidField(
+                "max_model_len", limits.max_model_len, f"must lie between 1 and the model's {model.config.max_len}"
             )
         if limits.num_blocks * limits.block_len < limits.max_model_len:
-            raise ValueError(
+            raise InvalidField(
+                "max_model_len",
+                limits.max_model_len,
                 f"a KV cache of {limits.num_blocks} blocks of {limits.block_len} tokens cannot hold one sequence of "
-                f"{limits.max_model_len} tokens: enlarge kv_cache_gb or lower max_model_len"
+                f"{limits.max_model_len} tokens: enlarge kv_cache_gb or lower max_model_len",
             )
         self._model = model
         self._limits = limits
