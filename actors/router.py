@@ -12,6 +12,7 @@ from actors.worker import LoopThread
 from cluster.config import Config
 from cluster.types import RoutingTable
 from router.assignment import TARGET_ONLY, AssignmentPolicy, PoolMember, RequestView
+from router.table import next_table
 
 # Stands for whatever request comes next: what the policy would choose for it is the default of the table.
 NEXT_REQUEST = "\0next"
@@ -26,8 +27,7 @@ class Router:
     def __init__(self, policy: AssignmentPolicy, pool: Sequence[PoolMember], max_draft_len: int) -> None:
         self._policy = policy
         self._pool = tuple(pool)
-        self._max_draft_len = max_draft_len
-        self._table = RoutingTable(version=0)
+        self._table = RoutingTable(version=0, max_draft_len=max_draft_len)
         self._draining: frozenset[str] = frozenset()
 
     def set_draining(self, names: frozenset[str]) -> None:
@@ -45,17 +45,12 @@ class Router:
         self._policy.observe([observation for report in reports for observation in report.observations])
         requests = [request for report in reports for request in report.requests]
         chains = self._policy.assign([*requests, RequestView(NEXT_REQUEST, 0, 0, TARGET_ONLY)], pool)
-        table = RoutingTable(
-            version=self._table.version,
-            chains={request.request_id: chains[request.request_id] for request in requests},
-            defaults=(chains[NEXT_REQUEST],),
-            max_draft_len=self._max_draft_len,
-        )
-        newest = max(report.table_version for report in reports)
-        if table == self._table and all(report.table_version == table.version for report in reports):
+        versions = [report.table_version for report in reports]
+        table = next_table(self._table, requests, chains, (chains[NEXT_REQUEST],), versions)
+        if table is self._table:
             return None
-        self._table = replace(table, version=max(table.version, newest) + 1)
-        return self._table
+        self._table = table
+        return table
 
 
 class Targets(Protocol):

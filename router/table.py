@@ -21,7 +21,8 @@ def next_table(
     is missing from a table stays where it is.
 
     ``versions`` are of the tables that the targets have. Where nothing changed and all have ``previous``, it is returned
-    itself; else the version is above all of them, so that a router that was restarted is heard.
+    itself; else the version is above all of them, so that a router that was restarted is heard. A ``previous`` of version
+    0 was never published.
     """
     live = {request.request_id: chains[request.request_id] for request in requests if request.request_id in chains}
     if len(live) > MAX_CHAINS:
@@ -29,6 +30,6 @@ def next_table(
         kept = dict.fromkeys([*(r.request_id for r in moving), *live])
         live = {request_id: live[request_id] for request_id in list(kept)[:MAX_CHAINS]}
     table = RoutingTable(previous.version, live, tuple(defaults) or ((),), previous.max_draft_len)
-    if table == previous and all(version == previous.version for version in versions):
+    if previous.version > 0 and table == previous and all(version == previous.version for version in versions):
         return previous
     return RoutingTable(max(previous.version, *versions) + 1, live, table.defaults, table.max_draft_len)
