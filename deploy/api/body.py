@@ -9,46 +9,74 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import ClientDisconnect
 
-from deploy.api.errors import ApiError, ClientGone, bad_request, nearest, shorten
+from deploy.api.errors import ApiError, ClientGone, bad_request, nearest, overloaded, shorten
 from deploy.api.schema import FORM_TAGS
 from deploy.api.settings import ApiSettings
 
 Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_SHOWN_NAME = 100
+_CLOSE = {"connection": "close"}
 
 
-async def read_body(request: Request, settings: ApiSettings) -> bytes:
-    """The whole body, within the limits of size and time; the size is checked while reading.
+class BodyReader:
+    """Reads bodies within the limits of size and time, and of what all of them hold in memory together."""
 
-    Raises:
-        ApiError: 400 (not JSON by its content type), 408 (too slow), 413 (too large).
-        ClientGone: the caller hung up.
-    """
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise bad_request("Content-Type", f"must be application/json, got {shorten(content_type)}")
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared[:20]) > settings.max_request_bytes:
-        raise _too_large(settings)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            async for part in request.stream():
-                body += part
-                if len(body) > settings.max_request_bytes:
-                    raise _too_large(settings)
-    except TimeoutError as error:
-        raise ApiError(
-            HTTPStatus.REQUEST_TIMEOUT,
-            f"body: was not complete within {settings.body_timeout_s:g} seconds",
-            param="body",
-            code="timeout",
-            headers={"connection": "close"},
-        ) from error
-    except ClientDisconnect as error:
-        raise ClientGone from error
-    return bytes(body)
+    def __init__(self, settings: ApiSettings) -> None:
+        self._settings = settings
+        self._held = 0
+
+    async def read(self, request: Request, model: type[Model]) -> Model:
+        """The checked fields of a call.
+
+        Raises:
+            ApiError: 400, naming the field; 408 (too slow), 413 (too large), 429 (too many large ones at once).
+            ClientGone: the caller hung up.
+        """
+        self._check_headers(request)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                async for part in request.stream():
+                    self._held += len(part)
+                    body += part
+                    self._check_sizes(len(body))
+            return parse_body(bytes(body), model)
+        except TimeoutError as error:
+            raise ApiError(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"body: was not complete within {self._settings.body_timeout_s:g} seconds",
+                param="body",
+                code="timeout",
+                headers=_CLOSE,
+            ) from error
+        except ClientDisconnect as error:
+            raise ClientGone from error
+        finally:
+            self._held -= len(body)
+
+    def _check_headers(self, request: Request) -> None:
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise bad_request("Content-Type", f"must be application/json, got {shorten(content_type)}")
+        declared = request.headers.get("content-length", "0")
+        if declared.isdecimal():
+            self._check_sizes(int(declared[:20]))
+
+    def _check_sizes(self, num_bytes: int) -> None:
+        # The rest of the body is not read, so the connection cannot be used again.
+        if num_bytes > self._settings.max_request_bytes:
+            raise ApiError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"body: must have at most {self._settings.max_request_bytes} bytes",
+                param="body",
+                code="request_too_large",
+                headers=_CLOSE,
+            )
+        if self._held > self._settings.max_held_bytes:
+            refusal = overloaded("too many large requests at once; try again later", self._settings.retry_after_s)
+            refusal.headers.update(_CLOSE)
+            raise refusal
 
 
 def parse_body(body: bytes, model: type[Model]) -> Model:
@@ -86,14 +114,3 @@ def _field_error(detail: ErrorDetails, model: type[BaseModel]) -> ApiError:
         case _:
             message = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
             return bad_request(param, f"{message}, got {shorten(detail['input'])}")
-
-
-def _too_large(settings: ApiSettings) -> ApiError:
-    # The rest of the body is not read, so the connection cannot be used again.
-    return ApiError(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        f"body: must have at most {settings.max_request_bytes} bytes",
-        param="body",
-        code="request_too_large",
-        headers={"connection": "close"},
-    )

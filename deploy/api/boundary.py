@@ -35,7 +35,8 @@ class Boundary:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
-        self._metrics.in_flight.inc()
+        counted = scope["path"].startswith("/v1/")  # probes and scrapes are no load
+        self._metrics.in_flight.inc(counted)
         try:
             await self._app(scope, receive, send_with_id)
         except ClientGone:
@@ -46,7 +47,7 @@ class Boundary:
                 raise  # the server then breaks the connection, and the caller sees that the answer is not whole
             await internal_error("the server failed", request_id).response()(scope, receive, send_with_id)
         finally:
-            self._metrics.in_flight.dec()
+            self._metrics.in_flight.dec(counted)
             self._metrics.requests.labels(_endpoint(scope), status or CLIENT_CLOSED_REQUEST).inc()
 
 

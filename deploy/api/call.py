@@ -14,7 +14,7 @@ from cluster.client import EngineClient
 from deploy.api.admission import Admission
 from deploy.api.answer import Envelope, encode_json, segments_json, total_counts, usage_of
 from deploy.api.choice import Choice, Delta, EngineFailed
-from deploy.api.errors import ApiError, as_api_error, internal_error, timed_out
+from deploy.api.errors import ApiError, ClientGone, as_api_error, internal_error, timed_out
 from deploy.api.formats import AnswerFormat
 from deploy.api.generation import Generation, unless_disconnected
 from deploy.api.metrics import Metrics
@@ -22,6 +22,8 @@ from deploy.api.settings import ApiSettings
 from deploy.api.sse import DONE, EventStream
 
 _logger = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,7 @@ class CallResponse(Response):
             answer = timed_out(self._settings.request_timeout_s) if deadline.expired() else self._answer_to(error)
             if not stream.started:
                 raise answer from error
-            await stream.write(f"data: {encode_json(answer.body())}\n\n".encode())
-            await stream.end()
+            await self._send_last_words(stream, answer)
         finally:
             for choice in self._call.choices:
                 self._metrics.record_choice(choice, self._call.arrival_s)
@@ -116,6 +117,14 @@ class CallResponse(Response):
         else:
             await stream.write(DONE)
         await stream.end()
+
+    async def _send_last_words(self, stream: EventStream, error: ApiError) -> None:
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await stream.write(f"data: {encode_json(error.body())}\n\n".encode())
+                await stream.end()
+        except TimeoutError:
+            raise ClientGone from error  # it does not read; the server closes the connection
 
     def _acceptance(self) -> dict[str, object]:
         return {"acceptance": total_counts(self._call.choices).as_json()}

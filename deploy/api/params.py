@@ -68,24 +68,31 @@ def unknown_model(name: str, info: ModelInfo, param: str) -> ApiError:
     )
 
 
+def max_prompt_tokens(info: ModelInfo, settings: ApiSettings) -> int:
+    """The longest prompt that leaves room for one token, and that this server takes."""
+    room = info.max_model_len - 1
+    return room if settings.max_prompt_tokens is None else min(room, settings.max_prompt_tokens)
+
+
+def prompt_too_long(field: str, num_tokens: str, info: ModelInfo, settings: ApiSettings) -> ApiError:
+    """``num_tokens``: in words, as the text may not have been counted to its end."""
+    if max_prompt_tokens(info, settings) < info.max_model_len - 1:
+        reason = f"has {num_tokens} tokens; this server takes at most {settings.max_prompt_tokens}"
+        return bad_request(field, reason, "prompt_too_long")
+    return bad_request(
+        field,
+        f"has {num_tokens} tokens, which leaves no room for an answer in the model's context of {info.max_model_len} tokens",
+        "context_length_exceeded",
+    )
+
+
 def check_prompt(prompt: Prompt, info: ModelInfo, settings: ApiSettings) -> None:
     """Raises ApiError (400) for a prompt that is empty, too long, or holds ids that are no tokens."""
     num_tokens = len(prompt.token_ids)
     if num_tokens == 0:
         raise bad_request(prompt.field, "must hold at least one token")
-    if num_tokens >= info.max_model_len:
-        raise bad_request(
-            prompt.field,
-            f"has {num_tokens} tokens, which leaves no room for an answer in the model's context of"
-            f" {info.max_model_len} tokens",
-            "context_length_exceeded",
-        )
-    if settings.max_prompt_tokens is not None and num_tokens > settings.max_prompt_tokens:
-        raise bad_request(
-            prompt.field,
-            f"has {num_tokens} tokens; this server takes at most {settings.max_prompt_tokens}",
-            "prompt_too_long",
-        )
+    if num_tokens > max_prompt_tokens(info, settings):
+        raise prompt_too_long(prompt.field, str(num_tokens), info, settings)
     if max(prompt.token_ids) >= info.vocab_size:
         i = next(i for i, token_id in enumerate(prompt.token_ids) if token_id >= info.vocab_size)
         raise _outside_vocabulary(f"{prompt.field}.{i}", prompt.token_ids[i], info)

@@ -15,16 +15,24 @@ from cluster.errors import LinkClosed
 from cluster.types import ModelInfo
 from deploy.api.admission import Admission
 from deploy.api.answer import Envelope
-from deploy.api.body import parse_body, read_body
+from deploy.api.body import BodyReader
 from deploy.api.call import Call, CallResponse
 from deploy.api.choice import Choice
 from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
 from deploy.api.keys import ApiKeys
 from deploy.api.metrics import Metrics
-from deploy.api.params import Prompt, check_call, check_prompt, make_requests, parse_drafting
+from deploy.api.params import (
+    Prompt,
+    check_call,
+    check_prompt,
+    make_requests,
+    max_prompt_tokens,
+    parse_drafting,
+    prompt_too_long,
+)
 from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields
 from deploy.api.settings import ApiSettings
-from deploy.api.tokenizer import Tokenizer
+from deploy.api.tokenizer import TextTooLong, Tokenizer
 
 T = TypeVar("T")
 
@@ -38,6 +46,7 @@ class Service:
         self._tokenizer = tokenizer
         self._settings = settings
         self._keys = None if settings.api_keys_file is None else ApiKeys.from_file(settings.api_keys_file)
+        self._bodies = BodyReader(settings)
         self._admission = Admission(settings)
         self._chat_format = ChatFormat(tokenizer)
         self._completion_format = CompletionFormat(tokenizer)
@@ -59,27 +68,34 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         arrival_s = time.monotonic()
-        fields = parse_body(await read_body(request, self._settings), ChatRequest)
+        fields = await self._bodies.read(request, ChatRequest)
         info = await self.info()
         check_call(fields, 1, info, self._settings)
-        token_ids = await self._tokenizer.encode_chat([message.for_template() for message in fields.messages])
+        messages = [message.for_template() for message in fields.messages]
+        try:
+            token_ids = await self._tokenizer.encode_chat(messages, max_tokens=max_prompt_tokens(info, self._settings))
+        except TextTooLong as error:
+            raise prompt_too_long("messages", f"more than {error.num_tokens}", info, self._settings) from error
         prompts = [Prompt(token_ids, "messages")]
         return await self._call(request, fields, prompts, self._chat_format, arrival_s)
 
     async def completions(self, request: Request) -> Response:
         arrival_s = time.monotonic()
-        fields = parse_body(await read_body(request, self._settings), CompletionRequest)
+        fields = await self._bodies.read(request, CompletionRequest)
         given = fields.prompts()
         info = await self.info()
         check_call(fields, len(given), info, self._settings)
-        prompts = []
-        for field, prompt in given.items():
-            if isinstance(prompt, str):
-                token_ids = await self._tokenizer.encode(prompt, add_special_tokens=True)
-            else:
-                token_ids = tuple(prompt)
-            prompts.append(Prompt(token_ids, field))
+        prompts = [Prompt(await self._tokens(prompt, field, info), field) for field, prompt in given.items()]
         return await self._call(request, fields, prompts, self._completion_format, arrival_s)
+
+    async def _tokens(self, prompt: str | list[int], field: str, info: ModelInfo) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        limit = max_prompt_tokens(info, self._settings)
+        try:
+            return await self._tokenizer.encode(prompt, add_special_tokens=True, max_tokens=limit)
+        except TextTooLong as error:
+            raise prompt_too_long(field, f"more than {error.num_tokens}", info, self._settings) from error
 
     async def models(self) -> dict[str, object]:
         return {"object": "list", "data": [self.describe(await self.info())]}

@@ -17,6 +17,7 @@ class ApiSettings:
 
     api_keys_file: Path | None = None  # None: everybody who reaches the port may call
     max_request_bytes: int = 2 * 2**20
+    max_held_bytes: int = 64 * 2**20  # of all bodies that are being read
     max_prompt_tokens: int | None = None  # None: whatever the model's context holds
     max_concurrent: int = 64  # sequences running at once
     max_queued: int = 256  # calls waiting for their turn
@@ -35,6 +36,7 @@ class ApiSettings:
         return cls(
             api_keys_file=config.api_keys_file,
             max_request_bytes=config.max_body_bytes,
+            max_held_bytes=max(cls().max_held_bytes, 2 * config.max_body_bytes),
             max_concurrent=config.max_concurrent_requests,
             max_sequences=max_sequences,
             max_n=min(config.max_choices, max_sequences),
@@ -46,6 +48,10 @@ class ApiSettings:
             value = getattr(self, name)
             if isinstance(value, int | float) and not value > 0:
                 raise InvalidField(name, value, "must be greater than 0")
+        if self.max_request_bytes > self.max_held_bytes:
+            raise InvalidField(
+                "max_request_bytes", self.max_request_bytes, f"must be at most max_held_bytes ({self.max_held_bytes})"
+            )
         if self.max_sequences > self.max_concurrent:
             raise InvalidField(
                 "max_sequences", self.max_sequences, f"must be at most max_concurrent ({self.max_concurrent})"

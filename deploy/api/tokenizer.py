@@ -13,11 +13,23 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from cluster.errors import InvalidField, ModelUnavailable
+from cluster.errors import InvalidField, ModelUnavailable, OutriderError
 from deploy.api.chat_template import ChatTemplate, load_chat_template
 
 # Encoding takes about a microsecond a character: up to here a thread would cost more than it frees.
 _INLINE_CHARS = 2000
+# Longer texts are counted slice by slice first, so that one that is far too long costs neither its memory nor its time.
+_SLICE_CHARS = 2**16
+# Where a slice cuts a word in two, it counts a few tokens that the whole text has not.
+_CUT_TOKENS = 16
+
+
+class TextTooLong(OutriderError):
+    """A text has more tokens than its caller can use; ``num_tokens`` counts those seen until then."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"the text has more than {num_tokens} tokens")
+        self.num_tokens = num_tokens
 
 
 class Tokenizer:
@@ -50,29 +62,42 @@ class Tokenizer:
             raise ModelUnavailable(f"{path} cannot be read: {error}") from error
         return cls(fast, load_chat_template(folder))
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of ``text``. Long texts are encoded in a thread, where the event loop does not wait for them."""
-        if len(text) <= _INLINE_CHARS:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+    async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int) -> tuple[int, ...]:
+        """Token ids of ``text``. Long texts are encoded in a thread, where the event loop does not wait for them.
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        Raises:
+            TextTooLong: there are far more than ``max_tokens``. Slightly longer results are returned.
+        """
+        if len(text) <= _INLINE_CHARS:
+            return self._encode(text, add_special_tokens, max_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens, max_tokens)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]], *, max_tokens: int) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
         Raises:
             InvalidField: the model has no chat template, or its template refuses the messages.
+            TextTooLong: as ``encode``.
         """
         if sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
-            return self._encode_chat(messages)
-        return await asyncio.to_thread(self._encode_chat, messages)
+            return self._encode_chat(messages, max_tokens)
+        return await asyncio.to_thread(self._encode_chat, messages, max_tokens)
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    def _encode_chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> tuple[int, ...]:
         if self._chat_template is None:
             raise InvalidField("messages", len(messages), "the model has no chat template; use /v1/completions")
         # The template writes the special tokens itself.
-        return self._encode(self._chat_template.render(messages), add_special_tokens=False)
+        return self._encode(self._chat_template.render(messages), add_special_tokens=False, max_tokens=max_tokens)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int) -> tuple[int, ...]:
+        if len(text) > _SLICE_CHARS:
+            num_tokens = 0
+            for start in range(0, len(text), _SLICE_CHARS):
+                num_tokens += (
+                    len(self._fast.encode(text[start : start + _SLICE_CHARS], add_special_tokens=False)) - _CUT_TOKENS
+                )
+                if num_tokens > max_tokens:
+                    raise TextTooLong(num_tokens)
         return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def token_bytes(self, token_id: int) -> bytes:

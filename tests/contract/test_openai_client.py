@@ -270,7 +270,7 @@ def test_a_stream_left_early_is_aborted(served: Served) -> None:
     with served.openai.completions.create(**fields, extra_body={"ignore_eos": True}) as stream:
         next(iter(stream))
     end_s = time.monotonic() + 60.0
-    while metric(served, "outrider_target_running") > 0.0 or metric(served, "outrider_requests_in_flight") > 1.0:
+    while metric(served, "outrider_target_running") > 0.0 or metric(served, "outrider_requests_in_flight") > 0.0:
         assert time.monotonic() < end_s
     assert metric(served, "outrider_completion_tokens_total") - num_before < 4 * 400
     assert served.text()

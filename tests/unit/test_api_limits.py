@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
+import deploy.api.call
 from cluster.errors import InvalidField, LinkClosed, Overloaded
 from cluster.types import Commit, FinishReason, Request
 from deploy.api.admission import Admission
@@ -113,12 +115,32 @@ async def test_a_prompt_longer_than_the_server_wants() -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (400, "prompt_too_long")
 
 
+async def test_bodies_may_not_fill_the_memory_together() -> None:
+    settings = {"max_request_bytes": 4000, "max_held_bytes": 5000}
+    first = Caller(**settings)
+    call = first.start(None)
+    first.put(type="http.request", body=b" " * 3000, more_body=True)
+    await asyncio.sleep(0)
+    second = Caller(app=first.app)
+    second.put(type="http.request", body=b" " * 3000, more_body=True)
+    await second.start(None)
+    assert second.status == 429
+    assert dict(second.sent[0]["headers"])[b"retry-after"] == b"1"
+    first.put(type="http.request", body=b"", more_body=False)
+    await call
+    assert first.status == 400
+    third = Caller(app=first.app)
+    await third.start(chat_body())
+    assert third.status == 200
+
+
 class Caller:
     """Speaks ASGI by hand, to send slowly and to hang up."""
 
-    def __init__(self, script: Any = None, **settings: Any) -> None:
+    def __init__(self, script: Any = None, app: FastAPI | None = None, **settings: Any) -> None:
         self.cluster = ScriptedClient(model_info(), script or saying("the answer"))
-        self.app = create_app(self.cluster, tokenizer(), ApiSettings(**settings))
+        self.app = app or create_app(self.cluster, tokenizer(), ApiSettings(**settings))
+        self.reads = True
         self.sent: list[dict[str, Any]] = []
         self.got_body = asyncio.Event()
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -150,6 +172,8 @@ class Caller:
         self.sent.append(message)
         if message.get("body"):
             self.got_body.set()
+        if not self.reads:
+            await asyncio.Event().wait()  # as a server does whose connection takes no more
 
     @property
     def status(self) -> int:
@@ -219,8 +243,7 @@ async def test_a_caller_that_hangs_up_in_the_queue_leaves_it() -> None:
     caller = Caller(script, max_concurrent=1, max_sequences=1, max_n=1)
     first = caller.start(chat_body())
     await caller.cluster.asked(1)
-    second = Caller()
-    second.app = caller.app
+    second = Caller(app=caller.app)
     waiting = second.start(chat_body())
     second.put(type="http.disconnect")
     await waiting
@@ -249,6 +272,15 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
         *_, last = events(response.text)
         assert json.loads(last)["error"]["code"] == "timeout"
         assert len(cluster.aborted) == 1
+
+
+async def test_a_caller_that_does_not_read_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deploy.api.call, "_LAST_WORDS_S", 0.02)
+    caller = Caller(answering(asyncio.Event()), request_timeout_s=0.05)
+    caller.reads = False
+    await caller.start(chat_body(stream=True))
+    assert caller.cluster.num_open == 0
+    assert len(caller.cluster.aborted) == 1
 
 
 # ---- too many
@@ -450,5 +482,5 @@ async def test_metrics_count_what_happened() -> None:
     assert 'outrider_requests_total{endpoint="unmatched",status="404"} 1.0' in lines
     assert "outrider_ttft_seconds_count 1.0" in lines
     assert "outrider_tpot_seconds_count 1.0" in lines
-    assert "outrider_requests_in_flight 1.0" in lines  # the one that asks
+    assert "outrider_requests_in_flight 0.0" in lines
     assert 'outrider_target_ready{target="target-0"} 1.0' in lines

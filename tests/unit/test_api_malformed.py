@@ -1,12 +1,16 @@
 """Malformed requests: each a 4xx in OpenAI's shape that names the field, and the server serves on."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from deploy.api.schema import ChatRequest, CompletionRequest
 from tests.support.api import MAX_MODEL_LEN, chat_body, completion_body, model_info, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -223,6 +227,27 @@ async def test_an_infinite_number_is_refused_by_its_field() -> None:
         await refused(http, CHAT, body, "temperature")
 
 
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+field_names = st.sampled_from(sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields}))
+
+
+@given(st.sampled_from(sorted(BODIES)), st.dictionaries(field_names | st.text(max_size=8), json_values, max_size=4))
+def test_whatever_comes_is_answered_or_refused(path: str, fields: dict[str, Any]) -> None:
+    async def ask() -> None:
+        async with serving() as (http, _):
+            response = await http.post(path, json=BODIES[path](**fields))
+            assert response.status_code < 500, response.text
+            if response.status_code != 200:
+                param = response.json()["error"]["param"]
+                assert any(param == field or param.startswith(f"{field}.") for field in fields)
+
+    asyncio.run(ask())
+
+
 @pytest.mark.parametrize(("path", "name"), MISSPELT)
 async def test_an_unknown_field_names_the_nearest(path: str, name: str) -> None:
     nearest = {
@@ -251,6 +276,7 @@ async def test_a_missing_field_is_named(field: str) -> None:
 async def test_codes_that_clients_branch_on() -> None:
     async with serving() as (http, _):
         for fields, status, code in (
+            ({"messages": [{"role": "user", "content": "a b " * 50_000}]}, 400, "context_length_exceeded"),
             ({"model": "gpt-17"}, 404, "model_not_found"),
             ({"max_tokens": MAX_MODEL_LEN}, 400, "context_length_exceeded"),
             ({"messages": [{"role": "user", "content": "a b " * MAX_MODEL_LEN}]}, 400, "context_length_exceeded"),

@@ -14,7 +14,7 @@ from cluster.types import Commit, FinishReason, Request, SamplingParams, TokenLo
 from deploy.api.choice import Choice, Delta
 from deploy.api.detokenizer import Detokenizer
 from deploy.api.stops import StopMatcher
-from deploy.api.tokenizer import Tokenizer
+from deploy.api.tokenizer import TextTooLong, Tokenizer
 from tests.support.api import end_id, fast_tokenizer, model_info, token_ids, tokenizer
 
 any_tokens = st.lists(st.integers(0, tokenizer().vocab_size + 3), max_size=40)
@@ -241,3 +241,17 @@ def test_decoding_time_grows_with_the_tokens_alone() -> None:
     for token_id in ids:
         detokenizer.feed(token_id)
     assert looked_up == ids
+
+
+async def test_a_text_far_too_long_is_refused_before_all_of_it_is_encoded() -> None:
+    text = "the answer " * 100_000
+    with pytest.raises(TextTooLong) as raised:
+        await tokenizer().encode(text, add_special_tokens=True, max_tokens=1000)
+    assert 1000 < raised.value.num_tokens < 2**16
+
+
+async def test_a_long_text_that_fits_is_encoded_whole() -> None:
+    text = "the answer " * 10_000
+    ids = await tokenizer().encode(text, add_special_tokens=True, max_tokens=200_000)
+    assert ids == token_ids(text)
+    assert await tokenizer().encode(text, add_special_tokens=True, max_tokens=len(ids)) == ids
