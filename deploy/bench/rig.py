@@ -22,15 +22,17 @@ from router.planner import Planner, PlannerSettings, StepPlanner
 
 TEMPERATURES = (0.0, 0.8)
 DRAFT_LEN = 5
+MAX_TEXT_TOKENS = 2**17  # of a prompt before it is cut
 MAX_PROMPT_LEN = 1024
 BLOCK_LEN = 16
+MAX_PASS_TOKENS = 2048  # so large that all requests run before the first is half done
 MAX_KV_CACHE_TOKENS = 32768
 NUM_TOP_LOGPROBS = 20
 DEADLINE_S = 60.0
 
 # Verification of everything that comes, and holds long enough for everything to come: what is tested is what drafts do to
 # tokens, not whether they are worth their time.
-PATIENT = PlannerSettings(verification="all", max_hold_s=DEADLINE_S)
+PATIENT = PlannerSettings(verification="all", max_hold_s=DEADLINE_S, max_chunk_len=MAX_PASS_TOKENS)
 PRECIOUS_PASSES = TableCost((1,), (100 * DEADLINE_S,))
 
 
@@ -105,7 +107,7 @@ class Rig:
         if isinstance(planner, Midway):
             as_meant = as_meant and planner.has_happened
         if circumstances.preempt:
-            as_meant = as_meant and num_preempted >= len(self.requests) // 3  # of those that were still running
+            as_meant = as_meant and num_preempted >= len(self.requests) // 4  # some had ended
         return Run(completions, as_meant)
 
     def _engine(self, circumstances: Circumstances) -> NativeTarget:
@@ -114,7 +116,7 @@ class Rig:
             num_blocks=max(self._info.max_model_len, min(wanted, MAX_KV_CACHE_TOKENS)) // BLOCK_LEN + 1,
             block_len=BLOCK_LEN,
             max_num_sequences=circumstances.max_num_sequences,
-            max_pass_tokens=512,
+            max_pass_tokens=MAX_PASS_TOKENS,
             max_model_len=self._info.max_model_len,
         )
         return NativeTarget(self._model, limits, circumstances.prefix_cache)
@@ -128,7 +130,7 @@ class Rig:
 
 
 def _encode(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
-    return asyncio.run(tokenizer.encode_chat([{"role": "user", "content": prompt}]))
+    return asyncio.run(tokenizer.encode_chat([{"role": "user", "content": prompt}], max_tokens=MAX_TEXT_TOKENS))
 
 
 @contextmanager

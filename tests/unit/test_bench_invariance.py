@@ -1,0 +1,117 @@
+"""The benchmark of invariance itself: whole on a random tiny model, and blind to none of the ways to break the rule."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import engine.native
+from cluster.types import SamplingParams, Slo
+from deploy.bench import invariance
+from deploy.bench.mischief import Cut, Midway, before_disliked_token, every_second
+from deploy.bench.report import BenchOptions, BenchResult
+from drafters.ngram import NgramDrafter
+from drafters.protocol import Demand
+from engine.sampling import Chosen
+from engine.target import SpanOutcome
+from router.cost_model import TableCost
+from router.plan import Capacity, SequenceView
+from router.planner import StepPlanner
+from tests.support.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> BenchOptions:
+    """A tiny model, and short prompts in which lookups find something to propose."""
+    folder = tmp_path_factory.mktemp("invariance")
+    prompts = [{"id": str(i), "domain": "short", "prompt": f"{i} {chr(97 + i) * 3} {chr(97 + i) * 3}"} for i in range(12)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    return BenchOptions(True, (folder / "prompts.jsonl",), str(write_tiny_model(folder / "tiny", seed=3)))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products of a tiny model are too small to share."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def _rows(result: BenchResult) -> dict[str, dict[str, object]]:
+    (table,) = result.tables
+    return {str(row[0]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
+
+
+def test_every_scenario_holds_on_a_tiny_model(options: BenchOptions) -> None:
+    result = invariance.run(options)
+    assert result.figures["identical_fraction"] == 1.0
+    assert result.figures["tie_fraction"] <= 0.01
+    assert result.figures["self_draft_acceptance"] >= 0.98
+    assert result.figures["as_meant_fraction"] == 1.0
+    rows = _rows(result)
+    assert result.figures["num_runs"] == 2 * invariance.NUM_PROMPTS_QUICK * len(rows)
+    assert {"ngram", "suffix", "model", "chain", invariance.SELF} <= rows.keys()
+    for name, row in rows.items():
+        assert (row["proposed"] == 0) == name.startswith("no drafts"), name
+
+
+def test_a_rule_that_is_broken_shows(options: BenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that takes the first draft token unseen: wrong wherever a drafter errs."""
+
+    def trusting(request_id: str, drafts: Sequence[int], chosen: Chosen) -> SpanOutcome:
+        if not drafts:
+            return SpanOutcome(request_id, chosen.token_ids[:1], 0, chosen.logprobs[:1])
+        return SpanOutcome(request_id, (drafts[0], chosen.token_ids[1]), 1, chosen.logprobs[:2])
+
+    monkeypatch.setattr(engine.native, "verdict", trusting)
+    result = invariance.run(options)
+    assert result.figures["identical_fraction"] < 1.0
+    assert any("different" in note for note in result.notes)
+    rows = _rows(result)
+    assert rows["no drafts, small batches"]["different"] == 0
+    assert rows["ngram"]["different"] != 0
+
+
+def test_a_missing_prompt_file_ends_the_benchmark_before_it_runs(options: BenchOptions, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be a JSONL file"):
+        invariance.run(BenchOptions(quick=True, model=options.model, prompts=(tmp_path / "none",)))
+
+
+def test_cut_shortens_tokens_and_confidences_alike() -> None:
+    drafter = Cut(NgramDrafter(2, 1), before_disliked_token)
+    drafter.open("r", [1, 2, 4, 6, 8, 1, 2], 7, SamplingParams(max_tokens=8, temperature=0.0))
+    (draft,) = drafter.propose([Demand("r", 4)])
+    assert draft.token_ids == (4,)
+    assert len(draft.confidences) == 1
+
+
+def _view(name: str, num_generated: int, running: bool = True) -> SequenceView:
+    return SequenceView(
+        request_id=name,
+        committed_len=4 + num_generated,
+        computed_len=3 + num_generated if running else 0,
+        prompt_len=4,
+        num_drafted=0,
+        confidences=(),
+        running=running,
+        arrival_s=0.0,
+        slo=Slo(),
+        drafter=None,
+        awaiting_since_s=None,
+        max_new_tokens=8,
+    )
+
+
+def test_midway_preempts_half_of_the_running_once() -> None:
+    planner = Midway(StepPlanner(), 3, every_second)
+    capacity = Capacity(16, 64, 64, 8, 64, 256)
+    views = [_view(name, 2) for name in "abcd"]
+    assert planner.plan(views, {}, capacity, TableCost((1,), (0.01,)), 0.0).preempted == ()
+    views = [_view("a", 2), _view("b", 3), _view("c", 2), _view("d", 0, running=False)]
+    plan = planner.plan(views, {}, capacity, TableCost((1,), (0.01,)), 0.0)
+    assert set(plan.preempted) == {"a", "c"}
+    assert not {"a", "c"} & {span.request_id for span in plan.spans}
+    assert planner.plan(views, {}, capacity, TableCost((1,), (0.01,)), 0.0).preempted == ()
