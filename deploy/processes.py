@@ -95,6 +95,18 @@ def tree_pss_bytes(pid: int) -> dict[str, int]:
     return held
 
 
+def tree_cpu_s(pid: int) -> dict[str, float]:
+    """CPU seconds that a process and all below it have used so far, summed as in `tree_pss_bytes`."""
+    used: dict[str, float] = {}
+    for process in [psutil.Process(pid), *descendants(pid)]:
+        try:
+            name, times = _title(process), process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        used[name] = used.get(name, 0.0) + times.user + times.system
+    return used
+
+
 def _title(process: psutil.Process) -> str:
     """Ray's workers write theirs as ``ray::Class.method``; others are known by their program, or its script."""
     words = process.cmdline()

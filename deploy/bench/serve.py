@@ -1,0 +1,234 @@
+"""What HTTP, Ray Serve and separate processes cost over the same cluster in one process, and how much memory they hold."""
+
+import asyncio
+import statistics
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+from actors.router import Router, RouterActor
+from actors.target import SlotReport
+from actors.threads import set_threads
+from cluster.client import EngineClient
+from cluster.config import ApiConfig, Config, ModelConfig
+from cluster.errors import OutriderError
+from cluster.inventory import Inventory, Node
+from cluster.resolve import resolve
+from cluster.types import RoutingTable
+from deploy.api.tokenizer import Tokenizer
+from deploy.bench.load import Answer, Ask, ask_engine, ask_http, run_streams, tokens_per_s
+from deploy.bench.report import BenchOptions, BenchResult, Table, describe_environment
+from deploy.bench.server import ServerProcess
+from deploy.embedded import EmbeddedCluster
+from deploy.local_ray import free_port
+from deploy.processes import tree_cpu_s, tree_pss_bytes
+from engine.models.prepare import ensure_model
+from engine.round import TargetLoop
+from profiler.prompts import choose_prompts
+from router.policies import build_policy, build_pool
+
+NUM_STREAMS = 8
+MAX_TEXT_TOKENS = 1_000_000  # of a prompt before it is cut
+MAX_PROMPT_LEN = 512
+SAMPLE_PERIOD_S = 0.5
+
+
+class BenchFailed(OutriderError):
+    """A request was not answered, so that there is nothing to compare."""
+
+
+def run(options: BenchOptions) -> BenchResult:
+    """Figures: ``throughput_over_in_process``, ``ttft_overhead_ms``, ``peak_pss_gb``, and what they are made of.
+
+    Both clusters answer the same requests in turn (A B A B), one idle while the other works.
+    """
+    num_rounds, num_requests, num_tokens, num_single = (2, 8, 96, 10) if options.quick else (4, 16, 128, 20)
+    console = Console(stderr=True)
+    config = local_config(options.model)
+    set_threads(config.target.resources.threads)
+    folder = ensure_model(options.model)
+    prompts = asyncio.run(tokenize(folder, options.prompts, num_requests + num_single))
+    load = [Ask(f"load-{i}", prompt, num_tokens) for i, prompt in enumerate(prompts[:num_requests])]
+    single = [Ask(f"single-{i}", prompt, 1) for i, prompt in enumerate(prompts[num_requests:])]
+    console.print("serve: starting both", highlight=False)
+    with ServerProcess(config) as server, EmbeddedCluster.of(config) as embedded, _routed(config, embedded.loop):
+        bench = _Bench(server, embedded.client, embedded.model.name)
+        console.print("serve: warming up", highlight=False)
+        asyncio.run(bench.throughput([renamed(ask, "warm") for ask in load]))
+        pairs = []
+        for number in range(num_rounds):
+            console.print(f"serve: round {number + 1} of {num_rounds}", highlight=False)
+            pairs.append(asyncio.run(bench.throughput([renamed(ask, str(number)) for ask in load])))
+        console.print("serve: time to first token of an idle server", highlight=False)
+        ttfts = asyncio.run(bench.ttft(single))
+        console.print("serve: memory under load", highlight=False)
+        held = asyncio.run(bench.memory([renamed(ask, "memory") for ask in load]))
+        console.print("serve: CPU under load", highlight=False)
+        cpu_ms = asyncio.run(bench.cpu_ms_per_token([renamed(ask, "cpu") for ask in load]))
+    return _result(pairs, ttfts, held, cpu_ms)
+
+
+def local_config(model: str) -> Config:
+    """The default configuration, resolved for this machine, at a free port."""
+    num_cores = describe_environment().num_cores
+    config = Config(model=ModelConfig(name=model), api=ApiConfig(port=free_port()))
+    return resolve(config, Inventory((Node("here", float(num_cores)),)))
+
+
+async def tokenize(folder: Path, files: Sequence[Path], num_prompts: int) -> list[tuple[int, ...]]:
+    """Prompts as chats; cut to MAX_PROMPT_LEN, and repeated where the files hold too few."""
+    tokenizer = Tokenizer.from_folder(folder)
+    chats = [[{"role": "user", "content": prompt.text}] for prompt in choose_prompts(files, num_prompts)]
+    token_ids = [(await tokenizer.encode_chat(chat, max_tokens=MAX_TEXT_TOKENS))[-MAX_PROMPT_LEN:] for chat in chats]
+    return [token_ids[i % len(token_ids)] for i in range(num_prompts)]
+
+
+def renamed(ask: Ask, suffix: str) -> Ask:
+    """Ids are unique within an engine."""
+    return Ask(f"{ask.id}-{suffix}", ask.prompt_token_ids, ask.max_tokens, ask.temperature, ask.seed)
+
+
+class _Loop:
+    """`actors.router.Targets` over a loop in this process."""
+
+    def __init__(self, loop: TargetLoop) -> None:
+        self._loop = loop
+
+    def reports(self, deadline_s: float) -> list[SlotReport]:
+        status = self._loop.status()
+        drafters = tuple(name for name, _ in status.followed)
+        return [SlotReport(self._loop.requests(), self._loop.take_observations(), status.table_version, drafters)]
+
+    def publish(self, table: RoutingTable) -> None:
+        self._loop.publish_table(table)
+
+
+@contextmanager
+def _routed(config: Config, loop: TargetLoop) -> Iterator[None]:
+    """The cluster in this process is routed as the server is, or the two would draft differently."""
+    router = Router(build_policy(config.router.policy), build_pool(config), max(1, config.max_draft_len))
+    actor = RouterActor(config, router, _Loop(loop))
+    try:
+        yield
+    finally:
+        actor.stop()
+
+
+class _Bench:
+    def __init__(self, server: ServerProcess, engine: EngineClient, model: str) -> None:
+        self._server = server
+        self._engine = engine
+        self._model = model
+
+    async def throughput(self, asks: Sequence[Ask]) -> tuple[list[Answer], list[Answer]]:
+        """Over HTTP, then in process."""
+        async with self._http() as client:
+            over_http = await run_streams(lambda ask: ask_http(client, self._model, ask), asks, NUM_STREAMS)
+        in_process = await run_streams(lambda ask: ask_engine(self._engine, ask), asks, NUM_STREAMS)
+        return _checked(over_http), _checked(in_process)
+
+    async def ttft(self, asks: Sequence[Ask]) -> list[tuple[float, float]]:
+        """One request at a time, seconds over HTTP and in process. Prompts differ: none is in a prefix cache."""
+        pairs = []
+        async with self._http() as client:
+            await ask_http(client, self._model, Ask("connect", (1, 2, 3), 1))
+            for ask in asks:
+                pair = _checked([await ask_http(client, self._model, ask), await ask_engine(self._engine, ask)])
+                pairs.append((pair[0].ttft_s, pair[1].ttft_s))
+        return pairs
+
+    async def memory(self, asks: Sequence[Ask]) -> dict[str, int]:
+        """What each process of the server held, at the moment at which their sum was largest."""
+        samples: list[dict[str, int]] = []
+        done = threading.Event()
+
+        def sample() -> None:
+            while True:
+                samples.append(tree_pss_bytes(self._server.pid))
+                if done.wait(SAMPLE_PERIOD_S):
+                    return
+
+        async with self._http() as client:
+            sampling = asyncio.create_task(asyncio.to_thread(sample))
+            try:
+                await run_streams(lambda ask: ask_http(client, self._model, ask), asks, NUM_STREAMS)
+            finally:
+                done.set()
+                await sampling
+        return max(samples, key=lambda held: sum(held.values()))
+
+    async def cpu_ms_per_token(self, asks: Sequence[Ask]) -> dict[str, float]:
+        """Of each process of the server. Apart from `memory`, whose sampling takes time of its own."""
+        before = tree_cpu_s(self._server.pid)
+        async with self._http() as client:
+            answers = _checked(await run_streams(lambda ask: ask_http(client, self._model, ask), asks, NUM_STREAMS))
+        num_tokens = sum(answer.num_tokens for answer in answers)
+        return {name: 1e3 * (s - before.get(name, 0.0)) / num_tokens for name, s in tree_cpu_s(self._server.pid).items()}
+
+    def _http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self._server.url, timeout=120.0, trust_env=False)
+
+
+def _checked(answers: list[Answer]) -> list[Answer]:
+    for answer in answers:
+        if answer.error is not None or not answer.pieces_s:
+            raise BenchFailed(f"a request was not answered: {answer.error or 'no token came'}")
+    return answers
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
+def _result(
+    pairs: Sequence[tuple[list[Answer], list[Answer]]],
+    ttfts: Sequence[tuple[float, float]],
+    held: Mapping[str, int],
+    cpu_ms: Mapping[str, float],
+) -> BenchResult:
+    ratios = [tokens_per_s(over_http) / tokens_per_s(in_process) for over_http, in_process in pairs]
+    figures = {
+        "throughput_over_in_process": statistics.median(ratios),
+        "ttft_overhead_ms": 1e3 * statistics.median(http - own for http, own in ttfts),
+        "peak_pss_gb": sum(held.values()) / 2**30,
+    }
+    rows = []
+    for name, side in (("http", 0), ("in_process", 1)):
+        answers = [answer for pair in pairs for answer in pair[side]]
+        tpots_s = [a.tpot_s for a in answers if a.tpot_s is not None]
+        num_proposed = sum(a.num_proposed for a in answers)
+        measured = {
+            "tokens_per_s": statistics.median(tokens_per_s(pair[side]) for pair in pairs),
+            "ttft_ms_p50": 1e3 * _percentile([a.ttft_s for a in answers], 50),
+            "ttft_ms_p99": 1e3 * _percentile([a.ttft_s for a in answers], 99),
+            "tpot_ms_p50": 1e3 * _percentile(tpots_s, 50),
+            "tpot_ms_p99": 1e3 * _percentile(tpots_s, 99),
+            "proposed_per_token": num_proposed / sum(a.num_tokens for a in answers),
+            "acceptance": sum(a.num_accepted for a in answers) / max(1, num_proposed),
+            "idle_ttft_ms": 1e3 * statistics.median(pair[side] for pair in ttfts),
+        }
+        figures |= {f"{name}.{key}": value for key, value in measured.items()}
+        rows.append((name, *measured.values()))
+    largest_first = sorted(held.items(), key=lambda item: -item[1])
+    return BenchResult(
+        bench="serve",
+        figures=figures,
+        tables=(
+            Table(
+                f"{NUM_STREAMS} streams",
+                ("", "tokens/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "proposed/token", "acceptance", "idle TTFT ms"),
+                tuple(rows),
+            ),
+            Table(
+                "processes under load",
+                ("process", "PSS MB", "CPU ms per token"),
+                tuple((name, size / 2**20, cpu_ms.get(name, 0.0)) for name, size in largest_first),
+            ),
+        ),
+        notes=(f"ratios of the rounds: {', '.join(f'{ratio:.3f}' for ratio in ratios)}",),
+    )

@@ -1,0 +1,133 @@
+"""The real server as a process of its own, for benchmarks and tests: `outrider serve`, started, watched and ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+import psutil
+
+from cluster.config import Config, show
+from cluster.errors import OutriderError
+from deploy.processes import descendants
+
+START_S = 180.0
+STOP_S = 40.0
+
+
+class ServerFailed(OutriderError):
+    """The server did not start, or ended by itself; its last words are in the message."""
+
+
+class ServerProcess:
+    """Use as a context manager: inside, the server answers at ``url``; after it, none of its processes is left."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.url = f"http://{config.api.host}:{config.api.port}"
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-bench-")
+        self._ready = threading.Event()
+        self._words: list[str] = []
+        self._process: subprocess.Popen[str] | None = None
+        self._readers: list[threading.Thread] = []
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server runs only within the context"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Without waiting for it to be ready."""
+        file = Path(self._folder.name) / "outrider.yaml"
+        file.write_text(show(self.config), encoding="utf-8")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", "serve", str(file)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        for stream in (self._process.stdout, self._process.stderr):
+            reader = threading.Thread(target=self._read, args=(stream,), name="server output", daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def wait_ready(self, timeout_s: float = START_S) -> None:
+        """Raises ServerFailed when it ends, or is not ready in time."""
+        assert self._process is not None
+        while not self._ready.wait(0.2):
+            timeout_s -= 0.2
+            if self._process.poll() is not None or timeout_s <= 0:
+                raise ServerFailed(f"the server is not ready (exit code {self._process.poll()}): {self.last_words()}")
+
+    def signal(self, number: signal.Signals = signal.SIGINT) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def wait_end(self, timeout_s: float = STOP_S) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def workers(self, actor: str) -> list[psutil.Process]:
+        """The processes of an actor class, as ``DrafterActor``, by their start."""
+        return sorted(
+            (p for p in descendants(self.pid) if _cmdline(p).startswith(f"ray::{actor}")), key=lambda p: p.create_time()
+        )
+
+    def last_words(self, num_lines: int = 12) -> str:
+        return " | ".join(self._words[-num_lines:]) or "it said nothing"
+
+    def stop(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            return
+        self.signal()
+        try:
+            self.wait_end()
+        except subprocess.TimeoutExpired:
+            left = [psutil.Process(self.pid), *descendants(self.pid)]
+            for process in left:
+                process.kill()
+            psutil.wait_procs(left, timeout=STOP_S)
+            raise ServerFailed(f"the server did not end within {STOP_S:g} s and was killed: {self.last_words()}") from None
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
+
+    def _read(self, stream: "subprocess.IO[str] | None") -> None:  # type: ignore[name-defined]
+        assert stream is not None
+        for line in stream:
+            self._words.append(line.rstrip())
+            if line.startswith("Outrider serves "):
+                self._ready.set()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.stop()
+        finally:
+            for reader in self._readers:
+                reader.join(STOP_S)
+            self._folder.cleanup()
+
+
+def _cmdline(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
