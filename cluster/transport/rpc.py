@@ -30,13 +30,13 @@ _log = logging.getLogger(__name__)
 
 def _options(limits: Limits) -> list[tuple[str, int]]:
     """A peer whose host hangs or is gone answers no HTTP/2 pings: gRPC's core finds that out, and an idle link lives."""
-    heartbeat_ms, silence_ms = int(limits.heartbeat_s * 1000), int(limits.silence_s * 1000)
+    heartbeat_ms = int(limits.heartbeat_s * 1000)
+    ping_timeout_ms = max(1, int(limits.silence_s * 1000) - heartbeat_ms)
     return [
         ("grpc.max_send_message_length", limits.max_message_bytes),
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.keepalive_time_ms", heartbeat_ms),
-        ("grpc.keepalive_timeout_ms", max(1, silence_ms - heartbeat_ms)),
-        ("grpc.keepalive_permit_without_calls", 0),
+        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),  # keepalive_timeout_ms alone never ended a stopped process's link
         ("grpc.http2.max_pings_without_data", 0),  # of our own, while there is nothing to send
         ("grpc.http2.max_ping_strikes", 0),  # do not blame the peer for its
         ("grpc.enable_retries", 0),

@@ -230,14 +230,22 @@ def test_sixteen_threads_may_send_on_one_link(ends: Ends, address: str) -> None:
 # Backpressure.
 
 
+def fill(link: Link) -> int:
+    """Send until the link is full. Returns how many messages it took."""
+    payload = ("x" * 2**16,)
+    for number in range(2000):
+        try:
+            link.send(ProposalRound(number, resyncs=payload))
+        except LinkFull as full:
+            assert "reads too slowly" in str(full)  # noqa: PT017
+            return number
+    raise AssertionError("the link took 128 MB that nobody read")
+
+
 def test_a_reader_that_stalls_fills_the_link_and_loses_nothing(ends: Ends, address: str) -> None:
     mailbox = Mailbox(capacity=4)
     _, near = ends.pair(address, mailbox, Mailbox(), replace(QUICK, queue_len=8))
-    payload = ("x" * 2**16,)
-    num_sent = 0
-    with pytest.raises(LinkFull, match="reads too slowly"):
-        for num_sent in range(2000):
-            near.send(ProposalRound(num_sent, resyncs=payload))
+    num_sent = fill(near)
     threading.Event().wait(2 * QUICK.silence_s)  # a slow owner is not a dead one
 
     came: list[int] = []
@@ -366,7 +374,7 @@ def test_a_process_that_hangs_is_link_down(ends: Ends, remote_address: str, mode
     """Its socket stays open: only its silence tells."""
     hello = replace(DRAFTER if mode == "listen" else TARGET, token="")
     mailbox = Mailbox()
-    link, child = link_with_child(ends, remote_address, mode, hello, mailbox, replace(QUICK, silence_s=3.0))
+    link, child = link_with_child(ends, remote_address, mode, hello, mailbox, replace(QUICK, silence_s=1.5))
     child.send_signal(signal.SIGSTOP)
     (down,) = collect(mailbox, 1)
     assert isinstance(down, LinkDown)
@@ -494,8 +502,10 @@ def test_a_grpc_peer_that_says_nothing_or_nonsense_is_dropped(ends: Ends, said: 
         done.wait(DEADLINE_S)
 
     with grpc.insecure_channel(address.removeprefix("grpc://")) as channel:
-        with pytest.raises(grpc.RpcError):
-            list(channel.stream_stream("/outrider.Link/Frames")(frames(), timeout=DEADLINE_S))
+        try:
+            assert not list(channel.stream_stream("/outrider.Link/Frames")(frames(), timeout=DEADLINE_S))
+        except grpc.RpcError as error:  # whether it ends by cancelling is a matter of who comes first
+            assert error.code() is grpc.StatusCode.CANCELLED  # noqa: PT017
         done.set()
     assert mailbox.drain() == []
 
