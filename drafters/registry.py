@@ -79,8 +79,7 @@ def _make_ngram(options: NgramOptions, site: Site) -> Drafter:
 def _make_suffix(options: SuffixOptions, site: Site) -> Drafter:
     from drafters.suffix import SuffixDrafter
 
-    min_match_len = min(2, options.max_match_len)
-    return SuffixDrafter(min_match_len, options.max_match_len, max_shared_tokens=options.max_shared_tokens)
+    return SuffixDrafter(max_match_len=options.max_match_len, max_shared_tokens=options.max_shared_tokens)
 
 
 def _make_model(options: ModelOptions, site: Site) -> Drafter:

@@ -192,12 +192,12 @@ def test_texts_as_long_as_the_model_are_answered(drafter: Drafter) -> None:
     propose(drafter, Demand("a", 4), Demand("a", 0))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_stays_whole_whatever_happens(drafter: Drafter, seed: int) -> None:
     """The cache of the whole model holds 544 tokens, the requests up to 1,000: they lose theirs again and again."""
     rng = random.Random(seed)
     lens: dict[str, int] = {}
-    for _ in range(60):
+    for _ in range(40):
         name = rng.choice("abcdef")
         action = rng.random()
         if action < 0.2 or name not in lens:

@@ -229,7 +229,7 @@ class TestSuffix:
         ("field", "arguments"),
         [
             ("min_match_len", {"min_match_len": 0}),
-            ("min_match_len", {"max_match_len": 1}),
+            ("min_match_len", {"min_match_len": 5, "max_match_len": 4}),
             ("min_survival", {"min_survival": float("nan")}),
             ("doubt", {"doubt": -1.0}),
             ("request_tokens", {"request_tokens": 1}),

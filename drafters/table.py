@@ -1,0 +1,258 @@
+"""A table of the target's habits: what it tends to say after the last few tokens, counted from its own outputs.
+
+One table serves all requests, is bounded, costs no model, and goes on learning from what the target commits. No torch.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.errors import InvalidField, ModelUnavailable
+from cluster.types import SamplingParams
+from drafters.protocol import Demand, Draft
+from engine.noise import gumbel, noise_keys
+
+CONTEXT_LENS = (4, 3, 2, 1)  # the longest known context speaks
+NUM_CANDIDATES = 4  # likeliest tokens kept of a context
+_HASH = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+_FORMAT = 1
+
+
+def context_key(context: Sequence[int]) -> int:
+    """64 bits that stand for a context; two of a million contexts share one with probability 3e-8."""
+    key = len(context)
+    for token_id in context:
+        key = ((key ^ token_id) * _HASH) & _MASK
+        key ^= key >> 29
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class HabitTable:
+    """N contexts with their likeliest next tokens, as counted once; immutable.
+
+    Shapes: keys (N,) uint64 ascending; token_ids (N, 4) int32, the likeliest first; probabilities (N, 4) float32, 0 where
+    a context has fewer.
+    """
+
+    keys: NDArray[np.uint64]
+    token_ids: NDArray[np.int32]
+    probabilities: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def find(self, key: int) -> list[tuple[int, float]]:
+        """(token, probability) of a context, likeliest first; nothing if it is not known."""
+        row = int(np.searchsorted(self.keys, np.uint64(key)))
+        if row == len(self.keys) or int(self.keys[row]) != key:
+            return []
+        found = zip(self.token_ids[row].tolist(), self.probabilities[row].tolist(), strict=True)
+        return [(token_id, probability) for token_id, probability in found if probability > 0.0]
+
+    def save(self, path: Path) -> None:
+        """Probabilities are kept to 1/255; vocabularies beyond 65536 tokens take four bytes a token instead of two."""
+        narrow = int(self.token_ids.max(initial=0)) < 2**16
+        np.savez_compressed(
+            path,
+            format=np.array(_FORMAT),
+            keys=self.keys,
+            token_ids=self.token_ids.astype(np.uint16 if narrow else np.int32),
+            probabilities=np.rint(self.probabilities * 255).astype(np.uint8),
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> "HabitTable":
+        """Raises ModelUnavailable when the file is missing or is no such table."""
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                if int(arrays["format"]) != _FORMAT:
+                    raise ModelUnavailable(f"{path.name} is a habit table of format {int(arrays['format'])}, not {_FORMAT}")
+                table = cls(
+                    arrays["keys"].astype(np.uint64),
+                    arrays["token_ids"].astype(np.int32),
+                    arrays["probabilities"].astype(np.float32) / 255,
+                )
+        except (OSError, KeyError, ValueError) as error:
+            raise ModelUnavailable(f"{path} is not a habit table: {error}; train one with `outrider train`") from error
+        if not (len(table.keys) == len(table.token_ids) == len(table.probabilities)) or np.any(np.diff(table.keys) == 0):
+            raise ModelUnavailable(f"{path} is damaged: its arrays disagree; train it again with `outrider train`")
+        return table
+
+
+EMPTY = HabitTable(np.zeros(0, np.uint64), np.zeros((0, 4), np.int32), np.zeros((0, 4), np.float32))
+
+
+def count_habits(texts: Iterable[tuple[Sequence[int], int]], max_contexts: int, doubt: float = 1.0) -> HabitTable:
+    """Counts what followed each context in ``texts``: (tokens, how many of them are prompt and predict nothing).
+
+    A context's shares are shrunk towards those of the context that is one token shorter, which counts as much as ``doubt``
+    occurrences (a Dirichlet prior): p_n(v) = (c(v) + doubt * p_(n-1)(v)) / (total + doubt). Contexts seen once are left out;
+    of the rest the ``max_contexts`` that were seen most often are kept.
+    """
+    counts: dict[int, dict[tuple[int, ...], dict[int, int]]] = {n: {} for n in CONTEXT_LENS}
+    for token_ids, prompt_len in texts:
+        for position in range(max(prompt_len, 1), len(token_ids)):
+            for n in CONTEXT_LENS:
+                if n <= position:
+                    followers = counts[n].setdefault(tuple(token_ids[position - n : position]), {})
+                    followers[token_ids[position]] = followers.get(token_ids[position], 0) + 1
+    shares: dict[tuple[int, ...], dict[int, float]] = {}
+    ranked: list[tuple[int, tuple[int, ...]]] = []
+    for n in sorted(CONTEXT_LENS):
+        for context, followers in counts[n].items():
+            total = sum(followers.values())
+            if total < 2:
+                continue
+            shorter = shares.get(context[1:], {})
+            tokens = followers.keys() | shorter.keys()
+            mixed = {v: (followers.get(v, 0) + doubt * shorter.get(v, 0.0)) / (total + doubt) for v in tokens}
+            shares[context] = dict(sorted(mixed.items(), key=lambda item: (-item[1], item[0]))[:NUM_CANDIDATES])
+            ranked.append((total, context))
+    ranked.sort(key=lambda item: (-item[0], item[1]))
+    rows = sorted((context_key(context), context) for _, context in ranked[:max_contexts])
+    rows = [row for i, row in enumerate(rows) if i == 0 or rows[i - 1][0] != row[0]]
+    table = HabitTable(
+        np.array([key for key, _ in rows], np.uint64),
+        np.zeros((len(rows), NUM_CANDIDATES), np.int32),
+        np.zeros((len(rows), NUM_CANDIDATES), np.float32),
+    )
+    for i, (_, context) in enumerate(rows):
+        for j, (token_id, share) in enumerate(shares[context].items()):
+            table.token_ids[i, j], table.probabilities[i, j] = token_id, share
+    return table
+
+
+@dataclass(slots=True)
+class _Followed:
+    tail: list[int]  # the last committed tokens, as many as the longest context
+    length: int
+    sampling: SamplingParams
+
+
+@dataclass(slots=True)
+class _Learned:
+    """What followed a context since the start, the newest evidence weighing most."""
+
+    shares: dict[int, float] = field(default_factory=dict)
+    total: float = 0.0
+
+    def count(self, token_id: int) -> None:
+        for known in self.shares:
+            self.shares[known] *= _FADE
+        self.total = self.total * _FADE + 1.0
+        self.shares[token_id] = self.shares.get(token_id, 0.0) + 1.0
+        if len(self.shares) > 2 * NUM_CANDIDATES:
+            del self.shares[min(self.shares, key=self.shares.__getitem__)]
+
+
+_FADE = 0.95
+_TRUST = 4.0  # occurrences that a counted table's shares weigh as much as
+_SCARCE = 1.0  # of a context that no counted table knows: an occurrence means little yet
+
+
+class TableDrafter:
+    """Says what the target said after the same last tokens before; with the target's noise, so that at a temperature it
+    guesses the same surprises.
+
+    Args:
+        table: counted before; what is learned while serving comes on top.
+        max_learned: contexts that are learned at most, about 400 bytes each; the least recently used is forgotten. 0: none.
+        min_confidence: a draft ends before a token that is less probable.
+    """
+
+    def __init__(self, table: HabitTable = EMPTY, max_learned: int = 50_000, min_confidence: float = 0.3) -> None:
+        if max_learned < 0:
+            raise InvalidField("max_learned", max_learned, "must not be negative")
+        if not 0.0 <= min_confidence <= 1.0:
+            raise InvalidField("min_confidence", min_confidence, "must lie between 0 and 1")
+        self._table = table
+        self._max_learned = max_learned
+        self._min_confidence = min_confidence
+        self._learned: OrderedDict[int, _Learned] = OrderedDict()
+        self._followed: dict[str, _Followed] = {}
+
+    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+        self._followed[request_id] = _Followed(list(token_ids[-CONTEXT_LENS[0] :]), len(token_ids), sampling)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        followed = self._followed[request_id]
+        text = [*followed.tail, *token_ids]
+        if self._max_learned:
+            for position in range(len(followed.tail), len(text)):
+                self._learn(text[:position], text[position])
+        followed.tail = text[-CONTEXT_LENS[0] :]
+        followed.length += len(token_ids)
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        return [self._draft(demand) for demand in demands]
+
+    def release(self, request_id: str) -> None:
+        self._followed.pop(request_id, None)
+
+    def check_integrity(self) -> None:
+        assert len(self._learned) <= self._max_learned, "more contexts were learned than there is room for"
+        assert all(0 < len(f.tail) <= CONTEXT_LENS[0] for f in self._followed.values()), "a tail of the wrong length"
+
+    def _learn(self, before: Sequence[int], token_id: int) -> None:
+        for n in CONTEXT_LENS[:-1]:  # single tokens are followed by too much to be learned one by one
+            if n <= len(before):
+                key = context_key(before[len(before) - n :])
+                learned = self._learned.setdefault(key, _Learned())
+                learned.count(token_id)
+                self._learned.move_to_end(key)
+        while len(self._learned) > self._max_learned:
+            self._learned.popitem(last=False)
+
+    def _draft(self, demand: Demand) -> Draft:
+        followed = self._followed[demand.request_id]
+        text = [*followed.tail, *demand.ahead]
+        position = followed.length + len(demand.ahead)
+        token_ids: list[int] = []
+        confidences: list[float] = []
+        while len(token_ids) < demand.num_tokens:
+            candidates = self._candidates(text)
+            if not candidates:
+                break
+            token_id, confidence = _choose(candidates, followed.sampling, position)
+            if confidence < self._min_confidence:
+                break
+            token_ids.append(token_id)
+            confidences.append(confidence)
+            text.append(token_id)
+            position += 1
+        return Draft(demand.request_id, tuple(token_ids), tuple(confidences))
+
+    def _candidates(self, text: Sequence[int]) -> list[tuple[int, float]]:
+        """(token, probability) after the longest known context."""
+        for n in CONTEXT_LENS:
+            if n > len(text):
+                continue
+            key = context_key(text[len(text) - n :])
+            counted = self._table.find(key)
+            learned = self._learned.get(key)
+            if learned is None:
+                if counted:
+                    return counted
+                continue
+            weight = _TRUST if counted else _SCARCE
+            shares = {token_id: weight * share for token_id, share in counted}
+            for token_id, share in learned.shares.items():
+                shares[token_id] = shares.get(token_id, 0.0) + share
+            return [(token_id, share / (weight + learned.total)) for token_id, share in shares.items()]
+        return []
+
+
+def _choose(candidates: Sequence[tuple[int, float]], sampling: SamplingParams, position: int) -> tuple[int, float]:
+    """The candidate that the target's rule would choose if these were its probabilities (DESIGN idea 1)."""
+    if sampling.temperature == 0.0 or len(candidates) == 1:
+        return max(candidates, key=lambda c: c[1])
+    keys = noise_keys(np.array([sampling.seed], np.uint64), np.array([position], np.int64))
+    noise = gumbel(keys, np.array([token_id for token_id, _ in candidates], np.int64))
+    scores = np.log([share for _, share in candidates]) / sampling.temperature + noise
+    return candidates[int(np.argmax(scores))]

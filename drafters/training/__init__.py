@@ -1,0 +1,1 @@
+"""Training of drafters: prompts, answers by the target, distillation, evaluation, model card (``outrider train``)."""
