@@ -46,6 +46,8 @@ def outrider(
 ) -> None: ...
 
 
+Url = Annotated[str, typer.Option(help="of the server")]
+ApiKey = Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="where the server asks for one")]
 ConfigFile = Annotated[Path | None, typer.Argument(metavar="[FILE]", help="YAML; without one, the defaults of a laptop")]
 
 
@@ -76,9 +78,33 @@ def config(file: ConfigFile = None) -> None:
 
 
 @app.command()
+def chat(
+    url: Url = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="how the model is to speak")] = None,
+    drafting: Annotated[str, typer.Option(metavar="NAME", help="auto, off, a drafter, or a chain a>b")] = "auto",
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="of an answer")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2)] = None,
+    seed: Annotated[int | None, typer.Option(min=0)] = None,
+) -> None:
+    """Chat in the terminal; drafted words are coloured, and every answer ends with its acceptance."""
+    from deploy.chat import chat as converse
+
+    converse(
+        url,
+        api_key=api_key,
+        system=system,
+        drafting=drafting,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+
+
+@app.command()
 def status(
-    url: Annotated[str, typer.Option(help="of the server")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="where the server asks for one")] = None,
+    url: Url = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
     once: Annotated[bool, typer.Option("--once", help="print it and exit")] = False,
     json: Annotated[bool, typer.Option("--json", help="one JSON object a line, for programs")] = False,
     every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="between two looks")] = 1.0,
@@ -128,8 +154,14 @@ def bench(
         raise typer.Exit(1)
 
 
-models = typer.Typer(help="The models that are known by name, and getting them ready.", no_args_is_help=True)
+models = typer.Typer(help="The models that are known by name, and getting them ready.", invoke_without_command=True)
 app.add_typer(models, name="models")
+
+
+@models.callback()
+def list_unless_asked(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        list_models()
 
 
 @models.command("list")
@@ -140,7 +172,8 @@ def list_models() -> None:
 
     from engine.models.prepare import CATALOGUE, model_folder, state_of
 
-    table = Table("name", "state", "model", "folder", caption="A Hugging Face folder of the Llama family serves as well.")
+    table = Table("name", "state", "model", caption="A Hugging Face folder of the Llama family serves as well.")
+    table.add_column("folder", overflow="fold")
     for model in CATALOGUE.values():
         table.add_row(model.name, state_of(model.name), model.summary, str(model_folder(model.name)))
     Console().print(table)
