@@ -202,6 +202,19 @@ def test_the_end_of_the_sequence_counts_but_is_no_text() -> None:
     assert [token.id for token in delta.tokens] == ids[:-1]
 
 
+def test_an_unfinished_character_is_its_last_token_s_also_when_the_end_comes_later() -> None:
+    choice = choice_of()
+    half = token_ids("a☃")[:2]
+    choice.absorb(Commit("r", 2, half, 2, 2, "ngram"), 0.0)
+    first = choice.take()
+    choice.absorb(Commit("r", 4, (), finish=FinishReason.LENGTH), 1.0)
+    last = choice.take()
+    assert first is not None
+    assert last is not None
+    assert [(segment.text, segment.drafter) for segment in last.segments] == [("\ufffd", "ngram")]
+    assert [token.id for token in (*first.tokens, *last.tokens)] == list(half)
+
+
 def test_a_stop_token_is_no_text_either() -> None:
     (comma,) = token_ids(",")
     choice = choice_of(stop_token_ids=(comma,))
