@@ -6,7 +6,9 @@ One table serves all requests, is bounded, costs no model, and goes on learning 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,7 +72,7 @@ class HabitTable:
     def load(cls, path: Path) -> "HabitTable":
         """Raises ModelUnavailable when the file is missing or is no such table."""
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with np.load(BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
                 if int(arrays["format"]) != _FORMAT:
                     raise ModelUnavailable(f"{path.name} is a habit table of format {int(arrays['format'])}, not {_FORMAT}")
                 table = cls(
@@ -78,7 +80,7 @@ class HabitTable:
                     arrays["token_ids"].astype(np.int32),
                     arrays["probabilities"].astype(np.float32) / 255,
                 )
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
             raise ModelUnavailable(f"{path} is not a habit table: {error}; train one with `outrider train`") from error
         if not (len(table.keys) == len(table.token_ids) == len(table.probabilities)) or np.any(np.diff(table.keys) == 0):
             raise ModelUnavailable(f"{path} is damaged: its arrays disagree; train it again with `outrider train`")

@@ -1,0 +1,57 @@
+"""Offline generation: many requests through one target, in this thread, without drafters, links to others, or a server."""
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+
+from cluster.messages import CommitRound, Hello, Role, SubmitRound
+from cluster.transport.base import Mailbox, Received
+from cluster.transport.memory import LocalNetwork
+from cluster.types import FinishReason, ModelInfo, Request
+from engine.round import TargetLoop
+from engine.target import TargetEngine
+from router.cost_model import CostModel
+
+_ADDRESS = "memory://offline"
+
+
+def generate(
+    engine: TargetEngine, model: ModelInfo, cost: CostModel, requests: Iterable[Request], max_in_flight: int = 256
+) -> Iterator[tuple[Request, tuple[int, ...]]]:
+    """Yields each request with its output as it finishes. ``requests`` is read as room falls free, never further.
+
+    Raises:
+        ValueError: the target refused a request, or failed on it; says why.
+    """
+    network, mailbox, inbox = LocalNetwork(), Mailbox(), Mailbox(capacity=2**20)
+    loop = TargetLoop(engine, model, mailbox, cost, max_waiting=max_in_flight)
+    listener = network.listen(_ADDRESS, mailbox, Hello(Role.TARGET, "target", model.vocab_size, ""))
+    link = network.connect(_ADDRESS, inbox, Hello(Role.GATEWAY, "offline", model.vocab_size, ""))
+    pending = iter(requests)
+    live: dict[str, tuple[Request, list[int]]] = {}
+    try:
+        while True:
+            fresh = tuple(itertools.islice(pending, max_in_flight - len(live)))
+            if fresh:
+                live.update((request.id, (request, [])) for request in fresh)
+                link.send(SubmitRound(submits=fresh))
+            if not live:
+                return
+            loop.step(time.monotonic())
+            for event in inbox.drain():
+                if not (isinstance(event, Received) and isinstance(event.message, CommitRound)):
+                    continue
+                for commit in event.message.commits:
+                    request, token_ids = live[commit.request_id]
+                    token_ids.extend(commit.token_ids)
+                    if commit.finish is None:
+                        continue
+                    if commit.finish not in (FinishReason.STOP, FinishReason.LENGTH):
+                        raise ValueError(f"request {request.id}: {commit.error or commit.finish}")
+                    del live[commit.request_id]
+                    yield request, tuple(token_ids)
+    finally:
+        for request_id in live:
+            engine.release(request_id)
+        link.close()
+        listener.close()

@@ -1,0 +1,108 @@
+"""What the table knows, learns, forgets and stores."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.errors import ModelUnavailable
+from cluster.types import SamplingParams
+from drafters.protocol import Demand, Draft
+from drafters.table import EMPTY, HabitTable, TableDrafter, context_key, count_habits
+
+GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
+
+
+def draft(drafter: TableDrafter, num_tokens: int = 4, ahead: tuple[int, ...] = ()) -> Draft:
+    return drafter.propose([Demand("r", num_tokens, ahead)])[0]
+
+
+def opened(table: HabitTable, tokens: tuple[int, ...], sampling: SamplingParams = GREEDY, **options: float) -> TableDrafter:
+    drafter = TableDrafter(table, **options)  # type: ignore[arg-type]
+    drafter.open("r", tokens, len(tokens), sampling)
+    return drafter
+
+
+def test_it_says_what_followed_and_stops_where_it_knows_nothing() -> None:
+    table = count_habits([((1, 2, 3, 4, 5), 0)] * 3, max_contexts=100)
+    drafter = opened(table, (9, 1, 2))
+    assert draft(drafter).token_ids == (3, 4, 5)
+    assert draft(drafter, ahead=(3,)).token_ids == (4, 5)
+    assert draft(drafter, num_tokens=1).token_ids == (3,)
+    assert draft(opened(table, (7, 8))) == Draft("r", (), ())
+
+
+def test_prompts_predict_nothing_and_what_was_seen_once_is_left_out() -> None:
+    assert len(count_habits([((1, 2, 3), 3)] * 5, 100)) == 0
+    assert len(count_habits([((1, 2, 3), 0)], 100)) == 0
+
+
+def test_shares_are_shrunk_towards_the_shorter_context() -> None:
+    texts = [((1, 2, 3), 0)] * 2 + [((5, 2, 4), 0)] * 6
+    table = count_habits(texts, 100, doubt=1.0)
+    after_2 = dict(table.find(context_key((2,))))
+    assert after_2[4] == pytest.approx(6 / 9)
+    after_1_2 = dict(table.find(context_key((1, 2))))
+    assert after_1_2[3] == pytest.approx((2 + after_2[3]) / 3)
+    assert after_1_2[4] == pytest.approx(after_2[4] / 3)
+
+
+def test_the_bound_keeps_the_contexts_that_were_seen_most() -> None:
+    texts = [((1, 2), 0)] * 9 + [((3, 4), 0)] * 2
+    table = count_habits(texts, max_contexts=1)
+    assert table.find(context_key((1,)))
+    assert not table.find(context_key((3,)))
+
+
+def test_it_learns_while_serving_within_its_bound() -> None:
+    drafter = opened(EMPTY, (1, 2), max_learned=12)
+    for _ in range(6):
+        drafter.extend("r", (3, 4, 1, 2))
+    assert draft(drafter, num_tokens=2).token_ids == (3, 4)
+    for start in range(10, 200, 7):
+        drafter.extend("r", (start, start + 1, start + 2))
+    drafter.check_integrity()
+    drafter.extend("r", (1, 2))
+    assert draft(drafter).token_ids == ()  # forgotten
+
+
+def test_a_changed_habit_is_unlearned() -> None:
+    table = count_habits([((1, 2, 3), 0)] * 3, 100)
+    drafter = opened(table, (1, 2))
+    assert draft(drafter, 1).token_ids == (3,)
+    for _ in range(12):
+        drafter.extend("r", (7, 1, 2))
+    assert draft(drafter, 1).token_ids == (7,)
+
+
+def test_at_a_temperature_it_guesses_with_the_targets_noise() -> None:
+    """If the table's shares are the target's probabilities, its guess is the target's choice, surprises included."""
+    rng = np.random.default_rng(0)
+    shares = np.array([0.5, 0.3, 0.15, 0.05])
+    texts = [((1, int(v)), 0) for v in rng.choice([10, 11, 12, 13], p=shares, size=4000)]
+    table = count_habits(texts, 100)
+    chosen = []
+    for seed in range(400):
+        sampling = SamplingParams(max_tokens=9, temperature=1.0, seed=seed)
+        drafter = opened(table, (1,), sampling, min_confidence=0.0)
+        chosen.append(draft(drafter, 1).token_ids[0])
+    frequencies = np.bincount(chosen, minlength=14)[10:] / len(chosen)
+    np.testing.assert_allclose(frequencies, shares, atol=0.08)
+
+
+def test_a_table_survives_its_file(tmp_path: Path) -> None:
+    table = count_habits([((1, 2, 3, 40_000), 0)] * 3 + [((1, 2, 9), 0)] * 2, 100)
+    table.save(tmp_path / "table.npz")
+    again = HabitTable.load(tmp_path / "table.npz")
+    np.testing.assert_array_equal(again.keys, table.keys)
+    np.testing.assert_array_equal(again.token_ids, table.token_ids)
+    np.testing.assert_allclose(again.probabilities, table.probabilities, atol=1 / 255)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not a table", b"PK\x03\x04broken"])
+def test_no_table_is_one_clear_error(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "table.npz"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ModelUnavailable, match="outrider train"):
+        HabitTable.load(path)
