@@ -11,7 +11,6 @@ from drafters.protocol import Drafter
 
 logger = logging.getLogger(__name__)
 
-MAX_DRAFT_LEN = 256  # of any budget: bounds a message and the time that a target waits for it
 _EXPIRY_CHECK_S = 1.0
 
 
@@ -25,7 +24,7 @@ class RosterLimits:
     """
 
     capacity: int = 256
-    max_draft_len: int = 8  # budget of a request of which no Budget has come
+    max_draft_len: int = 8  # of a proposal; a Budget may ask for less
     resync_s: float = 0.25
     max_resyncs: int = 6
     idle_s: float = 60.0
@@ -199,7 +198,7 @@ class Roster:
     def _budget(self, peer: Peer, budget: Budget) -> None:
         followed = peer.followed.get(budget.request_id)
         if followed is not None:
-            followed.budget = max(0, min(budget.num_tokens, MAX_DRAFT_LEN))
+            followed.budget = max(0, min(budget.num_tokens, self._limits.max_draft_len))
 
     def _refuse(self, peer: Peer, request_id: str, now_s: float) -> None:
         if not self._refusal_logged:

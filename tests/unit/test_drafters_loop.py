@@ -164,8 +164,11 @@ def test_budgets_hold_until_they_change_and_nothing_is_drafted_past_the_end() ->
     bench.mail(budgets=(Budget("a", 10**9),))
     bench.extend("a", 11, 11)
     bench.settle()
-    assert [len(p.token_ids) for p in bench.link.take()] == [5]  # of 18 tokens 12 are there, the last is the target's
-    bench.extend("a", 12, 12, 13, 14, 15, 16)
+    assert [len(p.token_ids) for p in bench.link.take()] == [4]
+    bench.extend("a", 12, 12, 13)
+    bench.settle()
+    assert [len(p.token_ids) for p in bench.link.take()] == [3]  # of 18 tokens 14 are there, the last is the target's
+    bench.extend("a", 14, 14, 15, 16)
     bench.settle()
     assert bench.link.take() == [Proposal("a", 17, (), (), "counting")]
     bench.mail(budgets=(Budget("a", 0),))
