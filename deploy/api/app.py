@@ -49,6 +49,10 @@ def _routes(service: Service) -> APIRouter:
     async def models() -> JSONResponse:
         return JSONResponse(await service.models())
 
+    @router.get("/outrider/status")
+    async def status() -> JSONResponse:
+        return JSONResponse(asdict(await service.status()))
+
     @router.get("/models/{name:path}")
     async def model(name: str) -> JSONResponse:
         info = await service.info()

@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
+from cluster.client import ClusterStatus
 from cluster.types import Request, TokenLogprobs
 from deploy.api.scripted import Step
 from tests.support.api import MODEL, chat_body, completion_body, events, finishing, saying, serving, token_ids, tokenizer
@@ -205,3 +207,9 @@ async def test_models() -> None:
         listed = (await http.get("/v1/models")).json()
         assert [model["id"] for model in listed["data"]] == [MODEL]
         assert (await http.get(f"/v1/models/{MODEL}")).json() == listed["data"][0]
+
+
+async def test_the_cluster_s_status() -> None:
+    async with serving() as (http, cluster):
+        response = await http.get("/v1/outrider/status")
+        assert TypeAdapter(ClusterStatus).validate_json(response.content) == await cluster.status()
