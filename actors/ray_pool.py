@@ -112,7 +112,7 @@ class RaySpawner:
         config = self._deployment.config
         router = Router(build_policy(config.router.policy), build_pool(config), max(1, config.max_draft_len))
         targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])
-        handle = _actor(RouterActor, num_cpus=0, num_gpus=0).remote(config, router, targets)
+        handle = _actor(RouterActor, num_cpus=0, num_gpus=0).remote(config, router, targets, remembers=True)
         return RayProcess(handle)
 
     def _placed(self, group: str, bundle: int) -> dict[str, Any]:

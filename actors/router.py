@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from actors.router_memory import RouterMemory
 from actors.target import SlotReport
 from actors.worker import LoopThread
 from cluster.config import Config
+from cluster.state import open_store
 from cluster.types import RoutingTable
 from router.assignment import TARGET_ONLY, AssignmentPolicy, PoolMember, RequestView
 from router.table import next_table
@@ -29,6 +31,10 @@ class Router:
         self._pool = tuple(pool)
         self._table = RoutingTable(version=0, max_draft_len=max_draft_len)
         self._draining: frozenset[str] = frozenset()
+
+    @property
+    def policy(self) -> AssignmentPolicy:
+        return self._policy
 
     def set_draining(self, names: frozenset[str]) -> None:
         self._draining = names
@@ -69,10 +75,17 @@ class RouterInfo:
 
 
 class RouterActor:
-    """Runs a Router against the targets, one slot after the other, on a thread."""
+    """Runs a Router against the targets, one slot after the other, on a thread.
 
-    def __init__(self, config: Config, router: Router, targets: Targets) -> None:
+    Args:
+        remembers: what the policy learns is kept in the configured state store, and recalled from it at the start.
+    """
+
+    def __init__(self, config: Config, router: Router, targets: Targets, remembers: bool = False) -> None:
         self._router = router
+        self._memory = (
+            RouterMemory(open_store(config.cluster.state, config.cluster.namespace), config) if remembers else None
+        )
         self._targets = targets
         self._slot_s = config.router.slot_ms / 1e3
         self._wake = threading.Event()
@@ -80,11 +93,15 @@ class RouterActor:
         self._thread = LoopThread("router", self, self._wake.set)
 
     def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
+        if self._memory is not None:
+            self._memory.recall(self._router.policy)
         while not stop.is_set():
             start_s = self._beat_s = clock()
             table = self._router.slot(self._targets.reports(deadline_s=self._slot_s))
             if table is not None:
                 self._targets.publish(table)
+            if self._memory is not None:
+                self._memory.save(self._router.policy, clock())
             self._wake.wait(max(0.0, start_s + self._slot_s - clock()))
             self._wake.clear()
 
@@ -105,3 +122,5 @@ class RouterActor:
 
     def stop(self) -> None:
         self._thread.stop()
+        if self._memory is not None:
+            self._memory.close()

@@ -174,7 +174,7 @@ class EpsilonGreedyPolicy(Section):
     epsilon: Fraction = 0.05  # per request and slot
     hysteresis: Fraction = 0.1  # relative gain under which a request stays where it is
     prior_rounds: Annotated[float, Field(gt=0, le=1000)] = 8.0  # of a request's own before they outweigh the pool's mean
-    memory_rounds: Annotated[float, Field(ge=1, le=1_000_000)] = 200.0  # rounds after which an observation has faded to 1/e
+    memory_rounds: Annotated[float, Field(ge=1, le=1_000_000)] = 1000.0  # rounds after which an observation has faded to 1/e
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
 
 

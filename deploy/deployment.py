@@ -22,6 +22,7 @@ from cluster.config import Config
 from cluster.inventory import Inventory, Node
 from cluster.placement import Group, PlacementPlan, place
 from cluster.resolve import resolve
+from cluster.state import open_store
 from cluster.types import ModelInfo
 from deploy.local_ray import LaunchError, LocalRay, start
 from deploy.serve_app import APP, Gateway, run_application
@@ -49,10 +50,11 @@ class DeployedCluster:
         """Returns when the targets are ready and the HTTP server listens.
 
         Raises:
-            LaunchError, PlacementError: says what did not come up, and why.
+            LaunchError, PlacementError, InvalidField: says what did not come up, and why.
         """
         inventory = read_inventory(ray.nodes())
         config = self._config = resolve(self._config, inventory)
+        open_store(config.cluster.state, config.cluster.namespace).close()  # a folder that cannot be used is known now
         self._groups = make_groups(place(config, inventory))
         token = read_token(config)
         self._supervisor = start_supervisor(Deployment(config, self._groups, str(self._folder), token))

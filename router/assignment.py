@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pydantic import JsonValue
+
 Chain = tuple[str, ...]
 TARGET_ONLY: Chain = ()
 
@@ -61,3 +63,13 @@ class AssignmentPolicy(Protocol):
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         """A chain for every request; TARGET_ONLY where no member has room."""
+
+    def snapshot(self) -> JsonValue:
+        """What was learned that outlives the requests, for `restore`; None: nothing. Small, and bounded by the pool."""
+
+    def restore(self, snapshot: JsonValue) -> None:
+        """Learn at once what another learned before.
+
+        Raises:
+            ValueError: it is no snapshot of this policy; nothing was changed.
+        """

@@ -6,6 +6,8 @@ SPIN estimates per pool; here the estimate is per request, shrunk to the pool's.
 from collections.abc import Mapping, Sequence
 from random import Random
 
+from pydantic import JsonValue
+
 from cluster.config import EpsilonGreedyPolicy
 from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, drafter_of
 from router.policies.goodput import GoodputEstimates
@@ -29,6 +31,12 @@ class EpsilonGreedy:
 
     def observe(self, observations: Sequence[Observation]) -> None:
         self._estimates.observe(observations)
+
+    def snapshot(self) -> JsonValue:
+        return self._estimates.snapshot()
+
+    def restore(self, snapshot: JsonValue) -> None:
+        self._estimates.restore(snapshot)
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._estimates.next_slot()

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from pydantic import JsonValue
+
 from cluster.config import FixedPolicy
 from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, drafter_of
 from router.policies.room import Room
@@ -15,6 +17,12 @@ class Fixed:
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Whatever happened, the choice stays."""
+
+    def snapshot(self) -> JsonValue:
+        return None
+
+    def restore(self, snapshot: JsonValue) -> None:
+        """There is nothing to restore."""
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         room = Room(pool)

@@ -1,13 +1,18 @@
 """How many tokens per second a drafter gives a request: what was seen of it, filled up with what was seen of all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import exp
+from typing import Annotated
+
+from pydantic import Field, JsonValue, TypeAdapter
 
 from router.assignment import Observation, drafter_of
 from router.policies.seen import Seen
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Count = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_SNAPSHOT = TypeAdapter(dict[str, tuple[_Positive, _Count, _Positive]])
 
 
 @dataclass(slots=True)
@@ -53,6 +58,14 @@ class GoodputEstimates:
                 own = {}
                 self._own.put(seen.request_id, own)
             own.setdefault(drafter, Tally()).add(seen, self._memory_rounds)
+
+    def snapshot(self) -> JsonValue:
+        """The pool's means; requests end."""
+        return {drafter: [t.num_rounds, t.num_committed, t.elapsed_s] for drafter, t in self._pool.items()}
+
+    def restore(self, snapshot: JsonValue) -> None:
+        """Raises ValueError for anything that `snapshot` does not give."""
+        self._pool = {drafter: Tally(*sums) for drafter, sums in _SNAPSHOT.validate_python(snapshot).items()}
 
     def of_pool(self, drafters: Sequence[str]) -> dict[str, float]:
         """Tokens per second of each drafter over all requests; all 0 before the first observation."""

@@ -4,6 +4,8 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from pydantic import JsonValue
+
 from cluster.config import GreedyLengthPolicy
 from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, drafter_of
 from router.policies.room import Room
@@ -25,6 +27,12 @@ class GreedyLength:
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Lengths decide, not results."""
+
+    def snapshot(self) -> JsonValue:
+        return None
+
+    def restore(self, snapshot: JsonValue) -> None:
+        """There is nothing to restore."""
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._seen.next_slot()
