@@ -146,7 +146,7 @@ def _nucleus_floor(z: Tensor, floor: Tensor, masses: Tensor) -> Tensor:
     least = total * (1 - masses) / z.shape[-1]
     num_candidates = int((weights >= least[:, None]).sum(-1).max())
     candidates = z.topk(max(1, num_candidates)).values
-    weights = torch.where(candidates >= floor[:, None], candidates.exp(), 0).double()
+    weights = candidates.exp().double()
     mass_before = weights.cumsum(-1) - weights
     num_kept = (mass_before < (masses * total)[:, None]).sum(-1, keepdim=True)
     return candidates.gather(1, num_kept.clamp_min(1) - 1).squeeze(1)
