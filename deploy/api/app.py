@@ -60,10 +60,6 @@ def _routes(service: Service) -> APIRouter:
             raise unknown_model(name, info, "model")
         return JSONResponse(service.describe(info))
 
-    @router.get("/outrider/status")
-    async def status() -> JSONResponse:
-        return JSONResponse(asdict(await service.status()))
-
     return router
 
 
