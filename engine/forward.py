@@ -4,6 +4,7 @@ There is no prefill and no decode here, only rows. A pass is begun, runs layer b
 its state is at hand, for whoever needs the hidden states of some layer or wants rows to leave.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -63,6 +64,14 @@ class CausalModel:
         self._layers = [self._prepare(layer) for layer in weights.layers()]
         self._final_norm = weights.final_norm().to(self.device)
         self._head = ops.linear(LinearWeight(weights.head().to(self.device)))
+
+    @property
+    def products(self) -> list[tuple[Linear, int]]:
+        """Every product with weights, in the order of a pass, and the width of its input: what a pass costs at least."""
+        c = self.config
+        widths = (c.hidden_size, c.q_size, c.hidden_size, c.intermediate_size)
+        layers = [zip((x.qkv, x.out, x.gate_up, x.down), widths, strict=True) for x in self._layers]
+        return [*itertools.chain.from_iterable(layers), (self._head, c.hidden_size)]
 
     def new_cache(self, num_blocks: int, block_len: int = BLOCK_LEN) -> KvCache:
         return KvCache.allocate(self.config, num_blocks, self.dtype, self.device, block_len)
