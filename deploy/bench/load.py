@@ -55,8 +55,11 @@ class Answer:
 Asker = Callable[[Ask], Awaitable[Answer]]
 
 
-async def ask_http(client: httpx.AsyncClient, model: str, ask: Ask) -> Answer:
-    """A streamed completion. An error, or a stream that breaks off, is noted in the answer."""
+async def ask_http(
+    client: httpx.AsyncClient, model: str, ask: Ask, on_piece: Callable[[int], None] = lambda number: None
+) -> Answer:
+    """A streamed completion. An error, or a stream that breaks off, is noted in the answer. ``on_piece`` is told how many
+    pieces have come."""
     answer = Answer(time.monotonic())
     body = {
         "model": model,
@@ -74,6 +77,7 @@ async def ask_http(client: httpx.AsyncClient, model: str, ask: Ask) -> Answer:
             # Read afterwards: on a machine that both share, the time that parsing takes would slow the server down.
             async for piece in response.aiter_raw():
                 pieces.append((time.monotonic() - answer.sent_s, piece))
+                on_piece(len(pieces))
             if response.status_code != httpx.codes.OK:
                 answer.error = f"{response.status_code} {b''.join(piece for _, piece in pieces).decode(errors='replace')}"
                 return answer

@@ -51,24 +51,27 @@ def run(options: BenchOptions) -> BenchResult:
     config = local_config(options.model)
     set_threads(config.target.resources.threads)
     folder = ensure_model(options.model)
-    prompts = asyncio.run(tokenize(folder, options.prompts, num_requests + num_single))
-    load = [Ask(f"load-{i}", prompt, num_tokens) for i, prompt in enumerate(prompts[:num_requests])]
-    single = [Ask(f"single-{i}", prompt, 1) for i, prompt in enumerate(prompts[num_requests:])]
+    prompts = iter(asyncio.run(tokenize(folder, options.prompts, num_requests * (num_rounds + 3) + num_single)))
+
+    def load(name: str) -> list[Ask]:
+        """Prompts that were not asked before: the drafters remember answers."""
+        return [Ask(f"{name}-{i}", next(prompts), num_tokens) for i in range(num_requests)]
+
     console.print("serve: starting both", highlight=False)
     with ServerProcess(config) as server, EmbeddedCluster.of(config) as embedded, _routed(config, embedded.loop):
         bench = _Bench(server, embedded.client, embedded.model.name)
         console.print("serve: warming up", highlight=False)
-        asyncio.run(bench.throughput([renamed(ask, "warm") for ask in load]))
+        asyncio.run(bench.throughput(load("warm")))
         pairs = []
         for number in range(num_rounds):
             console.print(f"serve: round {number + 1} of {num_rounds}", highlight=False)
-            pairs.append(asyncio.run(bench.throughput([renamed(ask, str(number)) for ask in load])))
+            pairs.append(asyncio.run(bench.throughput(load(f"round-{number}"))))
         console.print("serve: time to first token of an idle server", highlight=False)
-        ttfts = asyncio.run(bench.ttft(single))
+        ttfts = asyncio.run(bench.ttft([Ask(f"single-{i}", next(prompts), 1) for i in range(num_single)]))
         console.print("serve: memory under load", highlight=False)
-        held = asyncio.run(bench.memory([renamed(ask, "memory") for ask in load]))
+        held = asyncio.run(bench.memory(load("memory")))
         console.print("serve: CPU under load", highlight=False)
-        cpu_ms = asyncio.run(bench.cpu_ms_per_token([renamed(ask, "cpu") for ask in load]))
+        cpu_ms = asyncio.run(bench.cpu_ms_per_token(load("cpu")))
     return _result(pairs, ttfts, held, cpu_ms)
 
 
@@ -85,11 +88,6 @@ async def tokenize(folder: Path, files: Sequence[Path], num_prompts: int) -> lis
     chats = [[{"role": "user", "content": prompt.text}] for prompt in choose_prompts(files, num_prompts)]
     token_ids = [(await tokenizer.encode_chat(chat, max_tokens=MAX_TEXT_TOKENS))[-MAX_PROMPT_LEN:] for chat in chats]
     return [token_ids[i % len(token_ids)] for i in range(num_prompts)]
-
-
-def renamed(ask: Ask, suffix: str) -> Ask:
-    """Ids are unique within an engine."""
-    return Ask(f"{ask.id}-{suffix}", ask.prompt_token_ids, ask.max_tokens, ask.temperature, ask.seed)
 
 
 class _Loop:
@@ -129,7 +127,7 @@ class _Bench:
         async with self._http() as client:
             over_http = await run_streams(lambda ask: ask_http(client, self._model, ask), asks, NUM_STREAMS)
         in_process = await run_streams(lambda ask: ask_engine(self._engine, ask), asks, NUM_STREAMS)
-        return _checked(over_http), _checked(in_process)
+        return checked(over_http), checked(in_process)
 
     async def ttft(self, asks: Sequence[Ask]) -> list[tuple[float, float]]:
         """One request at a time, seconds over HTTP and in process. Prompts differ: none is in a prefix cache."""
@@ -137,7 +135,7 @@ class _Bench:
         async with self._http() as client:
             await ask_http(client, self._model, Ask("connect", (1, 2, 3), 1))
             for ask in asks:
-                pair = _checked([await ask_http(client, self._model, ask), await ask_engine(self._engine, ask)])
+                pair = checked([await ask_http(client, self._model, ask), await ask_engine(self._engine, ask)])
                 pairs.append((pair[0].ttft_s, pair[1].ttft_s))
         return pairs
 
@@ -165,7 +163,7 @@ class _Bench:
         """Of each process of the server. Apart from `memory`, whose sampling takes time of its own."""
         before = tree_cpu_s(self._server.pid)
         async with self._http() as client:
-            answers = _checked(await run_streams(lambda ask: ask_http(client, self._model, ask), asks, NUM_STREAMS))
+            answers = checked(await run_streams(lambda ask: ask_http(client, self._model, ask), asks, NUM_STREAMS))
         num_tokens = sum(answer.num_tokens for answer in answers)
         return {name: 1e3 * (s - before.get(name, 0.0)) / num_tokens for name, s in tree_cpu_s(self._server.pid).items()}
 
@@ -173,7 +171,7 @@ class _Bench:
         return httpx.AsyncClient(base_url=self._server.url, timeout=120.0, trust_env=False)
 
 
-def _checked(answers: list[Answer]) -> list[Answer]:
+def checked(answers: list[Answer]) -> list[Answer]:
     for answer in answers:
         if answer.error is not None or not answer.pieces_s:
             raise BenchFailed(f"a request was not answered: {answer.error or 'no token came'}")
