@@ -78,10 +78,14 @@ DRAFTERS = [no_drafts, perfect, shared_noise, bad, one_hot, dropping_by_content]
 
 
 def sequences(
-    drafter: Drafter, first_seed: int, rule: Rule = verdict, state_type: type = SamplingState
+    drafter: Drafter,
+    first_seed: int,
+    rule: Rule = verdict,
+    state_type: type[SamplingState] = SamplingState,
+    num_requests: int = NUM_REQUESTS,
 ) -> NDArray[np.int64]:
-    """(NUM_REQUESTS, LENGTH) tokens."""
-    seeds = range(first_seed, first_seed + NUM_REQUESTS)
+    """(num_requests, LENGTH) tokens."""
+    seeds = range(first_seed, first_seed + num_requests)
     states = [state_type(SamplingParams(max_tokens=9, seed=seed), PROMPT, len(PROMPT)) for seed in seeds]
     outputs: Drafts = [() for _ in states]
     live = list(range(num_requests))
