@@ -55,6 +55,7 @@ class EngineClient(Protocol):
             LinkClosed: no target is there; or it went while the request ran.
         """
 
-    async def status(self) -> ClusterStatus: ...
+    async def status(self) -> ClusterStatus:
+        """Raises LinkClosed: nobody is there who knows."""
 
     async def close(self) -> None: ...

@@ -20,7 +20,8 @@ from actors.gateway import LinkClient
 from actors.ray_pool import SUPERVISOR
 from actors.supervisor import Directory
 from cluster.client import ClusterStatus
-from cluster.config import ApiConfig, Config
+from cluster.config import Config
+from cluster.errors import LinkClosed
 from deploy.api.app import create_app
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
@@ -44,24 +45,16 @@ class Gateway:
     token: str
 
 
-def api_settings(config: ApiConfig) -> ApiSettings:
-    return ApiSettings(
-        api_keys_file=config.api_keys_file,
-        max_request_bytes=config.max_body_bytes,
-        max_concurrent=config.max_concurrent_requests,
-        max_n=min(config.max_choices, config.max_concurrent_requests),
-        max_sequences=min(64, config.max_concurrent_requests),
-        request_timeout_s=config.request_deadline_s,
-    )
-
-
 def build_asgi_app(gateway: Gateway) -> FastAPI:
     """Runs in the replica. The links are made at once and kept while the app lives."""
     assert gateway.directory.model is not None
     supervisor = ray.get_actor(SUPERVISOR, namespace=gateway.config.cluster.namespace)
 
     async def status() -> ClusterStatus:
-        answer: ClusterStatus = await supervisor.status.remote()
+        try:
+            answer: ClusterStatus = await supervisor.status.remote()
+        except RayActorError as error:
+            raise LinkClosed(f"the supervisor does not answer: {error}") from error
         return answer
 
     client = LinkClient("api", gateway.directory.model, gateway.directory.addresses, status, gateway.token)
@@ -78,7 +71,7 @@ def build_asgi_app(gateway: Gateway) -> FastAPI:
             await client.close()
 
     tokenizer = Tokenizer.from_folder(Path(gateway.tokenizer_folder))
-    return create_app(client, tokenizer, api_settings(gateway.config.api), lifespan)
+    return create_app(client, tokenizer, ApiSettings.from_config(gateway.config.api), lifespan)
 
 
 async def _follow(client: LinkClient, supervisor: Any, version: int) -> None:
@@ -96,7 +89,7 @@ async def _follow(client: LinkClient, supervisor: Any, version: int) -> None:
 
 
 def build_application(gateway: Gateway) -> serve.Application:
-    settings = api_settings(gateway.config.api)
+    settings = ApiSettings.from_config(gateway.config.api)
     ingress = serve.ingress(lambda: build_asgi_app(gateway))()
     deployment = serve.deployment(
         ingress,
