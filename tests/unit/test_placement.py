@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config import Config, DrafterConfig, ModelOptions, NgramOptions, Resources, TargetConfig, load
@@ -123,6 +123,7 @@ NODES = st.lists(st.tuples(st.integers(1, 32), st.integers(0, 8)), min_size=1, m
 SHARES = st.sampled_from([0.0, 0.25, 0.3333, 0.5, 1.0, 2.0])
 
 
+@settings(deadline=None)  # a noisy machine is no failure
 @given(
     nodes=NODES,
     ranks=st.integers(1, 8),
