@@ -52,6 +52,12 @@ class MemoryLink:
 
     # What the network does with an end.
 
+    def open(self) -> None:
+        """Tell both owners. Nothing may reach the other one before its LinkUp, however fast this one sends."""
+        with self.other._lock:
+            self._mailbox.put(LinkUp(self))
+            self.other._mailbox.put(LinkUp(self.other))
+
     def reserve(self) -> None:
         """Raises LinkFull when too many messages to this end are under way or wait for its owner."""
         with self._lock:
@@ -150,13 +156,14 @@ class LocalNetwork:
             refused = refusal(listener.hello, hello) or refusal(hello, listener.hello)
             if refused is not None:
                 raise refused.error(address)
+            if len(listener.links) >= listener.limits.max_links:
+                raise LinkClosed(f"{address} takes no more than {listener.limits.max_links} links")
             near = MemoryLink(self, mailbox, hello, listener.hello, limits or Limits())
             far = MemoryLink(self, listener.mailbox, listener.hello, hello, listener.limits)
             near.other, far.other = far, near
             listener.links[far] = None
             far.on_closed = lambda: listener.links.pop(far, None)
-        far._mailbox.put(LinkUp(far))
-        near._mailbox.put(LinkUp(near))
+        near.open()
         return near
 
     def carry(self, to: MemoryLink, frame: bytes) -> None:

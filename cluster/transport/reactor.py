@@ -23,7 +23,8 @@ _current: "Reactor | None" = None
 class Watcher(Protocol):
     """Whoever watches a socket. Called on the reactor's thread."""
 
-    def ready(self, events: int) -> None: ...
+    def ready(self, events: int) -> None:
+        """It may still come once after ``watch`` was told to stop."""
 
     def fail(self, reason: str) -> None:
         """The reactor ended by an error and will not say when the socket is ready."""
@@ -87,7 +88,7 @@ class Reactor:
         for key, events in self._selector.select(timeout_s):
             if key.fileobj is self._wake_out:
                 self._run_calls()
-            elif key.fd in self._selector.get_map():  # a call or a watcher before it may have closed it
+            else:
                 watcher: Watcher = key.data
                 watcher.ready(events)
         now_s = time.monotonic()
@@ -116,10 +117,6 @@ class Reactor:
         for watcher in watchers:
             watcher.fail(reason)
 
-    def stop(self) -> None:
-        """On the reactor's thread, by ``release``."""
-        self._has_ended = True
-
 
 def acquire() -> Reactor:
     """The process's reactor, started if there is none."""
@@ -139,4 +136,4 @@ def release(reactor: Reactor) -> None:
         if reactor.num_users == 0:
             if _current is reactor:
                 _current = None
-            reactor.stop()
+            reactor._has_ended = True

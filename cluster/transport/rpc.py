@@ -103,6 +103,7 @@ class _Pipe:
 
     def read(self, incoming: Iterator[bytes]) -> None:
         """Hands what comes to the link, until the end."""
+        reason = "its reading thread failed"
         try:
             for frame in incoming:
                 if not self.link.on_frame(frame):
@@ -111,7 +112,8 @@ class _Pipe:
             reason = "the other end closed it"
         except grpc.RpcError as error:
             reason = _reason(error)
-        self.link.lost(reason)
+        finally:
+            self.link.lost(reason)
 
     def start_reading(self, incoming: Iterator[bytes]) -> None:
         threading.Thread(target=self.read, args=(incoming,), name="outrider-link", daemon=True).start()
@@ -217,6 +219,7 @@ def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, lim
         channel.close()
 
     pipe.stop = stop
+    call.add_callback(pipe.finish)
     pipe.start_reading(call)
     try:
         link.wait_up(deadline_s)

@@ -21,7 +21,7 @@ from cluster.transport.stream import StreamLink
 from cluster.transport.unix_path import bind, path_of, remove
 
 _LENGTH = struct.Struct(">I")
-_READ_BYTES = 256 * 2**10
+_READ_BYTES = 64 * 2**10  # more would be mapped and unmapped by malloc at every read
 _BACKLOG = 128
 _PING = encode(Ping())
 
@@ -167,7 +167,9 @@ class _Connection:
         if self.link.is_up and not self._unwritten and now_s - self._written_s >= self._limits.heartbeat_s:
             try:
                 self.write(_PING)
-            except (LinkClosed, LinkFull) as error:
+            except LinkFull:
+                pass  # what fills it says that we are here
+            except LinkClosed as error:
                 self.link.lost(str(error))
                 return
         self._io.call_later(self._limits.heartbeat_s, self._tick)

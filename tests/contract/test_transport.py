@@ -274,6 +274,32 @@ def test_a_full_mailbox_still_hears_of_a_closed_link_after_its_messages(ends: En
     assert events[2].link is far
 
 
+def test_nothing_arrives_before_link_up(ends: Ends, address: str) -> None:
+    """Both owners answer a LinkUp at once, on threads of their own, while a third connects."""
+    mailboxes = Mailbox(), Mailbox()
+    seen: tuple[list[Event], list[Event]] = [], []
+
+    def own(mailbox: Mailbox, events: list[Event]) -> None:
+        until_s = time.monotonic() + DEADLINE_S
+        while len(events) < 2 * 20 and mailbox.wait(until_s - time.monotonic()):
+            for event in mailbox.drain():
+                events.append(event)
+                if isinstance(event, LinkUp):
+                    event.link.send(ProposalRound(1))
+
+    owners = [threading.Thread(target=own, args=pair) for pair in zip(mailboxes, seen, strict=True)]
+    for owner in owners:
+        owner.start()
+    address = ends.listen(address, mailboxes[0])
+    for _ in range(20):
+        ends.connect(address, mailboxes[1])
+    for owner, events in zip(owners, seen, strict=True):
+        owner.join(2 * DEADLINE_S)
+        assert len(events) == 40
+        for link in {event.link for event in events}:
+            assert [type(event) for event in events if event.link is link] == [LinkUp, Received]
+
+
 # The end of a link.
 
 
@@ -395,9 +421,12 @@ def test_a_process_may_end_with_a_link_up(ends: Ends, remote_address: str) -> No
     mailbox = Mailbox()
     address = ends.listen(remote_address, mailbox, replace(TARGET, token=""))
     child = ends.child("exit", address)
+    (up,) = collect(mailbox, 1)
+    up.link.send(ProposalRound(1))
+    child.wait(DEADLINE_S)  # its stdin is still open
     stdout, stderr = child.communicate(timeout=DEADLINE_S)
     assert (child.returncode, stdout, stderr) == (0, "up\n", "")
-    assert [type(event) for event in collect(mailbox, 2)] == [LinkUp, LinkDown]
+    assert isinstance(collect(mailbox, 1)[-1], LinkDown)
 
 
 def link_with_child(
@@ -609,8 +638,8 @@ def test_grpc_picks_a_port_and_tells_it(ends: Ends) -> None:
     assert int(address.rpartition(":")[2]) > 0
 
 
-def test_a_listener_takes_so_many_links_and_no_more(ends: Ends, remote_address: str) -> None:
-    address = ends.listen(remote_address, Mailbox(), limits=Limits(max_links=2))
+def test_a_listener_takes_so_many_links_and_no_more(ends: Ends, address: str) -> None:
+    address = ends.listen(address, Mailbox(), limits=Limits(max_links=2))
     mailbox = Mailbox()
     for _ in range(2):
         ends.connect(address, mailbox)

@@ -1,7 +1,7 @@
 """A process at the other end of a link: ``python -m tests.support.link_peer listen|connect|exit ADDRESS``.
 
-It says its address (or "up") on stdout, then echoes every message until it is killed or stdin ends. ``exit`` ends its main
-thread with the link still up.
+It says its address (or "up") on stdout, then echoes every message until it is killed or stdin ends. ``exit`` is ``connect``,
+but its main thread ends after the first message, with the link still up.
 """
 
 import sys
@@ -19,9 +19,6 @@ def main(mode: str, address: str) -> None:
         print(listener.address, flush=True)
     else:
         connect(address, mailbox, Hello(Role.DRAFTER, "child", 100, "tokenizer"))
-        print("up", flush=True)
-    if mode == "exit":
-        return
     stopped = threading.Event()
 
     def await_end() -> None:
@@ -34,6 +31,8 @@ def main(mode: str, address: str) -> None:
         mailbox.wait(60.0)
         for event in mailbox.drain():
             match event:
+                case Received() if mode == "exit":
+                    return
                 case Received(link, message):
                     link.send(message)
                 case LinkUp():

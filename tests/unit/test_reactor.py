@@ -1,0 +1,113 @@
+"""The I/O thread of the unix sockets: it comes with its first user and goes with its last, or takes its links down."""
+
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.messages import Hello, ProposalRound, Role
+from cluster.transport import reactor
+from cluster.transport.base import LinkDown, Mailbox
+from cluster.transport.factory import connect, listen
+
+DEADLINE_S = 20.0
+TARGET = Hello(Role.TARGET, "target", 100, "tokenizer")
+DRAFTER = Hello(Role.DRAFTER, "drafter", 100, "tokenizer")
+
+
+@pytest.fixture
+def io() -> Iterator[reactor.Reactor]:
+    io = reactor.acquire()
+    yield io
+    io.call(lambda: reactor.release(io))
+    io._thread.join(DEADLINE_S)
+    assert not io._thread.is_alive()
+
+
+def test_calls_run_in_order_on_its_thread(io: reactor.Reactor) -> None:
+    done, seen = threading.Event(), []
+    for number in range(100):
+        io.call(lambda number=number: seen.append((number, threading.current_thread().name)))
+    io.call(done.set)
+    assert done.wait(DEADLINE_S)
+    assert seen == [(number, "outrider-io") for number in range(100)]
+
+
+def test_timers_run_in_the_order_of_their_times(io: reactor.Reactor) -> None:
+    done, seen = threading.Event(), []
+
+    def arrange() -> None:
+        io.call_later(0.02, done.set)
+        io.call_later(0.01, lambda: seen.append(2))
+        io.call_later(0.0, lambda: seen.append(1))
+
+    io.call(arrange)
+    assert done.wait(DEADLINE_S)
+    assert seen == [1, 2]
+
+
+def test_a_socket_is_watched_for_what_was_asked_and_no_longer(io: reactor.Reactor) -> None:
+    class Watcher:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+            self.told = threading.Event()
+
+        def ready(self, events: int) -> None:
+            self.seen.append(events)
+            io.watch(ours, 0, self)
+            self.told.set()
+
+        def fail(self, reason: str) -> None:
+            raise AssertionError(reason)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for asked in (reactor.WRITE, reactor.READ):
+            watcher = Watcher()
+            io.call(lambda asked=asked, watcher=watcher: io.watch(ours, asked, watcher))
+            theirs.send(b"x")
+            assert watcher.told.wait(DEADLINE_S)
+            assert watcher.seen == [asked]
+
+
+def test_users_share_one_until_the_last_has_gone(io: reactor.Reactor) -> None:
+    again = reactor.acquire()
+    assert again is io
+    released = threading.Event()
+    io.call(lambda: (reactor.release(io), released.set()))
+    assert released.wait(DEADLINE_S)
+    assert io._thread.is_alive()
+
+
+def test_links_go_down_with_it_and_new_ones_get_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    mailbox, near_mailbox = Mailbox(), Mailbox()
+    with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
+        address = f"unix://{Path(folder)}/socket"
+        listener = listen(address, mailbox, TARGET)
+        link = connect(address, near_mailbox, DRAFTER, DEADLINE_S)
+        broken = reactor.acquire()
+        broken.call(lambda: 1 // 0)
+        broken._thread.join(DEADLINE_S)
+        assert [failure.exc_type for failure in failures] == [ZeroDivisionError]
+        for owner in (mailbox, near_mailbox):
+            down = owner.drain()[-1]
+            assert isinstance(down, LinkDown)
+            assert "I/O thread failed: ZeroDivisionError" in down.reason
+        link.close()
+        listener.close()
+
+        listener = listen(address, mailbox, TARGET)
+        link = connect(address, near_mailbox, DRAFTER, DEADLINE_S)
+        link.send(ProposalRound(1))
+        assert mailbox.wait(DEADLINE_S)
+        second = reactor._current
+        assert second is not None
+        listener.close()
+        link.close()
+        second._thread.join(DEADLINE_S)
+        assert not second._thread.is_alive()
