@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -59,6 +59,7 @@ class CallResponse(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = EventStream(send)
+        document: Response | None = None
         remaining_s = self._call.arrival_s + self._settings.request_timeout_s - time.monotonic()
         try:
             async with asyncio.timeout(remaining_s) as deadline, self._generation() as generation:
@@ -66,7 +67,6 @@ class CallResponse(Response):
                     await self._send_events(stream, generation)
                 else:
                     document = await self._document(generation)
-                    await document(scope, receive, send)
         except Exception as error:
             answer = timed_out(self._settings.request_timeout_s) if deadline.expired() else self._answer_to(error)
             if not stream.started:
@@ -75,6 +75,8 @@ class CallResponse(Response):
         finally:
             for choice in self._call.choices:
                 self._metrics.record_choice(choice, self._call.arrival_s)
+        if document is not None:  # its turn is over: a caller that reads slowly holds nobody up
+            await _within(self._settings.body_timeout_s, document(scope, receive, send))
 
     @asynccontextmanager
     async def _generation(self) -> AsyncIterator[Generation]:
@@ -119,12 +121,11 @@ class CallResponse(Response):
         await stream.end()
 
     async def _send_last_words(self, stream: EventStream, error: ApiError) -> None:
-        try:
-            async with asyncio.timeout(_LAST_WORDS_S):
-                await stream.write(f"data: {encode_json(error.body())}\n\n".encode())
-                await stream.end()
-        except TimeoutError:
-            raise ClientGone from error  # it does not read; the server closes the connection
+        async def send() -> None:
+            await stream.write(f"data: {encode_json(error.body())}\n\n".encode())
+            await stream.end()
+
+        await _within(_LAST_WORDS_S, send())
 
     def _acceptance(self) -> dict[str, object]:
         return {"acceptance": total_counts(self._call.choices).as_json()}
@@ -138,3 +139,12 @@ class CallResponse(Response):
             return internal_error(str(error), self._call.request_id)
         _logger.error("%s failed", self._call.request_id, exc_info=error)
         return internal_error("the server failed", self._call.request_id)
+
+
+async def _within(timeout_s: float, sending: Awaitable[None]) -> None:
+    """Raises ClientGone when the caller does not read; the server then closes the connection."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await sending
+    except TimeoutError as error:
+        raise ClientGone from error

@@ -283,6 +283,17 @@ async def test_a_caller_that_does_not_read_is_not_waited_for(monkeypatch: pytest
     assert len(caller.cluster.aborted) == 1
 
 
+async def test_a_caller_that_does_not_read_a_whole_answer_holds_nobody_up() -> None:
+    caller = Caller(body_timeout_s=0.05, max_concurrent=1, max_sequences=1, max_n=1)
+    caller.reads = False
+    call = caller.start(chat_body())
+    await caller.cluster.asked(1)
+    other = Caller(app=caller.app)
+    await other.start(chat_body())
+    assert other.status == 200
+    await call
+
+
 # ---- too many
 
 
