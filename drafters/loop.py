@@ -38,13 +38,12 @@ class DrafterLoop:
 
     A step answers what can be answered at once (drafts that a commit has confirmed, requests that want no draft,
     resyncs); else it drafts one batch for the requests that have no proposal yet; else, if ``ahead_len`` is not 0, it
-    drafts ``ahead_chunk`` tokens further for those that await a verdict. So mail never waits for more than one batch.
-    An empty proposal is sent too: the target then need not wait for one.
+    drafts a little further for those that await a verdict. So mail never waits for more than one batch. An empty proposal
+    is sent too: the target then need not wait for one.
 
     Args:
         ahead_len: tokens drafted beyond the last proposal while its verdict is awaited (PEARL's post-verify). Worthwhile
             where drafting takes time; 0 for lookups.
-        ahead_chunk: how many of them per batch; more where a batch costs the same however long (chains).
     """
 
     def __init__(
@@ -55,14 +54,13 @@ class DrafterLoop:
         limits: RosterLimits | None = None,
         *,
         ahead_len: int = 0,
-        ahead_chunk: int = 1,
     ) -> None:
         self.name = name
         self._drafter = drafter
         self._mailbox = mailbox
         self._roster = Roster(name, drafter, limits or RosterLimits())
         self._ahead_len = ahead_len
-        self._ahead_chunk = ahead_chunk
+        self._ahead_chunk = max(1, ahead_len // 4)  # per batch: mail waits for it, and a chain verifies it in one pass
         self._num_batches = self._num_drafted = self._num_proposals = self._num_tokens = self._num_resyncs = 0
         self._num_timed = 0
         self._timed_s = 0.0
@@ -73,21 +71,20 @@ class DrafterLoop:
         Drafts at most one batch and sends at most one message per link. What the drafter raises is not caught: its owner
         restarts it, and the targets decode plainly meanwhile.
         """
-        events = self._mailbox.drain()
-        for event in events:
-            self._roster.take(event, now_s)
+        heard = self._hear(now_s)
         self._roster.expire(now_s)
         resyncs = self._roster.due_resyncs(now_s)
-        unanswered = [followed for followed in self._roster.live() if not followed.answered]
-        ready = [followed for followed in unanswered if self._can_answer(followed)]
+        unanswered = self._unanswered()
+        ready = [followed for followed in unanswered if self._is_ready(followed)]
         if ready or resyncs:
             self._answer(ready, resyncs)
             return True
         if unanswered:
             self._draft((followed, followed.wanted - len(followed.ahead)) for followed in unanswered)
-            self._answer(unanswered, {})
+            self._hear(now_s)  # what was committed meanwhile makes some of it stale: only the rest is worth sending
+            self._answer([f for f in self._unanswered() if f.ahead or f.exhausted or not f.wanted], {})
             return True
-        return self._draft(self._further()) or bool(events)
+        return self._draft(self._further()) or heard
 
     def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
         """Step until ``stop`` is set (then wake the mailbox, to be heard at once). ``clock`` is monotonic, in seconds."""
@@ -125,9 +122,18 @@ class DrafterLoop:
         self._roster.check_integrity()
         self._drafter.check_integrity()
 
-    def _can_answer(self, followed: Followed) -> bool:
-        """With what is at hand. Who drafts ahead sends the rest of it at once, be it short: the target works on it while
-        the next tokens are drafted."""
+    def _hear(self, now_s: float) -> bool:
+        events = self._mailbox.drain()
+        for event in events:
+            self._roster.take(event, now_s)
+        return bool(events)
+
+    def _unanswered(self) -> list[Followed]:
+        return [followed for followed in self._roster.live() if not followed.answered]
+
+    def _is_ready(self, followed: Followed) -> bool:
+        """To be answered with what is at hand. Who drafts ahead sends the rest of it at once, be it short: the target works
+        on it while the next tokens are drafted."""
         return len(followed.ahead) >= followed.wanted or (self._ahead_len > 0 and bool(followed.ahead))
 
     def _further(self) -> Iterator[tuple[Followed, int]]:

@@ -51,7 +51,8 @@ def grow(model: SmallModel, demands: Sequence[Demand], one_round: Callable[[Sequ
     growing = []
     for demand in demands:
         room = model.max_len - model.committed_len(demand.request_id) - len(demand.ahead)
-        growing.append(Growing(demand, max(0, min(demand.num_tokens, room))))
+        ended = any(model.ends(demand.request_id, token_id) for token_id in demand.ahead)
+        growing.append(Growing(demand, 0 if ended else max(0, min(demand.num_tokens, room))))
     wanted = [draft for draft in growing if draft.num_missing]
     for indices in model.parts([(draft.question, draft.num_missing) for draft in wanted]):
         part = [wanted[i] for i in indices]

@@ -60,6 +60,7 @@ class Counting:
     limit: int = 1000
     texts: dict[str, list[int]] = field(default_factory=dict)
     batches: list[list[Demand]] = field(default_factory=list)
+    meanwhile: Callable[[], None] = lambda: None  # happens during the next batch
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self.texts[request_id] = list(token_ids)
@@ -69,6 +70,8 @@ class Counting:
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
         self.batches.append(list(demands))
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
         drafts = []
         for demand in demands:
             start = len(self.texts[demand.request_id]) + len(demand.ahead)
@@ -86,7 +89,7 @@ class Counting:
 class Bench:
     """A loop, its drafter and one link, and a clock that only the test moves."""
 
-    def __init__(self, *, ahead_len: int = 0, ahead_chunk: int = 1, limit: int = 1000, **limits: float) -> None:
+    def __init__(self, *, ahead_len: int = 0, limit: int = 1000, **limits: float) -> None:
         self.mailbox = Mailbox()
         self.drafter = Counting(limit)
         self.loop = DrafterLoop(
@@ -95,7 +98,6 @@ class Bench:
             self.mailbox,
             RosterLimits(**{"max_draft_len": 4, **limits}),
             ahead_len=ahead_len,
-            ahead_chunk=ahead_chunk,
         )
         self.link = FakeLink()
         self.now_s = 0.0
@@ -185,17 +187,49 @@ def test_an_empty_draft_is_said_too() -> None:
     assert len(bench.drafter.batches) == 1
 
 
+class TestMailDuringABatch:
+    """What comes while a batch is drafted is heard before its drafts leave."""
+
+    def test_of_what_was_committed_meanwhile_only_the_rest_is_sent(self) -> None:
+        bench = Bench()
+        bench.drafter.meanwhile = lambda: bench.extend("a", 10, 10, 11)
+        bench.open("a", 10)
+        bench.settle()
+        assert [(p.base_len, p.token_ids) for p in bench.link.take()] == [(12, (12, 13))]
+
+    def test_a_contradicted_draft_is_not_sent_but_drafted_anew(self) -> None:
+        bench = Bench()
+        bench.drafter.meanwhile = lambda: bench.extend("a", 10, 99)
+        bench.open("a", 10)
+        bench.open("b", 10)
+        bench.settle()
+        assert [(p.request_id, p.base_len) for p in bench.link.take()] == [("b", 10), ("a", 11)]
+
+    def test_what_was_released_meanwhile_is_not_answered(self) -> None:
+        bench = Bench()
+
+        def end_and_begin_anew() -> None:
+            bench.mail(releases=("a", "b"))
+            bench.open("b", 5)
+
+        bench.drafter.meanwhile = end_and_begin_anew
+        bench.open("a", 10)
+        bench.open("b", 10)
+        bench.settle()
+        assert [(p.request_id, p.base_len, len(p.token_ids)) for p in bench.link.take()] == [("b", 5, 4)]
+
+
 class TestAhead:
     def test_drafts_on_while_the_verdict_is_awaited_and_answers_at_once_when_it_confirms(self) -> None:
-        bench = Bench(ahead_len=6, ahead_chunk=2)
+        bench = Bench(ahead_len=8)
         bench.open("a", 10)
         bench.settle()
         assert [p.token_ids for p in bench.link.take()] == [(10, 11, 12, 13)]
-        assert [len(batch) for batch in bench.drafter.batches] == [1, 1, 1, 1]
-        assert bench.drafter.batches[-1] == [Demand("0/a", 2, tuple(range(10, 18)))]
+        assert [len(batch) for batch in bench.drafter.batches] == [1, 1, 1, 1, 1]
+        assert bench.drafter.batches[-1] == [Demand("0/a", 2, tuple(range(10, 20)))]
         bench.extend("a", 10, 10, 11, 12, 13, 14)
         assert bench.step()
-        assert len(bench.drafter.batches) == 4, "nothing was drafted for this answer"
+        assert len(bench.drafter.batches) == 5, "nothing was drafted for this answer"
         assert bench.link.take() == [Proposal("a", 15, (15, 16, 17, 18), (0.5,) * 4, "counting")]
 
     def test_a_short_rest_is_sent_at_once_too(self) -> None:

@@ -160,6 +160,8 @@ def test_nothing_is_drafted_behind_the_end(folder: Path) -> None:
             drafter.open("r", PROMPT, len(PROMPT), params)
             (draft,) = drafter.propose([Demand("r", 4)])
             assert draft.token_ids == expected
+            (further,) = drafter.propose([Demand("r", 4, draft.token_ids)])
+            assert bool(further.token_ids) == params.ignore_eos
 
 
 def test_a_long_prompt_catches_up_without_holding_up_the_others(folder: Path) -> None:
