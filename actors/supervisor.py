@@ -216,7 +216,8 @@ class Supervisor:
         assert member.process is not None
         timeout_s = self._config.supervision.start_timeout_s
         try:
-            info = await asyncio.wait_for(member.process.call("info"), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                info = await member.process.call("info")
         except TimeoutError as late:
             raise ProcessEnded(f"it was not ready after {timeout_s:g} s (supervision.start_timeout_s)") from late
         member.pid = info.pid
@@ -236,7 +237,9 @@ class Supervisor:
                 if done:
                     return ended.result()
                 try:
-                    unread_s = await asyncio.wait_for(process.unread_s(), timeout_s)
+                    # Not `wait_for`, which in Python 3.11 loses a cancellation that meets the answer: `stop` would hang.
+                    async with asyncio.timeout(timeout_s):
+                        unread_s = await process.unread_s()
                 except TimeoutError:
                     return f"it did not answer within {timeout_s:g} s"
                 if unread_s > timeout_s:
@@ -334,7 +337,8 @@ class Supervisor:
         """The answer, or None of a process that is dead or silent: its own task sees to that."""
         timeout_s = self._config.supervision.health_timeout_ms / 1e3
         try:
-            return await asyncio.wait_for(process.call(method, *args), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await process.call(method, *args)
         except (ProcessEnded, TimeoutError) as unanswered:
             logger.warning("no answer to %s: %s", method, unanswered)
             return None
