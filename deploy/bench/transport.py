@@ -54,7 +54,9 @@ def up_round(down: DraftRound) -> ProposalRound:
 
 
 def one_kb() -> DraftRound:
-    return DraftRound(1, releases=("x" * (1024 - len(encode(DraftRound(1, releases=("",)))) - 4),))
+    """A message of 1024 bytes on the wire."""
+    overhead = len(encode(DraftRound(1, releases=("x" * 1000,)))) - 1000
+    return DraftRound(1, releases=("x" * (1024 - overhead),))
 
 
 def run(options: BenchOptions) -> BenchResult:

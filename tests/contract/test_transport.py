@@ -395,6 +395,23 @@ def test_a_killed_process_is_link_down(ends: Ends, remote_address: str, mode: st
         link.send(ProposalRound(6))
 
 
+def test_a_process_killed_while_its_messages_wait_is_link_down_behind_them(ends: Ends, remote_address: str) -> None:
+    mailbox = Mailbox(capacity=2)
+    link, child = link_with_child(ends, remote_address, "connect", replace(TARGET, token=""), mailbox)
+    for number in range(50):
+        link.send(ProposalRound(number))
+    assert mailbox.wait(DEADLINE_S)  # echoes come, and soon find no room
+    child.kill()
+    child.wait(DEADLINE_S)
+    events: list[Event] = []
+    while not (events and isinstance(events[-1], LinkDown)):
+        events += collect(mailbox, 1)
+    came = numbers(events)
+    assert came == list(range(len(came)))
+    assert len(events) == len(came) + 1
+    assert len(came) >= 1
+
+
 @pytest.mark.parametrize("mode", ["listen", "connect"])
 def test_a_process_that_hangs_is_link_down(ends: Ends, remote_address: str, mode: str) -> None:
     """Its socket stays open: only its silence tells."""

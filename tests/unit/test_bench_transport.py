@@ -1,0 +1,39 @@
+"""The benchmark of the data plane measures what it says: the payloads are those it names, and every trip is timed."""
+
+import math
+
+import pytest
+
+from cluster.transport.codec import decode, encode
+from deploy.bench import transport
+from deploy.bench.report import BenchOptions
+
+
+def test_one_kb_is_1024_bytes() -> None:
+    assert len(encode(transport.one_kb())) == 1024
+
+
+def test_an_answer_extends_what_was_committed() -> None:
+    down = transport.down_round(32)
+    up = transport.up_round(down)
+    assert decode(encode(up)) == up
+    for extend, proposal in zip(down.extends, up.proposals, strict=True):
+        assert proposal.base_len == extend.base_len + len(extend.token_ids)
+        assert len(proposal.token_ids) == len(proposal.confidences) == transport.DRAFT_LEN
+
+
+def test_every_transport_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "NUM_TURNS_QUICK", 2)
+    monkeypatch.setattr(transport, "TRIPS_PER_TURN", 10)
+    result = transport.run(BenchOptions(quick=True))
+    assert all(math.isfinite(value) and value > 0 for value in result.figures.values())
+    assert [row[0] for row in result.tables[0].rows] == [
+        "raw_socket_1kb",
+        "unix_1kb",
+        "unix_round_32",
+        "grpc_1kb",
+        "grpc_round_32",
+    ]
+    assert {row[3] for row in result.tables[0].rows} == {20}
+    for row in result.tables[0].rows:
+        assert result.figures[f"{row[0]}_p50_us"] <= result.figures[f"{row[0]}_p99_us"]
