@@ -9,8 +9,8 @@ from cluster.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Draft ``num_tokens`` tokens that follow the committed tokens of a request and then ``ahead``, which the drafter
-    itself proposed before and which are not verified yet (drafting ahead)."""
+    """Draft ``num_tokens`` tokens that follow the committed tokens of a request and then ``ahead``, tokens not verified yet:
+    what the drafter proposed before (drafting ahead), or what its chain's verifier made of that."""
 
     request_id: str
     num_tokens: int

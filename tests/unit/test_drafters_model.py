@@ -164,6 +164,16 @@ def test_nothing_is_drafted_behind_the_end(folder: Path) -> None:
             assert bool(further.token_ids) == params.ignore_eos
 
 
+def test_a_row_that_cannot_be_sampled_ends_the_draft(folder: Path) -> None:
+    impossible = SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((VOCAB_SIZE, 1.0),))
+    for drafter in (ModelDrafter(small_model(folder)), ChainDrafter(NgramDrafter(), small_model(folder))):
+        drafter.open("r", PROMPT, len(PROMPT), impossible)
+        drafter.open("s", PROMPT, len(PROMPT), GREEDY)
+        drafts = drafter.propose([Demand("r", 4), Demand("s", 4)])
+        assert [len(draft.token_ids) for draft in drafts] == [0, 4]
+        drafter.check_integrity()
+
+
 def test_a_long_prompt_catches_up_without_holding_up_the_others(folder: Path) -> None:
     model, fresh = small_model(folder, max_pass_rows=32), small_model(folder)
     drafter = ModelDrafter(model)
