@@ -3,6 +3,8 @@
 import hashlib
 import logging
 
+from pydantic import JsonValue
+
 from cluster.config import Config
 from cluster.errors import InvalidField
 from cluster.state import StateStore, StateUnavailable
@@ -22,6 +24,7 @@ class RouterMemory:
         model = hashlib.sha256(config.model.name.encode()).hexdigest()[:16]
         self._key = f"router/{config.router.policy.kind}/{model}"
         self._saved_s: float | None = None
+        self._saved: JsonValue = None
 
     def recall(self, policy: AssignmentPolicy) -> None:
         try:
@@ -41,10 +44,11 @@ class RouterMemory:
             return
         self._saved_s = now_s
         snapshot = policy.snapshot()
-        if not snapshot:
+        if not snapshot or snapshot == self._saved:
             return
         try:
             self._store.put(self._key, snapshot)
+            self._saved = snapshot
         except (StateUnavailable, InvalidField) as error:
             logger.warning("what the router learned was not saved: %s", error)
 

@@ -112,7 +112,7 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
 def _acceptance(drafters: tuple[DrafterStatus, ...]) -> str:
     num_proposed = sum(drafter.num_proposed for drafter in drafters)
     num_accepted = sum(drafter.num_accepted for drafter in drafters)
-    return f"{_share(num_accepted, num_proposed)} of {num_proposed:,} drafted tokens accepted"
+    return f"{_share(num_accepted, num_proposed)} of {num_proposed:,} drafts accepted"
 
 
 def _targets(targets: tuple[TargetStatus, ...]) -> Table:

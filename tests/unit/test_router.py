@@ -104,12 +104,19 @@ def test_a_router_that_starts_over_knows_what_the_last_one_learned() -> None:
 def test_it_is_saved_once_a_period() -> None:
     store = MemoryStateStore()
     memory = RouterMemory(store, Config())
+    policy = learned()
     for i in range(40):
-        memory.save(learned(), i * SAVE_PERIOD_S / 10)
+        policy.observe([Observation("x", "a", 20, 80, 5, 25, 1.0)])
+        memory.save(policy, i * SAVE_PERIOD_S / 10)
     (key,) = store.keys()
     document = store.get(key)
     assert document is not None
     assert document.version == 3
+    for i in range(40, 100):  # nothing new to save
+        memory.save(policy, i * SAVE_PERIOD_S / 10)
+    again = store.get(key)
+    assert again is not None
+    assert again.version == 4  # what came after the third
 
 
 def test_other_models_and_policies_are_not_mixed_up() -> None:
