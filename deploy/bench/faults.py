@@ -131,8 +131,8 @@ class _Bench:
             outcome = Disturbed(killed_s=time.monotonic())
             load = asyncio.create_task(self._further_requests(client, asks))
             try:
-                while not recovered(await self._metrics(client)):
-                    await asyncio.sleep(POLL_S)  # noqa: ASYNC110 - HTTP has no event for it
+                while not recovered(await self._metrics(client)):  # noqa: ASYNC110 - HTTP has no event for it
+                    await asyncio.sleep(POLL_S)
                 outcome.recovery_s = time.monotonic() - outcome.killed_s
                 outcome.answers = await streams
             finally:
@@ -143,8 +143,8 @@ class _Bench:
 
     async def until_answered(self, ask: Ask) -> None:
         async with self._http() as client, asyncio.timeout(DEADLINE_S):
-            while (await ask_http(client, self._model, ask)).error is not None:
-                await asyncio.sleep(POLL_S)  # noqa: ASYNC110 - HTTP has no event for it
+            while (await ask_http(client, self._model, ask)).error is not None:  # noqa: ASYNC110 - HTTP has no event for it
+                await asyncio.sleep(POLL_S)
 
     async def _further_requests(self, client: httpx.AsyncClient, asks: Sequence[Ask]) -> None:
         """One after the other, so that there is something to draft for."""

@@ -8,7 +8,7 @@ import tempfile
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 import httpx
 import psutil
@@ -54,6 +54,8 @@ class ServerProcess:
             text=True,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
         for stream in (self._process.stdout, self._process.stderr):
             reader = threading.Thread(target=self._read, args=(stream,), name="server output", daemon=True)
             reader.start()
@@ -101,12 +103,12 @@ class ServerProcess:
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
 
-    def _read(self, stream: "subprocess.IO[str] | None") -> None:  # type: ignore[name-defined]
-        assert stream is not None
-        for line in stream:
-            self._words.append(line.rstrip())
-            if line.startswith("Outrider serves "):
-                self._ready.set()
+    def _read(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                self._words.append(line.rstrip())
+                if line.startswith("Outrider serves "):
+                    self._ready.set()
 
     def __enter__(self) -> Self:
         try:

@@ -1,0 +1,27 @@
+"""Waiting for what other processes do: polled, since HTTP has no events, and bounded."""
+
+import time
+from collections.abc import Callable
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+DEADLINE_S = 60.0
+
+
+def eventually(truth: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+    end_s = time.monotonic() + deadline_s
+    while not truth():
+        assert time.monotonic() < end_s, f"did not become true within {deadline_s:g} s"
+        time.sleep(0.05)
+
+
+def gauge(http: httpx.Client, name: str, member: str | None = None) -> float:
+    """A figure of /metrics, summed over its members or of one."""
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    return sum(
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == name and (member is None or member in sample.labels.values())
+    )
