@@ -24,6 +24,8 @@ from cluster.transport.handshake import refusal
 
 MAX_HANDSHAKE_BYTES = 64 * 2**10  # nobody unknown makes us hold more than that
 
+_OF_THE_LINK = (Hello, Welcome, Refusal, Ping)
+
 _log = logging.getLogger(__name__)
 
 
@@ -117,6 +119,8 @@ class StreamLink:
         except WireError as error:
             self.lost(str(error))
             return True
+        if self._state is _State.UP and not isinstance(content, _OF_THE_LINK):  # first, because it is what mostly comes
+            return self._take(Received(self, content))
         match content, self._state:
             case Ping(), _:
                 return True
@@ -128,8 +132,6 @@ class StreamLink:
                 self._up()
             case ((Hello() | Refusal() | Welcome()), _):
                 self.lost(f"a {type(content).__name__} came out of turn")
-            case _, _State.UP:
-                return self._take(Received(self, content))
             case _, _State.DOWN:
                 pass  # it was on the way when this end closed
             case _:
