@@ -314,6 +314,7 @@ class TargetLoop:
         self._engine.release(sequence.request.id)
         sequence.computed_len = 0
         sequence.running = False
+        self.telemetry.forget(sequence.request.id)
         self.telemetry.num_preempted += 1
 
     def _apply(self, spans: Iterable[SpanInput], outcomes: Iterable[SpanOutcome], now_s: float) -> list[Commit]:
@@ -324,6 +325,8 @@ class TargetLoop:
                 continue
             commits.append(commit)
             sequence = self._sequences[commit.request_id]
+            if sequence.drafter in self._drafters:
+                self.telemetry.observe(commit, sequence.drafter, now_s)
             for gateway in self._gateways.values():
                 if commit.request_id in gateway.requests:
                     gateway.publish([commit])
@@ -343,6 +346,7 @@ class TargetLoop:
         if sequence is None:
             return
         self._engine.release(request_id)
+        self.telemetry.forget(request_id)
         port = self._drafters.get(sequence.drafter) if sequence.drafter is not None else None
         if port is not None:
             port.release(request_id)

@@ -73,6 +73,7 @@ class Telemetry:
     tokens_per_s: float = 0.0
     _window_start_s: float | None = None
     _window_tokens: int = 0
+    _committed_s: dict[str, float] = field(default_factory=dict)  # when a live request last committed
     _observations: dict[tuple[str, str], Observation] = field(default_factory=dict)
 
     def drafter(self, name: str) -> DrafterStats:
@@ -87,12 +88,15 @@ class Telemetry:
             self._window_tokens += len(commit.token_ids)
             if commit.drafter is not None:
                 self.drafter(commit.drafter).verified(commit.num_proposed, commit.num_accepted)
-                self._observe(commit, commit.drafter, step_s)
         if self._window_start_s is None:
             self._window_start_s, self._window_tokens = now_s, 0
         elif now_s - self._window_start_s >= 1.0:
             self.tokens_per_s = self._window_tokens / (now_s - self._window_start_s)
             self._window_start_s, self._window_tokens = now_s, 0
+
+    def forget(self, request_id: str) -> None:
+        """A request ended, or is to be computed anew: the time until it commits again says nothing of its drafter."""
+        self._committed_s.pop(request_id, None)
 
     def idle(self) -> None:
         self.tokens_per_s = 0.0
@@ -102,7 +106,10 @@ class Telemetry:
         taken, self._observations = self._observations, {}
         return tuple(taken.values())
 
-    def _observe(self, commit: Commit, drafter: str, elapsed_s: float) -> None:
+    def observe(self, commit: Commit, drafter: str, now_s: float) -> None:
+        """A round of a request that ``drafter`` follows, whether its proposal came in time or not."""
+        elapsed_s = now_s - self._committed_s.get(commit.request_id, now_s - (self.step_s or 0.0))
+        self._committed_s[commit.request_id] = now_s
         key = (commit.request_id, drafter)
         known = self._observations.get(key)
         if known is None:

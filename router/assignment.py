@@ -53,7 +53,7 @@ class Observation:
     num_proposed: int
     num_accepted: int
     num_committed: int  # accepted and bonus tokens
-    elapsed_s: float
+    elapsed_s: float  # from commit to commit, waits for proposals included
 
 
 class AssignmentPolicy(Protocol):
