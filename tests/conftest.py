@@ -8,6 +8,10 @@ import pytest
 from cluster.errors import ModelUnavailable
 from engine.models.prepare import CATALOGUE, ensure_model
 
+# Products of tiny models are too small to share: on a busy machine threads that wait for each other made a suite ten times
+# slower. Torch reads this when it is imported, which is later.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 MODEL = "smollm2-135m"
 DATA_VARIABLE = "OUTRIDER_DATA"
 
