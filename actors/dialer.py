@@ -21,8 +21,15 @@ DIAL_DEADLINE_S = 5.0
 class _Peer:
     link: Link | None = None
     dialling: Future[Link] | None = None
+    linked_at_s: float = 0.0
     pause_s: float = FIRST_PAUSE_S
     retry_at_s: float = 0.0
+
+    def failed(self, now_s: float) -> None:
+        """To be dialled again after a pause, the next one longer."""
+        self.link = None
+        self.retry_at_s = now_s + self.pause_s
+        self.pause_s = min(2 * self.pause_s, MAX_PAUSE_S)
 
 
 class Dialer:
@@ -36,6 +43,7 @@ class Dialer:
         self._mailbox = mailbox
         self._hello = hello
         self._peers: dict[str, _Peer] = {}
+        self._lost_early: set[Link] = set()
         self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="dialer")
 
     def want(self, addresses: Iterable[str]) -> None:
@@ -51,11 +59,15 @@ class Dialer:
             self._peers[address] = _Peer()
 
     def lost(self, link: Link, now_s: float) -> None:
-        """A LinkDown was read."""
+        """A LinkDown was read. It may come before the link itself was taken up."""
         for peer in self._peers.values():
             if peer.link is link:
-                peer.link = None
-                peer.retry_at_s = now_s + peer.pause_s
+                if now_s - peer.linked_at_s > MAX_PAUSE_S:  # one that is lost at once is no success
+                    peer.pause_s = FIRST_PAUSE_S
+                peer.failed(now_s)
+                return
+        if any(peer.dialling is not None for peer in self._peers.values()):
+            self._lost_early.add(link)
 
     def tick(self, now_s: float) -> float | None:
         """Dials what is due and takes up what has been answered. Returns when to call again; None: after the next event."""
@@ -79,13 +91,15 @@ class Dialer:
         dialled, peer.dialling = peer.dialling, None
         error = dialled.exception()
         if error is None:
-            peer.link, peer.pause_s = dialled.result(), FIRST_PAUSE_S
+            peer.link, peer.linked_at_s = dialled.result(), now_s
+            if peer.link in self._lost_early:
+                self._lost_early.discard(peer.link)
+                peer.failed(now_s)
             return
         if not isinstance(error, OutriderError):
             raise error
         logger.info("no link to %s yet: %s; next try in %.2f s", address, error, peer.pause_s)
-        peer.retry_at_s = now_s + peer.pause_s
-        peer.pause_s = min(2 * peer.pause_s, MAX_PAUSE_S)
+        peer.failed(now_s)
 
 
 def _hang_up(dialled: Future[Link]) -> None:
