@@ -21,6 +21,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Ops:
     """The fastest operators that work here: what cannot be built is replaced by plain torch, and the log says so."""
+    if device.type == "cuda":
+        from engine.cuda.ops import CudaOps
+
+        return CudaOps(config, dtype)
     if device.type == "cpu" and CpuOps.supports(config, dtype):
         try:
             return CpuOps(config, dtype)
@@ -40,7 +44,15 @@ def load_model(folder: Path, dtype: str = "bfloat16", device: str = "cpu", num_l
         config = config.truncated(num_layers)
     at, kind = torch.device(device), DTYPES[dtype]
     with open_weights(folder, config, kind) as weights:
-        return CausalModel(config, weights, make_ops(config, kind, at), kind, at)
+        return _model_class(at)(config, weights, make_ops(config, kind, at), kind, at)
+
+
+def _model_class(device: torch.device) -> type[CausalModel]:
+    if device.type != "cuda":
+        return CausalModel
+    from engine.cuda.graphs import GraphedModel
+
+    return GraphedModel
 
 
 def load_target(

@@ -96,7 +96,10 @@ class CausalModel:
 
     @torch.inference_mode()
     def begin(self, spans: Sequence[PackedSpan], cache: KvCache) -> Pass:
-        layout = lay_out(spans, cache.block_len, self._inverse_frequencies, self.device)
+        return self.enter(lay_out(spans, cache.block_len, self._inverse_frequencies, self.device), cache)
+
+    def enter(self, layout: Layout, cache: KvCache) -> Pass:
+        """A pass over rows that are laid out already."""
         return Pass(layout, cache, F.embedding(layout.token_ids, self._embedding).float())
 
     @torch.inference_mode()

@@ -32,6 +32,7 @@ class Layout:
     tables: torch.Tensor  # int32 [spans, width], padded with zeros
     cos: torch.Tensor  # fp32 [rows, head_dim / 2]
     sin: torch.Tensor
+    max_span_len: int
 
     @property
     def num_rows(self) -> int:
@@ -75,4 +76,5 @@ def lay_out(spans: Sequence[PackedSpan], block_len: int, inverse_frequencies: to
         tables=torch.from_numpy(tables).to(device),
         cos=angles.cos().to(device),
         sin=angles.sin().to(device),
+        max_span_len=int(lens.max()),
     )

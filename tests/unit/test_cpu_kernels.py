@@ -1,0 +1,170 @@
+"""How the kernels are built, what happens where they cannot be, and each of them against the reference."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.cpu import build
+from engine.cpu.ops import CpuOps, packed_linear
+from engine.factory import make_ops
+from engine.layout import PackedSpan, lay_out
+from engine.models.config import ModelConfig, inverse_frequencies, parse_config
+from engine.models.weights import LinearWeight
+from engine.ops import HeadNorms, TorchOps
+
+CPU = torch.device("cpu")
+CONFIG = parse_config(
+    {
+        "model_type": "qwen3",
+        "vocab_size": 100,
+        "hidden_size": 100,
+        "intermediate_size": 150,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 10,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "max_position_embeddings": 4096,
+    }
+)
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2}}
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def ops(dtype: torch.dtype) -> tuple[CpuOps, TorchOps]:
+    return CpuOps(CONFIG, dtype), TorchOps(CONFIG, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 40, 400])
+def test_add_norm(rows: int, ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    residual, delta, weight = torch.randn(rows, 100), torch.randn(rows, 100).to(dtype), torch.randn(100)
+    residuals = residual.clone(), residual.clone()
+    ours, expected = (op.add_norm(at, delta, weight) for op, at in zip(ops, residuals, strict=True))
+    torch.testing.assert_close(ours, expected, **TOLERANCE[dtype])
+    torch.testing.assert_close(residuals[0], residuals[1])
+    torch.testing.assert_close(
+        ops[0].add_norm(residual, None, weight), ops[1].add_norm(residual, None, weight), **TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 40, 400])
+def test_gate(rows: int, ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    gate_up = (torch.randn(rows, 300) * 6).to(dtype)
+    gate_up[0, :3] = torch.tensor([-200.0, 200.0, 0.0])  # beyond the range of a float's exponential
+    torch.testing.assert_close(ops[0].gate(gate_up), ops[1].gate(gate_up), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("block_len", [16, 32, 64])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_and_attention(block_len: int, normed: bool, ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:
+    """Spans of 1, 9 and 70 rows on contexts of 700, 0 and 515 tokens, over a cache that was written at random before."""
+    torch.manual_seed(block_len)
+    rng = np.random.default_rng(block_len)
+    lens = ((700, 1), (0, 9), (515, 70))
+    num_blocks = [-(-sum(each) // block_len) for each in lens]
+    blocks = np.split(rng.permutation(sum(num_blocks)).astype(np.int32), np.cumsum(num_blocks)[:-1])
+    spans = [PackedSpan(base, [0] * num, table) for (base, num), table in zip(lens, blocks, strict=True)]
+    layout = lay_out(spans, block_len, torch.tensor(inverse_frequencies(CONFIG)), CPU)
+    keys = torch.randn(sum(num_blocks), 2, 48, block_len).to(dtype)
+    values = torch.randn(sum(num_blocks), 2, block_len, 48).to(dtype)
+    norms = HeadNorms(torch.rand(48) + 0.5, torch.rand(48) + 0.5) if normed else None
+    qkv = torch.randn(layout.num_rows, 14 * 48).to(dtype)
+    results = []
+    for op in ops:
+        own_keys, own_values = keys.clone(), values.clone()
+        queries = op.rotate_and_store(qkv, norms, layout, own_keys, own_values)
+        results.append((queries, own_keys, own_values, op.attention(queries, layout, own_keys, own_values)))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, **TOLERANCE[dtype])
+    assert not torch.equal(results[0][1], keys)
+
+
+def test_numbers_that_are_none_stay_none(ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:
+    """A broken row must be seen by the sampler, not hidden by a kernel."""
+    gate_up = torch.ones(2, 300).to(dtype)
+    gate_up[1, 5] = torch.nan
+    assert ops[0].gate(gate_up)[1, 5].isnan()
+    assert ops[0].add_norm(torch.full((1, 100), torch.nan), None, torch.ones(100)).isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_products(rows: int, biased: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    weight, bias, x = torch.randn(37, 100).to(dtype), torch.randn(37).to(dtype), torch.randn(rows, 100).to(dtype)
+    exact = x.double() @ weight.double().T + (bias.double() if biased else 0)
+    ours = packed_linear(LinearWeight(weight, bias if biased else None))(x)
+    torch.testing.assert_close(
+        ours.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=5e-2 if dtype == torch.bfloat16 else 1e-4
+    )
+
+
+def test_blocks_that_the_kernels_cannot_read_are_refused(ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:
+    layout = lay_out([PackedSpan(0, [0], np.zeros(1, np.int32))], 8, torch.tensor(inverse_frequencies(CONFIG)), CPU)
+    keys, values = torch.zeros(1, 2, 48, 8).to(dtype), torch.zeros(1, 2, 8, 48).to(dtype)
+    with pytest.raises(ValueError, match="multiple of 16 on a CPU, got 8"):
+        ops[0].rotate_and_store(torch.zeros(1, 14 * 48).to(dtype), None, layout, keys, values)
+
+
+def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build.load_library(torch.float32, tmp_path)
+    (library,) = tmp_path.iterdir()
+    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    build.load_library(torch.float32, tmp_path)
+    assert [library] == list(tmp_path.iterdir())
+
+
+def test_threads_are_torchs_own(tmp_path: Path) -> None:
+    """One OpenMP runtime in the process, whoever was loaded first."""
+    code = (
+        "import torch, pathlib, sys; from engine.cpu.build import load_library; torch.ones(9, 9) @ torch.ones(9, 9);"
+        "load_library(torch.float32, pathlib.Path(sys.argv[1]));"
+        "maps = open('/proc/self/maps').read().splitlines();"
+        "print(len({line.split()[-1] for line in maps if 'libgomp' in line or 'libiomp' in line}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "1"
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_plain_torch_does_it_and_the_log_says_so(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", compiler)
+    if compiler == "no-such-compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(make_ops(CONFIG, torch.float32, CPU), TorchOps)
+    assert len(caplog.records) == 1
+    assert "several times slower" in caplog.text
+    assert not list(tmp_path.rglob("*.so*"))
+
+
+def test_shapes_without_kernels_go_to_plain_torch() -> None:
+    small: ModelConfig = parse_config(
+        {
+            "model_type": "llama",
+            "vocab_size": 9,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+        }
+    )
+    assert not CpuOps.supports(small, torch.float32)
+    assert isinstance(make_ops(small, torch.float32, CPU), TorchOps)
+    with pytest.raises(ValueError, match="head dimension of 8"):
+        CpuOps(small, torch.float32)
