@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from cluster.errors import OutriderError
+from deploy.bench import BENCHES
 
 
 class _OneLineErrors(TyperGroup):
@@ -119,7 +120,7 @@ def status(
 
 @app.command(no_args_is_help=True)
 def bench(
-    name: Annotated[str, typer.Argument(help="decode, invariance, serve or faults")],
+    name: Annotated[str, typer.Argument(help=", ".join(BENCHES))],
     more_prompts: Annotated[
         list[Path] | None, typer.Argument(metavar="[PROMPTS]...", help="further files or folders for --prompts")
     ] = None,

@@ -4,9 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from cluster.errors import InvalidField
-from deploy.bench.report import BenchOptions, BenchResult
+
+if TYPE_CHECKING:
+    from deploy.bench.report import BenchOptions, BenchResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +17,7 @@ class Bench:
     module: str  # imported when the benchmark runs
     summary: str
 
-    def load(self) -> Callable[[BenchOptions], BenchResult]:
+    def load(self) -> "Callable[[BenchOptions], BenchResult]":
         run: Callable[[BenchOptions], BenchResult] = import_module(self.module).run
         return run
 
