@@ -1,7 +1,7 @@
 """The live requests of one target: their committed tokens, the proposals at hand, and when they end."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.types import Commit, FinishReason, ModelInfo, Proposal, Request
 from engine.target import SpanInput, SpanOutcome
@@ -101,18 +101,33 @@ class Sequences:
         return [s.view() for s in self._live.values()]
 
     def offer(self, proposal: Proposal) -> bool:
-        """Takes a proposal that extends exactly what is committed; a stale or foreign one is dropped."""
+        """Takes a proposal for what is committed. One that comes late is cut to what is still ahead, if what was committed
+        meanwhile agrees with it; any other is dropped. Returns whether it was taken."""
         sequence = self._live.get(proposal.request_id)
-        if sequence is None or sequence.drafter != proposal.drafter or proposal.base_len != len(sequence.token_ids):
+        if sequence is None or sequence.drafter != proposal.drafter or not self._is_sound(proposal):
             return False
-        vocab_size = self.model.vocab_size
-        if len(proposal.confidences) != len(proposal.token_ids) or any(
-            not 0 <= token < vocab_size for token in proposal.token_ids
-        ):
+        lag = len(sequence.token_ids) - proposal.base_len
+        if lag < 0 or proposal.base_len < sequence.prompt_len:
             return False
+        if lag > 0:
+            agrees = proposal.token_ids[:lag] == tuple(sequence.token_ids[proposal.base_len :])
+            if sequence.proposal is not None or not agrees or lag >= len(proposal.token_ids):
+                return False
+            proposal = replace(
+                proposal,
+                base_len=len(sequence.token_ids),
+                token_ids=proposal.token_ids[lag:],
+                confidences=proposal.confidences[lag:],
+            )
         sequence.proposal = proposal
         sequence.awaiting_since_s = None
         return True
+
+    def _is_sound(self, proposal: Proposal) -> bool:
+        vocab_size = self.model.vocab_size
+        return len(proposal.confidences) == len(proposal.token_ids) and all(
+            0 <= token < vocab_size for token in proposal.token_ids
+        )
 
     def span_input(self, span: Span) -> SpanInput:
         """The tokens of a planned span. A cached prefix may have shortened what is left to compute since it was planned."""

@@ -22,7 +22,7 @@ def propose(base_len: int, *token_ids: int, drafter: str = "d") -> Proposal:
     return Proposal("r", base_len, token_ids, (0.5,) * len(token_ids), drafter)
 
 
-def test_a_proposal_must_extend_exactly_what_is_committed() -> None:
+def test_a_proposal_must_extend_what_is_committed() -> None:
     sequences, sequence = start()
     assert not sequences.offer(propose(2, 5))
     assert not sequences.offer(propose(4, 5))
@@ -33,6 +33,18 @@ def test_a_proposal_must_extend_exactly_what_is_committed() -> None:
     assert not sequences.offer(Proposal("gone", 3, (5,), (0.5,), "d"))
     assert sequence.proposal is None
     assert sequences.offer(propose(3, 5))
+
+
+def test_a_late_proposal_is_cut_to_what_is_still_ahead() -> None:
+    sequences, sequence = start()
+    sequence.token_ids.extend((5, 6))  # committed while the proposal was under way
+    assert not sequences.offer(propose(3, 5))  # all of it is history
+    assert not sequences.offer(propose(3, 5, 7, 8))  # refuted
+    assert sequences.offer(propose(3, 5, 6, 7, 8))
+    assert sequence.proposal == propose(5, 7, 8)
+    assert not sequences.offer(propose(4, 6, 9))  # another is at hand already
+    assert sequences.offer(propose(5, 9))  # but one that knows all takes its place
+    assert sequence.proposal == propose(5, 9)
 
 
 def test_a_pass_commits_what_was_accepted_and_the_bonus_token() -> None:
