@@ -7,7 +7,7 @@ The last three keep the most probable tokens, so each is a floor on the tempered
 are kept or dropped together: what is kept depends on the logits alone, not on how something was sorted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.types import SamplingParams
-from engine.race import Peaks, look_into, relative
+from engine.race import Peaks, largest, num_rows_at_once, relative
+
+_NUM_LIKELY = 1024  # tokens that nearly always hold the mass that top-p asks for
 
 
 class TokenCounts:
@@ -109,44 +111,47 @@ class Filters:
 
 def floors(x: Tensor, at: Peaks, temperatures: Tensor, filters: Filters) -> Tensor:
     """The least z = (x - max x) / T that may be chosen in each row, (R,) float32; -inf where nothing is filtered."""
-    kept = torch.full_like(at.rows, -torch.inf)
-    for rows, ks in _select(filters.top_k < x.shape[-1], filters.top_k, x.device):
-        kept[rows] = _kth_largest(x[rows], Peaks(at.blocks[rows], at.rows[rows]), temperatures[rows], ks)
-    for rows, masses in _select(filters.top_p < 1, filters.top_p, x.device):
-        kept[rows] = _nucleus_floor(relative(x[rows], at.rows[rows], temperatures[rows]), kept[rows], masses)
-    for rows, ratios in _select(filters.min_p > 0, filters.min_p, x.device):
-        kept[rows] = torch.maximum(kept[rows], ratios.log().float())
-    return kept
+    floor = torch.full_like(at.rows, -torch.inf)
+    has_top_k = filters.top_k < x.shape[-1]
+    for rows, ks in _select(has_top_k, filters.top_k, x):
+        floor[rows] = relative(_kth_largest(x[rows], ks), at.rows[rows], temperatures[rows]).squeeze(1)
+    for rows, masses in _select(filters.top_p < 1, filters.top_p, x):
+        z = relative(x[rows], at.rows[rows], temperatures[rows])
+        weights = z.exp()
+        if has_top_k.any():
+            weights *= z >= floor[rows, None]
+        floor[rows] = _nucleus_floor(z, masses * weights.sum(-1))
+    for rows, ratios in _select(filters.min_p > 0, filters.min_p, x):
+        floor[rows] = torch.maximum(floor[rows], ratios.log().float())
+    return floor
 
 
-def _select(where: NDArray[np.bool_], limits: NDArray[Any], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """The rows that a filter applies to and their limits; nothing if there are none."""
-    rows = np.flatnonzero(where)
-    if not len(rows):
-        return []
-    return [(torch.from_numpy(rows).to(device), torch.from_numpy(limits[rows]).to(device))]
+def _select(where: NDArray[np.bool_], limits: NDArray[Any], x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows that a filter applies to and their limits, in parts of a size that suits the device."""
+    for rows in np.split(np.flatnonzero(where), range(num_rows_at_once(x), len(where), num_rows_at_once(x))):
+        if len(rows):
+            yield torch.from_numpy(rows).to(x.device), torch.from_numpy(limits[rows]).to(x.device)
 
 
-def _kth_largest(x: Tensor, at: Peaks, temperatures: Tensor, ks: Tensor) -> Tensor:
-    """z of the k-th largest of each row: it lies in one of the k blocks with the largest maxima."""
-    k_max = int(ks.max())
-    if k_max <= at.blocks.shape[-1] // 2:
-        x = look_into(x, at.blocks.topk(k_max).indices)[1].flatten(1)
-    values = x.topk(k_max).values.gather(1, ks[:, None] - 1)
-    return relative(values, at.rows, temperatures).squeeze(1)
+def _kth_largest(x: Tensor, ks: Tensor) -> Tensor:
+    """Of each row, (R, 1)."""
+    return largest(x, int(ks.max())).gather(1, ks[:, None] - 1)
 
 
-def _nucleus_floor(z: Tensor, floor: Tensor, masses: Tensor) -> Tensor:
-    """The last z in the smallest set of most probable tokens with at least the given mass, of what the floor has kept.
+def _nucleus_floor(z: Tensor, wanted: Tensor) -> Tensor:
+    """The last z in the smallest set of most probable tokens in which the sum of exp(z) is at least ``wanted``, (R,).
 
-    Only candidates are sorted: all tokens with less than (1 - p) / V of the mass together hold less than 1 - p of it.
+    Tokens are sorted only as far as they are likely to be needed, and to the end in the rows where that was too few.
     """
-    weights = torch.where(z >= floor[:, None], z.exp(), 0)
-    total = weights.sum(-1, dtype=torch.float64)
-    least = total * (1 - masses) / z.shape[-1]
-    num_candidates = int((weights >= least[:, None]).sum(-1).max())
-    candidates = z.topk(max(1, num_candidates)).values
-    weights = candidates.exp().double()
-    mass_before = weights.cumsum(-1) - weights
-    num_kept = (mass_before < (masses * total)[:, None]).sum(-1, keepdim=True)
-    return candidates.gather(1, num_kept.clamp_min(1) - 1).squeeze(1)
+    floor = torch.empty_like(z[:, 0])
+    open_rows = torch.arange(len(z), device=z.device)
+    for num in (_NUM_LIKELY, z.shape[-1]):
+        candidates = largest(z[open_rows], min(num, z.shape[-1]))
+        weights = candidates.exp().double()
+        mass_before = weights.cumsum(-1) - weights
+        num_kept = (mass_before < wanted[open_rows, None]).sum(-1, keepdim=True).clamp_min(1)
+        floor[open_rows] = candidates.gather(1, num_kept - 1).squeeze(1)
+        open_rows = open_rows[num_kept.squeeze(1) == candidates.shape[-1]]
+        if len(open_rows) == 0:
+            break
+    return floor

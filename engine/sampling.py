@@ -21,7 +21,7 @@ from torch import Tensor
 from cluster.types import SamplingParams, TokenLogprobs
 from engine.logits import Edits, Filters, TokenCounts, edit, floors
 from engine.noise import noise_keys
-from engine.race import first_arrivals, greedy, peaks, relative
+from engine.race import first_arrivals, greedy, peaks, probabilities
 
 
 class SamplingState:
@@ -185,28 +185,29 @@ def _pick(logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confid
             start = end
     at = peaks(x)
     temperatures = torch.ones_like(at.rows)
-    floor = torch.full_like(at.rows, -torch.inf)
+    floor = None
     if members[0].is_noisy:
         temperatures = torch.from_numpy(_by_row(members, lambda s: s.temperature, np.float32)).to(x.device)
-        filters = Filters(
-            _by_row(members, lambda s: s.top_k or 2**31, np.int64),
-            _by_row(members, lambda s: s.top_p, np.float64),
-            _by_row(members, lambda s: s.min_p, np.float64),
-        )
-        floor = floors(x, at, temperatures, filters)
+        floor = floors(x, at, temperatures, _filters(members))
         token_ids = first_arrivals(x, at, temperatures, floor, torch.from_numpy(_keys(members)).to(x.device))
     else:
         token_ids = greedy(x, at)
     columns = [token_ids.double(), at.rows.double()]
     if want_confidences:
-        z = relative(x, at.rows, temperatures)
-        total = torch.where(z >= floor[:, None], z.exp(), 0).sum(-1, dtype=torch.float64)
-        columns.append(z.gather(1, token_ids.clamp_max(x.shape[-1] - 1)[:, None]).squeeze(1).double().exp() / total)
+        columns.append(probabilities(x, at, temperatures, floor, token_ids).double())
     found = torch.stack(columns).cpu().numpy()  # one copy from the device for the whole group
     picks.token_ids[rows] = found[0]
     picks.highest[rows] = found[1]
     if want_confidences:
         picks.confidences[rows] = found[2]
+
+
+def _filters(members: Sequence[_Member]) -> Filters:
+    return Filters(
+        _by_row(members, lambda s: s.top_k or 2**31, np.int64),
+        _by_row(members, lambda s: s.top_p, np.float64),
+        _by_row(members, lambda s: s.min_p, np.float64),
+    )
 
 
 def _by_row(members: Sequence[_Member], value: Callable[[SamplingParams], Any], dtype: type) -> NDArray[Any]:
@@ -228,11 +229,12 @@ def _raw_logprobs(logits: Tensor, members: Sequence[_Member], picks: _Picks) -> 
     if not num_top:
         return {}
     rows = np.fromiter(num_top, np.int64)
-    raw = logits[torch.from_numpy(rows).to(logits.device)].float().log_softmax(-1)
+    raw = logits[torch.from_numpy(rows).to(logits.device)].float()
+    norm = raw.logsumexp(-1, keepdim=True)
     tokens = torch.from_numpy(picks.token_ids[rows]).to(raw.device).clamp_max(raw.shape[-1] - 1)
-    own = raw.gather(1, tokens[:, None]).squeeze(1).tolist()
+    own = (raw.gather(1, tokens[:, None]) - norm).squeeze(1).tolist()
     top = raw.topk(min(max(num_top.values()), raw.shape[-1]))
-    top_ids, top_values = top.indices.tolist(), top.values.tolist()
+    top_ids, top_values = top.indices.tolist(), (top.values - norm).tolist()
     return {
         row: TokenLogprobs(own[i], tuple(zip(top_ids[i][:num], top_values[i][:num], strict=True)))
         for i, (row, num) in enumerate(num_top.items())
