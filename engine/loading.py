@@ -1,6 +1,7 @@
 """From the configuration to a target that is ready to serve."""
 
 from cluster.config import Config
+from cluster.errors import InvalidField
 from cluster.types import ModelInfo
 from engine.calibration import measure_cost
 from engine.factory import load_target as load_native
@@ -16,11 +17,15 @@ def load_target(config: Config) -> tuple[NativeTarget, ModelInfo, TableCost]:
 
     Raises:
         ModelUnavailable: missing, half-written or unsupported; one line that says which.
-        InvalidField: the KV cache cannot hold one sequence of the longest kind.
+        InvalidField: more than one rank; or the KV cache cannot hold one sequence of the longest kind.
     """
+    target = config.target
+    if target.tensor_parallel > 1:
+        raise InvalidField(
+            "target.tensor_parallel", target.tensor_parallel, "the native engine runs on one rank, so it must be 1"
+        )
     folder = ensure_model(config.model.name)
     model = load_config(folder)
-    target = config.target
     info = ModelInfo(
         name=config.model.name.rstrip("/").rsplit("/", 1)[-1],
         vocab_size=model.vocab_size,
