@@ -21,9 +21,7 @@ def load_target(config: Config) -> tuple[NativeTarget, ModelInfo, TableCost]:
     """
     target = config.target
     if target.tensor_parallel > 1:
-        raise InvalidField(
-            "target.tensor_parallel", target.tensor_parallel, "the native engine runs on one rank, so it must be 1"
-        )
+        raise InvalidField("target.tensor_parallel", target.tensor_parallel, "must be 1: the native engine runs on one rank")
     folder = ensure_model(config.model.name)
     model = load_config(folder)
     info = ModelInfo(
