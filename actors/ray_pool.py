@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -18,6 +18,7 @@ from actors.supervisor import Directory, Process, ProcessEnded, Supervisor
 from actors.target import SlotReport, TargetActor
 from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig
+from cluster.errors import OutriderError
 from cluster.placement import drafter_name
 from cluster.types import ModelInfo, RoutingTable
 from router.assignment import member_name
@@ -66,6 +67,8 @@ class RayProcess:
             return await getattr(self._handle, method).remote(*args)
         except RayActorError as error:
             raise ProcessEnded(why(error)) from error
+        except OutriderError as error:  # RayTaskError is made one of the classes of what was raised
+            raise ProcessEnded(str(getattr(error, "cause", error))) from error
 
     async def kill(self) -> None:
         ray.kill(self._handle, no_restart=True)
@@ -75,13 +78,11 @@ class RayProcess:
             logger.error("an actor is not dead %.0f s after it was killed", KILL_DEADLINE_S)
 
 
-def why(error: RayActorError | RayTaskError) -> str:
-    """One line of what Ray tells over many: the exception of a constructor, else the cause of death."""
+def why(error: RayActorError) -> str:
+    """One line of what Ray tells over many: the cause of death, where it names one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    causes = [line for line in lines if line.startswith(("cause", "The actor died because", "The actor is dead because"))]
-    if "creation task" in str(error) or not causes:
-        return lines[-1] if lines else type(error).__name__
-    return causes[-1]
+    causes = [line for line in lines if line.startswith(("The actor died because", "The actor is dead because"))]
+    return [*lines, *causes][-1] if lines else type(error).__name__
 
 
 class RaySpawner:

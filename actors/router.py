@@ -9,7 +9,7 @@ from typing import Protocol
 
 from actors.router_memory import RouterMemory
 from actors.target import SlotReport
-from actors.worker import LoopThread
+from actors.worker import LoopActor, LoopThread
 from cluster.config import Config
 from cluster.state import open_store
 from cluster.types import RoutingTable
@@ -74,7 +74,7 @@ class RouterInfo:
     pid: int
 
 
-class RouterActor:
+class RouterActor(LoopActor[RouterInfo]):
     """Runs a Router against the targets, one slot after the other, on a thread.
 
     Args:
@@ -82,15 +82,24 @@ class RouterActor:
     """
 
     def __init__(self, config: Config, router: Router, targets: Targets, remembers: bool = False) -> None:
+        super().__init__()
+        self._config = config
         self._router = router
-        self._memory = (
-            RouterMemory(open_store(config.cluster.state, config.cluster.namespace), config) if remembers else None
-        )
+        self._remembers = remembers
+        self._memory: RouterMemory | None = None
         self._targets = targets
         self._slot_s = config.router.slot_ms / 1e3
         self._wake = threading.Event()
         self._beat_s = time.monotonic()
-        self._thread = LoopThread("router", self, self._wake.set)
+
+    def _begin(self) -> LoopThread:
+        if self._remembers:
+            state = self._config.cluster
+            self._memory = RouterMemory(open_store(state.state, state.namespace), self._config)
+        return LoopThread("router", self, self._wake.set, on_end=self._forget)
+
+    def _info(self) -> RouterInfo:
+        return RouterInfo(os.getpid())
 
     def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
         if self._memory is not None:
@@ -105,12 +114,6 @@ class RouterActor:
             self._wake.wait(max(0.0, start_s + self._slot_s - clock()))
             self._wake.clear()
 
-    def info(self) -> RouterInfo:
-        return RouterInfo(os.getpid())
-
-    def wait_end(self) -> str:
-        return self._thread.wait_end()
-
     def unread_s(self) -> float:
         """Since the last slot began."""
         return time.monotonic() - self._beat_s
@@ -120,7 +123,6 @@ class RouterActor:
         self._router.set_draining(names)
         self._wake.set()
 
-    def stop(self) -> None:
-        self._thread.stop()
+    def _forget(self) -> None:
         if self._memory is not None:
             self._memory.close()

@@ -212,12 +212,12 @@ class Supervisor:
             await self._failed(member, reason)
 
     async def _await_ready(self, member: Member) -> None:
-        """The first answer of a process comes when its constructor is done: models are loaded there."""
+        """Models are loaded meanwhile."""
         assert member.process is not None
         timeout_s = self._config.supervision.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                info = await member.process.call("info")
+                info = await member.process.call("start")
         except TimeoutError as late:
             raise ProcessEnded(f"it was not ready after {timeout_s:g} s (supervision.start_timeout_s)") from late
         member.pid = info.pid

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from actors.mailbox import WatchedMailbox
 from actors.threads import set_threads
-from actors.worker import LoopThread
+from actors.worker import LoopActor, LoopThread
 from cluster.client import TargetStatus
 from cluster.config import Config
 from cluster.messages import Hello, Role
@@ -53,37 +53,38 @@ class TargetReport:
     table_version: int = 0
 
 
-class TargetActor:
-    """Owns an engine and its TargetLoop. Every method may be called from any thread.
+class TargetActor(LoopActor[TargetInfo]):
+    """Owns an engine and its TargetLoop. Every method may be called from any thread, but for `start` only after it.
 
-    The constructor loads the model; torch is imported by it and not before, so that the variables that OpenMP reads
-    when it is loaded are in place.
-
-    Raises:
-        OutriderError: the model cannot be served as configured; says why.
+    `start` loads the model, and fails when it cannot be served as configured. torch is imported there and not before, so
+    that the variables that OpenMP reads when it is loaded are in place.
     """
 
     def __init__(self, config: Config, name: str, address: str, token: str) -> None:
+        super().__init__()
+        self._config = config
+        self._name = name
+        self._address = address
+        self._token = token
+        self._mailbox = WatchedMailbox()
+
+    def _begin(self) -> LoopThread:
+        config, name = self._config, self._name
         set_threads(config.target.resources.threads)
         from cluster.transport.factory import listen
         from engine.loading import load_target
         from engine.round import TargetLoop
         from router.planner import StepPlanner
 
-        self._name = name
-        mailbox = self._mailbox = WatchedMailbox()
         self._engine, self._model, cost = load_target(config)
-        self._loop = TargetLoop(self._engine, self._model, mailbox, cost, StepPlanner.of(config), first_table(config))
-        hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, token)
-        self._listener = listen(address, mailbox, hello)
+        self._loop = TargetLoop(self._engine, self._model, self._mailbox, cost, StepPlanner.of(config), first_table(config))
+        hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
+        self._listener = listen(self._address, self._mailbox, hello)
         # When the round ends the links go, too, so that nobody waits for this target.
-        self._thread = LoopThread(f"target {name}", self._loop, mailbox.wake, on_end=self._listener.close)
+        return LoopThread(f"target {name}", self._loop, self._mailbox.wake, on_end=self._listener.close)
 
-    def info(self) -> TargetInfo:
+    def _info(self) -> TargetInfo:
         return TargetInfo(self._name, self._listener.address, self._model, os.getpid())
-
-    def wait_end(self) -> str:
-        return self._thread.wait_end()
 
     def unread_s(self) -> float:
         return self._mailbox.unread_s()
@@ -125,10 +126,6 @@ class TargetActor:
     def drain(self) -> None:
         """Take no more requests."""
         self._loop.drain()
-
-    def stop(self) -> None:
-        """Requests under way end with an error."""
-        self._thread.stop()
 
 
 def first_table(config: Config) -> RoutingTable:

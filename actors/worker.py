@@ -3,12 +3,15 @@
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
 
 STOP_DEADLINE_S = 5.0
+
+Info = TypeVar("Info")
 
 
 class Loop(Protocol):
@@ -53,3 +56,42 @@ class LoopThread:
         self._stop.set()
         self._wake()
         self._thread.join(STOP_DEADLINE_S)
+
+
+class LoopActor(ABC, Generic[Info]):
+    """An actor that runs a loop. Its constructor is quick and cannot fail: what can is done by `start`, whose error then
+    reaches the caller as it is, and not in Ray's obituary of the actor."""
+
+    def __init__(self) -> None:
+        self._starting = threading.Lock()
+        self._began = threading.Event()
+        self._thread: LoopThread | None = None
+
+    def start(self) -> Info:
+        """Begins, once, and tells what others must know; asked again, it only tells.
+
+        Raises:
+            OutriderError: it cannot run as configured; says why.
+        """
+        with self._starting:
+            if self._thread is None:
+                self._thread = self._begin()
+                self._began.set()
+        return self._info()
+
+    @abstractmethod
+    def _begin(self) -> LoopThread: ...
+
+    @abstractmethod
+    def _info(self) -> Info: ...
+
+    def wait_end(self) -> str:
+        """Blocks until the loop has begun and ended, and says why it ended."""
+        self._began.wait()
+        assert self._thread is not None
+        return self._thread.wait_end()
+
+    def stop(self) -> None:
+        """Ends the loop."""
+        if self._thread is not None:
+            self._thread.stop()

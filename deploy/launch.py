@@ -1,14 +1,9 @@
 """``outrider serve``: from a configuration to a cluster that answers, and back to nothing."""
 
 import logging
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import httpx
 import psutil
@@ -16,6 +11,7 @@ import psutil
 from cluster.config import Config
 from cluster.types import ModelInfo
 from deploy.local_ray import LaunchError, check_port, prepare_environment, run_folder
+from deploy.stop import Stop, Stopped, stoppable
 from engine.models.prepare import ensure_model
 
 logger = logging.getLogger(__name__)
@@ -26,11 +22,6 @@ ANSWER_POLL_S = 0.1
 ALIVE_POLL_S = 1.0
 # Ray, Serve and the small processes as measured, without weights and KV caches.
 BASE_BYTES = int(1.3 * 2**30)
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Stopped(BaseException):
-    """A signal asks to end. Not an Exception, so that nothing on the way mistakes it for a failure."""
 
 
 def serve(config: Config) -> None:
@@ -42,27 +33,29 @@ def serve(config: Config) -> None:
         LaunchError: the cluster could not be started, or ended by itself; says what to do.
         ModelUnavailable, PlacementError, InvalidField: so do these.
     """
-    with _stoppable():
+    with stoppable() as stop:
         check_port(config.api.host, config.api.port)
         model_folder = ensure_model(config.model.name)
         check_memory(config, model_folder)
         with run_folder() as folder:
             prepare_environment(folder)
-            _serve(config, model_folder, folder)
+            _serve(config, model_folder, folder, stop)
 
 
-def _serve(config: Config, model_folder: Path, folder: Path) -> None:
+def _serve(config: Config, model_folder: Path, folder: Path, stop: Stop) -> None:
     # Only now: Ray reads the environment when it is imported.
     from deploy.deployment import connect
 
     with connect(config, folder) as cluster:
-        _install_handlers()  # Ray has put one of its own in the place of SIGTERM's
+        stop.listen()  # Ray has put a handler of its own in the place of SIGTERM's
         model = cluster.deploy(model_folder)
+        stop.check()
         url = f"http://{'127.0.0.1' if config.api.host == '0.0.0.0' else config.api.host}:{config.api.port}"
-        _await_answer(config, model, url)
+        _await_answer(config, model, url, stop)
         print(f"Outrider serves {model.name} at {url}/v1", flush=True)
         try:
             while (dead := cluster.dead_process()) is None:
+                stop.check()
                 time.sleep(ALIVE_POLL_S)
         except Stopped:
             print("outrider: draining; once more to end at once", file=sys.stderr, flush=True)
@@ -86,12 +79,13 @@ def check_memory(config: Config, model_folder: Path) -> None:
         )
 
 
-def _await_answer(config: Config, model: ModelInfo, url: str) -> None:
+def _await_answer(config: Config, model: ModelInfo, url: str, stop: Stop) -> None:
     """Returns when a completion of one token was answered; where keys are asked for, when the API tells that it could be."""
     end_s = time.monotonic() + FIRST_ANSWER_S
     said = "nothing"
     with httpx.Client(base_url=url, timeout=FIRST_ANSWER_S, trust_env=False) as client:
         while time.monotonic() < end_s:
+            stop.check()
             try:
                 if config.api.api_keys_file is not None:
                     response = client.get("/health")
@@ -106,25 +100,3 @@ def _await_answer(config: Config, model: ModelInfo, url: str) -> None:
                 said = f"{response.status_code} {response.text[:200]}"
             time.sleep(ANSWER_POLL_S)
     raise LaunchError(f"{url} did not answer a first completion within {FIRST_ANSWER_S:g} s; its last word was {said}")
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Within, SIGINT and SIGTERM raise Stopped in the main thread; here it ends."""
-    former = {number: signal.getsignal(number) for number in SIGNALS}
-    _install_handlers()
-    try:
-        yield
-    except Stopped:
-        print("outrider: stopped", file=sys.stderr, flush=True)
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
-
-
-def _install_handlers() -> None:
-    def stop(number: int, frame: FrameType | None) -> Any:
-        raise Stopped
-
-    for number in SIGNALS:
-        signal.signal(number, stop)

