@@ -1,0 +1,108 @@
+"""Folders of DSpark drafters: ``config.json`` and ``model.safetensors``, released by DeepSpec or written by us."""
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cluster.errors import ModelUnavailable
+from drafters.dspark.config import CONFIG, DSparkConfig, dspark_json, load_dspark_config
+from drafters.dspark.network import DSparkNetwork
+from engine.models.weights import SINGLE, SafetensorsFolder
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+DRAFT_TOKENS = "draft_token_ids.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRows:
+    """What a drafter may share with its target: both [vocab, hidden]."""
+
+    embedding: Tensor
+    head: Tensor
+
+
+def load_network(folder: Path, target: TargetRows | None = None, dtype: torch.dtype = torch.float32) -> DSparkNetwork:
+    """The network in ``folder``, in evaluation mode.
+
+    Args:
+        target: where embedding and head come from when they are not stored.
+
+    Raises:
+        ModelUnavailable: missing, half-written, unsupported, or not of this target; one line that says which.
+    """
+    config = load_dspark_config(folder)
+    with torch.device("meta"):
+        network = DSparkNetwork(config)
+    shared = _shared_rows(config, target, folder) if config.shares_embedding else {}
+    with ExitStack() as stack:
+        source = SafetensorsFolder(folder, stack)
+        tensors = {
+            name: (shared[name] if name in shared else source.read(name, tuple(parameter.shape))).to(dtype)
+            for name, parameter in network.named_parameters()
+        }
+    network.load_state_dict(tensors, assign=True)
+    for parameter in (network.embed_tokens.weight, network.lm_head.weight):
+        parameter.requires_grad_(False)
+    return network.eval()
+
+
+def new_network(config: DSparkConfig, target: TargetRows) -> DSparkNetwork:
+    """An untrained network for a target, with the target's embedding and head.
+
+    Raises:
+        ModelUnavailable: the target has another shape than the configuration says.
+    """
+    network = DSparkNetwork(config)
+    network.load_state_dict(_shared_rows(config, target, None), strict=False)
+    return network
+
+
+def save_network(
+    network: DSparkNetwork, folder: Path, shape: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Writes a folder that ``load_network`` reads. Each file appears whole or not at all.
+
+    Args:
+        shape: as of ``config.dspark_json``.
+    """
+    config = network.config
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = dspark_json(config, shape)
+    if config.draft_token_ids is not None:
+        _write(folder / DRAFT_TOKENS, json.dumps(raw["draft_token_ids"], separators=(",", ":")))
+        raw["draft_token_ids"] = DRAFT_TOKENS
+    omitted = {EMBEDDING, HEAD} if config.shares_embedding else set()
+    kept = {name: tensor.detach() for name, tensor in network.state_dict().items() if name not in omitted}
+    path = folder / SINGLE
+    partial = path.with_suffix(".partial")
+    save_file({name: tensor.to("cpu", dtype).contiguous() for name, tensor in kept.items()}, partial, {"format": "pt"})
+    partial.replace(path)
+    _write(folder / CONFIG, json.dumps(raw, indent=2))
+
+
+def _shared_rows(config: DSparkConfig, target: TargetRows | None, folder: Path | None) -> dict[str, Tensor]:
+    """The target's rows under the names that the network has for them."""
+    where = "this drafter" if folder is None else str(folder)
+    if target is None:
+        raise ModelUnavailable(f"{where} stores no embedding of its own: it can only be loaded beside its target")
+    wanted = (config.shape.vocab_size, config.shape.hidden_size)
+    if target.embedding.shape != wanted or target.head.shape != wanted:
+        raise ModelUnavailable(
+            f"{where} is made for a target of {wanted[0]} tokens and hidden size {wanted[1]}, "
+            f"this one has {tuple(target.embedding.shape)}"
+        )
+    rows = slice(None) if config.draft_token_ids is None else torch.tensor(config.draft_token_ids, device=target.head.device)
+    return {EMBEDDING: target.embedding, HEAD: target.head[rows]}
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text + "\n")
+    partial.replace(path)

@@ -1,0 +1,200 @@
+"""What a DSpark drafter is: its ``config.json``, as DeepSpec releases it and as `outrider train` writes it.
+
+Released is the target's own configuration with the drafter's number of layers and these keys:
+
+    num_target_layers, block_size, mask_token_id, target_layer_ids, markov_rank, markov_head_type,
+    enable_confidence_head, confidence_head_with_markov
+
+Ours adds, each left out when it is off:
+
+    shares_embedding        embedding and head are the target's rows, and are not stored
+    draft_token_ids         the reduced vocabulary: ascending token ids, or the name of a JSON file beside it that lists them
+    fc_bias                 the projection of the features has a bias (into which their standardisation folds)
+    anchor_input            the block's inputs get a linear map of what the target made of the anchor's context: see network.py
+    anchor_input_rank       that map goes through so few dimensions
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cluster.errors import ModelUnavailable
+from engine.models.config import ModelConfig, parse_config
+
+MarkovKind = Literal["vanilla", "gated", "rnn"]
+MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
+CONFIG = "config.json"
+_MAX_BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DSparkConfig:
+    """Sizes are those of the drafter; its hidden size is the target's.
+
+    ``target_layer_ids`` say which hidden states of the target are its features, ascending: -1 is the embedding, i the output
+    of layer i, as transformers' ``hidden_states[i + 1]`` has it; so the last layer's is taken after the final norm.
+    """
+
+    shape: ModelConfig
+    num_target_layers: int
+    block_size: int  # gamma: the anchor and block_size - 1 masks, as many drafts
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    markov_rank: int  # r; 0: no sequential head
+    markov_kind: MarkovKind = "vanilla"
+    has_confidence: bool = False
+    confidence_with_markov: bool = False
+    shares_embedding: bool = False
+    draft_token_ids: tuple[int, ...] | None = None  # None: the whole vocabulary
+    fc_bias: bool = False
+    anchor_input: bool = False
+    anchor_input_rank: int | None = None  # None: full rank
+
+    @property
+    def feature_size(self) -> int:
+        return len(self.target_layer_ids) * self.shape.hidden_size
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens that can be drafted: rows of the head."""
+        return self.shape.vocab_size if self.draft_token_ids is None else len(self.draft_token_ids)
+
+    @property
+    def num_markov_rows(self) -> int:
+        """Rows of W_1. With a reduced vocabulary the last row stands for every token outside it, for an anchor may be one."""
+        return self.num_outputs + (self.draft_token_ids is not None)
+
+
+def load_dspark_config(folder: Path) -> DSparkConfig:
+    """The configuration of the drafter in ``folder``.
+
+    Raises:
+        ModelUnavailable: no folder, no ``config.json``, or a drafter that is not supported; one line that says which.
+    """
+    path = folder / CONFIG
+    raw = _read_json(path)
+    if not isinstance(raw, dict):
+        raise ModelUnavailable(f"{path} is not a JSON object")
+    token_ids = raw.get("draft_token_ids")
+    if isinstance(token_ids, str):
+        raw["draft_token_ids"] = _read_json(folder / token_ids)
+    try:
+        return parse_dspark_config(raw)
+    except KeyError as missing:
+        raise ModelUnavailable(f"{path} has no field {missing}: it is no DSpark drafter") from missing
+    except ModelUnavailable as refused:
+        raise ModelUnavailable(f"{path}: {refused}") from refused
+
+
+def parse_dspark_config(raw: Mapping[str, Any]) -> DSparkConfig:
+    """``raw`` is a parsed ``config.json``, its list of draft tokens at hand.
+
+    Raises:
+        ModelUnavailable: what it describes is not supported, or contradicts itself.
+        KeyError: a necessary field is missing.
+    """
+    architecture = (raw["architectures"] or [""])[0]
+    if not str(architecture).endswith("DSparkModel"):
+        raise ModelUnavailable(f"architecture {architecture!r} is no DSpark drafter; its name would end in 'DSparkModel'")
+    shape = parse_config(raw)
+    rank = _int(raw, "markov_rank", low=0)
+    has_confidence = bool(raw["enable_confidence_head"])
+    config = DSparkConfig(
+        shape=shape,
+        num_target_layers=_int(raw, "num_target_layers", low=1),
+        block_size=_int(raw, "block_size", low=1, high=_MAX_BLOCK_SIZE),
+        mask_token_id=_int(raw, "mask_token_id", low=0, high=shape.vocab_size - 1),
+        target_layer_ids=_layer_ids(raw["target_layer_ids"], _int(raw, "num_target_layers", low=1)),
+        markov_rank=rank,
+        markov_kind=_markov_kind(raw["markov_head_type"]) if rank else "vanilla",
+        has_confidence=has_confidence,
+        confidence_with_markov=has_confidence and bool(raw["confidence_head_with_markov"]),
+        shares_embedding=bool(raw.get("shares_embedding", False)),
+        draft_token_ids=_token_ids(raw.get("draft_token_ids"), shape.vocab_size),
+        fc_bias=bool(raw.get("fc_bias", False)),
+        anchor_input=bool(raw.get("anchor_input", False)),
+        anchor_input_rank=None if raw.get("anchor_input_rank") is None else _int(raw, "anchor_input_rank", low=1),
+    )
+    if config.confidence_with_markov and not rank:
+        raise ModelUnavailable("confidence_head_with_markov needs a Markov head, but markov_rank is 0")
+    if config.anchor_input_rank is not None and not config.anchor_input:
+        raise ModelUnavailable("anchor_input_rank is set, but anchor_input is not")
+    return config
+
+
+def dspark_json(config: DSparkConfig, shape: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` that reads back as ``config``. ``shape``: that of its transformer layers, as transformers names
+    things (``engine.models.config``); what only the target has in it does not matter."""
+    optional = {
+        "shares_embedding": config.shares_embedding,
+        "draft_token_ids": list(config.draft_token_ids) if config.draft_token_ids is not None else None,
+        "fc_bias": config.fc_bias,
+        "anchor_input": config.anchor_input,
+        "anchor_input_rank": config.anchor_input_rank,
+    }
+    return {
+        **shape,
+        "architectures": [f"{config.shape.architecture.capitalize()}DSparkModel"],
+        "num_hidden_layers": config.shape.num_layers,
+        "tie_word_embeddings": False,
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov_kind,
+        "enable_confidence_head": config.has_confidence,
+        "confidence_head_with_markov": config.confidence_with_markov,
+        **{key: value for key, value in optional.items() if value},
+    }
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ModelUnavailable(f"{path} is missing: the folder holds no trained drafter, or half of one") from error
+    except NotADirectoryError as error:
+        raise ModelUnavailable(f"{path.parent} is not a folder: name the folder of a trained drafter") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelUnavailable(f"{path} is not valid JSON ({error}); it may be half-written") from error
+
+
+def _int(raw: Mapping[str, Any], key: str, low: int, high: int = 2**31 - 1) -> int:
+    value = raw[key]
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ModelUnavailable(f"{key} must be a whole number between {low} and {high}, got {value!r}")
+    return value
+
+
+def _markov_kind(value: object) -> MarkovKind:
+    for kind in MARKOV_KINDS:
+        if value == kind:
+            return kind
+    raise ModelUnavailable(f"markov_head_type {value!r} is not supported; supported are {', '.join(MARKOV_KINDS)}")
+
+
+def _layer_ids(value: object, num_target_layers: int) -> tuple[int, ...]:
+    ids = _ints("target_layer_ids", value)
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < -1 or ids[-1] >= num_target_layers:
+        raise ModelUnavailable(
+            f"target_layer_ids must ascend between -1 and {num_target_layers - 1}, the target's last layer, got {list(ids)}"
+        )
+    return ids
+
+
+def _token_ids(value: object, vocab_size: int) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ids = _ints("draft_token_ids", value)
+    if not ids or any(a >= b for a, b in zip(ids, ids[1:], strict=False)) or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ModelUnavailable(f"draft_token_ids must ascend and lie between 0 and {vocab_size - 1}")
+    return ids
+
+
+def _ints(key: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(item) is int for item in value):
+        raise ModelUnavailable(f"{key} must be a list of whole numbers")
+    return tuple(value)

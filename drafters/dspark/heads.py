@@ -1,0 +1,82 @@
+"""What follows the parallel stage of DSpark: the sequential head and the confidence head (the paper's equations 4 to 8).
+
+A sequential head turns the token before a position into a vector ``u`` of r numbers, the latent; the bias of the position's
+logits is W_2 u. So the logits are one product of [h; u] with the rows of [head, W_2], made only where they are wanted.
+
+Shapes: latents and embeddings of previous tokens [..., r], hidden states of the backbone after its final norm [..., d].
+"""
+
+import torch
+from torch import Tensor, nn
+
+from drafters.dspark.config import DSparkConfig
+
+
+class MarkovHead(nn.Module):
+    """Equation 5: the bias depends on the token before alone, B(x, .) = W_1[x] W_2. The latent is W_1[x]."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.rank = config.markov_rank
+        self.markov_w1 = nn.Embedding(config.num_markov_rows, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.num_outputs, bias=False)
+
+    def step(self, embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """One position of any number of blocks: its latent, and the state of the next position. State None begins a block."""
+        return embedding, None
+
+    def unroll(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """All positions of blocks whose previous tokens are known: [..., gamma, r] and [..., gamma, d] -> latents."""
+        return self.step(embeddings, hidden, None)[0]
+
+
+class GatedMarkovHead(MarkovHead):
+    """The latent is W_1[x], each dimension weighed by what the backbone makes of the position."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        self.gate_proj = nn.Linear(config.shape.hidden_size + config.markov_rank, config.markov_rank)
+
+    def step(self, embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return torch.sigmoid(self.gate_proj(torch.cat([hidden, embedding], dim=-1))) * embedding, None
+
+
+class RecurrentHead(MarkovHead):
+    """Equation 6: a state s of r numbers, 0 before the first position, accumulates the block so far.
+
+    ``joint_proj`` holds W_g, W_c and W_o, in this order, over z = [s; W_1[x]; h].
+    """
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        self.joint_proj = nn.Linear(2 * config.markov_rank + config.shape.hidden_size, 3 * config.markov_rank)
+
+    def step(self, embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        before = torch.zeros_like(embedding) if state is None else state
+        gate, candidate, output = self.joint_proj(torch.cat([before, embedding, hidden], dim=-1)).chunk(3, dim=-1)
+        kept = torch.sigmoid(gate)
+        return torch.tanh(output), kept * before + (1 - kept) * torch.tanh(candidate)
+
+    def unroll(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        state, latents = None, []
+        for embedding, h in zip(embeddings.unbind(-2), hidden.unbind(-2), strict=True):
+            latent, state = self.step(embedding, h, state)
+            latents.append(latent)
+        return torch.stack(latents, dim=-2)
+
+
+class ConfidenceHead(nn.Module):
+    """Equation 7: the logit of the probability that a draft survives, given that those before it have."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.with_markov = config.confidence_with_markov
+        self.proj = nn.Linear(config.shape.hidden_size + self.with_markov * config.markov_rank, 1)
+
+    def forward(self, hidden: Tensor, embedding: Tensor | None) -> Tensor:
+        """[...] of hidden states [..., d] and W_1 of the token before, [..., r], if the head reads it."""
+        x = hidden if embedding is None or not self.with_markov else torch.cat([hidden, embedding], dim=-1)
+        return self.proj(x).squeeze(-1)
+
+
+MARKOV_HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentHead}

@@ -1,0 +1,254 @@
+"""DSpark's network in plain torch: what is trained, and the reference that the fast path is held to.
+
+Names of modules are those of the released checkpoints. A block stands at positions anchor .. anchor + gamma - 1: the anchor,
+which is the last committed token, and masks. Its position k (from 0) predicts the token at anchor + 1 + k. Every layer attends
+from all positions of the block to all of them and to the context before the anchor, whose keys and values are projected
+from the target's features (equations 2 and 3). No block sees another one, nor its own future's features.
+
+    positions   0 ............ anchor - 1 | anchor   +1     +2   ...
+    context     H_ctx  H_ctx  ...  H_ctx  | x_0     mask   mask      block of gamma rows
+    predicts                              | x_1     x_2    x_3  ...
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.dspark.config import DSparkConfig
+from drafters.dspark.heads import MARKOV_HEADS, ConfidenceHead, MarkovHead
+from engine.models.config import ModelConfig, inverse_frequencies
+
+
+class DSparkNetwork(nn.Module):
+    """Embedding and head are frozen: they are the target's.
+
+    Args:
+        config: its shape; parameters are initialised as usual, ``checkpoint.load_network`` fills them.
+    """
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.config = config
+        shape = config.shape
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size).requires_grad_(False)
+        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_layers))
+        self.norm = _RmsNorm(shape.hidden_size, shape.norm_eps)
+        self.fc = nn.Linear(config.feature_size, shape.hidden_size, bias=config.fc_bias)
+        self.hidden_norm = _RmsNorm(shape.hidden_size, shape.norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, config.num_outputs, bias=False).requires_grad_(False)
+        self.markov_head: MarkovHead | None = MARKOV_HEADS[config.markov_kind](config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.has_confidence else None
+        self.anchor_input = AnchorInput(config) if config.anchor_input else None
+        # Functions of the configuration: not in the state dict, and real where parameters are still to be loaded ("meta").
+        frequencies = torch.tensor(inverse_frequencies(shape), device="cpu")
+        self.register_buffer("_frequencies", frequencies, persistent=False)
+        self.register_buffer("_rows", markov_rows(config), persistent=False)
+
+    def forward(self, features: Tensor, token_ids: Tensor, lens: Sequence[int], anchors: Tensor) -> Tensor:
+        """The parallel stage: h of every position of a block at each anchor.
+
+        Args:
+            features: [rows, feature_size], of whole sequences one after another. Of a sequence whose last anchor is its last
+                token, that token's features are not read.
+            token_ids: int64 [rows].
+            lens: of the sequences, rows in all.
+            anchors: int64 [num_anchors], rows, ascending.
+
+        Returns:
+            [num_anchors, gamma, d], after the final norm: what the heads read.
+        """
+        context = self.hidden_norm(self.fc(features))
+        starts = torch.tensor([0, *lens], device=anchors.device).cumsum(0)
+        sequence = torch.searchsorted(starts, anchors, right=True) - 1
+        context_positions = torch.arange(len(features), device=anchors.device) - starts[:-1].repeat_interleave(starts.diff())
+        steps = torch.arange(self.config.block_size, device=anchors.device)
+        block_positions = (anchors - starts[sequence])[:, None] + steps
+        at = _Rotation.at(context_positions, self._frequencies), _Rotation.at(block_positions, self._frequencies)
+        parts = _parts(starts.tolist(), anchors.tolist())
+        x = self._block_inputs(features, token_ids, anchors, has_context=anchors > starts[sequence])
+        for layer in self.layers:
+            x = layer(x, context, at, parts, anchors)
+        return self.norm(x)
+
+    def previous_embeddings(self, token_ids: Tensor) -> Tensor:
+        """W_1 of tokens, [..., r]: for position k of a block, those of the token before what it predicts (k = 0: anchor)."""
+        assert self.markov_head is not None
+        return self.markov_head.markov_w1(self._rows[token_ids])
+
+    def latents(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
+        """Of the sequential head with known previous tokens (teacher-forced): [A, gamma, r]; None without such a head.
+
+        Args:
+            hidden: [A, gamma, d], of ``forward``.
+            previous: int64 [A, gamma]; column k is the token at anchor + k.
+        """
+        if self.markov_head is None:
+            return None
+        return self.markov_head.unroll(self.previous_embeddings(previous), hidden)
+
+    def logits(self, hidden: Tensor, latents: Tensor | None) -> Tensor:
+        """[..., num_outputs] of h [..., d] and latents [..., r] (equation 4): for any selection of positions."""
+        logits = self.lm_head(hidden)
+        return logits if latents is None else logits + self.markov_head.markov_w2(latents)  # type: ignore[union-attr]
+
+    def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Before the sigmoid of equation 7: [A, gamma]. Arguments as of ``latents``."""
+        assert self.confidence_head is not None
+        return self.confidence_head(hidden, self.previous_embeddings(previous) if self.confidence_head.with_markov else None)
+
+    def _block_inputs(self, features: Tensor, token_ids: Tensor, anchors: Tensor, has_context: Tensor) -> Tensor:
+        """[A, gamma, d]"""
+        mask = torch.full((len(anchors), self.config.block_size), self.config.mask_token_id, device=anchors.device)
+        mask[:, 0] = token_ids[anchors]
+        embedded = self.embed_tokens(mask)
+        if self.anchor_input is None:
+            return embedded
+        last = features[(anchors - 1).clamp_min(0)] * has_context[:, None]
+        return embedded + self.anchor_input(last, embedded[:, 0])
+
+
+class AnchorInput(nn.Module):
+    """Ours: linear maps, one per position of the block, from [features at anchor - 1; the anchor's embedding] to what is added
+    to the position's input. Linear, so that ridge regression can fit them before anything is trained."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        num_in, hidden = config.feature_size + config.shape.hidden_size, config.shape.hidden_size
+        rank = config.anchor_input_rank
+        self.reduce = nn.Linear(num_in, rank, bias=False) if rank is not None else nn.Identity()
+        self.maps = nn.Linear(rank or num_in, config.block_size * hidden)
+
+    def forward(self, features: Tensor, anchors: Tensor) -> Tensor:
+        """[A, feature_size] (zeros where nothing stands before the anchor), [A, d] -> [A, gamma, d]"""
+        x = torch.cat([features.to(anchors.dtype), anchors], dim=-1)
+        return self.maps(self.reduce(x)).unflatten(-1, (-1, anchors.shape[-1]))
+
+
+def markov_rows(config: DSparkConfig) -> Tensor:
+    """The row of W_1 for each token of the target's vocabulary, int64 [vocab]."""
+    if config.draft_token_ids is None:
+        return torch.arange(config.shape.vocab_size, device="cpu")
+    rows = torch.full((config.shape.vocab_size,), config.num_outputs, device="cpu")
+    rows[torch.tensor(config.draft_token_ids, device="cpu")] = torch.arange(config.num_outputs, device="cpu")
+    return rows
+
+
+class _RmsNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self._eps).to(x.dtype)
+
+
+class _Rotation:
+    """Cosines and sines of positions, to rotate heads at them."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self._cos, self._sin = cos, sin
+
+    @staticmethod
+    def at(positions: Tensor, frequencies: Tensor) -> "_Rotation":
+        angles = positions[..., None].float() * frequencies
+        return _Rotation(angles.cos()[..., None, :], angles.sin()[..., None, :])
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """[..., heads, head_dim] at positions [...]"""
+        first, second = heads.float().chunk(2, dim=-1)
+        turned = [first * self._cos - second * self._sin, second * self._cos + first * self._sin]
+        return torch.cat(turned, dim=-1).to(heads.dtype)
+
+
+_Part = tuple[slice, slice]  # rows of a sequence, and the anchors in it
+
+
+def _parts(starts: list[int], anchors: list[int]) -> list[_Part]:
+    """Sequences that have anchors."""
+    parts, first = [], 0
+    for start, end in zip(starts, starts[1:], strict=False):
+        last = first
+        while last < len(anchors) and anchors[last] < end:
+            last += 1
+        if last > first:
+            parts.append((slice(start, end), slice(first, last)))
+        first = last
+    return parts
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: ModelConfig) -> None:
+        super().__init__()
+        self._shape = shape
+        self.q_proj = nn.Linear(shape.hidden_size, shape.q_size, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(shape.hidden_size, shape.kv_size, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(shape.hidden_size, shape.kv_size, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(shape.q_size, shape.hidden_size, bias=shape.out_bias)
+        self.q_norm = _RmsNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
+        self.k_norm = _RmsNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
+
+    def forward(
+        self, x: Tensor, context: Tensor, at: tuple[_Rotation, _Rotation], parts: Sequence[_Part], anchors: Tensor
+    ) -> Tensor:
+        """x [A, gamma, d], context [rows, d] -> [A, gamma, d]"""
+        context_at, block_at = at
+        heads = (-1, self._shape.head_dim)
+        queries = block_at(self.q_norm(self.q_proj(x).unflatten(-1, heads)))
+        block_keys = block_at(self.k_norm(self.k_proj(x).unflatten(-1, heads)))
+        block_values = self.v_proj(x).unflatten(-1, heads)
+        keys = context_at(self.k_norm(self.k_proj(context).unflatten(-1, heads)))
+        values = self.v_proj(context).unflatten(-1, heads)
+        attended = [
+            _attend(
+                queries[own],
+                (keys[rows], values[rows]),
+                (block_keys[own], block_values[own]),
+                anchors[own] - rows.start,
+            )
+            for rows, own in parts
+        ]
+        return self.o_proj(torch.cat(attended).flatten(-2))
+
+
+def _attend(queries: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], num_seen: Tensor) -> Tensor:
+    """Blocks of one sequence: [A, gamma, heads, head_dim]. Block a sees the first ``num_seen[a]`` rows of the context."""
+    (keys, values), (block_keys, block_values) = context, block
+    kv_heads = keys.shape[-2]
+    q = queries.unflatten(-2, (kv_heads, -1)) * queries.shape[-1] ** -0.5
+    before = torch.einsum("akhgd,thd->ahgkt", q, keys)
+    hidden = torch.arange(len(keys), device=keys.device) >= num_seen[:, None]
+    before = before.masked_fill(hidden[:, None, None, None], -torch.inf)
+    within = torch.einsum("akhgd,ajhd->ahgkj", q, block_keys)
+    weights = torch.cat([before, within], dim=-1).float().softmax(-1).to(values.dtype)
+    of_context, of_block = weights.split([len(keys), within.shape[-1]], dim=-1)
+    out = torch.einsum("ahgkt,thd->akhgd", of_context, values) + torch.einsum("ahgkj,ajhd->akhgd", of_block, block_values)
+    return out.flatten(2, 3)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, shape: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=shape.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: ModelConfig) -> None:
+        super().__init__()
+        self.self_attn = _Attention(shape)
+        self.mlp = _Mlp(shape)
+        self.input_layernorm = _RmsNorm(shape.hidden_size, shape.norm_eps)
+        self.post_attention_layernorm = _RmsNorm(shape.hidden_size, shape.norm_eps)
+
+    def forward(
+        self, x: Tensor, context: Tensor, at: tuple[_Rotation, _Rotation], parts: Sequence[_Part], anchors: Tensor
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context, at, parts, anchors)
+        return x + self.mlp(self.post_attention_layernorm(x))
