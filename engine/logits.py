@@ -65,18 +65,34 @@ class TokenCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class Bias:
+    """A logit bias as arrays, (K,)."""
+
+    token_ids: NDArray[np.int64]
+    values: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, sampling: SamplingParams) -> "Bias | None":
+        if not sampling.logit_bias:
+            return None
+        by_token = dict(sampling.logit_bias)
+        return cls(np.fromiter(by_token, np.int64), np.fromiter(by_token.values(), np.float32))
+
+
+@dataclass(frozen=True, slots=True)
 class Edits:
     """What to change in the rows of one span."""
 
     sampling: SamplingParams
     counts: TokenCounts | None  # None: no penalties
+    bias: Bias | None
     draft_ids: tuple[int, ...]
     masked_ids: tuple[int, ...]  # may not be chosen ...
     num_masked_rows: int  # ... in the first so many rows
 
     def id_outside(self, vocab_size: int) -> int | None:
         """A token that the edits touch and that the vocabulary does not have, if there is one."""
-        ids = [token_id for token_id, _ in self.sampling.logit_bias]
+        ids = [] if self.bias is None else [int(self.bias.token_ids.min()), int(self.bias.token_ids.max())]
         if self.counts is not None:
             ids += [*self.draft_ids, self.counts.lowest_id, self.counts.highest_id]
         return next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
@@ -93,9 +109,8 @@ def edit(x: Tensor, edits: Edits) -> None:
         repeated = torch.where(values < 0, values * sampling.repetition_penalty, values / sampling.repetition_penalty)
         values = torch.where(occurred, repeated, values)
         x[:, ids] = values - sampling.frequency_penalty * num_generated - sampling.presence_penalty * (num_generated > 0)
-    if sampling.logit_bias:
-        bias = dict(sampling.logit_bias)
-        x[:, torch.tensor(list(bias), device=x.device)] += torch.tensor(list(bias.values()), device=x.device)
+    if edits.bias is not None:
+        x[:, torch.from_numpy(edits.bias.token_ids).to(x.device)] += torch.from_numpy(edits.bias.values).to(x.device)
     if edits.num_masked_rows:
         x[: edits.num_masked_rows, torch.tensor(edits.masked_ids, device=x.device)] = -torch.inf
 
@@ -121,8 +136,9 @@ def floors(x: Tensor, at: Peaks, temperatures: Tensor, filters: Filters) -> Tens
         if has_top_k.any():
             weights *= z >= floor[rows, None]
         floor[rows] = _nucleus_floor(z, masses * weights.sum(-1))
-    for rows, ratios in _select(filters.min_p > 0, filters.min_p, x):
-        floor[rows] = torch.maximum(floor[rows], ratios.log().float())
+    if filters.min_p.any():
+        with np.errstate(divide="ignore"):  # log 0 = -inf admits all
+            floor = torch.maximum(floor, torch.from_numpy(np.log(filters.min_p)).float().to(x.device))
     return floor
 
 

@@ -7,7 +7,9 @@ argmax lies in the block with the largest maximum, and where noise is added, a b
 Shapes: logits x (R, V) of any floating type; block maxima (R, B), B = ceil(V / 64).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -74,7 +76,7 @@ def first_arrivals(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor, k
     """
     num_blocks = at.blocks.shape[-1]
     z_blocks = relative(at.blocks, at.rows, temperatures)
-    noise = block_max(keys[:, None], torch.arange(num_blocks, device=x.device))
+    noise = _on_device(block_max, keys[:, None], torch.arange(num_blocks, device=x.device))
     bounds = torch.where(z_blocks >= floors[:, None], z_blocks + noise + _ROUNDING, -torch.inf)
     num_first = min(_NUM_FIRST_BLOCKS + 1, num_blocks)
     highest, block_ids = bounds.topk(num_first)
@@ -84,7 +86,7 @@ def first_arrivals(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor, k
         """(r,) rows and (r, b) blocks of each: the best score and the token that has it, (r,)."""
         token_ids, values = _look_into(x, block_ids, rows)
         z = relative(values, at.rows[rows], temperatures[rows])
-        gumbel = block_gumbel(keys[rows, None], block_ids, torch.arange(BLOCK_LEN, device=x.device))
+        gumbel = _on_device(block_gumbel, keys[rows, None], block_ids, torch.arange(BLOCK_LEN, device=x.device))
         scores = torch.where(z >= floors[rows, None, None], z.double() + gumbel.double(), -torch.inf).flatten(1)
         best = scores.amax(-1)
         return best, _lowest_id(scores == best[:, None], token_ids.flatten(1), x.shape[-1])
@@ -129,6 +131,13 @@ def _look_into(x: Tensor, block_ids: Tensor, rows: Tensor | None = None) -> tupl
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
     values = x[rows[:, None, None], inside]
     return token_ids, torch.where(token_ids == inside, values, -torch.inf)
+
+
+def _on_device(noise: Callable[..., Any], *arrays: Tensor) -> Tensor:
+    """Noise by whichever twin is faster: on a CPU NumPy's, twice to three times."""
+    if arrays[0].device.type == "cpu":
+        return torch.from_numpy(noise(*(array.numpy() for array in arrays)))
+    return cast(Tensor, noise(*arrays))
 
 
 def _lowest_id(wins: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:

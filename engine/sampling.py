@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.types import SamplingParams, TokenLogprobs
-from engine.logits import Edits, Filters, TokenCounts, edit, floors
+from engine.logits import Bias, Edits, Filters, TokenCounts, edit, floors
 from engine.noise import noise_keys
 from engine.race import first_arrivals, greedy, peaks, probabilities
 
@@ -38,6 +38,7 @@ class SamplingState:
         self.sampling = sampling
         self.prompt_len = prompt_len
         self.counts = TokenCounts() if sampling.has_penalties else None
+        self.bias = Bias.of(sampling)
         self._len = len(token_ids)
         if self.counts is not None:
             self.counts.add(token_ids[:prompt_len], generated=False)
@@ -135,8 +136,8 @@ class Sampler:
         if not masked_ids:
             num_masked_rows = 0
         edits, error = None, None
-        if state.counts is not None or sampling.logit_bias or num_masked_rows:
-            edits = Edits(sampling, state.counts, span.drafts, masked_ids, num_masked_rows)
+        if state.counts is not None or state.bias is not None or num_masked_rows:
+            edits = Edits(sampling, state.counts, state.bias, span.drafts, masked_ids, num_masked_rows)
             outside = edits.id_outside(self.vocab_size)
             if outside is not None:
                 error = f"token {outside} is outside the vocabulary of {self.vocab_size}"

@@ -126,17 +126,27 @@ def test_choices_equal_the_naive_sampler(num_first_blocks: int, data: st.DataObj
             assert got.error is None
 
 
+def assert_equal_to_naive(logits: Tensor, sampling: SamplingParams) -> list[int]:
+    """Of as many seeds as there are rows, which are all alike. The tokens chosen."""
+    states = [SamplingState(replace(sampling, seed=seed), [1], 1) for seed in range(len(logits))]
+    chosen = Sampler(logits.shape[1], ()).choose(logits, [SampleSpan(state, (), 1) for state in states])
+    token_ids = [c.token_ids[0] for c in chosen]
+    assert token_ids == [naive(logits[0], [1], 1, state.sampling, ()) for state in states]
+    return token_ids
+
+
 @pytest.mark.parametrize("sampling", [PLAIN, replace(PLAIN, top_k=60), replace(PLAIN, top_p=0.4), replace(PLAIN, min_p=0.5)])
 def test_rows_with_many_possible_winners_equal_the_naive_sampler(sampling: SamplingParams) -> None:
     """One likely token per block: many more blocks than are looked into at first can hold the winner."""
     vocab_size = 64 * 150
     logits = torch.full((300, vocab_size), -30.0)
     logits[:, 17::64] = torch.linspace(5, 7, 150)
-    states = [SamplingState(replace(sampling, seed=seed), [1], 1) for seed in range(300)]
-    chosen = Sampler(vocab_size, ()).choose(logits, [SampleSpan(state, (), 1) for state in states])
-    wanted = [naive(logits[0], [1], 1, state.sampling, ()) for state in states]
-    assert [c.token_ids[0] for c in chosen] == wanted
-    assert len(set(wanted)) > 30
+    assert len(set(assert_equal_to_naive(logits, sampling))) > 30
+
+
+def test_a_nucleus_of_most_of_the_vocabulary_equals_the_naive_sampler() -> None:
+    logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(6)) * 0.3
+    assert_equal_to_naive(logits.expand(40, 5000), replace(PLAIN, top_p=0.9))
 
 
 def test_penalties_reach_all_of_a_long_history() -> None:
