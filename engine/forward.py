@@ -4,7 +4,6 @@ There is no prefill and no decode here, only rows. A pass is begun, runs layer b
 its state is at hand, for whoever needs the hidden states of some layer or wants rows to leave.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -66,12 +65,13 @@ class CausalModel:
         self._head = ops.linear(LinearWeight(weights.head().to(self.device)))
 
     @property
-    def products(self) -> list[tuple[Linear, int]]:
-        """Every product with weights, in the order of a pass, and the width of its input: what a pass costs at least."""
-        c = self.config
-        widths = (c.hidden_size, c.q_size, c.hidden_size, c.intermediate_size)
-        layers = [zip((x.qkv, x.out, x.gate_up, x.down), widths, strict=True) for x in self._layers]
-        return [*itertools.chain.from_iterable(layers), (self._head, c.hidden_size)]
+    def ops(self) -> Ops:
+        return self._ops
+
+    @property
+    def layer_products(self) -> list[tuple[Linear, Linear, Linear, Linear]]:
+        """The products with weights of each layer, in the order of a pass: qkv, out, gate and up, down."""
+        return [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self._layers]
 
     def new_cache(self, num_blocks: int, block_len: int = BLOCK_LEN) -> KvCache:
         return KvCache.allocate(self.config, num_blocks, self.dtype, self.device, block_len)
@@ -85,9 +85,29 @@ class CausalModel:
         Returns:
             The final hidden states, [rows, hidden] in the dtype, rows in the order of the spans.
         """
-        state = self.begin(spans, cache)
-        self.run_layers(state, 0, self.config.num_layers)
-        return self.finish(state)
+        return self.forward_with_features(spans, cache, ())[0]
+
+    @torch.inference_mode()
+    def forward_with_features(
+        self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``forward``, and beside it the hidden states after ``layers``: [rows, len(layers) * hidden], in the dtype.
+
+        -1 is the embedding, i the output of layer i as transformers' ``hidden_states[i + 1]`` has it, so that the last
+        layer's is taken after the final norm.
+        """
+        return self._pass(self.lay_out(spans, cache.block_len), cache, layers)
+
+    def _pass(self, layout: Layout, cache: KvCache, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self.enter(layout, cache)
+        if -1 in layers:
+            state.taps[-1] = state.residual.clone()  # the layers add to it in place
+        self.run_layers(state, 0, self.config.num_layers, frozenset(layers))
+        hidden = self.finish(state)
+        if not layers:
+            return hidden, hidden.new_empty(len(hidden), 0)
+        state.taps[self.config.num_layers - 1] = hidden
+        return hidden, torch.cat([state.taps[layer].to(self.dtype) for layer in layers], dim=-1)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -96,7 +116,10 @@ class CausalModel:
 
     @torch.inference_mode()
     def begin(self, spans: Sequence[PackedSpan], cache: KvCache) -> Pass:
-        return self.enter(lay_out(spans, cache.block_len, self._inverse_frequencies, self.device), cache)
+        return self.enter(self.lay_out(spans, cache.block_len), cache)
+
+    def lay_out(self, spans: Sequence[PackedSpan], block_len: int) -> Layout:
+        return lay_out(spans, block_len, self._inverse_frequencies, self.device)
 
     def enter(self, layout: Layout, cache: KvCache) -> Pass:
         """A pass over rows that are laid out already."""

@@ -2,8 +2,10 @@
 faster than transformers it answers.
 
 The step is the whole of ``NativeTarget.execute`` for so many sequences with one row each, choice of the token included.
-The floor is all of its products with weights and nothing else, by the same operator, which is the fastest one known here.
-Step and floor alternate, so that what disturbs the machine disturbs both.
+The floor is all of its matrix products and nothing else, by the operators that the step uses, which are the fastest known
+here: those with weights, the head for every row included, and the two of attention, over as much context in as many layers,
+without its softmax. ``step_over_weight_products`` leaves those two out of the floor, so that it counts the reading of keys
+and values as overhead. Step and floors alternate, so that what disturbs the machine disturbs all.
 """
 
 import itertools
@@ -16,12 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from cluster.types import Request, SamplingParams
-from deploy.bench.report import BenchOptions, BenchResult, Table
+from deploy.bench.report import BenchOptions, BenchResult, Cell, Table
+from engine.cpu.ops import CpuOps
 from engine.factory import load_model
 from engine.forward import CausalModel
+from engine.layout import PackedSpan
 from engine.models.prepare import ensure_model
 from engine.native import NativeLimits, NativeTarget
 from engine.target import SpanInput
@@ -37,7 +42,7 @@ _SEED = 17
 
 @dataclass(frozen=True, slots=True)
 class _Effort:
-    num_steps: int  # step and floor pairs
+    num_steps: int  # of step and floor, alternating
     num_rounds: int  # of answers by each side
     num_new_tokens: int
 
@@ -53,9 +58,10 @@ def run(options: BenchOptions) -> BenchResult:
     figures: dict[str, float] = {}
     step_rows, speed_rows = [], []
     for num_rows in STEP_ROWS:
-        step_s, floor_s = _steps(model, num_rows, effort.num_steps)
-        figures[f"step_over_floor.rows_{num_rows}"] = step_s / floor_s
-        step_rows.append((num_rows, step_s * 1e3, floor_s * 1e3, step_s / floor_s, num_rows / step_s))
+        times = _steps(model, num_rows, effort.num_steps)
+        figures[f"step_over_floor.rows_{num_rows}"] = times.step_s / times.floor_s
+        figures[f"step_over_weight_products.rows_{num_rows}"] = times.step_s / times.weights_s
+        step_rows.append(times.row(num_rows))
     peer = _transformers(folder)
     for batch in BATCHES:
         ours, theirs = _speeds(model, peer, batch, effort)
@@ -67,7 +73,7 @@ def run(options: BenchOptions) -> BenchResult:
         tables=(
             Table(
                 f"one step at context {CONTEXT_LEN}, bf16",
-                ("rows", "step ms", "floor ms", "step / floor", "tokens/s"),
+                ("rows", "step ms", "floor ms", "weights ms", "step / floor", "step / weights", "tokens/s"),
                 tuple(step_rows),
             ),
             Table(
@@ -77,28 +83,76 @@ def run(options: BenchOptions) -> BenchResult:
             ),
         ),
         notes=(
-            "floor: all products with weights, the head for every row included, by the operator that the step uses.",
+            "floor: all matrix products of the step, by the operators that it uses; weights: without the two of attention.",
             "medians of alternating runs in one process; prompts are random tokens, as long for both sides.",
         ),
     )
 
 
-def _steps(model: CausalModel, num_rows: int, num_steps: int) -> tuple[float, float]:
-    """Median seconds of a step of ``num_rows`` sequences at CONTEXT_LEN, and of its products alone."""
+@dataclass(frozen=True, slots=True)
+class _StepTimes:
+    """Medians."""
+
+    step_s: float
+    floor_s: float
+    weights_s: float  # the part of the floor that multiplies with weights
+
+    def row(self, num_rows: int) -> tuple[Cell, ...]:
+        ratios = self.step_s / self.floor_s, self.step_s / self.weights_s
+        return (num_rows, self.step_s * 1e3, self.floor_s * 1e3, self.weights_s * 1e3, *ratios, num_rows / self.step_s)
+
+
+def _steps(model: CausalModel, num_rows: int, num_steps: int) -> _StepTimes:
+    """A step of ``num_rows`` sequences at CONTEXT_LEN, and its products alone."""
+    weights = _weight_products(model, num_rows)
+    attention = _attention_products(model, num_rows)
     with _sequences(model, num_rows, CONTEXT_LEN, num_steps + 1) as (target, last_ids):
-        inputs = {width: torch.randn(num_rows, width).to(model.dtype) for _, width in model.products}
-        products = [(product, inputs[width]) for product, width in model.products]
-
-        @torch.inference_mode()
-        def floor() -> None:
-            for product, rows in products:
-                product(rows)
-
         step = _decoding(target, last_ids, itertools.count(CONTEXT_LEN))
-        floor()
-        step()
-        times_s = [(_elapsed_s(step), _elapsed_s(floor)) for _ in range(num_steps)]
-    return statistics.median(t for t, _ in times_s), statistics.median(t for _, t in times_s)
+        works = (step, weights, attention)
+        for work in works:
+            work()
+        times_s = [[_elapsed_s(work) for work in works] for _ in range(num_steps)]
+    return _StepTimes(
+        step_s=statistics.median(step_s for step_s, _, _ in times_s),
+        floor_s=statistics.median(weights_s + attention_s for _, weights_s, attention_s in times_s),
+        weights_s=statistics.median(weights_s for _, weights_s, _ in times_s),
+    )
+
+
+def _weight_products(model: CausalModel, num_rows: int) -> Callable[[], None]:
+    c = model.config
+    widths = (c.hidden_size, c.q_size, c.hidden_size, c.intermediate_size)
+    inputs = [torch.randn(num_rows, width).to(model.dtype) for width in widths]
+
+    @torch.inference_mode()
+    def work() -> None:
+        for products in model.layer_products:
+            for product, rows in zip(products, inputs, strict=True):
+                product(rows)
+        model.logits(inputs[0])
+
+    return work
+
+
+def _attention_products(model: CausalModel, num_rows: int) -> Callable[[], None]:
+    """Nothing where the model runs on plain torch, whose products over blocks cannot be told from the rest."""
+    ops = model.ops
+    if not isinstance(ops, CpuOps):
+        return lambda: None
+    num_blocks = CONTEXT_LEN // _BLOCK_LEN + 1
+    cache = model.new_cache(num_rows * num_blocks, _BLOCK_LEN)
+    cache.keys.fill_(0.1)  # written, for pages that never were would all be the same one
+    cache.values.fill_(0.1)
+    tables = np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, num_blocks)
+    layout = model.lay_out([PackedSpan(CONTEXT_LEN, (0,), table) for table in tables], _BLOCK_LEN)
+    queries = torch.randn(num_rows, model.config.num_heads, model.config.head_dim)
+
+    @torch.inference_mode()
+    def work() -> None:
+        for keys, values in zip(cache.keys, cache.values, strict=True):
+            ops.attention_products(queries, layout, keys, values)
+
+    return work
 
 
 def _speeds(model: CausalModel, peer: Any, batch: int, effort: _Effort) -> tuple[float, float]:

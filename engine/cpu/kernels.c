@@ -82,8 +82,8 @@ static inline vf exp16(vf x) {
     return choose(tiny, splat(0), p * (vf)scale);
 }
 
-/* Threads cost more than they save on little work. */
-static inline int threads_for(int64_t num_elements, int num_threads) { return num_elements < 16384 ? 1 : num_threads; }
+/* Threads cost more than they save on little work, and most of all on a machine that is busy. */
+static inline int threads_for(int64_t num_elements, int num_threads) { return num_elements < 32768 ? 1 : num_threads; }
 
 /* residual [rows][size] += delta (if any); out = residual / rms(residual) * weight. */
 void add_norm(float *residual, const elem *delta, const float *weight, elem *out, int64_t rows, int64_t size, float eps,
@@ -195,6 +195,7 @@ typedef struct {
     const int32_t *table;
     int64_t kv_head;
     const Shape *shape;
+    int products_only;
 } Context;
 
 /* Where the KV head's part of the block of position t begins, in keys or values: D * B elements. */
@@ -306,7 +307,7 @@ static inline __attribute__((always_inline)) void add_chunk(Tile *tile, const in
                                                             int64_t num_keys) {
     const int64_t D = at->shape->head_dim;
     score(tile, num, at, start, num_keys);
-    soften(tile, num, num_keys, D);
+    if (!at->products_only) soften(tile, num, num_keys, D);
     int64_t d = 0;
     for (; d + 64 <= D; d += 64) mix(tile, num, 4, at, start, num_keys, d);
     for (; d + 32 <= D; d += 32) mix(tile, num, 2, at, start, num_keys, d);
@@ -318,26 +319,31 @@ typedef struct {
 } Item;
 
 /* out [rows][heads D] for all rows; spans s have rows starts[s] .. starts[s + 1] at positions base_lens[s] + i and blocks
- * tables[s][]. Returns 0, or 1 when there is no memory. */
+ * tables[s][]. With products_only the softmax is left out, for measuring what the two products alone take: out is then of no
+ * use. Returns 0, or 1 when there is no memory. */
 int attention(const float *queries, const elem *keys, const elem *values, const int32_t *starts, const int32_t *base_lens,
               const int32_t *tables, int64_t table_width, int64_t num_spans, elem *out, const Shape *shape,
-              int num_threads) {
+              int products_only, int num_threads) {
     const int64_t D = shape->head_dim, heads = shape->heads, kv_heads = shape->kv_heads, group = heads / kv_heads;
-    int64_t num_tiles = 0;
-    for (int64_t s = 0; s < num_spans; s++) num_tiles += ((starts[s + 1] - starts[s]) * group + TILE - 1) / TILE;
+    int64_t num_tiles = 0, num_scores = 0;
+    for (int64_t s = 0; s < num_spans; s++) {
+        const int64_t num_queries = (starts[s + 1] - starts[s]) * group;
+        num_tiles += (num_queries + TILE - 1) / TILE;
+        num_scores += num_queries * base_lens[s];
+    }
     Item *items = malloc(num_tiles * sizeof(Item));
     if (!items) return 1;
     int64_t filled = 0;
     for (int64_t s = num_spans - 1; s >= 0; s--) /* of a span the last tiles, which see most, first */
         for (int64_t n = (starts[s + 1] - starts[s]) * group, first = (n - 1) / TILE * TILE; first >= 0; first -= TILE)
             items[filled++] = (Item){(int32_t)s, (int32_t)first};
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) collapse(2)
+#pragma omp parallel for num_threads(threads_for(num_scores * D / 4, num_threads)) schedule(dynamic, 1) collapse(2)
     for (int64_t i = 0; i < num_tiles; i++) {
         for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++) {
             const int64_t s = items[i].span, first = items[i].first;
             const int64_t left = (starts[s + 1] - starts[s]) * group - first;
             const int num = left < TILE ? (int)left : TILE;
-            const Context at = {keys, values, tables + s * table_width, kv_head, shape};
+            const Context at = {keys, values, tables + s * table_width, kv_head, shape, products_only};
             Tile tile;
             int64_t last_row = 0;
             for (int q = 0; q < num; q++) {

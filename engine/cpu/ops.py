@@ -38,7 +38,7 @@ class CpuOps:
         self._add_norm = _function(library.add_norm, "pppp ll f i")
         self._gate = _function(library.gate, "pp ll i")
         self._rotate_and_store = _function(library.rotate_and_store, "ppp f pppppp l p i")
-        self._attention = _function(library.attention, "pppppp ll pp i")
+        self._attention = _function(library.attention, "pppppp ll pp ii")
         self._attention.restype = ctypes.c_int
         self._shapes: dict[int, _Shape] = {}
 
@@ -88,6 +88,15 @@ class CpuOps:
         return queries
 
     def attention(self, queries: torch.Tensor, layout: Layout, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return self._attend(queries, layout, keys, values, products_only=False)
+
+    def attention_products(self, queries: torch.Tensor, layout: Layout, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Does only the two products of ``attention``, for measuring what they take at least."""
+        self._attend(queries, layout, keys, values, products_only=True)
+
+    def _attend(
+        self, queries: torch.Tensor, layout: Layout, keys: torch.Tensor, values: torch.Tensor, *, products_only: bool
+    ) -> torch.Tensor:
         out = torch.empty(queries.shape[0], self._config.q_size, dtype=self._dtype)
         failed = self._attention(
             queries.data_ptr(),
@@ -100,6 +109,7 @@ class CpuOps:
             layout.num_spans,
             out.data_ptr(),
             self._shape(keys.shape[3]),
+            products_only,
             torch.get_num_threads(),
         )
         if failed:

@@ -12,7 +12,7 @@ import torch
 
 from engine.forward import CausalModel
 from engine.kv_cache import KvCache
-from engine.layout import Layout, PackedSpan, lay_out
+from engine.layout import Layout, PackedSpan
 from engine.models.config import ModelConfig
 from engine.models.weights import Weights
 from engine.ops import Ops
@@ -26,57 +26,56 @@ class _Captured:
     layout: Layout  # what the graph reads: to be overwritten before a replay
     graph: torch.cuda.CUDAGraph
     hidden: torch.Tensor  # what it writes, [padded rows, hidden]
+    features: torch.Tensor  # and [padded rows, layers * hidden]
     cache: KvCache  # held, lest another one come to lie at its address
 
 
 class GraphedModel(CausalModel):
     """A ``CausalModel`` whose passes of at most 32 rows are replayed from graphs, captured when first needed.
 
-    The hidden states that ``forward`` returns are overwritten by its next call.
+    What ``forward`` returns is overwritten by its next call.
     """
 
     def __init__(
         self, config: ModelConfig, weights: Weights, ops: Ops, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
         super().__init__(config, weights, ops, dtype, device)
-        self._graphs: dict[tuple[int, int], _Captured] = {}  # (padded rows, address of the keys) -> graph
+        # (padded rows, address of the keys, layers whose hidden states are wanted) -> graph
+        self._graphs: dict[tuple[int, int, tuple[int, ...]], _Captured] = {}
         self._pool: tuple[int, int] | None = None  # of memory, shared by all graphs: one runs at a time
 
     @torch.inference_mode()
-    def forward(self, spans: Sequence[PackedSpan], cache: KvCache) -> torch.Tensor:
+    def forward_with_features(
+        self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows = sum(len(span.token_ids) for span in spans)
         if not 1 <= num_rows <= PADDED_ROWS[-1]:
-            return super().forward(spans, cache)
-        layout = lay_out(rows_as_spans(spans), cache.block_len, self._inverse_frequencies, self.device)
-        captured = self._captured(next(padded for padded in PADDED_ROWS if padded >= num_rows), cache)
+            return super().forward_with_features(spans, cache, layers)
+        layout = self.lay_out(rows_as_spans(spans), cache.block_len)
+        captured = self._captured(next(padded for padded in PADDED_ROWS if padded >= num_rows), cache, layers)
         fill(captured.layout, layout)
         captured.graph.replay()
-        return captured.hidden[:num_rows]
+        return captured.hidden[:num_rows], captured.features[:num_rows]
 
     @torch.inference_mode()
-    def _captured(self, num_rows: int, cache: KvCache) -> _Captured:
-        key = (num_rows, cache.keys.data_ptr())
+    def _captured(self, num_rows: int, cache: KvCache, layers: tuple[int, ...]) -> _Captured:
+        key = (num_rows, cache.keys.data_ptr(), layers)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(blank_layout(num_rows, self, cache), cache)
+            self._graphs[key] = self._capture(blank_layout(num_rows, self, cache), cache, layers)
         return self._graphs[key]
 
-    def _capture(self, layout: Layout, cache: KvCache) -> _Captured:
+    def _capture(self, layout: Layout, cache: KvCache, layers: tuple[int, ...]) -> _Captured:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(_NUM_WARMUPS):
-                self._pass(layout, cache)
+                self._pass(layout, cache, layers)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            hidden = self._pass(layout, cache)
+            hidden, features = self._pass(layout, cache, layers)
         self._pool = graph.pool()
-        return _Captured(layout, graph, hidden, cache)
-
-    def _pass(self, layout: Layout, cache: KvCache) -> torch.Tensor:
-        state = self.enter(layout, cache)
-        self.run_layers(state, 0, self.config.num_layers)
-        return self.finish(state)
+        return _Captured(layout, graph, hidden, features, cache)
 
 
 def rows_as_spans(spans: Sequence[PackedSpan]) -> list[PackedSpan]:

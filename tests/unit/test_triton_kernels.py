@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from engine.forward import PackedSpan
-from engine.layout import lay_out
 from engine.ops import TorchOps
 from tests.support.families import write_family
 from tests.support.packing import BLOCK_LEN, compute_in_pieces, load_with, random_sequences
@@ -50,7 +49,7 @@ def test_a_pass_cut_into_padded_rows_gives_the_same(tmp_path: Path) -> None:
     spans = [PackedSpan(30, (7, 8, 9, 10), tables[0]), PackedSpan(9, (3,), tables[1])]
     expected = model.forward(spans, plain)
     layout = blank_layout(8, model, padded)
-    fill(layout, lay_out(rows_as_spans(spans), BLOCK_LEN, model._inverse_frequencies, model.device))
+    fill(layout, model.lay_out(rows_as_spans(spans), BLOCK_LEN))
     state = model.enter(layout, padded)
     with torch.inference_mode():
         model.run_layers(state, 0, model.config.num_layers)
