@@ -116,16 +116,74 @@ class ModelOptions(Section):
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.25
 
 
+class LayersOptions(Section):
+    """A few layers of the target, trained to go on as it does, with a head over the tokens that it really says.
+
+    A folder of `outrider train`: config.json, and model.safetensors with the layers, the final norm and the ids of the
+    tokens that the head knows. Embedding and head are the target's own rows, read from the target's folder.
+    """
+
+    kind: Literal["layers"] = "layers"
+    path: str = Field(min_length=1)  # the folder, or the name of a shipped drafter
+    target: str = Field(default="auto", min_length=1)  # its model, as in the section model; auto: the served one
+    dtype: Dtype = "bfloat16"
+    kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
+
+
+class TableOptions(Section):
+    """What the target tends to say after the last few tokens: counted from its outputs, and learned while it serves."""
+
+    kind: Literal["table"] = "table"
+    path: str | None = None  # of a counted table or its folder, or the name of a shipped one; None: only what is learned
+    max_learned: Annotated[int, Field(ge=0, le=2**31 - 1)] = 50_000  # contexts, about 400 bytes each
+    min_confidence: Fraction = 0.3  # a draft ends before a token less probable than this
+
+
 class ChainOptions(Section):
     """Two drafters as one: the verifier checks what the proposer drafts, before it leaves."""
 
     kind: Literal["chain"] = "chain"
     proposer: "DrafterOptions"
-    verifier: ModelOptions
+    verifier: Annotated[ModelOptions | LayersOptions, Field(discriminator="kind")]
 
 
-DrafterOptions = Annotated[NgramOptions | SuffixOptions | ModelOptions | ChainOptions, Field(discriminator="kind")]
+class CascadeOptions(Section):
+    """Of several drafters the one that promises most, per request and round; the dear ones only when it pays to ask them.
+
+    Lookups are asked every time, go on where another stops, and are scored by what came true whether they were used or
+    not. What asking a model is worth is learned over all requests and for each.
+    """
+
+    kind: Literal["cascade"] = "cascade"
+    members: Annotated[tuple["DrafterOptions", ...], Field(min_length=1, max_length=16)]  # cheapest first
+    # Of one draft of each member, in one-row steps of the target; `outrider bench drafters` measures it. None: 0 for
+    # lookups, 0.25 for each model.
+    costs: tuple[Annotated[float, Field(ge=0, le=100)], ...] | None = None
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.costs is not None and len(self.costs) != len(self.members):
+            raise ValueError(
+                f"costs must hold one number for each of the {len(self.members)} members, got {len(self.costs)}"
+            )
+        if self.costs is not None and list(self.costs) != sorted(self.costs):
+            raise ValueError(f"costs must ascend: the cheapest member comes first, got {list(self.costs)}")
+        return self
+
+
+DrafterOptions = Annotated[
+    NgramOptions | SuffixOptions | TableOptions | ModelOptions | LayersOptions | ChainOptions | CascadeOptions,
+    Field(discriminator="kind"),
+]
 ChainOptions.model_rebuild()
+CascadeOptions.model_rebuild()
+
+
+def has_model(options: DrafterOptions) -> bool:
+    """Whether such a drafter multiplies matrices."""
+    if isinstance(options, CascadeOptions):
+        return any(has_model(member) for member in options.members)
+    return isinstance(options, ModelOptions | LayersOptions | ChainOptions)
 
 
 class DrafterConfig(Section):
@@ -143,7 +201,7 @@ class DrafterConfig(Section):
     @property
     def has_model(self) -> bool:
         """Whether it multiplies matrices: worth a GPU, and threads."""
-        return isinstance(self.options, ModelOptions | ChainOptions)
+        return has_model(self.options)
 
     @model_validator(mode="after")
     def _device_fits(self) -> Self:

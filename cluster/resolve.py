@@ -2,7 +2,17 @@
 
 from collections.abc import Sequence
 
-from cluster.config import Config, DrafterConfig, FileStateConfig, Resources, TargetConfig
+from cluster.config import (
+    CascadeOptions,
+    ChainOptions,
+    Config,
+    DrafterConfig,
+    DrafterOptions,
+    FileStateConfig,
+    LayersOptions,
+    Resources,
+    TargetConfig,
+)
 from cluster.inventory import Inventory
 
 # Shares of a process for which the file says "auto". Lookup drafters wait nearly all the time.
@@ -24,7 +34,8 @@ def resolve(config: Config, inventory: Inventory) -> Config:
     num_ranks = target.replicas * target.tensor_parallel
     num_gpus = num_ranks * (1.0 if target.resources.gpus == "auto" else target.resources.gpus)
     device = target.device if target.device != "auto" else ("cuda" if 0 < num_gpus <= nodes.num_gpus else "cpu")
-    drafters = _resolve_drafters(config.drafters, inventory, nodes if device == "cuda" else Inventory(()), num_gpus)
+    named = [d.model_copy(update={"options": _with_target(d.options, config.model.name)}) for d in config.drafters]
+    drafters = _resolve_drafters(named, inventory, nodes if device == "cuda" else Inventory(()), num_gpus)
     one_node = len(inventory.nodes) == 1
     kind = config.transport.kind if config.transport.kind != "auto" else ("unix" if one_node else "grpc")
     host = config.transport.host if config.transport.host != "auto" else ("127.0.0.1" if one_node else "0.0.0.0")
@@ -64,6 +75,18 @@ def _resolve_drafters(
         )
         resolved.append(drafter.model_copy(update={"device": "cuda" if on_gpu else "cpu", "resources": resources}))
     return tuple(resolved)
+
+
+def _with_target(options: DrafterOptions, model: str) -> DrafterOptions:
+    """Drafters that share rows of the served model are told its name, be they part of another or not."""
+    if isinstance(options, LayersOptions) and options.target == "auto":
+        return options.model_copy(update={"target": model})
+    if isinstance(options, ChainOptions):
+        parts = {"proposer": _with_target(options.proposer, model), "verifier": _with_target(options.verifier, model)}
+        return options.model_copy(update=parts)
+    if isinstance(options, CascadeOptions):
+        return options.model_copy(update={"members": tuple(_with_target(member, model) for member in options.members)})
+    return options
 
 
 def _gpu_share(rivals: Sequence[DrafterConfig], nodes: Inventory, target_nodes: Inventory, target_gpus: float) -> float:

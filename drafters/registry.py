@@ -5,13 +5,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.config import ChainOptions, DrafterConfig, DrafterOptions, ModelOptions, NgramOptions, SuffixOptions
+from cluster.config import (
+    CascadeOptions,
+    ChainOptions,
+    DrafterConfig,
+    DrafterOptions,
+    LayersOptions,
+    ModelOptions,
+    NgramOptions,
+    SuffixOptions,
+    TableOptions,
+    has_model,
+)
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.types import ModelInfo
 from drafters.protocol import Drafter
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from drafters.small_model import SmallModel
+    from engine.forward import CausalModel
+
+# Of one draft of a member of a cascade, in one-row steps of the target, where the configuration does not say it.
+MODEL_COST = 0.25
+LOOKUP_COST = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +52,7 @@ def make_drafter(config: DrafterConfig, target: ModelInfo) -> Drafter:
 
 
 def make(options: DrafterOptions, site: Site) -> Drafter:
-    """As ``make_drafter``; chains make their proposers so."""
+    """As ``make_drafter``; chains and cascades make their parts so."""
     return _FACTORIES[options.kind](options, site)
 
 
@@ -82,10 +100,33 @@ def _make_suffix(options: SuffixOptions, site: Site) -> Drafter:
     return SuffixDrafter(max_match_len=options.max_match_len, max_shared_tokens=options.max_shared_tokens)
 
 
-def _make_model(options: ModelOptions, site: Site) -> Drafter:
+def _make_table(options: TableOptions, site: Site) -> Drafter:
+    from drafters.shipped import find_drafter
+    from drafters.table import EMPTY, FILE, HabitTable, TableDrafter
+
+    table = EMPTY
+    if options.path is not None:
+        path = find_drafter(options.path)
+        table = HabitTable.load(path / FILE if path.is_dir() else path)
+    return TableDrafter(table, options.max_learned, options.min_confidence)
+
+
+def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
     from drafters.model import ModelDrafter
 
-    return ModelDrafter(_small_model(options, site))
+    drafter = ModelDrafter(_small_model(options, site))
+    return _calibrated(drafter, options) if isinstance(options, LayersOptions) else drafter
+
+
+def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
+    from drafters.cascade import CascadeDrafter, Member
+
+    costs = options.costs or [MODEL_COST if has_model(member) else LOOKUP_COST for member in options.members]
+    members = [
+        Member(f"{i}:{member.kind}", make(member, site), cost, splices=not has_model(member))
+        for i, (member, cost) in enumerate(zip(options.members, costs, strict=True))
+    ]
+    return CascadeDrafter(members)
 
 
 def _make_chain(options: ChainOptions, site: Site) -> Drafter:
@@ -94,15 +135,11 @@ def _make_chain(options: ChainOptions, site: Site) -> Drafter:
     return ChainDrafter(make(options.proposer, site), _small_model(options.verifier, site))
 
 
-def _small_model(options: ModelOptions, site: Site) -> "SmallModel":
+def _small_model(options: ModelOptions | LayersOptions, site: Site) -> "SmallModel":
     from drafters.small_model import SmallModel
-    from engine.factory import load_model
     from engine.kv_cache import num_blocks_for
-    from engine.models.prepare import ensure_model
 
-    folder = ensure_model(options.model)
-    check_tokenizer(folder, site.target)
-    model = load_model(folder, options.dtype, site.device, options.num_layers)
+    model, output_ids = _load(options, site)
     try:
         num_blocks = num_blocks_for(model.config, int(options.kv_cache_gb * 2**30), model.dtype)
     except ValueError as error:
@@ -112,12 +149,44 @@ def _small_model(options: ModelOptions, site: Site) -> "SmallModel":
         num_blocks=num_blocks,
         vocab_size=site.target.vocab_size,
         eos_token_ids=site.target.eos_token_ids,
+        output_ids=output_ids,
     )
+
+
+def _load(options: ModelOptions | LayersOptions, site: Site) -> "tuple[CausalModel, Tensor | None]":
+    """The model, and the tokens that its logits are for, if not for all."""
+    from engine.models.prepare import ensure_model
+
+    if isinstance(options, LayersOptions):
+        from drafters.layers import load_layers
+        from drafters.shipped import find_drafter
+
+        target_folder = ensure_model(site.target.name if options.target == "auto" else options.target)
+        check_tokenizer(target_folder, site.target)
+        return load_layers(find_drafter(options.path), target_folder, options.dtype, site.device)
+    from engine.factory import load_model
+
+    folder = ensure_model(options.model)
+    check_tokenizer(folder, site.target)
+    return load_model(folder, options.dtype, site.device, options.num_layers), None
+
+
+def _calibrated(drafter: Drafter, options: LayersOptions) -> Drafter:
+    """With calibrated confidences, where the drafter's folder says how."""
+    from drafters.calibrated import CalibratedDrafter
+    from drafters.shipped import find_drafter
+    from profiler.calibration import FILE, load_scaling
+
+    path = find_drafter(options.path) / FILE
+    return CalibratedDrafter(drafter, load_scaling(path)) if path.is_file() else drafter
 
 
 _FACTORIES: Mapping[str, Callable[[Any, Site], Drafter]] = {
     "ngram": _make_ngram,
     "suffix": _make_suffix,
+    "table": _make_table,
     "model": _make_model,
+    "layers": _make_model,
     "chain": _make_chain,
+    "cascade": _make_cascade,
 }

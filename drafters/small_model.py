@@ -48,6 +48,8 @@ class SmallModel:
         vocab_size: tokens that may be chosen: the target's, which may be fewer than the model has rows for.
         eos_token_ids: the target's.
         max_pass_rows: a pass that only catches up computes at most so many tokens.
+        output_ids: the tokens that the model's logits are for, ascending, if its head knows fewer than the vocabulary has
+            (on the CPU, int64). Others are never drafted.
     """
 
     def __init__(
@@ -58,8 +60,11 @@ class SmallModel:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         max_pass_rows: int = 512,
+        output_ids: torch.Tensor | None = None,
     ) -> None:
         self._model = model
+        self._output_ids = None if output_ids is None else output_ids.to(model.device)
+        self._full_logits = torch.empty(0, model.config.vocab_size, dtype=model.dtype, device=model.device)
         self._cache = model.new_cache(num_blocks)
         self._ledger = Ledger(num_blocks, self._cache.block_len)
         self._sampler = Sampler(min(vocab_size, model.config.vocab_size), eos_token_ids)
@@ -169,7 +174,7 @@ class SmallModel:
                 for question, end in zip(questions, _running_sum(lens), strict=True)
             ]
         )
-        logits = self._model.logits(hidden[answered.to(hidden.device)])
+        logits = self._logits(hidden if len(answered) == len(hidden) else hidden[answered.to(hidden.device)])
         spans_to_sample = [
             SampleSpan(self._followed[q.request_id].state, q.ahead + q.drafts, len(q.drafts) + 1) for q in questions
         ]
@@ -248,6 +253,17 @@ class SmallModel:
         self.num_passes += 1
         self.num_rows += sum(len(span.token_ids) for span in spans)
         return self._model.forward(spans, self._cache)
+
+    @torch.inference_mode()
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Over the whole vocabulary: -inf where a reduced head knows no token. Overwritten by the next call."""
+        logits = self._model.logits(hidden)
+        if self._output_ids is None:
+            return logits
+        if len(self._full_logits) < len(logits):
+            self._full_logits = self._full_logits.new_full((2 * len(logits), self._full_logits.shape[1]), -torch.inf)
+        full = self._full_logits[: len(logits)]
+        return full.index_copy_(1, self._output_ids, logits)
 
 
 def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:

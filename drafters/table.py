@@ -18,6 +18,7 @@ from cluster.types import SamplingParams
 from drafters.protocol import Demand, Draft
 from engine.noise import gumbel, noise_keys
 
+FILE = "table.npz"  # in a drafter's folder
 CONTEXT_LENS = (4, 3, 2, 1)  # the longest known context speaks
 NUM_CANDIDATES = 4  # likeliest tokens kept of a context
 _HASH = 0x9E3779B97F4A7C15

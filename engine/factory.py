@@ -10,7 +10,7 @@ from engine.cpu.ops import CpuOps
 from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.config import ModelConfig, load_config
-from engine.models.weights import open_weights
+from engine.models.weights import Weights, open_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.ops import Ops, TorchOps
 
@@ -42,9 +42,14 @@ def load_model(folder: Path, dtype: str = "bfloat16", device: str = "cpu", num_l
     config = load_config(folder)
     if num_layers is not None:
         config = config.truncated(num_layers)
+    with open_weights(folder, config, DTYPES[dtype]) as weights:
+        return build_model(config, weights, dtype, device)
+
+
+def build_model(config: ModelConfig, weights: Weights, dtype: str, device: str) -> CausalModel:
+    """A model ready to run, of weights from anywhere."""
     at, kind = torch.device(device), DTYPES[dtype]
-    with open_weights(folder, config, kind) as weights:
-        return _model_class(at)(config, weights, make_ops(config, kind, at), kind, at)
+    return _model_class(at)(config, weights, make_ops(config, kind, at), kind, at)
 
 
 def _model_class(device: torch.device) -> type[CausalModel]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from cluster.config import ChainOptions, Config, DrafterOptions, PolicyConfig
+from cluster.config import CascadeOptions, ChainOptions, Config, DrafterOptions, PolicyConfig
 from router.assignment import AssignmentPolicy, PoolMember, member_name
 from router.policies.epsilon_greedy import EpsilonGreedy
 from router.policies.fixed import Fixed
@@ -17,7 +17,7 @@ POLICIES: dict[str, Callable[[Any], AssignmentPolicy]] = {
 
 # Of a draft token, as a share of a one-row target step, until a profile knows better. Enough to tell lookups from models;
 # models stand in a pool in the order of the file, small to large.
-PRIOR_COST = {"ngram": 0.001, "suffix": 0.002, "model": 0.1}
+PRIOR_COST = {"ngram": 0.001, "suffix": 0.002, "table": 0.001, "layers": 0.08, "model": 0.1}
 
 
 def build_policy(config: PolicyConfig) -> AssignmentPolicy:
@@ -34,7 +34,9 @@ def build_pool(config: Config) -> tuple[PoolMember, ...]:
 
 
 def prior_cost(options: DrafterOptions) -> float:
-    """Of a draft token; a chain pays for both of its models."""
+    """Of a draft token; a chain pays for both of its models, a cascade for the dearest member that it may ask."""
     if isinstance(options, ChainOptions):
         return prior_cost(options.proposer) + prior_cost(options.verifier)
+    if isinstance(options, CascadeOptions):
+        return max(prior_cost(member) for member in options.members)
     return PRIOR_COST[options.kind]

@@ -6,18 +6,43 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ChainOptions, DrafterOptions, ModelOptions, NgramOptions, SuffixOptions
+from cluster.config import (
+    CascadeOptions,
+    ChainOptions,
+    DrafterOptions,
+    LayersOptions,
+    ModelOptions,
+    NgramOptions,
+    SuffixOptions,
+    TableOptions,
+)
 from cluster.types import ModelInfo, SamplingParams
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.registry import Site, make
+from drafters.table import count_habits
 from engine.models.tokenizer import fingerprint
-from tests.support.tiny_model import write_tiny_model
+from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
 VOCAB_SIZE = 257
 NUM_LAYERS = 3
 SAMPLING = SamplingParams(max_tokens=64, temperature=0.8, seed=11, top_p=0.9, repetition_penalty=1.2, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
-KINDS = ("ngram", "suffix", "model", "shallow", "chain", "lookup-chain", "long-chain")
+KINDS = (
+    "ngram",
+    "suffix",
+    "table",
+    "model",
+    "shallow",
+    "layers",
+    "chain",
+    "lookup-chain",
+    "long-chain",
+    "layers-chain",
+    "cascade",
+    "lookup-cascade",
+)
+# What these draft depends on what they have learned from all requests, and that is their purpose.
+LEARNING = ("cascade", "lookup-cascade")
 
 Make = Callable[[], Drafter]
 
@@ -27,12 +52,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), num_layers=NUM_LAYERS)
 
 
+@pytest.fixture(scope="module")
+def layers_folder(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
+    return write_tiny_layers(tmp_path_factory.mktemp("layers"), folder, token_ids=range(3, 250, 2))
+
+
+@pytest.fixture(scope="module")
+def table_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("table") / "table.npz"
+    count_habits([(text(seed), 10) for seed in range(8)] + [([1, 2, 3, 4, 5] * 8, 5)], 1000).save(path)
+    return path
+
+
 @pytest.fixture(params=KINDS)
-def make_one(request: pytest.FixtureRequest, folder: Path) -> Make:
+def make_one(request: pytest.FixtureRequest, folder: Path, layers_folder: Path, table_file: Path) -> Make:
     def model(num_layers: int) -> ModelOptions:
         return ModelOptions(model=str(folder), num_layers=num_layers, dtype="float32", kv_cache_gb=0.0002)
 
+    lookups = (NgramOptions(), SuffixOptions(), TableOptions(max_learned=100))
+    layers = LayersOptions(path=str(layers_folder), target=str(folder), dtype="float32", kv_cache_gb=0.0002)
     options: dict[str, DrafterOptions] = {
+        "table": TableOptions(path=str(table_file), max_learned=0),
+        "layers": layers,
+        "layers-chain": ChainOptions(proposer=layers, verifier=model(2)),
+        "cascade": CascadeOptions(members=(*lookups, layers)),
+        "lookup-cascade": CascadeOptions(members=lookups),
         "ngram": NgramOptions(),
         "suffix": SuffixOptions(),
         "model": model(NUM_LAYERS),
@@ -43,6 +87,13 @@ def make_one(request: pytest.FixtureRequest, folder: Path) -> Make:
     }
     target = ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), fingerprint(folder))
     return lambda: make(options[request.param], Site(target, "cpu"))
+
+
+@pytest.fixture
+def independent(request: pytest.FixtureRequest) -> None:
+    """For tests in which requests must not matter to each other."""
+    if request.node.callspec.params["make_one"] in LEARNING:
+        pytest.skip("it learns from all requests")
 
 
 @pytest.fixture
@@ -85,6 +136,7 @@ def test_drafts_something_for_a_text_that_repeats_itself(drafter: Drafter) -> No
     assert draft.token_ids
 
 
+@pytest.mark.usefixtures("independent")
 def test_a_batch_gets_what_its_demands_would_get_alone(make_one: Make) -> None:
     texts = {f"r{i}": (text(i, 20 + 7 * i), GREEDY if i % 2 else SAMPLING) for i in range(5)}
     demands = [Demand(request_id, 1 + i) for i, request_id in enumerate(texts)]
@@ -105,6 +157,7 @@ def test_the_same_demand_gets_the_same_draft_again(drafter: Drafter) -> None:
     assert ids(propose(drafter, Demand("a", 5))) == ids(propose(drafter, Demand("a", 5)))
 
 
+@pytest.mark.usefixtures("independent")
 def test_interleaved_requests_do_not_disturb_each_other(make_one: Make) -> None:
     def rounds(drafter: Drafter, names: list[str]) -> dict[str, list[tuple[int, ...]]]:
         rng = {name: random.Random(name) for name in names}
@@ -125,6 +178,7 @@ def test_interleaved_requests_do_not_disturb_each_other(make_one: Make) -> None:
     assert together == {name: rounds(make_one(), [name])[name] for name in names}
 
 
+@pytest.mark.usefixtures("independent")
 def test_extending_and_opening_anew_come_to_the_same(make_one: Make) -> None:
     whole, grown = make_one(), make_one()
     tokens = text(3, 60)
@@ -136,6 +190,7 @@ def test_extending_and_opening_anew_come_to_the_same(make_one: Make) -> None:
     assert ids(propose(grown, Demand("a", 7))) == ids(propose(whole, Demand("a", 7)))
 
 
+@pytest.mark.usefixtures("independent")
 def test_opening_what_is_open_starts_it_over(make_one: Make) -> None:
     fresh, used = make_one(), make_one()
     used.open("a", text(4, 50), 10, SAMPLING)
@@ -171,6 +226,7 @@ def test_drafts_go_on_behind_what_was_drafted_before(drafter: Drafter) -> None:
     assert first.token_ids + rest.token_ids == whole.token_ids
 
 
+@pytest.mark.usefixtures("independent")
 def test_any_tokens_may_stand_ahead(make_one: Make) -> None:
     """A chain's verifier corrects what its proposer drafted, and asks on from there."""
     drafter, fresh = make_one(), make_one()

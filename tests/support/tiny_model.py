@@ -1,11 +1,12 @@
 """Hugging Face folders of random models small enough to load in a test."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -44,6 +45,20 @@ def write_tiny_model(folder: Path, *, seed: int = 0, num_layers: int = 2, **over
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": vocab_size - 1}))
     save_file(_random_weights(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_tiny_layers(folder: Path, target_folder: Path, token_ids: Iterable[int], *, num_layers: int = 2) -> Path:
+    """A drafter of the first layers of a tiny model, with a head over ``token_ids``."""
+    from drafters.layers import save_layers
+
+    tensors = load_file(target_folder / "model.safetensors")
+    kept = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith("model.layers.") or int(name.split(".")[2]) < num_layers
+    }
+    save_layers(folder, target_folder, kept, torch.tensor(list(token_ids)))
     return folder
 
 

@@ -84,7 +84,10 @@ zzz: 1
         "target.replicas": (4, "must be a valid integer, got '2'"),
         "target.kv_cache_gb": (5, "must be greater than 0, got -1"),
         "drafters[0].options.model": (8, "is missing"),
-        "drafters[1].options.kind": (10, "must be one of 'ngram', 'suffix', 'model', 'chain', got 'ngrm'"),
+        "drafters[1].options.kind": (
+            10,
+            "must be one of 'ngram', 'suffix', 'table', 'model', 'layers', 'chain', 'cascade', got 'ngrm'",
+        ),
         "drafters[2].options": (12, "needs the key 'kind'"),
         "drafters[3].options.proposer.max_mtch_len": (16, "unknown key; did you mean 'max_match_len'?"),
         "drafters[3].options.verifier.model": (17, "must be a valid string, got 7"),

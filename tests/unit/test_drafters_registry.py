@@ -7,16 +7,32 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ChainOptions, DrafterConfig, DrafterOptions, ModelOptions, NgramOptions, SuffixOptions
+from cluster.config import (
+    CascadeOptions,
+    ChainOptions,
+    DrafterConfig,
+    DrafterOptions,
+    LayersOptions,
+    ModelOptions,
+    NgramOptions,
+    SuffixOptions,
+    TableOptions,
+)
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.types import ModelInfo
+from drafters.calibrated import CalibratedDrafter
+from drafters.cascade import CascadeDrafter
 from drafters.chain import ChainDrafter
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.registry import make_drafter
 from drafters.suffix import SuffixDrafter
+from drafters.table import FILE as TABLE_FILE
+from drafters.table import TableDrafter, count_habits
 from engine.models.tokenizer import difference, fingerprint, read_vocabulary
-from tests.support.tiny_model import write_tiny_model
+from profiler.calibration import FILE as CALIBRATION_FILE
+from profiler.calibration import TemperatureScaling, save_scaling
+from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
 
 @pytest.fixture
@@ -39,6 +55,39 @@ def test_makes_every_kind(folder: Path) -> None:
     assert isinstance(made(SuffixOptions(max_match_len=1), target), SuffixDrafter)
     assert isinstance(made(model, target), ModelDrafter)
     assert isinstance(made(ChainOptions(proposer=NgramOptions(), verifier=model), target), ChainDrafter)
+
+
+def test_makes_the_trained_kinds(folder: Path, tmp_path: Path) -> None:
+    target = target_of(folder)
+    write_tiny_layers(tmp_path / "trained", folder, range(5, 100))
+    layers = LayersOptions(path=str(tmp_path / "trained"), dtype="float32", kv_cache_gb=0.001)
+    assert isinstance(made(layers, target), ModelDrafter)
+    assert isinstance(made(layers.model_copy(update={"target": str(folder)}), target), ModelDrafter)
+    assert isinstance(made(ChainOptions(proposer=NgramOptions(), verifier=layers), target), ChainDrafter)
+    assert isinstance(made(CascadeOptions(members=(NgramOptions(), layers)), target), CascadeDrafter)
+    save_scaling(TemperatureScaling((1.5,)), tmp_path / "trained" / CALIBRATION_FILE)
+    assert isinstance(made(layers, target), CalibratedDrafter)
+    (tmp_path / "table").mkdir()
+    count_habits([((1, 2, 3), 0)] * 3, 10).save(tmp_path / "table" / TABLE_FILE)
+    for path in (None, str(tmp_path / "table"), str(tmp_path / "table" / TABLE_FILE)):
+        assert isinstance(made(TableOptions(path=path), target), TableDrafter)
+
+
+def test_refuses_trained_drafters_that_cannot_work(folder: Path, tmp_path: Path) -> None:
+    target = target_of(folder)
+    with pytest.raises(ModelUnavailable, match="nowhere: no folder of a trained drafter"):
+        made(TableOptions(path="nowhere"), target)
+    trained = write_tiny_layers(tmp_path / "trained", folder, [7, 5])
+    with pytest.raises(ModelUnavailable, match="ascending"):
+        made(LayersOptions(path=str(trained), dtype="float32"), target)
+    write_tiny_layers(trained, folder, [5, 7])
+    wide = write_tiny_model(tmp_path / "wide", hidden_size=64)
+    with pytest.raises(ModelUnavailable, match="width 64"):
+        made(LayersOptions(path=str(trained), target=str(wide), dtype="float32"), target)
+    config = json.loads((trained / "config.json").read_text())
+    (trained / "config.json").write_text(json.dumps(config | {"tokenizer_fingerprint": "0"}))
+    with pytest.raises(IncompatibleTokenizer, match="another tokenizer"):
+        made(LayersOptions(path=str(trained), dtype="float32"), target)
 
 
 def test_refuses_what_cannot_work(folder: Path) -> None:

@@ -1,0 +1,40 @@
+"""A drafter with its confidences made true: what it drafts stays as it was, what it says of it can be counted on."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cluster.types import SamplingParams
+from drafters.protocol import Demand, Draft, Drafter
+from profiler.calibration import TemperatureScaling
+
+
+class CalibratedDrafter:
+    """Wraps a drafter whose confidences were calibrated on verified drafts (``profiler.calibration``).
+
+    Temperatures stand for positions behind the last commit, so what was drafted ahead counts.
+    """
+
+    def __init__(self, drafter: Drafter, scaling: TemperatureScaling) -> None:
+        self._drafter = drafter
+        self._scaling = scaling
+
+    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+        self._drafter.open(request_id, token_ids, prompt_len, sampling)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self._drafter.extend(request_id, token_ids)
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        drafts = self._drafter.propose(demands)
+        return [
+            replace(draft, confidences=self._scaling.conditional(draft.confidences, first=len(demand.ahead)))
+            if draft.confidences
+            else draft
+            for demand, draft in zip(demands, drafts, strict=True)
+        ]
+
+    def release(self, request_id: str) -> None:
+        self._drafter.release(request_id)
+
+    def check_integrity(self) -> None:
+        self._drafter.check_integrity()

@@ -1,0 +1,114 @@
+"""Drafters made of a few layers of their target: trained folders, and the models in them.
+
+Such a folder holds ``config.json`` (the target's own, with fewer layers and the fingerprint of its tokenizer) and
+``model.safetensors``: the layers and the final norm under their Hugging Face names, and ``draft_token_ids``, the ascending
+int64 ids of the tokens that the reduced head knows; without those the head is the whole one. Embedding and head are frozen
+in training, so they are not stored: they are read from the target's folder. The head is most of such a drafter's work: of
+SmolLM2-135M's 49 thousand rows it costs more than two layers do.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cluster.errors import IncompatibleTokenizer, ModelUnavailable
+from engine.factory import DTYPES, build_model
+from engine.forward import CausalModel
+from engine.models.config import load_config
+from engine.models.tokenizer import fingerprint
+from engine.models.weights import SINGLE, LayerWeights, SafetensorsFolder, TensorWeights
+
+ARCHITECTURE = "OutriderLayersDrafter"
+TOKEN_IDS = "draft_token_ids"
+_SHARED = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def load_layers(folder: Path, target_folder: Path, dtype: str, device: str) -> tuple[CausalModel, Tensor | None]:
+    """The drafter's model, and the ids of the tokens that its logits are for; None: of all.
+
+    Raises:
+        ModelUnavailable: missing, half-written, unsupported, or of another shape than the target.
+        IncompatibleTokenizer: it was trained for another target.
+    """
+    config, target = load_config(folder), load_config(target_folder)
+    if (config.vocab_size, config.hidden_size) != (target.vocab_size, target.hidden_size):
+        raise ModelUnavailable(
+            f"{folder}: {config.vocab_size} tokens of width {config.hidden_size}, but the target in {target_folder} has "
+            f"{target.vocab_size} of width {target.hidden_size}: a drafter of layers serves only its own target"
+        )
+    _check_tokenizer(folder, target_folder)
+    with ExitStack() as stack:
+        own, rows = SafetensorsFolder(folder, stack), SafetensorsFolder(target_folder, stack)
+        token_ids = _token_ids(folder, config.vocab_size)
+        kind = DTYPES[dtype]
+        weights = _SharedRows(TensorWeights(config, own, kind), TensorWeights(target, rows, kind), token_ids)
+        return build_model(config, weights, dtype, device), token_ids
+
+
+def save_layers(folder: Path, target_folder: Path, tensors: Mapping[str, Tensor], token_ids: Tensor | None) -> None:
+    """Writes a folder that ``load_layers`` reads.
+
+    Args:
+        tensors: by their Hugging Face names, the layers counted from 0; rows of embedding and head are left out.
+        token_ids: of the reduced head, ascending; None: the whole head.
+    """
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if name not in _SHARED}
+    num_layers = 1 + max(int(name.split(".")[2]) for name in kept if name.startswith("model.layers."))
+    if token_ids is not None:
+        kept[TOKEN_IDS] = token_ids.to(torch.int64).cpu().contiguous()
+    raw = json.loads((target_folder / "config.json").read_text())
+    raw |= {
+        "architectures": [ARCHITECTURE],
+        "num_hidden_layers": num_layers,
+        "tokenizer_fingerprint": fingerprint(target_folder),
+    }
+    raw.pop("layer_types", None)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(kept, folder / SINGLE, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+
+class _SharedRows:
+    """``engine.models.weights.Weights``: layers and norm of the drafter, rows of the target."""
+
+    def __init__(self, own: TensorWeights, target: TensorWeights, token_ids: Tensor | None) -> None:
+        self._own, self._target, self._token_ids = own, target, token_ids
+
+    def embedding(self) -> Tensor:
+        return self._target.embedding()
+
+    def layers(self) -> Iterator[LayerWeights]:
+        return self._own.layers()
+
+    def final_norm(self) -> Tensor:
+        return self._own.final_norm()
+
+    def head(self) -> Tensor:
+        head = self._target.head()
+        return head if self._token_ids is None else head[self._token_ids]
+
+
+def _token_ids(folder: Path, vocab_size: int) -> Tensor | None:
+    with safe_open(folder / SINGLE, framework="pt") as file:
+        if TOKEN_IDS not in file.keys():  # noqa: SIM118 - not a dict
+            return None
+        token_ids = file.get_tensor(TOKEN_IDS)
+    ascend = token_ids.dim() == 1 and len(token_ids) > 0 and bool((token_ids.diff() > 0).all())
+    if not ascend or token_ids[0] < 0 or token_ids[-1] >= vocab_size:
+        raise ModelUnavailable(f"{folder / SINGLE}: {TOKEN_IDS} must be ascending ids below {vocab_size}; train it again")
+    return token_ids.to(torch.int64)
+
+
+def _check_tokenizer(folder: Path, target_folder: Path) -> None:
+    trained_for = json.loads((folder / "config.json").read_text()).get("tokenizer_fingerprint")
+    if trained_for is not None and trained_for != fingerprint(target_folder):
+        raise IncompatibleTokenizer(
+            f"the drafter in {folder} was trained for a target with another tokenizer than that of {target_folder.name}: "
+            "train one for this target with `outrider train`"
+        )

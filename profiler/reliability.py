@@ -1,0 +1,71 @@
+"""How far probabilities can be trusted: calibration error, ranking, and the picture of both."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+NUM_BINS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Predictions in bins of equal width over [0, 1]; empty bins hold 0. Shapes: (NUM_BINS,)."""
+
+    num: NDArray[np.int64]
+    predicted: NDArray[np.float64]  # mean prediction
+    observed: NDArray[np.float64]  # share that came true
+
+    @classmethod
+    def of(cls, predictions: ArrayLike, outcomes: ArrayLike) -> "Bins":
+        p, y = np.asarray(predictions, np.float64).ravel(), np.asarray(outcomes, np.float64).ravel()
+        at = np.minimum((p * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+        num = np.bincount(at, minlength=NUM_BINS)
+        filled = np.maximum(num, 1)
+        return cls(num, np.bincount(at, p, NUM_BINS) / filled, np.bincount(at, y, NUM_BINS) / filled)
+
+
+def expected_calibration_error(predictions: ArrayLike, outcomes: ArrayLike) -> float:
+    """Mean distance of predicted and observed shares over the bins, each weighing as many predictions as it holds (Naeini et
+    al., 2015). 0 without predictions."""
+    bins = Bins.of(predictions, outcomes)
+    return float(np.sum(bins.num * np.abs(bins.predicted - bins.observed)) / max(1, bins.num.sum()))
+
+
+def auroc(scores: ArrayLike, outcomes: ArrayLike) -> float | None:
+    """The probability that something that came true was scored above something that did not, ties counting half.
+
+    None where everything came true, or nothing.
+    """
+    s, y = np.asarray(scores, np.float64).ravel(), np.asarray(outcomes, np.bool_).ravel()
+    num_true, num_false = int(y.sum()), int((~y).sum())
+    if not num_true or not num_false:
+        return None
+    _, where, counts = np.unique(s, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[where]  # mean rank of equal scores, from 1
+    return float((ranks[y].sum() - num_true * (num_true + 1) / 2) / (num_true * num_false))
+
+
+def plot_reliability(curves: Sequence[tuple[str, ArrayLike, ArrayLike]], path: Path, title: str) -> None:
+    """A reliability diagram as PNG: (name, predictions, outcomes) of each curve. Dots grow with what they stand for."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+    for name, predictions, outcomes in curves:
+        bins = Bins.of(predictions, outcomes)
+        at = bins.num > 0
+        (line,) = axes.plot(bins.predicted[at], bins.observed[at], linewidth=1)
+        sizes = 10 + 200 * bins.num[at] / max(1, bins.num.sum())
+        error = expected_calibration_error(predictions, outcomes)
+        axes.scatter(
+            bins.predicted[at], bins.observed[at], s=sizes, color=line.get_color(), label=f"{name}, ECE {error:.3f}"
+        )
+    axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted survival", ylabel="observed", title=title)
+    axes.legend(loc="upper left", frameon=False)
+    figure.savefig(path, dpi=120)

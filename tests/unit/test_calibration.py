@@ -1,0 +1,203 @@
+"""Whether calibrated confidences can be counted on, offline and online."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cluster.errors import ModelUnavailable
+from profiler.calibration import (
+    FILE,
+    IsotonicScaling,
+    Records,
+    Scaling,
+    TemperatureScaling,
+    fit_isotonic,
+    fit_temperatures,
+    load_scaling,
+    save_scaling,
+)
+from profiler.online_calibration import OnlineSurvival
+from profiler.reliability import auroc, expected_calibration_error, plot_reliability
+
+Floats = NDArray[np.float64]
+K = 7
+
+
+def drafts(num: int, boast: float, seed: int = 0) -> Records:
+    """True conditional probabilities, told ``boast`` times as surely on the logit scale; every token is verified."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(1.0, 1.2, (num, K))
+    right = rng.random((num, K)) < 1 / (1 + np.exp(-logits))
+    num_accepted = np.cumprod(right, axis=1).sum(1)
+    return Records(1 / (1 + np.exp(-boast * logits)), np.full(num, K), num_accepted)
+
+
+def worst_ece(survival: Floats, records: Records) -> float:
+    return max(expected_calibration_error(survival[:, k], records.survived(k)) for k in range(K))
+
+
+def as_list(records: Records) -> list[tuple[tuple[float, ...], int]]:
+    return [(tuple(row), int(num)) for row, num in zip(records.confidences.tolist(), records.num_accepted, strict=True)]
+
+
+@pytest.mark.parametrize("fit", [fit_temperatures, fit_isotonic])
+@pytest.mark.parametrize("boast", [2.0, 0.5])
+def test_survival_can_be_counted_on_after_fitting_on_other_drafts(fit: type, boast: float) -> None:
+    test = drafts(20_000, boast, seed=1)
+    assert worst_ece(np.cumprod(test.confidences, axis=1), test) > 0.04
+    scaling: Scaling = fit(drafts(10_000, boast))
+    assert worst_ece(scaling.survival(test.confidences), test) < 0.02
+
+
+def test_temperatures_are_found_again() -> None:
+    found = fit_temperatures(drafts(20_000, 2.0)).temperatures
+    assert len(found) == K
+    assert found[0] == pytest.approx(2.0, rel=0.15)
+    assert found[1] == pytest.approx(2.0, rel=0.2)
+
+
+def test_what_was_fitted_needs_no_fitting() -> None:
+    records = drafts(4_000, 2.0)
+    survival = fit_temperatures(records).survival(records.confidences)
+    conditional = np.concatenate([survival[:, :1], survival[:, 1:] / survival[:, :-1]], axis=1)
+    again = fit_temperatures(Records(conditional, records.num_verified, records.num_accepted))
+    np.testing.assert_allclose(again.temperatures, 1.0)
+
+
+@pytest.mark.parametrize("fit", [fit_temperatures, fit_isotonic])
+def test_order_is_kept_and_survival_never_rises(fit: type) -> None:
+    scaling: Scaling = fit(drafts(3_000, 3.0))
+    grid = np.linspace(0.0, 1.0, 200)
+    for k in range(K):
+        table = np.full((len(grid), k + 1), 0.7)
+        table[:, k] = grid
+        survival = scaling.survival(table)
+        assert np.all(np.diff(survival[:, k]) >= 0.0)
+        assert np.all(np.diff(survival, axis=1) <= 0.0)
+        assert np.all((survival >= 0.0) & (survival <= 1.0))
+
+
+@pytest.mark.parametrize("num_accepted", [0, 2])
+@pytest.mark.parametrize("num", [0, 1, 63, 500])
+def test_few_or_one_sided_records_are_no_trouble(num: int, num_accepted: int) -> None:
+    records = Records.of([((0.9, 0.8), num_accepted)] * num)
+    for scaling in (fit_temperatures(records), fit_isotonic(records)):
+        survival = scaling.survival([[0.9, 0.8, 0.7]])
+        assert np.all(np.isfinite(survival))
+        if num < 64:
+            np.testing.assert_allclose(survival, np.cumprod([[0.9, 0.8, 0.7]], axis=1), rtol=1e-6)
+        elif num_accepted:
+            assert survival[0, 1] > 0.95
+        else:
+            assert survival[0, 0] < 0.9
+
+
+def test_tokens_that_were_not_verified_say_nothing() -> None:
+    some = drafts(5_000, 2.0)
+    cut = np.random.default_rng(3).integers(1, K + 1, len(some))
+    partial = Records(some.confidences, cut, np.minimum(cut, some.num_accepted))
+    assert worst_ece(fit_temperatures(partial).survival(some.confidences), some) < 0.03
+
+
+def test_a_draft_cannot_be_more_right_than_long() -> None:
+    with pytest.raises(ValueError, match="more accepted"):
+        Records.of([((0.5,), 2)])
+
+
+def test_one_draft_at_a_time_gives_what_the_table_gives() -> None:
+    scaling = TemperatureScaling((2.0, 1.5))
+    whole = scaling.conditional((0.9, 0.8, 0.7))
+    np.testing.assert_allclose(np.cumprod(whole), scaling.survival([[0.9, 0.8, 0.7]])[0])
+    assert scaling.conditional((0.7,), first=2) == pytest.approx(whole[2:])
+
+
+def test_a_scaling_survives_its_file(tmp_path: Path) -> None:
+    scaling = fit_temperatures(drafts(2_000, 2.0))
+    save_scaling(scaling, tmp_path / FILE, ece=0.01, num_records=2000)
+    assert load_scaling(tmp_path / FILE) == scaling
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "{}", "[]", '{"format": 9, "temperatures": [1]}', '{"format": 1, "temperatures": [0.0]}']
+)
+def test_no_calibration_is_one_clear_error(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / FILE).write_text(content)
+    with pytest.raises(ModelUnavailable, match="outrider train"):
+        load_scaling(tmp_path / FILE)
+
+
+def test_unfitted_isotonic_maps_leave_confidences_as_they_are() -> None:
+    np.testing.assert_allclose(IsotonicScaling().survival([[0.5, 0.5]]), [[0.5, 0.25]])
+
+
+# ---- online
+
+
+def test_online_it_is_as_good_as_fitted() -> None:
+    online = OnlineSurvival()
+    for confidences, num_accepted in as_list(drafts(6_000, 2.0)):
+        online.record(confidences, num_accepted)
+    test = drafts(10_000, 2.0, seed=1)
+    assert worst_ece(np.array(online.survival(test.confidences.tolist())), test) < 0.03
+
+
+def test_online_it_follows_a_drafter_that_changes() -> None:
+    online = OnlineSurvival(memory=100)
+    for _ in range(600):
+        online.record((0.8, 0.8), 2)
+    before = online.survival([(0.8, 0.8)])[0]
+    assert before[1] > 0.9
+    for _ in range(600):
+        online.record((0.8, 0.8), 0)
+    assert online.survival([(0.8, 0.8)])[0][0] < 0.15
+
+
+def test_online_a_little_evidence_moves_it_a_little() -> None:
+    online = OnlineSurvival()
+    assert online.survival([(0.6, 0.5), (), (0.9,)]) == [
+        pytest.approx((0.6, 0.3), abs=0.03),
+        (),
+        pytest.approx((0.9,), abs=0.03),
+    ]
+    for _ in range(32):
+        online.record((0.6,), 0)
+    assert 0.02 < online.survival([(0.6,)])[0][0] < 0.4
+
+
+def test_online_order_is_kept_whatever_was_seen() -> None:
+    rng = np.random.default_rng(5)
+    online = OnlineSurvival(num_positions=3)
+    for _ in range(2_000):
+        row = rng.random(5)
+        online.record(tuple(row), int(rng.integers(0, 6)))  # nothing to do with the confidences
+    grid = np.linspace(0.0, 1.0, 300)
+    survival = np.array(online.survival([(p, 0.5, 0.5, 0.5) for p in grid]))
+    assert np.all(np.diff(survival[:, 0]) >= 0.0)
+    assert np.all(np.diff(survival, axis=1) <= 0.0)
+
+
+# ---- measures
+
+
+def test_calibration_error_of_what_is_known() -> None:
+    assert expected_calibration_error([0.8] * 10, [True] * 8 + [False] * 2) == pytest.approx(0.0)
+    assert expected_calibration_error([0.8] * 10, [False] * 10) == pytest.approx(0.8)
+    assert expected_calibration_error([], []) == 0.0
+
+
+def test_auroc_counts_pairs() -> None:
+    assert auroc([0.1, 0.2, 0.3, 0.4], [False, False, True, True]) == 1.0
+    assert auroc([0.4, 0.3, 0.2, 0.1], [False, False, True, True]) == 0.0
+    assert auroc([0.5, 0.5], [False, True]) == 0.5
+    assert auroc([0.1, 0.5, 0.5, 0.9], [False, True, False, True]) == pytest.approx(3.5 / 4)
+    assert auroc([0.5, 0.6], [True, True]) is None
+
+
+def test_the_diagram_is_a_picture(tmp_path: Path) -> None:
+    records = drafts(500, 2.0)
+    curves = [("raw", np.cumprod(records.confidences, axis=1)[:, 0], records.survived(0))]
+    plot_reliability(curves, tmp_path / "reliability.png", "first token")
+    assert (tmp_path / "reliability.png").read_bytes().startswith(b"\x89PNG")
