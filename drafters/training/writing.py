@@ -1,124 +1,243 @@
-"""Prompts and answers written by the target itself, through our own engine in large batches."""
+"""Prompts and answers written by the target itself, through our own engine in large batches.
 
+What is written is a function of (target, seed, prompts), not of the order in which it is finished: every attempt at a prompt
+and every answer has a name, a seed from it, and a line of its own, so that whoever was killed goes on with what is missing.
+(In bfloat16 a tie in rounding may fall differently in another batch; in float32 it does not.)
+"""
+
+import hashlib
+import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from cluster.types import ModelInfo, Request, SamplingParams
-from drafters.training.corpus import Answer, WrittenPrompt, append, fingerprint, is_usable, read_answers, read_prompts
+from cluster.types import Request, SamplingParams
+from drafters.training.corpus import (
+    Answer,
+    GivenPrompt,
+    WrittenPrompt,
+    append,
+    fingerprint,
+    is_usable,
+    read_answers,
+    read_written,
+    repair,
+)
+from drafters.training.frozen import WRITING_COST, FrozenTarget
 from drafters.training.starters import STARTERS
 from engine.offline import generate
-from engine.target import TargetEngine
-from router.cost_model import CostModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Progress = Callable[[int], None]  # told of tokens or prompts as they are written
+Expired = Callable[[], bool]  # whether the time for this step is over
 
 # Self-written prompts come at a high temperature, for breadth; the answers as they will be asked for.
 PROMPT_TEMPERATURE = 1.0
 PROMPT_TOP_P = 0.98
-MAX_PROMPT_TOKENS = 320
+MAX_LINE_TOKENS = 72
+MAX_PROMPT_TOKENS = 200
 ANSWER_TEMPERATURES = (0.0, 0.7)
+_MAX_ATTEMPTS = 8  # per prompt wanted: a model that cannot write prompts must not be asked for ever
 _MARK = "\u241e"  # stands for the user's words while the template is cut
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of several processes that write into one folder, this is number ``rank`` of ``num``. Each has files of its own."""
+
+    rank: int = 0
+    num: int = 1
+
+    def path(self, folder: Path, kind: str) -> Path:
+        return folder / f"{kind}-{self.rank}.jsonl"
+
+    def has(self, name: str) -> bool:
+        return int(hashlib.blake2b(name.encode(), digest_size=4).hexdigest(), 16) % self.num == self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTask:
+    key: str
+    domain: str
+    prompt: str
+    temperature: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.key} {self.temperature}"
+
+
 class Writer:
-    """A target that writes. ``folder`` gets prompts.jsonl and answers.jsonl, and what stands there already is kept."""
+    """A target that writes into ``folder``; what stands there already is kept."""
 
-    def __init__(
-        self,
-        engine: TargetEngine,
-        model: ModelInfo,
-        cost: CostModel,
-        tokenizer: "PreTrainedTokenizerBase",
-        folder: Path,
-        seed: int,
-    ) -> None:
-        self._engine, self._model, self._cost = engine, model, cost
-        self._tokenizer = tokenizer
-        self._prompts_path = folder / "prompts.jsonl"
-        self._answers_path = folder / "answers.jsonl"
+    def __init__(self, target: FrozenTarget, folder: Path, seed: int, share: Share | None = None) -> None:
+        self._target = target
+        self._folder = folder
         self._seed = seed
+        self._share = share or Share()
+        folder.mkdir(parents=True, exist_ok=True)
+        for kind in ("prompts", "answers"):
+            repair(self._share.path(folder, kind))
+        self._before, self._after = _template(target)
 
-    def write_prompts(self, num_prompts: int, progress: Progress) -> int:
-        """Until the file holds num_prompts. Returns how many it holds."""
-        seen = {fingerprint(p.prompt) for p in read_prompts(self._prompts_path)}
-        num_kept = len(seen)
-        if num_kept >= num_prompts:
-            return num_kept
-        before, _ = self._template()
-        rng = random.Random(f"{self._seed} prompts {num_kept}")
-        domains = sorted(STARTERS)
-        beginnings: dict[str, tuple[str, str]] = {}
+    def write_prompts(self, num_prompts: int, progress: Progress, expired: Expired = lambda: False) -> None:
+        """Until num_prompts attempts came to something, of which duplicates are left out later."""
+        path = self._share.path(self._folder, "prompts")
+        done = {written.index: written.prompt is not None for written in read_written(self._paths("prompts"))}
+        num_kept = 0
+        num_wanted = -(-max(0, num_prompts - sum(done.values())) // self._share.num)
+        starters: dict[str, tuple[int, str, str]] = {}
+        newlines = _newline_tokens(self._target)
 
         def requests() -> Iterator[Request]:
-            while num_kept < num_prompts:
-                domain = rng.choice(domains)
-                starter = rng.choice(STARTERS[domain])
-                ids = self._encode(before + starter)
+            for index in range(self._share.rank, _MAX_ATTEMPTS * num_prompts, self._share.num):
+                if num_kept >= num_wanted or expired():
+                    return
+                if index in done:
+                    continue
+                rng = random.Random(f"{self._seed} prompt {index}")
+                domain = rng.choice(sorted(STARTERS))
+                beginnings = STARTERS[domain]
+                starter = rng.choice(beginnings.beginnings)
+                starters[f"{index}"] = (index, domain, starter)
                 sampling = SamplingParams(
-                    max_tokens=MAX_PROMPT_TOKENS,
+                    max_tokens=MAX_LINE_TOKENS if beginnings.one_line else MAX_PROMPT_TOKENS,
                     temperature=PROMPT_TEMPERATURE,
                     top_p=PROMPT_TOP_P,
                     seed=rng.getrandbits(63),
+                    stop_token_ids=newlines if beginnings.one_line else (),
                 )
-                name = f"p{len(beginnings)}"
-                beginnings[name] = (domain, starter)
-                yield Request(name, ids, sampling, arrival_s=float(len(beginnings)))
+                yield Request(f"{index}", self._target.encode(self._before + starter), sampling, arrival_s=float(index))
 
-        for request, token_ids in generate(self._engine, self._model, self._cost, requests(), max_in_flight=64):
-            domain, starter = beginnings[request.id]
-            text = starter + self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-            key = fingerprint(text)
-            if token_ids[-1] not in self._model.eos_token_ids or not is_usable(text) or key in seen:
-                continue  # cut off, useless, or known
-            seen.add(key)
-            append(self._prompts_path, [WrittenPrompt(domain, text.strip())])
-            num_kept += 1
-            progress(1)
-        return num_kept
+        for request, token_ids in self._generate(requests()):
+            index, domain, starter = starters.pop(request.id)
+            text = starter + self._target.decode(token_ids)
+            was_cut = len(token_ids) == request.sampling.max_tokens and token_ids[-1] not in self._target.info.eos_token_ids
+            prompt = _whole_part(text) if was_cut else text.strip()
+            usable = is_usable(prompt) and len(prompt) > len(starter.strip())
+            append(path, WrittenPrompt(index, domain, prompt if usable else None))
+            num_kept += usable
+            progress(int(usable))
 
-    def write_answers(self, given: Sequence[WrittenPrompt], num_tokens: int, max_tokens: int, progress: Progress) -> int:
-        """Answers to the given and the self-written prompts in a shuffled order, each at one of the temperatures, until
-        the file holds num_tokens or everything is answered at each. Returns how many tokens it holds."""
-        prompts = [*given, *read_prompts(self._prompts_path)]
-        tasks = [(i, temperature) for i in range(len(prompts)) for temperature in ANSWER_TEMPERATURES]
-        random.Random(self._seed).shuffle(tasks)
-        done = {(answer.prompt_token_ids, answer.temperature) for answer in read_answers(self._answers_path)}
-        num_written = sum(len(answer.answer_token_ids) for answer in read_answers(self._answers_path))
+    def prompts(self, given: Sequence[GivenPrompt], left_out: frozenset[str]) -> list[AnswerTask]:
+        """What is to be answered, each at each temperature: given and self-written prompts, without duplicates and without
+        those whose fingerprint is ``left_out``, the domains taking turns, for the first answers are those that are used."""
+        found: dict[str, GivenPrompt] = {}
+        written = sorted(read_written(self._paths("prompts")), key=lambda w: w.index)
+        self_written = (GivenPrompt(w.domain, w.prompt) for w in written if w.prompt is not None)
+        for prompt in itertools.chain(self_written, given):
+            key = fingerprint(prompt.prompt)
+            if key not in left_out and is_usable(prompt.prompt):
+                found.setdefault(key, prompt)
+        by_domain: dict[str, list[AnswerTask]] = {}
+        for key, prompt in found.items():
+            for temperature in ANSWER_TEMPERATURES:
+                task = AnswerTask(key, prompt.domain, prompt.prompt, temperature)
+                by_domain.setdefault(prompt.domain, []).append(task)
+        return [task for turn in itertools.zip_longest(*(by_domain[d] for d in sorted(by_domain))) for task in turn if task]
+
+    def write_answers(
+        self,
+        tasks: Sequence[AnswerTask],
+        num_tokens: int,
+        max_tokens: int,
+        progress: Progress,
+        expired: Expired = lambda: False,
+    ) -> None:
+        """Until the answers to the first of the tasks hold num_tokens, or all are answered."""
+        path = self._share.path(self._folder, "answers")
+        num_done = {_name(a): len(a.answer_token_ids) for a in read_answers(self._paths("answers"))}
+        mine = [task for task in tasks if self._share.has(task.name)]
+        wanted = -(-num_tokens // self._share.num)
+        front = _Front([task.name for task in mine], num_done)
+        by_id = {task.name: task for task in mine}
 
         def requests() -> Iterator[Request]:
-            for i, temperature in tasks:
-                if num_written >= num_tokens:
+            for i, task in enumerate(mine):
+                if front.num_tokens >= wanted or expired():
                     return
-                ids = self._encode(self._chat(prompts[i].prompt))
-                if (ids, temperature) in done or len(ids) + max_tokens > self._model.max_model_len:
+                token_ids = self._target.encode(self._before + task.prompt + self._after)
+                if task.name in num_done:
                     continue
-                seed = random.Random(f"{self._seed} {i} {temperature}").getrandbits(63)
-                sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-                yield Request(f"{i}:{temperature}", ids, sampling, arrival_s=float(i))
+                if len(token_ids) + max_tokens > self._target.info.max_model_len:
+                    front.done(task.name, 0)
+                    continue
+                seed = random.Random(f"{self._seed} answer {task.name}").getrandbits(63)
+                sampling = SamplingParams(max_tokens=max_tokens, temperature=task.temperature, seed=seed)
+                yield Request(task.name, token_ids, sampling, arrival_s=float(i))
 
-        for request, token_ids in generate(self._engine, self._model, self._cost, requests(), max_in_flight=64):
-            i, temperature = request.id.split(":")
-            answer = Answer(request.prompt_token_ids, token_ids, prompts[int(i)].domain, float(temperature))
-            num_written += append(self._answers_path, [answer])
-            progress(len(token_ids))
-        return num_written
+        for request, answer in self._generate(requests()):
+            task = by_id[request.id]
+            seed = request.sampling.seed
+            append(path, Answer(task.key, task.domain, task.temperature, seed, request.prompt_token_ids, answer))
+            front.done(task.name, len(answer))
+            progress(len(answer))
 
-    def _chat(self, prompt: str) -> str:
-        before, after = self._template()
-        return before + prompt + after
+    def answers(self, tasks: Sequence[AnswerTask], num_tokens: int) -> list[Answer]:
+        """The answers to the first of the tasks that together hold num_tokens, fewer if there are not so many."""
+        known = {_name(a): a for a in read_answers(self._paths("answers"))}
+        chosen: list[Answer] = []
+        total = 0
+        for task in tasks:
+            answer = known.get(task.name)
+            if answer is not None:
+                if total >= num_tokens:
+                    break
+                chosen.append(answer)
+                total += len(answer.answer_token_ids)
+        return chosen
 
-    def _template(self) -> tuple[str, str]:
-        """The chat template before the user's words, and from them to the answer."""
-        text = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
-        )
-        before, _, after = str(text).partition(_MARK)
-        return before, after
+    def _paths(self, kind: str) -> list[Path]:
+        """The files of all who write here."""
+        return sorted(self._folder.glob(f"{kind}-*.jsonl"))
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+    def _generate(self, requests: Iterable[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
+        target = self._target
+        return generate(target.new_engine(), target.info, WRITING_COST, requests, max_in_flight=target.limits.max_in_flight)
+
+
+class _Front:
+    """How many tokens the tasks hold up to the first that is not done."""
+
+    def __init__(self, names: Sequence[str], num_done: dict[str, int]) -> None:
+        self._names = names
+        self._num_done = dict(num_done)
+        self._next = 0
+        self.num_tokens = 0
+        self._advance()
+
+    def done(self, name: str, num_tokens: int) -> None:
+        self._num_done[name] = num_tokens
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._next < len(self._names) and self._names[self._next] in self._num_done:
+            self.num_tokens += self._num_done[self._names[self._next]]
+            self._next += 1
+
+
+def _name(answer: Answer) -> str:
+    return f"{answer.key} {answer.temperature}"
+
+
+def _whole_part(text: str) -> str:
+    """Up to the last line or sentence that is whole; all of it, if there is none."""
+    ends = [text.rfind(mark) for mark in ("\n", ". ", "? ", "! ", "。", ";")]
+    return text[: max(ends) + 1].strip() if max(ends) > 0 else text.strip()
+
+
+def _newline_tokens(target: FrozenTarget) -> tuple[int, ...]:
+    """The tokens that end a line."""
+    texts = target.tokenizer.batch_decode([[i] for i in range(target.info.vocab_size)])
+    return tuple(i for i, text in enumerate(texts) if "\n" in text)
+
+
+def _template(target: FrozenTarget) -> tuple[str, str]:
+    """The chat template before the user's words, and from them to the answer."""
+    if not target.tokenizer.chat_template:
+        return "", "\n"
+    text = target.tokenizer.apply_chat_template(
+        [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+    )
+    before, _, after = str(text).partition(_MARK)
+    return before, after
