@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -67,8 +67,11 @@ class RayProcess:
             return await getattr(self._handle, method).remote(*args)
         except RayActorError as error:
             raise ProcessEnded(why(error)) from error
-        except OutriderError as error:  # RayTaskError is made one of the classes of what was raised
-            raise ProcessEnded(str(getattr(error, "cause", error))) from error
+        except RayTaskError as error:
+            # Whatever was raised there: that process is at fault, and it is replaced.
+            cause = error.cause
+            reason = str(cause) if isinstance(cause, OutriderError) else f"{type(cause).__name__}: {cause}"
+            raise ProcessEnded(reason) from error
 
     async def kill(self) -> None:
         ray.kill(self._handle, no_restart=True)

@@ -2,8 +2,6 @@
 
 import logging
 import secrets
-import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -13,26 +11,23 @@ import psutil
 import ray
 from ray import serve
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util import placement_group, remove_placement_group
+from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
 from actors.ray_pool import Deployment, start_supervisor
 from actors.supervisor import Directory
 from cluster.config import Config
-from cluster.inventory import Inventory, Node
-from cluster.placement import Group, PlacementPlan, place
+from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.state import open_store
 from cluster.types import ModelInfo
+from deploy.groups import make_groups, read_inventory
 from deploy.local_ray import LaunchError, LocalRay, start
 from deploy.serve_app import APP, Gateway, run_application
 
 logger = logging.getLogger(__name__)
 
-GROUP_DEADLINE_S = 60.0
 ASK_DEADLINE_S = 10.0
-# A bundle must ask for something; this is Ray's smallest unit.
-SMALLEST_SHARE = 0.0001
 
 
 class DeployedCluster:
@@ -126,51 +121,6 @@ def connect(config: Config, folder: Path) -> DeployedCluster:
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise LaunchError(f"no Ray cluster answers at {address} (cluster.ray_address): {error}") from error
     return DeployedCluster(config, folder, None)
-
-
-def read_inventory(nodes: list[dict[str, Any]]) -> Inventory:
-    """What `ray.nodes()` tells, the head first."""
-    alive = sorted((n for n in nodes if n["Alive"]), key=lambda n: "node:__internal_head__" not in n["Resources"])
-    return Inventory(
-        tuple(
-            Node(n["NodeID"], n["Resources"].get("CPU", 0.0), n["Resources"].get("GPU", 0.0), dict(n.get("Labels") or {}))
-            for n in alive
-        )
-    )
-
-
-def make_groups(plan: PlacementPlan) -> dict[str, PlacementGroup]:
-    """Ray's groups of a plan, by its names. They end with this driver.
-
-    Raises:
-        LaunchError: a group could not be placed within the deadline; those made are removed.
-    """
-    groups: dict[str, PlacementGroup] = {}
-    end_s = time.monotonic() + GROUP_DEADLINE_S
-    for group in plan.groups:
-        groups[group.name] = made = _make(group)
-        if not made.wait(max(1.0, end_s - time.monotonic())):
-            for one in groups.values():
-                remove_placement_group(one)
-            wanted = " + ".join(f"{b.cpus:g} CPUs and {b.gpus:g} GPUs" for b in group.bundles)
-            raise LaunchError(
-                f"Ray found no place for {group.name} ({wanted}) within {GROUP_DEADLINE_S:g} s: something else uses the "
-                "cluster's resources; see `ray status`"
-            )
-    return groups
-
-
-def _make(group: Group) -> PlacementGroup:
-    labels: list[Mapping[str, str]] = [bundle.node_labels for bundle in group.bundles]
-    return placement_group(
-        [
-            {key: share for key, share in (("CPU", b.cpus), ("GPU", b.gpus)) if share} or {"CPU": SMALLEST_SHARE}
-            for b in group.bundles
-        ],
-        strategy=str(group.strategy),
-        name=group.name,
-        bundle_label_selector=[dict(one) for one in labels] if any(labels) else None,
-    )
 
 
 def read_token(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""Processes of the real server are killed while it streams; the order of the file goes from the harmless to the worst."""
+"""Processes of the real server are killed while it streams, the one that is missed most the last."""
 
 import threading
 from dataclasses import dataclass, field
