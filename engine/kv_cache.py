@@ -30,9 +30,7 @@ class KvCache:
         """Zeroed, so that what was never written holds numbers; on a CPU its pages become resident when first written."""
         head = (config.num_layers, num_blocks, config.num_kv_heads)
         shapes = (*head, config.head_dim, block_len), (*head, block_len, config.head_dim)
-        if device.type == "cpu":
-            return KvCache(*(_mapped_zeros(shape, dtype) for shape in shapes))
-        return KvCache(*(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))
+        return KvCache(*(cache_zeros(shape, dtype, device) for shape in shapes))
 
     @property
     def num_blocks(self) -> int:
@@ -55,8 +53,10 @@ def num_blocks_for(config: ModelConfig, num_bytes: int, dtype: torch.dtype, bloc
     return num_bytes // block_bytes
 
 
-def _mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in large pages where the system has them: blocks are scattered, and small pages would each cost a walk."""
+def cache_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU in large pages where the system has them: blocks are scattered, and small pages would each cost a walk."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

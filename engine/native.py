@@ -9,6 +9,7 @@ import torch
 from cluster.errors import InvalidField
 from cluster.types import Request
 from engine.acceptance import verdict
+from engine.features import FeatureCache
 from engine.forward import CausalModel
 from engine.layout import PackedSpan
 from engine.ledger import Checkpoint, Ledger
@@ -31,11 +32,20 @@ class NativeLimits:
 class NativeTarget:
     """``engine.target.TargetEngine`` over a ``CausalModel``, in this process.
 
+    Args:
+        feature_layers: of which hidden states are kept for drafters in this process (``read_features``).
+
     Raises:
-        InvalidField: the limits do not fit the model, or each other.
+        InvalidField: the limits do not fit the model, or each other; or it has no such layers.
     """
 
-    def __init__(self, model: CausalModel, limits: NativeLimits, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        limits: NativeLimits,
+        prefix_cache: bool = True,
+        feature_layers: Sequence[int] = (),
+    ) -> None:
         if not 1 <= limits.max_model_len <= model.config.max_len:
             raise InvalidField(
                 "max_model_len", limits.max_model_len, f"must lie between 1 and the model's {model.config.max_len}"
@@ -50,6 +60,9 @@ class NativeTarget:
         self._model = model
         self._limits = limits
         self._cache = model.new_cache(limits.num_blocks, limits.block_len)
+        self._features = FeatureCache(
+            model.config, feature_layers, limits.num_blocks, limits.block_len, model.dtype, model.device
+        )
         self._ledger = Ledger(limits.num_blocks, limits.block_len, prefix_cache)
         self._sampler = Sampler(model.config.vocab_size, model.config.eos_token_ids)
         self._states: dict[str, SamplingState] = {}
@@ -79,6 +92,32 @@ class NativeTarget:
         if self._states.pop(request_id, None) is not None:
             self._ledger.release(request_id)
 
+    @property
+    def model(self) -> CausalModel:
+        return self._model
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self._features.layers
+
+    def read_features(self, request_id: str, start: int, stop: int) -> torch.Tensor:
+        """The target's hidden states after ``feature_layers``, side by side, of committed positions ``start`` to ``stop`` - 1.
+
+        Of ``n`` committed tokens the first n - 1 are computed, unless the request is still being prefilled or was preempted.
+
+        Returns:
+            [stop - start, len(feature_layers) * hidden] in the model's dtype.
+
+        Raises:
+            LookupError: not all of them are computed, or the request is not held.
+        """
+        computed_len = self._ledger.computed_len(request_id) if request_id in self._ledger else 0
+        if not 0 <= start <= stop <= computed_len:
+            raise LookupError(
+                f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, the computed ones"
+            )
+        return self._features.read(self._ledger.block_table(request_id), start, stop)
+
     def capacity(self) -> Capacity:
         limits = self._limits
         return Capacity(
@@ -107,7 +146,8 @@ class NativeTarget:
 
     def _compute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         packed = [PackedSpan(span.base_len, span.token_ids, self._ledger.block_table(span.request_id)) for span in spans]
-        hidden = self._model.forward(packed, self._cache)
+        hidden, features = self._model.forward_with_features(packed, self._cache, self._features.layers)
+        self._features.write(packed, features)
         sampled = [span for span in spans if span.samples]
         if not sampled:
             return [SpanOutcome(span.request_id, (), 0) for span in spans]

@@ -2,8 +2,9 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from cluster.errors import LinkClosed, OutOfBlocks
 from cluster.messages import ProposalRound, Role, SubmitRound
@@ -51,11 +52,23 @@ def member_of(chain: tuple[str, ...]) -> str | None:
     return ">".join(chain) if chain else None
 
 
+class Companion(Protocol):
+    """The loop of a drafter that reads the target's own hidden states, and so lives in its process and thread."""
+
+    def step(self, now_s: float) -> bool:
+        """Returns whether there was anything to do: if so, it is called again at once."""
+
+
 class TargetLoop:
     """Owns a target, its sequences, and its ends of the links to drafters and gateways.
 
     ``step`` is to be called by one thread (``run`` does); ``publish_table``, ``drain``, ``status``, ``requests`` and
     ``take_observations`` by any. Time comes in as data, so that a simulation can step it.
+
+    Args:
+        companions: drafters linked to ``mailbox`` as any others, stepped at the end of each round on this thread, when what
+            was committed has been sent to them: what they read of the engine is then exactly what is committed, and their
+            proposals are there before the next round.
     """
 
     def __init__(
@@ -68,6 +81,7 @@ class TargetLoop:
         table: RoutingTable | None = None,
         max_waiting: int = 1024,
         clock: Clock | None = None,
+        companions: Sequence[Companion] = (),
     ) -> None:
         self.mailbox = mailbox
         self.telemetry = Telemetry()
@@ -77,6 +91,7 @@ class TargetLoop:
         self._planner = planner or StepPlanner()
         self._max_waiting = max_waiting
         self._clock = clock
+        self._companions = tuple(companions)
         self._sequences = Sequences(model)
         self._drafters: dict[str, DrafterPort] = {}
         self._gateways: dict[Link, GatewayPort] = {}
@@ -130,7 +145,14 @@ class TargetLoop:
         self._fail_all("the target stops")
 
     def step(self, now_s: float) -> StepReport:
-        """Mail, plan, one pass, and the word spread of what it committed."""
+        """Mail, plan, one pass, the word spread of what it committed, and the companions' drafts on top of that."""
+        report = self._round(now_s)
+        for companion in self._companions:
+            while companion.step(now_s):
+                pass
+        return report
+
+    def _round(self, now_s: float) -> StepReport:
         self._follow_table()
         self._take_mail(now_s)
         if not self._sequences:

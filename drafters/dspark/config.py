@@ -10,13 +10,14 @@ Ours adds, each left out when it is off:
     shares_embedding        embedding and head are the target's rows, and are not stored
     draft_token_ids         the reduced vocabulary: ascending token ids, or the name of a JSON file beside it that lists them
     fc_bias                 the projection of the features has a bias (into which their standardisation folds)
-    anchor_input            the block's inputs get a linear map of what the target made of the anchor's context: see network.py
+    anchor_input            the block's inputs get a linear map of the features before the anchor: see network.AnchorInput
     anchor_input_rank       that map goes through so few dimensions
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +64,7 @@ class DSparkConfig:
 
     @property
     def num_markov_rows(self) -> int:
-        """Rows of W_1. With a reduced vocabulary the last row stands for every token outside it, for an anchor may be one."""
+        """Rows of W_1. With a reduced vocabulary the last one stands for every token outside it: an anchor may be one."""
         return self.num_outputs + (self.draft_token_ids is not None)
 
 
@@ -189,7 +190,7 @@ def _token_ids(value: object, vocab_size: int) -> tuple[int, ...] | None:
     if value is None:
         return None
     ids = _ints("draft_token_ids", value)
-    if not ids or any(a >= b for a, b in zip(ids, ids[1:], strict=False)) or ids[0] < 0 or ids[-1] >= vocab_size:
+    if not ids or any(a >= b for a, b in pairwise(ids)) or ids[0] < 0 or ids[-1] >= vocab_size:
         raise ModelUnavailable(f"draft_token_ids must ascend and lie between 0 and {vocab_size - 1}")
     return ids
 

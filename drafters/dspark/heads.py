@@ -22,7 +22,7 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(config.markov_rank, config.num_outputs, bias=False)
 
     def step(self, embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One position of any number of blocks: its latent, and the state of the next position. State None begins a block."""
+        """One position of any number of blocks: its latent, and the state of the next one. State None begins a block."""
         return embedding, None
 
     def unroll(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
@@ -76,7 +76,8 @@ class ConfidenceHead(nn.Module):
     def forward(self, hidden: Tensor, embedding: Tensor | None) -> Tensor:
         """[...] of hidden states [..., d] and W_1 of the token before, [..., r], if the head reads it."""
         x = hidden if embedding is None or not self.with_markov else torch.cat([hidden, embedding], dim=-1)
-        return self.proj(x).squeeze(-1)
+        logit: Tensor = self.proj(x)
+        return logit.squeeze(-1)
 
 
 MARKOV_HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RecurrentHead}

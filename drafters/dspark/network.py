@@ -1,9 +1,9 @@
 """DSpark's network in plain torch: what is trained, and the reference that the fast path is held to.
 
 Names of modules are those of the released checkpoints. A block stands at positions anchor .. anchor + gamma - 1: the anchor,
-which is the last committed token, and masks. Its position k (from 0) predicts the token at anchor + 1 + k. Every layer attends
-from all positions of the block to all of them and to the context before the anchor, whose keys and values are projected
-from the target's features (equations 2 and 3). No block sees another one, nor its own future's features.
+which is the last committed token, and masks. Its position k (from 0) predicts the token at anchor + 1 + k. Every layer
+attends from all positions of the block to all of them and to the context before the anchor, whose keys and values are
+projected from the target's features (equations 2 and 3). No block sees another one, nor the features of its own future.
 
     positions   0 ............ anchor - 1 | anchor   +1     +2   ...
     context     H_ctx  H_ctx  ...  H_ctx  | x_0     mask   mask      block of gamma rows
@@ -11,6 +11,7 @@ from the target's features (equations 2 and 3). No block sees another one, nor i
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -90,8 +91,8 @@ class DSparkNetwork(nn.Module):
 
     def logits(self, hidden: Tensor, latents: Tensor | None) -> Tensor:
         """[..., num_outputs] of h [..., d] and latents [..., r] (equation 4): for any selection of positions."""
-        logits = self.lm_head(hidden)
-        return logits if latents is None else logits + self.markov_head.markov_w2(latents)  # type: ignore[union-attr]
+        logits: Tensor = self.lm_head(hidden)
+        return logits if latents is None or self.markov_head is None else logits + self.markov_head.markov_w2(latents)
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Before the sigmoid of equation 7: [A, gamma]. Arguments as of ``latents``."""
@@ -110,8 +111,8 @@ class DSparkNetwork(nn.Module):
 
 
 class AnchorInput(nn.Module):
-    """Ours: linear maps, one per position of the block, from [features at anchor - 1; the anchor's embedding] to what is added
-    to the position's input. Linear, so that ridge regression can fit them before anything is trained."""
+    """Ours: linear maps, one per position of the block, from [features at anchor - 1; the anchor's embedding] to what is
+    added to the position's input. Linear, so that ridge regression can fit them before anything is trained."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -169,7 +170,7 @@ _Part = tuple[slice, slice]  # rows of a sequence, and the anchors in it
 def _parts(starts: list[int], anchors: list[int]) -> list[_Part]:
     """Sequences that have anchors."""
     parts, first = [], 0
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in pairwise(starts):
         last = first
         while last < len(anchors) and anchors[last] < end:
             last += 1

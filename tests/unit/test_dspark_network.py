@@ -1,4 +1,4 @@
-"""DSpark checkpoints of the released format, and the network against the paper's equations, written out position by position."""
+"""DSpark checkpoints of the released format, and the network against the paper's equations, written out by position."""
 
 import json
 import math

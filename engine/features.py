@@ -1,0 +1,60 @@
+"""The target's own hidden states, kept for drafters that are conditioned on them.
+
+They lie beside the KV cache under the same block tables and slots, written by the pass that computed the position. So
+rollback, prefix sharing, eviction and preemption are the ledger's, and need nothing here.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cluster.errors import InvalidField
+from engine.kv_cache import cache_zeros
+from engine.layout import PackedSpan
+from engine.models.config import ModelConfig
+
+
+class FeatureCache:
+    """Hidden states after chosen layers, one row per slot of a KV cache.
+
+    Args:
+        layers: ascending, as of ``CausalModel.forward_with_features``.
+
+    Raises:
+        InvalidField: the model has no such layers, or they do not ascend.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Sequence[int],
+        num_blocks: int,
+        block_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if list(layers) != sorted(set(layers)) or (layers and not -1 <= layers[0] <= layers[-1] < config.num_layers):
+            raise InvalidField("feature_layers", list(layers), f"must ascend between -1 and {config.num_layers - 1}")
+        self.layers = tuple(layers)
+        self._block_len = block_len
+        width = len(layers) * config.hidden_size
+        # [num_slots, len(layers) * hidden]
+        self._rows = cache_zeros((num_blocks * block_len, width), dtype, device) if layers else None
+
+    def write(self, spans: Sequence[PackedSpan], features: torch.Tensor) -> None:
+        """``features``: of all rows of a pass over ``spans``."""
+        if self._rows is not None:
+            slots = [self._slots(span.block_table, span.base_len, span.base_len + len(span.token_ids)) for span in spans]
+            self._rows.index_copy_(0, torch.from_numpy(np.concatenate(slots)).to(self._rows.device), features)
+
+    def read(self, block_table: NDArray[np.int32], start: int, stop: int) -> torch.Tensor:
+        """Of positions ``start`` .. ``stop`` - 1 of the sequence: a copy, [stop - start, len(layers) * hidden]."""
+        if self._rows is None:
+            raise LookupError("no features are kept: name the layers in feature_layers")
+        return self._rows[torch.from_numpy(self._slots(block_table, start, stop)).to(self._rows.device)]
+
+    def _slots(self, block_table: NDArray[np.int32], start: int, stop: int) -> NDArray[np.int64]:
+        positions = np.arange(start, stop)
+        return block_table[positions // self._block_len].astype(np.int64) * self._block_len + positions % self._block_len

@@ -1,0 +1,162 @@
+"""The target's hidden states as drafters in its process read them: transformers' own, whatever became of the sequence."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.errors import InvalidField, OutOfBlocks
+from cluster.types import Request, SamplingParams
+from engine.factory import load_model
+from engine.forward import CausalModel
+from engine.native import NativeLimits, NativeTarget
+from engine.target import SpanInput
+from tests.support.families import write_family
+
+LIMITS = NativeLimits(num_blocks=40, block_len=16, max_num_sequences=8, max_pass_tokens=128, max_model_len=200)
+LAYERS = (-1, 0, 2)  # of three: the last is taken after the final norm
+VOCAB = 211
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalModel, torch.nn.Module]:
+    folder = tmp_path_factory.mktemp("features") / "model"
+    theirs = write_family(request.param, folder)
+    return load_model(folder, "float32"), theirs
+
+
+def expected(theirs: torch.nn.Module, token_ids: list[int], layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
+    with torch.no_grad():
+        states = theirs(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer + 1][0] for layer in layers], dim=-1)
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB) for _ in range(length)]
+
+
+def opened(target: NativeTarget, name: str, token_ids: list[int]) -> int:
+    sampling = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    return target.open(Request(name, tuple(token_ids), sampling, arrival_s=0.0), token_ids)
+
+
+def grow(target: NativeTarget, name: str, token_ids: list[int], num_tokens: int, rng: random.Random) -> None:
+    """Rounds with drafts that are mostly wrong, so that nearly each rolls something back."""
+    while num_tokens > 0:
+        base_len = len(token_ids) - 1
+        drafts = tokens(rng.randrange(1000), rng.randint(0, 5))
+        (outcome,) = target.execute([SpanInput(name, base_len, (token_ids[-1], *drafts), num_drafts=len(drafts))])
+        token_ids += outcome.token_ids
+        num_tokens -= len(outcome.token_ids)
+
+
+def prefill(target: NativeTarget, name: str, token_ids: list[int], chunk_len: int) -> None:
+    base_len = opened(target, name, token_ids)
+    while base_len < len(token_ids) - 1:
+        chunk = tuple(token_ids[base_len : min(base_len + chunk_len, len(token_ids) - 1)])
+        target.execute([SpanInput(name, base_len, chunk, samples=False)])
+        base_len += len(chunk)
+
+
+def assert_features(target: NativeTarget, theirs: torch.nn.Module, name: str, token_ids: list[int]) -> None:
+    """Of all positions that are computed: all but the last."""
+    read = target.read_features(name, 0, len(token_ids) - 1)
+    torch.testing.assert_close(read, expected(theirs, token_ids)[:-1], rtol=1e-4, atol=1e-4)
+
+
+def test_features_are_the_hidden_states_also_after_rollbacks(pair: tuple[CausalModel, torch.nn.Module]) -> None:
+    model, theirs = pair
+    target, rng = NativeTarget(model, LIMITS, feature_layers=LAYERS), random.Random(1)
+    sequences = {"a": tokens(1, 37), "b": tokens(2, 50)}
+    for name, token_ids in sequences.items():
+        prefill(target, name, token_ids, 16)
+    for _ in range(4):
+        for name, token_ids in sequences.items():
+            grow(target, name, token_ids, 8, rng)
+            assert_features(target, theirs, name, token_ids)
+    part = target.read_features("a", 5, 21)
+    assert torch.equal(part, target.read_features("a", 0, 30)[5:21])
+    assert target.read_features("a", 7, 7).shape == (0, len(LAYERS) * model.config.hidden_size)
+
+
+def test_a_shared_prefix_shares_its_features(pair: tuple[CausalModel, torch.nn.Module]) -> None:
+    model, theirs = pair
+    target = NativeTarget(model, LIMITS, feature_layers=LAYERS)
+    first = tokens(3, 60)
+    prefill(target, "a", first, 60)
+    grow(target, "a", first, 6, random.Random(2))
+    second = [*first[:50], *tokens(4, 9)]
+    assert opened(target, "b", second) == 48
+    target.execute([SpanInput("b", 48, tuple(second[48:]))])
+    torch.testing.assert_close(target.read_features("b", 0, 59), expected(theirs, second), rtol=1e-4, atol=1e-4)
+    target.release("a")
+    third = [*first[:40], *tokens(5, 30)]
+    prefill(target, "c", third, 20)
+    assert_features(target, theirs, "c", third)
+    torch.testing.assert_close(target.read_features("b", 0, 59), expected(theirs, second), rtol=1e-4, atol=1e-4)
+
+
+def test_features_of_a_preempted_sequence_are_gone_until_it_is_computed_again(
+    pair: tuple[CausalModel, torch.nn.Module],
+) -> None:
+    model, theirs = pair
+    target = NativeTarget(model, replace(LIMITS, num_blocks=8, max_model_len=120), feature_layers=LAYERS)
+    token_ids = tokens(6, 40)
+    prefill(target, "a", token_ids, 40)
+    grow(target, "a", token_ids, 10, random.Random(3))
+    target.release("a")
+    with pytest.raises(LookupError, match="'a': positions 0 to 1 are not in 0 to 0"):
+        target.read_features("a", 0, 1)
+    rival = tokens(7, 100)
+    prefill(target, "b", rival, 100)  # takes the blocks
+    with pytest.raises(OutOfBlocks):
+        prefill(target, "a", token_ids, 40)
+    target.release("a")
+    target.release("b")
+    prefill(target, "a", token_ids, 40)
+    assert_features(target, theirs, "a", token_ids)
+
+
+def test_only_committed_positions_can_be_read(pair: tuple[CausalModel, torch.nn.Module]) -> None:
+    target = NativeTarget(pair[0], LIMITS, feature_layers=LAYERS)
+    token_ids = tokens(8, 20)
+    prefill(target, "a", token_ids, 20)
+    for start, stop in ((0, 20), (-1, 3), (5, 4)):
+        with pytest.raises(LookupError, match="not in 0 to 19"):
+            target.read_features("a", start, stop)
+    with pytest.raises(LookupError, match="'b'"):
+        target.read_features("b", 0, 1)
+    plain = NativeTarget(pair[0], LIMITS)
+    prefill(plain, "a", token_ids, 20)
+    with pytest.raises(LookupError, match="feature_layers"):
+        plain.read_features("a", 0, 1)
+
+
+@pytest.mark.parametrize("layers", [(2, 1), (0, 0), (-2,), (3,)])
+def test_layers_that_the_model_has_not_are_refused(
+    pair: tuple[CausalModel, torch.nn.Module], layers: tuple[int, ...]
+) -> None:
+    with pytest.raises(InvalidField, match="feature_layers: must ascend between -1 and 2"):
+        NativeTarget(pair[0], LIMITS, feature_layers=layers)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_features_of_the_real_model(model_folder: Path, dtype: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    layers = (-1, 4, 14, 29)
+    model = load_model(model_folder, dtype)
+    target = NativeTarget(model, LIMITS, feature_layers=layers)
+    token_ids = [random.Random(9).randrange(model.config.vocab_size) for _ in range(40)]
+    prefill(target, "a", token_ids, 17)
+    grow(target, "a", token_ids, 5, random.Random(4))
+    theirs = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    wanted = expected(theirs, token_ids, layers)[:-1]
+    read = target.read_features("a", 0, len(token_ids) - 1).float()
+    for ours, their in zip(read.chunk(len(layers), -1), wanted.chunk(len(layers), -1), strict=True):
+        error = (ours - their).norm(dim=-1) / their.norm(dim=-1)
+        assert error.max() < (1e-3 if dtype == "float32" else 0.1)
