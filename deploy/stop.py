@@ -48,7 +48,9 @@ def stoppable() -> Iterator[Stop]:
     try:
         yield stop
     except BaseException as error:
-        if not (isinstance(error, Stopped) or stop.asked):
+        # The handler of SIGTERM that Ray installs while it starts exits with the signal's number.
+        by_ray = isinstance(error, SystemExit) and error.code == signal.SIGTERM
+        if not (isinstance(error, Stopped) or stop.asked or by_ray):
             raise
         logger.debug("stopped by a signal", exc_info=error)
         print("outrider: stopped", file=sys.stderr, flush=True)
