@@ -101,7 +101,7 @@ class NativeTarget:
         return self._features.layers
 
     def read_features(self, request_id: str, start: int, stop: int) -> torch.Tensor:
-        """The target's hidden states after ``feature_layers``, side by side, of committed positions ``start`` to ``stop`` - 1.
+        """The target's hidden states after ``feature_layers``, side by side, at committed positions start .. stop - 1.
 
         Of ``n`` committed tokens the first n - 1 are computed, unless the request is still being prefilled or was preempted.
 

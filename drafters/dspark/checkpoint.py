@@ -32,7 +32,7 @@ def load_network(folder: Path, target: TargetRows | None = None, dtype: torch.dt
     """The network in ``folder``, in evaluation mode.
 
     Args:
-        target: where embedding and head come from when they are not stored.
+        target: where embedding and head come from when they are not stored; the embedding is used as it is, not copied.
 
     Raises:
         ModelUnavailable: missing, half-written, unsupported, or not of this target; one line that says which.
@@ -40,11 +40,11 @@ def load_network(folder: Path, target: TargetRows | None = None, dtype: torch.dt
     config = load_dspark_config(folder)
     with torch.device("meta"):
         network = DSparkNetwork(config)
-    shared = _shared_rows(config, target, folder) if config.shares_embedding else {}
+    shared = _shared_rows(config, target, folder, dtype) if config.shares_embedding else {}
     with ExitStack() as stack:
         source = SafetensorsFolder(folder, stack)
         tensors = {
-            name: (shared[name] if name in shared else source.read(name, tuple(parameter.shape))).to(dtype)
+            name: shared[name] if name in shared else source.read(name, tuple(parameter.shape)).to(dtype)
             for name, parameter in network.named_parameters()
         }
     network.load_state_dict(tensors, assign=True)
@@ -60,7 +60,7 @@ def new_network(config: DSparkConfig, target: TargetRows) -> DSparkNetwork:
         ModelUnavailable: the target has another shape than the configuration says.
     """
     network = DSparkNetwork(config)
-    network.load_state_dict(_shared_rows(config, target, None), strict=False)
+    network.load_state_dict(_shared_rows(config, target, None, network.norm.weight.dtype), strict=False)
     return network
 
 
@@ -87,7 +87,9 @@ def save_network(
     _write(folder / CONFIG, json.dumps(raw, indent=2))
 
 
-def _shared_rows(config: DSparkConfig, target: TargetRows | None, folder: Path | None) -> dict[str, Tensor]:
+def _shared_rows(
+    config: DSparkConfig, target: TargetRows | None, folder: Path | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """The target's rows under the names that the network has for them."""
     where = "this drafter" if folder is None else str(folder)
     if target is None:
@@ -99,7 +101,7 @@ def _shared_rows(config: DSparkConfig, target: TargetRows | None, folder: Path |
             f"this one has {tuple(target.embedding.shape)}"
         )
     rows = slice(None) if config.draft_token_ids is None else torch.tensor(config.draft_token_ids, device=target.head.device)
-    return {EMBEDDING: target.embedding, HEAD: target.head[rows]}
+    return {EMBEDDING: target.embedding, HEAD: target.head[rows].to(dtype)}
 
 
 def _write(path: Path, text: str) -> None:

@@ -103,7 +103,7 @@ class DSparkNetwork(nn.Module):
         """[A, gamma, d]"""
         mask = torch.full((len(anchors), self.config.block_size), self.config.mask_token_id, device=anchors.device)
         mask[:, 0] = token_ids[anchors]
-        embedded = self.embed_tokens(mask)
+        embedded = self.embed_tokens(mask).to(self.norm.weight.dtype)
         if self.anchor_input is None:
             return embedded
         last = features[(anchors - 1).clamp_min(0)] * has_context[:, None]

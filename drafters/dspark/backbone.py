@@ -1,0 +1,148 @@
+"""The parallel stage of DSpark as it is run: fused weights, the engine's operators, a paged cache of projected features.
+
+The reference is ``network.py``. Per draft layer the cache holds keys and values of the context, projected once, and of the
+block under way behind them. All layers project the same context, so that is one product for all of them. That a block
+is attended from all of its positions is said by its layout: every row is a span of its own, at the block's end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from drafters.dspark.network import DSparkNetwork
+from engine.factory import make_ops
+from engine.kv_cache import KvCache
+from engine.layout import Layout, PackedSpan, lay_out
+from engine.models.config import inverse_frequencies
+from engine.models.weights import LinearWeight
+from engine.ops import HeadNorms, Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: Linear
+    head_norms: HeadNorms | None
+    out: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Backbone:
+    """Everything of a drafter up to h, on one device. Immutable; not thread-safe, for its operators own buffers.
+
+    Args:
+        network: read once, here; its weights may be laid out anew.
+    """
+
+    def __init__(self, network: DSparkNetwork, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = network.config
+        self.dtype = dtype
+        self.device = device
+        shape = self.config.shape
+        self._ops = make_ops(shape, dtype, device)
+        # Of the context there are only keys and values.
+        self._context_ops = make_ops(replace(shape, num_heads=0), dtype, device)
+        self._frequencies = torch.tensor(inverse_frequencies(shape))
+        self._fc = self._linear(network.fc)
+        self._hidden_norm = self._norm(network.hidden_norm)
+        layers = list(network.layers)
+        self._context_kv = self._linear(*(part for x in layers for part in (x.self_attn.k_proj, x.self_attn.v_proj)))
+        self._layers = [self._fused(layer) for layer in layers]
+        self._final_norm = self._norm(network.norm)
+        self._embedding = network.embed_tokens.weight.detach()
+        self._anchor_input = None
+        if network.anchor_input is not None:
+            reduce = network.anchor_input.reduce
+            maps = self._linear(network.anchor_input.maps)
+            self._anchor_input = (self._linear(reduce), maps) if isinstance(reduce, torch.nn.Linear) else (maps,)
+
+    def new_cache(self, num_blocks: int) -> KvCache:
+        return KvCache.allocate(self.config.shape, num_blocks, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def project(self, spans: Sequence[PackedSpan], features: Tensor, cache: KvCache) -> None:
+        """Writes keys and values of context positions (equations 2 and 3).
+
+        Args:
+            spans: of the positions; their tokens do not matter.
+            features: [rows, feature_size], rows in the order of the spans, in the dtype.
+        """
+        layout = lay_out(spans, cache.block_len, self._frequencies, self.device)
+        projected = self._fc(features).float()
+        context = self._context_ops.add_norm(projected, None, self._hidden_norm)
+        parts = self._context_kv(context).unflatten(-1, (len(self._layers), -1)).transpose(0, 1).contiguous()
+        for index, (layer, kv) in enumerate(zip(self._layers, parts, strict=True)):
+            keys, values = cache.keys[index], cache.values[index]
+            self._context_ops.rotate_and_store(kv, layer.head_norms, layout, keys, values)
+
+    @torch.inference_mode()
+    def run(self, blocks: Sequence[PackedSpan], last_features: Tensor | None, cache: KvCache) -> Tensor:
+        """The block of each span: the anchor and masks, on the context before it.
+
+        Args:
+            blocks: spans of ``block_size`` tokens; all but the first of each are masks.
+            last_features: [blocks, feature_size], of the position before each anchor (zeros where there is none), in the
+                dtype; for drafters with ``anchor_input``.
+
+        Returns:
+            h, [blocks, block_size, d] in the dtype.
+        """
+        ops, layout = self._ops, lay_out(blocks, cache.block_len, self._frequencies, self.device)
+        whole = _each_row_at_the_end(layout, self.config.block_size)
+        residual = self._inputs(layout, last_features)
+        delta = None
+        for index, layer in enumerate(self._layers):
+            keys, values = cache.keys[index], cache.values[index]
+            qkv = layer.qkv(ops.add_norm(residual, delta, layer.input_norm))
+            queries = ops.rotate_and_store(qkv, layer.head_norms, layout, keys, values)
+            attended = layer.out(ops.attention(queries, whole, keys, values))
+            delta = layer.down(ops.gate(layer.gate_up(ops.add_norm(residual, attended, layer.post_norm))))
+        return ops.add_norm(residual, delta, self._final_norm).unflatten(0, (len(blocks), -1))
+
+    def _inputs(self, layout: Layout, last_features: Tensor | None) -> Tensor:
+        """fp32 [rows, d], to be added to in place."""
+        embedded = torch.nn.functional.embedding(layout.token_ids, self._embedding)
+        if self._anchor_input is None or last_features is None:
+            return embedded.float()
+        x = torch.cat([last_features, embedded[:: self.config.block_size].to(self.dtype)], dim=-1)
+        for product in self._anchor_input:
+            x = product(x)
+        return embedded.float() + x.float().view(embedded.shape)
+
+    def _fused(self, layer: torch.nn.Module) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = None
+        if self.config.shape.qk_norm:
+            norms = HeadNorms(self._norm(attention.q_norm), self._norm(attention.k_norm))
+        return _Layer(
+            input_norm=self._norm(layer.input_layernorm),
+            qkv=self._linear(attention.q_proj, attention.k_proj, attention.v_proj),
+            head_norms=norms,
+            out=self._linear(attention.o_proj),
+            post_norm=self._norm(layer.post_attention_layernorm),
+            gate_up=self._linear(mlp.gate_proj, mlp.up_proj),
+            down=self._linear(mlp.down_proj),
+        )
+
+    def _linear(self, *parts: torch.nn.Linear) -> Linear:
+        """One product for several of the same input."""
+        weight = torch.cat([part.weight.detach() for part in parts]).to(self.device, self.dtype)
+        bias = None
+        if parts[0].bias is not None:
+            bias = torch.cat([part.bias.detach() for part in parts]).to(self.device, self.dtype)
+        return self._ops.linear(LinearWeight(weight, bias))
+
+    def _norm(self, norm: torch.nn.Module) -> Tensor:
+        return norm.weight.detach().float().to(self.device)
+
+
+def _each_row_at_the_end(layout: Layout, block_size: int) -> Layout:
+    """Of a layout of whole blocks the one in which each row sees its whole block: a span of one row at its last position."""
+    ends = layout.base_lens.repeat_interleave(block_size) + (block_size - 1)
+    starts = torch.arange(layout.num_rows + 1, dtype=torch.int32, device=ends.device)
+    tables = layout.tables.repeat_interleave(block_size, dim=0)
+    return replace(layout, starts=starts, base_lens=ends, tables=tables, max_span_len=1)

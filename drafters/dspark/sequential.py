@@ -1,0 +1,176 @@
+"""The sequential stage as it is run: tokens of all blocks side by side, position after position.
+
+A block's base logits are made by one product before; a step then costs the product of W_2, the choice, and nothing for the
+confidence: of equation 7 the part of h is computed for the whole block at once, and the part of W_1[x] is one number per
+token, computed when the drafter is made.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from drafters.dspark.network import DSparkNetwork, markov_rows
+from engine.factory import make_ops
+from engine.models.weights import LinearWeight
+from engine.sampling import Sampler, SampleSpan, SamplingState
+
+_LEAST = 1e-6  # a confidence is never quite 0 or 1
+
+
+@dataclass(slots=True)
+class Block:
+    """A block on its way to a draft.
+
+    ``ahead``: tokens taken as given at its first positions. The draft is what follows them, at most ``num_tokens``.
+    """
+
+    anchor: int  # token
+    state: SamplingState
+    ahead: tuple[int, ...]
+    num_tokens: int
+    ends: frozenset[int]  # tokens that nothing follows
+    token_ids: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+    survival: float = 1.0  # of all tokens so far
+    done: bool = False
+
+    @property
+    def end(self) -> int:
+        """Positions of the block that are wanted, those taken as given included."""
+        return len(self.ahead) + self.num_tokens
+
+    def wants(self, k: int) -> bool:
+        return not self.done and len(self.ahead) <= k < self.end
+
+    def token_before(self, k: int) -> int:
+        """The token before the one that position ``k`` predicts; anything when the block is done."""
+        if k == 0:
+            return self.anchor
+        if k <= len(self.ahead):
+            return self.ahead[k - 1]
+        return self.token_ids[min(k - len(self.ahead), len(self.token_ids)) - 1] if self.token_ids else self.anchor
+
+    def add(self, token_id: int, confidence: float) -> None:
+        self.token_ids.append(token_id)
+        self.confidences.append(confidence)
+        self.survival *= confidence
+        self.done = token_id in self.ends
+
+
+class SequentialStage:
+    """Head, sequential head and confidence head, on one device.
+
+    Args:
+        network: read once, here; its weights may be laid out anew.
+        temperatures: of the confidences, by position, as sequential temperature scaling fitted them; the last one holds on.
+        min_survival: a draft ends before a token that is less likely than this to be reached and right.
+    """
+
+    def __init__(
+        self,
+        network: DSparkNetwork,
+        dtype: torch.dtype,
+        device: torch.device,
+        sampler: Sampler,
+        temperatures: Sequence[float] = (1.0,),
+        min_survival: float = 0.0,
+    ) -> None:
+        config = network.config
+        ops = make_ops(config.shape, dtype, device)
+        self._device = device
+        self._sampler = sampler
+        self._temperatures = tuple(temperatures)
+        self._min_survival = min_survival
+        self._head = ops.linear(LinearWeight(network.lm_head.weight.detach().to(device, dtype)))
+        self._rows = markov_rows(config)
+        self._markov, self._bias = network.markov_head, None
+        if self._markov is not None:
+            self._bias = ops.linear(LinearWeight(self._markov.markov_w2.weight.detach().to(device, dtype)))
+            self._markov = self._markov.to(device, dtype)
+        self._output_ids = None
+        if config.draft_token_ids is not None:
+            self._output_ids = torch.tensor(config.draft_token_ids, device=device)
+        self._full_logits = torch.empty(0, config.shape.vocab_size, device=device)
+        self._confidence = None if network.confidence_head is None else _Confidence(network, device)
+
+    @torch.inference_mode()
+    def draft(self, hidden: Tensor, blocks: Sequence[Block]) -> None:
+        """Drafts for all blocks, side by side.
+
+        Args:
+            hidden: h, [blocks, gamma, d] in the dtype; no block wants more than gamma positions.
+        """
+        num_steps = max(block.end for block in blocks)
+        hidden = hidden[:, :num_steps].contiguous()
+        base = self._head(hidden.flatten(0, 1)).unflatten(0, (len(blocks), num_steps))
+        of_hidden = None if self._confidence is None else self._confidence.of_hidden(hidden)
+        state: Tensor | None = None
+        for k in range(num_steps):
+            rows = self._rows[torch.tensor([block.token_before(k) for block in blocks])].to(self._device)
+            latents = None
+            if self._markov is not None:
+                latents, state = self._markov.step(self._markov.markov_w1(rows), hidden[:, k], state)
+            confidences: list[float | None] = [None] * len(blocks)
+            if self._confidence is not None and of_hidden is not None:
+                temperature = self._temperatures[min(k, len(self._temperatures) - 1)]
+                confidences = self._confidence.of_step(of_hidden[:, k], rows, temperature)
+            for block, confidence in zip(blocks, confidences, strict=True):
+                block.done |= confidence is not None and block.wants(k) and block.survival * confidence < self._min_survival
+            active = [i for i, block in enumerate(blocks) if block.wants(k)]
+            if active:
+                self._choose(base[:, k], latents, [(i, blocks[i], confidences[i]) for i in active])
+            elif all(block.done or block.end <= k for block in blocks):
+                return
+
+    def _choose(self, base: Tensor, latents: Tensor | None, active: Sequence[tuple[int, Block, float | None]]) -> None:
+        """One token for each of the ``active`` blocks: (row, block, confidence, None: that which the token has)."""
+        if len(active) < len(base):
+            rows = torch.tensor([i for i, _, _ in active], device=self._device)
+            base, latents = base[rows], None if latents is None else latents[rows]
+        logits = base.float() if latents is None or self._bias is None else base + self._bias(latents).float()
+        spans = [SampleSpan(block.state, (*block.ahead, *block.token_ids), 1) for _, block, _ in active]
+        has_head = self._confidence is not None
+        for (_, block, confidence), chosen in zip(
+            active, self._sampler.choose(self._over_all(logits), spans, want_confidences=not has_head), strict=True
+        ):
+            if not chosen.token_ids:  # every token is masked there, and the target will find the same
+                block.done = True
+                continue
+            certain = chosen.confidences[0] if confidence is None else confidence
+            if block.survival * certain < self._min_survival:
+                block.done = True
+            else:
+                block.add(chosen.token_ids[0], max(certain, _LEAST))
+
+    def _over_all(self, logits: Tensor) -> Tensor:
+        """Over the whole vocabulary: -inf where a reduced head knows no token. Overwritten by the next call."""
+        if self._output_ids is None:
+            return logits
+        if len(self._full_logits) < len(logits):
+            self._full_logits = self._full_logits.new_full((len(logits), self._full_logits.shape[1]), -torch.inf)
+        return self._full_logits[: len(logits)].index_copy_(1, self._output_ids, logits)
+
+
+class _Confidence:
+    """Equation 7 in two parts: what h gives, and what the token before gives, a number per row of W_1."""
+
+    def __init__(self, network: DSparkNetwork, device: torch.device) -> None:
+        assert network.confidence_head is not None
+        projection = network.confidence_head.proj
+        weight, self._offset = projection.weight.detach().float().to(device)[0], float(projection.bias.item())
+        hidden_size = network.config.shape.hidden_size
+        self._of_hidden = weight[:hidden_size]
+        self._of_row = None
+        if network.confidence_head.with_markov and network.markov_head is not None:
+            self._of_row = network.markov_head.markov_w1.weight.detach().float().to(device) @ weight[hidden_size:]
+
+    def of_hidden(self, hidden: Tensor) -> Tensor:
+        """[..., d] -> [...], fp32"""
+        return hidden.float() @ self._of_hidden + self._offset
+
+    def of_step(self, of_hidden: Tensor, rows: Tensor, temperature: float) -> list[float]:
+        """Of one position of each block: ``of_hidden`` [blocks], rows of W_1 [blocks]."""
+        logits = of_hidden if self._of_row is None else of_hidden + self._of_row[rows]
+        return torch.sigmoid(logits / temperature).clamp(_LEAST, 1.0 - _LEAST).tolist()

@@ -1,0 +1,124 @@
+"""Random DSpark drafters for tiny targets, and features without a serving target."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.types import SamplingParams
+from drafters.dspark.checkpoint import TargetRows, new_network, save_network
+from drafters.dspark.config import parse_dspark_config
+from drafters.protocol import Demand, Draft, Drafter
+from engine.factory import load_model
+from engine.forward import CausalModel, PackedSpan
+from engine.models.config import load_config
+from engine.models.weights import open_weights
+
+
+def target_rows(folder: Path) -> TargetRows:
+    with open_weights(folder, load_config(folder), torch.float32) as weights:
+        return TargetRows(weights.embedding().clone(), weights.head().clone())
+
+
+def write_dspark(folder: Path, target_folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """A drafter with random weights for the model in ``target_folder``; ``changes`` go into ``config.json``."""
+    target = json.loads((target_folder / "config.json").read_text())
+    raw = {
+        **target,
+        "architectures": ["LlamaDSparkModel"],
+        "num_target_layers": target["num_hidden_layers"],
+        "num_hidden_layers": 2,
+        "block_size": 6,
+        "mask_token_id": 5,
+        "target_layer_ids": [0, target["num_hidden_layers"] - 1],
+        "markov_rank": 8,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "shares_embedding": True,
+        "fc_bias": True,
+        **changes,
+    }
+    network = new_network(parse_dspark_config(raw), target_rows(target_folder))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if parameter.requires_grad and "norm" not in name:
+                width = parameter.shape[-1] if parameter.dim() > 1 else 16
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 1.5 / width**0.5)
+    save_network(network, folder, raw, torch.float32)
+    return folder
+
+
+class PrefixFeatures:
+    """A target's features for any tokens, computed anew at each reading."""
+
+    def __init__(self, model: CausalModel, layers: Sequence[int]) -> None:
+        self._model, self._layers = model, tuple(layers)
+        self._cache = model.new_cache(-(-model.config.max_len // 32))
+        self.token_ids: dict[str, list[int]] = {}
+        self.num_rows = 0
+
+    def read_features(self, request_id: str, start: int, stop: int) -> Tensor:
+        token_ids = self.token_ids[request_id]
+        if not 0 <= start <= stop < len(token_ids):
+            raise LookupError(f"{request_id!r} has no features {start} to {stop}")
+        self.num_rows += stop - start
+        table = np.arange(self._cache.num_blocks, dtype=np.int32)
+        spans = [PackedSpan(0, token_ids[:stop], table)]
+        return self._model.forward_with_features(spans, self._cache, self._layers)[1][start:stop].clone()
+
+
+class WithFeatures:
+    """A drafter beside ``PrefixFeatures`` that hear of the same tokens."""
+
+    def __init__(self, drafter: Drafter, features: PrefixFeatures) -> None:
+        self.drafter, self.features = drafter, features
+
+    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+        self.features.token_ids[request_id] = list(token_ids)
+        self.drafter.open(request_id, token_ids, prompt_len, sampling)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self.features.token_ids[request_id].extend(token_ids)
+        self.drafter.extend(request_id, token_ids)
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        return self.drafter.propose(demands)
+
+    def release(self, request_id: str) -> None:
+        self.features.token_ids.pop(request_id, None)
+        self.drafter.release(request_id)
+
+    def check_integrity(self) -> None:
+        self.drafter.check_integrity()
+
+
+def make_dspark(
+    folder: Path,
+    target_folder: Path,
+    *,
+    num_blocks: int = 64,
+    min_survival: float = 0.0,
+    temperatures: Sequence[float] = (1.0,),
+    eos_token_ids: Sequence[int] = (256,),
+    model: CausalModel | None = None,
+) -> WithFeatures:
+    from drafters.dspark.backbone import Backbone
+    from drafters.dspark.checkpoint import load_network
+    from drafters.dspark.drafter import DSparkDrafter
+    from drafters.dspark.sequential import SequentialStage
+    from engine.sampling import Sampler
+
+    network = load_network(folder, target_rows(target_folder))
+    device = torch.device("cpu")
+    sampler = Sampler(network.config.shape.vocab_size, eos_token_ids)
+    sequential = SequentialStage(network, torch.float32, device, sampler, temperatures, min_survival)
+    backbone = Backbone(network, torch.float32, device)
+    features = PrefixFeatures(model or load_model(target_folder, "float32"), network.config.target_layer_ids)
+    drafter = DSparkDrafter(backbone, sequential, features, num_blocks=num_blocks, eos_token_ids=eos_token_ids)
+    return WithFeatures(drafter, features)

@@ -1,0 +1,227 @@
+"""DSpark as it is run against the network in plain torch, and what its cache and its drafts must keep."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.types import SamplingParams
+from drafters.dspark.checkpoint import load_network
+from drafters.protocol import Demand
+from engine.factory import load_model
+from engine.forward import CausalModel
+from engine.sampling import Sampler, SampleSpan, SamplingState
+from tests.support.dspark import WithFeatures, make_dspark, target_rows, write_dspark
+from tests.support.tiny_model import write_tiny_model
+
+VOCAB_SIZE = 257
+EOS = VOCAB_SIZE - 1
+BLOCK = 6
+REDUCED = sorted(random.Random(3).sample(range(VOCAB_SIZE), 150))
+GREEDY = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=80, temperature=0.8, seed=5, ignore_eos=True)
+PENALIZED = SamplingParams(
+    max_tokens=80, temperature=0.8, seed=6, ignore_eos=True, repetition_penalty=1.3, presence_penalty=0.5, top_k=40
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn", "confidence_head_with_markov": False},
+    "reduced": {"draft_token_ids": REDUCED, "markov_head_type": "rnn"},
+    "anchor-input": {"anchor_input": True, "anchor_input_rank": 12, "draft_token_ids": REDUCED},
+    "full-anchor-input": {"anchor_input": True, "target_layer_ids": [-1, 0, 1, 2]},
+    "no-confidence": {"enable_confidence_head": False},
+    "no-markov": {"markov_rank": 0, "enable_confidence_head": False},
+    "own-embedding": {"shares_embedding": False, "fc_bias": False},
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Heads of 16: the C kernels take part.
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), num_layers=3, hidden_size=64, intermediate_size=96)
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> CausalModel:
+    return load_model(target, "float32")
+
+
+@pytest.fixture(params=VARIANTS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path, target: Path) -> Path:
+    return write_dspark(tmp_path / "drafter", target, **VARIANTS[request.param])
+
+
+@pytest.fixture
+def vanilla(tmp_path: Path, target: Path) -> Path:
+    return write_dspark(tmp_path / "drafter", target)
+
+
+def text(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB_SIZE - 1) for _ in range(length)]
+
+
+class Reference:
+    """Drafts by the network in plain torch, one token after the other."""
+
+    def __init__(self, folder: Path, target: Path, drafter: WithFeatures) -> None:
+        self.network = load_network(folder, target_rows(target))
+        self.features = drafter.features
+        self.sampler = Sampler(VOCAB_SIZE, (EOS,))
+
+    @torch.no_grad()
+    def draft(
+        self, token_ids: list[int], prompt_len: int, sampling: SamplingParams, num: int, ahead: tuple[int, ...] = ()
+    ) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        config, net = self.network.config, self.network
+        anchor = len(token_ids) - 1
+        self.features.token_ids["reference"] = token_ids
+        features = self.features.read_features("reference", 0, anchor)
+        features = torch.cat([features, torch.full((1, config.feature_size), 7.0)])  # the anchor's: not to be read
+        hidden = net(features, torch.tensor(token_ids), (len(token_ids),), torch.tensor([anchor]))
+        state = SamplingState(sampling, token_ids, prompt_len)
+        said, confidences = list(ahead), []
+        for k in range(len(ahead), min(config.block_size, len(ahead) + num)):
+            padded = [token_ids[-1], *said] + [0] * (config.block_size - k - 1)
+            previous = torch.tensor([padded[: config.block_size]])
+            latents = net.latents(hidden, previous)
+            logits = net.logits(hidden, latents)[0, k]
+            if config.draft_token_ids is not None:
+                logits = torch.full((VOCAB_SIZE,), -torch.inf).index_copy(0, torch.tensor(config.draft_token_ids), logits)
+            (chosen,) = self.sampler.choose(logits[None], [SampleSpan(state, tuple(said), 1)], want_confidences=True)
+            said.append(chosen.token_ids[0])
+            head = config.has_confidence
+            confidences.append(
+                net.confidence_logits(hidden, previous)[0, k].sigmoid().item() if head else chosen.confidences[0]
+            )
+        return tuple(said[len(ahead) :]), tuple(confidences)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALIZED], ids=["greedy", "sampled", "penalized"])
+def test_drafts_are_those_of_the_network(folder: Path, target: Path, model: CausalModel, sampling: SamplingParams) -> None:
+    """Three requests at once over several rounds, of which each projects only what is new."""
+    drafter = make_dspark(folder, target, model=model)
+    reference = Reference(folder, target, drafter)
+    rng = random.Random(1)
+    texts = {name: text(i, 30 + 17 * i) for i, name in enumerate("abc")}
+    for name, token_ids in texts.items():
+        drafter.open(name, token_ids, 10, sampling)
+    for _ in range(4):
+        demands = [Demand(name, rng.randint(1, 8)) for name in texts]
+        for demand, draft in zip(demands, drafter.propose(demands), strict=True):
+            token_ids = texts[demand.request_id]
+            expected, confidences = reference.draft(token_ids, 10, sampling, demand.num_tokens)
+            assert draft.token_ids == expected
+            assert draft.confidences == pytest.approx(confidences, abs=1e-4)
+            kept = [*expected[: rng.randint(0, 3)], rng.randrange(EOS)]
+            token_ids += kept
+            drafter.extend(demand.request_id, kept)
+        drafter.check_integrity()
+
+
+def test_the_context_is_projected_once(vanilla: Path, target: Path, model: CausalModel) -> None:
+    drafter = make_dspark(vanilla, target, model=model)
+    drafter.open("a", text(1, 70), 10, GREEDY)
+    for _ in range(5):
+        drafter.propose([Demand("a", 4)])
+        drafter.propose([Demand("a", 2)])
+        drafter.extend("a", [3, 4])
+    assert drafter.features.num_rows == 69 + 4 * 2
+    drafter.open("b", text(1, 70), 10, GREEDY)
+    drafter.propose([Demand("b", 4)])
+    assert drafter.features.num_rows == 69 + 4 * 2 + 5  # two blocks of 32 positions are shared
+
+
+def test_what_stands_ahead_is_taken_as_given(folder: Path, target: Path, model: CausalModel) -> None:
+    drafter = make_dspark(folder, target, model=model)
+    reference = Reference(folder, target, drafter)
+    tokens = text(2, 40)
+    drafter.open("a", tokens, 10, SAMPLED)
+    drafter.open("b", tokens, 10, SAMPLED)
+    demands = [Demand("a", 9, (8, 9, 10)), Demand("b", 2)]
+    assert [draft.token_ids for draft in drafter.propose(demands)] == [
+        reference.draft(tokens, 10, SAMPLED, 9, (8, 9, 10))[0],
+        reference.draft(tokens, 10, SAMPLED, 2)[0],
+    ]
+    (nothing,) = drafter.propose([Demand("a", 3, (1,) * BLOCK)])
+    assert nothing.token_ids == ()
+
+
+def test_nothing_is_drafted_of_what_the_target_has_not_computed(vanilla: Path, target: Path, model: CausalModel) -> None:
+    drafter = make_dspark(vanilla, target, model=model)
+    tokens = text(3, 50)
+    drafter.open("late", tokens, 10, GREEDY)
+    drafter.open("there", tokens, 10, GREEDY)
+    drafter.features.token_ids["late"] = tokens[:30]  # still being prefilled
+    late, there = drafter.propose([Demand("late", 4), Demand("there", 4)])
+    assert (len(late.token_ids), len(there.token_ids)) == (0, 4)
+    drafter.check_integrity()
+    drafter.features.token_ids["late"] = tokens
+    (late,) = drafter.propose([Demand("late", 4)])
+    assert late.token_ids == there.token_ids
+
+
+def test_requests_that_lost_their_context_project_it_anew(folder: Path, target: Path, model: CausalModel) -> None:
+    """Room for two requests of 90 tokens, at three blocks each, and five of them."""
+    drafters = [make_dspark(folder, target, num_blocks=n, model=model) for n in (7, 64)]
+    for drafter in drafters:
+        for i, name in enumerate("abcde"):
+            drafter.open(name, text(i, 80), 10, SAMPLED)
+    for _ in range(3):
+        few, many = ([draft.token_ids for draft in d.propose([Demand(name, 4) for name in "abcde"])] for d in drafters)
+        assert few == many
+        for name, token_ids in zip("abcde", few, strict=True):
+            for drafter in drafters:
+                drafter.extend(name, token_ids)
+                drafter.check_integrity()
+    assert drafters[0].features.num_rows > drafters[1].features.num_rows
+
+
+def test_a_doubtful_draft_ends_early_and_temperatures_say_what_is_doubtful(
+    folder: Path, target: Path, model: CausalModel
+) -> None:
+    whole, short = (make_dspark(folder, target, model=model, min_survival=m) for m in (0.0, 0.2))
+    cold = make_dspark(folder, target, model=model, temperatures=(1.0, 3.0))
+    has_head = whole.drafter._sequential._confidence is not None  # type: ignore[attr-defined]
+    lens = []
+    for seed in range(6):
+        tokens = text(seed, 40)
+        for drafter in (whole, short, cold):
+            drafter.open("a", tokens, 10, SAMPLED)
+        (all_of_it,), (some,), (calibrated,) = (drafter.propose([Demand("a", BLOCK)]) for drafter in (whole, short, cold))
+        survival, num_sure = 1.0, 0
+        for confidence in all_of_it.confidences:
+            survival *= confidence
+            if survival < 0.2:
+                break
+            num_sure += 1
+        assert some.token_ids == all_of_it.token_ids[:num_sure]
+        assert calibrated.token_ids == all_of_it.token_ids
+        lens.append(num_sure)
+        logits = torch.tensor(all_of_it.confidences).logit()
+        if has_head:
+            expected = torch.sigmoid(logits / torch.tensor([1.0] + [3.0] * (BLOCK - 1)))
+            assert calibrated.confidences == pytest.approx(expected.tolist(), abs=1e-3)
+    assert len(set(lens)) > 1
+
+
+def test_nothing_is_drafted_behind_the_end(vanilla: Path, target: Path, model: CausalModel) -> None:
+    drafter = make_dspark(vanilla, target, model=model)
+    sure = ((EOS, 100.0),)
+    for params, expected in (
+        (SamplingParams(max_tokens=20, temperature=0.0, logit_bias=sure), (EOS,)),
+        (SamplingParams(max_tokens=20, temperature=0.0, logit_bias=sure, ignore_eos=True), (EOS,) * 4),
+        (SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((7, 100.0),), stop_token_ids=(7,)), (7,)),
+        (SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((VOCAB_SIZE, 1.0),)), ()),
+    ):
+        drafter.open("r", text(1, 30), 10, params)
+        drafter.open("s", text(1, 30), 10, GREEDY)
+        draft, other = drafter.propose([Demand("r", 4), Demand("s", 4)])
+        assert draft.token_ids == expected
+        assert len(other.token_ids) == 4
+        if expected and not params.ignore_eos:
+            (further,) = drafter.propose([Demand("r", 2, draft.token_ids)])
+            assert further.token_ids == ()
