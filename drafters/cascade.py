@@ -1,8 +1,8 @@
-"""A cascade: per request and round, the cheapest drafter whose draft promises enough, else the next; and drafts spliced.
+"""A cascade: per request and round, of several drafters the one that promises most, the dear ones asked only when it pays.
 
-What "enough" means is learned: a draft is taken when its expected accepted length is at least what the members after it
-have lately brought, less what they cost. Asking nobody on a hopeless request is a choice, too: a round without a draft is
-a plain decode, which is what keeps large batches from losing.
+All that this needs is learned from what was committed. Every draft that was made is scored against it, whether it was handed
+out or not (full information): so confidences are calibrated for each member, and what asking a dear member adds is known.
+Drafting nothing is a choice, too: a round without a draft is a plain decode, which keeps large batches from losing.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,22 @@ from itertools import pairwise
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.protocol import Demand, Draft, Drafter
+from drafters.replay import common_prefix_len
+from drafters.worth import OwnGain, Worth
+from profiler.online_calibration import OnlineSurvival
 
-_SMOOTHING = 0.1  # weight of the newest round in what a member brings
-_PRIOR_LEN = 0.5  # accepted tokens expected of a member that was never asked
-_RECOVERY = 0.002  # by which a member that is not asked drifts back to that, or its luck could never turn
+_PACE_MEMORY = 0.01  # weight of the newest round in the tokens per step
+_MIN_SURVIVAL = 0.02  # what is less likely to survive is not handed out
+_MAX_SPLICES = 3  # of one draft
+
+_Found = tuple[tuple[int, ...], tuple[float, ...]]  # tokens, and the survival of each
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A drafter of the cascade. ``cost``: of one draft, in one-row steps of the target (a look-up's is nearly 0).
+    """A drafter of the cascade. ``cost``: of one draft, in one-row steps of the target (a lookup's is nearly 0).
 
-    ``splices``: free enough to be asked again after each token of a later member's draft.
+    ``splices``: free enough to be asked again behind what another drafted. One that costs nothing is asked every time.
     """
 
     name: str
@@ -31,41 +36,54 @@ class Member:
     splices: bool = False
 
 
-@dataclass(slots=True)
-class _Record:
-    """What a member has brought: accepted tokens per draft, and how far its confidences may be believed."""
-
-    accepted_len: float = _PRIOR_LEN
-    trust: float = 1.0  # accepted over expected
-
-    def learn(self, expected_len: float, num_accepted: int) -> None:
-        self.accepted_len += _SMOOTHING * (num_accepted - self.accepted_len)
-        if expected_len > 0.0:
-            ratio = min(num_accepted / expected_len, 4.0)
-            self.trust += _SMOOTHING * (ratio - self.trust)
-
-    def rest(self) -> None:
-        """A batch went by in which the member was not asked."""
-        self.accepted_len += _RECOVERY * (_PRIOR_LEN - self.accepted_len)
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Guess:
-    """The last draft of a request, until the commit that answers it."""
+    """A member's draft, and what its confidences mean."""
 
-    token_ids: tuple[int, ...]
     member: int
-    expected_len: float
+    token_ids: tuple[int, ...]
+    confidences: tuple[float, ...]  # as the member gave them
+    survival: tuple[float, ...]
+
+    @property
+    def expected_len(self) -> float:
+        return sum(self.survival)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A dear member was asked when ``at_hand`` was the best guess."""
+
+    member: int
+    at_hand: _Guess
+
+
+@dataclass(slots=True)
+class _Round:
+    """The last guesses for a request, until the commit that answers them."""
+
+    guesses: list[_Guess] = field(default_factory=list)
+    asked: list[_Asked] = field(default_factory=list)
+    cost: float = 0.0
+
+    @property
+    def best(self) -> _Guess:
+        return max(self.guesses, key=lambda guess: guess.expected_len)
 
 
 @dataclass(slots=True)
 class _Followed:
-    guess: _Guess | None = None
-    turns: dict[int, int] = field(default_factory=dict)  # member -> drafts of this request
+    own: dict[int, OwnGain]  # of the dear members
+    round: _Round | None = None
+    num_drafts: dict[int, int] = field(default_factory=dict)  # by the member that made the best guess
 
 
 class CascadeDrafter:
     """Members from the cheapest to the dearest; all follow every request.
+
+    A dear member is asked when the tokens that it is known to add are more than would be decoded in the time that it takes
+    (the rule that maximises tokens per second in the long run). Lookups go on where a draft ends, and take over a model's
+    draft from where they promise more than the rest of it.
 
     Raises:
         InvalidField: no members, or their costs do not ascend.
@@ -77,50 +95,46 @@ class CascadeDrafter:
         if any(a.cost > b.cost for a, b in pairwise(members)):
             raise InvalidField("members", [m.name for m in members], "must stand in the order of their cost")
         self._members = tuple(members)
-        self._records = [_Record() for _ in members]
+        self._survival = [OnlineSurvival() for _ in members]
+        self._worth = {i: Worth() for i, member in enumerate(members) if member.cost > 0.0}
+        self._tokens_per_round, self._cost_per_round = 1.5, 1.0
         self._followed: dict[str, _Followed] = {}
 
     @property
     def drafts_by_member(self) -> dict[str, int]:
         """Drafts of the requests followed now, by the member that made them."""
         return {
-            member.name: sum(followed.turns.get(i, 0) for followed in self._followed.values())
+            member.name: sum(followed.num_drafts.get(i, 0) for followed in self._followed.values())
             for i, member in enumerate(self._members)
         }
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         for member in self._members:
             member.drafter.open(request_id, token_ids, prompt_len, sampling)
-        self._followed[request_id] = _Followed()
+        self._followed[request_id] = _Followed({i: OwnGain() for i in self._worth})
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         for member in self._members:
             member.drafter.extend(request_id, token_ids)
         followed = self._followed[request_id]
-        guess, followed.guess = followed.guess, None
-        if guess is not None:
-            num_accepted = _num_equal(guess.token_ids, token_ids)
-            if num_accepted < len(guess.token_ids) and num_accepted == len(token_ids):
-                return  # the commit ended before the guess did: nothing was refuted
-            self._records[guess.member].learn(guess.expected_len, num_accepted)
+        if followed.round is not None and token_ids:
+            self._learn(followed, followed.round, token_ids)
+        followed.round = None
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        drafts: dict[str, tuple[int, Draft]] = {}
-        open_demands = list(demands)
-        for i, member in enumerate(self._members):
-            if not open_demands:
-                self._records[i].rest()
+        rounds = [_Round() for _ in demands]
+        for index, member in enumerate(self._members):
+            asked = [i for i, demand in enumerate(demands) if self._is_asked(index, demand, rounds[i])]
+            if not asked:
                 continue
-            bar = self._bar(i)
-            still_open = []
-            for demand, draft in zip(open_demands, member.drafter.propose(open_demands), strict=True):
-                best = drafts.get(demand.request_id)
-                if best is None or self._expected_len(i, draft) > self._expected_len(*best):
-                    drafts[demand.request_id] = best = (i, draft)
-                if self._expected_len(*best) < bar:
-                    still_open.append(demand)
-            open_demands = still_open
-        return [self._settle(demand, *drafts[demand.request_id]) for demand in demands]
+            drafts = member.drafter.propose([demands[i] for i in asked])
+            survivals = self._survival[index].survival([draft.confidences for draft in drafts])
+            for i, draft, survival in zip(asked, drafts, survivals, strict=True):
+                if member.cost > 0.0 and rounds[i].guesses:
+                    rounds[i].asked.append(_Asked(index, rounds[i].best))
+                rounds[i].guesses.append(_Guess(index, draft.token_ids, draft.confidences, survival))
+                rounds[i].cost += member.cost
+        return [self._settle(demand, round_) for demand, round_ in zip(demands, rounds, strict=True)]
 
     def release(self, request_id: str) -> None:
         for member in self._members:
@@ -131,53 +145,66 @@ class CascadeDrafter:
         for member in self._members:
             member.drafter.check_integrity()
 
-    def _bar(self, index: int) -> float:
-        """What the best of the members after ``index`` may be expected to bring, less what it costs more."""
-        own = self._members[index].cost
-        later = zip(self._members[index + 1 :], self._records[index + 1 :], strict=True)
-        return max((record.accepted_len - (member.cost - own) for member, record in later), default=0.0)
+    def _is_asked(self, index: int, demand: Demand, round_: _Round) -> bool:
+        if index not in self._worth or not round_.guesses:
+            return True
+        price = self._members[index].cost * self._tokens_per_round / self._cost_per_round
+        own = self._followed[demand.request_id].own[index]
+        return self._worth[index].is_worth(price, round_.best.expected_len, own)
 
-    def _expected_len(self, index: int, draft: Draft) -> float:
-        """Expected accepted tokens: sum over the tokens of the probability that all up to it are right."""
-        return self._records[index].trust * _survival_sum(draft.confidences)
+    def _learn(self, followed: _Followed, round_: _Round, token_ids: Sequence[int]) -> None:
+        """What was committed says of every guess how far it was right, and no more than so far."""
+        for guess in round_.guesses:
+            self._survival[guess.member].record(guess.confidences[: len(token_ids)], _num_right(guess, token_ids))
+        for asked in round_.asked:
+            until = next(i for i, guess in enumerate(round_.guesses) if guess.member == asked.member)
+            chosen = max(round_.guesses[: until + 1], key=lambda guess: guess.expected_len)
+            gain = _num_right(chosen, token_ids) - _num_right(asked.at_hand, token_ids)
+            self._worth[asked.member].learn(gain, asked.at_hand.expected_len, followed.own[asked.member])
+        self._tokens_per_round += _PACE_MEMORY * (len(token_ids) - self._tokens_per_round)
+        self._cost_per_round += _PACE_MEMORY * (1.0 + round_.cost - self._cost_per_round)
 
-    def _settle(self, demand: Demand, index: int, draft: Draft) -> Draft:
-        """Splices, and notes what was guessed."""
-        spliced = self._splice(demand, index, draft)
-        followed = self._followed[demand.request_id]
+    def _settle(self, demand: Demand, round_: _Round) -> Draft:
+        best = round_.best
         if not demand.ahead:
-            followed.guess = _Guess(spliced.token_ids, index, self._expected_len(index, draft))
-            followed.turns[index] = followed.turns.get(index, 0) + 1
-        return spliced
+            followed = self._followed[demand.request_id]
+            followed.round = round_
+            followed.num_drafts[best.member] = followed.num_drafts.get(best.member, 0) + 1
+        token_ids, survival = self._spliced(demand, best)
+        kept = sum(probability >= _MIN_SURVIVAL for probability in survival)  # survival never rises
+        before = (1.0, *survival)
+        confidences = tuple(min(1.0, survival[i] / before[i]) for i in range(kept))
+        return Draft(demand.request_id, token_ids[:kept], confidences)
 
-    def _splice(self, demand: Demand, index: int, draft: Draft) -> Draft:
-        """A model's first tokens, then a look-up's, from the first place where that promises more than the model's rest."""
-        for i, member in enumerate(self._members[:index]):
-            if not member.splices:
-                continue
-            for place in range(1, len(draft.token_ids) + 1):
-                num_rest = demand.num_tokens - place
-                if num_rest <= 0:
-                    break
-                ahead = (*demand.ahead, *draft.token_ids[:place])
-                (rest,) = member.drafter.propose([Demand(demand.request_id, num_rest, ahead)])
-                promised = self._records[index].trust * _survival_sum(draft.confidences[place:])
-                if self._expected_len(i, rest) > promised:
-                    return Draft(
-                        demand.request_id,
-                        (*draft.token_ids[:place], *rest.token_ids),
-                        (*draft.confidences[:place], *rest.confidences),
-                    )
-        return draft
+    def _spliced(self, demand: Demand, guess: _Guess) -> _Found:
+        """Tokens and their survival: a model's first tokens, then a lookup's from where that promises more; and what lookups
+        have to say behind the end."""
+        token_ids, survival = guess.token_ids, guess.survival
+        place = len(token_ids) if self._members[guess.member].splices else 1
+        num_splices = 0
+        while token_ids and place <= len(token_ids) and place < demand.num_tokens and num_splices < _MAX_SPLICES:
+            rest = self._lookup(demand, token_ids[:place], survival[place - 1])
+            if sum(rest[1]) > sum(survival[place:]):
+                token_ids, survival = (*token_ids[:place], *rest[0]), (*survival[:place], *rest[1])
+                num_splices += 1
+                place = len(token_ids)
+            else:
+                place += 1
+        return token_ids, survival
+
+    def _lookup(self, demand: Demand, drafted: tuple[int, ...], survival: float) -> _Found:
+        """What the most promising of the lookups says behind ``drafted``, which survives with probability ``survival``."""
+        best: _Found = ((), ())
+        behind = Demand(demand.request_id, demand.num_tokens - len(drafted), (*demand.ahead, *drafted))
+        for index, member in enumerate(self._members):
+            if member.splices:
+                (draft,) = member.drafter.propose([behind])
+                (chances,) = self._survival[index].survival([draft.confidences])
+                found = tuple(survival * chance for chance in chances)
+                if sum(found) > sum(best[1]):
+                    best = (draft.token_ids, found)
+        return best
 
 
-def _survival_sum(confidences: Sequence[float]) -> float:
-    total, survival = 0.0, 1.0
-    for confidence in confidences:
-        survival *= confidence
-        total += survival
-    return total
-
-
-def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _num_right(guess: _Guess, token_ids: Sequence[int]) -> int:
+    return common_prefix_len(guess.token_ids, token_ids)

@@ -249,6 +249,7 @@ class TargetLoop:
         if port is None or port.link is not link:
             return
         stats = self.telemetry.drafter(name)
+        taken = []
         for proposal in message.proposals:
             sequence = self._sequences.get(proposal.request_id)
             if sequence is None or proposal.request_id not in port.followed:
@@ -257,8 +258,11 @@ class TargetLoop:
             told_s = sequence.told_s.get(proposal.base_len)
             if told_s is not None:  # a stale reply tells how long a reply takes, too
                 stats.replied(now_s - told_s)
-            if not self._sequences.offer(proposal):
+            if self._sequences.offer(proposal):
+                taken.append(sequence)
+            else:
                 stats.num_stale += 1
+        stats.foresee(taken)
         for request_id in message.resyncs:
             stats.num_resyncs += 1
             sequence = self._sequences.get(request_id)
@@ -342,7 +346,11 @@ class TargetLoop:
     def _apply(self, spans: Iterable[SpanInput], outcomes: Iterable[SpanOutcome], now_s: float) -> list[Commit]:
         commits = []
         for span, outcome in zip(spans, outcomes, strict=True):
+            proposal = self._sequences[span.request_id].proposal
             commit = self._sequences.apply(span, outcome)
+            if proposal is not None and span.num_drafts:
+                confidences = proposal.confidences[: span.num_drafts]
+                self.telemetry.drafter(proposal.drafter).calibration.record(confidences, outcome.num_accepted)
             if commit is None:
                 continue
             commits.append(commit)

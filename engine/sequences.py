@@ -24,6 +24,7 @@ class LiveSequence:
     held: bool = False  # for its proposal, by the last plan
     told_s: dict[int, float] = field(default_factory=dict)  # committed length -> when the drafter was told of it
     proposal: Proposal | None = None
+    survival: tuple[float, ...] = ()  # of the prefixes of the proposal, as far as its drafter is known
     finish: FinishReason | None = None
 
     @property
@@ -56,6 +57,7 @@ class LiveSequence:
             drafter=self.drafter,
             awaiting_since_s=self.awaiting_since_s,
             max_new_tokens=self.max_new_tokens,
+            survival=self.survival if proposal else (),
         )
 
 
@@ -120,6 +122,7 @@ class Sequences:
                 confidences=proposal.confidences[lag:],
             )
         sequence.proposal = proposal
+        sequence.survival = ()
         sequence.awaiting_since_s = None
         return True
 

@@ -1,15 +1,18 @@
 """What the round measures of itself and of its drafters, as it goes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.types import Commit
+from engine.sequences import LiveSequence
+from profiler.online_calibration import OnlineSurvival
 from router.assignment import Observation
 from router.plan import UNKNOWN_DRAFTER, DrafterView
 
 # Weight of the newest sample in running means: about the last twenty count.
 SMOOTHING = 0.1
 MAX_OBSERVATIONS = 65536
+MIN_RECORDS = 64  # verified drafts before a drafter's confidences are believed, as they turned out
 
 
 def _mean(old: float, new: float, weight: float = SMOOTHING) -> float:
@@ -27,6 +30,16 @@ class DrafterStats:
     num_resyncs: int = 0
     reply_s: float | None = None
     view: DrafterView = UNKNOWN_DRAFTER
+    calibration: OnlineSurvival = field(default_factory=OnlineSurvival)
+
+    def foresee(self, sequences: Sequence[LiveSequence]) -> None:
+        """Tells those whose proposal has just come how far it will be right, as far as can be known."""
+        if self.calibration.num_records < MIN_RECORDS:
+            return
+        proposals = [(sequence, sequence.proposal) for sequence in sequences if sequence.proposal is not None]
+        found = self.calibration.survival([proposal.confidences for _, proposal in proposals])
+        for (sequence, _), survival in zip(proposals, found, strict=True):
+            sequence.survival = survival
 
     def replied(self, reply_s: float) -> None:
         self.reply_s = reply_s if self.reply_s is None else _mean(self.reply_s, reply_s)

@@ -29,6 +29,7 @@ class SequenceView:
     drafter: str | None  # whose proposal is at hand or awaited; None: decoded plainly
     awaiting_since_s: float | None  # when the drafter was last told of a commit; None: nothing awaited
     max_new_tokens: int  # committed tokens that may still come, at least 1
+    survival: tuple[float, ...] = ()  # calibrated probability that each prefix of the proposal is right; (): not known yet
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,66 @@
+"""What it brings to ask a dear drafter when cheaper ones have spoken: learned over all requests, and for each."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+_EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # of the tokens that are expected of what is at hand; between them it is alike
+_PRIOR_GAIN = 0.6  # tokens: hopeful, so that everybody is tried
+_PRIOR_TRIALS = 4.0
+_MEMORY = 200.0  # trials of all requests that count
+_OWN_MEMORY = 12.0  # of one request
+_OWN_DOUBT = 8.0  # trials of a request's own before they count for half
+_EXPLORE_EVERY = 48  # refusals: after so many the drafter is asked all the same, or its luck could never turn
+
+
+@dataclass(slots=True)
+class _Mean:
+    """A running mean that remembers ``memory`` trials."""
+
+    value: float
+    num: float
+
+    def add(self, sample: float, memory: float) -> None:
+        self.num = min(self.num + 1.0, memory)
+        self.value += (sample - self.value) / self.num
+
+
+class OwnGain:
+    """By how much a drafter does better for one request than for others."""
+
+    def __init__(self) -> None:
+        self._mean = _Mean(0.0, 0.0)
+
+    @property
+    def value(self) -> float:
+        return self._mean.value * self._mean.num / (self._mean.num + _OWN_DOUBT)
+
+    def add(self, surplus: float) -> None:
+        self._mean.add(surplus, _OWN_MEMORY)
+
+
+class Worth:
+    """Of one drafter: accepted tokens that asking it has added to what was at hand."""
+
+    def __init__(self) -> None:
+        self._gains = [_Mean(_PRIOR_GAIN, _PRIOR_TRIALS) for _ in range(len(_EDGES) + 1)]
+        self._num_refused = [0] * len(self._gains)
+
+    def is_worth(self, price: float, expected_len: float, own: OwnGain) -> bool:
+        """Whether to ask it, at a price in accepted tokens, when ``expected_len`` are expected of what is at hand.
+
+        A refusal is counted: now and then it is worth any price to know better.
+        """
+        at = bisect_right(_EDGES, expected_len)
+        if self._gains[at].value + own.value > price:
+            return True
+        self._num_refused[at] += 1
+        if self._num_refused[at] < _EXPLORE_EVERY:
+            return False
+        self._num_refused[at] = 0
+        return True
+
+    def learn(self, gain: float, expected_len: float, own: OwnGain) -> None:
+        """It was asked, and ``gain`` more tokens were accepted than of what was at hand alone."""
+        mean = self._gains[bisect_right(_EDGES, expected_len)]
+        own.add(gain - mean.value)
+        mean.add(gain, _MEMORY)
