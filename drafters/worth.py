@@ -4,8 +4,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 _EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # of the tokens that are expected of what is at hand; between them it is alike
-_PRIOR_GAIN = 0.6  # tokens: hopeful, so that everybody is tried
-_PRIOR_TRIALS = 4.0
+_FIRST_TRIALS = 6  # in each of them, at any price
 _MEMORY = 200.0  # trials of all requests that count
 _OWN_MEMORY = 12.0  # of one request
 _OWN_DOUBT = 8.0  # trials of a request's own before they count for half
@@ -42,7 +41,7 @@ class Worth:
     """Of one drafter: accepted tokens that asking it has added to what was at hand."""
 
     def __init__(self) -> None:
-        self._gains = [_Mean(_PRIOR_GAIN, _PRIOR_TRIALS) for _ in range(len(_EDGES) + 1)]
+        self._gains = [_Mean(0.0, 0.0) for _ in range(len(_EDGES) + 1)]
         self._num_refused = [0] * len(self._gains)
 
     def is_worth(self, price: float, expected_len: float, own: OwnGain) -> bool:
@@ -51,7 +50,8 @@ class Worth:
         A refusal is counted: now and then it is worth any price to know better.
         """
         at = bisect_right(_EDGES, expected_len)
-        if self._gains[at].value + own.value > price:
+        mean = self._gains[at]
+        if mean.num < _FIRST_TRIALS or mean.value + own.value > price:
             return True
         self._num_refused[at] += 1
         if self._num_refused[at] < _EXPLORE_EVERY:

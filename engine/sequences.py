@@ -128,8 +128,10 @@ class Sequences:
 
     def _is_sound(self, proposal: Proposal) -> bool:
         vocab_size = self.model.vocab_size
-        return len(proposal.confidences) == len(proposal.token_ids) and all(
-            0 <= token < vocab_size for token in proposal.token_ids
+        return (
+            len(proposal.confidences) == len(proposal.token_ids)
+            and all(0 <= token < vocab_size for token in proposal.token_ids)
+            and all(0.0 <= confidence <= 1.0 for confidence in proposal.confidences)  # false for NaN, too
         )
 
     def span_input(self, span: Span) -> SpanInput:
