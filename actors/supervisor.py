@@ -277,6 +277,8 @@ class Supervisor:
 
     def _start_followers(self, model: ModelInfo) -> None:
         for name, config in self._kinds.items():
+            if config.is_companion:
+                continue  # lives and dies with each target
             member = Member(
                 name,
                 lambda name=name, config=config: self._spawner.drafter(  # type: ignore[misc]
@@ -320,7 +322,7 @@ class Supervisor:
 
     def _drafter_status(self, name: str, counts: Sequence[DrafterCounts]) -> DrafterStatus:
         member = self._pool.drafters.get(name)
-        state = member.state if member is not None else State.STARTING
+        state = member.state if member is not None else State.READY if counts else State.STARTING
         replies = [one.reply_s for one in counts if one.reply_s is not None]
         return DrafterStatus(
             name=name,

@@ -71,14 +71,23 @@ class TargetActor(LoopActor[TargetInfo]):
     def _begin(self) -> LoopThread:
         config, name = self._config, self._name
         set_threads(config.target.resources.threads)
+        from actors.companions import link_companions, load_with_companions
         from cluster.transport.factory import listen
-        from engine.loading import load_target
         from engine.round import TargetLoop
         from router.planner import StepPlanner
 
-        self._engine, self._model, cost = load_target(config)
-        self._loop = TargetLoop(self._engine, self._model, self._mailbox, cost, StepPlanner.of(config), first_table(config))
+        self._engine, self._model, cost, companions = load_with_companions(config)
+        self._loop = TargetLoop(
+            self._engine,
+            self._model,
+            self._mailbox,
+            cost,
+            StepPlanner.of(config),
+            first_table(config),
+            companions=[companion.loop for companion in companions],
+        )
         hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
+        link_companions(companions, self._mailbox, hello)
         self._listener = listen(self._address, self._mailbox, hello)
         # When the round ends the links go, too, so that nobody waits for this target.
         return LoopThread(f"target {name}", self._loop, self._mailbox.wake, on_end=self._listener.close)

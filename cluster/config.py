@@ -4,7 +4,7 @@ The defaults are a laptop's: SmolLM2-135M-Instruct with an n-gram and a suffix d
 is frozen. "auto" is resolved once, by `cluster.resolve.resolve`, into a new Config that holds no "auto" any more.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -130,6 +130,21 @@ class LayersOptions(Section):
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
 
 
+class DSparkOptions(Section):
+    """A block drafter on the target's own hidden states (DSpark): it runs in the target's process, on its device.
+
+    A folder of `outrider train`, or a released DeepSpec checkpoint.
+    """
+
+    kind: Literal["dspark"] = "dspark"
+    path: str = Field(min_length=1)  # the folder, or the name of a shipped drafter
+    dtype: Dtype = "bfloat16"
+    kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
+    # A draft ends before a token that is less likely than this to be accepted: its step costs about as much of the
+    # target's as it may bring.
+    min_survival: Fraction = 0.02
+
+
 class TableOptions(Section):
     """What the target tends to say after the last few tokens: counted from its outputs, and learned while it serves."""
 
@@ -172,7 +187,14 @@ class CascadeOptions(Section):
 
 
 DrafterOptions = Annotated[
-    NgramOptions | SuffixOptions | TableOptions | ModelOptions | LayersOptions | ChainOptions | CascadeOptions,
+    NgramOptions
+    | SuffixOptions
+    | TableOptions
+    | ModelOptions
+    | LayersOptions
+    | DSparkOptions
+    | ChainOptions
+    | CascadeOptions,
     Field(discriminator="kind"),
 ]
 ChainOptions.model_rebuild()
@@ -183,7 +205,18 @@ def has_model(options: DrafterOptions) -> bool:
     """Whether such a drafter multiplies matrices."""
     if isinstance(options, CascadeOptions):
         return any(has_model(member) for member in options.members)
-    return isinstance(options, ModelOptions | LayersOptions | ChainOptions)
+    return isinstance(options, ModelOptions | LayersOptions | DSparkOptions | ChainOptions)
+
+
+def parts_of(options: DrafterOptions) -> Iterator[DrafterOptions]:
+    """A drafter and all that it is made of."""
+    yield options
+    if isinstance(options, CascadeOptions):
+        for member in options.members:
+            yield from parts_of(member)
+    if isinstance(options, ChainOptions):
+        yield from parts_of(options.proposer)
+        yield options.verifier
 
 
 class DrafterConfig(Section):
@@ -203,12 +236,22 @@ class DrafterConfig(Section):
         """Whether it multiplies matrices: worth a GPU, and threads."""
         return has_model(self.options)
 
+    @property
+    def is_companion(self) -> bool:
+        """Whether it reads the target's hidden states, and so runs in the process of each target replica."""
+        return any(isinstance(part, DSparkOptions) for part in parts_of(self.options))
+
     @model_validator(mode="after")
     def _device_fits(self) -> Self:
         if self.device == "cuda" and not self.has_model:
             raise ValueError(f"device must be cpu or auto for a drafter of kind {self.options.kind}, got 'cuda'")
         if (self.device == "cpu" or not self.has_model) and self.resources.gpus not in ("auto", 0):
             raise ValueError(f"resources.gpus must be 0 for a drafter on a CPU, got {self.resources.gpus}")
+        if self.is_companion and self.replicas != 1:
+            raise ValueError(
+                f"replicas must be 1 for a drafter that runs in the target's process (kind dspark, or one with such a "
+                f"member), got {self.replicas}: each target replica has its own"
+            )
         return self
 
 

@@ -85,6 +85,8 @@ def place(config: Config, inventory: Inventory) -> PlacementPlan:
         name = target_name(replica)
         groups.append(_place_target(name, config.target.tensor_parallel, config.target.resources, free))
     for drafter in sorted(config.drafters, key=lambda d: -_number(d.resources.gpus)):
+        if drafter.is_companion:
+            continue  # in the target's process
         name = drafter_name(drafter.name)
         bundles = tuple(_place_drafter(f"{name}/{i}", drafter.resources, free) for i in range(drafter.replicas))
         groups.append(Group(name, Strategy.SPREAD if len(bundles) > 1 else Strategy.PACK, bundles))

@@ -26,8 +26,9 @@ MIN_TARGET_CPUS = 0.5
 def resolve(config: Config, inventory: Inventory) -> Config:
     """A configuration without "auto", for the machines at hand. Resolving twice changes nothing.
 
-    The target goes to GPUs where there are enough for all its ranks. Drafters with a model take the GPUs that are left,
-    one each, or equal shares where there are fewer GPUs than drafters, else CPUs. The state folder's ``~`` is expanded.
+    The target goes to GPUs where there are enough for all its ranks, and with it the drafters in its process. Other
+    drafters with a model take the GPUs that are left, one each, or equal shares where there are fewer GPUs than drafters,
+    else CPUs. The state folder's ``~`` is expanded.
     """
     target = config.target
     nodes = inventory.matching(target.resources.node_labels)
@@ -35,7 +36,7 @@ def resolve(config: Config, inventory: Inventory) -> Config:
     num_gpus = num_ranks * (1.0 if target.resources.gpus == "auto" else target.resources.gpus)
     device = target.device if target.device != "auto" else ("cuda" if 0 < num_gpus <= nodes.num_gpus else "cpu")
     named = [d.model_copy(update={"options": _with_target(d.options, config.model.name)}) for d in config.drafters]
-    drafters = _resolve_drafters(named, inventory, nodes if device == "cuda" else Inventory(()), num_gpus)
+    drafters = _resolve_drafters(named, inventory, nodes if device == "cuda" else Inventory(()), num_gpus, device)
     one_node = len(inventory.nodes) == 1
     kind = config.transport.kind if config.transport.kind != "auto" else ("unix" if one_node else "grpc")
     host = config.transport.host if config.transport.host != "auto" else ("127.0.0.1" if one_node else "0.0.0.0")
@@ -54,11 +55,19 @@ def resolve(config: Config, inventory: Inventory) -> Config:
 
 
 def _resolve_drafters(
-    drafters: Sequence[DrafterConfig], inventory: Inventory, target_nodes: Inventory, target_gpus: float
+    drafters: Sequence[DrafterConfig],
+    inventory: Inventory,
+    target_nodes: Inventory,
+    target_gpus: float,
+    target_device: str,
 ) -> tuple[DrafterConfig, ...]:
     resolved = []
     for drafter in drafters:
         asked = drafter.resources
+        if drafter.is_companion:
+            nothing = asked.model_copy(update={"cpus": 0.0, "gpus": 0.0, "threads": 1})  # beside the target's own
+            resolved.append(drafter.model_copy(update={"device": target_device, "resources": nothing}))
+            continue
         rivals = [d for d in drafters if d.resources.node_labels == asked.node_labels]
         share = _gpu_share(rivals, inventory.matching(asked.node_labels), target_nodes, target_gpus)
         gpus = asked.gpus if asked.gpus != "auto" else share
@@ -94,7 +103,9 @@ def _gpu_share(rivals: Sequence[DrafterConfig], nodes: Inventory, target_nodes: 
     common = sum(node.num_gpus for node in nodes.nodes if node in target_nodes.nodes)
     named = sum(d.replicas * d.resources.gpus for d in rivals if d.resources.gpus != "auto")
     num_free = int(nodes.num_gpus - min(target_gpus, common) - named)
-    hungry = sum(d.replicas for d in rivals if d.has_model and d.device != "cpu" and d.resources.gpus == "auto")
+    hungry = sum(
+        d.replicas for d in rivals if d.has_model and not d.is_companion and d.device != "cpu" and d.resources.gpus == "auto"
+    )
     if num_free < 1 or hungry == 0:
         return 0.0
     sharers = -(-hungry // num_free)

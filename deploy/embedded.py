@@ -34,12 +34,13 @@ START_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class PoolEntry:
-    """A drafter and how its loop drives it."""
+    """A drafter and how its loop drives it. ``companion``: on the target's thread, for it reads its hidden states."""
 
     drafter: Drafter
     max_draft_len: int = 8
     ahead_len: int = 0
     capacity: int = 256
+    companion: bool = False
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class Completion:
 @dataclass(slots=True)
 class _RunningDrafter:
     entry: PoolEntry
-    thread: LoopThread
+    thread: LoopThread | None  # None: a companion
     link: Link
 
 
@@ -83,7 +84,9 @@ class EmbeddedCluster:
         self._engine = engine
         self._mailbox = Mailbox()
         table = table or RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
-        self.loop = TargetLoop(engine, model, self._mailbox, cost, planner, table)
+        self._companions = {name: _loop(name, entry) for name, entry in pool.items() if entry.companion}
+        companions = [loop for loop, _ in self._companions.values()]
+        self.loop = TargetLoop(engine, model, self._mailbox, cost, planner, table, companions=companions)
         self._listener = listen(self._address, self._mailbox, self._hello(Role.TARGET, "target"))
         self._drafters: dict[str, _RunningDrafter] = {}
         for name, entry in pool.items():
@@ -100,12 +103,22 @@ class EmbeddedCluster:
         Raises:
             OutriderError: a model is missing, or does not fit; says which.
         """
+        from drafters.companions import Host, feature_layers
         from drafters.registry import make_drafter
         from engine.loading import load_target
+        from engine.models.prepare import ensure_model
 
-        engine, model, cost = load_target(config)
+        companions = [drafter for drafter in config.drafters if drafter.is_companion]
+        engine, model, cost = load_target(config, feature_layers(companions))
+        host = Host(engine, ensure_model(config.model.name))
         pool = {
-            drafter.name: PoolEntry(make_drafter(drafter, model), drafter.max_draft_len, drafter.ahead_len, drafter.capacity)
+            drafter.name: PoolEntry(
+                make_drafter(drafter, model, host if drafter.is_companion else None),
+                drafter.max_draft_len,
+                drafter.ahead_len,
+                drafter.capacity,
+                drafter.is_companion,
+            )
             for drafter in config.drafters
         }
         return cls(
@@ -118,20 +131,18 @@ class EmbeddedCluster:
         )
 
     def start_drafter(self, name: str, entry: PoolEntry) -> None:
-        """Also takes the place of a drafter of that name."""
-        mailbox = Mailbox()
-        limits = RosterLimits(capacity=entry.capacity, max_draft_len=entry.max_draft_len)
-        loop = DrafterLoop(name, entry.drafter, mailbox, limits, ahead_len=entry.ahead_len)
+        """Also takes the place of a drafter of that name. A companion is one from the beginning: it is only linked again."""
+        loop, mailbox = self._companions[name] if entry.companion else _loop(name, entry)
         link = connect(self._address, mailbox, self._hello(Role.DRAFTER, name))
-        self._drafters[name] = _RunningDrafter(
-            entry, LoopThread(f"drafter-{name}", loop, mailbox.wake, on_end=link.close), link
-        )
+        thread = None if entry.companion else LoopThread(f"drafter-{name}", loop, mailbox.wake, on_end=link.close)
+        self._drafters[name] = _RunningDrafter(entry, thread, link)
 
     def kill_drafter(self, name: str) -> None:
         """It goes without a word, as a crashed process does: the link breaks, what it followed is forgotten."""
         drafter = self._drafters.pop(name)
         drafter.link.close()
-        drafter.thread.stop()
+        if drafter.thread is not None:
+            drafter.thread.stop()
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Runs the requests together to their ends, in an event loop of its own.
@@ -200,3 +211,9 @@ class EmbeddedCluster:
 
     def _hello(self, role: Role, name: str) -> Hello:
         return Hello(role, name, self.model.vocab_size, self.model.tokenizer_fingerprint)
+
+
+def _loop(name: str, entry: PoolEntry) -> tuple[DrafterLoop, Mailbox]:
+    mailbox = Mailbox()
+    limits = RosterLimits(capacity=entry.capacity, max_draft_len=entry.max_draft_len)
+    return DrafterLoop(name, entry.drafter, mailbox, limits, ahead_len=entry.ahead_len), mailbox

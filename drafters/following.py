@@ -8,6 +8,16 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 
+def key_of(link_number: int, request_id: str) -> str:
+    """A drafter's name for a request: request ids are unique per target only."""
+    return f"{link_number}/{request_id}"
+
+
+def request_id_of(key: str) -> str:
+    """What the target calls it."""
+    return key.partition("/")[2]
+
+
 @dataclass(slots=True)
 class Followed:
     """One request, and what was drafted beyond its committed tokens.

@@ -10,6 +10,7 @@ from cluster.config import (
     ChainOptions,
     DrafterConfig,
     DrafterOptions,
+    DSparkOptions,
     LayersOptions,
     ModelOptions,
     NgramOptions,
@@ -24,6 +25,7 @@ from drafters.protocol import Drafter
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from drafters.companions import Host
     from drafters.small_model import SmallModel
     from engine.forward import CausalModel
 
@@ -38,17 +40,21 @@ class Site:
 
     target: ModelInfo
     device: str
+    host: "Host | None" = None  # when it runs in the target's process
 
 
-def make_drafter(config: DrafterConfig, target: ModelInfo) -> Drafter:
+def make_drafter(config: DrafterConfig, target: ModelInfo, host: "Host | None" = None) -> Drafter:
     """The drafter of a resolved configuration, for ``target``.
+
+    Args:
+        host: the target's process, for a drafter that is its companion.
 
     Raises:
         IncompatibleTokenizer: its token ids do not mean what the target's mean; says what differs.
         ModelUnavailable: its model is missing, half-written or unsupported.
         InvalidField: an option out of range; or its KV cache holds nothing.
     """
-    return make(config.options, Site(target, "cpu" if config.device == "auto" else config.device))
+    return make(config.options, Site(target, "cpu" if config.device == "auto" else config.device, host))
 
 
 def make(options: DrafterOptions, site: Site) -> Drafter:
@@ -116,6 +122,16 @@ def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
 
     drafter = ModelDrafter(_small_model(options, site))
     return _calibrated(drafter, options) if isinstance(options, LayersOptions) else drafter
+
+
+def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
+    from drafters.companions import make_dspark
+
+    if site.host is None:
+        raise InvalidField(
+            "kind", options.kind, "reads the target's hidden states, so it is made in the target's process alone"
+        )
+    return make_dspark(options, site.target, site.host)
 
 
 def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
@@ -187,6 +203,7 @@ _FACTORIES: Mapping[str, Callable[[Any, Site], Drafter]] = {
     "table": _make_table,
     "model": _make_model,
     "layers": _make_model,
+    "dspark": _make_dspark,
     "chain": _make_chain,
     "cascade": _make_cascade,
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cluster.messages import Budget, DraftRound, Extend, Open
 from cluster.transport.base import Event, Link, LinkDown, LinkUp
-from drafters.following import Followed, Resyncs, Verdict, reconcile
+from drafters.following import Followed, Resyncs, Verdict, key_of, reconcile
 from drafters.protocol import Drafter
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class Roster:
             return
         peer.refused.pop(request_id, None)
         followed = Followed(
-            key=f"{peer.number}/{request_id}",
+            key=key_of(peer.number, request_id),
             request_id=request_id,
             token_ids=list(opening.token_ids),
             end_len=opening.prompt_len + opening.sampling.max_tokens,

@@ -1,6 +1,7 @@
 """The one place that knows which operators run on which device. A vendor's package is imported here and nowhere else."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -71,12 +72,13 @@ def load_target(
     max_pass_tokens: int = 512,
     max_model_len: int = 2048,
     prefix_cache: bool = True,
+    feature_layers: Sequence[int] = (),
 ) -> NativeTarget:
     """A native target for the model of a Hugging Face folder. A longer ``max_model_len`` than the model's is cut to it.
 
     Raises:
         ModelUnavailable: missing, half-written or unsupported; one line that says which.
-        InvalidField: the KV cache cannot hold a sequence of ``max_model_len`` tokens.
+        InvalidField: the KV cache cannot hold a sequence of ``max_model_len`` tokens; or there are no such layers.
     """
     model = load_model(folder, dtype, device)
     limits = NativeLimits(
@@ -86,4 +88,4 @@ def load_target(
         max_pass_tokens=max_pass_tokens,
         max_model_len=min(max_model_len, model.config.max_len),
     )
-    return NativeTarget(model, limits, prefix_cache)
+    return NativeTarget(model, limits, prefix_cache, feature_layers)

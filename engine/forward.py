@@ -69,6 +69,11 @@ class CausalModel:
         return self._ops
 
     @property
+    def embedding(self) -> torch.Tensor:
+        """[vocab, hidden], in the dtype or a narrower one: for whoever shares it."""
+        return self._embedding
+
+    @property
     def layer_products(self) -> list[tuple[Linear, Linear, Linear, Linear]]:
         """The products with weights of each layer, in the order of a pass: qkv, out, gate and up, down."""
         return [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self._layers]

@@ -1,5 +1,7 @@
 """From the configuration to a target that is ready to serve."""
 
+from collections.abc import Sequence
+
 from cluster.config import Config
 from cluster.errors import InvalidField
 from cluster.types import ModelInfo
@@ -12,8 +14,11 @@ from engine.native import NativeTarget
 from router.cost_model import TableCost
 
 
-def load_target(config: Config) -> tuple[NativeTarget, ModelInfo, TableCost]:
+def load_target(config: Config, feature_layers: Sequence[int] = ()) -> tuple[NativeTarget, ModelInfo, TableCost]:
     """The target of a resolved configuration, what others must know of its model, and the measured cost of its passes.
+
+    Args:
+        feature_layers: as of ``NativeTarget``.
 
     Raises:
         ModelUnavailable: missing, half-written or unsupported; one line that says which.
@@ -40,5 +45,6 @@ def load_target(config: Config) -> tuple[NativeTarget, ModelInfo, TableCost]:
         max_num_sequences=target.max_num_sequences,
         max_pass_tokens=target.max_pass_tokens,
         max_model_len=info.max_model_len,
+        feature_layers=feature_layers,
     )
     return engine, info, measure_cost(engine)

@@ -55,6 +55,9 @@ def member_of(chain: tuple[str, ...]) -> str | None:
 class Companion(Protocol):
     """The loop of a drafter that reads the target's own hidden states, and so lives in its process and thread."""
 
+    @property
+    def name(self) -> str: ...
+
     def step(self, now_s: float) -> bool:
         """Returns whether there was anything to do: if so, it is called again at once."""
 
@@ -91,7 +94,7 @@ class TargetLoop:
         self._planner = planner or StepPlanner()
         self._max_waiting = max_waiting
         self._clock = clock
-        self._companions = tuple(companions)
+        self._companions = list(companions)
         self._sequences = Sequences(model)
         self._drafters: dict[str, DrafterPort] = {}
         self._gateways: dict[Link, GatewayPort] = {}
@@ -147,10 +150,21 @@ class TargetLoop:
     def step(self, now_s: float) -> StepReport:
         """Mail, plan, one pass, the word spread of what it committed, and the companions' drafts on top of that."""
         report = self._round(now_s)
-        for companion in self._companions:
-            while companion.step(now_s):
-                pass
+        for companion in tuple(self._companions):
+            try:
+                while companion.step(now_s):
+                    pass
+            except Exception as error:  # this loop is its owner, and a drafter's fault costs speed alone
+                logger.exception("drafter %s failed, and is left out from now on", companion.name)
+                self._leave_out(companion, f"{type(error).__name__}: {error}")
         return report
+
+    def _leave_out(self, companion: Companion, reason: str) -> None:
+        self._companions.remove(companion)
+        port = self._drafters.get(companion.name)
+        if port is not None:
+            port.link.close()
+            self._link_down(port.link, reason)
 
     def _round(self, now_s: float) -> StepReport:
         self._follow_table()

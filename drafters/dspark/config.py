@@ -12,6 +12,7 @@ Ours adds, each left out when it is off:
     fc_bias                 the projection of the features has a bias (into which their standardisation folds)
     anchor_input            the block's inputs get a linear map of the features before the anchor: see network.AnchorInput
     anchor_input_rank       that map goes through so few dimensions
+    tokenizer_fingerprint   of the target's tokenizer
 """
 
 import json
@@ -52,6 +53,7 @@ class DSparkConfig:
     fc_bias: bool = False
     anchor_input: bool = False
     anchor_input_rank: int | None = None  # None: full rank
+    tokenizer_fingerprint: str | None = None  # None: not known
 
     @property
     def feature_size(self) -> int:
@@ -117,6 +119,7 @@ def parse_dspark_config(raw: Mapping[str, Any]) -> DSparkConfig:
         fc_bias=bool(raw.get("fc_bias", False)),
         anchor_input=bool(raw.get("anchor_input", False)),
         anchor_input_rank=None if raw.get("anchor_input_rank") is None else _int(raw, "anchor_input_rank", low=1),
+        tokenizer_fingerprint=raw.get("tokenizer_fingerprint"),
     )
     if config.confidence_with_markov and not rank:
         raise ModelUnavailable("confidence_head_with_markov needs a Markov head, but markov_rank is 0")
@@ -134,6 +137,7 @@ def dspark_json(config: DSparkConfig, shape: Mapping[str, Any]) -> dict[str, Any
         "fc_bias": config.fc_bias,
         "anchor_input": config.anchor_input,
         "anchor_input_rank": config.anchor_input_rank,
+        "tokenizer_fingerprint": config.tokenizer_fingerprint,
     }
     return {
         **shape,

@@ -17,7 +17,7 @@ POLICIES: dict[str, Callable[[Any], AssignmentPolicy]] = {
 
 # Of a draft token, as a share of a one-row target step, until a profile knows better. Enough to tell lookups from models;
 # models stand in a pool in the order of the file, small to large.
-PRIOR_COST = {"ngram": 0.001, "suffix": 0.002, "table": 0.001, "layers": 0.08, "model": 0.1}
+PRIOR_COST = {"ngram": 0.001, "suffix": 0.002, "table": 0.001, "dspark": 0.03, "layers": 0.08, "model": 0.1}
 
 
 def build_policy(config: PolicyConfig) -> AssignmentPolicy:

@@ -1,0 +1,120 @@
+"""Drafters in the target's process, made of its configuration and of the target itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cluster.config import DrafterConfig, DSparkOptions, parts_of
+from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
+from cluster.types import ModelInfo
+from drafters.dspark.backbone import Backbone
+from drafters.dspark.checkpoint import TargetRows, load_network
+from drafters.dspark.config import DSparkConfig, load_dspark_config
+from drafters.dspark.drafter import DSparkDrafter
+from drafters.dspark.sequential import SequentialStage
+from drafters.following import request_id_of
+from drafters.shipped import find_drafter
+from engine.factory import DTYPES
+from engine.kv_cache import num_blocks_for
+from engine.models.weights import open_weights
+from engine.native import NativeTarget
+from engine.sampling import Sampler
+from profiler.calibration import FILE, load_scaling
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The target whose process a drafter is made in."""
+
+    engine: NativeTarget
+    folder: Path  # of the target's model
+
+
+class HostFeatures:
+    """``drafters.dspark.drafter.Features`` of a target, for a drafter that is linked to it.
+
+    Raises:
+        InvalidField: the target does not keep the features of ``layers``.
+    """
+
+    def __init__(self, engine: NativeTarget, layers: Sequence[int]) -> None:
+        missing = sorted(set(layers) - set(engine.feature_layers))
+        if missing:
+            raise InvalidField(
+                "feature_layers", list(engine.feature_layers), f"must hold {missing}, which the drafter reads"
+            )
+        self._engine = engine
+        width = engine.model.config.hidden_size
+        self._columns: Tensor | None = None
+        if tuple(layers) != engine.feature_layers:
+            starts = torch.tensor([engine.feature_layers.index(layer) * width for layer in layers])
+            self._columns = (starts[:, None] + torch.arange(width)).flatten().to(engine.model.device)
+
+    def read_features(self, request_id: str, start: int, stop: int) -> Tensor:
+        rows = self._engine.read_features(request_id_of(request_id), start, stop)
+        return rows if self._columns is None else rows[:, self._columns]
+
+
+def feature_layers(drafters: Sequence[DrafterConfig]) -> tuple[int, ...]:
+    """Of the target's layers those whose output some drafter reads, ascending.
+
+    Raises:
+        ModelUnavailable: a drafter is missing or not supported.
+    """
+    parts = [part for drafter in drafters for part in parts_of(drafter.options) if isinstance(part, DSparkOptions)]
+    configs = [load_dspark_config(find_drafter(part.path)) for part in parts]
+    return tuple(sorted({layer for config in configs for layer in config.target_layer_ids}))
+
+
+def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSparkDrafter:
+    """Raises:
+    ModelUnavailable: missing, half-written, unsupported, or made for a target of another shape.
+    IncompatibleTokenizer: it was trained for a target with another tokenizer.
+    InvalidField: its cache holds nothing, or the target does not keep its features.
+    """
+    folder = find_drafter(options.path)
+    config = load_dspark_config(folder)
+    model, dtype = host.engine.model, DTYPES[options.dtype]
+    _check_fits(folder, config, target, host)
+    network = load_network(folder, _rows(host) if config.shares_embedding else None, dtype)
+    try:
+        num_blocks = num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), dtype)
+    except ValueError as error:
+        raise InvalidField("kv_cache_gb", options.kv_cache_gb, str(error)) from error
+    scaling = folder / FILE
+    temperatures = load_scaling(scaling).temperatures if scaling.is_file() else (1.0,)
+    sampler = Sampler(target.vocab_size, target.eos_token_ids)
+    return DSparkDrafter(
+        Backbone(network, dtype, model.device),
+        SequentialStage(network, dtype, model.device, sampler, temperatures, options.min_survival),
+        HostFeatures(host.engine, config.target_layer_ids),
+        num_blocks=num_blocks,
+        eos_token_ids=target.eos_token_ids,
+    )
+
+
+def _check_fits(folder: Path, config: DSparkConfig, target: ModelInfo, host: Host) -> None:
+    served = host.engine.model.config
+    own = (config.num_target_layers, config.shape.hidden_size, config.shape.vocab_size)
+    if own != (served.num_layers, served.hidden_size, served.vocab_size):
+        raise ModelUnavailable(
+            f"{folder} is made for a target of {own[0]} layers, hidden size {own[1]} and {own[2]} tokens; {target.name} has "
+            f"{served.num_layers}, {served.hidden_size} and {served.vocab_size}: train one for it with `outrider train`"
+        )
+    if config.tokenizer_fingerprint not in (None, target.tokenizer_fingerprint):
+        raise IncompatibleTokenizer(
+            f"the drafter in {folder} was trained for a target with another tokenizer than that of {target.name}: "
+            "train one for this target with `outrider train`"
+        )
+
+
+def _rows(host: Host) -> TargetRows:
+    """The target's embedding as it is in memory, and its head: the same, or read again, for it was laid out anew."""
+    model = host.engine.model
+    if model.config.tied_embeddings:
+        return TargetRows(model.embedding, model.embedding)
+    with open_weights(host.folder, model.config, model.dtype) as weights:
+        return TargetRows(model.embedding, weights.head().to(model.device, copy=True))
