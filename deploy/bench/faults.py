@@ -12,7 +12,7 @@ from rich.console import Console
 
 from cluster.config import Config, FixedPolicy, RouterConfig
 from cluster.errors import OutriderError
-from deploy.bench.load import Answer, Ask, ask_http, run_streams
+from deploy.bench.load import Answer, Ask, HttpTarget, run_streams
 from deploy.bench.report import BenchOptions, BenchResult, Table
 from deploy.bench.serve import checked, local_config, tokenize
 from deploy.bench.server import ServerProcess
@@ -109,12 +109,12 @@ class Disturbed:
 class _Bench:
     def __init__(self, server: ServerProcess) -> None:
         self._server = server
-        self._model = ""
+        with server.client() as client:
+            model = client.get("/v1/models").json()["data"][0]["id"]
+        self._target = HttpTarget(server.config.api.host, server.config.api.port, model)
 
     async def undisturbed(self, asks: Sequence[Ask]) -> list[Answer]:
-        async with self._http() as client:
-            self._model = (await client.get("/v1/models")).json()["data"][0]["id"]
-            return checked(await run_streams(lambda ask: ask_http(client, self._model, ask), asks, NUM_STREAMS))
+        return checked(await run_streams(self._target.ask, asks, NUM_STREAMS))
 
     async def disturbed(self, asks: Sequence[Ask], actor: str, recovered: Callable[[Metrics], bool]) -> Disturbed:
         """Streams; the kill, once all of them flow; and the wait until ``recovered``, for which further requests run."""
@@ -123,13 +123,13 @@ class _Bench:
 
             def ask_one(ask: Ask) -> Awaitable[Answer]:
                 flows = flowing[ask.id]
-                return ask_http(client, self._model, ask, lambda number: flows.set() if number >= NUM_PIECES else None)
+                return self._target.ask(ask, lambda number: flows.set() if number >= NUM_PIECES else None)
 
             streams = asyncio.create_task(run_streams(ask_one, asks, NUM_STREAMS))
             await asyncio.gather(*(flows.wait() for flows in flowing.values()))
             self._server.workers(actor)[0].kill()
             outcome = Disturbed(killed_s=time.monotonic())
-            load = asyncio.create_task(self._further_requests(client, asks))
+            load = asyncio.create_task(self._further_requests(asks))
             try:
                 while not recovered(await self._metrics(client)):  # noqa: ASYNC110 - HTTP has no event for it
                     await asyncio.sleep(POLL_S)
@@ -142,15 +142,15 @@ class _Bench:
             return outcome
 
     async def until_answered(self, ask: Ask) -> None:
-        async with self._http() as client, asyncio.timeout(DEADLINE_S):
-            while (await ask_http(client, self._model, ask)).error is not None:  # noqa: ASYNC110 - HTTP has no event for it
+        async with asyncio.timeout(DEADLINE_S):
+            while (await self._target.ask(ask)).error is not None:  # noqa: ASYNC110 - HTTP has no event for it
                 await asyncio.sleep(POLL_S)
 
-    async def _further_requests(self, client: httpx.AsyncClient, asks: Sequence[Ask]) -> None:
+    async def _further_requests(self, asks: Sequence[Ask]) -> None:
         """One after the other, so that there is something to draft for."""
         while True:
             for ask in asks:
-                await ask_http(client, self._model, Ask("further", ask.prompt_token_ids, 32))
+                await self._target.ask(Ask("further", ask.prompt_token_ids, 32))
                 await asyncio.sleep(POLL_S)
 
     async def _metrics(self, client: httpx.AsyncClient) -> Metrics:

@@ -5,12 +5,12 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
-
-import httpx
 
 from cluster.client import EngineClient
 from cluster.types import Request, SamplingParams
+from deploy.bench.timed_http import BrokenResponse, post_json
 
 REQUEST_DEADLINE_S = 300.0
 
@@ -55,37 +55,41 @@ class Answer:
 Asker = Callable[[Ask], Awaitable[Answer]]
 
 
-async def ask_http(
-    client: httpx.AsyncClient, model: str, ask: Ask, on_piece: Callable[[int], None] = lambda number: None
-) -> Answer:
-    """A streamed completion. An error, or a stream that breaks off, is noted in the answer. ``on_piece`` is told how many
-    pieces have come."""
-    answer = Answer(time.monotonic())
-    body = {
-        "model": model,
-        "prompt": list(ask.prompt_token_ids),
-        "max_tokens": ask.max_tokens,
-        "temperature": ask.temperature,
-        "seed": ask.seed,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    pieces: list[tuple[float, bytes]] = []
-    try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            # Read afterwards: on a machine that both share, the time that parsing takes would slow the server down.
-            async for piece in response.aiter_raw():
-                pieces.append((time.monotonic() - answer.sent_s, piece))
-                on_piece(len(pieces))
-            if response.status_code != httpx.codes.OK:
-                answer.error = f"{response.status_code} {b''.join(piece for _, piece in pieces).decode(errors='replace')}"
-                return answer
-    except httpx.TransportError as error:
-        answer.error = f"{type(error).__name__}: {error}"
-    for came_s, event in _events(pieces):
-        _take(answer, came_s, event)
-    return answer
+@dataclass(frozen=True, slots=True)
+class HttpTarget:
+    """Where a server answers, and for which model."""
+
+    host: str
+    port: int
+    model: str
+
+    async def ask(self, ask: Ask, on_piece: Callable[[int], None] = lambda number: None) -> Answer:
+        """A streamed completion. An error, or a stream that breaks off, is noted in the answer. ``on_piece`` is told how
+        many pieces have come."""
+        answer = Answer(time.monotonic())
+        body = {
+            "model": self.model,
+            "prompt": list(ask.prompt_token_ids),
+            "max_tokens": ask.max_tokens,
+            "temperature": ask.temperature,
+            "seed": ask.seed,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        try:
+            response = await post_json(self.host, self.port, "/v1/completions", body, on_piece)
+        except (OSError, BrokenResponse) as error:
+            answer.error = f"{type(error).__name__}: {error}"
+            return answer
+        if response.status != HTTPStatus.OK:
+            answer.error = f"{response.status} {response.body.decode(errors='replace')}"
+            return answer
+        for came_s, event in _events(response.chunks):
+            _take(answer, came_s - answer.sent_s, event)
+        if not response.whole and answer.error is None:
+            answer.error = "the stream broke off"
+        return answer
 
 
 def _events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:

@@ -3,11 +3,11 @@
 import asyncio
 import statistics
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 from rich.console import Console
 
 from actors.router import Router, RouterActor
@@ -20,7 +20,7 @@ from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.types import RoutingTable
 from deploy.api.tokenizer import Tokenizer
-from deploy.bench.load import Answer, Ask, ask_engine, ask_http, run_streams, tokens_per_s
+from deploy.bench.load import Answer, Ask, HttpTarget, ask_engine, run_streams, tokens_per_s
 from deploy.bench.report import BenchOptions, BenchResult, Table, describe_environment
 from deploy.bench.server import ServerProcess
 from deploy.embedded import EmbeddedCluster
@@ -35,6 +35,7 @@ NUM_STREAMS = 8
 MAX_TEXT_TOKENS = 1_000_000  # of a prompt before it is cut
 MAX_PROMPT_LEN = 512
 SAMPLE_PERIOD_S = 0.5
+IN_PROCESS = "in process"
 
 
 class BenchFailed(OutriderError):
@@ -121,23 +122,23 @@ class _Bench:
     def __init__(self, server: ServerProcess, engine: EngineClient, model: str) -> None:
         self._server = server
         self._engine = engine
-        self._model = model
+        self._http = HttpTarget(server.config.api.host, server.config.api.port, model)
+
+    async def over_http(self, asks: Sequence[Ask]) -> list[Answer]:
+        return checked(await run_streams(self._http.ask, asks, NUM_STREAMS))
+
+    async def in_process(self, asks: Sequence[Ask]) -> list[Answer]:
+        return checked(await run_streams(lambda ask: ask_engine(self._engine, ask), asks, NUM_STREAMS))
 
     async def throughput(self, asks: Sequence[Ask]) -> tuple[list[Answer], list[Answer]]:
-        """Over HTTP, then in process."""
-        async with self._http() as client:
-            over_http = await run_streams(lambda ask: ask_http(client, self._model, ask), asks, NUM_STREAMS)
-        in_process = await run_streams(lambda ask: ask_engine(self._engine, ask), asks, NUM_STREAMS)
-        return checked(over_http), checked(in_process)
+        return await self.over_http(asks), await self.in_process(asks)
 
     async def ttft(self, asks: Sequence[Ask]) -> list[tuple[float, float]]:
         """One request at a time, seconds over HTTP and in process. Prompts differ: none is in a prefix cache."""
         pairs = []
-        async with self._http() as client:
-            await ask_http(client, self._model, Ask("connect", (1, 2, 3), 1))
-            for ask in asks:
-                pair = checked([await ask_http(client, self._model, ask), await ask_engine(self._engine, ask)])
-                pairs.append((pair[0].ttft_s, pair[1].ttft_s))
+        for ask in asks:
+            http, own = checked([await self._http.ask(ask), await ask_engine(self._engine, ask)])
+            pairs.append((http.ttft_s, own.ttft_s))
         return pairs
 
     async def memory(self, asks: Sequence[Ask]) -> dict[str, int]:
@@ -151,25 +152,28 @@ class _Bench:
                 if done.wait(SAMPLE_PERIOD_S):
                     return
 
-        async with self._http() as client:
-            sampling = asyncio.create_task(asyncio.to_thread(sample))
-            try:
-                await run_streams(lambda ask: ask_http(client, self._model, ask), asks, NUM_STREAMS)
-            finally:
-                done.set()
-                await sampling
+        sampling = asyncio.create_task(asyncio.to_thread(sample))
+        try:
+            await self.over_http(asks)
+        finally:
+            done.set()
+            await sampling
         return max(samples, key=lambda held: sum(held.values()))
 
     async def cpu_ms_per_token(self, asks: Sequence[Ask]) -> dict[str, float]:
-        """Of each process of the server. Apart from `memory`, whose sampling takes time of its own."""
+        """Of each process of the server, and of this one in its place. Apart from `memory`, whose sampling takes time."""
         before = tree_cpu_s(self._server.pid)
-        async with self._http() as client:
-            answers = checked(await run_streams(lambda ask: ask_http(client, self._model, ask), asks, NUM_STREAMS))
-        num_tokens = sum(answer.num_tokens for answer in answers)
-        return {name: 1e3 * (s - before.get(name, 0.0)) / num_tokens for name, s in tree_cpu_s(self._server.pid).items()}
+        num_tokens = _num_tokens(await self.over_http(asks))
+        after = tree_cpu_s(self._server.pid)
+        own_s = time.process_time()
+        num_own_tokens = _num_tokens(await self.in_process(asks))
+        own_s = time.process_time() - own_s
+        per_token = {name: 1e3 * (s - before.get(name, 0.0)) / num_tokens for name, s in after.items()}
+        return {**per_token, IN_PROCESS: 1e3 * own_s / num_own_tokens}
 
-    def _http(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self._server.url, timeout=120.0, trust_env=False)
+
+def _num_tokens(answers: Sequence[Answer]) -> int:
+    return sum(answer.num_tokens for answer in answers)
 
 
 def checked(answers: list[Answer]) -> list[Answer]:
@@ -195,6 +199,8 @@ def _result(
         "throughput_over_in_process": statistics.median(ratios),
         "ttft_overhead_ms": 1e3 * statistics.median(http - own for http, own in ttfts),
         "peak_pss_gb": sum(held.values()) / 2**30,
+        "http.cpu_ms_per_token": sum(ms for name, ms in cpu_ms.items() if name != IN_PROCESS),
+        "in_process.cpu_ms_per_token": cpu_ms[IN_PROCESS],
     }
     rows = []
     for name, side in (("http", 0), ("in_process", 1)):
