@@ -98,7 +98,7 @@ def _token_ids(folder: Path, vocab_size: int) -> Tensor | None:
     with safe_open(folder / SINGLE, framework="pt") as file:
         if TOKEN_IDS not in file.keys():  # noqa: SIM118 - not a dict
             return None
-        token_ids = file.get_tensor(TOKEN_IDS)
+        token_ids: Tensor = file.get_tensor(TOKEN_IDS)
     ascend = token_ids.dim() == 1 and len(token_ids) > 0 and bool((token_ids.diff() > 0).all())
     if not ascend or token_ids[0] < 0 or token_ids[-1] >= vocab_size:
         raise ModelUnavailable(f"{folder / SINGLE}: {TOKEN_IDS} must be ascending ids below {vocab_size}; train it again")

@@ -6,6 +6,7 @@ The output does not depend on the drafting (DESIGN idea 1), so this is exact, an
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from cluster.types import SamplingParams
 from drafters.protocol import Demand, Drafter
@@ -32,6 +33,15 @@ class Round:
     num_committed: int  # with the bonus token; less at the end of an answer
 
 
+class Behind(Protocol):
+    """The target behind a replay, for drafters that read its hidden states."""
+
+    def hold(self, recording: Recording) -> None:
+        """Compute all of an answer."""
+
+    def drop(self, recording: Recording) -> None: ...
+
+
 @dataclass(slots=True)
 class _Replayed:
     recording: Recording
@@ -42,7 +52,9 @@ class _Replayed:
         return len(self.recording.output_token_ids) - self.num_done
 
 
-def replay(drafter: Drafter, recordings: Sequence[Recording], draft_len: int, batch: int = 16) -> Iterator[Round]:
+def replay(
+    drafter: Drafter, recordings: Sequence[Recording], draft_len: int, batch: int = 16, behind: Behind | None = None
+) -> Iterator[Round]:
     """Serves the recordings in their order, ``batch`` at once, every draft of up to ``draft_len`` tokens verified whole."""
     waiting = deque(recording for recording in recordings if len(recording.output_token_ids) > 1)
     live: list[_Replayed] = []
@@ -50,6 +62,8 @@ def replay(drafter: Drafter, recordings: Sequence[Recording], draft_len: int, ba
         while waiting and len(live) < batch:
             recording = waiting.popleft()
             prompt = recording.prompt_token_ids
+            if behind is not None:
+                behind.hold(recording)
             drafter.open(recording.name, prompt, len(prompt), recording.sampling)
             drafter.extend(recording.name, recording.output_token_ids[:1])
             live.append(_Replayed(recording))
@@ -64,6 +78,8 @@ def replay(drafter: Drafter, recordings: Sequence[Recording], draft_len: int, ba
             drafter.extend(recording.name, truth[:num_committed])
             if not replayed.num_left:
                 drafter.release(recording.name)
+                if behind is not None:
+                    behind.drop(recording)
             yield Round(recording.domain, draft.confidences, num_accepted, num_committed)
         live = [replayed for replayed in live if replayed.num_left]
 

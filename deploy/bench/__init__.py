@@ -24,6 +24,7 @@ class Bench:
 
 BENCHES = {
     "decode": Bench("deploy.bench.decode", "a decode step over the floor of its matrix products, and over transformers"),
+    "drafters": Bench("deploy.bench.drafters", "what each drafter brings and costs, and the speed-up with it"),
     "invariance": Bench("deploy.bench.invariance", "the same tokens whatever is drafted, preempted or killed"),
     "serve": Bench("deploy.bench.serve", "the HTTP server over the engine in process; memory of the whole cluster"),
     "transport": Bench("deploy.bench.transport", "round trips of the data plane between two processes"),

@@ -1,0 +1,45 @@
+"""The drafters that are compared: those that need no training, those that are shipped, and combinations of both."""
+
+from collections.abc import Callable, Mapping
+
+from cluster.config import (
+    CascadeOptions,
+    ChainOptions,
+    DrafterConfig,
+    DrafterOptions,
+    DSparkOptions,
+    LayersOptions,
+    NgramOptions,
+    SuffixOptions,
+    TableOptions,
+)
+from drafters.shipped import FOLDER, kind_of, shipped_names
+
+_TRAINED: Mapping[str, Callable[[str, str], DrafterOptions]] = {
+    "table": lambda path, target: TableOptions(path=path),
+    "layers": lambda path, target: LayersOptions(path=path, target=target),
+    "dspark": lambda path, target: DSparkOptions(path=path),
+}
+
+
+def pool(model: str) -> tuple[DrafterConfig, ...]:
+    """Every drafter that can be had for ``model``: what is shipped is for the embedded one, and refused by others.
+
+    The cascade asks the lookups, the table, and the one trained model that comes first by its kind (dspark, then layers).
+    """
+    trained = {name: _TRAINED[kind](name, model) for name in shipped_names() if (kind := kind_of(FOLDER / name)) is not None}
+    tables = [options for options in trained.values() if isinstance(options, TableOptions)]
+    layers = [options for options in trained.values() if isinstance(options, LayersOptions)]
+    blocks = [options for options in trained.values() if isinstance(options, DSparkOptions)]
+    lookups: dict[str, DrafterOptions] = {
+        "ngram": NgramOptions(),
+        "suffix": SuffixOptions(),
+        "table": tables[0] if tables else TableOptions(),
+    }
+    members = [*lookups.values(), *(blocks or layers)[:1]]
+    combined: dict[str, DrafterOptions] = {"cascade": CascadeOptions(members=tuple(members))}
+    if layers:
+        combined["chain"] = ChainOptions(proposer=SuffixOptions(), verifier=layers[0])
+    others = {name: options for name, options in trained.items() if not isinstance(options, TableOptions)}
+    everything = lookups | others | combined
+    return tuple(DrafterConfig(name=name, options=options) for name, options in everything.items())

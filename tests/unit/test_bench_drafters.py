@@ -1,0 +1,65 @@
+"""What the comparison of drafters reports."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deploy.bench import drafters as bench
+from deploy.bench.drafters import QUICK, conditional_acceptance, confidence_figures, mean_accepted_len
+from deploy.bench.pool import pool
+from deploy.bench.report import BenchOptions
+from drafters import shipped
+from drafters.replay import Round
+from tests.support.tiny_model import write_tiny_layers, write_tiny_model
+
+
+def rounds_of(*accepted: int, drafted: int = 3, confidence: float = 0.5) -> list[Round]:
+    return [Round("d", (confidence,) * drafted, num, num + 1) for num in accepted]
+
+
+def test_acceptance_is_conditional_on_what_stands_before() -> None:
+    rounds = [*rounds_of(0, 1, 3), Round("d", (), 0, 1)]
+    assert conditional_acceptance(rounds, 4) == [pytest.approx(2 / 3), 0.5, 1.0, None]
+    assert mean_accepted_len(rounds) == pytest.approx((1 + 2 + 4 + 1) / 4)
+
+
+def test_confidences_that_come_true_have_no_error() -> None:
+    rounds = rounds_of(*[1, 0] * 50, drafted=1)
+    figures = confidence_figures(rounds)
+    assert figures["ece"] == pytest.approx(0.0)
+    assert figures["auroc"] == pytest.approx(0.5)
+    assert confidence_figures([Round("d", (), 0, 1)]) == {}
+
+
+def test_the_pool_holds_what_is_shipped_and_combinations_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_tiny_model(tmp_path / "target")
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
+    monkeypatch.setattr("deploy.bench.pool.FOLDER", tmp_path / "shipped")
+    assert [config.name for config in pool(str(target))] == ["ngram", "suffix", "table", "cascade"]
+    write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(200))
+    configs = {config.name: config for config in pool(str(target))}
+    assert list(configs) == ["ngram", "suffix", "table", "layers-2", "cascade", "chain"]
+    assert configs["cascade"].has_model
+    assert not configs["table"].has_model
+
+
+def test_everything_is_measured_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
+    monkeypatch.setattr("deploy.bench.pool.FOLDER", tmp_path / "shipped")
+    write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(257))
+    effort = replace(QUICK, num_synthetic=6, num_new_tokens=12, num_cost_rounds=4, num_repeats=1, num_alone=1)
+    monkeypatch.setattr(bench, "QUICK", effort)
+    result = bench.run(BenchOptions(quick=True, model=str(target)))
+    figures = result.figures
+    for name in ("ngram", "suffix", "table", "layers-2", "cascade", "chain"):
+        for key in (f"accepted_len.{name}.k7.mean", f"accepted_len.{name}.k4.mean.t0.8"):
+            assert 1.0 <= figures[key] <= 8.0
+        assert figures[f"draft_cost.{name}.k7"] > 0.0
+        assert all(figures[f"speedup.{name}.batch_{batch}"] > 0.0 for batch in (1, 4, 8, 16))
+    assert figures["accepted_len.layers-2.k7.mean"] > 3.0, "both layers of a model of two are the model itself"
+    assert figures["speedup.best.batch_8"] == max(
+        figures[f"speedup.{n}.batch_8"] for n in ("ngram", "suffix", "table", "layers-2", "cascade", "chain")
+    )
+    assert result.to_json()
