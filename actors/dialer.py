@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cluster.errors import OutriderError
 from cluster.messages import Hello
-from cluster.transport.base import Link, Mailbox
+from cluster.transport.base import Link, LinkDown, Mailbox
 from cluster.transport.factory import connect
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,8 @@ class Dialer:
         for address in set(self._peers) - wanted:
             peer = self._peers.pop(address)
             if peer.link is not None:
-                peer.link.close()
+                peer.link.close()  # its own end hears nothing of that
+                self._mailbox.put(LinkDown(peer.link, "its address is not wanted any more"))
             if peer.dialling is not None:
                 peer.dialling.add_done_callback(_hang_up)
         for address in wanted - set(self._peers):

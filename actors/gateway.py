@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from actors.dialer import Dialer
 from cluster.client import ClusterStatus
-from cluster.errors import LinkClosed, LinkFull, Overloaded
+from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
 from cluster.types import Commit, FinishReason, ModelInfo, Request
@@ -49,9 +49,10 @@ class LinkClient:
         hello = Hello(Role.GATEWAY, name, model.vocab_size, model.tokenizer_fingerprint, token)
         self._dialer = Dialer(self._mailbox, hello)
         self._wanted: tuple[str, ...] = tuple(addresses)
-        self._lock = threading.Lock()  # guards _links and _streams, shared by this thread and the callers' loops
+        self._lock = threading.Lock()  # guards what follows, shared by this thread and the callers' loops
         self._links: dict[Link, int] = {}  # open links and how many requests each carries
         self._streams: dict[str, _Stream] = {}
+        self._aborts: dict[Link, set[str]] = {}  # that could not be sent yet
         self._stop = threading.Event()
         self._linked = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"gateway-{name}", daemon=True)
@@ -76,22 +77,34 @@ class LinkClient:
     def is_linked(self) -> bool:
         return self._linked.is_set()
 
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the targets that are linked now."""
+        with self._lock:
+            return tuple(link.peer.name for link in self._links)
+
     async def generate(self, request: Request) -> AsyncIterator[Commit]:
-        stream = self._submit(request)
-        finished = False
-        try:
-            while not finished:
-                commit = await stream.commits.get()
-                if isinstance(commit, Exception):
-                    finished = True
-                    raise commit
-                if commit.finish is FinishReason.OVERLOADED:
-                    finished = True
-                    raise Overloaded(commit.error or "the target takes no more requests", RETRY_AFTER_S)
-                finished = commit.finish is not None
-                yield commit
-        finally:
-            self._forget(request.id, abort=not finished)
+        refused_by: set[Link] = set()
+        while True:
+            stream = self._submit(request, refused_by)
+            finished = False
+            try:
+                while not finished:
+                    commit = await stream.commits.get()
+                    if isinstance(commit, Exception):
+                        finished = True
+                        raise commit
+                    finished = commit.finish is not None
+                    if commit.finish is FinishReason.OVERLOADED:
+                        break
+                    yield commit
+                else:
+                    return
+            finally:
+                self._forget(request.id, abort=not finished)
+            refused_by.add(stream.link)
+            if not self._others(refused_by):
+                raise Overloaded(commit.error or "the target takes no more requests", RETRY_AFTER_S)
 
     async def close(self) -> None:
         self._stop.set()
@@ -100,20 +113,27 @@ class LinkClient:
 
     # ---- the callers' side
 
-    def _submit(self, request: Request) -> _Stream:
+    def _others(self, refused_by: set[Link]) -> list[Link]:
+        """Targets that have not refused, the one with the fewest requests from here first."""
         with self._lock:
-            if not self._links:
-                raise LinkClosed("no target can be reached now; it may be starting or restarting, try again")
-            link = min(self._links, key=lambda k: self._links[k])
+            return sorted(self._links.keys() - refused_by, key=lambda link: self._links[link])
+
+    def _submit(self, request: Request, refused_by: set[Link]) -> _Stream:
+        others = self._others(refused_by)
+        if not others:
+            raise LinkClosed("no target can be reached now; it may be starting or restarting, try again")
+        link = others[0]
+        with self._lock:
             stream = _Stream(asyncio.get_running_loop(), link)
             self._streams[request.id] = stream
-            self._links[link] += 1
+            if link in self._links:
+                self._links[link] += 1
         try:
             link.send(SubmitRound(submits=(request,)))
         except LinkFull as full:
             self._forget(request.id, abort=False)
             raise Overloaded(f"the target reads too slowly: {full}", RETRY_AFTER_S) from full
-        except LinkClosed:
+        except OutriderError:
             self._forget(request.id, abort=False)
             raise
         return stream
@@ -125,16 +145,22 @@ class LinkClient:
                 return
             if stream.link in self._links:
                 self._links[stream.link] -= 1
-        if not abort:
-            return
-        try:
-            stream.link.send(SubmitRound(aborts=(request_id,)))
-        except LinkClosed:
-            return  # the target ends what a lost gateway asked for
-        except LinkFull:
-            logger.warning("closing the link to %s: an abort did not fit in its queue", stream.link.peer.name)
-            stream.link.close()
-            self._mailbox.put(LinkDown(stream.link, "it stopped reading"))
+            if abort and stream.link in self._links:
+                self._aborts.setdefault(stream.link, set()).add(request_id)
+        if abort:
+            self._send_aborts()
+
+    def _send_aborts(self) -> None:
+        """What does not fit into a link's queue now goes with the next; at most as many as there were requests."""
+        with self._lock:
+            for link, request_ids in tuple(self._aborts.items()):
+                try:
+                    link.send(SubmitRound(aborts=tuple(request_ids)))
+                except LinkFull:
+                    continue
+                except LinkClosed:
+                    pass  # the target ends what a lost gateway asked for
+                del self._aborts[link]
 
     # ---- the thread's side
 
@@ -147,6 +173,7 @@ class LinkClient:
                 wait_s = IDLE_WAIT_S if due_s is None else max(0.0, due_s - now_s)
                 self._mailbox.wait(min(wait_s, IDLE_WAIT_S))
                 self._take_mail()
+                self._send_aborts()
         finally:
             self._dialer.close()
             for link in tuple(self._links):
@@ -184,6 +211,7 @@ class LinkClient:
     def _down(self, link: Link, reason: str) -> None:
         with self._lock:
             self._links.pop(link, None)
+            self._aborts.pop(link, None)
             if not self._links:
                 self._linked.clear()
             cut_off = [stream for stream in self._streams.values() if stream.link is link]

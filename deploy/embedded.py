@@ -80,19 +80,19 @@ class EmbeddedCluster:
         table: RoutingTable | None = None,
     ) -> None:
         self.model = model
-        self._address = f"memory://embedded-{os.getpid()}-{next(_numbers)}"
+        self.address = f"memory://embedded-{os.getpid()}-{next(_numbers)}"
         self._engine = engine
         self._mailbox = Mailbox()
         table = table or RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
         self._companions = {name: _loop(name, entry) for name, entry in pool.items() if entry.companion}
         companions = [loop for loop, _ in self._companions.values()]
         self.loop = TargetLoop(engine, model, self._mailbox, cost, planner, table, companions=companions)
-        self._listener = listen(self._address, self._mailbox, self._hello(Role.TARGET, "target"))
+        self._listener = listen(self.address, self._mailbox, self._hello(Role.TARGET, "target"))
         self._drafters: dict[str, _RunningDrafter] = {}
         for name, entry in pool.items():
             self.start_drafter(name, entry)
         self._target = LoopThread("target", self.loop, self._mailbox.wake, on_end=self._listener.close)
-        self.client = LinkClient("embedded", model, [self._address], self._status)
+        self.client = LinkClient("embedded", model, [self.address], self._status)
         if not self.client.wait_linked(START_S):
             raise TimeoutError(f"the embedded target did not answer within {START_S} s")
 
@@ -133,7 +133,7 @@ class EmbeddedCluster:
     def start_drafter(self, name: str, entry: PoolEntry) -> None:
         """Also takes the place of a drafter of that name. A companion is one from the beginning: it is only linked again."""
         loop, mailbox = self._companions[name] if entry.companion else _loop(name, entry)
-        link = connect(self._address, mailbox, self._hello(Role.DRAFTER, name))
+        link = connect(self.address, mailbox, self._hello(Role.DRAFTER, name))
         thread = None if entry.companion else LoopThread(f"drafter-{name}", loop, mailbox.wake, on_end=link.close)
         self._drafters[name] = _RunningDrafter(entry, thread, link)
 

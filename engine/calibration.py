@@ -7,7 +7,7 @@ from cluster.types import Request, SamplingParams
 from engine.target import SpanInput, TargetEngine
 from router.cost_model import TableCost, monotone
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # beyond, every row costs what the last ones did
 _CONTEXT_LEN = 512
 _NUM_CONTEXTS = 2
 _NUM_REPEATS = 5
@@ -17,7 +17,7 @@ _POINT_S = 0.25  # spent on one point at most, beyond its first two passes
 def measure_cost(target: TargetEngine) -> TableCost:
     """Step time over rows, and per token of context, by running passes on ``target``, which must hold no request.
 
-    The least of several repeats is taken: what disturbs a measurement only ever adds to it. Takes about a second for
+    The least of several repeats is taken: what disturbs a measurement only ever adds to it. Takes a few seconds for
     SmolLM2-135M on two cores.
     """
     capacity = target.capacity()

@@ -68,8 +68,9 @@ class NativeTarget:
         self._states: dict[str, SamplingState] = {}
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
+        state = SamplingState(request.sampling, token_ids, len(request.prompt_token_ids))
         computed_len = self._ledger.open(request.id, token_ids)
-        self._states[request.id] = SamplingState(request.sampling, token_ids, len(request.prompt_token_ids))
+        self._states[request.id] = state
         return computed_len
 
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:

@@ -3,14 +3,18 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cluster.errors import LinkClosed, LinkFull
+from cluster.errors import LinkClosed, LinkFull, WireError
 from cluster.messages import Budget, CommitRound, DraftRound, Extend, Open
 from cluster.transport.base import Link
 from cluster.types import Commit
 from engine.sequences import LiveSequence
 
-# Commits that a gateway has not taken yet; beyond this it is not reading, and its link is closed.
+# What the other end has not taken yet; beyond this it is not reading, and its link is closed.
 MAX_PENDING_COMMITS = 16384
+MAX_PENDING_RELEASES = 65536
+# What one message holds at most, well below what links carry: a drafter that comes back follows everything at once.
+MAX_OPENED_TOKENS = 500_000
+MAX_COMMITS = 256
 
 
 @dataclass(slots=True)
@@ -32,6 +36,10 @@ class DrafterPort:
         self._extends.pop(request.id, None)
         self._opens[request.id] = Open(request.id, tuple(sequence.token_ids), sequence.prompt_len, request.sampling)
         self._budgets[request.id] = Budget(request.id, max_draft_len)
+
+    def budget(self, max_draft_len: int) -> None:
+        """A new bound for every request that is followed."""
+        self._budgets.update((request_id, Budget(request_id, max_draft_len)) for request_id in self.followed)
 
     def extend(self, request_id: str, base_len: int, token_ids: tuple[int, ...]) -> None:
         opening = self._opens.get(request_id)
@@ -55,23 +63,42 @@ class DrafterPort:
         """Sends what has gathered, if anything.
 
         Raises:
-            LinkClosed: the drafter is gone; a LinkDown follows or has come.
+            LinkClosed: the drafter is gone, or must go: it does not read, or what it must be told cannot be sent.
         """
-        if not (self._opens or self._extends or self._releases or self._budgets):
-            return
-        message = DraftRound(
-            table_version=table_version,
-            opens=tuple(self._opens.values()),
-            extends=tuple(self._extends.values()),
-            budgets=tuple(self._budgets.values()),
-            releases=tuple(self._releases),
-        )
-        try:
-            self.link.send(message)
-        except LinkFull:
-            return
-        for pending in (self._opens, self._extends, self._budgets, self._releases):
-            pending.clear()
+        while self._opens or self._extends or self._releases or self._budgets:
+            opens = self._some_opens()
+            later = self._opens.keys() - opens.keys()
+            message = DraftRound(
+                table_version=table_version,
+                opens=tuple(opens.values()),
+                extends=tuple(self._extends.values()),
+                budgets=tuple(budget for key, budget in self._budgets.items() if key not in later),
+                releases=tuple(self._releases),
+            )
+            try:
+                self.link.send(message)
+            except LinkFull:
+                if len(self._releases) > MAX_PENDING_RELEASES:
+                    raise _hung_up(self.link, f"{len(self._releases)} releases unread") from None
+                return
+            except WireError as error:
+                raise _hung_up(self.link, f"what cannot be sent: {error}") from error
+            for request_id in opens:
+                del self._opens[request_id]
+            self._budgets = {key: budget for key, budget in self._budgets.items() if key in later}
+            self._extends.clear()
+            self._releases.clear()
+
+    def _some_opens(self) -> dict[str, Open]:
+        """As many as one message holds, at least one."""
+        some: dict[str, Open] = {}
+        num_tokens = 0
+        for request_id, opening in self._opens.items():
+            num_tokens += len(opening.token_ids)
+            if some and num_tokens > MAX_OPENED_TOKENS:
+                break
+            some[request_id] = opening
+        return some
 
 
 @dataclass(slots=True)
@@ -86,16 +113,23 @@ class GatewayPort:
         self._commits.extend(commits)
 
     def flush(self) -> None:
-        """Raises LinkClosed when the gateway is gone, or has stopped reading: its link is then closed."""
-        if not self._commits:
-            return
-        try:
-            self.link.send(CommitRound(tuple(self._commits)))
-        except LinkFull:
-            if len(self._commits) > MAX_PENDING_COMMITS:
-                self.link.close()
-                raise LinkClosed(
-                    f"gateway {self.link.peer.name} left {len(self._commits)} commits unread; its link is closed"
-                ) from None
-            return
-        self._commits.clear()
+        """Sends what has gathered, if anything.
+
+        Raises:
+            LinkClosed: the gateway is gone, or must go: it does not read, or what it must be told cannot be sent.
+        """
+        while self._commits:
+            try:
+                self.link.send(CommitRound(tuple(self._commits[:MAX_COMMITS])))
+            except LinkFull:
+                if len(self._commits) > MAX_PENDING_COMMITS:
+                    raise _hung_up(self.link, f"{len(self._commits)} commits unread") from None
+                return
+            except WireError as error:
+                raise _hung_up(self.link, f"what cannot be sent: {error}") from error
+            del self._commits[:MAX_COMMITS]
+
+
+def _hung_up(link: Link, left: str) -> LinkClosed:
+    link.close()
+    return LinkClosed(f"{link.peer.role} {link.peer.name} left {left}; its link is closed")

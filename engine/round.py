@@ -177,7 +177,7 @@ class TargetLoop:
         self._note_holds(plan, now_s)
         if plan.is_empty:
             self._flush()
-            return StepReport(executed=False, wake_s=min(plan.held.values(), default=None))
+            return StepReport(executed=False, wake_s=plan.wake_s)
         spans, outcomes = self._execute(plan)
         end_s = self._clock() if self._clock is not None else now_s
         commits = self._apply(spans, outcomes, end_s)
@@ -291,7 +291,10 @@ class TargetLoop:
         """Takes up the newest routing table: requests whose chain changed are handed from one drafter to the other."""
         if self._table is self._newest_table:
             return
-        self._table = self._newest_table
+        former_len, self._table = self._table.max_draft_len, self._newest_table
+        if self._table.max_draft_len != former_len:
+            for port in self._drafters.values():
+                port.budget(self._table.max_draft_len)
         for sequence in self._sequences:
             if sequence.request.chain is None:
                 chain = self._table.chains.get(sequence.request.id)
@@ -310,6 +313,7 @@ class TargetLoop:
         former = self._drafters.get(sequence.drafter) if sequence.drafter is not None else None
         if former is not None:
             former.release(sequence.request.id)
+        self.telemetry.forget(sequence.request.id)
         sequence.drafter = drafter
         sequence.proposal = None
         sequence.awaiting_since_s = None
@@ -342,33 +346,32 @@ class TargetLoop:
                 return spans, self._engine.execute(spans)
             except OutOfBlocks:
                 # Blocks that preempted sequences shared did not fall free, so the plan was too hopeful.
-                if len(spans) == 1:
+                youngest = [sequence for sequence in self._sequences if sequence.running][-1]
+                if youngest.request.id == spans[0].request_id and len(spans) == 1:
                     raise
-                youngest = max(spans, key=lambda s: self._sequences[s.request_id].request.arrival_s)
-                spans.remove(youngest)
-                self._preempt(self._sequences[youngest.request_id])
+                self._preempt(youngest)
+                spans = [span for span in spans if span.request_id != youngest.request.id]
         return [], []
 
     def _preempt(self, sequence: LiveSequence) -> None:
         """Gives up the blocks; what was committed stays, and is recomputed later to the same tokens (DESIGN idea 1)."""
         self._engine.release(sequence.request.id)
         sequence.computed_len = 0
-        sequence.running = False
+        sequence.running = sequence.held = False
+        sequence.awaiting_since_s = None
         self.telemetry.forget(sequence.request.id)
         self.telemetry.num_preempted += 1
 
     def _apply(self, spans: Iterable[SpanInput], outcomes: Iterable[SpanOutcome], now_s: float) -> list[Commit]:
         commits = []
         for span, outcome in zip(spans, outcomes, strict=True):
-            proposal = self._sequences[span.request_id].proposal
             commit = self._sequences.apply(span, outcome)
-            if proposal is not None and span.num_drafts:
-                confidences = proposal.confidences[: span.num_drafts]
-                self.telemetry.drafter(proposal.drafter).calibration.record(confidences, outcome.num_accepted)
             if commit is None:
                 continue
             commits.append(commit)
             sequence = self._sequences[commit.request_id]
+            if sequence.judgement is not None:
+                self.telemetry.drafter(sequence.judgement.drafter).judged(sequence.judgement, span.num_drafts)
             if sequence.drafter in self._drafters:
                 self.telemetry.observe(commit, sequence.drafter, now_s)
             for gateway in self._gateways.values():

@@ -11,6 +11,22 @@ from router.plan import SequenceView, Span
 MAX_TOLD = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a pass said of a proposal: the first ``num_right`` of ``num_judged`` draft tokens are what was committed.
+
+    Also of tokens that were not verified: the bonus token tells whether the draft token in its place was right.
+    """
+
+    drafter: str
+    confidences: tuple[float, ...]  # of the tokens that were judged
+    num_right: int
+
+    @property
+    def num_judged(self) -> int:
+        return len(self.confidences)
+
+
 @dataclass(slots=True, eq=False)
 class LiveSequence:
     """A request under way. ``token_ids[:computed_len]`` are in the target's cache."""
@@ -25,6 +41,7 @@ class LiveSequence:
     told_s: dict[int, float] = field(default_factory=dict)  # committed length -> when the drafter was told of it
     proposal: Proposal | None = None
     survival: tuple[float, ...] = ()  # of the prefixes of the proposal, as far as its drafter is known
+    judgement: Judgement | None = None  # by the last pass
     finish: FinishReason | None = None
 
     @property
@@ -168,8 +185,7 @@ class Sequences:
         sequence.token_ids.extend(token_ids)
         sequence.computed_len = len(sequence.token_ids) - 1
         sequence.finish = finish
-        drafter = sequence.proposal.drafter if sequence.proposal is not None else None
-        sequence.proposal = None
+        drafter = self._judge(sequence, token_ids)
         return Commit(
             request_id=span.request_id,
             base_len=base_len,
@@ -180,6 +196,29 @@ class Sequences:
             logprobs=outcome.logprobs[: len(token_ids)],
             finish=finish,
         )
+
+    @staticmethod
+    def _judge(sequence: LiveSequence, token_ids: tuple[int, ...]) -> str | None:
+        """Holds the proposal at hand against what was committed, keeps what is still ahead of it, and says whose it was."""
+        proposal, sequence.proposal = sequence.proposal, None
+        if proposal is None:
+            sequence.judgement = None
+            return None
+        drafts = proposal.token_ids
+        num_right = next(
+            (i for i, (a, b) in enumerate(zip(drafts, token_ids, strict=False)) if a != b), min(len(drafts), len(token_ids))
+        )
+        num_judged = min(num_right + 1, len(drafts), len(token_ids))
+        sequence.judgement = Judgement(proposal.drafter, proposal.confidences[:num_judged], num_right)
+        if num_right == len(token_ids) < len(drafts):
+            sequence.proposal = replace(
+                proposal,
+                base_len=proposal.base_len + num_right,
+                token_ids=drafts[num_right:],
+                confidences=proposal.confidences[num_right:],
+            )
+            sequence.survival = tuple(s / max(sequence.survival[num_right - 1], 1e-9) for s in sequence.survival[num_right:])
+        return proposal.drafter
 
     def _until_end(self, sequence: LiveSequence, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
         sampling = sequence.request.sampling

@@ -1,10 +1,11 @@
 """What the round measures of itself and of its drafters, as it goes."""
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.types import Commit
-from engine.sequences import LiveSequence
+from engine.sequences import Judgement, LiveSequence
 from profiler.online_calibration import OnlineSurvival
 from router.assignment import Observation
 from router.plan import UNKNOWN_DRAFTER, DrafterView
@@ -58,24 +59,26 @@ class DrafterStats:
             self.reply_s = _mean(known, 2 * waited_s, 0.5)
             self.view = replace(self.view, reply_s=self.reply_s)
 
-    def verified(self, num_proposed: int, num_accepted: int) -> None:
-        self.num_proposed += num_proposed
-        self.num_accepted += num_accepted
+    def judged(self, judgement: Judgement, num_verified: int) -> None:
+        """A proposal was held against what was committed. Tokens that were not verified teach, too: else a drafter that is
+        not worth verifying would never be found to have become so."""
         view = self.view
         acceptance = view.acceptance
-        # Given that those before it were right: num_accepted successes, and one failure unless all were accepted.
-        for _ in range(num_accepted):
+        # Given that those before it were right: num_right successes, and one failure unless all were right.
+        for _ in range(judgement.num_right):
             acceptance = _mean(acceptance, 1.0, SMOOTHING / 4)
-        if num_accepted < num_proposed:
+        if judgement.num_right < judgement.num_judged:
             acceptance = _mean(acceptance, 0.0, SMOOTHING / 4)
-        self.view = replace(
-            view, accepted_per_round=_mean(view.accepted_per_round, float(num_accepted)), acceptance=acceptance
-        )
+        accepted_per_round = view.accepted_per_round
+        if num_verified or not judgement.num_judged:  # of one that was not verified it is not known how far it was right
+            accepted_per_round = _mean(accepted_per_round, float(min(judgement.num_right, num_verified)))
+        self.view = replace(view, accepted_per_round=accepted_per_round, acceptance=acceptance)
+        self.calibration.record(judgement.confidences, judgement.num_right)
 
 
 @dataclass(slots=True)
 class Telemetry:
-    """Not thread-safe but for reads of single fields; the round owns it."""
+    """The round owns it. Other threads may read single fields, and take observations."""
 
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
     num_passes: int = 0
@@ -88,6 +91,7 @@ class Telemetry:
     _window_tokens: int = 0
     _committed_s: dict[str, float] = field(default_factory=dict)  # when a live request last committed
     _observations: dict[tuple[str, str], Observation] = field(default_factory=dict)
+    _taking: threading.Lock = field(default_factory=threading.Lock)  # guards _observations
 
     def drafter(self, name: str) -> DrafterStats:
         return self.drafters.setdefault(name, DrafterStats())
@@ -100,7 +104,9 @@ class Telemetry:
             self.num_committed += len(commit.token_ids)
             self._window_tokens += len(commit.token_ids)
             if commit.drafter is not None:
-                self.drafter(commit.drafter).verified(commit.num_proposed, commit.num_accepted)
+                stats = self.drafter(commit.drafter)
+                stats.num_proposed += commit.num_proposed
+                stats.num_accepted += commit.num_accepted
         if self._window_start_s is None:
             self._window_start_s, self._window_tokens = now_s, 0
         elif now_s - self._window_start_s >= 1.0:
@@ -116,13 +122,18 @@ class Telemetry:
         self._window_start_s = None
 
     def take_observations(self) -> tuple[Observation, ...]:
-        taken, self._observations = self._observations, {}
+        with self._taking:
+            taken, self._observations = self._observations, {}
         return tuple(taken.values())
 
     def observe(self, commit: Commit, drafter: str, now_s: float) -> None:
         """A round of a request that ``drafter`` follows, whether its proposal came in time or not."""
         elapsed_s = now_s - self._committed_s.get(commit.request_id, now_s - (self.step_s or 0.0))
         self._committed_s[commit.request_id] = now_s
+        with self._taking:
+            self._add(commit, drafter, elapsed_s)
+
+    def _add(self, commit: Commit, drafter: str, elapsed_s: float) -> None:
         key = (commit.request_id, drafter)
         known = self._observations.get(key)
         if known is None:

@@ -75,6 +75,7 @@ class StepPlan:
     admitted: tuple[str, ...] = ()  # waiting requests that start to run, in spans too
     preempted: tuple[str, ...] = ()  # running requests that give up their blocks, to be recomputed later
     held: Mapping[str, float] = field(default_factory=dict)  # request -> when it stops waiting for its proposal
+    wake_s: float | None = None  # when to plan anew if nothing comes meanwhile; None unless everybody waits
 
     @property
     def is_empty(self) -> bool:

@@ -39,7 +39,7 @@ class Planner(Protocol):
         cost: CostModel,
         now_s: float,
     ) -> StepPlan:
-        """``sequences`` in order of arrival. Pure: the same input gives the same plan."""
+        """``sequences`` in the order of their coming: the last is the youngest. Pure: the same input gives the same plan."""
 
 
 class StepPlanner:
@@ -67,14 +67,17 @@ class StepPlanner:
         ready = [s for s in decoding if s.request_id not in held]
         prefilling = [s for s in running if _remaining(s) > 1]
         waiting = [s for s in sequences if not s.running]
-        if held and self._better_to_wait(held, ready, prefilling or waiting, drafters, decoding, cost, now_s):
-            return StepPlan(spans=(), held=held)
+        if held and not ready and not prefilling and not waiting:
+            return StepPlan(spans=(), held=held, wake_s=min(held.values()))
+        due_s = self._due_s(held, decoding, drafters)
+        if held and now_s < due_s < now_s + self._split_s(len(held), ready, decoding, cost):
+            return StepPlan(spans=(), held=held, wake_s=due_s)
         blocks = _Blocks(capacity)
         survivors, preempted = _make_room(ready, running, blocks)
         num_verify = self._verification(survivors, drafters, capacity, cost)
         decode = _decode_spans(survivors, num_verify, blocks)
         num_free_tokens = capacity.max_pass_tokens - sum(s.num_compute + s.num_verify for s in decode)
-        if decode:
+        if decode or held:  # somebody streams
             num_free_tokens = min(num_free_tokens, self._settings.max_chunk_len)
         prefill, admitted = _prefill_spans(
             [s for s in prefilling if s.request_id not in preempted],
@@ -85,6 +88,7 @@ class StepPlanner:
         )
         if not decode and not prefill and not preempted and not held:
             preempted = _break_deadlock(running)
+        held = {request_id: until_s for request_id, until_s in held.items() if request_id not in preempted}
         return StepPlan((*decode, *prefill), tuple(admitted), tuple(preempted), held)
 
     def _held(
@@ -93,7 +97,9 @@ class StepPlanner:
         """Who waits for a proposal, and until when: no longer than the time its accepted tokens would save."""
         held = {}
         for sequence in decoding:
-            if sequence.drafter is None or sequence.awaiting_since_s is None or sequence.max_new_tokens == 1:
+            if sequence.drafter is None or sequence.awaiting_since_s is None:
+                continue
+            if sequence.num_drafted or sequence.max_new_tokens == 1:  # it has something to verify, or wants no draft
                 continue
             drafter = drafters.get(sequence.drafter, UNKNOWN_DRAFTER)
             gain = max(drafter.accepted_per_round, PATIENCE)
@@ -104,28 +110,21 @@ class StepPlanner:
         return held
 
     @staticmethod
-    def _better_to_wait(
-        held: Mapping[str, float],
-        ready: Sequence[SequenceView],
-        other_work: Sequence[SequenceView],
-        drafters: Mapping[str, DrafterView],
-        decoding: Sequence[SequenceView],
-        cost: CostModel,
-        now_s: float,
-    ) -> bool:
-        """Whether the whole batch does better to leave together than in two passes, given when the proposals are due."""
-        if not ready and not other_work:
-            return True
-        context = sum(s.committed_len for s in decoding)
-        # Splitting makes everybody wait for one more pass, at the price of a pass's fixed part.
-        together_s = cost.step_s(len(decoding), context)
-        apart_s = cost.step_s(max(len(ready), 1), context) + cost.step_s(len(held), context)
+    def _due_s(held: Mapping[str, float], decoding: Iterable[SequenceView], drafters: Mapping[str, DrafterView]) -> float:
+        """When the last of the proposals that are waited for should be there: twice the usual time, within the hold."""
         due_s = 0.0
         for sequence in decoding:
             if sequence.request_id in held and sequence.drafter and sequence.awaiting_since_s is not None:
                 reply_s = drafters.get(sequence.drafter, UNKNOWN_DRAFTER).reply_s
-                due_s = max(due_s, min(sequence.awaiting_since_s + 2 * reply_s, held[sequence.request_id]) - now_s)
-        return 0.0 < due_s < apart_s - together_s
+                due_s = max(due_s, min(sequence.awaiting_since_s + 2 * reply_s, held[sequence.request_id]))
+        return due_s
+
+    @staticmethod
+    def _split_s(num_held: int, ready: Sequence[SequenceView], decoding: Sequence[SequenceView], cost: CostModel) -> float:
+        """What it costs to leave in two passes rather than one: the fixed part of a pass. So long the ready ones wait."""
+        context = sum(s.committed_len for s in decoding)
+        apart_s = cost.step_s(max(len(ready), 1), context) + cost.step_s(num_held, context)
+        return apart_s - cost.step_s(len(decoding), context)
 
 
 class _Blocks:
@@ -160,7 +159,7 @@ def _make_room(
     """Preempts the youngest until one more token of every remaining ready sequence has its block."""
     survivors = list(ready)
     preempted: list[str] = []
-    by_age = sorted(running, key=lambda s: s.arrival_s)
+    by_age = list(running)
     while len(by_age) > 1 and sum(blocks.needed(s, 1) for s in survivors) > blocks.num_free:
         youngest = by_age.pop()
         preempted.append(youngest.request_id)
@@ -219,4 +218,4 @@ def _break_deadlock(running: Sequence[SequenceView]) -> list[str]:
     """Several half-computed prompts may hold all blocks between them; the youngest gives way."""
     if len(running) < 2:
         return []
-    return [max(running, key=lambda s: s.arrival_s).request_id]
+    return [running[-1].request_id]

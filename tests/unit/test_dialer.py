@@ -98,5 +98,6 @@ def test_unwanted_links_are_closed(caller: Caller) -> None:
     caller.until_linked(1)
     caller.dialer.want([])
     assert any(isinstance(event, LinkDown) for event in mailbox.drain())
+    assert any(isinstance(event, LinkDown) for event in caller.mailbox.drain()), "its own owner must hear of it, too"
     assert caller.dialer.tick(caller.now_s) is None
     listener.close()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from actors.gateway import LinkClient
 from cluster.errors import LinkClosed, Overloaded
 from cluster.types import Commit, FinishReason, Request, SamplingParams
 from deploy.embedded import EmbeddedCluster, PoolEntry
@@ -122,3 +123,26 @@ def test_a_failing_engine_ends_its_streams_with_the_reason() -> None:
         pass  # the link went before the word of it was read
     with pytest.raises(RuntimeError, match="the device is gone"):
         cluster.close()
+
+
+def test_a_request_that_one_target_refuses_goes_to_another() -> None:
+    async def run() -> None:
+        drained, other = (EmbeddedCluster(ToyTarget(), MODEL, COST, {}) for _ in range(2))
+        with drained, other:
+            drained.loop.drain()
+            client = LinkClient("both", MODEL, [drained.address, other.address], drained.client.status)
+            try:
+                async with asyncio.timeout(10.0):
+                    while len(client.targets) < 2:
+                        await asyncio.sleep(0)
+                for i in range(4):
+                    wanted = request(i, max_tokens=5)
+                    commits = [commit async for commit in client.generate(wanted)]
+                    assert tuple(t for c in commits for t in c.token_ids) == plain_run(wanted)
+                other.loop.drain()
+                with pytest.raises(Overloaded, match="drains"):
+                    await anext(client.generate(request(9)))
+            finally:
+                await client.close()
+
+    asyncio.run(run())

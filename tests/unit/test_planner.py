@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.types import Slo
+from engine.sequences import Judgement
+from engine.telemetry import DrafterStats
 from router.cost_model import TableCost, monotone
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
 from router.planner import PlannerSettings, StepPlanner
@@ -59,6 +61,7 @@ def test_a_lone_request_waits_for_its_proposal_no_longer_than_it_is_worth() -> N
     step = plan([waiting], now_s=1.0)
     assert step.is_empty
     until_s = step.held["a"]
+    assert step.wake_s == until_s
     assert until_s == pytest.approx(1.0 + 2.0 * 0.02, rel=0.1)  # two tokens of a 20 ms step
     assert spans_of(plan([waiting], now_s=until_s)) == {"a": (1, 0)}
 
@@ -75,6 +78,7 @@ def test_nobody_waits_for_a_drafter_that_answers_too_late() -> None:
 def test_the_batch_waits_together_only_while_that_is_cheaper_than_two_passes() -> None:
     batch = [view("a", awaiting_since_s=1.0), view("b", num_drafted=3)]
     assert plan(batch, replace(QUICK, reply_s=0.001)).is_empty
+    assert plan(batch, replace(QUICK, reply_s=0.001)).wake_s == pytest.approx(1.002)  # looks again when it should be there
     apart = plan(batch, replace(QUICK, reply_s=0.015))
     assert set(spans_of(apart)) == {"b"}
     assert set(apart.held) == {"a"}
@@ -91,6 +95,14 @@ def test_a_prompt_is_cut_into_chunks_beside_decodes_and_not_alone() -> None:
     assert spans_of(plan([prompt]))["p"] == (64, 0)
     beside = spans_of(plan([view("a"), prompt], max_chunk_len=16))
     assert beside == {"a": (1, 0), "p": (16, 0)}
+    slow = replace(QUICK, reply_s=0.015)
+    beside_held = plan([view("a", awaiting_since_s=1.0), prompt], slow, max_chunk_len=16)
+    assert set(beside_held.held) == {"a"}
+    assert spans_of(beside_held) == {"p": (16, 0)}
+
+
+def test_what_is_left_of_a_proposal_is_verified_before_another_is_waited_for() -> None:
+    assert spans_of(plan([view(awaiting_since_s=1.0, num_drafted=3)])) == {"a": (1, 3)}
 
 
 def test_requests_are_admitted_in_order_while_whole_prompts_fit() -> None:
@@ -203,3 +215,20 @@ def test_no_plan_asks_for_more_than_there_is(
         assert s.running or s.request_id in step.admitted
     if any(s.running for s in batch) and num_running > 1:
         assert step.spans or step.preempted or step.held, "a plan that does nothing while there is work"
+
+
+def test_a_drafter_that_had_bad_luck_is_found_again() -> None:
+    """Draft tokens that were not verified are judged by the bonus token: else no proposal would ever be verified again."""
+    stats = DrafterStats()
+    dear_rows = TableCost((1, 2), (0.02, 0.026))
+
+    def length() -> int:
+        batch = [view(num_drafted=4)]
+        return verify_goodput(batch, {"d": stats.view}, CAPACITY, dear_rows)["a"]
+
+    for _ in range(200):
+        stats.judged(Judgement("d", (0.9,), 0), num_verified=length())
+    assert length() == 0
+    for _ in range(200):
+        stats.judged(Judgement("d", (0.9,), 1), num_verified=0)
+    assert length() > 0

@@ -58,6 +58,20 @@ def test_a_pass_commits_what_was_accepted_and_the_bonus_token() -> None:
     assert (sequence.computed_len, len(sequence.token_ids), sequence.proposal) == (5, 6, None)
 
 
+def test_what_was_not_verified_is_judged_by_the_bonus_token_and_kept_if_it_agrees() -> None:
+    sequences, sequence = start()
+    sequences.offer(propose(3, 5, 6, 7, 8))
+    sequence.survival = (0.8, 0.4, 0.2, 0.1)
+    sequences.apply(sequences.span_input(Span("r", 1, 1)), SpanOutcome("r", (5, 6), 1))
+    assert sequence.judgement is not None
+    assert (sequence.judgement.num_right, sequence.judgement.num_judged) == (2, 2)
+    assert sequence.proposal == propose(5, 7, 8)
+    assert sequence.survival == pytest.approx((0.5, 0.25))
+    sequences.apply(sequences.span_input(Span("r", 1, 0)), SpanOutcome("r", (9 + 1,), 0))
+    assert (sequence.judgement.num_right, sequence.judgement.num_judged) == (0, 1)
+    assert sequence.proposal is None
+
+
 def test_a_chunk_that_does_not_reach_the_end_commits_nothing() -> None:
     sequences, sequence = start()
     sequence.computed_len = 0
