@@ -54,7 +54,7 @@ class LinkClient:
         self._streams: dict[str, _Stream] = {}
         self._aborts: dict[Link, set[str]] = {}  # that could not be sent yet
         self._stop = threading.Event()
-        self._linked = threading.Event()
+        self._links_changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name=f"gateway-{name}", daemon=True)
         self._thread.start()
 
@@ -69,19 +69,14 @@ class LinkClient:
         self._wanted = tuple(addresses)
         self._mailbox.wake()
 
-    def wait_linked(self, timeout_s: float) -> bool:
-        """Whether a target could be reached within the time."""
-        return self._linked.wait(timeout_s)
+    def wait_linked(self, timeout_s: float, num_targets: int = 1) -> bool:
+        """Whether so many targets could be reached within the time."""
+        with self._lock:
+            return self._links_changed.wait_for(lambda: len(self._links) >= num_targets, timeout_s)
 
     @property
     def is_linked(self) -> bool:
-        return self._linked.is_set()
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Names of the targets that are linked now."""
-        with self._lock:
-            return tuple(link.peer.name for link in self._links)
+        return bool(self._links)
 
     async def generate(self, request: Request) -> AsyncIterator[Commit]:
         refused_by: set[Link] = set()
@@ -186,7 +181,7 @@ class LinkClient:
                 case LinkUp(link):
                     with self._lock:
                         self._links.setdefault(link, 0)
-                    self._linked.set()
+                        self._links_changed.notify_all()
                 case LinkDown(link, reason):
                     self._dialer.lost(link, time.monotonic())
                     self._down(link, reason)
@@ -212,8 +207,6 @@ class LinkClient:
         with self._lock:
             self._links.pop(link, None)
             self._aborts.pop(link, None)
-            if not self._links:
-                self._linked.clear()
             cut_off = [stream for stream in self._streams.values() if stream.link is link]
         for stream in cut_off:
             _call(stream.loop, [(stream, LinkClosed(f"the target is gone: {reason}; send the request again"))])

@@ -126,23 +126,18 @@ def test_a_failing_engine_ends_its_streams_with_the_reason() -> None:
 
 
 def test_a_request_that_one_target_refuses_goes_to_another() -> None:
-    async def run() -> None:
-        drained, other = (EmbeddedCluster(ToyTarget(), MODEL, COST, {}) for _ in range(2))
-        with drained, other:
-            drained.loop.drain()
-            client = LinkClient("both", MODEL, [drained.address, other.address], drained.client.status)
-            try:
-                async with asyncio.timeout(10.0):
-                    while len(client.targets) < 2:
-                        await asyncio.sleep(0)
-                for i in range(4):
-                    wanted = request(i, max_tokens=5)
-                    commits = [commit async for commit in client.generate(wanted)]
-                    assert tuple(t for c in commits for t in c.token_ids) == plain_run(wanted)
-                other.loop.drain()
-                with pytest.raises(Overloaded, match="drains"):
-                    await anext(client.generate(request(9)))
-            finally:
-                await client.close()
+    async def run(client: LinkClient, other: EmbeddedCluster) -> None:
+        for i in range(4):
+            wanted = request(i, max_tokens=5)
+            commits = [commit async for commit in client.generate(wanted)]
+            assert tuple(t for c in commits for t in c.token_ids) == plain_run(wanted)
+        other.loop.drain()
+        with pytest.raises(Overloaded, match="drains"):
+            await anext(client.generate(request(9)))
+        await client.close()
 
-    asyncio.run(run())
+    with EmbeddedCluster(ToyTarget(), MODEL, COST, {}) as drained, EmbeddedCluster(ToyTarget(), MODEL, COST, {}) as other:
+        drained.loop.drain()
+        client = LinkClient("both", MODEL, [drained.address, other.address], drained.client.status)
+        assert client.wait_linked(10.0, num_targets=2)
+        asyncio.run(run(client, other))
