@@ -155,6 +155,59 @@ def bench(
         raise typer.Exit(1)
 
 
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="where the drafter goes; its name is the drafter's")],
+    drafter: Annotated[str, typer.Option(help="dspark, layers or table")] = "dspark",
+    model: Annotated[str, typer.Option(help="a name of `outrider models`, or a Hugging Face folder")] = "smollm2-135m",
+    work: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="prompts, answers and checkpoints; by default beside the drafter")
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help='JSONL with a "prompt" a line; may be repeated')
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=0, help="that the target writes itself")] = 2000,
+    tokens: Annotated[int, typer.Option(min=1, help="of answers, at temperature 0 and 0.7")] = 1_000_000,
+    epochs: Annotated[int, typer.Option(min=1)] = 4,
+    layers: Annotated[int, typer.Option(min=1, help="of the drafter")] = 2,
+    block: Annotated[int, typer.Option(min=1, max=64, help="tokens that dspark drafts at once")] = 7,
+    vocabulary: Annotated[int, typer.Option(min=2, help="tokens that can be drafted")] = 16384,
+    budget_minutes: Annotated[
+        float | None, typer.Option(min=0.1, help="for all of it, divided between writing and training")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="a rehearsal of every step, in minutes on a CPU")] = False,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda; several GPUs: start it with torchrun")] = "auto",
+    dtype: Annotated[str, typer.Option(help="of the target: bfloat16 or float32")] = "bfloat16",
+    data: Annotated[
+        Path | None,
+        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="whose folder prompts/ is for evaluation alone"),
+    ] = None,
+) -> None:
+    """Train a drafter for a model: its own prompts and answers, distillation, evaluation, card. Resumes where it was."""
+    from deploy.train import run
+
+    run(
+        model=model,
+        drafter=drafter,
+        out=out,
+        work=work,
+        prompts=tuple(prompts or ()),
+        num_prompts=num_prompts,
+        num_tokens=tokens,
+        num_epochs=epochs,
+        num_layers=layers,
+        block_size=block,
+        vocabulary=vocabulary,
+        budget_minutes=budget_minutes,
+        quick=quick,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        data_folder=data,
+    )
+
+
 models = typer.Typer(help="The models that are known by name, and getting them ready.", invoke_without_command=True)
 app.add_typer(models, name="models")
 

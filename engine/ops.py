@@ -71,7 +71,7 @@ class TorchOps:
     ) -> torch.Tensor:
         c = self._config
         q, k, v = qkv.float().split([c.q_size, c.kv_size, c.kv_size], dim=-1)
-        q = q.view(-1, c.num_heads, c.head_dim)
+        q = q.view(len(q), c.num_heads, c.head_dim)  # a context being projected has no heads
         k = k.view(-1, c.num_kv_heads, c.head_dim)
         if norms is not None:
             q, k = self._norm(q, norms.q), self._norm(k, norms.k)

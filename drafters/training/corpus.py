@@ -98,7 +98,7 @@ def read_given(paths: Sequence[Path], data_folder: Path | None) -> list[GivenPro
     for path in paths:
         refuse_evaluation(path, data_folder)
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also cut at U+2028 inside a text
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidField("prompts", str(path), f"cannot be read as UTF-8 text ({error})") from error
         for number, line in enumerate(lines, start=1):

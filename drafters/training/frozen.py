@@ -49,7 +49,7 @@ class FrozenTarget:
     def __init__(self, folder: Path, *, device: torch.device, dtype: str, max_model_len: int) -> None:
         self.folder = folder
         self.device = device
-        self.dtype = DTYPES[dtype]
+        self.dtype_name, self.dtype = dtype, DTYPES[dtype]
         self.model: CausalModel = load_model(folder, dtype, str(device))
         self.limits = writing_limits(device)
         config = self.model.config

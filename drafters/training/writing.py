@@ -85,6 +85,7 @@ class Writer:
         path = self._share.path(self._folder, "prompts")
         done = {written.index: written.prompt is not None for written in read_written(self._paths("prompts"))}
         num_kept = 0
+        progress(sum(done.values()))
         num_wanted = -(-max(0, num_prompts - sum(done.values())) // self._share.num)
         starters: dict[str, tuple[int, str, str]] = {}
         newlines = _newline_tokens(self._target)
@@ -149,6 +150,7 @@ class Writer:
         num_done = {_name(a): len(a.answer_token_ids) for a in read_answers(self._paths("answers"))}
         mine = [task for task in tasks if self._share.has(task.name)]
         wanted = -(-num_tokens // self._share.num)
+        progress(sum(num_done.get(task.name, 0) for task in mine))
         front = _Front([task.name for task in mine], num_done)
         by_id = {task.name: task for task in mine}
 

@@ -1,0 +1,84 @@
+"""Batches: whole answers, packed one after another, with the positions from which drafts are learned."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters.training.corpus import Answer
+from drafters.training.readings import Readings
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences of ``lens`` tokens, rows in all, with the target's reading of them.
+
+    ``anchors`` are rows, ascending: the last committed token of a round that begins there, so the last prompt token at the
+    earliest. ``ends``: of each anchor's sequence, the row behind its last token.
+    """
+
+    token_ids: Tensor  # int64 [rows]
+    lens: tuple[int, ...]
+    prompt_lens: tuple[int, ...]
+    features: Tensor  # [rows, layers * hidden], in the target's dtype
+    normalisers: Tensor  # fp32 [rows]
+    anchors: Tensor  # int64 [A]
+    ends: Tensor  # int64 [A]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """``max_rows`` of packed sequences; from each answer every ``1 / anchor_share``-th position or so is an anchor."""
+
+    max_rows: int
+    anchor_share: float
+    max_anchors: int  # of a batch: they bound the memory of the logits
+
+
+def epoch(answers: Sequence[Answer], plan: BatchPlan, seed: int, number: int) -> Iterator[tuple[list[Answer], int]]:
+    """The batches of an epoch, a function of the arguments: answers, and the seed from which their anchors are drawn."""
+    rng = random.Random(f"{seed} epoch {number}")
+    order = list(answers)
+    rng.shuffle(order)
+    part: list[Answer] = []
+    rows, anchors = 0, 0.0
+    for answer in order:
+        num_rows, num_anchors = len(answer.token_ids), _num_anchors(answer, plan)
+        if part and (rows + num_rows > plan.max_rows or anchors + num_anchors > plan.max_anchors):
+            yield part, rng.getrandbits(48)
+            part, rows, anchors = [], 0, 0.0
+        part.append(answer)
+        rows += num_rows
+        anchors += num_anchors
+    if part:
+        yield part, rng.getrandbits(48)
+
+
+def assemble(answers: Sequence[Answer], readings: Readings, plan: BatchPlan, seed: int, device: torch.device) -> Batch:
+    rng = random.Random(seed)
+    read = readings.of(answers)
+    anchors: list[int] = []
+    ends: list[int] = []
+    start = 0
+    for answer in answers:
+        first, end = start + answer.prompt_len - 1, start + len(answer.token_ids)
+        chosen = sorted(rng.sample(range(first, end - 1), _num_anchors(answer, plan)))
+        anchors += chosen
+        ends += [end] * len(chosen)
+        start = end
+    return Batch(
+        token_ids=torch.tensor([t for a in answers for t in a.token_ids], device=device),
+        lens=tuple(len(a.token_ids) for a in answers),
+        prompt_lens=tuple(a.prompt_len for a in answers),
+        features=torch.cat([reading.features for reading in read]),
+        normalisers=torch.cat([reading.normalisers for reading in read]),
+        anchors=torch.tensor(anchors, device=device),
+        ends=torch.tensor(ends, device=device),
+    )
+
+
+def _num_anchors(answer: Answer, plan: BatchPlan) -> int:
+    """At least one: an answer holds at least one token."""
+    return min(plan.max_anchors, max(1, round(plan.anchor_share * len(answer.answer_token_ids))))

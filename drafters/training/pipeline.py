@@ -1,0 +1,304 @@
+"""``outrider train``: prompts, answers, distillation, evaluation, and the drafter's folder, in steps that resume.
+
+A step is done when the manifest of the work folder says so. A step that was cut off leaves lines in files or a checkpoint,
+from which it goes on; one whose settings changed begins anew, except that what the target wrote is always kept.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cluster.errors import InvalidField
+from drafters.shipped import kind_of
+from drafters.table import FILE as TABLE_FILE
+from drafters.table import count_habits
+from drafters.training.batches import Batch, assemble, epoch
+from drafters.training.card import CardData, write_card
+from drafters.training.corpus import Answer, evaluation_fingerprints, read_given
+from drafters.training.distil import Distillation, Point, Progress
+from drafters.training.distributed import World
+from drafters.training.dspark_student import DSparkStudent
+from drafters.training.evaluation import DRAFT_LENS, Acceptance, acceptance, evaluate, hold_out, standardisation
+from drafters.training.frozen import FrozenTarget
+from drafters.training.layers_student import LayersStudent
+from drafters.training.manifest import WorkFolder
+from drafters.training.plots import plot_acceptance, plot_losses
+from drafters.training.readings import Readings, Rows, target_rows
+from drafters.training.recipe import (
+    HELD_OUT,
+    MAX_HELD_OUT_ANSWERS,
+    Times,
+    TrainOptions,
+    batch_plan,
+    dspark_config,
+    feature_layers,
+    kept_layers,
+    regression_plan,
+    schedule,
+)
+from drafters.training.vocabulary import choose_vocabulary, coverage
+from drafters.training.writing import Expired, Share, Writer
+from engine.models.prepare import ensure_model
+from profiler.calibration import FILE as CALIBRATION_FILE
+from profiler.calibration import Records, fit_temperatures, save_scaling
+
+MAX_TABLE_CONTEXTS = 200_000
+MAX_REGRESSION_ROWS = 200_000
+KEEP_BYTES = {"cpu": 3 * 2**30, "cuda": 32 * 2**30}  # of the target's hidden states
+CHECK_ANSWERS = 16  # held-out answers that a checkpoint is tried on
+MAX_MODEL_LEN = 2048
+
+
+class Reporter(Protocol):
+    """Shows how far a step is."""
+
+    def step(self, name: str, total: float) -> Callable[[float], None]:
+        """A step begins; the function is told how much of ``total`` is done, and may be told the same twice."""
+
+    def say(self, line: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """``untrained`` is the same drafter with random weights, on the same held-out answers; none for a table."""
+
+    folder: Path
+    trained: tuple[Acceptance, ...]
+    untrained: tuple[Acceptance, ...]
+
+
+class Student(Protocol):
+    def save(self, folder: Path, target_folder: Path) -> None: ...
+
+
+def train(options: TrainOptions, world: World, reporter: Reporter) -> Result | None:
+    """The whole pipeline; the first process returns the result, others None.
+
+    Raises:
+        InvalidField: options that contradict each other, prompts that must not be trained on, a work folder of another run.
+        ModelUnavailable: the target is missing or not supported.
+    """
+    options = options.resolved()
+    given = read_given(options.prompts, options.data_folder)
+    target = FrozenTarget(ensure_model(options.model), device=world.device, dtype=options.dtype, max_model_len=MAX_MODEL_LEN)
+    identity = {"target": target.info.name, "tokenizer": target.info.tokenizer_fingerprint, "seed": options.seed}
+    work = WorkFolder(options.work, identity)
+    times = Times.of(options.budget_minutes, options.num_prompts)
+    writer = Writer(target, work.path, options.seed, Share(world.rank, world.size))
+    reporter.say(f"target {target.info.name} on {world.device}, work in {work.path}")
+
+    tell = reporter.step("prompts", options.num_prompts)
+    _write_prompts(writer, options, times, _adding(tell))
+    world.barrier()
+    tasks = writer.prompts(given, evaluation_fingerprints(options.data_folder))
+    if not tasks:
+        raise InvalidField("prompts", len(given), "nothing is left to be answered: give more prompts, or more time")
+    tell = reporter.step("answers", options.num_tokens)
+    writer.write_answers(tasks, options.num_tokens, options.max_answer_tokens, _adding(tell), _timer(times.answers_s))
+    world.barrier()
+    answers = [a for a in writer.answers(tasks, options.num_tokens) if len(a.answer_token_ids) > 1]
+    if len({a.key for a in answers}) < 2:
+        raise InvalidField("num_tokens", options.num_tokens, "at least two prompts must be answered, one to evaluate on")
+    learned, held_out = hold_out(answers, HELD_OUT)
+    held_out = held_out[:MAX_HELD_OUT_ANSWERS]
+    reporter.say(f"{len(learned)} answers to learn from, {len(held_out)} held out")
+    run = _Run(options, world, reporter, target, work, learned, held_out)
+    return run.table() if options.drafter == "table" else run.network(times.training_s)
+
+
+class _Run:
+    """From answers to a drafter's folder."""
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        world: World,
+        reporter: Reporter,
+        target: FrozenTarget,
+        work: WorkFolder,
+        learned: Sequence[Answer],
+        held_out: Sequence[Answer],
+    ) -> None:
+        self._options, self._world, self._reporter = options, world, reporter
+        self._target, self._work = target, work
+        self._learned, self._held_out = learned, held_out
+        self._layers = feature_layers(target.model.config.num_layers)
+        self._readings = Readings(target, self._layers, KEEP_BYTES[world.device.type])
+        self._folder = work.path / options.out.name  # of what is under way
+        self._folder.mkdir(exist_ok=True)
+
+    def table(self) -> Result | None:
+        if not self._world.is_first:
+            return None
+        tell = self._reporter.step("counting", 1)
+        texts = ((answer.token_ids, answer.prompt_len) for answer in self._learned)
+        count_habits(texts, MAX_TABLE_CONTEXTS).save(self._folder / TABLE_FILE)
+        tell(1)
+        rows = target_rows(self._target)
+        return self._conclude(rows, self._folder, None, [], {})
+
+    def network(self, max_seconds: float | None) -> Result | None:
+        options, world = self._options, self._world
+        vocabulary = choose_vocabulary(
+            self._learned, options.vocabulary, self._target.info.vocab_size, self._target.info.eos_token_ids
+        )
+        rows = target_rows(self._target)
+        torch.manual_seed(options.seed)
+        student = self._student(vocabulary, rows).to(world.device)
+        fresh, latest = self._folder / "untrained", self._folder / "latest"
+        if world.is_first and kind_of(fresh) is None:
+            student.save(fresh, self._target.folder)
+        plan = batch_plan(options.drafter, world.device)
+        training = Distillation(
+            student,
+            self._learned,
+            self._readings,
+            plan,
+            schedule(options, world.device, max_seconds),
+            world,
+            self._folder / "checkpoint.pt",
+            options.seed,
+            evaluate=lambda: self._try(student, latest, rows),
+        )
+        settings = {
+            "options": {k: str(v) for k, v in asdict(options).items() if k not in ("out", "work", "device", "quick")},
+            "answers": len(self._learned),
+            "processes": world.size,
+        }
+        step = f"train {options.out.name}"
+        if not self._work.begin(step, settings):
+            (self._folder / "checkpoint.pt").unlink(missing_ok=True)
+        if not training.restore():
+            self._initialise(student)
+            training.restart()
+        if not training.progress.done:
+            tell = self._reporter.step("training", 1.0)
+            training.run(lambda _, share: tell(share))
+        training.use_average()
+        if not world.is_first:
+            return None
+        student.save(latest, self._target.folder)
+        result = self._conclude(rows, latest, fresh, training.progress.points, _recipe(training.progress, vocabulary, self))
+        self._work.finish(step, accepted_len=result.trained[-1].accepted_len, steps=training.progress.step)
+        return result
+
+    def _student(self, vocabulary: Tensor | None, rows: Rows) -> DSparkStudent | LayersStudent:
+        options, config = self._options, self._target.model.config
+        if options.drafter == "layers":
+            return LayersStudent(self._target.folder, kept_layers(config.num_layers, options.num_layers), rows, vocabulary)
+        sample = self._learned[:: max(1, len(self._learned) // 64)]
+        pairs = zip(self._readings.of(sample), sample, strict=True)
+        mean, std = standardisation([reading.features[answer.prompt_len - 1 :] for reading, answer in pairs])
+        shape = dspark_config(options, config, vocabulary, self._target.info.tokenizer_fingerprint)
+        return DSparkStudent(shape, rows, mean, std)
+
+    def _initialise(self, student: DSparkStudent | LayersStudent) -> None:
+        """The same in each process: all see the same answers."""
+        if isinstance(student, LayersStudent):
+            student.initialise(self._target.folder)
+            return
+        total = min(MAX_REGRESSION_ROWS, sum(len(a.token_ids) for a in self._learned))
+        student.initialise(self._regression_batches(self._reporter.step("regression", total), total), self._target)
+
+    def _regression_batches(self, tell: Callable[[float], None], total: int) -> Iterator[Batch]:
+        plan = regression_plan(batch_plan(self._options.drafter, self._world.device))
+        num_rows = 0
+        for answers, seed in epoch(self._learned, plan, self._options.seed, 0):
+            batch = assemble(answers, self._readings, plan, seed, self._world.device)
+            num_rows += len(batch.token_ids)
+            tell(min(num_rows, total))
+            yield batch
+            if num_rows >= total:
+                return
+
+    def _try(self, student: Student, folder: Path, rows: Rows) -> float:
+        """Held-out accepted length of what there is now, which is saved: it can be served already."""
+        if not self._world.is_first:
+            return 0.0
+        student.save(folder, self._target.folder)
+        answers = [a for a in self._held_out if a.temperature == 0.0][:CHECK_ANSWERS] or self._held_out[:CHECK_ANSWERS]
+        rounds = evaluate(folder, self._target, rows, self._readings, answers, DRAFT_LENS[-1])
+        return acceptance(rounds, DRAFT_LENS[-1], 0.0).accepted_len
+
+    def _conclude(
+        self, rows: Rows, folder: Path, untrained: Path | None, points: Sequence[Point], recipe: dict[str, Any]
+    ) -> Result:
+        """Evaluation, calibration, and the folder at its place, at once."""
+        folders = [f for f in (folder, untrained) if f is not None]
+        temperatures = sorted({answer.temperature for answer in self._held_out})
+        cases = [(f, t, n) for f in folders for t in temperatures for n in DRAFT_LENS]
+        tell = self._reporter.step("evaluation", len(cases))
+        found: dict[Path, list[Acceptance]] = {f: [] for f in folders}
+        drafts: list[tuple[Sequence[float], int]] = []
+        for i, (f, temperature, draft_len) in enumerate(cases):
+            answers = [a for a in self._held_out if a.temperature == temperature]
+            rounds = evaluate(f, self._target, rows, self._readings, answers, draft_len)
+            found[f].append(acceptance(rounds, draft_len, temperature))
+            if f is folder and draft_len == DRAFT_LENS[-1]:
+                drafts += [(one.confidences, one.num_accepted) for one in rounds]
+            tell(i + 1)
+        out = self._options.out
+        part = out.with_name(f".{out.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(folder, part, ignore=shutil.ignore_patterns("untrained", "latest", "checkpoint.*"))
+        if self._options.drafter != "table":
+            save_scaling(fit_temperatures(Records.of(drafts)), part / CALIBRATION_FILE, records=len(drafts))
+        trained, fresh = tuple(found[folder]), tuple(found[untrained]) if untrained is not None else ()
+        if points:
+            plot_losses(points, part / "losses.png")
+        plot_acceptance(trained, part / "acceptance.png")
+        write_card(
+            part,
+            CardData(self._options, self._target.info.name, self._learned, self._held_out, trained, fresh, recipe),
+        )
+        shutil.rmtree(out, ignore_errors=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part.rename(out)
+        return Result(out, trained, fresh)
+
+    @property
+    def learned(self) -> Sequence[Answer]:
+        return self._learned
+
+    @property
+    def held_out(self) -> Sequence[Answer]:
+        return self._held_out
+
+
+def _write_prompts(writer: Writer, options: TrainOptions, times: Times, progress: Callable[[int], None]) -> None:
+    if options.num_prompts:
+        writer.write_prompts(options.num_prompts, progress, _timer(times.prompts_s))
+
+
+def _recipe(progress: Progress, vocabulary: Tensor | None, run: _Run) -> dict[str, Any]:
+    return {
+        "steps": progress.step,
+        "minutes of training": round(progress.elapsed_s / 60, 1),
+        "tokens read": progress.num_tokens,
+        "tokens in its vocabulary": "all" if vocabulary is None else len(vocabulary),
+        "share of held-out tokens in it": round(coverage(vocabulary, run.held_out), 4),
+    }
+
+
+def _adding(tell: Callable[[float], None]) -> Callable[[int], None]:
+    total = 0
+
+    def add(num: int) -> None:
+        nonlocal total
+        total += num
+        tell(total)
+
+    return add
+
+
+def _timer(seconds: float | None) -> Expired:
+    if seconds is None:
+        return lambda: False
+    end_s = monotonic() + seconds
+    return lambda: monotonic() > end_s

@@ -1,0 +1,64 @@
+"""The curves of a training run, as PNG beside its card."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drafters.training.distil import Point
+from drafters.training.evaluation import Acceptance
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SIZE = (9.0, 3.6)  # inches
+_DPI = 110
+
+
+def plot_losses(points: Sequence[Point], path: Path) -> None:
+    """Losses over steps, and beside them the expected acceptance of the first draft token and the held-out length."""
+    figure, (left, right) = _figure(2)
+    steps = [p.step for p in points]
+    for name, values in (
+        ("total", [p.loss for p in points]),
+        ("cross entropy", [p.cross_entropy for p in points]),
+        ("total variation, L1", [p.match for p in points]),
+        ("confidence", [p.confidence for p in points]),
+    ):
+        left.plot(steps, values, label=name)
+    _label(left, "loss", "step", "mean over the positions of a batch")
+    right.plot(steps, [p.acceptance for p in points], label="expected acceptance, first token")
+    tried = [(p.step, p.heldout_accepted_len) for p in points if p.heldout_accepted_len is not None]
+    if tried:
+        right.plot(*zip(*tried, strict=True), marker="o", label="accepted length, held out")
+    _label(right, "acceptance", "step", "share, and tokens a round")
+    figure.savefig(path, dpi=_DPI)
+
+
+def plot_acceptance(found: Sequence[Acceptance], path: Path) -> None:
+    """By position: of the drafts that reached it, how many were right."""
+    figure, (axes,) = _figure(1)
+    longest = max(one.draft_len for one in found)
+    for one in found:
+        if one.draft_len == longest:
+            positions = range(1, len(one.by_position) + 1)
+            axes.plot(positions, one.by_position, marker="o", label=f"temperature {one.temperature:g}")
+    axes.set_ylim(0.0, 1.0)
+    _label(axes, "held-out answers", "position in the draft", "acceptance, given those before")
+    figure.savefig(path, dpi=_DPI)
+
+
+def _figure(num: int) -> "tuple[object, list[Axes]]":
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_SIZE[0] * num / 2, _SIZE[1]), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(1, num, squeeze=False)[0])
+
+
+def _label(axes: "Axes", title: str, x: str, y: str) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)

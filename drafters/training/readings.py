@@ -1,0 +1,109 @@
+"""What the frozen target makes of the answers: its hidden states, computed on the fly and kept while there is room."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters.training.corpus import Answer
+from drafters.training.frozen import FrozenTarget
+from engine.kv_cache import KvCache
+from engine.layout import PackedSpan
+from engine.models.weights import open_weights
+
+_BLOCK_LEN = 32
+_HEAD_ROWS = 256  # of logits over the whole vocabulary that exist at once
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Of one answer with its prompt, n tokens.
+
+    ``features``: hidden states of the chosen layers side by side, in the target's dtype, [n, len(layers) * hidden]; the last
+    ``hidden`` columns are the final ones, from which its distribution follows. ``normalisers``: log sum exp of its logits,
+    [n], fp32.
+    """
+
+    features: Tensor
+    normalisers: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The target's embedding and head, fp32 [vocab, hidden], frozen."""
+
+    embedding: Tensor
+    head: Tensor
+
+
+def target_rows(target: FrozenTarget) -> Rows:
+    with open_weights(target.folder, target.model.config, torch.float32) as weights:
+        return Rows(weights.embedding().float().to(target.device), weights.head().float().to(target.device))
+
+
+class Readings:
+    """Reads answers with the target.
+
+    Args:
+        layers: ascending, the last layer among them; as of ``CausalModel.forward_with_features``.
+        keep_bytes: readings are kept up to so many bytes, on the target's device.
+    """
+
+    def __init__(self, target: FrozenTarget, layers: Sequence[int], keep_bytes: int, max_pass_tokens: int = 1024) -> None:
+        if layers[-1] != target.model.config.num_layers - 1:
+            raise ValueError(f"layers {list(layers)} must end with the target's last")
+        self._target = target
+        self._layers = tuple(layers)
+        self._room = keep_bytes
+        self._max_pass_tokens = max_pass_tokens
+        self._kept: dict[tuple[str, float], Reading] = {}
+        self._cache: KvCache | None = None
+
+    def of(self, answers: Sequence[Answer]) -> list[Reading]:
+        """In the order of ``answers``, in as few passes as their lengths allow."""
+        found = {name: self._kept[name] for a in answers if (name := _name(a)) in self._kept}
+        missing = [a for a in answers if _name(a) not in found]
+        part: list[Answer] = []
+        num_tokens = 0
+        for answer in missing:
+            if part and num_tokens + len(answer.token_ids) > self._max_pass_tokens:
+                found.update(self._read(part))
+                part, num_tokens = [], 0
+            part.append(answer)
+            num_tokens += len(answer.token_ids)
+        if part:
+            found.update(self._read(part))
+        return [found[_name(a)] for a in answers]
+
+    def _read(self, answers: Sequence[Answer]) -> dict[tuple[str, float], Reading]:
+        model = self._target.model
+        lens = [len(a.token_ids) for a in answers]
+        num_blocks = [-(-length // _BLOCK_LEN) for length in lens]
+        cache = self._cache_of(sum(num_blocks))
+        spans, first = [], 0
+        for answer, num in zip(answers, num_blocks, strict=True):
+            table = torch.arange(first, first + num, dtype=torch.int32).numpy()
+            spans.append(PackedSpan(0, answer.token_ids, table))
+            first += num
+        _, features = model.forward_with_features(spans, cache, self._layers)
+        hidden = features[:, -model.config.hidden_size :].contiguous()
+        normalisers = torch.cat([model.logits(part).float().logsumexp(-1) for part in hidden.split(_HEAD_ROWS)])
+        # Clones leave inference mode, so that what is trained may save them for its backward pass.
+        pairs = zip(features.split(lens), normalisers.split(lens), strict=True)
+        readings = {_name(a): Reading(f.clone(), z.clone()) for a, (f, z) in zip(answers, pairs, strict=True)}
+        for name, reading in readings.items():
+            num_bytes = reading.features.nbytes + reading.normalisers.nbytes
+            if num_bytes <= self._room:
+                self._kept[name] = reading
+                self._room -= num_bytes
+        return readings
+
+    def _cache_of(self, num_blocks: int) -> KvCache:
+        if self._cache is None or self._cache.num_blocks < num_blocks:
+            self._cache = self._target.model.new_cache(num_blocks, _BLOCK_LEN)
+        return self._cache
+
+
+def _name(answer: Answer) -> tuple[str, float]:
+    return answer.key, answer.temperature
