@@ -88,23 +88,29 @@ def train(options: TrainOptions, world: World, reporter: Reporter) -> Result | N
     given = read_given(options.prompts, options.data_folder)
     target = FrozenTarget(ensure_model(options.model), device=world.device, dtype=options.dtype, max_model_len=MAX_MODEL_LEN)
     identity = {"target": target.info.name, "tokenizer": target.info.tokenizer_fingerprint, "seed": options.seed}
-    work = WorkFolder(options.work, identity)
+    work = WorkFolder(options.work, identity, writes=world.is_first)
     times = Times.of(options.budget_minutes, options.num_prompts)
     writer = Writer(target, work.path, options.seed, Share(world.rank, world.size))
     reporter.say(f"target {target.info.name} on {world.device}, work in {work.path}")
 
-    tell = reporter.step("prompts", options.num_prompts)
-    _write_prompts(writer, options, times, _adding(tell))
-    world.barrier()
+    if options.num_prompts:
+        work.begin("prompts", {"num_prompts": options.num_prompts})
+        tell = reporter.step("prompts", options.num_prompts)
+        writer.write_prompts(options.num_prompts, _adding(tell), _timer(times.prompts_s))
+        world.barrier()
     tasks = writer.prompts(given, evaluation_fingerprints(options.data_folder))
+    if options.num_prompts:
+        work.finish("prompts", num_to_answer=len({task.key for task in tasks}))
     if not tasks:
         raise InvalidField("prompts", len(given), "nothing is left to be answered: give more prompts, or more time")
+    work.begin("answers", {"num_tokens": options.num_tokens, "max_answer_tokens": options.max_answer_tokens})
     tell = reporter.step("answers", options.num_tokens)
     writer.write_answers(tasks, options.num_tokens, options.max_answer_tokens, _adding(tell), _timer(times.answers_s))
     world.barrier()
     answers = [a for a in writer.answers(tasks, options.num_tokens) if len(a.answer_token_ids) > 1]
     if len({a.key for a in answers}) < 2:
         raise InvalidField("num_tokens", options.num_tokens, "at least two prompts must be answered, one to evaluate on")
+    work.finish("answers", num_answers=len(answers), num_tokens=sum(len(a.answer_token_ids) for a in answers))
     learned, held_out = hold_out(answers, HELD_OUT)
     held_out = held_out[:MAX_HELD_OUT_ANSWERS]
     reporter.say(f"{len(learned)} answers to learn from, {len(held_out)} held out")
@@ -269,11 +275,6 @@ class _Run:
     @property
     def held_out(self) -> Sequence[Answer]:
         return self._held_out
-
-
-def _write_prompts(writer: Writer, options: TrainOptions, times: Times, progress: Callable[[int], None]) -> None:
-    if options.num_prompts:
-        writer.write_prompts(options.num_prompts, progress, _timer(times.prompts_s))
 
 
 def _recipe(progress: Progress, vocabulary: Tensor | None, run: _Run) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Writer:
                 )
                 yield Request(f"{index}", self._target.encode(self._before + starter), sampling, arrival_s=float(index))
 
-        for request, token_ids in self._generate(requests()):
+        for request, token_ids in self._generate(requests(), num_wanted):
             index, domain, starter = starters.pop(request.id)
             text = starter + self._target.decode(token_ids)
             was_cut = len(token_ids) == request.sampling.max_tokens and token_ids[-1] not in self._target.info.eos_token_ids
@@ -168,7 +168,7 @@ class Writer:
                 sampling = SamplingParams(max_tokens=max_tokens, temperature=task.temperature, seed=seed)
                 yield Request(task.name, token_ids, sampling, arrival_s=float(i))
 
-        for request, answer in self._generate(requests()):
+        for request, answer in self._generate(requests(), wanted // max_tokens + 1):
             task = by_id[request.id]
             seed = request.sampling.seed
             append(path, Answer(task.key, task.domain, task.temperature, seed, request.prompt_token_ids, answer))
@@ -193,9 +193,11 @@ class Writer:
         """The files of all who write here."""
         return sorted(self._folder.glob(f"{kind}-*.jsonl"))
 
-    def _generate(self, requests: Iterable[Request]) -> Iterator[tuple[Request, tuple[int, ...]]]:
+    def _generate(self, requests: Iterable[Request], num_enough: int) -> Iterator[tuple[Request, tuple[int, ...]]]:
+        """As many at once as the target can hold, and no more than may be needed: what is under way at the end is lost."""
         target = self._target
-        return generate(target.new_engine(), target.info, WRITING_COST, requests, max_in_flight=target.limits.max_in_flight)
+        max_in_flight = max(1, min(target.limits.max_in_flight, num_enough))
+        return generate(target.new_engine(), target.info, WRITING_COST, requests, max_in_flight=max_in_flight)
 
 
 class _Front:
