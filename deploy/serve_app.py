@@ -106,10 +106,12 @@ def build_application(gateway: Gateway) -> serve.Application:
 def run_application(gateway: Gateway) -> None:
     """Returns when the replica is ready and the proxy listens. Raises what Serve raises, when it does not get there."""
     api = gateway.config.api
-    serve.start(http_options={"host": api.host, "port": api.port})
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # what it tells of its progress is told in other words
+    quiet = {"log_level": "WARNING", "enable_access_log": False}
+    serve.start(http_options={"host": api.host, "port": api.port}, logging_config=quiet)
     serve.run(
         build_application(gateway),
         name=APP,
         route_prefix="/",
-        logging_config={"log_level": "WARNING", "enable_access_log": False},
+        logging_config=quiet,
     )

@@ -11,6 +11,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table, remove_placement_group
+from ray.util.state import list_actors
 
 from actors.gateway import LinkClient
 from actors.ray_pool import Deployment, start_supervisor
@@ -19,9 +20,10 @@ from cluster.config import Config, DrafterConfig, ModelConfig, ModelOptions, Ngr
 from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.types import Request, SamplingParams
+from deploy.bench.server import ServerProcess
 from deploy.groups import make_groups, read_inventory
 from tests.support.settings import small_config
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, gauge
 
 pytestmark = pytest.mark.ray
 
@@ -182,13 +184,30 @@ def test_a_drafter_whose_node_is_lost_comes_back_on_another(nodes: Cluster, tiny
             remove_placement_group(group)
 
 
+def test_a_running_cluster_is_joined_and_left_as_it_was(nodes: Cluster, tiny_model_folder: Path, tmp_path: Path) -> None:
+    base = small_config(str(tiny_model_folder), tmp_path)
+    joining = base.cluster.model_copy(update={"ray_address": nodes.address, "namespace": "joined"})
+    config = base.model_copy(update={"cluster": joining})
+    with ServerProcess(config) as server, server.client() as http:
+        assert http.post("/v1/completions", json={"model": "model", "prompt": [5, 6], "max_tokens": 3}).status_code == 200
+        eventually(lambda: gauge(http, "outrider_drafter_ready") == 2, DEADLINE_S)
+        assert {"TargetActor", "DrafterActor", "RouterActor", "PoolSupervisor"} <= _actor_classes("joined")
+    assert server.wait_end() == 0, server.last_words()
+    eventually(lambda: not _actor_classes("joined"), DEADLINE_S)
+    groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    assert not groups, "placement groups were left behind"
+
+
+def _actor_classes(namespace: str) -> set[str]:
+    actors = list_actors(filters=[("ray_namespace", "=", namespace), ("state", "=", "ALIVE")], limit=1000)
+    return {actor.class_name for actor in actors}
+
+
 async def _no_status() -> ClusterStatus:
     raise NotImplementedError
 
 
 def _node_of(pid: int) -> str:
-    from ray.util.state import list_actors
-
     return next(actor.node_id for actor in list_actors(filters=[("pid", "=", str(pid)), ("state", "=", "ALIVE")]))
 
 

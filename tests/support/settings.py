@@ -22,7 +22,7 @@ def small_config(model: str, state_folder: Path) -> Config:
     """The laptop's deployment in fp32, where tokens do not depend on the shape of a batch; every request to ``ngram``."""
     return Config(
         model=ModelConfig(name=model),
-        target=TargetConfig(dtype="float32", kv_cache_gb=0.25),
+        target=TargetConfig(dtype="float32", device="cpu", kv_cache_gb=0.25),
         drafters=(
             DrafterConfig(name="ngram", options=NgramOptions()),
             DrafterConfig(name="suffix", options=SuffixOptions()),
