@@ -90,7 +90,7 @@ class OnlineSurvival:
         xs = np.clip(np.where(weight > 0, told / np.maximum(weight, 1e-12), middle), _EDGES[:-1], _EDGES[1:])
         told_before = np.interp(xs, _GRID, self._maps[position - 1]) if position else xs
         ys = (self._true[position] + self._doubt * told_before) / (weight + self._doubt)
-        return np.interp(_GRID, xs, _pooled(ys, weight + self._doubt))
+        return np.interp(_GRID, xs, _pooled(ys, weight + 1.0))
 
 
 def _pooled(values: Floats, weights: Floats) -> Floats:
