@@ -8,13 +8,18 @@ token, computed when the drafter is made.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from drafters.dspark.choice import choose_plain, is_plain
 from drafters.dspark.network import DSparkNetwork, markov_rows
 from engine.factory import make_ops
 from engine.models.weights import LinearWeight
 from engine.sampling import Sampler, SampleSpan, SamplingState
+
+Floats = NDArray[np.float32]
 
 _LEAST = 1e-6  # a confidence is never quite 0 or 1
 
@@ -84,14 +89,13 @@ class SequentialStage:
         self._temperatures = tuple(temperatures)
         self._min_survival = min_survival
         self._head = ops.linear(LinearWeight(network.lm_head.weight.detach().to(device, dtype)))
-        self._rows = markov_rows(config)
+        self._rows = markov_rows(config).numpy()
         self._markov, self._bias = network.markov_head, None
         if self._markov is not None:
             self._bias = ops.linear(LinearWeight(self._markov.markov_w2.weight.detach().to(device, dtype)))
             self._markov = self._markov.to(device, dtype)
-        self._output_ids = None
-        if config.draft_token_ids is not None:
-            self._output_ids = torch.tensor(config.draft_token_ids, device=device)
+        self._token_ids = None if config.draft_token_ids is None else np.array(config.draft_token_ids)
+        self._output_ids = None if self._token_ids is None else torch.from_numpy(self._token_ids).to(device)
         self._full_logits = torch.empty(0, config.shape.vocab_size, device=device)
         self._confidence = None if network.confidence_head is None else _Confidence(network, device)
 
@@ -108,14 +112,15 @@ class SequentialStage:
         of_hidden = None if self._confidence is None else self._confidence.of_hidden(hidden)
         state: Tensor | None = None
         for k in range(num_steps):
-            rows = self._rows[torch.tensor([block.token_before(k) for block in blocks])].to(self._device)
+            rows = self._rows[[block.token_before(k) for block in blocks]]
             latents = None
             if self._markov is not None:
-                latents, state = self._markov.step(self._markov.markov_w1(rows), hidden[:, k], state)
+                embeddings = self._markov.markov_w1(torch.from_numpy(rows).to(self._device))
+                latents, state = self._markov.step(embeddings, hidden[:, k], state)
             confidences: list[float | None] = [None] * len(blocks)
             if self._confidence is not None and of_hidden is not None:
                 temperature = self._temperatures[min(k, len(self._temperatures) - 1)]
-                confidences = self._confidence.of_step(of_hidden[:, k], rows, temperature)
+                confidences = list(self._confidence.of_step(of_hidden[:, k], rows, temperature))
             for block, confidence in zip(blocks, confidences, strict=True):
                 block.done |= confidence is not None and block.wants(k) and block.survival * confidence < self._min_survival
             active = [i for i, block in enumerate(blocks) if block.wants(k)]
@@ -130,11 +135,16 @@ class SequentialStage:
             rows = torch.tensor([i for i, _, _ in active], device=self._device)
             base, latents = base[rows], None if latents is None else latents[rows]
         logits = base.float() if latents is None or self._bias is None else base + self._bias(latents).float()
+        if self._confidence is not None and all(is_plain(block.state) for _, block, _ in active):
+            states = [block.state for _, block, _ in active]
+            num_ahead = [len(block.ahead) + len(block.token_ids) for _, block, _ in active]
+            token_ids = choose_plain(logits, states, num_ahead, self._token_ids)
+            for (_, block, confidence), token_id in zip(active, token_ids, strict=True):
+                block.add(token_id, confidence or _LEAST)
+            return
         spans = [SampleSpan(block.state, (*block.ahead, *block.token_ids), 1) for _, block, _ in active]
-        has_head = self._confidence is not None
-        for (_, block, confidence), chosen in zip(
-            active, self._sampler.choose(self._over_all(logits), spans, want_confidences=not has_head), strict=True
-        ):
+        all_chosen = self._sampler.choose(self._over_all(logits), spans, want_confidences=self._confidence is None)
+        for (_, block, confidence), chosen in zip(active, all_chosen, strict=True):
             if not chosen.token_ids:  # every token is masked there, and the target will find the same
                 block.done = True
                 continue
@@ -164,13 +174,14 @@ class _Confidence:
         self._of_hidden = weight[:hidden_size]
         self._of_row = None
         if network.confidence_head.with_markov and network.markov_head is not None:
-            self._of_row = network.markov_head.markov_w1.weight.detach().float().to(device) @ weight[hidden_size:]
+            of_row = network.markov_head.markov_w1.weight.detach().float().to(device) @ weight[hidden_size:]
+            self._of_row = of_row.cpu().numpy()
 
-    def of_hidden(self, hidden: Tensor) -> Tensor:
-        """[..., d] -> [...], fp32"""
-        return hidden.float() @ self._of_hidden + self._offset
+    def of_hidden(self, hidden: Tensor) -> Floats:
+        """[..., d] -> [...]"""
+        return (hidden.float() @ self._of_hidden + self._offset).cpu().numpy()
 
-    def of_step(self, of_hidden: Tensor, rows: Tensor, temperature: float) -> list[float]:
+    def of_step(self, of_hidden: Floats, rows: NDArray[np.int64], temperature: float) -> list[float]:
         """Of one position of each block: ``of_hidden`` [blocks], rows of W_1 [blocks]."""
         logits = of_hidden if self._of_row is None else of_hidden + self._of_row[rows]
-        return torch.sigmoid(logits / temperature).clamp(_LEAST, 1.0 - _LEAST).tolist()
+        return np.clip(1.0 / (1.0 + np.exp(-logits.astype(np.float64) / temperature)), _LEAST, 1.0 - _LEAST).tolist()
