@@ -20,7 +20,10 @@ from cluster.types import ModelInfo, SamplingParams
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.registry import Site, make
 from drafters.table import count_habits
+from engine.factory import load_model
+from engine.forward import CausalModel
 from engine.models.tokenizer import fingerprint
+from tests.support.dspark import make_dspark, write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
 VOCAB_SIZE = 257
@@ -34,6 +37,8 @@ KINDS = (
     "model",
     "shallow",
     "layers",
+    "dspark",
+    "dspark-rnn",
     "chain",
     "lookup-chain",
     "long-chain",
@@ -64,8 +69,34 @@ def table_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def dspark_folders(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, Path]:
+    at = tmp_path_factory.mktemp("dspark")
+    reduced = write_dspark(at / "reduced", folder, draft_token_ids=list(range(3, 250, 2)))
+    rnn = write_dspark(at / "rnn", folder, markov_head_type="rnn", anchor_input=True, enable_confidence_head=False)
+    return {"dspark": reduced, "dspark-rnn": rnn}
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> CausalModel:
+    return load_model(folder, "float32")
+
+
 @pytest.fixture(params=KINDS)
-def make_one(request: pytest.FixtureRequest, folder: Path, layers_folder: Path, table_file: Path) -> Make:
+def make_one(
+    request: pytest.FixtureRequest,
+    folder: Path,
+    layers_folder: Path,
+    dspark_folders: dict[str, Path],
+    table_file: Path,
+    model: CausalModel,
+) -> Make:
+    if request.param in dspark_folders:
+        return lambda: make_dspark(dspark_folders[request.param], folder, num_blocks=17, model=model)
+    return _make_one(request.param, folder, layers_folder, table_file)
+
+
+def _make_one(kind: str, folder: Path, layers_folder: Path, table_file: Path) -> Make:
     def model(num_layers: int) -> ModelOptions:
         return ModelOptions(model=str(folder), num_layers=num_layers, dtype="float32", kv_cache_gb=0.0002)
 
@@ -86,7 +117,7 @@ def make_one(request: pytest.FixtureRequest, folder: Path, layers_folder: Path, 
         "long-chain": ChainOptions(proposer=ChainOptions(proposer=NgramOptions(), verifier=model(1)), verifier=model(2)),
     }
     target = ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), fingerprint(folder))
-    return lambda: make(options[request.param], Site(target, "cpu"))
+    return lambda: make(options[kind], Site(target, "cpu"))
 
 
 @pytest.fixture
