@@ -128,6 +128,9 @@ class LayersOptions(Section):
     target: str = Field(default="auto", min_length=1)  # its model, as in the section model; auto: the served one
     dtype: Dtype = "bfloat16"
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
+    # Drafting stops when the whole draft is less likely than this to be right: two layers with a head of 16 thousand tokens
+    # cost 0.13 one-row steps of SmolLM2-135M a token, in which it decodes about 0.25 tokens by itself.
+    min_survival: Annotated[float, Field(ge=0, lt=1)] = 0.25
 
 
 class DSparkOptions(Section):
@@ -172,7 +175,7 @@ class CascadeOptions(Section):
     kind: Literal["cascade"] = "cascade"
     members: Annotated[tuple["DrafterOptions", ...], Field(min_length=1, max_length=16)]  # cheapest first
     # Of one draft of each member, in one-row steps of the target; `outrider bench drafters` measures it. None: 0 for
-    # lookups, 0.25 for each model.
+    # lookups, 0.2 for dspark, 0.35 for layers, 1 for other models.
     costs: tuple[Annotated[float, Field(ge=0, le=100)], ...] | None = None
 
     @model_validator(mode="after")

@@ -16,6 +16,8 @@ class Growing:
 
     demand: Demand
     num_missing: int  # 0: it is done
+    min_survival: float = 0.0  # of all its tokens together, by their confidences; below, it is done
+    survival: float = 1.0
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
 
@@ -35,14 +37,20 @@ class Growing:
             self.token_ids.append(token_id)
             self.confidences.append(confidence)
             self.num_missing -= 1
-            if model.ends(self.demand.request_id, token_id):
+            self.survival *= confidence
+            if self.survival < self.min_survival or model.ends(self.demand.request_id, token_id):
                 self.num_missing = 0
 
     def draft(self) -> Draft:
         return Draft(self.demand.request_id, tuple(self.token_ids), tuple(self.confidences))
 
 
-def grow(model: SmallModel, demands: Sequence[Demand], one_round: Callable[[Sequence[Growing]], None]) -> list[Draft]:
+def grow(
+    model: SmallModel,
+    demands: Sequence[Demand],
+    one_round: Callable[[Sequence[Growing]], None],
+    min_survival: float = 0.0,
+) -> list[Draft]:
     """The drafts of a batch, grown by ``one_round`` after the other, in parts that the model's cache holds at once.
 
     A demand beyond what the model can hold is cut to that. A request that misses much of its context (a long prompt, just
@@ -52,7 +60,7 @@ def grow(model: SmallModel, demands: Sequence[Demand], one_round: Callable[[Sequ
     for demand in demands:
         room = model.max_len - model.committed_len(demand.request_id) - len(demand.ahead)
         ended = any(model.ends(demand.request_id, token_id) for token_id in demand.ahead)
-        growing.append(Growing(demand, 0 if ended else max(0, min(demand.num_tokens, room))))
+        growing.append(Growing(demand, 0 if ended else max(0, min(demand.num_tokens, room)), min_survival))
     wanted = [draft for draft in growing if draft.num_missing]
     for indices in model.parts([(draft.question, draft.num_missing) for draft in wanted]):
         part = [wanted[i] for i in indices]
@@ -64,9 +72,9 @@ def grow(model: SmallModel, demands: Sequence[Demand], one_round: Callable[[Sequ
     return [draft.draft() for draft in growing]
 
 
-def check_min_confidence(value: float) -> None:
+def check_min_confidence(value: float, name: str = "min_confidence") -> None:
     if not 0.0 <= value < 1.0:
-        raise InvalidField("min_confidence", value, "must be at least 0 and less than 1")
+        raise InvalidField(name, value, "must be at least 0 and less than 1")
 
 
 class ModelDrafter:
@@ -75,10 +83,14 @@ class ModelDrafter:
 
     Args:
         min_confidence: a draft ends before a token of lower confidence; 0 drafts the whole demand.
+        min_survival: a draft ends behind the token with which it becomes less likely than this to be right as a whole: a
+            further token would cost a pass of the model and hardly ever be reached.
     """
 
-    def __init__(self, model: SmallModel, min_confidence: float = 0.0) -> None:
+    def __init__(self, model: SmallModel, min_confidence: float = 0.0, min_survival: float = 0.0) -> None:
         check_min_confidence(min_confidence)
+        check_min_confidence(min_survival, "min_survival")
+        self._min_survival = min_survival
         self._model = model
         self._min_confidence = min_confidence
 
@@ -89,7 +101,7 @@ class ModelDrafter:
         self._model.extend(request_id, token_ids)
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        return grow(self._model, demands, self._round)
+        return grow(self._model, demands, self._round, self._min_survival)
 
     def release(self, request_id: str) -> None:
         self._model.release(request_id)

@@ -30,8 +30,16 @@ if TYPE_CHECKING:
     from engine.forward import CausalModel
 
 # Of one draft of a member of a cascade, in one-row steps of the target, where the configuration does not say it.
-MODEL_COST = 0.25
-LOOKUP_COST = 0.0
+COSTS = {
+    "ngram": 0.0,
+    "suffix": 0.0,
+    "table": 0.0,
+    "dspark": 0.2,
+    "layers": 0.35,
+    "model": 1.0,
+    "chain": 1.0,
+    "cascade": 0.35,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +128,9 @@ def _make_table(options: TableOptions, site: Site) -> Drafter:
 def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
     from drafters.model import ModelDrafter
 
-    drafter = ModelDrafter(_small_model(options, site))
-    return _calibrated(drafter, options) if isinstance(options, LayersOptions) else drafter
+    if isinstance(options, LayersOptions):
+        return _calibrated(ModelDrafter(_small_model(options, site), min_survival=options.min_survival), options)
+    return ModelDrafter(_small_model(options, site))
 
 
 def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
@@ -137,7 +146,7 @@ def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
 def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
     from drafters.cascade import CascadeDrafter, Member
 
-    costs = options.costs or [MODEL_COST if has_model(member) else LOOKUP_COST for member in options.members]
+    costs = options.costs or [COSTS[member.kind] for member in options.members]
     members = [
         Member(f"{i}:{member.kind}", make(member, site), cost, splices=not has_model(member))
         for i, (member, cost) in enumerate(zip(options.members, costs, strict=True))

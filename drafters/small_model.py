@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cluster.types import SamplingParams
+from drafters.reduced import ReducedHead
 from engine.forward import CausalModel, PackedSpan
 from engine.ledger import Checkpoint, Ledger
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
@@ -63,11 +64,12 @@ class SmallModel:
         output_ids: torch.Tensor | None = None,
     ) -> None:
         self._model = model
-        self._output_ids = None if output_ids is None else output_ids.to(model.device)
-        self._full_logits = torch.empty(0, model.config.vocab_size, dtype=model.dtype, device=model.device)
         self._cache = model.new_cache(num_blocks)
         self._ledger = Ledger(num_blocks, self._cache.block_len)
         self._sampler = Sampler(min(vocab_size, model.config.vocab_size), eos_token_ids)
+        self._head = None
+        if output_ids is not None:
+            self._head = ReducedHead(output_ids.to(model.device), model.config.vocab_size, self._sampler)
         self._max_pass_rows = max_pass_rows
         self._followed: OrderedDict[str, _Followed] = OrderedDict()  # least recently asked about first
         self.num_passes = 0
@@ -174,10 +176,12 @@ class SmallModel:
                 for question, end in zip(questions, _running_sum(lens), strict=True)
             ]
         )
-        logits = self._logits(hidden if len(answered) == len(hidden) else hidden[answered.to(hidden.device)])
+        logits = self._model.logits(hidden if len(answered) == len(hidden) else hidden[answered.to(hidden.device)])
         spans_to_sample = [
             SampleSpan(self._followed[q.request_id].state, q.ahead + q.drafts, len(q.drafts) + 1) for q in questions
         ]
+        if self._head is not None:
+            return self._head.choose(logits, spans_to_sample)
         return self._sampler.choose(logits, spans_to_sample, want_confidences=True)
 
     def check_integrity(self) -> None:
@@ -253,17 +257,6 @@ class SmallModel:
         self.num_passes += 1
         self.num_rows += sum(len(span.token_ids) for span in spans)
         return self._model.forward(spans, self._cache)
-
-    @torch.inference_mode()
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Over the whole vocabulary: -inf where a reduced head knows no token. Overwritten by the next call."""
-        logits = self._model.logits(hidden)
-        if self._output_ids is None:
-            return logits
-        if len(self._full_logits) < len(logits):
-            self._full_logits = self._full_logits.new_full((2 * len(logits), self._full_logits.shape[1]), -torch.inf)
-        full = self._full_logits[: len(logits)]
-        return full.index_copy_(1, self._output_ids, logits)
 
 
 def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:

@@ -101,7 +101,9 @@ def _make_one(kind: str, folder: Path, layers_folder: Path, table_file: Path) ->
         return ModelOptions(model=str(folder), num_layers=num_layers, dtype="float32", kv_cache_gb=0.0002)
 
     lookups = (NgramOptions(), SuffixOptions(), TableOptions(max_learned=100))
-    layers = LayersOptions(path=str(layers_folder), target=str(folder), dtype="float32", kv_cache_gb=0.0002)
+    layers = LayersOptions(
+        path=str(layers_folder), target=str(folder), dtype="float32", kv_cache_gb=0.0002, min_survival=0.0
+    )
     options: dict[str, DrafterOptions] = {
         "table": TableOptions(path=str(table_file), max_learned=0),
         "layers": layers,

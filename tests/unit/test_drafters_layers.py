@@ -1,16 +1,21 @@
 """Drafters of a few layers with a reduced head: the same choices as the whole head's, among the tokens that it knows."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.layers import load_layers
 from drafters.model import ModelDrafter
 from drafters.protocol import Demand, Draft
+from drafters.reduced import ReducedHead
 from drafters.small_model import SmallModel
 from engine.factory import load_model
+from engine.sampling import Sampler, SampleSpan, SamplingState
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
@@ -71,3 +76,58 @@ def test_a_larger_batch_after_a_small_one_sees_no_leftovers(target: Path, tmp_pa
     draft(used, NOISY, 1)
     draft(used, GREEDY, 6)
     assert draft(used, NOISY, 5) == draft(fresh, NOISY, 5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_short_way_chooses_what_the_targets_sampler_would(seed: int) -> None:
+    """Rows with and without noise in one batch, with several rows a span."""
+    rng = torch.Generator().manual_seed(seed)
+    known = torch.sort(torch.randperm(3000, generator=rng)[:700]).values
+    head = ReducedHead(known, 3000, Sampler(3000, (1,)))
+    spans = []
+    for i, temperature in enumerate((0.0, 0.8, 1.0, 0.0, 0.3)):
+        sampling = SamplingParams(max_tokens=50, temperature=temperature, seed=100 * seed + i)
+        spans.append(SampleSpan(SamplingState(sampling, (5,) * (9 + i), 4), (1, 2, 3)[: i % 3], 1 + i % 3))
+    logits = (3.0 * torch.randn(sum(span.num_rows for span in spans), 700, generator=rng)).bfloat16()
+    whole = torch.full((len(logits), 3000), -torch.inf, dtype=torch.bfloat16)
+    whole[:, known] = logits
+    expected = Sampler(3000, (1,)).choose(whole, spans, want_confidences=True)
+    for got, wanted in zip(head.choose(logits, spans), expected, strict=True):
+        assert got.token_ids == wanted.token_ids
+        assert got.confidences == pytest.approx(wanted.confidences, rel=1e-4)
+
+
+def test_the_short_way_says_when_there_is_nothing_to_choose() -> None:
+    head = ReducedHead(torch.arange(5), 9, Sampler(9, ()))
+    logits = torch.zeros(3, 5)
+    logits[1] = torch.nan
+    state = SamplingState(SamplingParams(max_tokens=5, temperature=0.5), (1,), 1)
+    (chosen,) = head.choose(logits, [SampleSpan(state, (2, 3), 3)])
+    assert len(chosen.token_ids) == len(chosen.confidences) == 1
+    assert chosen.error is not None
+
+
+@pytest.mark.parametrize("change", [{"top_p": 0.5}, {"top_k": 1}, {"repetition_penalty": 1.5}, {"logit_bias": ((6, 50.0),)}])
+def test_whoever_asks_for_more_gets_it_from_the_targets_sampler(change: dict[str, Any]) -> None:
+    sampling = SamplingParams(max_tokens=50, temperature=0.9, **change)
+    spans = [SampleSpan(SamplingState(sampling, (6, 8, 6), 2), (), 1)]
+    known = torch.tensor([2, 4, 6, 8])
+    logits = torch.tensor([[1.0, 2.0, 3.0, 2.5]])
+    whole = torch.full((1, 9), -torch.inf)
+    whole[:, known] = logits
+    assert ReducedHead(known, 9, Sampler(9, ())).choose(logits, spans) == Sampler(9, ()).choose(whole, spans, True)
+
+
+def test_a_draft_ends_behind_the_token_that_makes_it_unlikely(target: Path, tmp_path: Path) -> None:
+    folder = write_tiny_layers(tmp_path, target, range(VOCAB_SIZE))
+    model, output_ids = load_layers(folder, target, "float32", "cpu")
+    small = SmallModel(model, num_blocks=16, vocab_size=VOCAB_SIZE, eos_token_ids=(256,), output_ids=output_ids)
+    (whole,) = draft(ModelDrafter(small), NOISY)
+    survival = [math.prod(whole.confidences[: i + 1]) for i in range(12)]
+    (short,) = draft(ModelDrafter(small, min_survival=0.1), NOISY)
+    kept = len(short.token_ids)
+    assert short.token_ids == whole.token_ids[:kept]
+    assert survival[kept - 1] < 0.1
+    assert all(s >= 0.1 for s in survival[: kept - 1])
+    with pytest.raises(InvalidField, match="min_survival"):
+        ModelDrafter(small, min_survival=1.0)
