@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from cluster.config import DEFAULT_DRAFTERS, ChainOptions, DrafterConfig, ModelOptions, NgramOptions
+from cluster.config import DEFAULT_DRAFTERS, ChainOptions, DrafterConfig, ModelConfig, ModelOptions, NgramOptions
 from cluster.types import Request
 from deploy.bench.comparison import TIE_MARGIN, Comparison, Verdict, compare
 from deploy.bench.mischief import Cut, before_disliked_token
+from deploy.bench.pool import pool as comparable
 from deploy.bench.report import BenchOptions, BenchResult, Cell, Table
 from deploy.bench.rig import Circumstances, Rig, Run
 from drafters.protocol import Drafter
@@ -24,6 +25,7 @@ NUM_PROMPTS, NUM_PROMPTS_QUICK = 40, 12
 NUM_TOKENS, NUM_TOKENS_QUICK = 48, 24
 SMALL_BATCH = 5
 SELF = "itself"
+_KNOWN = tuple(config.name for config in DEFAULT_DRAFTERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,8 @@ def run(options: BenchOptions) -> BenchResult:
 
 
 def scenarios(rig: Rig, model: str) -> Mapping[str, Circumstances]:
-    """Every drafter of the default pool alone, and what the pool lacks; then what may go wrong, with those drafters whose
-    drafts are mostly right, for a wrong draft that is dropped shows little."""
+    """Every drafter of the default pool alone, what the pool lacks, and all that are shipped for this model; then what may
+    go wrong, with those drafters whose drafts are mostly right, for a wrong draft that is dropped shows little."""
     own = DrafterConfig(name=SELF, options=ModelOptions(model=model, dtype="float32", kv_cache_gb=1.0))
     half = DrafterConfig(name="model", options=ModelOptions(model=model, dtype="bfloat16"))
     chain = DrafterConfig(
@@ -100,16 +102,26 @@ def scenarios(rig: Rig, model: str) -> Mapping[str, Circumstances]:
     def cut(num_kept: Callable[[Sequence[int]], int]) -> Callable[[], Mapping[str, Drafter]]:
         return lambda: {SELF: Cut(make(own), num_kept)}
 
+    def alone(config: DrafterConfig, **more: bool) -> Circumstances:
+        return Circumstances(companions=(config,), **more) if config.is_companion else Circumstances(pool(config), **more)
+
+    shipped = [config for config in comparable(model) if config.name not in _KNOWN] if model == ModelConfig().name else []
     rng = random.Random(0)
     mixed = pool(*DEFAULT_DRAFTERS, half)
     return {
         "no drafts, small batches": Circumstances(max_num_sequences=SMALL_BATCH),
         **{config.name: Circumstances(pool(config)) for config in (*DEFAULT_DRAFTERS, half, chain)},
+        **{f"shipped {config.name}": alone(config) for config in shipped},
         SELF: Circumstances(pool(own)),
         "random lengths": Circumstances(cut(lambda token_ids: rng.randint(0, len(token_ids)))),
         "adversary": Circumstances(cut(before_disliked_token)),
         "drafter killed": Circumstances(mixed, kill=half.name, successor=lambda: rig.make(half)),
         "half preempted": Circumstances(mixed, prefix_cache=False, preempt=True),
+        **{
+            f"half preempted, {config.name}": alone(config, prefix_cache=False, preempt=True)
+            for config in shipped
+            if config.is_companion
+        },
     }
 
 

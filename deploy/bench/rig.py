@@ -11,6 +11,7 @@ from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
 from deploy.api.tokenizer import Tokenizer
 from deploy.bench.mischief import Midway, every_second
 from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
+from drafters.companions import Host, feature_layers
 from drafters.protocol import Drafter
 from drafters.registry import make_drafter
 from engine.factory import load_model
@@ -42,9 +43,11 @@ class Circumstances:
 
     ``pool`` makes the drafters; requests are dealt out to them in turn. The drafter ``kill`` is killed, and another started
     in its place by ``successor``. ``preempt``: half of the batch gives up its cache and is recomputed.
+    ``companions`` belong to the pool, and are made anew beside the target of the run.
     """
 
     pool: Callable[[], Mapping[str, Drafter]] = dict
+    companions: tuple[DrafterConfig, ...] = ()
     max_num_sequences: int = 256
     prefix_cache: bool = True
     kill: str | None = None
@@ -62,7 +65,7 @@ class Rig:
     """Loads the model once. Requests are every prompt at every temperature, with a seed of its own."""
 
     def __init__(self, model: str, prompts: Sequence[str], max_tokens: int) -> None:
-        folder = ensure_model(model)
+        self._folder = folder = ensure_model(model)
         self._model = load_model(folder, dtype="float32")
         config = self._model.config
         self._max_tokens = max_tokens
@@ -87,6 +90,9 @@ class Rig:
         """Raises what the target or the streams raise."""
         engine = self._engine(circumstances)
         pool = {name: PoolEntry(drafter, DRAFT_LEN) for name, drafter in circumstances.pool().items()}
+        host = Host(engine, self._folder)
+        for config in circumstances.companions:
+            pool[config.name] = PoolEntry(make_drafter(config, self._info, host), DRAFT_LEN, companion=True)
         table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=DRAFT_LEN)
         half_done = threading.Event()
         planner: Planner = StepPlanner(PATIENT)
@@ -119,7 +125,7 @@ class Rig:
             max_pass_tokens=MAX_PASS_TOKENS,
             max_model_len=self._info.max_model_len,
         )
-        return NativeTarget(self._model, limits, circumstances.prefix_cache)
+        return NativeTarget(self._model, limits, circumstances.prefix_cache, feature_layers(circumstances.companions))
 
     def _request(self, index: int, temperature: float, prompt: tuple[int, ...]) -> Request:
         sampling = SamplingParams(

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import engine.native
+from cluster.config import DrafterConfig, DSparkOptions
 from cluster.types import SamplingParams, Slo
 from deploy.bench import invariance
 from deploy.bench.mischief import Cut, Midway, before_disliked_token, every_second
 from deploy.bench.report import BenchOptions, BenchResult
+from deploy.bench.rig import Circumstances, Rig
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand
 from engine.sampling import Chosen
@@ -19,6 +21,7 @@ from engine.target import SpanOutcome
 from router.cost_model import TableCost
 from router.plan import Capacity, SequenceView
 from router.planner import StepPlanner
+from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_model
 
 
@@ -78,6 +81,17 @@ def test_a_rule_that_is_broken_shows(options: BenchOptions, monkeypatch: pytest.
 def test_a_missing_prompt_file_ends_the_benchmark_before_it_runs(options: BenchOptions, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be a JSONL file"):
         invariance.run(BenchOptions(quick=True, model=options.model, prompts=(tmp_path / "none",)))
+
+
+def test_drafters_beside_the_target_are_held_to_it_too(options: BenchOptions, tmp_path: Path) -> None:
+    folder = write_dspark(tmp_path / "drafter", Path(options.model), block_size=5)
+    dspark = DrafterConfig(name="dspark", options=DSparkOptions(path=str(folder), dtype="float32", min_survival=0.0))
+    rig = Rig(options.model, ["aaa aaa aaa", "b b c", "d"], 16)
+    plain = rig.run(Circumstances(prefix_cache=False))
+    for preempt in (False, True):
+        ran = rig.run(Circumstances(companions=(dspark,), prefix_cache=not preempt, preempt=preempt))
+        assert ran.as_meant
+        assert [c.token_ids for c in ran.completions] == [c.token_ids for c in plain.completions]
 
 
 def test_cut_shortens_tokens_and_confidences_alike() -> None:
