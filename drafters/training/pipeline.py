@@ -50,9 +50,14 @@ from profiler.calibration import Records, fit_temperatures, save_scaling
 
 MAX_TABLE_CONTEXTS = 200_000
 MAX_REGRESSION_ROWS = 200_000
-KEEP_BYTES = {"cpu": 3 * 2**30, "cuda": 32 * 2**30}  # of the target's hidden states
+# On a CPU an answer is read as fast alone, and then its reading does not depend on others, not even in the last bit.
+READING = {
+    "cpu": {"keep_bytes": 3 * 2**30, "max_pass_tokens": 1},
+    "cuda": {"keep_bytes": 32 * 2**30, "max_pass_tokens": 16384},
+}
 CHECK_ANSWERS = 16  # held-out answers that a checkpoint is tried on
 MAX_MODEL_LEN = 2048
+_UNTOLD = ("out", "work", "device", "quick", "checkpoint_minutes")  # do not change what training does
 
 
 class Reporter(Protocol):
@@ -98,7 +103,7 @@ def train(options: TrainOptions, world: World, reporter: Reporter) -> Result | N
         tell = reporter.step("prompts", options.num_prompts)
         writer.write_prompts(options.num_prompts, _adding(tell), _timer(times.prompts_s))
         world.barrier()
-    tasks = writer.prompts(given, evaluation_fingerprints(options.data_folder))
+    tasks = writer.tasks(options.num_prompts, given, evaluation_fingerprints(options.data_folder))
     if options.num_prompts:
         work.finish("prompts", num_to_answer=len({task.key for task in tasks}))
     if not tasks:
@@ -135,7 +140,7 @@ class _Run:
         self._target, self._work = target, work
         self._learned, self._held_out = learned, held_out
         self._layers = feature_layers(target.model.config.num_layers)
-        self._readings = Readings(target, self._layers, KEEP_BYTES[world.device.type])
+        self._readings = Readings(target, self._layers, **READING[world.device.type])
         self._folder = work.path / options.out.name  # of what is under way
         self._folder.mkdir(exist_ok=True)
 
@@ -173,7 +178,7 @@ class _Run:
             evaluate=lambda: self._try(student, latest, rows),
         )
         settings = {
-            "options": {k: str(v) for k, v in asdict(options).items() if k not in ("out", "work", "device", "quick")},
+            "options": {k: str(v) for k, v in asdict(options).items() if k not in _UNTOLD},
             "answers": len(self._learned),
             "processes": world.size,
         }

@@ -48,9 +48,10 @@ class Readings:
     Args:
         layers: ascending, the last layer among them; as of ``CausalModel.forward_with_features``.
         keep_bytes: readings are kept up to so many bytes, on the target's device.
+        max_pass_tokens: answers are read together up to so many tokens, a longer one alone.
     """
 
-    def __init__(self, target: FrozenTarget, layers: Sequence[int], keep_bytes: int, max_pass_tokens: int = 1024) -> None:
+    def __init__(self, target: FrozenTarget, layers: Sequence[int], keep_bytes: int, max_pass_tokens: int) -> None:
         if layers[-1] != target.model.config.num_layers - 1:
             raise ValueError(f"layers {list(layers)} must end with the target's last")
         self._target = target

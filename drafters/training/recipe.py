@@ -40,6 +40,7 @@ class TrainOptions:
     markov_rank: int = 128
     anchor_rank: int = 512
     budget_minutes: float | None = None
+    checkpoint_minutes: float = 5.0
     quick: bool = False
     seed: int = 0
     device: str = "auto"
@@ -110,7 +111,7 @@ def schedule(options: TrainOptions, device: torch.device, max_seconds: float | N
         num_epochs=options.num_epochs,
         learning_rate=options.learning_rate,
         max_seconds=max_seconds,
-        checkpoint_s=300.0 if not options.quick else 30.0,
+        checkpoint_s=60.0 * options.checkpoint_minutes,
         bf16=device.type == "cuda",
     )
 

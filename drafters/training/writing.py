@@ -8,9 +8,10 @@ and every answer has a name, a seed from it, and a line of its own, so that whoe
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from cluster.types import Request, SamplingParams
 from drafters.training.corpus import (
@@ -28,6 +29,7 @@ from drafters.training.frozen import WRITING_COST, FrozenTarget
 from drafters.training.starters import STARTERS
 from engine.offline import generate
 
+Name = TypeVar("Name", bound=Hashable)
 Progress = Callable[[int], None]  # told of tokens or prompts as they are written
 Expired = Callable[[], bool]  # whether the time for this step is over
 
@@ -51,8 +53,18 @@ class Share:
     def path(self, folder: Path, kind: str) -> Path:
         return folder / f"{kind}-{self.rank}.jsonl"
 
-    def has(self, name: str) -> bool:
-        return int(hashlib.blake2b(name.encode(), digest_size=4).hexdigest(), 16) % self.num == self.rank
+    def all(self) -> "list[Share]":
+        return [Share(rank, self.num) for rank in range(self.num)]
+
+    def part(self, total: int) -> int:
+        return -(-total // self.num)
+
+    def attempts(self, num_prompts: int) -> range:
+        """Its numbers of attempts at prompts."""
+        return range(self.rank, _MAX_ATTEMPTS * num_prompts, self.num)
+
+    def of(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if _number(name) % self.num == self.rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +93,28 @@ class Writer:
         self._before, self._after = _template(target)
 
     def write_prompts(self, num_prompts: int, progress: Progress, expired: Expired = lambda: False) -> None:
-        """Until num_prompts attempts came to something, of which duplicates are left out later."""
+        """Until the first attempts hold num_prompts that came to something."""
         path = self._share.path(self._folder, "prompts")
-        done = {written.index: written.prompt is not None for written in read_written(self._paths("prompts"))}
-        num_kept = 0
-        progress(sum(done.values()))
-        num_wanted = -(-max(0, num_prompts - sum(done.values())) // self._share.num)
+        done = {written.index: int(written.prompt is not None) for written in self._written()}
+        front = _Front(self._share.attempts(num_prompts), done)
+        num_wanted = self._share.part(num_prompts)
+        progress(front.size)
         starters: dict[str, tuple[int, str, str]] = {}
         newlines = _newline_tokens(self._target)
 
         def requests() -> Iterator[Request]:
-            for index in range(self._share.rank, _MAX_ATTEMPTS * num_prompts, self._share.num):
-                if num_kept >= num_wanted or expired():
+            for index in front.missing():
+                if front.size >= num_wanted or expired():
                     return
-                if index in done:
-                    continue
                 rng = random.Random(f"{self._seed} prompt {index}")
                 domain = rng.choice(sorted(STARTERS))
                 beginnings = STARTERS[domain]
                 starter = rng.choice(beginnings.beginnings)
+                token_ids = self._target.encode(self._before + starter)
+                if not token_ids:  # an empty beginning, and a template without anything before it
+                    append(path, WrittenPrompt(index, domain, None))
+                    front.done(index, 0)
+                    continue
                 starters[f"{index}"] = (index, domain, starter)
                 sampling = SamplingParams(
                     max_tokens=MAX_LINE_TOKENS if beginnings.one_line else MAX_PROMPT_TOKENS,
@@ -108,7 +123,7 @@ class Writer:
                     seed=rng.getrandbits(63),
                     stop_token_ids=newlines if beginnings.one_line else (),
                 )
-                yield Request(f"{index}", self._target.encode(self._before + starter), sampling, arrival_s=float(index))
+                yield Request(f"{index}", token_ids, sampling, arrival_s=float(index))
 
         for request, token_ids in self._generate(requests(), num_wanted):
             index, domain, starter = starters.pop(request.id)
@@ -117,16 +132,24 @@ class Writer:
             prompt = _whole_part(text) if was_cut else text.strip()
             usable = is_usable(prompt) and len(prompt) > len(starter.strip())
             append(path, WrittenPrompt(index, domain, prompt if usable else None))
-            num_kept += usable
+            front.done(index, int(usable))
             progress(int(usable))
 
-    def prompts(self, given: Sequence[GivenPrompt], left_out: frozenset[str]) -> list[AnswerTask]:
-        """What is to be answered, each at each temperature: given and self-written prompts, without duplicates and without
-        those whose fingerprint is ``left_out``, the domains taking turns, for the first answers are those that are used."""
+    def tasks(self, num_prompts: int, given: Sequence[GivenPrompt], left_out: frozenset[str]) -> list[AnswerTask]:
+        """What is to be answered, each at each temperature: the first num_prompts self-written prompts and the given ones,
+        without duplicates and without those whose fingerprint is ``left_out``. The domains take turns, for the first
+        answers are those that are used."""
         found: dict[str, GivenPrompt] = {}
-        written = sorted(read_written(self._paths("prompts")), key=lambda w: w.index)
-        self_written = (GivenPrompt(w.domain, w.prompt) for w in written if w.prompt is not None)
-        for prompt in itertools.chain(self_written, given):
+        written = {w.index: w for w in self._written()}
+        sizes = {index: int(w.prompt is not None) for index, w in written.items()}
+        used = {
+            i
+            for share in self._share.all()
+            for i in _Front(share.attempts(num_prompts), sizes).first(share.part(num_prompts))
+        }
+        chosen = [written[index] for index in sorted(used)]
+        self_written = [GivenPrompt(w.domain, w.prompt) for w in chosen if w.prompt is not None]
+        for prompt in (*self_written, *given):
             key = fingerprint(prompt.prompt)
             if key not in left_out and is_usable(prompt.prompt):
                 found.setdefault(key, prompt)
@@ -145,31 +168,30 @@ class Writer:
         progress: Progress,
         expired: Expired = lambda: False,
     ) -> None:
-        """Until the answers to the first of the tasks hold num_tokens, or all are answered."""
+        """Until the answers to the first of the tasks hold num_tokens, or all are answered. To a prompt that is too long for
+        the target the answer is empty."""
         path = self._share.path(self._folder, "answers")
-        num_done = {_name(a): len(a.answer_token_ids) for a in read_answers(self._paths("answers"))}
-        mine = [task for task in tasks if self._share.has(task.name)]
-        wanted = -(-num_tokens // self._share.num)
-        progress(sum(num_done.get(task.name, 0) for task in mine))
-        front = _Front([task.name for task in mine], num_done)
-        by_id = {task.name: task for task in mine}
+        by_name = {task.name: task for task in tasks}
+        front = _Front(self._share.of(by_name), {_name(a): len(a.answer_token_ids) for a in self._known()})
+        num_wanted = self._share.part(num_tokens)
+        progress(front.size)
 
         def requests() -> Iterator[Request]:
-            for i, task in enumerate(mine):
-                if front.num_tokens >= wanted or expired():
+            for i, name in enumerate(front.missing()):
+                if front.size >= num_wanted or expired():
                     return
+                task = by_name[name]
                 token_ids = self._target.encode(self._before + task.prompt + self._after)
-                if task.name in num_done:
-                    continue
                 if len(token_ids) + max_tokens > self._target.info.max_model_len:
-                    front.done(task.name, 0)
+                    append(path, Answer(task.key, task.domain, task.temperature, 0, (), ()))
+                    front.done(name, 0)
                     continue
-                seed = random.Random(f"{self._seed} answer {task.name}").getrandbits(63)
+                seed = random.Random(f"{self._seed} answer {name}").getrandbits(63)
                 sampling = SamplingParams(max_tokens=max_tokens, temperature=task.temperature, seed=seed)
-                yield Request(task.name, token_ids, sampling, arrival_s=float(i))
+                yield Request(name, token_ids, sampling, arrival_s=float(i))
 
-        for request, answer in self._generate(requests(), wanted // max_tokens + 1):
-            task = by_id[request.id]
+        for request, answer in self._generate(requests(), num_wanted // max_tokens + 1):
+            task = by_name[request.id]
             seed = request.sampling.seed
             append(path, Answer(task.key, task.domain, task.temperature, seed, request.prompt_token_ids, answer))
             front.done(task.name, len(answer))
@@ -177,47 +199,66 @@ class Writer:
 
     def answers(self, tasks: Sequence[AnswerTask], num_tokens: int) -> list[Answer]:
         """The answers to the first of the tasks that together hold num_tokens, fewer if there are not so many."""
-        known = {_name(a): a for a in read_answers(self._paths("answers"))}
-        chosen: list[Answer] = []
-        total = 0
-        for task in tasks:
-            answer = known.get(task.name)
-            if answer is not None:
-                if total >= num_tokens:
-                    break
-                chosen.append(answer)
-                total += len(answer.answer_token_ids)
-        return chosen
+        known = {_name(a): a for a in self._known()}
+        sizes = {name: len(a.answer_token_ids) for name, a in known.items()}
+        names = [task.name for task in tasks]
+        used = {n for share in self._share.all() for n in _Front(share.of(names), sizes).first(share.part(num_tokens))}
+        return [known[name] for name in names if name in used]
+
+    def _written(self) -> list[WrittenPrompt]:
+        return list(read_written(self._paths("prompts")))
+
+    def _known(self) -> list[Answer]:
+        return list(read_answers(self._paths("answers")))
 
     def _paths(self, kind: str) -> list[Path]:
         """The files of all who write here."""
         return sorted(self._folder.glob(f"{kind}-*.jsonl"))
 
     def _generate(self, requests: Iterable[Request], num_enough: int) -> Iterator[tuple[Request, tuple[int, ...]]]:
-        """As many at once as the target can hold, and no more than may be needed: what is under way at the end is lost."""
+        """As many at once as the target can hold, and no more than may be needed: the last to be asked for may not count."""
         target = self._target
         max_in_flight = max(1, min(target.limits.max_in_flight, num_enough))
         return generate(target.new_engine(), target.info, WRITING_COST, requests, max_in_flight=max_in_flight)
 
 
-class _Front:
-    """How many tokens the tasks hold up to the first that is not done."""
+class _Front(Generic[Name]):
+    """Things to be done in an order, each of some size: what is done up to the first that is missing.
 
-    def __init__(self, names: Sequence[str], num_done: dict[str, int]) -> None:
+    What is done behind that does not count, for it depends on what was under way when a run ended.
+    """
+
+    def __init__(self, names: Sequence[Name], sizes: Mapping[Name, int]) -> None:
         self._names = names
-        self._num_done = dict(num_done)
-        self._next = 0
-        self.num_tokens = 0
+        self._sizes = dict(sizes)
+        self._num_done = 0
+        self.size = 0
         self._advance()
 
-    def done(self, name: str, num_tokens: int) -> None:
-        self._num_done[name] = num_tokens
+    def missing(self) -> Iterator[Name]:
+        return (name for name in self._names if name not in self._sizes)
+
+    def done(self, name: Name, size: int) -> None:
+        self._sizes[name] = size
         self._advance()
+
+    def first(self, size: int) -> Iterator[Name]:
+        """The first that together are of that size, or all that count."""
+        total = 0
+        for name in self._names[: self._num_done]:
+            if total >= size:
+                return
+            total += self._sizes[name]
+            yield name
 
     def _advance(self) -> None:
-        while self._next < len(self._names) and self._names[self._next] in self._num_done:
-            self.num_tokens += self._num_done[self._names[self._next]]
-            self._next += 1
+        while self._num_done < len(self._names) and self._names[self._num_done] in self._sizes:
+            self.size += self._sizes[self._names[self._num_done]]
+            self._num_done += 1
+
+
+def _number(name: str) -> int:
+    return int(hashlib.blake2b(name.encode(), digest_size=4).hexdigest(), 16)
 
 
 def _name(answer: Answer) -> str:

@@ -1,0 +1,192 @@
+"""``outrider train`` as a whole: killed in every step, refused evaluation prompts, and quick on the real model."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cluster.errors import InvalidField
+from deploy.cli import app
+from drafters.shipped import kind_of
+from drafters.training.distributed import World
+from drafters.training.manifest import WorkFolder, exclusively
+from drafters.training.pipeline import Result, train
+from drafters.training.recipe import TrainOptions
+from tests.support.wordy_model import write_wordy_model
+
+HERE = World(0, 1, torch.device("cpu"))
+
+
+class Silent:
+    def step(self, name: str, total: float) -> Callable[[float], None]:
+        return lambda done: None
+
+    def say(self, line: str) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def wordy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_wordy_model(tmp_path_factory.mktemp("wordy") / "model")
+
+
+def options(model: Path, folder: Path, drafter: str = "dspark", **changes: object) -> TrainOptions:
+    small = TrainOptions(
+        model=str(model),
+        drafter=drafter,  # type: ignore[arg-type]
+        out=folder / drafter,
+        work=folder / "work",
+        num_prompts=24,
+        num_tokens=900,
+        max_answer_tokens=24,
+        num_epochs=3,
+        num_layers=1,
+        block_size=4,
+        vocabulary=200,
+        markov_rank=8,
+        anchor_rank=16,
+        checkpoint_minutes=0.0,
+        dtype="float32",
+    )
+    return replace(small, **changes)  # type: ignore[arg-type]
+
+
+# Runs the pipeline and kills its own process in the middle of a step, where a step tells how far it is.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit.test_train import HERE, Silent, options
+from drafters.training.pipeline import train
+
+class Killer(Silent):
+    def step(self, name, total):
+        num = 0
+        def told(done):
+            nonlocal num
+            num += 1
+            if name == sys.argv[3] and num == int(sys.argv[4]):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return told
+
+train(options(Path(sys.argv[1]), Path(sys.argv[2])), HERE, Killer())
+"""
+KILLS = (("prompts", 9), ("answers", 9), ("regression", 1), ("training", 5), ("evaluation", 2))
+
+
+@pytest.mark.timeout(280)
+def test_killed_in_every_step_it_ends_as_if_nothing_had_happened(wordy: Path, tmp_path: Path) -> None:
+    undisturbed = train(options(wordy, tmp_path / "undisturbed"), HERE, Silent())
+    folder = tmp_path / "killed"
+    for step, moment in KILLS:
+        command = [sys.executable, "-c", KILLED, str(wordy), str(folder), step, str(moment)]
+        child = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": "."})
+        assert child.returncode == -9, f"it was to be killed in {step}: {child.stderr[-2000:]}"
+    resumed = train(options(wordy, folder), HERE, Silent())
+    assert undisturbed is not None
+    assert resumed is not None
+    for file in ("model.safetensors", "config.json", "calibration.json", "evaluation.json"):
+        assert (resumed.folder / file).read_bytes() == (undisturbed.folder / file).read_bytes(), file
+    assert (folder / "work" / "dspark" / "checkpoint.pt").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(wordy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Result]]:
+    """One work folder, one drafter of each kind."""
+    folder = tmp_path_factory.mktemp("trained")
+    found = {}
+    for drafter in ("layers", "table"):
+        result = train(options(wordy, folder, drafter), HERE, Silent())
+        assert result is not None
+        found[drafter] = result
+    return folder, found
+
+
+def test_every_kind_leaves_a_folder_with_card_and_curves(trained: tuple[Path, dict[str, Result]]) -> None:
+    _, found = trained
+    for drafter, result in found.items():
+        assert kind_of(result.folder) == drafter
+        card = (result.folder / "README.md").read_text()
+        assert f"kind: {drafter}, path: {drafter}" in card
+        assert "| seed | 0 |" in card
+        assert (result.folder / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+        assert result.trained[0].num_rounds > 20
+    assert (found["layers"].folder / "losses.png").exists()
+
+
+def test_layers_learn_from_their_target(trained: tuple[Path, dict[str, Result]]) -> None:
+    """A drafter of one of the target's two layers, against the same one with random weights."""
+    _, found = trained
+    result = found["layers"]
+    assert result.trained[0].accepted_len > result.untrained[0].accepted_len + 0.1
+
+
+def test_what_was_written_serves_every_drafter(trained: tuple[Path, dict[str, Result]]) -> None:
+    folder, _ = trained
+    lines = (folder / "work" / "answers-0.jsonl").read_text().splitlines()
+    names = [(record["key"], record["temperature"]) for record in map(json.loads, lines)]
+    assert len(names) == len(set(names))
+    manifest = json.loads((folder / "work" / "manifest.json").read_text())
+    assert {"prompts", "answers", "train layers"} <= manifest["steps"].keys()
+    assert all(step["done"] for step in manifest["steps"].values())
+
+
+def test_evaluation_prompts_are_refused(tmp_path: Path) -> None:
+    held_back = tmp_path / "data" / "prompts"
+    held_back.mkdir(parents=True)
+    (held_back / "chat.jsonl").write_text('{"prompt": "What is a river?"}\n')
+    (tmp_path / "elsewhere.jsonl").symlink_to(held_back / "chat.jsonl")
+    for path in (held_back / "chat.jsonl", tmp_path / "elsewhere.jsonl"):
+        arguments = ["train", "--out", str(tmp_path / "out"), "--prompts", str(path), "--data", str(tmp_path / "data")]
+        refused = CliRunner().invoke(app, arguments)
+        assert refused.exit_code == 1
+        assert "the evaluation sets" in refused.stderr
+        assert str(path) in refused.stderr
+    assert not (tmp_path / "out-work" / "answers-0.jsonl").exists()
+
+
+def test_a_work_folder_belongs_to_one_target_and_seed(tmp_path: Path) -> None:
+    work = WorkFolder(tmp_path, {"target": "a", "seed": 0})
+    assert not work.begin("answers", {"num_tokens": 5})
+    assert WorkFolder(tmp_path, {"target": "a", "seed": 0}).begin("answers", {"num_tokens": 5})
+    assert not WorkFolder(tmp_path, {"target": "a", "seed": 0}).begin("answers", {"num_tokens": 6})
+    with pytest.raises(InvalidField, match="another seed: choose another folder"):
+        WorkFolder(tmp_path, {"target": "a", "seed": 1})
+
+
+def test_two_runs_in_one_work_folder_are_one_too_many(tmp_path: Path) -> None:
+    with exclusively(tmp_path), pytest.raises(InvalidField, match="another run is under way"), exclusively(tmp_path):
+        pass
+
+
+def test_nothing_to_learn_from_is_said(wordy: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidField, match="num_prompts"):
+        options(wordy, tmp_path, num_prompts=0)
+    prompts = tmp_path / "one.jsonl"
+    prompts.write_text('{"prompt": "bado kilu mena pora"}\n')
+    with pytest.raises(InvalidField, match="at least two prompts"):
+        train(options(wordy, tmp_path, num_prompts=0, prompts=(prompts,)), HERE, Silent())
+
+
+@pytest.mark.model
+@pytest.mark.timeout(290)
+def test_quick_trains_a_drafter_that_beats_an_untrained_one(model_folder: Path, tmp_path: Path) -> None:
+    """On the real model and a few thousand tokens. Of the rounds with each drafter a share has a right first draft token; if
+    both were equally good, the shares would differ by more than four standard errors in one of 30,000 runs."""
+    ran = CliRunner().invoke(app, ["train", "--quick", "--out", str(tmp_path / "mine"), "--device", "cpu"])
+    assert ran.exit_code == 0, ran.stderr
+    figures = json.loads((tmp_path / "mine" / "evaluation.json").read_text())
+    first = {}
+    for which in ("trained", "untrained"):
+        runs = [one for one in figures[which] if one["draft_len"] == 7]
+        num = sum(one["num_rounds"] for one in runs)
+        first[which] = (sum(one["by_position"][0] * one["num_rounds"] for one in runs) / num, num)
+    (p, n), (q, m) = first["trained"], first["untrained"]
+    error = math.sqrt(p * (1 - p) / n + max(q, 1 / m) * (1 - q) / m)
+    assert p - q > 4 * error, f"trained {p:.3f} of {n} rounds, untrained {q:.3f} of {m}"
