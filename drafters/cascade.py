@@ -19,6 +19,7 @@ from profiler.online_calibration import OnlineSurvival
 _PACE_MEMORY = 0.01  # weight of the newest round in the tokens per step
 _MIN_SURVIVAL = 0.02  # what is less likely to survive is not handed out
 _MAX_SPLICES = 3  # of one draft
+_WORTH_SPLICING = 0.04  # survival under which nobody is asked what comes next
 
 _Found = tuple[tuple[int, ...], tuple[float, ...]]  # tokens, and the survival of each
 
@@ -183,6 +184,8 @@ class CascadeDrafter:
         place = len(token_ids) if self._members[guess.member].splices else 1
         num_splices = 0
         while token_ids and place <= len(token_ids) and place < demand.num_tokens and num_splices < _MAX_SPLICES:
+            if survival[place - 1] < _WORTH_SPLICING:
+                break
             rest = self._lookup(demand, token_ids[:place], survival[place - 1])
             if sum(rest[1]) > sum(survival[place:]):
                 token_ids, survival = (*token_ids[:place], *rest[0]), (*survival[:place], *rest[1])
