@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.drafter import DrafterActor
 from actors.router import Router, RouterActor
@@ -58,6 +58,8 @@ class RayProcess:
             return str(await self._end)
         except RayActorError as error:
             return why(error)
+        except RayTaskError as error:
+            return f"{type(error.cause).__name__}: {error.cause}"
 
     async def unread_s(self) -> float:
         return float(await self.call("unread_s"))
@@ -102,7 +104,8 @@ class RaySpawner:
         d = self._deployment
         # Rank 0 of the group; the engine itself spreads over the bundles of further ranks.
         options = self._placed(name, 0)
-        return self._found_or_made(TargetActor, name, options, d.config, name, d.target_address(name), d.token)
+        args = (d.config, name, d.target_address(name), d.token, ray.util.get_node_ip_address)
+        return self._found_or_made(TargetActor, name, options, *args)
 
     async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process:
         d = self._deployment
@@ -156,9 +159,12 @@ class RayTargets:
         reports = []
         for answer in answered:
             try:
-                reports.append(ray.get(answer))
+                report: SlotReport | None = ray.get(answer)
             except RayActorError:
                 del self._handles[asked[answer]]  # the supervisor starts another, which is found by its name
+                continue
+            if report is not None:
+                reports.append(report)
         return reports
 
     def publish(self, table: RoutingTable) -> None:
@@ -182,13 +188,16 @@ class PoolSupervisor:
         self._started = False
 
     async def start(self) -> Directory:
-        """Starts everything, once, and returns when the targets are ready. As `Supervisor.ready`."""
+        """Starts everything, once, and returns as `Supervisor.ready`."""
         self._begin()
         return await self._supervisor.ready()
 
-    async def directory(self, after_version: int) -> Directory:
+    async def directory(self, known: Directory) -> Directory:
         self._begin()
-        return await self._supervisor.directory(after_version)
+        return await self._supervisor.directory(known)
+
+    async def reasons(self) -> dict[str, str]:
+        return self._supervisor.reasons()
 
     async def status(self) -> ClusterStatus:
         self._begin()
@@ -214,9 +223,17 @@ class PoolSupervisor:
 
 
 def start_supervisor(deployment: Deployment) -> Any:
-    """A handle of the deployment's supervisor, by name, on the head node (where its launcher is)."""
+    """A handle of the deployment's supervisor, which stays on the node of its launcher: only with that node is it lost."""
+    here = ray.get_runtime_context().get_node_id()
     return (
         ray.remote(PoolSupervisor)
-        .options(name=SUPERVISOR, num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=1000)
+        .options(
+            name=SUPERVISOR,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+            max_concurrency=1000,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+        )
         .remote(deployment)
     )

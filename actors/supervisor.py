@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import math
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +24,11 @@ logger = logging.getLogger(__name__)
 # A pass over a long prompt may keep a busy target from its mail for seconds, and killing it ends streams: more patience.
 TARGET_PATIENCE = 10
 DRAIN_POLL_S = 0.1
+# Whoever asks for the status waits 2 s at most, so that one target that hangs must not take longer to be left out.
+REPORT_DEADLINE_S = 1.0
+
+
+SILENT = "silent"  # the state of a target that should be ready and tells nothing
 
 
 class State(StrEnum):
@@ -62,9 +69,10 @@ class Spawner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """Where the targets are. ``version`` grows with every change."""
+    """Where the targets are. ``version`` grows with every change in the life of one supervisor, which ``epoch`` names."""
 
-    version: int
+    epoch: str
+    version: int = 0
     model: ModelInfo | None = None
     addresses: tuple[str, ...] = ()
 
@@ -82,6 +90,7 @@ class Member:
     process: Process | None = None
     pid: int | None = None
     start_at_s: float = 0.0
+    reason: str | None = None  # why it is not ready, or was not when it last ended
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +113,8 @@ class Supervisor:
         self._kinds = {member_name(d.name, i): d for d in config.drafters for i in range(d.replicas)}
         self._tasks: set[asyncio.Task[None]] = set()
         self._addresses: dict[str, str] = {}
-        self._directory = Directory(version=0)
+        self._directory = Directory(secrets.token_hex(8))
+        self._unsettled: set[str] = set()  # targets of which is not known yet whether they can start
         self._changed = asyncio.Condition()
         self._draining: set[str] = set()
         self._failed_start: str | None = None  # of the first target that ended before any was ready
@@ -124,26 +134,36 @@ class Supervisor:
                 patience=TARGET_PATIENCE,
             )
             self._pool.targets[name] = member
+            self._unsettled.add(name)
             self._own(self._keep(member), f"keep {name}")
 
     async def ready(self) -> Directory:
-        """Waits until every target is ready.
+        """Waits until every target is ready or has failed to start, which is bounded by the deadline of a start.
+
+        Those that failed go on being started; ``reasons`` tells about them.
 
         Raises:
             ProcessEnded: a target ended before any was ready; says why.
         """
-        targets = self._pool.targets.values()
-        while not all(member.state is State.READY for member in targets):
+        while self._unsettled or self._failed_start is not None:
             if self._failed_start is not None:
                 raise ProcessEnded(self._failed_start)
             await self._wait_change()
         return self._directory
 
-    async def directory(self, after_version: int) -> Directory:
-        """Waits until there is a newer directory than ``after_version``, and returns it."""
-        while self._directory.version <= after_version:
+    async def directory(self, known: Directory) -> Directory:
+        """Waits until there is another directory than ``known``, and returns it.
+
+        A supervisor that takes the place of another tells none before it has found all targets again: links to those
+        left out would be closed.
+        """
+        while self._unsettled or self._directory.model is None or self._directory == known:
             await self._wait_change()
         return self._directory
+
+    def reasons(self) -> dict[str, str]:
+        """Why members are not ready, of those that have failed."""
+        return {m.name: m.reason for m in self._pool.all() if m.reason is not None and m.state is not State.READY}
 
     async def status(self) -> ClusterStatus:
         """Of everything, as far as it answers within the health deadline."""
@@ -180,10 +200,10 @@ class Supervisor:
         """Targets take no more requests. Returns whether all that were under way ended within the deadline."""
         targets = [m.process for m in self._pool.targets.values() if m.process is not None]
         end_s = time.monotonic() + deadline_s
-        for process in targets:
-            await self._ask(process, "drain")
+        await asyncio.gather(*(self._ask(process, "drain", deadline_s=deadline_s) for process in targets))
         while time.monotonic() < end_s:
-            if not any(r.status.num_running + r.status.num_waiting for r in await self._reports()):
+            statuses = [report.status for report in await self._reports()]
+            if not any(s.num_running + s.num_waiting or s.state == SILENT for s in statuses):
                 return True
             await asyncio.sleep(DRAIN_POLL_S)
         return False
@@ -209,6 +229,10 @@ class Supervisor:
                 reason = await self._watch(member, member.process)
             except ProcessEnded as ended:
                 reason = str(ended)
+            except Exception as error:
+                # Owned here: whatever it was, this member is started again like after any other end.
+                logger.exception("%s: unexpected", member.name)
+                reason = f"{type(error).__name__}: {error}"
             await self._failed(member, reason)
 
     async def _await_ready(self, member: Member) -> None:
@@ -222,6 +246,7 @@ class Supervisor:
             raise ProcessEnded(f"it was not ready after {timeout_s:g} s (supervision.start_timeout_s)") from late
         member.pid = info.pid
         member.state = State.READY
+        member.reason = None
         logger.info("%s is ready (process %d)", member.name, info.pid)
         await member.on_ready(member, info)
         await self._notify()
@@ -249,9 +274,14 @@ class Supervisor:
 
     async def _failed(self, member: Member, reason: str) -> None:
         if member.process is not None:
-            await member.process.kill()
+            try:
+                await member.process.kill()
+            except Exception:
+                # Owned here, as above: one that cannot be killed is found again, and killed again, by its next start.
+                logger.exception("%s could not be killed", member.name)
         restart = member.restarts.failed(time.monotonic())
         member.process = member.pid = None
+        member.reason = reason
         if self._directory.model is None and self._failed_start is None:
             self._failed_start = f"{member.name} did not start: {reason}"
         member.start_at_s = restart.at_s
@@ -261,6 +291,9 @@ class Supervisor:
             "%s is down: %s; %s in %.1f s",
             member.name, reason, "out of quarantine" if restart.quarantined else "next start", max(0.0, pause_s),
         )  # fmt: skip
+        if member.name in self._unsettled:
+            self._unsettled.discard(member.name)
+            await self._tell_drafters()
         await self._notify()
 
     # ---- who depends on whom
@@ -268,10 +301,11 @@ class Supervisor:
     async def _target_ready(self, member: Member, info: TargetInfo) -> None:
         self._addresses[info.name] = info.address
         addresses = tuple(self._addresses[name] for name in sorted(self._addresses))
-        self._directory = Directory(self._directory.version + 1, info.model, addresses)
-        for drafter in self._pool.drafters.values():
-            if drafter.process is not None:
-                await self._ask(drafter.process, "want", addresses)
+        self._directory = replace(
+            self._directory, version=self._directory.version + 1, model=info.model, addresses=addresses
+        )
+        self._unsettled.discard(member.name)
+        await self._tell_drafters()
         if self._pool.router is None:
             self._start_followers(info.model)
 
@@ -284,7 +318,7 @@ class Supervisor:
                 lambda name=name, config=config: self._spawner.drafter(  # type: ignore[misc]
                     name, config, model, self._directory.addresses
                 ),
-                self._no_more,
+                self._drafter_ready,
                 RestartPolicy(self._config.supervision, may_quarantine=True),
             )
             self._pool.drafters[name] = member
@@ -297,8 +331,18 @@ class Supervisor:
         )
         self._own(self._keep(self._pool.router), "keep router")
 
-    async def _no_more(self, member: Member, info: DrafterInfo) -> None:
-        """A drafter that is ready finds its targets itself."""
+    async def _drafter_ready(self, member: Member, info: DrafterInfo) -> None:
+        """It may be one of a supervisor before this, and know addresses of then."""
+        if not self._unsettled and member.process is not None:
+            await self._ask(member.process, "want", self._directory.addresses)
+
+    async def _tell_drafters(self) -> None:
+        """Not before all targets were found again: links to those left out would be closed."""
+        if self._unsettled:
+            return
+        for drafter in self._pool.drafters.values():
+            if drafter.process is not None:
+                await self._ask(drafter.process, "want", self._directory.addresses)
 
     async def _router_ready(self, member: Member, info: Any) -> None:
         await self._tell_router()
@@ -317,8 +361,8 @@ class Supervisor:
         silent = TargetReport(TargetStatus(member.name, member.state, 0, 0, 0, 0, 0.0, 0.0))
         if member.process is None or member.state is not State.READY:
             return silent
-        report: TargetReport | None = await self._ask(member.process, "report")
-        return report or TargetReport(replace(silent.status, state="silent"))
+        report: TargetReport | None = await self._ask(member.process, "report", deadline_s=REPORT_DEADLINE_S)
+        return report or TargetReport(replace(silent.status, state=SILENT))
 
     def _drafter_status(self, name: str, counts: Sequence[DrafterCounts]) -> DrafterStatus:
         member = self._pool.drafters.get(name)
@@ -333,16 +377,17 @@ class Supervisor:
             num_accepted=sum(one.num_accepted for one in counts),
             reply_ms=1e3 * sum(replies) / len(replies) if replies else None,
             num_restarts=member.restarts.num_restarts if member is not None else 0,
+            reason=member.reason if member is not None and state is not State.READY else None,
         )
 
-    async def _ask(self, process: Process, method: str, *args: Any) -> Any:
+    async def _ask(self, process: Process, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
         """The answer, or None of a process that is dead or silent: its own task sees to that."""
-        timeout_s = self._config.supervision.health_timeout_ms / 1e3
+        timeout_s = min(deadline_s, self._config.supervision.health_timeout_ms / 1e3)
         try:
             async with asyncio.timeout(timeout_s):
                 return await process.call(method, *args)
         except (ProcessEnded, TimeoutError) as unanswered:
-            logger.warning("no answer to %s: %s", method, unanswered)
+            logger.warning("no answer to %s: %s", method, str(unanswered) or f"within {timeout_s:g} s")
             return None
 
     async def _end(self, member: Member) -> None:

@@ -1,6 +1,7 @@
 """A target replica as a process: the round on a thread of its own, links on others, and a few questions answered beside."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.mailbox import WatchedMailbox
@@ -54,18 +55,24 @@ class TargetReport:
 
 
 class TargetActor(LoopActor[TargetInfo]):
-    """Owns an engine and its TargetLoop. Every method may be called from any thread, but for `start` only after it.
+    """Owns an engine and its TargetLoop. Every method may be called from any thread, `report` and `drain` only after `start`.
 
     `start` loads the model, and fails when it cannot be served as configured. torch is imported there and not before, so
     that the variables that OpenMP reads when it is loaded are in place.
+
+    Args:
+        node_host: asked in this process, how other nodes reach its node; needed where ``address`` is every interface.
     """
 
-    def __init__(self, config: Config, name: str, address: str, token: str) -> None:
+    def __init__(
+        self, config: Config, name: str, address: str, token: str, node_host: Callable[[], str] = lambda: "127.0.0.1"
+    ) -> None:
         super().__init__()
         self._config = config
         self._name = name
         self._address = address
         self._token = token
+        self._node_host = node_host
         self._mailbox = WatchedMailbox()
 
     def _begin(self) -> LoopThread:
@@ -93,15 +100,23 @@ class TargetActor(LoopActor[TargetInfo]):
         return LoopThread(f"target {name}", self._loop, self._mailbox.wake, on_end=self._listener.close)
 
     def _info(self) -> TargetInfo:
-        return TargetInfo(self._name, self._listener.address, self._model, os.getpid())
+        from cluster.transport.factory import as_seen_from_elsewhere
+
+        address = as_seen_from_elsewhere(self._listener.address, self._node_host())
+        return TargetInfo(self._name, address, self._model, os.getpid())
 
     def unread_s(self) -> float:
         return self._mailbox.unread_s()
 
     def publish_table(self, table: RoutingTable) -> None:
-        self._loop.publish_table(table)
+        """Lost before the round has begun: the router sees by the next report that this target does not have it."""
+        if self.has_begun:
+            self._loop.publish_table(table)
 
-    def slot_report(self) -> SlotReport:
+    def slot_report(self) -> SlotReport | None:
+        """None before the round has begun: it is found by its name while its model loads."""
+        if not self.has_begun:
+            return None
         status = self._loop.status()
         return SlotReport(
             requests=self._loop.requests(),

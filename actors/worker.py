@@ -79,6 +79,10 @@ class LoopActor(ABC, Generic[Info]):
                 self._began.set()
         return self._info()
 
+    @property
+    def has_begun(self) -> bool:
+        return self._began.is_set()
+
     @abstractmethod
     def _begin(self) -> LoopThread: ...
 

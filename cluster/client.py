@@ -17,6 +17,7 @@ class DrafterStatus:
     num_accepted: int
     reply_ms: float | None  # running mean; None before the first reply
     num_restarts: int = 0
+    reason: str | None = None  # why it is not ready, where that is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,10 @@ class ClusterStatus:
 
 class EngineClient(Protocol):
     """The way from the API to the targets. Implementations: over links, and in process."""
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether a target can be reached now."""
 
     async def model(self) -> ModelInfo: ...
 

@@ -105,7 +105,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens that extend the first ``base_len`` committed tokens of a request. Stale ones are dropped.
+    """Draft tokens that extend the first ``base_len`` committed tokens of a request.
+
+    One that comes late is cut to what is still ahead, if what was committed meanwhile agrees with it; else it is dropped.
 
     ``confidences[i]`` is the drafter's own probability that token i is the target's, given that those before it are.
     """

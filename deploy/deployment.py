@@ -28,6 +28,7 @@ from deploy.serve_app import APP, Gateway, run_application
 logger = logging.getLogger(__name__)
 
 ASK_DEADLINE_S = 10.0
+SPAWN_S = 60.0  # until a worker process of Ray's runs, and one that hangs is killed
 
 
 class DeployedCluster:
@@ -54,7 +55,12 @@ class DeployedCluster:
         token = read_token(config)
         self._supervisor = start_supervisor(Deployment(config, self._groups, str(self._folder), token))
         try:
-            directory: Directory = ray.get(self._supervisor.start.remote())
+            start_s = config.supervision.start_timeout_s
+            directory: Directory = ray.get(self._supervisor.start.remote(), timeout=start_s + SPAWN_S)
+            for name, reason in ray.get(self._supervisor.reasons.remote(), timeout=ASK_DEADLINE_S).items():
+                logger.warning("%s is not ready, and is tried again: %s", name, reason)
+        except GetTimeoutError as error:
+            raise LaunchError(f"the targets were not ready after {start_s:g} s (supervision.start_timeout_s)") from error
         except (RayTaskError, RayActorError) as error:
             raise LaunchError(str(getattr(error, "cause", None) or error)) from error
         assert directory.model is not None, "the supervisor starts with a directory that names the model"

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from actors.gateway import LinkClient
 from actors.ray_pool import SUPERVISOR
@@ -33,6 +33,7 @@ API_CPUS = 0.2
 # Calls that the replica holds beyond those that the API counts itself: health checks, scrapes, refusals under way.
 SPARE_CALLS = 64
 ASK_AGAIN_S = 0.5
+FIRST_LINK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,9 @@ def build_asgi_app(gateway: Gateway) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        following = asyncio.create_task(_follow(client, supervisor, gateway.directory.version), name="follow targets")
+        following = asyncio.create_task(_follow(client, supervisor, gateway.directory), name="follow targets")
         try:
+            await asyncio.to_thread(client.wait_linked, FIRST_LINK_S)  # else the first callers would find no target
             yield
         finally:
             following.cancel()
@@ -74,18 +76,20 @@ def build_asgi_app(gateway: Gateway) -> FastAPI:
     return create_app(client, tokenizer, ApiSettings.from_config(gateway.config.api), lifespan)
 
 
-async def _follow(client: LinkClient, supervisor: Any, version: int) -> None:
-    """Keeps the client's addresses up to date. A supervisor that was restarted counts its versions from 1 again."""
+async def _follow(client: LinkClient, supervisor: Any, known: Directory) -> None:
+    """Keeps the client's addresses up to date, until it is cancelled."""
     while True:
         try:
-            directory: Directory = await supervisor.directory.remote(version)
-        except RayActorError as error:
+            known = await supervisor.directory.remote(known)
+        except RayError as error:
             logger.warning("the supervisor does not answer, the targets known serve on: %s", error)
-            version = 0
             await asyncio.sleep(ASK_AGAIN_S)
-            continue
-        version = directory.version
-        client.want(directory.addresses)
+        except Exception:
+            # Owned here: nobody waits for this task, and without it a target that moves is lost to this replica.
+            logger.exception("could not ask where the targets are, those known serve on")
+            await asyncio.sleep(ASK_AGAIN_S)
+        else:
+            client.want(known.addresses)
 
 
 def build_application(gateway: Gateway) -> serve.Application:

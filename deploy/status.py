@@ -106,7 +106,12 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
         (status.model, "bold"),
         f"   routed by {status.policy}, table {status.table_version}   {_acceptance(status.drafters)}",
     )
-    return Group(title, _targets(status.targets), _drafters(status.drafters, before.drafters if before else ()))
+    tables = (_targets(status.targets), _drafters(status.drafters, before.drafters if before else ()))
+    return Group(title, *tables, *(_reason(drafter) for drafter in status.drafters if drafter.reason is not None))
+
+
+def _reason(drafter: DrafterStatus) -> Text:
+    return Text(f"{drafter.name} is {drafter.state}: {drafter.reason}", style="red")
 
 
 def _acceptance(drafters: tuple[DrafterStatus, ...]) -> str:

@@ -63,5 +63,14 @@ def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float = 5.
             raise _unknown(address)
 
 
+def as_seen_from_elsewhere(address: str, host: str) -> str:
+    """A listener's address for others: one that listens at every interface is told by ``host``, the name of its node."""
+    for everywhere in ("grpc://0.0.0.0:", "grpc://[::]:"):
+        if address.startswith(everywhere):
+            name = f"[{host}]" if ":" in host else host
+            return f"grpc://{name}:{address.removeprefix(everywhere)}"
+    return address
+
+
 def _unknown(address: str) -> InvalidField:
     return InvalidField("address", address, "must be memory://NAME, unix:///PATH or grpc://HOST:PORT")

@@ -22,7 +22,9 @@ from cluster.transport.codec import decode, encode, encode_message
 from cluster.transport.frames import Ping, Refusal, Welcome
 from cluster.transport.handshake import refusal
 
-MAX_HANDSHAKE_BYTES = 64 * 2**10  # nobody unknown makes us hold more than that
+# Of a frame before both ends have agreed. Unix sockets hold no more than that for anybody unknown; gRPC has read the whole
+# message, up to Limits.max_message_bytes, before it is seen here and refused.
+MAX_HANDSHAKE_BYTES = 64 * 2**10
 
 _OF_THE_LINK = (Hello, Welcome, Refusal, Ping)
 

@@ -48,7 +48,6 @@ def usage_of(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, obj
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt_tokens + num_tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": counts.num_accepted,

@@ -2,13 +2,17 @@
 
 import hashlib
 import hmac
+import logging
 import re
+import stat
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 
 from cluster.errors import InvalidField
 from deploy.api.errors import ApiError
+
+logger = logging.getLogger(__name__)
 
 _HASHED = re.compile(r"([\w.@-]+):([0-9a-fA-F]{64})")
 
@@ -28,6 +32,8 @@ class ApiKeys:
             InvalidField: the file is missing, has no key or a line that can be none; says which, and not what it holds.
         """
         try:
+            if path.stat().st_mode & stat.S_IROTH:
+                logger.warning("every user of this machine can read the API keys in %s: chmod o= it", path)
             lines = path.read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidField("api_keys_file", str(path), f"cannot be read ({type(error).__name__})") from error

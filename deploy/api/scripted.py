@@ -23,6 +23,7 @@ class ScriptedClient:
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.num_open = 0
+        self.is_linked = True
         self._drafters = drafters
         self._arrivals = asyncio.Condition()
 

@@ -110,11 +110,13 @@ class Service:
         }
 
     async def health(self) -> dict[str, object]:
-        """Raises LinkClosed when no target is ready; says in which state they are."""
+        """Raises LinkClosed when no target is ready, or none can be reached from here; says which."""
         status = await self.status()
         if not any(target.state == "ready" for target in status.targets):
             states = ", ".join(f"{target.name} is {target.state}" for target in status.targets)
             raise LinkClosed(states or "the cluster has no target")
+        if not self._client.is_linked:
+            raise LinkClosed("this server has no link to a target")
         return {
             "status": "ok",
             "model": status.model,

@@ -15,6 +15,7 @@ from cluster.client import TargetStatus
 from cluster.config import Config, DrafterConfig, NgramOptions, SupervisionConfig, TargetConfig
 from cluster.errors import InvalidField
 from cluster.types import ModelInfo
+from deploy.api.settings import ApiSettings
 
 MODEL = ModelInfo("tiny", 100, 64, (0,), "fingerprint")
 FAST = SupervisionConfig(
@@ -206,12 +207,101 @@ async def test_a_target_that_moved_is_told_to_drafters_and_gateways(
 ) -> None:
     supervisor.start()
     await eventually(lambda: len(supervisor.pids()) == 5)
-    before = await supervisor.directory(0)
-    waiting = asyncio.create_task(supervisor.directory(before.version))
+    before = await supervisor.ready()
+    waiting = asyncio.create_task(supervisor.directory(before))
     spawner.now("target-1").die("node lost")
     after = await asyncio.wait_for(waiting, 10)
     assert after.addresses == ("grpc://node:0", "grpc://node:1")
     await eventually(lambda: ("want", (after.addresses,)) in spawner.now("ngram").calls)
+
+
+async def test_a_supervisor_in_the_place_of_another_is_heard_by_gateways_once_it_knows_all_targets(
+    supervisor: Supervisor, spawner: PretendedSpawner
+) -> None:
+    supervisor.start()
+    known = await supervisor.ready()
+    config = Config(target=TargetConfig(replicas=2), drafters=(), supervision=FAST)
+    spawner.mute.add("target-1")
+    successor = Supervisor(config, spawner)
+    try:
+        successor.start()
+        waiting = asyncio.create_task(successor.directory(known))
+        await eventually(lambda: "target-0" in successor.pids())
+        assert not waiting.done()  # links to target-1 would be closed
+        spawner.lives["target-1"][-1].silent = False
+        spawner.lives["target-1"][-1].die("found dead")
+        spawner.mute.clear()
+        found = await asyncio.wait_for(waiting, 10)
+        assert found.epoch != known.epoch  # so that equal versions are not taken for equal directories
+    finally:
+        await successor.stop()
+
+
+async def test_a_drafter_that_is_ready_is_told_the_addresses_of_now(
+    supervisor: Supervisor, spawner: PretendedSpawner
+) -> None:
+    supervisor.start()
+    directory = await supervisor.ready()
+    await eventually(lambda: "ngram" in supervisor.pids())
+    spawner.now("ngram").die("crashed")
+    await eventually(lambda: len(spawner.lives["ngram"]) == 2)
+    await eventually(lambda: ("want", (directory.addresses,)) in spawner.now("ngram").calls)
+
+
+async def test_a_target_that_hangs_does_not_hold_up_the_status_of_others(spawner: PretendedSpawner) -> None:
+    patient = SupervisionConfig(health_period_ms=50_000, health_timeout_ms=60_000)
+    supervisor = Supervisor(Config(target=TargetConfig(replicas=2), drafters=(), supervision=patient), spawner)
+    supervisor.start()
+    try:
+        await supervisor.ready()
+        hung = spawner.now("target-1")
+        hung.silent = True
+        # Less than the API waits.
+        async with asyncio.timeout(ApiSettings().engine_timeout_s):
+            status = await supervisor.status()
+        assert [target.state for target in status.targets] == ["ready", "silent"]
+        for name in ("target-0", "target-1"):
+            spawner.now(name).report = TargetReport(TargetStatus(name, "draining", 0, 0, 10, 10, 0.0, 7.0))
+        assert not await supervisor.drain(0.5)  # nobody knows what the silent one still does
+    finally:
+        spawner.now("target-1").silent = False
+        await supervisor.stop()
+
+
+async def test_targets_that_are_ready_serve_without_one_that_cannot_start(
+    supervisor: Supervisor, spawner: PretendedSpawner
+) -> None:
+    spawner.mute.add("target-1")  # given up after its start deadline, when the other is ready
+    supervisor.start()
+    async with asyncio.timeout(10):
+        directory = await supervisor.ready()
+    assert directory.addresses == ("grpc://node:0",)
+    assert supervisor.reasons()["target-1"] == "it was not ready after 0.5 s (supervision.start_timeout_s)"
+
+
+async def test_the_reason_of_a_drafter_that_is_not_ready_is_in_the_status(
+    supervisor: Supervisor, spawner: PretendedSpawner
+) -> None:
+    spawner.stillborn.add("ngram")
+    supervisor.start()
+    await eventually(lambda: "ngram" in supervisor.reasons() and "ngram/1" in supervisor.pids())
+    refused, served = (await supervisor.status()).drafters
+    assert (refused.reason, served.reason) == ("it would not start", None)
+
+
+async def test_a_mistake_of_whoever_starts_processes_ends_nothing_for_good(
+    supervisor: Supervisor, spawner: PretendedSpawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawn, failures = spawner.router, [KeyError("no such group")]
+
+    async def router() -> Process:
+        if failures:
+            raise failures.pop()
+        return await spawn()
+
+    monkeypatch.setattr(spawner, "router", router)
+    supervisor.start()
+    await eventually(lambda: "router" in supervisor.pids())
 
 
 async def test_a_router_that_was_restarted_learns_who_drains(supervisor: Supervisor, spawner: PretendedSpawner) -> None:
