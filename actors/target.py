@@ -55,7 +55,8 @@ class TargetReport:
 
 
 class TargetActor(LoopActor[TargetInfo]):
-    """Owns an engine and its TargetLoop. Every method may be called from any thread, `report` and `drain` only after `start`.
+    """Owns an engine and its TargetLoop. Every method may be called from any thread, `report` and `drain` only after
+    `start`.
 
     `start` loads the model, and fails when it cannot be served as configured. torch is imported there and not before, so
     that the variables that OpenMP reads when it is loaded are in place.

@@ -262,7 +262,7 @@ class FixedPolicy(Section):
     """Always the same chain, or without one the first drafter of the list that has room."""
 
     kind: Literal["fixed"] = "fixed"
-    chain: tuple[Name, ...] | None = None  # nearest to the target last; []: the target alone
+    chain: tuple[Name, ...] | None = None  # one drafter, which may be of kind chain; []: the target alone
 
 
 class GreedyLengthPolicy(Section):
@@ -313,7 +313,8 @@ class ApiConfig(Section):
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     api_keys_file: Path | None = None  # one key a line; None: no key is asked for
     max_body_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 4 * 2**20
-    max_concurrent_requests: Count = 256  # sequences in flight; more are refused with 429
+    max_concurrent_requests: Count = 256  # sequences in flight; further calls wait for their turn
+    max_queued_requests: Count = 256  # calls that wait; more are refused with 429
     max_choices: Annotated[int, Field(ge=1, le=128)] = 16  # n of one call
     request_deadline_s: Seconds = 600
 
@@ -413,6 +414,11 @@ class Config(Section):
             if unknown:
                 raise ValueError(
                     f"router.policy.chain: must name drafters ({', '.join(names) or 'there are none'}), got {unknown[0]!r}"
+                )
+            if len(policy.chain) > 1:
+                raise ValueError(
+                    f"router.policy.chain: must name one drafter or none, got {list(policy.chain)}: for a chain configure a "
+                    "drafter of kind chain and name that"
                 )
         return self
 

@@ -13,7 +13,7 @@ from deploy.chat_client import ChatFailed, Conversation, Summary, connect, serve
 HELP = """\
 /reset            forget the conversation
 /system TEXT      speak as TEXT says; without TEXT, as the model likes
-/drafting NAME    auto, off, a drafter, or a chain a>b
+/drafting NAME    auto, off, or a drafter
 /quit             leave (Ctrl-D does, too); Ctrl-C ends an answer"""
 COMMANDS = ("/reset", "/system", "/drafting", "/help", "/quit")
 DRAFTER_STYLES = ("green", "cyan", "magenta", "yellow", "blue")

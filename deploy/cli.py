@@ -83,7 +83,7 @@ def chat(
     url: Url = "http://127.0.0.1:8000",
     api_key: ApiKey = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="how the model is to speak")] = None,
-    drafting: Annotated[str, typer.Option(metavar="NAME", help="auto, off, a drafter, or a chain a>b")] = "auto",
+    drafting: Annotated[str, typer.Option(metavar="NAME", help="auto, off, or a drafter")] = "auto",
     max_tokens: Annotated[int | None, typer.Option(min=1, help="of an answer")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, max=2)] = None,
     seed: Annotated[int | None, typer.Option(min=0)] = None,

@@ -182,24 +182,25 @@ async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[Cl
     """``Request.chain`` of the field ``drafting``. The cluster is asked for its drafters only where one is named.
 
     Raises:
-        ApiError: 400, a drafter is not known, or named twice.
+        ApiError: 400, a drafter is not known, or several are named.
     """
     if drafting is None or drafting == "auto":
         return None
     if drafting == "off":
         return ()
-    chain = tuple(name.strip() for name in drafting.split(">"))
+    if ">" in drafting:
+        raise bad_request(
+            "drafting",
+            f"must name one drafter, got {shorten(drafting)}; for a chain configure a drafter of kind chain, and name that",
+        )
     known = [drafter.name for drafter in (await status()).drafters]
-    for name in chain:
-        if name not in known:
-            raise bad_request(
-                "drafting",
-                f"{shorten(name)} is no drafter of this server{nearest(name, known)}"
-                f" ('auto', 'off', {', '.join(map(repr, sorted(known))) or 'no drafters'}, or a chain 'a>b')",
-            )
-    if len(set(chain)) < len(chain):
-        raise bad_request("drafting", f"names a drafter twice: {shorten(drafting)}")
-    return chain
+    if drafting not in known:
+        raise bad_request(
+            "drafting",
+            f"{shorten(drafting)} is no drafter of this server{nearest(drafting, known)}"
+            f" ('auto', 'off', {', '.join(map(repr, sorted(known))) or 'no drafters'})",
+        )
+    return (drafting,)
 
 
 def _token_limit(fields: GenerationFields, room: int, settings: ApiSettings) -> tuple[str, int]:

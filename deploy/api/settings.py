@@ -6,6 +6,8 @@ from pathlib import Path
 from cluster.config import ApiConfig
 from cluster.errors import InvalidField
 
+_DEFAULTS = ApiConfig()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
@@ -15,17 +17,17 @@ class ApiSettings:
         InvalidField: a limit is not positive, or two of them contradict each other.
     """
 
-    api_keys_file: Path | None = None  # None: everybody who reaches the port may call
-    max_request_bytes: int = 2 * 2**20
+    api_keys_file: Path | None = _DEFAULTS.api_keys_file  # None: everybody who reaches the port may call
+    max_request_bytes: int = _DEFAULTS.max_body_bytes
     max_held_bytes: int = 64 * 2**20  # of all bodies that are being read
     max_prompt_tokens: int | None = None  # None: whatever the model's context holds
-    max_concurrent: int = 64  # sequences running at once
-    max_queued: int = 256  # calls waiting for their turn
-    max_n: int = 16
+    max_concurrent: int = _DEFAULTS.max_concurrent_requests  # sequences running at once
+    max_queued: int = _DEFAULTS.max_queued_requests  # calls waiting for their turn
+    max_n: int = _DEFAULTS.max_choices
     max_sequences: int = 64  # of one call
     default_max_tokens: int = 2048  # of a chat answer whose caller names no limit
     body_timeout_s: float = 30.0  # until the whole request body has come
-    request_timeout_s: float = 600.0  # from the first byte of a call to the last of its answer
+    request_timeout_s: float = float(_DEFAULTS.request_deadline_s)  # from the first byte of a call to the last of its answer
     engine_timeout_s: float = 2.0  # for a question to the cluster that is not a generation
     retry_after_s: float = 1.0  # advice to callers that found a full queue or no target
 
@@ -38,6 +40,7 @@ class ApiSettings:
             max_request_bytes=config.max_body_bytes,
             max_held_bytes=max(cls().max_held_bytes, 2 * config.max_body_bytes),
             max_concurrent=config.max_concurrent_requests,
+            max_queued=config.max_queued_requests,
             max_sequences=max_sequences,
             max_n=min(config.max_choices, max_sequences),
             request_timeout_s=float(config.request_deadline_s),

@@ -465,6 +465,24 @@ async def test_no_cluster_is_a_503_everywhere() -> None:
         assert (await http.post(CHAT, json=chat_body())).status_code == 200
 
 
+async def test_health_needs_a_link_to_a_target() -> None:
+    async with serving() as (http, cluster):
+        cluster.is_linked = False  # as after the death of the gateway's thread, whatever the supervisor says
+        response = await http.get("/health")
+        assert (response.status_code, "no link to a target" in response.text) == (503, True)
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, False), (0o644, True)])
+def test_keys_that_everybody_can_read_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("a-key\n")
+    file.chmod(mode)
+    ApiKeys.from_file(file)
+    assert ("can read the API keys" in caplog.text) is warns
+
+
 async def test_health_needs_a_target_that_is_ready() -> None:
     async with serving() as (http, cluster):
         assert (await http.get("/health")).json()["targets"] == {"target-0": "ready"}

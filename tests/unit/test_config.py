@@ -112,6 +112,7 @@ zzz: 1
         ),
         ("drafters:\n- {name: a, options: {kind: ngram, min_match_len: 5}}", "drafters[0].options", 2, "min_match_len (5)"),
         ("drafters:\n- {name: A b, options: {kind: ngram}}", "drafters[0].name", 2, "'A b'"),
+        ("router:\n  policy: {kind: fixed, chain: [ngram, suffix]}", "", 1, "must name one drafter or none"),
         ("router:\n  policy: {kind: fixed, chain: [x]}", "", 1, "must name drafters (ngram, suffix), got 'x'"),
         (
             "drafters:\n- {name: a, options: {kind: ngram}}\n- {name: a, options: {kind: suffix}}",

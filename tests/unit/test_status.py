@@ -63,6 +63,12 @@ def test_the_table_says_all_of_the_status() -> None:
     assert found["small"] == ["(model)", "down", "0", "0", "-", "-", "-", "4"]
 
 
+def test_the_reason_of_a_drafter_that_is_not_ready_is_shown() -> None:
+    refused = dataclasses.replace(STATUS.drafters[1], state="quarantined", reason="its tokenizer is not the target's")
+    text = shown(render(dataclasses.replace(STATUS, drafters=(refused,))))
+    assert "small is quarantined: its tokenizer is not the target's" in text
+
+
 def test_recent_acceptance_is_of_the_time_between() -> None:
     later = dataclasses.replace(
         STATUS, drafters=(dataclasses.replace(STATUS.drafters[0], num_proposed=1100, num_accepted=490),)
