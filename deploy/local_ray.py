@@ -1,6 +1,7 @@
 """A Ray cluster of this machine alone, in a folder of its own, that ends without a trace."""
 
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -27,6 +28,8 @@ _INHERITED = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # On one machine nothing needs to listen on any but the loopback interface; this is the switch that Ray has for it.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Whoever reaches its ports could run code as this user: other users of this machine must not.
+    "RAY_AUTH_MODE": "token",
     # The default proxy costs 2-3 ms of CPU for every chunk of a stream, HAProxy 0.1 (docs/measurements/serve.md).
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     # Of RAY_SERVE_THROUGHPUT_OPTIMIZED what helps an ingress; the rest opens ports on all interfaces.
@@ -91,6 +94,7 @@ def prepare_environment(folder: Path) -> None:
     """Ray reads its switches from the environment when it is imported, and its processes inherit them."""
     metrics_port, stats_port = free_port(), free_port()
     switches = _INHERITED | {
+        "RAY_AUTH_TOKEN_PATH": str(_new_token(folder)),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
@@ -104,6 +108,14 @@ def prepare_environment(folder: Path) -> None:
     }
     for name, value in switches.items():
         os.environ.setdefault(name, value)
+
+
+def _new_token(folder: Path) -> Path:
+    """Ray's own is one for all clusters of a user, in a file that others can read where the home folder lets them."""
+    file = folder / "token"
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32))
+    return file
 
 
 def _wrapped_haproxy(folder: Path, statistics_ports: Sequence[int]) -> Path:

@@ -9,12 +9,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError
 
 from actors.gateway import LinkClient
 from actors.ray_pool import SUPERVISOR
@@ -25,6 +24,7 @@ from cluster.errors import LinkClosed
 from deploy.api.app import create_app
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
+from deploy.follow import follow
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ APP = "outrider"
 API_CPUS = 0.2
 # Calls that the replica holds beyond those that the API counts itself: health checks, scrapes, refusals under way.
 SPARE_CALLS = 64
-ASK_AGAIN_S = 0.5
 FIRST_LINK_S = 5.0
 
 
@@ -62,7 +61,7 @@ def build_asgi_app(gateway: Gateway) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        following = asyncio.create_task(_follow(client, supervisor, gateway.directory), name="follow targets")
+        following = asyncio.create_task(follow(client, supervisor, gateway.directory), name="follow targets")
         try:
             await asyncio.to_thread(client.wait_linked, FIRST_LINK_S)  # else the first callers would find no target
             yield
@@ -74,22 +73,6 @@ def build_asgi_app(gateway: Gateway) -> FastAPI:
 
     tokenizer = Tokenizer.from_folder(Path(gateway.tokenizer_folder))
     return create_app(client, tokenizer, ApiSettings.from_config(gateway.config.api), lifespan)
-
-
-async def _follow(client: LinkClient, supervisor: Any, known: Directory) -> None:
-    """Keeps the client's addresses up to date, until it is cancelled."""
-    while True:
-        try:
-            known = await supervisor.directory.remote(known)
-        except RayError as error:
-            logger.warning("the supervisor does not answer, the targets known serve on: %s", error)
-            await asyncio.sleep(ASK_AGAIN_S)
-        except Exception:
-            # Owned here: nobody waits for this task, and without it a target that moves is lost to this replica.
-            logger.exception("could not ask where the targets are, those known serve on")
-            await asyncio.sleep(ASK_AGAIN_S)
-        else:
-            client.want(known.addresses)
 
 
 def build_application(gateway: Gateway) -> serve.Application:

@@ -1,0 +1,49 @@
+"""How a replica of the API keeps up with where the targets are, whatever happens to the supervisor."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from actors.supervisor import Directory
+from deploy import follow
+
+OLD = Directory("first life", 3, addresses=("grpc://node:1",))
+NEW = Directory("second life", 1, addresses=("grpc://node:2",))
+
+
+class Answers:
+    """``supervisor.directory.remote``: these answers, one after the other, then none."""
+
+    def __init__(self, *answers: Directory | Exception) -> None:
+        self._answers = list(answers)
+        self.known: list[Directory] = []
+
+    async def remote(self, known: Directory) -> Directory:
+        self.known.append(known)
+        if not self._answers:
+            await asyncio.Event().wait()
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.mark.parametrize("failure", [RayError("gone"), KeyError("a mistake")])
+async def test_addresses_are_followed_through_failures(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(follow, "ASK_AGAIN_S", 0.0)
+    wanted: asyncio.Queue[Any] = asyncio.Queue()
+    answers = Answers(failure, NEW)
+    client: Any = SimpleNamespace(want=wanted.put_nowait)
+    with caplog.at_level(logging.WARNING):
+        following = asyncio.create_task(follow.follow(client, SimpleNamespace(directory=answers), OLD))
+        assert await asyncio.wait_for(wanted.get(), 10) == NEW.addresses
+        await asyncio.sleep(0)
+    assert answers.known == [OLD, OLD, NEW]
+    assert "those known serve on" in caplog.text or "the targets known serve on" in caplog.text
+    following.cancel()
