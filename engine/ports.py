@@ -106,7 +106,6 @@ class GatewayPort:
     """One gateway as the round speaks to it."""
 
     link: Link
-    requests: set[str] = field(default_factory=set)
     _commits: list[Commit] = field(default_factory=list)
 
     def publish(self, commits: Iterable[Commit]) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.errors import LinkClosed, OutOfBlocks
+from cluster.errors import OutOfBlocks
 from cluster.messages import ProposalRound, Role, SubmitRound
 from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
 from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
 from engine.admission import refusal
-from engine.ports import DrafterPort, GatewayPort
+from engine.callers import Callers
+from engine.pool import Pool
 from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry
@@ -45,11 +46,6 @@ class LoopStatus:
     table_version: int = 0
     draining: bool = False
     followed: tuple[tuple[str, int], ...] = ()  # connected drafters and how many requests each follows
-
-
-def member_of(chain: tuple[str, ...]) -> str | None:
-    """The pool member that serves a chain; a chain of several goes by their names joined. None: the target alone."""
-    return ">".join(chain) if chain else None
 
 
 class Companion(Protocol):
@@ -96,11 +92,9 @@ class TargetLoop:
         self._clock = clock
         self._companions = list(companions)
         self._sequences = Sequences(model)
-        self._drafters: dict[str, DrafterPort] = {}
-        self._gateways: dict[Link, GatewayPort] = {}
         self._newest_table = table or RoutingTable(version=0)
-        self._table = self._newest_table
-        self._num_routed = 0
+        self._pool = Pool(self._sequences, self.telemetry, self._newest_table)
+        self._callers = Callers(self._end)
         self._draining = False
         self._status = LoopStatus()
 
@@ -156,24 +150,18 @@ class TargetLoop:
                     pass
             except Exception as error:  # this loop is its owner, and a drafter's fault costs speed alone
                 logger.exception("drafter %s failed, and is left out from now on", companion.name)
-                self._leave_out(companion, f"{type(error).__name__}: {error}")
+                self._companions.remove(companion)
+                self._pool.leave_out(companion.name, f"{type(error).__name__}: {error}")
         return report
 
-    def _leave_out(self, companion: Companion, reason: str) -> None:
-        self._companions.remove(companion)
-        port = self._drafters.get(companion.name)
-        if port is not None:
-            port.link.close()
-            self._link_down(port.link, reason)
-
     def _round(self, now_s: float) -> StepReport:
-        self._follow_table()
+        self._pool.follow(self._newest_table)
         self._take_mail(now_s)
         if not self._sequences:
             self._flush()
             return StepReport(executed=False)
-        drafters = {name: self.telemetry.drafter(name).view for name in self._drafters}
-        plan = self._planner.plan(self._sequences.views(), drafters, self._engine.capacity(), self._cost, now_s)
+        capacity = self._engine.capacity()
+        plan = self._planner.plan(self._sequences.views(), self._pool.views(), capacity, self._cost, now_s)
         self._note_holds(plan, now_s)
         if plan.is_empty:
             self._flush()
@@ -193,133 +181,39 @@ class TargetLoop:
     def _take_mail(self, now_s: float) -> None:
         for event in self.mailbox.drain():
             match event:
+                case LinkUp(link) if link.peer.role is Role.GATEWAY:
+                    self._callers.link_up(link)
                 case LinkUp(link):
-                    self._link_up(link)
+                    self._pool.link_up(link)
                 case LinkDown(link, reason):
                     self._link_down(link, reason)
                 case Received(link, SubmitRound() as message):
                     for request in message.submits:
                         self._submit(link, request)
                     for request_id in message.aborts:
-                        self._abort(request_id, link)
+                        self._callers.abort(link, request_id)
                 case Received(link, ProposalRound() as message):
-                    self._hear_drafter(link, message, now_s)
+                    self._pool.hear(link, message, now_s)
                 case Received(link, message):
                     link.close()
                     self._link_down(link, f"it sent a {type(message).__name__}, which a target does not take")
 
-    def _link_up(self, link: Link) -> None:
-        if link.peer.role is Role.GATEWAY:
-            self._gateways[link] = GatewayPort(link)
-            return
-        name = link.peer.name
-        former = self._drafters.get(name)
-        if former is not None and former.link is not link:
-            former.link.close()
-        self._drafters[name] = DrafterPort(link)
-        self.telemetry.drafter(name).restarted()
-        for sequence in self._sequences:
-            if sequence.drafter == name:
-                self._drafters[name].open(sequence, self._table.max_draft_len)
-                sequence.awaiting_since_s = None
-        logger.info("drafter %s is up", name)
-
     def _link_down(self, link: Link, reason: str) -> None:
-        gateway = self._gateways.pop(link, None)
-        if gateway is not None:
-            for request_id in tuple(gateway.requests):
-                self._end(request_id)
-            return
-        port = self._drafters.get(link.peer.name)
-        if port is None or port.link is not link:
-            return  # a link that a newer one has replaced
-        del self._drafters[link.peer.name]
-        for sequence in self._sequences:
-            if sequence.drafter == link.peer.name:
-                sequence.awaiting_since_s = None
-        logger.warning("drafter %s is down: %s", link.peer.name, reason)
+        if link.peer.role is Role.GATEWAY:
+            self._callers.link_down(link)
+        else:
+            self._pool.link_down(link, reason)
 
     def _submit(self, link: Link, request: Request) -> None:
-        gateway = self._gateways.get(link)
-        if gateway is None:
+        if not self._callers.knows(link):
             return  # it went before its mail was read
         refused = refusal(request, self._sequences, self._model, self._engine.capacity(), self._max_waiting, self._draining)
         if refused is not None:
-            gateway.publish([refused])
+            self._callers.refuse(link, refused)
             return
         sequence = self._sequences.add(request)
-        gateway.requests.add(request.id)
-        self._assign(sequence)
-
-    def _abort(self, request_id: str, link: Link) -> None:
-        gateway = self._gateways.get(link)
-        if gateway is not None and request_id in gateway.requests:
-            gateway.requests.discard(request_id)
-            self._end(request_id)
-
-    def _hear_drafter(self, link: Link, message: ProposalRound, now_s: float) -> None:
-        name = link.peer.name
-        port = self._drafters.get(name)
-        if port is None or port.link is not link:
-            return
-        stats = self.telemetry.drafter(name)
-        taken = []
-        for proposal in message.proposals:
-            sequence = self._sequences.get(proposal.request_id)
-            if sequence is None or proposal.request_id not in port.followed:
-                port.release(proposal.request_id)
-                continue
-            told_s = sequence.told_s.get(proposal.base_len)
-            if told_s is not None:  # a stale reply tells how long a reply takes, too
-                stats.replied(now_s - told_s)
-            if self._sequences.offer(proposal):
-                taken.append(sequence)
-            else:
-                stats.num_stale += 1
-        stats.foresee(taken)
-        for request_id in message.resyncs:
-            stats.num_resyncs += 1
-            sequence = self._sequences.get(request_id)
-            if sequence is not None and sequence.drafter == name:
-                port.open(sequence, self._table.max_draft_len)
-            else:
-                port.release(request_id)
-
-    # ---- routing
-
-    def _follow_table(self) -> None:
-        """Takes up the newest routing table: requests whose chain changed are handed from one drafter to the other."""
-        if self._table is self._newest_table:
-            return
-        former_len, self._table = self._table.max_draft_len, self._newest_table
-        if self._table.max_draft_len != former_len:
-            for port in self._drafters.values():
-                port.budget(self._table.max_draft_len)
-        for sequence in self._sequences:
-            if sequence.request.chain is None:
-                chain = self._table.chains.get(sequence.request.id)
-                if chain is not None and member_of(chain) != sequence.drafter:
-                    self._switch(sequence, member_of(chain))
-
-    def _assign(self, sequence: LiveSequence) -> None:
-        chain = sequence.request.chain
-        if chain is None:
-            defaults = self._table.defaults
-            chain = self._table.chains.get(sequence.request.id, defaults[self._num_routed % len(defaults)])
-            self._num_routed += 1
-        self._switch(sequence, member_of(chain))
-
-    def _switch(self, sequence: LiveSequence, drafter: str | None) -> None:
-        former = self._drafters.get(sequence.drafter) if sequence.drafter is not None else None
-        if former is not None:
-            former.release(sequence.request.id)
-        self.telemetry.forget(sequence.request.id)
-        sequence.drafter = drafter
-        sequence.proposal = None
-        sequence.awaiting_since_s = None
-        port = self._drafters.get(drafter) if drafter is not None else None
-        if port is not None:
-            port.open(sequence, self._table.max_draft_len)
+        self._callers.own(link, request.id)
+        self._pool.seat(sequence)
 
     # ---- the pass
 
@@ -346,11 +240,13 @@ class TargetLoop:
                 return spans, self._engine.execute(spans)
             except OutOfBlocks:
                 # Blocks that preempted sequences shared did not fall free, so the plan was too hopeful.
-                youngest = [sequence for sequence in self._sequences if sequence.running][-1]
-                if youngest.request.id == spans[0].request_id and len(spans) == 1:
+                running = [sequence for sequence in self._sequences if sequence.running]
+                if len(running) == 1:
                     raise
-                self._preempt(youngest)
-                spans = [span for span in spans if span.request_id != youngest.request.id]
+                last_span = spans[0].request_id if len(spans) == 1 else None
+                victim = running[-2] if running[-1].request.id == last_span else running[-1]
+                self._preempt(victim)
+                spans = [span for span in spans if span.request_id != victim.request.id]
         return [], []
 
     def _preempt(self, sequence: LiveSequence) -> None:
@@ -372,58 +268,35 @@ class TargetLoop:
             sequence = self._sequences[commit.request_id]
             if sequence.judgement is not None:
                 self.telemetry.drafter(sequence.judgement.drafter).judged(sequence.judgement, span.num_drafts)
-            if sequence.drafter in self._drafters:
-                self.telemetry.observe(commit, sequence.drafter, now_s)
-            for gateway in self._gateways.values():
-                if commit.request_id in gateway.requests:
-                    gateway.publish([commit])
-                    if commit.finish is not None:
-                        gateway.requests.discard(commit.request_id)
+            self._pool.tell(sequence, commit, now_s)
             if commit.finish is not None:
                 self._end(commit.request_id)
-                continue
-            port = self._drafters.get(sequence.drafter) if sequence.drafter is not None else None
-            if port is not None and sequence.max_new_tokens > 1:
-                port.extend(commit.request_id, commit.base_len, commit.token_ids)
-                sequence.await_proposal(now_s)
+        self._callers.tell(commits)
         return commits
 
     def _end(self, request_id: str) -> None:
         sequence = self._sequences.remove(request_id)
-        if sequence is None:
-            return
-        self._engine.release(request_id)
-        self.telemetry.forget(request_id)
-        port = self._drafters.get(sequence.drafter) if sequence.drafter is not None else None
-        if port is not None:
-            port.release(request_id)
+        if sequence is not None:
+            self._engine.release(request_id)
+            self._pool.release(sequence)
 
     def _fail_all(self, reason: str) -> None:
-        for gateway in self._gateways.values():
-            gateway.publish(
-                Commit(request_id, len(self._sequences[request_id].token_ids), (), finish=FinishReason.ERROR, error=reason)
-                for request_id in gateway.requests
-            )
-        for sequence in tuple(self._sequences):
+        sequences = self._sequences.snapshot()
+        self._callers.tell(
+            Commit(s.request.id, len(s.token_ids), (), finish=FinishReason.ERROR, error=reason) for s in sequences
+        )
+        for sequence in sequences:
             self._end(sequence.request.id)
         self._flush()
 
     def _flush(self) -> None:
-        for port in tuple(self._drafters.values()):
-            try:
-                port.flush(self._table.version)
-            except LinkClosed as gone:
-                self._link_down(port.link, str(gone))
-        for gateway in tuple(self._gateways.values()):
-            try:
-                gateway.flush()
-            except LinkClosed as gone:
-                self._link_down(gateway.link, str(gone))
+        self._pool.flush()
+        self._callers.flush()
         num_running = self._sequences.num_running
         self._status = LoopStatus(
             num_running=num_running,
             num_waiting=len(self._sequences) - num_running,
-            table_version=self._table.version,
+            table_version=self._pool.table.version,
             draining=self._draining,
-            followed=tuple((name, len(port.followed)) for name, port in self._drafters.items()),
+            followed=self._pool.followed(),
         )

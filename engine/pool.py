@@ -1,0 +1,165 @@
+"""The drafters as the round sees them: who is linked, who follows which request, what they are told and what they say."""
+
+import logging
+
+from cluster.errors import LinkClosed
+from cluster.messages import ProposalRound
+from cluster.transport.base import Link
+from cluster.types import Commit, RoutingTable
+from engine.ports import DrafterPort
+from engine.sequences import LiveSequence, Sequences
+from engine.telemetry import Telemetry
+from router.plan import DrafterView
+
+logger = logging.getLogger(__name__)
+
+
+def member_of(chain: tuple[str, ...]) -> str | None:
+    """The pool member that serves a chain; a chain of several goes by their names joined. None: the target alone."""
+    return ">".join(chain) if chain else None
+
+
+class Pool:
+    """Not thread-safe: the round owns it. A request whose drafter is not linked is decoded plainly until it is."""
+
+    def __init__(self, sequences: Sequences, telemetry: Telemetry, table: RoutingTable) -> None:
+        self.table = table
+        self._sequences = sequences
+        self._telemetry = telemetry
+        self._ports: dict[str, DrafterPort] = {}
+        self._num_routed = 0
+
+    def views(self) -> dict[str, DrafterView]:
+        """What is known of each linked drafter."""
+        return {name: self._telemetry.drafter(name).view for name in self._ports}
+
+    def followed(self) -> tuple[tuple[str, int], ...]:
+        """Linked drafters and how many requests each follows."""
+        return tuple((name, len(port.followed)) for name, port in self._ports.items())
+
+    # ---- links
+
+    def link_up(self, link: Link) -> None:
+        """A drafter came, or came back: it takes the place of a former one of its name, and follows what that followed."""
+        name = link.peer.name
+        former = self._ports.get(name)
+        if former is not None and former.link is not link:
+            former.link.close()
+        port = self._ports[name] = DrafterPort(link)
+        self._telemetry.drafter(name).restarted()
+        for sequence in self._sequences:
+            if sequence.drafter == name:
+                port.open(sequence, self.table.max_draft_len)
+                sequence.awaiting_since_s = None
+        logger.info("drafter %s is up", name)
+
+    def link_down(self, link: Link, reason: str) -> None:
+        name = link.peer.name
+        port = self._ports.get(name)
+        if port is None or port.link is not link:
+            return  # a newer link has taken its place
+        del self._ports[name]
+        for sequence in self._sequences:
+            if sequence.drafter == name:
+                sequence.awaiting_since_s = None
+                self._telemetry.forget(sequence.request.id)
+        logger.warning("drafter %s is down: %s", name, reason)
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Hang up on a drafter."""
+        port = self._ports.get(name)
+        if port is not None:
+            port.link.close()
+            self.link_down(port.link, reason)
+
+    # ---- what they say
+
+    def hear(self, link: Link, message: ProposalRound, now_s: float) -> None:
+        name = link.peer.name
+        port = self._ports.get(name)
+        if port is None or port.link is not link:
+            return
+        stats = self._telemetry.drafter(name)
+        taken = []
+        for proposal in message.proposals:
+            sequence = self._sequences.get(proposal.request_id)
+            if sequence is None or proposal.request_id not in port.followed:
+                port.release(proposal.request_id)
+                continue
+            told_s = sequence.told_s.get(proposal.base_len)
+            if told_s is not None:  # a stale reply tells how long a reply takes, too
+                stats.replied(now_s - told_s)
+            if self._sequences.offer(proposal):
+                taken.append(sequence)
+            else:
+                stats.num_stale += 1
+        stats.foresee(taken)
+        for request_id in message.resyncs:
+            stats.num_resyncs += 1
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and sequence.drafter == name:
+                port.open(sequence, self.table.max_draft_len)
+            else:
+                port.release(request_id)
+
+    # ---- who follows whom
+
+    def follow(self, table: RoutingTable) -> None:
+        """Takes up a newer routing table: requests whose chain changed are handed from one drafter to the other."""
+        if table is self.table:
+            return
+        former_len, self.table = self.table.max_draft_len, table
+        if table.max_draft_len != former_len:
+            for port in self._ports.values():
+                port.budget(table.max_draft_len)
+        for sequence in self._sequences:
+            if sequence.request.chain is None:
+                chain = table.chains.get(sequence.request.id)
+                if chain is not None and member_of(chain) != sequence.drafter:
+                    self._switch(sequence, member_of(chain))
+
+    def seat(self, sequence: LiveSequence) -> None:
+        """A drafter for a new request: its own choice, the table's, or the next of the table's defaults."""
+        chain = sequence.request.chain
+        if chain is None:
+            defaults = self.table.defaults
+            chain = self.table.chains.get(sequence.request.id, defaults[self._num_routed % len(defaults)])
+            self._num_routed += 1
+        self._switch(sequence, member_of(chain))
+
+    def tell(self, sequence: LiveSequence, commit: Commit, now_s: float) -> None:
+        """What was committed, to whoever follows it. A request that wants one more token wants no drafts for it."""
+        port = self._port_of(sequence)
+        if port is None:
+            return
+        self._telemetry.observe(commit, port.link.peer.name, now_s)
+        if commit.finish is None and sequence.max_new_tokens > 1:
+            port.extend(commit.request_id, commit.base_len, commit.token_ids)
+            sequence.await_proposal(now_s)
+
+    def release(self, sequence: LiveSequence) -> None:
+        """Nobody needs to follow it any more."""
+        self._telemetry.forget(sequence.request.id)
+        port = self._port_of(sequence)
+        if port is not None:
+            port.release(sequence.request.id)
+
+    def flush(self) -> None:
+        """Sends every drafter what it is to be told."""
+        for port in tuple(self._ports.values()):
+            try:
+                port.flush(self.table.version)
+            except LinkClosed as gone:
+                self.link_down(port.link, str(gone))
+
+    def _switch(self, sequence: LiveSequence, drafter: str | None) -> None:
+        self.release(sequence)
+        sequence.drafter = drafter
+        sequence.proposal = None
+        sequence.awaiting_since_s = None
+        port = self._port_of(sequence)
+        if port is not None:
+            port.open(sequence, self.table.max_draft_len)
+
+    def _port_of(self, sequence: LiveSequence) -> DrafterPort | None:
+        return self._ports.get(sequence.drafter) if sequence.drafter is not None else None
