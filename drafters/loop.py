@@ -36,8 +36,8 @@ class LoopTelemetry:
 class DrafterLoop:
     """Serves one drafter to any number of targets. No threads, clock or Ray of its own; not thread-safe.
 
-    A step answers what can be answered at once (drafts that a commit has confirmed, requests that want no draft,
-    resyncs); else it drafts one batch for the requests that have no proposal yet; else, if ``ahead_len`` is not 0, it
+    A step answers what can be answered at once (drafts that a commit has confirmed, requests that want no draft or are
+    refused, resyncs); else it drafts one batch for the requests that have no proposal yet; else, if ``ahead_len`` is not 0, it
     drafts a little further for those that await a verdict. So mail never waits for more than one batch. An empty proposal
     is sent too: the target then need not wait for one.
 
@@ -76,7 +76,7 @@ class DrafterLoop:
         resyncs = self._roster.due_resyncs(now_s)
         unanswered = self._unanswered()
         ready = [followed for followed in unanswered if self._is_ready(followed)]
-        if ready or resyncs:
+        if ready or resyncs or self._roster.owes_refusals:
             self._answer(ready, resyncs)
             return True
         if unanswered:
@@ -166,6 +166,7 @@ class DrafterLoop:
         keys = {followed.key for followed in answered}
         for number, peer in list(self._roster.peers.items()):
             proposals = tuple(self._proposal(followed) for followed in peer.followed.values() if followed.key in keys)
+            proposals += tuple(Proposal(request_id, n, (), (), self.name) for request_id, n in peer.take_owed().items())
             asked = tuple(resyncs.get(number, ()))
             if proposals or asked:
                 self._num_proposals += len(proposals)

@@ -40,6 +40,11 @@ class Peer:
     table_version: int = 0
     followed: dict[str, Followed] = field(default_factory=dict)
     refused: dict[str, float] = field(default_factory=dict)  # for want of room; when last heard of, oldest first
+    owed: dict[str, int] = field(default_factory=dict)  # refused, not yet told so; the committed length to answer
+
+    def take_owed(self) -> dict[str, int]:
+        owed, self.owed = self.owed, {}
+        return owed
 
 
 class Roster:
@@ -61,6 +66,10 @@ class Roster:
     @property
     def num_refused(self) -> int:
         return sum(len(peer.refused) for peer in self.peers.values())
+
+    @property
+    def owes_refusals(self) -> bool:
+        return any(peer.owed for peer in self.peers.values())
 
     def live(self) -> Iterator[Followed]:
         """Requests whose committed tokens are known to the end, and that want drafts."""
@@ -125,6 +134,7 @@ class Roster:
         assert self.num_followed <= self._limits.capacity, "more requests are followed than there is room for"
         for peer in self.peers.values():
             assert not peer.refused.keys() & peer.followed.keys(), "a request is both followed and refused"
+            assert not peer.owed.keys() & peer.followed.keys(), "a followed request is to be answered as a refused one"
             for request_id, followed in peer.followed.items():
                 assert followed.request_id == request_id, "a request is filed under another's name"
                 assert len(followed.ahead) == len(followed.confidences), "a draft token without its confidence"
@@ -155,9 +165,10 @@ class Roster:
                 return
             self._forget(peer, request_id)  # its id is used anew
         if self.num_followed >= self._limits.capacity:
-            self._refuse(peer, request_id, now_s)
+            self._refuse(peer, request_id, len(opening.token_ids), now_s)
             return
         peer.refused.pop(request_id, None)
+        peer.owed.pop(request_id, None)
         followed = Followed(
             key=key_of(peer.number, request_id),
             request_id=request_id,
@@ -174,7 +185,7 @@ class Roster:
         request_id = extension.request_id
         end_len = extension.base_len + len(extension.token_ids)
         if request_id in peer.refused:
-            self._refuse(peer, request_id, now_s)
+            self._refuse(peer, request_id, end_len, now_s)
             return
         followed = peer.followed.get(request_id)
         if followed is None:
@@ -200,13 +211,16 @@ class Roster:
         if followed is not None:
             followed.budget = max(0, min(budget.num_tokens, self._limits.max_draft_len))
 
-    def _refuse(self, peer: Peer, request_id: str, now_s: float) -> None:
+    def _refuse(self, peer: Peer, request_id: str, committed_len: int, now_s: float) -> None:
+        """The target is owed an empty proposal for each commit, or it would hold the request for one that never comes, and
+        take that for the time of a reply."""
         if not self._refusal_logged:
             self._refusal_logged = True
             logger.warning("drafter %s follows %d requests, no room for more", self._name, self._limits.capacity)
         peer.resyncs.drop(request_id)
         peer.refused.pop(request_id, None)
         peer.refused[request_id] = now_s
+        peer.owed[request_id] = max(committed_len, peer.owed.get(request_id, 0))  # mail may come out of order
         if len(peer.refused) > 4 * self._limits.capacity:
             del peer.refused[next(iter(peer.refused))]
 
@@ -225,6 +239,7 @@ class Roster:
         self._forget(peer, request_id)
         peer.resyncs.drop(request_id)
         peer.refused.pop(request_id, None)
+        peer.owed.pop(request_id, None)
 
     def _forget(self, peer: Peer, request_id: str) -> None:
         followed = peer.followed.pop(request_id, None)

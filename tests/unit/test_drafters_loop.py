@@ -179,6 +179,27 @@ def test_budgets_hold_until_they_change_and_nothing_is_drafted_past_the_end() ->
     assert bench.link.take() == []
 
 
+@pytest.mark.parametrize("ahead_len", [0, 6])
+def test_a_budget_that_comes_alone_holds_from_the_next_proposal_on(ahead_len: int) -> None:
+    bench = Bench(ahead_len=ahead_len)
+    bench.open("a", 10)
+    bench.settle()
+    bench.link.take()
+    bench.mail(budgets=(Budget("a", 2),))
+    bench.settle()
+    assert bench.link.sent == [], "this commit is answered already"
+    bench.extend("a", 10, 10)
+    bench.settle()
+    assert [p.token_ids for p in bench.link.take()] == [(11, 12)]
+    bench.mail(budgets=(Budget("a", 0),))
+    bench.extend("a", 11, 11)
+    bench.settle()
+    assert bench.link.take() == []
+    bench.mail(budgets=(Budget("a", 3),))
+    bench.settle()
+    assert [p.token_ids for p in bench.link.take()] == [(12, 13, 14)], "a commit that nothing was said to"
+
+
 def test_an_empty_draft_is_said_too() -> None:
     bench = Bench(limit=0, ahead_len=4)
     bench.open("a", 10)
@@ -408,7 +429,7 @@ class TestFaults:
             bench.open(name, 10)
         bench.extend("c", 10, 10)
         bench.settle()
-        assert [p.request_id for p in bench.link.take()] == ["a", "b"]
+        assert sorted(p.request_id for p in bench.link.take() if p.token_ids) == ["a", "b"]
         assert bench.loop.telemetry().num_refused == 2
         assert [record.message for record in caplog.records] == ["drafter counting follows 2 requests, no room for more"]
         bench.mail(releases=("a",))
@@ -417,6 +438,43 @@ class TestFaults:
         bench.open("d", 10)
         bench.settle()
         assert [p.request_id for p in bench.link.take()] == ["d"]
+
+    def test_a_refused_request_is_answered_with_nothing_for_each_commit(self) -> None:
+        bench = Bench(capacity=1)
+        bench.open("a", 10)
+        bench.settle()
+        bench.link.take()
+        bench.open("b", 20)
+        bench.settle()
+        assert bench.link.take() == [Proposal("b", 20, (), (), "counting")]
+        bench.extend("b", 20, 20, 21)
+        bench.extend("b", 22, 22)
+        bench.extend("b", 20, 20, 21)  # doubled, and late
+        bench.settle()
+        assert bench.link.take() == [Proposal("b", 23, (), (), "counting")]
+        assert not bench.step()
+        assert bench.drafter.texts == {"0/a": list(range(10))}
+
+    def test_a_refused_request_that_was_released_is_not_answered(self) -> None:
+        bench = Bench(capacity=1)
+        bench.open("a", 10)
+        bench.open("b", 20)
+        bench.mail(releases=("b",))
+        bench.drafter.meanwhile = lambda: bench.mail(opens=(Open("c", (1, 2), 2, SAMPLING),), releases=("c",))
+        bench.settle()
+        assert [p.request_id for p in bench.link.take()] == ["a"]
+
+    def test_a_refused_request_that_finds_room_is_still_told_that_nothing_comes_for_this_commit(self) -> None:
+        bench = Bench(capacity=1)
+        bench.open("a", 10)
+        bench.open("b", 20)
+        bench.settle()
+        bench.link.take()
+        bench.mail(extends=(Extend("b", 20, (20,)),), releases=("a",))
+        bench.settle()
+        (message,) = bench.link.sent
+        assert message.resyncs == ("b",)
+        assert message.proposals == (Proposal("b", 21, (), (), "counting"),)
 
     def test_strange_messages_are_ignored(self) -> None:
         bench = Bench()
