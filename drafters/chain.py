@@ -56,7 +56,10 @@ class ChainDrafter:
             if draft.num_missing > 1
         ]
         proposed = {draft.request_id: draft.token_ids for draft in self._proposer.propose(asked)} if asked else {}
-        questions = [replace(draft.question, drafts=proposed.get(draft.demand.request_id, ())) for draft in part]
+        questions = [
+            replace(draft.question, drafts=self._verifier.readable(proposed.get(draft.demand.request_id, ())))
+            for draft in part
+        ]
         for draft, question, chosen in zip(part, questions, self._verifier.choose(questions), strict=True):
             num_right = count_accepted(question.drafts, chosen)
             draft.add(chosen, self._verifier, self._min_confidence, num_right + 1)

@@ -37,9 +37,9 @@ class DrafterLoop:
     """Serves one drafter to any number of targets. No threads, clock or Ray of its own; not thread-safe.
 
     A step answers what can be answered at once (drafts that a commit has confirmed, requests that want no draft or are
-    refused, resyncs); else it drafts one batch for the requests that have no proposal yet; else, if ``ahead_len`` is not 0, it
-    drafts a little further for those that await a verdict. So mail never waits for more than one batch. An empty proposal
-    is sent too: the target then need not wait for one.
+    refused, resyncs); else it drafts one batch for the requests that have no proposal yet; else, if ``ahead_len`` is not 0,
+    it drafts a little further for those that await a verdict. So mail never waits for more than one batch. An empty
+    proposal is sent too: the target then need not wait for one.
 
     Args:
         ahead_len: tokens drafted beyond the last proposal while its verdict is awaited (PEARL's post-verify). Worthwhile

@@ -54,13 +54,15 @@ def grow(
     """The drafts of a batch, grown by ``one_round`` after the other, in parts that the model's cache holds at once.
 
     A demand beyond what the model can hold is cut to that. A request that misses much of its context (a long prompt, just
-    opened) gets an empty draft until it has caught up, one pass per batch, so that the others need not wait for it.
+    opened) gets an empty draft until it has caught up, one pass per batch, so that the others need not wait for it. One
+    with tokens that the model does not know gets none at all.
     """
     growing = []
     for demand in demands:
         room = model.max_len - model.committed_len(demand.request_id) - len(demand.ahead)
         ended = any(model.ends(demand.request_id, token_id) for token_id in demand.ahead)
-        growing.append(Growing(demand, 0 if ended else max(0, min(demand.num_tokens, room)), min_survival))
+        hopeless = ended or not model.can_read(demand.request_id, demand.ahead)
+        growing.append(Growing(demand, 0 if hopeless else max(0, min(demand.num_tokens, room)), min_survival))
     wanted = [draft for draft in growing if draft.num_missing]
     for indices in model.parts([(draft.question, draft.num_missing) for draft in wanted]):
         part = [wanted[i] for i in indices]

@@ -4,6 +4,7 @@ that it has not computed yet. What model drafters and chains are made of."""
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 
@@ -32,6 +33,7 @@ class Question:
 class _Followed:
     token_ids: list[int]  # committed
     state: SamplingState
+    is_readable: bool  # the embedding has a row for each of them
     checkpoint: Checkpoint | None = None  # computed, and not known to be committed
 
 
@@ -42,6 +44,9 @@ class SmallModel:
     holds what was computed beyond. Before each pass the checkpoint is cut back to what agrees with the tokens at hand; so a
     draft that was confirmed is never computed again, and one that was not is forgotten at no cost. When blocks run out, the
     request that was asked about least recently loses its cache, and is computed anew when it is asked about again.
+
+    A target may have more rows in its embedding than a model with the same tokenizer. A request that holds a token of those
+    is followed, but must not be asked about (``can_read``).
 
     Args:
         model: weights and operators.
@@ -71,6 +76,7 @@ class SmallModel:
         if output_ids is not None:
             self._head = ReducedHead(output_ids.to(model.device), model.config.vocab_size, self._sampler)
         self._max_pass_rows = max_pass_rows
+        self._num_known = model.config.vocab_size
         self._followed: OrderedDict[str, _Followed] = OrderedDict()  # least recently asked about first
         self.num_passes = 0
         self.num_rows = 0
@@ -85,16 +91,25 @@ class SmallModel:
         self.release(request_id)
         sampling = replace(sampling, top_logprobs=None)  # which nobody would read
         state = SamplingState(sampling, token_ids, prompt_len)
-        self._followed[request_id] = _Followed(list(token_ids), state)
+        self._followed[request_id] = _Followed(list(token_ids), state, len(self.readable(token_ids)) == len(token_ids))
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         followed = self._followed[request_id]
         followed.token_ids.extend(token_ids)
         followed.state.extend(token_ids)
+        followed.is_readable &= len(self.readable(token_ids)) == len(token_ids)
 
     def release(self, request_id: str) -> None:
         if self._followed.pop(request_id, None) is not None and request_id in self._ledger:
             self._ledger.release(request_id)
+
+    def readable(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Those before the first that the embedding has no row for."""
+        return tuple(takewhile(lambda token_id: token_id < self._num_known, token_ids))
+
+    def can_read(self, request_id: str, ahead: Sequence[int]) -> bool:
+        """Whether the embedding has a row for each token of the request and of what lies ahead of it."""
+        return self._followed[request_id].is_readable and len(self.readable(ahead)) == len(ahead)
 
     def committed_len(self, request_id: str) -> int:
         return len(self._followed[request_id].token_ids)

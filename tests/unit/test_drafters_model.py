@@ -10,7 +10,7 @@ from cluster.types import Request, SamplingParams
 from drafters.chain import ChainDrafter
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
-from drafters.protocol import Demand, Drafter
+from drafters.protocol import Demand, Draft, Drafter
 from drafters.small_model import Question, SmallModel
 from engine.factory import load_model, load_target
 from engine.target import SpanInput, TargetEngine
@@ -223,6 +223,50 @@ def test_equal_prompts_share_their_blocks(folder: Path) -> None:
         drafter.extend(name, [1])
         drafter.propose([Demand(name, 1)])
     assert model.num_rows <= 2 * (len(PROMPT) + 1) - 32  # one block of 32 tokens is whole, and found by the second
+
+
+BEYOND = VOCAB_SIZE + 7  # a row that the target's embedding has and the drafter's has not
+
+
+@pytest.mark.parametrize("is_chain", [False, True])
+@pytest.mark.parametrize("sampling", [SAMPLED, PENALIZED])
+def test_a_request_with_tokens_that_a_model_has_no_rows_for_is_followed_in_silence(
+    folder: Path, is_chain: bool, sampling: SamplingParams
+) -> None:
+    verifier = small_model(folder)
+    drafter = ChainDrafter(ModelDrafter(small_model(folder, num_layers=2)), verifier) if is_chain else ModelDrafter(verifier)
+    drafter.open("asked", (*PROMPT[:20], BEYOND, *PROMPT[20:]), len(PROMPT) + 1, sampling)
+    drafter.open("answered", PROMPT, len(PROMPT), sampling)
+    drafter.open("ahead", PROMPT[:30], 30, sampling)
+    drafter.open("plain", PROMPT[:40], 40, sampling)
+    assert drafter.propose([Demand("answered", 4)])[0].token_ids
+    drafter.extend("answered", (5, BEYOND))
+    drafter.extend("answered", (6,))
+    demands = [Demand("asked", 4), Demand("answered", 4), Demand("ahead", 4, (5, BEYOND, 6)), Demand("plain", 4)]
+    for _ in range(2):
+        drafts = drafter.propose(demands)
+        drafter.check_integrity()
+        assert [len(draft.token_ids) for draft in drafts] == [0, 0, 0, 4]
+    for name in ("asked", "answered", "ahead", "plain"):
+        drafter.release(name)
+    drafter.check_integrity()
+
+
+def test_a_chain_takes_no_more_of_a_proposal_than_its_verifier_can_read(folder: Path) -> None:
+    class Wide(NgramDrafter):
+        def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+            return [
+                Draft(d.request_id, (right[0], BEYOND, 3)[: d.num_tokens], (0.5,) * min(3, d.num_tokens)) for d in demands
+            ]
+
+    alone, chain = ModelDrafter(small_model(folder)), ChainDrafter(Wide(), small_model(folder))
+    right = (0,)
+    for drafter in (alone, chain):
+        drafter.open("r", PROMPT, len(PROMPT), GREEDY)
+    (expected,) = alone.propose([Demand("r", 4)])
+    right = expected.token_ids
+    (found,) = chain.propose([Demand("r", 4)])
+    assert found.token_ids == expected.token_ids
 
 
 def test_a_question_may_stand_anywhere_after_the_committed_tokens(folder: Path) -> None:
