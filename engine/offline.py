@@ -16,9 +16,11 @@ _ADDRESS = "memory://offline"
 
 
 def generate(
-    engine: TargetEngine, model: ModelInfo, cost: CostModel, requests: Iterable[Request], max_in_flight: int = 256
+    engine: TargetEngine, model: ModelInfo, cost: CostModel, requests: Iterable[Request | None], max_in_flight: int = 256
 ) -> Iterator[tuple[Request, tuple[int, ...]]]:
     """Yields each request with its output as it finishes. ``requests`` is read as room falls free, never further.
+
+    A None among them means: none for now, ask again after the next pass. With nothing under way it ends the generation.
 
     Raises:
         ValueError: the target refused a request, or failed on it; says why.
@@ -31,7 +33,8 @@ def generate(
     live: dict[str, tuple[Request, list[int]]] = {}
     try:
         while True:
-            fresh = tuple(itertools.islice(pending, max_in_flight - len(live)))
+            room = itertools.islice(pending, max_in_flight - len(live))
+            fresh = tuple(itertools.takewhile(lambda request: request is not None, room))
             if fresh:
                 live.update((request.id, (request, [])) for request in fresh)
                 link.send(SubmitRound(submits=fresh))

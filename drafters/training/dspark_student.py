@@ -19,7 +19,7 @@ from drafters.training.readings import Rows
 from drafters.training.target_layers import read_final_norm, read_layers
 from drafters.training.vocabulary import positions_in
 
-_RIDGE = 0.01  # of the mean of the Gram matrix's diagonal
+_RIDGE = 0.1  # of the Gram matrix's own diagonal: inputs are of very different sizes
 
 
 class DSparkStudent(nn.Module):
@@ -88,14 +88,15 @@ class DSparkStudent(nn.Module):
         maps, previous_map = moments.solve()
         _set_anchor_input(network, maps, moments)
         if network.markov_head is not None and previous_map is not None:
-            _set_markov(network, previous_map / self._shrinkage(sample), self.places)
+            _set_markov(network, previous_map, self.places)
+        network.norm.weight.mul_(self._shrinkage(sample))
 
     def _shrinkage(self, batch: Batch) -> float:
-        """How large the predictions are behind the first position, over the states that they predict: the final norm will
-        bring them to full size, and what is added behind it must grow as much."""
+        """How large the predictions are, over the states that they predict: the final norm brings all to full size, as if
+        nothing were uncertain."""
         has_context = torch.ones_like(batch.anchors, dtype=torch.bool)
         x = self.network._block_inputs(self.standardised(batch.features), batch.token_ids, batch.anchors, has_context)
-        return float(x[:, 1:].square().mean(-1).sqrt().mean())
+        return float(x.square().mean(-1).sqrt().mean())
 
     def _regression(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Of blocks that are whole: inputs [A, n] (the features before the anchor; its embedding), embeddings of the tokens
@@ -138,28 +139,27 @@ class _Moments:
         for k in range(embedded.shape[1]):
             y, e = wanted[:, k], embedded[:, k]
             self.xy[k] += (x.T @ y).cpu()
+            self.xe[k] += (x.T @ e).cpu()
             if k:  # at the first position the token before is the anchor, which is in x
-                self.xe[k] += (x.T @ e).cpu()
                 self.ee[k] += (e.T @ e).cpu()
                 self.ey[k] += (e.T @ y).cpu()
 
     def solve(self) -> tuple[Tensor, Tensor | None]:
-        """Maps [gamma, n + 1, d] of x, one per position, and one of the previous token's embedding [d, d] for all but the
-        first: least squares in both together, x eliminated first."""
-        gram = self.xx + _RIDGE * self.xx.diagonal().mean() * torch.eye(len(self.xx), dtype=torch.float64)
+        """Maps [gamma, n + 1, d] of x, one per position, and one of the previous token's embedding [d, d] for all of them:
+        least squares in both together, x eliminated first."""
+        gram = self.xx + _RIDGE * self.xx.diagonal().diag()
         factor = torch.linalg.cholesky(gram)
         block, _, d = self.xy.shape
-        sides = torch.cat([self.xy, self.xe[1:]]).permute(1, 0, 2).flatten(1)
+        sides = torch.cat([self.xy, self.xe]).permute(1, 0, 2).flatten(1)
         solved = torch.cholesky_solve(sides, factor).unflatten(1, (-1, d)).permute(1, 0, 2)
         maps, of_previous = solved[:block], solved[block:]
         if block == 1:
             return maps.float(), None
-        left = sum(self.ee[k] - self.xe[k].T @ of_previous[k - 1] for k in range(1, block))
+        left = sum(self.ee[k] - self.xe[k].T @ of_previous[k] for k in range(1, block))
         right = sum(self.ey[k] - self.xe[k].T @ maps[k] for k in range(1, block))
-        left = left + _RIDGE * left.diagonal().mean() * torch.eye(d, dtype=torch.float64)
+        left = left + _RIDGE * left.diagonal().diag()
         previous = torch.linalg.solve(left, right)
-        maps = torch.cat([maps[:1], maps[1:] - of_previous @ previous])
-        return maps.float(), previous.float()
+        return (maps - of_previous @ previous).float(), previous.float()
 
     def spread(self) -> Tensor:
         """A square root of the second moments of x, fp32: what a change of the maps changes in the predictions."""

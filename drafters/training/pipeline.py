@@ -33,6 +33,7 @@ from drafters.training.readings import Readings, Rows, target_rows
 from drafters.training.recipe import (
     HELD_OUT,
     MAX_HELD_OUT_ANSWERS,
+    MIN_HELD_OUT,
     Times,
     TrainOptions,
     batch_plan,
@@ -116,7 +117,7 @@ def train(options: TrainOptions, world: World, reporter: Reporter) -> Result | N
     if len({a.key for a in answers}) < 2:
         raise InvalidField("num_tokens", options.num_tokens, "at least two prompts must be answered, one to evaluate on")
     work.finish("answers", num_answers=len(answers), num_tokens=sum(len(a.answer_token_ids) for a in answers))
-    learned, held_out = hold_out(answers, HELD_OUT)
+    learned, held_out = hold_out(answers, HELD_OUT, MIN_HELD_OUT)
     held_out = held_out[:MAX_HELD_OUT_ANSWERS]
     reporter.say(f"{len(learned)} answers to learn from, {len(held_out)} held out")
     run = _Run(options, world, reporter, target, work, learned, held_out)

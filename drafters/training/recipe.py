@@ -15,7 +15,7 @@ from engine.models.config import ModelConfig
 
 DrafterKind = Literal["dspark", "layers", "table"]
 KINDS: tuple[DrafterKind, ...] = ("dspark", "layers", "table")
-HELD_OUT = 0.08  # of the prompts
+HELD_OUT, MIN_HELD_OUT = 0.08, 8  # of the prompts, and how many at least, as far as they are a third at most
 MAX_HELD_OUT_ANSWERS = 160
 
 
@@ -64,8 +64,8 @@ class TrainOptions:
             return self
         return replace(
             self,
-            num_prompts=min(self.num_prompts, 24),
-            num_tokens=min(self.num_tokens, 3000),
+            num_prompts=min(self.num_prompts, 48),
+            num_tokens=min(self.num_tokens, 6000),
             max_answer_tokens=min(self.max_answer_tokens, 64),
             num_epochs=2,
             num_layers=1,

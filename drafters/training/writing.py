@@ -102,8 +102,10 @@ class Writer:
         starters: dict[str, tuple[int, str, str]] = {}
         newlines = _newline_tokens(self._target)
 
-        def requests() -> Iterator[Request]:
+        def requests() -> Iterator[Request | None]:
             for index in front.missing():
+                while front.has_enough_under_way(num_wanted):
+                    yield None
                 if front.size >= num_wanted or expired():
                     return
                 rng = random.Random(f"{self._seed} prompt {index}")
@@ -115,6 +117,7 @@ class Writer:
                     append(path, WrittenPrompt(index, domain, None))
                     front.done(index, 0)
                     continue
+                front.begin(index)
                 starters[f"{index}"] = (index, domain, starter)
                 sampling = SamplingParams(
                     max_tokens=MAX_LINE_TOKENS if beginnings.one_line else MAX_PROMPT_TOKENS,
@@ -176,8 +179,10 @@ class Writer:
         num_wanted = self._share.part(num_tokens)
         progress(front.size)
 
-        def requests() -> Iterator[Request]:
+        def requests() -> Iterator[Request | None]:
             for i, name in enumerate(front.missing()):
+                while front.has_enough_under_way(num_wanted):
+                    yield None
                 if front.size >= num_wanted or expired():
                     return
                 task = by_name[name]
@@ -188,6 +193,7 @@ class Writer:
                     continue
                 seed = random.Random(f"{self._seed} answer {name}").getrandbits(63)
                 sampling = SamplingParams(max_tokens=max_tokens, temperature=task.temperature, seed=seed)
+                front.begin(name)
                 yield Request(name, token_ids, sampling, arrival_s=float(i))
 
         for request, answer in self._generate(requests(), num_wanted // max_tokens + 1):
@@ -215,7 +221,7 @@ class Writer:
         """The files of all who write here."""
         return sorted(self._folder.glob(f"{kind}-*.jsonl"))
 
-    def _generate(self, requests: Iterable[Request], num_enough: int) -> Iterator[tuple[Request, tuple[int, ...]]]:
+    def _generate(self, requests: Iterable[Request | None], num_enough: int) -> Iterator[tuple[Request, tuple[int, ...]]]:
         """As many at once as the target can hold, and no more than may be needed: the last to be asked for may not count."""
         target = self._target
         max_in_flight = max(1, min(target.limits.max_in_flight, num_enough))
@@ -232,14 +238,28 @@ class _Front(Generic[Name]):
         self._names = names
         self._sizes = dict(sizes)
         self._num_done = 0
+        self._total = sum(sizes.get(name, 0) for name in names)
+        self._num_finished = sum(name in sizes for name in names)
+        self._begun: set[Name] = set()
         self.size = 0
         self._advance()
 
     def missing(self) -> Iterator[Name]:
         return (name for name in self._names if name not in self._sizes)
 
+    def begin(self, name: Name) -> None:
+        self._begun.add(name)
+
+    def has_enough_under_way(self, size: int) -> bool:
+        """Whether what has begun will probably do, if it comes out like what is done."""
+        mean = self._total / self._num_finished if self._num_finished else 0.0
+        return bool(self._begun) and self._total + len(self._begun) * mean >= size
+
     def done(self, name: Name, size: int) -> None:
         self._sizes[name] = size
+        self._total += size
+        self._num_finished += 1
+        self._begun.discard(name)
         self._advance()
 
     def first(self, size: int) -> Iterator[Name]:

@@ -1,0 +1,261 @@
+"""The parts of training, each against its definition written out plainly."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.errors import InvalidField
+from drafters.dspark.checkpoint import TargetRows, load_network
+from drafters.layers import load_layers
+from drafters.replay import Round
+from drafters.training.batches import BatchPlan, assemble, epoch
+from drafters.training.corpus import Answer, WrittenPrompt, append, fingerprint, is_usable, read_given, read_written, repair
+from drafters.training.dspark_student import DSparkStudent
+from drafters.training.evaluation import acceptance, hold_out, standardisation
+from drafters.training.frozen import FrozenTarget
+from drafters.training.layers_student import LayersStudent
+from drafters.training.losses import TargetDistribution, distillation, position_weights
+from drafters.training.readings import Readings, target_rows
+from drafters.training.recipe import TrainOptions, dspark_config, feature_layers, kept_layers
+from drafters.training.vocabulary import choose_vocabulary, coverage, positions_in
+from drafters.training.writing import Share, Writer
+from engine.layout import PackedSpan
+
+CPU = torch.device("cpu")
+
+
+def answer(key: str, prompt: int, length: int, temperature: float = 0.0) -> Answer:
+    generator = torch.Generator().manual_seed(hash_of(key))
+    ids = torch.randint(0, 250, (prompt + length,), generator=generator).tolist()
+    return Answer(key, "d", temperature, 7, tuple(ids[:prompt]), tuple(ids[prompt:]))
+
+
+def hash_of(text: str) -> int:
+    return int.from_bytes(text.encode()[:6], "little")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model_folder: Path) -> FrozenTarget:
+    return FrozenTarget(tiny_model_folder, device=CPU, dtype="float32", max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[Answer]:
+    return [answer(f"key{i}", 3 + i % 5, 9 + i % 11) for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def readings(target: FrozenTarget) -> Readings:
+    return Readings(target, (0, 1), keep_bytes=2**24, max_pass_tokens=64)
+
+
+def student(target: FrozenTarget, readings: Readings, answers: list[Answer]) -> DSparkStudent:
+    options = TrainOptions(
+        "", "dspark", Path("out"), Path("work"), num_layers=1, block_size=4, markov_rank=8, anchor_rank=24
+    )
+    vocabulary = choose_vocabulary(answers, 150, 257)
+    config = dspark_config(options, target.model.config, vocabulary, "")
+    mean, std = standardisation([reading.features for reading in readings.of(answers)])
+    torch.manual_seed(0)
+    return DSparkStudent(config, target_rows(target), mean, std)
+
+
+def test_total_variation_counts_what_cannot_be_drafted_as_lost() -> None:
+    torch.manual_seed(1)
+    full, z = torch.randn(5, 11), torch.randn(5, 4)
+    vocabulary = torch.tensor([1, 4, 5, 9])
+    places = positions_in(vocabulary, 11)[torch.tensor([4, 0, 9, 5, 10])]
+    target = TargetDistribution(full[:, vocabulary] - full.logsumexp(-1, keepdim=True))
+    weights = torch.tensor([1.0, 0.5, 0.25, 0.25, 1.0])
+    found = distillation(z, target, places, weights, progress=1.0)
+    q = torch.zeros(5, 11)
+    q[:, vocabulary] = z.softmax(-1)
+    distance = (q - full.softmax(-1)).abs().sum(-1)
+    torch.testing.assert_close(found.acceptance, 1 - distance / 2)
+    torch.testing.assert_close(found.match, (weights * distance).sum() / 3.0)
+    inside = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
+    own = z.log_softmax(-1).gather(1, places.clamp_min(0)[:, None]).squeeze(1)
+    cross_entropy = -(weights * inside * own).sum() / 3.0
+    torch.testing.assert_close(found.total, 0.1 * cross_entropy + 0.9 * found.match)
+
+
+def test_the_match_begins_as_divergence_and_ends_as_variation() -> None:
+    torch.manual_seed(2)
+    z, target = torch.randn(3, 6), TargetDistribution(torch.randn(3, 6).log_softmax(-1))
+    places, weights = torch.zeros(3, dtype=torch.int64), torch.ones(3)
+    at = {p: float(distillation(z, target, places, weights, p).total) for p in (0.0, 0.15, 0.3, 1.0)}
+    divergence = -(target.log_probs.exp() * z.log_softmax(-1)).sum(-1).mean()
+    cross_entropy = -z.log_softmax(-1)[:, 0].mean()
+    assert at[0.0] == pytest.approx(float(0.1 * cross_entropy + 0.9 * divergence), rel=1e-5)
+    assert at[0.15] == pytest.approx((at[0.0] + at[1.0]) / 2, rel=1e-5)
+    assert at[0.3] == at[1.0]
+
+
+def test_the_confidence_is_taught_the_expected_acceptance() -> None:
+    torch.manual_seed(3)
+    z, target = torch.randn(2, 6), TargetDistribution(torch.randn(2, 6).log_softmax(-1))
+    label = distillation(z, target, torch.zeros(2, dtype=torch.int64), torch.ones(2), 1.0).acceptance
+    confidence = torch.logit(label).requires_grad_()
+    found = distillation(z, target, torch.zeros(2, dtype=torch.int64), torch.ones(2), 1.0, confidence)
+    found.total.backward()
+    assert confidence.grad is not None
+    assert confidence.grad.abs().max() < 1e-6  # the label itself is where the loss is least
+
+
+def test_early_positions_weigh_most() -> None:
+    assert position_weights(7).tolist() == pytest.approx([math.exp(-k / 7) for k in range(7)])
+
+
+def test_the_vocabulary_holds_what_is_said_most_then_the_lowest_ids() -> None:
+    said = [Answer("a", "d", 0.0, 0, (1,), (50, 50, 60, 60, 60, 70))]
+    vocabulary = choose_vocabulary(said, 5, 100, always=(99,))
+    assert vocabulary is not None
+    assert vocabulary.tolist() == [0, 50, 60, 70, 99]
+    assert coverage(vocabulary, [Answer("b", "d", 0.0, 0, (1,), (50, 71))]) == 0.5
+    assert choose_vocabulary(said, 100, 100) is None
+
+
+def test_answers_are_held_out_by_prompt() -> None:
+    both = [answer(f"k{i}", 2, 3, t) for i in range(20) for t in (0.0, 0.7)]
+    learned, held_out = hold_out(both, 0.1)
+    assert len(held_out) == 4
+    assert not {a.key for a in learned} & {a.key for a in held_out}
+    assert [len(part) for part in hold_out(both[:4], 0.1)] == [2, 2]
+    assert [len(part) for part in hold_out(both, 0.1, at_least=8)] == [28, 12]
+
+
+def test_anchors_begin_at_the_last_prompt_token_and_have_a_truth(answers: list[Answer], readings: Readings) -> None:
+    plan = BatchPlan(max_rows=100, anchor_share=1.0, max_anchors=40)
+    seen: list[str] = []
+    for part, seed in epoch(answers, plan, 5, 0):
+        batch = assemble(part, readings, plan, seed, CPU)
+        assert len(batch.token_ids) <= 100
+        assert len(batch.anchors) <= 40
+        start, allowed = 0, set()
+        for a in part:
+            allowed |= set(range(start + a.prompt_len - 1, start + len(a.token_ids) - 1))
+            start += len(a.token_ids)
+        assert set(batch.anchors.tolist()) <= allowed
+        assert bool((batch.anchors + 1 < batch.ends).all())
+        seen += [a.key for a in part]
+    assert sorted(seen) == sorted(a.key for a in answers)
+    assert [k for p, _ in epoch(answers, plan, 5, 0) for k in p] != [k for p, _ in epoch(answers, plan, 5, 1) for k in p]
+
+
+def test_readings_are_the_targets_own_states_however_they_are_grouped(target: FrozenTarget, answers: list[Answer]) -> None:
+    alone = Readings(target, (0, 1), keep_bytes=0, max_pass_tokens=1).of(answers)
+    together = Readings(target, (0, 1), keep_bytes=2**24, max_pass_tokens=4096)
+    for _ in range(2):  # computed, then kept
+        for a, b in zip(alone, together.of(answers), strict=True):
+            torch.testing.assert_close(a.features, b.features, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(a.normalisers, b.normalisers, rtol=1e-5, atol=1e-5)
+    logits = target.model.logits(alone[0].features[:, -32:].contiguous())
+    torch.testing.assert_close(alone[0].normalisers, logits.logsumexp(-1))
+
+
+def test_a_saved_dspark_drafter_computes_on_raw_features_what_was_trained_on_standardised_ones(
+    target: FrozenTarget, readings: Readings, answers: list[Answer], tmp_path: Path
+) -> None:
+    mine = student(target, readings, answers)
+    plan = BatchPlan(4096, 0.5, 4096)
+    batch = assemble(answers, readings, plan, 1, CPU)
+    torch.nn.init.normal_(mine.network.fc.bias)
+    mine.save(tmp_path / "saved", target.folder)
+    rows = target_rows(target)
+    loaded = load_network(tmp_path / "saved", TargetRows(rows.embedding, rows.head))
+    with torch.no_grad():
+        trained = mine.network(mine.standardised(batch.features), batch.token_ids, batch.lens, batch.anchors)
+        served = loaded(batch.features, batch.token_ids, batch.lens, batch.anchors)
+    # bfloat16 on disk: three digits
+    assert float((trained - served).norm() / trained.norm()) < 0.02
+
+
+def test_the_regression_predicts_better_than_chance_before_any_step(
+    target: FrozenTarget, readings: Readings, answers: list[Answer]
+) -> None:
+    batch = assemble(answers, readings, BatchPlan(4096, 1.0, 4096), 1, CPU)
+    mine = student(target, readings, answers)
+    with torch.no_grad():
+        before = mine(batch, 1.0)
+        mine.initialise([batch], target)
+        after = mine(batch, 1.0)
+    assert after.acceptance[:, 0].nanmean() > before.acceptance[:, 0].nanmean() + 0.05
+    assert after.acceptance[:, 1:].nanmean() > before.acceptance[:, 1:].nanmean() + 0.01
+
+
+def test_all_layers_of_the_target_are_its_perfect_drafter(
+    target: FrozenTarget, readings: Readings, answers: list[Answer], tmp_path: Path
+) -> None:
+    """Trained or not: with every layer and the whole head nothing is lost, in training as where it is served."""
+    mine = LayersStudent(target.folder, (0, 1), target_rows(target), None)
+    mine.initialise(target.folder)
+    batch = assemble(answers, readings, BatchPlan(4096, 1.0, 4096), 1, CPU)
+    with torch.no_grad():
+        assert float(mine(batch, 1.0).acceptance.min()) > 0.999
+    mine.save(tmp_path / "saved", target.folder)
+    model, token_ids = load_layers(tmp_path / "saved", target.folder, "float32", "cpu")
+    assert token_ids is None
+    span = PackedSpan(0, answers[0].token_ids, torch.arange(4, dtype=torch.int32).numpy())
+    hidden = model.forward([span], model.new_cache(4, 32))
+    (reading,) = readings.of(answers[:1])
+    assert float((hidden - reading.features[:, -32:]).norm() / hidden.norm()) < 0.02
+
+
+def test_layers_are_chosen_from_both_ends() -> None:
+    assert kept_layers(30, 2) == (0, 1)
+    assert kept_layers(30, 4) == (0, 1, 2, 29)
+    assert feature_layers(30) == (9, 19, 29)
+    assert feature_layers(2) == (0, 1)
+    with pytest.raises(InvalidField, match="num_layers"):
+        kept_layers(2, 3)
+
+
+def test_acceptance_is_conditional_by_position() -> None:
+    rounds = [Round("a", (0.5,) * 3, 3, 4), Round("a", (0.5,) * 3, 1, 2), Round("b", (0.5,) * 3, 0, 1), Round("b", (), 0, 1)]
+    found = acceptance(rounds, 3, 0.0)
+    assert found.accepted_len == 2.0
+    assert found.by_position == pytest.approx((2 / 3, 1 / 2, 1.0))
+    assert found.by_domain == {"a": 3.0, "b": 1.0}
+
+
+def test_prompts_are_split_at_line_feeds_alone(tmp_path: Path) -> None:
+    text = "one line\u2028with a line separator\x0bin it"
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    (given,) = read_given([tmp_path / "p.jsonl"], None)
+    assert (given.domain, given.prompt) == ("p", text)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "fine one"}\n{"question": "?"}\n')
+    with pytest.raises(InvalidField, match=r"bad\.jsonl:2"):
+        read_given([tmp_path / "bad.jsonl"], None)
+
+
+def test_a_half_written_line_is_cut_off_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "prompts-0.jsonl"
+    append(path, WrittenPrompt(0, "chat", "whole"))
+    with path.open("a") as file:
+        file.write('{"index": 1, "dom')
+    assert [w.index for w in read_written([path])] == [0]
+    repair(path)
+    append(path, WrittenPrompt(1, "chat", None))
+    assert [w.index for w in read_written([path])] == [0, 1]
+
+
+@pytest.mark.parametrize("text", ["short", "x" * 5000, "with <|im_end|> inside it", "cut \ufffd in the middle", "so " * 40])
+def test_what_is_no_prompt(text: str) -> None:
+    assert not is_usable(text)
+
+
+def test_prompts_that_differ_in_dress_alone_are_one(target: FrozenTarget, tmp_path: Path) -> None:
+    for i, prompt in enumerate(["What is a river?", "what is  a river", "What is a lake?", "Where is the evaluation?"]):
+        append(tmp_path / "prompts-0.jsonl", WrittenPrompt(i, "qa", prompt))
+    tasks = Writer(target, tmp_path, 0).tasks(4, [], frozenset({fingerprint("where is THE evaluation")}))
+    assert [t.prompt for t in tasks if t.temperature == 0.0] == ["What is a river?", "What is a lake?"]
+
+
+def test_shares_divide_the_work(target: FrozenTarget) -> None:
+    names = [f"{i}" for i in range(50)]
+    parts = [Share(rank, 3).of(names) for rank in range(3)]
+    assert sorted(name for part in parts for name in part) == sorted(names)
+    assert sorted(i for rank in range(3) for i in Share(rank, 3).attempts(2)) == list(range(16))
