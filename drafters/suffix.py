@@ -47,16 +47,17 @@ class _Guess:
 class _Text:
     """One request: its tokens, and the automaton over the last of them."""
 
-    def __init__(self, token_ids: Sequence[int], prompt_len: int, max_len: int) -> None:
+    def __init__(self, token_ids: Sequence[int], max_len: int) -> None:
         self._max_len = max_len
-        self._prompt_len = prompt_len
+        self._opened_len = len(token_ids)
         self.token_ids = list(token_ids)
         self.automaton = SuffixAutomaton()
         self.automaton.extend(self.token_ids[-max_len // 2 :])
 
     @property
-    def output(self) -> list[int]:
-        return self.token_ids[self._prompt_len :]
+    def news(self) -> list[int]:
+        """Output that came since the request was opened: of one that comes back, the rest is remembered already."""
+        return self.token_ids[self._opened_len :]
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
@@ -117,7 +118,7 @@ class SuffixDrafter:
         min_survival: a draft ends before the probability that all of it is right falls below this.
         doubt: see above; larger means less confident.
         request_tokens: of its own text a request remembers between half of this and all of it.
-        max_shared_tokens: remembered of finished requests' answers; 0: none.
+        max_shared_tokens: remembered of the answers to requests that were released; 0: none.
 
     Raises:
         InvalidField: an argument out of range.
@@ -151,7 +152,7 @@ class SuffixDrafter:
         self._texts: dict[str, _Text] = {}
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        self._texts[request_id] = _Text(token_ids, prompt_len, self._request_tokens)
+        self._texts[request_id] = _Text(token_ids, self._request_tokens)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._texts[request_id].extend(token_ids)
@@ -162,7 +163,7 @@ class SuffixDrafter:
     def release(self, request_id: str) -> None:
         text = self._texts.pop(request_id, None)
         if text is not None:
-            self._shared.add(text.output)
+            self._shared.add(text.news)
 
     def check_integrity(self) -> None:
         self._shared.check_integrity()

@@ -27,6 +27,11 @@ def follow(drafter: Drafter, token_ids: Sequence[int], prompt_len: int = 0, name
     drafter.open(name, token_ids, prompt_len, SAMPLING)
 
 
+def answer(drafter: Drafter, token_ids: Sequence[int], prompt: Sequence[int] = (1000,), name: str = "other") -> None:
+    follow(drafter, prompt, len(prompt), name)
+    drafter.extend(name, token_ids)
+
+
 def draft(drafter: Drafter, num_tokens: int, ahead: Sequence[int] = (), name: str = "a") -> Draft:
     (result,) = drafter.propose([Demand(name, num_tokens, tuple(ahead))])
     drafter.check_integrity()
@@ -185,7 +190,7 @@ class TestSuffix:
 
     def test_learns_from_what_others_were_answered_but_not_from_what_they_asked(self) -> None:
         drafter = SuffixDrafter()
-        follow(drafter, [90, 91, 92, *range(10, 30)], prompt_len=3, name="other")
+        answer(drafter, range(10, 30), prompt=[90, 91, 92])
         follow(drafter, [50, 51, 12, 13, 14])
         assert draft(drafter, 3).token_ids == ()
         drafter.release("other")
@@ -195,15 +200,35 @@ class TestSuffix:
 
     def test_remembers_nothing_of_others_where_it_may_not(self) -> None:
         drafter = SuffixDrafter(max_shared_tokens=0)
-        follow(drafter, range(10, 30), name="other")
+        answer(drafter, range(10, 30))
         drafter.release("other")
         follow(drafter, [50, 51, 12, 13, 14])
         assert draft(drafter, 3).token_ids == ()
 
+    def test_a_request_that_comes_and_goes_is_remembered_once(self) -> None:
+        drafter = SuffixDrafter(max_shared_tokens=400)
+        answer(drafter, range(200, 250))
+        drafter.release("other")
+        text = [7]
+        for start in range(0, 100, 5):  # handed to another drafter and back, twenty times
+            follow(drafter, text, 1, "moving")
+            drafter.extend("moving", range(start, start + 5))
+            text += range(start, start + 5)
+            drafter.release("moving")
+        follow(drafter, [50, 210, 211, 212])
+        assert draft(drafter, 2).token_ids == (213, 214), "what others were answered was not pushed out"
+        follow(drafter, [90, 31, 32])
+        (repeated,) = draft(drafter, 1).confidences
+        once = SuffixDrafter(max_shared_tokens=400)
+        answer(once, range(30, 35))
+        once.release("other")
+        follow(once, [90, 31, 32])
+        assert draft(once, 1).confidences == (repeated,), "it counts as said once"
+
     def test_forgets_the_oldest_answers_first(self) -> None:
         drafter = SuffixDrafter(max_shared_tokens=400)
         for i in range(20):  # of 50 tokens each, and 100 fit into a quarter of the memory
-            follow(drafter, range(100 * i, 100 * i + 50), name="other")
+            answer(drafter, range(100 * i, 100 * i + 50))
             drafter.release("other")
 
         def remembers(i: int) -> bool:
