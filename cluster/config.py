@@ -24,6 +24,10 @@ Seconds = Annotated[float, Field(gt=0, le=86400)]
 Milliseconds = Annotated[float, Field(gt=0, le=60_000)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
+# Of a drafter that nobody configured otherwise.
+DEFAULT_CAPACITY = 64
+DEFAULT_DRAFT_LEN = 8
+
 
 class Section(BaseModel):
     """A part of the file: immutable, strict, and without keys that nobody reads."""
@@ -103,7 +107,7 @@ class SuffixOptions(Section):
 
     kind: Literal["suffix"] = "suffix"
     max_match_len: Count = 16
-    max_shared_tokens: Count = 200_000  # of other requests' outputs that are remembered; bounds the memory
+    max_shared_tokens: Count = 65_536  # of other requests' outputs that are remembered, at most 450 bytes each: 29 MB
 
 
 class ModelOptions(Section):
@@ -227,8 +231,8 @@ class DrafterConfig(Section):
 
     name: Name
     options: DrafterOptions
-    capacity: Count = 64  # requests that one replica follows at once
-    max_draft_len: Annotated[int, Field(ge=1, le=64)] = 8  # tokens of one proposal
+    capacity: Count = DEFAULT_CAPACITY  # requests that one replica follows at once
+    max_draft_len: Annotated[int, Field(ge=1, le=64)] = DEFAULT_DRAFT_LEN  # tokens of one proposal
     ahead_len: Annotated[int, Field(ge=0, le=64)] = 0  # tokens drafted on top of a proposal that is not verified yet
     replicas: Count = 1
     device: Device = "auto"

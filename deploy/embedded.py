@@ -15,7 +15,7 @@ from typing import Self
 from actors.gateway import LinkClient
 from actors.worker import LoopThread
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
-from cluster.config import Config
+from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN, Config
 from cluster.messages import Hello, Role
 from cluster.transport.base import Link, Mailbox
 from cluster.transport.factory import connect, listen
@@ -37,9 +37,9 @@ class PoolEntry:
     """A drafter and how its loop drives it. ``companion``: on the target's thread, for it reads its hidden states."""
 
     drafter: Drafter
-    max_draft_len: int = 8
+    max_draft_len: int = DEFAULT_DRAFT_LEN
     ahead_len: int = 0
-    capacity: int = 256
+    capacity: int = DEFAULT_CAPACITY
     companion: bool = False
 
 

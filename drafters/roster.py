@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN
 from cluster.messages import Budget, DraftRound, Extend, Open
 from cluster.transport.base import Event, Link, LinkDown, LinkUp
 from drafters.following import Followed, Resyncs, Verdict, key_of, reconcile
@@ -23,8 +24,8 @@ class RosterLimits:
     lives, its next Extend brings it back.
     """
 
-    capacity: int = 256
-    max_draft_len: int = 8  # of a proposal; a Budget may ask for less
+    capacity: int = DEFAULT_CAPACITY
+    max_draft_len: int = DEFAULT_DRAFT_LEN  # of a proposal; a Budget may ask for less
     resync_s: float = 0.25
     max_resyncs: int = 6
     idle_s: float = 60.0

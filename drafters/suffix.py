@@ -109,16 +109,16 @@ class SuffixDrafter:
     on SmolLM2-135M's answers to 44 prompts of eight kinds.
 
     Memory: an automaton takes about 140 bytes per token of natural text and at most 450 (two states, one of them with a
-    dict of transitions). So the shared memory is bounded by 450 x max_shared_tokens bytes, 29 MB as preset, and each
-    followed request by 450 x request_tokens, 3.7 MB, and 8 to 36 bytes per token of it for the list of its tokens.
+    dict of transitions). So the shared memory is bounded by 450 x max_shared_tokens bytes, and each followed request
+    by 450 x request_tokens, 3.7 MB, and 8 to 36 bytes per token of it for the list of its tokens.
 
     Args:
-        min_match_len: shorter matches do not count.
         max_match_len: longest match sought in other requests' answers; in its own text a request knows it for nothing.
+        max_shared_tokens: remembered of the answers to requests that were released; 0: none.
+        min_match_len: shorter matches do not count.
         min_survival: a draft ends before the probability that all of it is right falls below this.
         doubt: see above; larger means less confident.
         request_tokens: of its own text a request remembers between half of this and all of it.
-        max_shared_tokens: remembered of the answers to requests that were released; 0: none.
 
     Raises:
         InvalidField: an argument out of range.
@@ -126,12 +126,13 @@ class SuffixDrafter:
 
     def __init__(
         self,
+        *,
+        max_match_len: int,
+        max_shared_tokens: int,
         min_match_len: int = 1,
-        max_match_len: int = 16,
         min_survival: float = 0.15,
         doubt: float = 2.0,
         request_tokens: int = 8192,
-        max_shared_tokens: int = 65536,
     ) -> None:
         if not 1 <= min_match_len <= max_match_len:
             raise InvalidField("min_match_len", min_match_len, f"must lie between 1 and max_match_len ({max_match_len})")

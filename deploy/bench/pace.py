@@ -18,7 +18,7 @@ def tokens_per_s(stable: Stable, requests: Sequence[Request], batch: int, drafte
     The drafter runs on the target's thread, so both have the machine to themselves in turn.
     """
     engine = stable.target if drafter is not None else stable.plain
-    pool = {} if drafter is None else {"drafter": PoolEntry(drafter, DRAFT_LEN, companion=True)}
+    pool = {} if drafter is None else {"drafter": PoolEntry(drafter, DRAFT_LEN, capacity=batch, companion=True)}
     table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=DRAFT_LEN)
     num_tokens, seconds = 0, 0.0
     with EmbeddedCluster(engine, stable.info, stable.cost, pool, StepPlanner(), table) as cluster:

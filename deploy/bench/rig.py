@@ -89,10 +89,12 @@ class Rig:
     def run(self, circumstances: Circumstances) -> Run:
         """Raises what the target or the streams raise."""
         engine = self._engine(circumstances)
-        pool = {name: PoolEntry(drafter, DRAFT_LEN) for name, drafter in circumstances.pool().items()}
+        capacity = len(self.requests)
+        pool = {name: PoolEntry(drafter, DRAFT_LEN, capacity=capacity) for name, drafter in circumstances.pool().items()}
         host = Host(engine, self._folder)
         for config in circumstances.companions:
-            pool[config.name] = PoolEntry(make_drafter(config, self._info, host), DRAFT_LEN, companion=True)
+            drafter = make_drafter(config, self._info, host)
+            pool[config.name] = PoolEntry(drafter, DRAFT_LEN, capacity=capacity, companion=True)
         table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=DRAFT_LEN)
         half_done = threading.Event()
         planner: Planner = StepPlanner(PATIENT)
@@ -102,7 +104,7 @@ class Rig:
             planner = Midway(planner, self._max_tokens // 2, lambda _: half_done.set() or ())
         with (
             EmbeddedCluster(engine, self._info, PRECIOUS_PASSES, pool, planner, table) as cluster,
-            _killer(cluster, circumstances, half_done),
+            _killer(cluster, circumstances, capacity, half_done),
         ):
             completions = cluster.complete(self.requests)
             num_preempted = cluster.loop.telemetry.num_preempted
@@ -140,7 +142,9 @@ def _encode(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def _killer(cluster: EmbeddedCluster, circumstances: Circumstances, half_done: threading.Event) -> Iterator[None]:
+def _killer(
+    cluster: EmbeddedCluster, circumstances: Circumstances, capacity: int, half_done: threading.Event
+) -> Iterator[None]:
     """Kills the drafter from a thread of its own when the event comes, and starts its successor."""
     name, successor = circumstances.kill, circumstances.successor
     if name is None or successor is None:
@@ -150,7 +154,7 @@ def _killer(cluster: EmbeddedCluster, circumstances: Circumstances, half_done: t
     def kill() -> None:
         half_done.wait()
         cluster.kill_drafter(name)
-        cluster.start_drafter(name, PoolEntry(successor(), DRAFT_LEN))
+        cluster.start_drafter(name, PoolEntry(successor(), DRAFT_LEN, capacity=capacity))
 
     thread = threading.Thread(target=kill, name="killer")
     thread.start()

@@ -6,11 +6,13 @@ import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.config import SuffixOptions
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.hit_rates import HitRate
@@ -30,6 +32,13 @@ def follow(drafter: Drafter, token_ids: Sequence[int], prompt_len: int = 0, name
 def answer(drafter: Drafter, token_ids: Sequence[int], prompt: Sequence[int] = (1000,), name: str = "other") -> None:
     follow(drafter, prompt, len(prompt), name)
     drafter.extend(name, token_ids)
+
+
+def suffix(**arguments: Any) -> SuffixDrafter:
+    """As configured, but for the arguments."""
+    options = SuffixOptions()
+    preset = {"max_match_len": options.max_match_len, "max_shared_tokens": options.max_shared_tokens}
+    return SuffixDrafter(**{**preset, **arguments})
 
 
 def draft(drafter: Drafter, num_tokens: int, ahead: Sequence[int] = (), name: str = "a") -> Draft:
@@ -152,7 +161,7 @@ class TestSuffixAutomaton:
 
 class TestSuffix:
     def test_follows_the_most_frequent_continuation(self) -> None:
-        drafter = SuffixDrafter(min_survival=0.0)
+        drafter = suffix(min_survival=0.0)
         follow(drafter, [1, 2, 3, 7, 1, 2, 4, 8, 1, 2, 4, 9, 1, 2])
         assert draft(drafter, 1).token_ids == (4,)
         (certain,) = draft(drafter, 1).confidences
@@ -161,7 +170,7 @@ class TestSuffix:
         assert uncertain < certain
 
     def test_a_longer_match_makes_it_more_confident(self) -> None:
-        drafter = SuffixDrafter()
+        drafter = suffix()
         confidences = []
         for length in (2, 4, 8, 16):
             follow(drafter, [*range(50), *range(20, 20 + length)])
@@ -172,7 +181,7 @@ class TestSuffix:
     def test_stops_where_the_draft_would_likely_be_wrong(self) -> None:
         rng = random.Random(0)
         text = [token for _ in range(60) for token in (1, 2, rng.randrange(10, 90))] + [1, 2]
-        bold, careful = SuffixDrafter(min_survival=0.0), SuffixDrafter(min_survival=0.3)
+        bold, careful = suffix(min_survival=0.0), suffix(min_survival=0.3)
         for drafter in (bold, careful):
             follow(drafter, text)
         assert len(draft(bold, 5).token_ids) == 5
@@ -182,14 +191,14 @@ class TestSuffix:
         assert draft(careful, 20).token_ids == draft(bold, 20).token_ids == (1, 2, 3, 4) * 5
 
     def test_goes_on_behind_what_was_drafted(self) -> None:
-        drafter = SuffixDrafter()
+        drafter = suffix()
         follow(drafter, [*range(30), 5, 6, 7])
         assert draft(drafter, 2).token_ids == (8, 9)
         assert draft(drafter, 2, (8, 9)).token_ids == (10, 11)
         assert draft(drafter, 2, (80, 81)).token_ids == ()
 
     def test_learns_from_what_others_were_answered_but_not_from_what_they_asked(self) -> None:
-        drafter = SuffixDrafter()
+        drafter = suffix()
         answer(drafter, range(10, 30), prompt=[90, 91, 92])
         follow(drafter, [50, 51, 12, 13, 14])
         assert draft(drafter, 3).token_ids == ()
@@ -199,14 +208,14 @@ class TestSuffix:
         assert draft(drafter, 3, name="b").token_ids == ()
 
     def test_remembers_nothing_of_others_where_it_may_not(self) -> None:
-        drafter = SuffixDrafter(max_shared_tokens=0)
+        drafter = suffix(max_shared_tokens=0)
         answer(drafter, range(10, 30))
         drafter.release("other")
         follow(drafter, [50, 51, 12, 13, 14])
         assert draft(drafter, 3).token_ids == ()
 
     def test_a_request_that_comes_and_goes_is_remembered_once(self) -> None:
-        drafter = SuffixDrafter(max_shared_tokens=400)
+        drafter = suffix(max_shared_tokens=400)
         answer(drafter, range(200, 250))
         drafter.release("other")
         text = [7]
@@ -219,14 +228,14 @@ class TestSuffix:
         assert draft(drafter, 2).token_ids == (213, 214), "what others were answered was not pushed out"
         follow(drafter, [90, 31, 32])
         (repeated,) = draft(drafter, 1).confidences
-        once = SuffixDrafter(max_shared_tokens=400)
+        once = suffix(max_shared_tokens=400)
         answer(once, range(30, 35))
         once.release("other")
         follow(once, [90, 31, 32])
         assert draft(once, 1).confidences == (repeated,), "it counts as said once"
 
     def test_forgets_the_oldest_answers_first(self) -> None:
-        drafter = SuffixDrafter(max_shared_tokens=400)
+        drafter = suffix(max_shared_tokens=400)
         for i in range(20):  # of 50 tokens each, and 100 fit into a quarter of the memory
             answer(drafter, range(100 * i, 100 * i + 50))
             drafter.release("other")
@@ -240,7 +249,7 @@ class TestSuffix:
         assert 6 <= sum(remembered) <= 8
 
     def test_a_request_that_outgrows_its_memory_keeps_its_latest_half(self) -> None:
-        drafter = SuffixDrafter(request_tokens=100)
+        drafter = suffix(request_tokens=100)
         follow(drafter, range(1000))
         for start in range(1000, 1500, 7):
             drafter.extend("a", range(start, start + 7))
@@ -263,7 +272,7 @@ class TestSuffix:
     )
     def test_refuses_arguments_that_make_no_sense(self, field: str, arguments: dict[str, float]) -> None:
         with pytest.raises(InvalidField, match=field):
-            SuffixDrafter(**arguments)
+            suffix(**arguments)
 
 
 def test_lookups_need_neither_torch_nor_numpy() -> None:

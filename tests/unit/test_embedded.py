@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from actors.gateway import LinkClient
+from cluster.config import DrafterConfig, NgramOptions
 from cluster.errors import LinkClosed, Overloaded
 from cluster.types import Commit, FinishReason, Request, SamplingParams
 from deploy.embedded import EmbeddedCluster, PoolEntry
+from drafters.roster import RosterLimits
 from router.cost_model import TableCost
 from tests.support.toys import MODEL, ToyDrafter, ToyTarget, plain_run
 
@@ -29,6 +31,13 @@ def drafter(error: float = 0.2) -> PoolEntry:
 def cluster() -> Iterator[EmbeddedCluster]:
     with EmbeddedCluster(ToyTarget(num_blocks=64), MODEL, COST, {"a": drafter(), "b": drafter(0.9)}) as running:
         yield running
+
+
+def test_a_pool_without_a_configuration_has_its_defaults() -> None:
+    entry, limits = drafter(), RosterLimits()
+    config = DrafterConfig(name="d", options=NgramOptions())
+    assert entry.capacity == limits.capacity == config.capacity
+    assert entry.max_draft_len == limits.max_draft_len == config.max_draft_len
 
 
 def test_many_requests_at_once_get_the_plain_tokens(cluster: EmbeddedCluster) -> None:

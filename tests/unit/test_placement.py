@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.config import Config, DrafterConfig, ModelOptions, NgramOptions, Resources, TargetConfig, load
+from cluster.config import (
+    Config,
+    DrafterConfig,
+    ModelOptions,
+    NgramOptions,
+    Resources,
+    SuffixOptions,
+    TargetConfig,
+    load,
+    parts_of,
+)
 from cluster.inventory import Inventory, Node
 from cluster.placement import PlacementError, PlacementPlan, Strategy, place
 from cluster.resolve import resolve
@@ -185,6 +195,18 @@ def test_an_example_loads_and_can_be_placed(name: str) -> None:
             assert bundle.node_labels.items() <= labels[bundle.node].items()
     for replica in range(config.target.replicas):
         assert plan.group(f"target-{replica}").strategy is Strategy.STRICT_PACK
+
+
+@pytest.mark.parametrize(("name", "limit_mb"), [("laptop", 30), ("one-node-8gpu", 450), ("multi-node", 450)])
+def test_what_an_example_remembers_of_answers_stays_within_what_it_says(name: str, limit_mb: float) -> None:
+    memories = [
+        options.max_shared_tokens
+        for drafter in load(EXAMPLES / f"{name}.yaml").drafters
+        for options in parts_of(drafter.options)
+        if isinstance(options, SuffixOptions)
+    ]
+    assert len(memories) == 1
+    assert 450 * memories[0] <= limit_mb * 1e6  # bytes a token, which test_drafters_lookup.py measures
 
 
 def test_the_laptop_example_is_the_default_written_out() -> None:

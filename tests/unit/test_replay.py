@@ -69,7 +69,7 @@ def test_every_token_is_committed_once_whatever_the_batch() -> None:
     ]
 
     def rounds(batch: int) -> list[Round]:
-        drafter: Drafter = SuffixDrafter(max_shared_tokens=0)
+        drafter: Drafter = SuffixDrafter(max_match_len=16, max_shared_tokens=0)
         return list(replay(drafter, recordings, DRAFT_LEN, batch))
 
     for batch in (1, 3, 8):
