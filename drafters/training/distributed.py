@@ -24,7 +24,7 @@ class World:
         """The module whose gradients are means over all processes."""
         if self.size == 1:
             return module
-        return nn.parallel.DistributedDataParallel(module, broadcast_buffers=False)
+        return nn.parallel.DistributedDataParallel(module)
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from deploy.bench import BENCHES
 from deploy.cli import app
 
-COMMANDS = ("serve", "config", "chat", "status", "bench", "models")
+COMMANDS = ("serve", "config", "chat", "status", "bench", "models", "train")
 HEAVY = ("torch", "ray", "transformers", "fastapi", "openai", "numpy", "pydantic")
 
 
