@@ -129,7 +129,7 @@ class _Bench:
             await asyncio.gather(*(flows.wait() for flows in flowing.values()))
             self._server.workers(actor)[0].kill()
             outcome = Disturbed(killed_s=time.monotonic())
-            load = asyncio.create_task(self._further_requests(asks))
+            load = asyncio.create_task(self._further_requests(asks, streams))
             try:
                 while not recovered(await self._metrics(client)):  # noqa: ASYNC110 - HTTP has no event for it
                     await asyncio.sleep(POLL_S)
@@ -146,8 +146,10 @@ class _Bench:
             while (await self._target.ask(ask)).error is not None:  # noqa: ASYNC110 - HTTP has no event for it
                 await asyncio.sleep(POLL_S)
 
-    async def _further_requests(self, asks: Sequence[Ask]) -> None:
-        """One after the other, so that there is something to draft for."""
+    async def _further_requests(self, asks: Sequence[Ask], after: asyncio.Task[list[Answer]]) -> None:
+        """One after the other, so that there is something to draft for. Not before the streams have ended: reading their
+        prompts would tear gaps into those."""
+        await asyncio.wait({after})
         while True:
             for ask in asks:
                 await self._target.ask(Ask("further", ask.prompt_token_ids, 32))
