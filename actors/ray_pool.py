@@ -13,8 +13,9 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.drafter import DrafterActor
+from actors.members import Directory, Process, ProcessEnded
 from actors.router import Router, RouterActor
-from actors.supervisor import Directory, Process, ProcessEnded, Supervisor
+from actors.supervisor import Supervisor
 from actors.target import SlotReport, TargetActor
 from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig

@@ -5,17 +5,17 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Any, Protocol
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
 
 from actors.drafter import DrafterInfo
+from actors.members import Directory, Member, Pool, Process, ProcessEnded, Spawner, State
 from actors.restarts import RestartPolicy
 from actors.target import DrafterCounts, TargetInfo, TargetReport
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
-from cluster.config import Config, DrafterConfig
-from cluster.errors import InvalidField, OutriderError
+from cluster.config import Config
+from cluster.errors import InvalidField
 from cluster.types import ModelInfo
 from router.assignment import member_name
 
@@ -31,85 +31,13 @@ REPORT_DEADLINE_S = 1.0
 SILENT = "silent"  # the state of a target that should be ready and tells nothing
 
 
-class State(StrEnum):
-    STARTING = "starting"
-    READY = "ready"
-    DOWN = "down"
-    DRAINING = "draining"
-    QUARANTINED = "quarantined"
-
-
-class ProcessEnded(OutriderError):
-    """A process ended, or answers no more; says why."""
-
-
-class Process(Protocol):
-    """One life of an actor. Its questions raise ProcessEnded once it is dead."""
-
-    async def ended(self) -> str:
-        """Waits until its loop or the process itself has ended, and says why."""
-
-    async def unread_s(self) -> float: ...
-
-    async def call(self, method: str, *args: Any) -> Any: ...
-
-    async def kill(self) -> None:
-        """At once; returns when it is dead."""
-
-
-class Spawner(Protocol):
-    """Makes processes. Each returns one that exists already under the name, if there is one that lives."""
-
-    async def target(self, name: str) -> Process: ...
-
-    async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process: ...
-
-    async def router(self) -> Process: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Directory:
-    """Where the targets are. ``version`` grows with every change in the life of one supervisor, which ``epoch`` names."""
-
-    epoch: str
-    version: int = 0
-    model: ModelInfo | None = None
-    addresses: tuple[str, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """One process that is to be there, through all its lives."""
-
-    name: str
-    spawn: Callable[[], Awaitable[Process]]
-    on_ready: Callable[["Member", Any], Coroutine[Any, Any, None]]
-    restarts: RestartPolicy
-    patience: int = 1
-    state: State = State.STARTING
-    process: Process | None = None
-    pid: int | None = None
-    start_at_s: float = 0.0
-    reason: str | None = None  # why it is not ready, or was not when it last ended
-
-
-@dataclass(slots=True, eq=False)
-class _Pool:
-    targets: dict[str, Member] = field(default_factory=dict)
-    drafters: dict[str, Member] = field(default_factory=dict)
-    router: Member | None = None
-
-    def all(self) -> list[Member]:
-        return [*self.targets.values(), *self.drafters.values(), *([self.router] if self.router else [])]
-
-
 class Supervisor:
     """One task per member, which starts it, watches it, and starts it again. Used from one event loop."""
 
     def __init__(self, config: Config, spawner: Spawner) -> None:
         self._config = config
         self._spawner = spawner
-        self._pool = _Pool()
+        self._pool = Pool()
         self._kinds = {member_name(d.name, i): d for d in config.drafters for i in range(d.replicas)}
         self._tasks: set[asyncio.Task[None]] = set()
         self._addresses: dict[str, str] = {}

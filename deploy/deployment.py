@@ -14,8 +14,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
+from actors.members import Directory
 from actors.ray_pool import Deployment, start_supervisor
-from actors.supervisor import Directory
 from cluster.config import Config
 from cluster.placement import place
 from cluster.resolve import resolve

@@ -1,5 +1,6 @@
 """A Ray cluster of this machine alone, in a folder of its own, that ends without a trace."""
 
+import fcntl
 import os
 import secrets
 import shlex
@@ -23,6 +24,8 @@ OBJECT_STORE_BYTES = 80 * 2**20
 # A unix socket's path holds 107 bytes, HAProxy's 97, of which Serve takes 70 with the node's id and the name.
 MAX_FOLDER_LEN = 27
 GRACE_S = 3.0
+FOLDER_PREFIX = "outrider-"
+LOCK = "launcher.lock"
 
 _INHERITED = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -79,16 +82,37 @@ def run_folder() -> Iterator[Path]:
     """
     for parent in (Path(tempfile.gettempdir()), Path("/tmp")):
         if len(str(parent)) + len("/outrider-12345678") <= MAX_FOLDER_LEN and os.access(parent, os.W_OK):
-            folder = Path(tempfile.mkdtemp(prefix="outrider-", dir=parent))
-            try:
+            _remove_stale(parent)
+            folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
+            with _owned(folder):
                 yield folder
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
             return
     raise LaunchError(
         f"the temporary folder {tempfile.gettempdir()} has too long a path for sockets (over {MAX_FOLDER_LEN} bytes), and "
         "/tmp cannot be written: set TMPDIR to a shorter one"
     )
+
+
+@contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Locked while this process lives, however it ends; removed when it ends in order."""
+    with (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_stale(parent: Path) -> None:
+    """The folders of launchers that were killed: their locks are free."""
+    for lock_file in parent.glob(f"{FOLDER_PREFIX}*/{LOCK}"):
+        try:
+            with lock_file.open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock_file.parent, ignore_errors=True)
+        except OSError:  # it is in use, another's, or just removed by another
+            continue
 
 
 def prepare_environment(folder: Path) -> None:

@@ -16,8 +16,8 @@ from ray import serve
 from ray.exceptions import RayActorError
 
 from actors.gateway import LinkClient
+from actors.members import Directory
 from actors.ray_pool import SUPERVISOR
-from actors.supervisor import Directory
 from cluster.client import ClusterStatus
 from cluster.config import Config
 from cluster.errors import LinkClosed

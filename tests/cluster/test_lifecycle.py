@@ -11,6 +11,7 @@ import pytest
 
 from cluster.config import Config
 from deploy.bench.server import ServerProcess
+from deploy.local_ray import run_folder
 from deploy.processes import descendants
 from tests.support.settings import small_config
 from tests.support.waiting import eventually
@@ -100,6 +101,9 @@ def test_a_cluster_ends_with_a_launcher_that_is_killed(server: ServerProcess) ->
     server.signal(signal.SIGKILL)
     server.wait_end()
     eventually(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in own))
+    assert traces.folders
+    with run_folder():  # whoever starts next tidies up
+        assert not any(folder.exists() for folder in traces.folders)
 
 
 def fails(config: Config) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from actors.drafter import DrafterInfo
+from actors.members import Process, ProcessEnded, State
 from actors.router import RouterInfo
-from actors.supervisor import Process, ProcessEnded, State, Supervisor
+from actors.supervisor import Supervisor
 from actors.target import DrafterCounts, TargetInfo, TargetReport
 from cluster.client import TargetStatus
 from cluster.config import Config, DrafterConfig, NgramOptions, SupervisionConfig, TargetConfig
