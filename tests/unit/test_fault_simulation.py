@@ -13,7 +13,7 @@ from cluster.types import FinishReason
 from tests.support.cluster_in_a_thread import SimulatedCluster, random_requests
 from tests.support.toys import plain_run
 
-NUM_SEEDS = int(os.environ.get("OUTRIDER_SIM_SEEDS", "1500"))
+NUM_SEEDS = int(os.environ.get("OUTRIDER_SIM_SEEDS", "2000"))
 CHUNK = 50
 
 
