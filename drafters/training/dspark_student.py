@@ -14,7 +14,7 @@ from drafters.dspark.config import DSparkConfig
 from drafters.dspark.network import DSparkNetwork
 from drafters.training.batches import Batch
 from drafters.training.frozen import FrozenTarget
-from drafters.training.losses import Losses, distillation, position_weights, target_at
+from drafters.training.losses import Losses, TargetDistribution, distillation, position_weights
 from drafters.training.readings import Rows
 from drafters.training.target_layers import read_final_norm, read_layers
 from drafters.training.vocabulary import positions_in
@@ -58,7 +58,7 @@ class DSparkStudent(nn.Module):
         wanted = known[has_truth]
         losses = distillation(
             self.network.logits(hidden[has_truth], None if latents is None else latents[has_truth]),
-            target_at(batch.features, batch.normalisers, wanted, self.network.lm_head.weight),
+            TargetDistribution.at(batch.features, batch.normalisers, wanted, self.network.lm_head.weight),
             self.places[batch.token_ids[(wanted + 1).clamp_max(last)]],
             self.weights.expand_as(rows)[has_truth],
             progress,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from drafters.layers import save_layers
 from drafters.training.batches import Batch
-from drafters.training.losses import Losses, distillation, target_at
+from drafters.training.losses import Losses, TargetDistribution, distillation
 from drafters.training.readings import Rows
 from drafters.training.target_layers import read_final_norm, read_layers
 from drafters.training.vocabulary import positions_in
@@ -53,7 +53,7 @@ class LayersStudent(nn.Module):
         hidden = out.last_hidden_state[is_token][batch.anchors]
         return distillation(
             F.linear(hidden, self.head),
-            target_at(batch.features, batch.normalisers, batch.anchors, self.head),
+            TargetDistribution.at(batch.features, batch.normalisers, batch.anchors, self.head),
             self.places[batch.token_ids[batch.anchors + 1]],
             torch.ones(len(batch.anchors), device=hidden.device),
             progress,

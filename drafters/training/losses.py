@@ -4,7 +4,9 @@ What the target says outside the drafter's vocabulary cannot be drafted: it coun
 acceptance that the confidence head is taught.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,19 +14,36 @@ from torch import Tensor
 
 CE_WEIGHT, MATCH_WEIGHT, CONFIDENCE_WEIGHT = 0.1, 0.9, 1.0
 ANNEALED_UNTIL = 0.3  # of training: until then Kullback-Leibler divergence turns into total variation
+# Of logits at once. A dozen passes go over them, which on a CPU are cheap only as long as they stay in its cache.
+_ROWS_AT_ONCE = {"cpu": 32, "cuda": 2048}
 
 
 @dataclass(frozen=True, slots=True)
 class TargetDistribution:
-    """Of n positions: log-probabilities of the drafter's vocabulary, [n, size], normalised over all of the target's."""
+    """Of n positions, over the drafter's vocabulary, normalised over all of the target's. Positions may share a row.
 
-    log_probs: Tensor
+    ``logits`` [m, size], ``normalisers`` [m]: log sum exp over the target's vocabulary; ``rows`` int64 [n].
+    """
+
+    logits: Tensor
+    normalisers: Tensor
+    rows: Tensor
 
     @classmethod
-    def of(cls, hidden: Tensor, head: Tensor, normalisers: Tensor) -> "TargetDistribution":
-        """``hidden`` [n, d], ``head`` [size, d]: the rows of the drafter's vocabulary; ``normalisers`` [n]."""
+    def at(cls, features: Tensor, normalisers: Tensor, rows: Tensor, head: Tensor) -> "TargetDistribution":
+        """After each of ``rows``, [n], of ``features`` (as of ``readings.Reading``). What is wanted twice is computed once.
+
+        ``head`` [size, d]: the rows of the drafter's vocabulary.
+        """
+        unique, place = rows.unique(return_inverse=True)
         with torch.no_grad():
-            return cls(F.linear(hidden, head).float() - normalisers[:, None])
+            hidden = features[unique, -head.shape[1] :]
+            return cls(F.linear(hidden, head.to(hidden.dtype)), normalisers[unique], place)
+
+    def log_probs(self, part: slice) -> Tensor:
+        """fp32 [len(part), size]"""
+        rows = self.rows[part]
+        return self.logits[rows].float() - self.normalisers[rows, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,42 +71,73 @@ def distillation(
     weights: of the positions, [n]; they need not sum to 1.
     progress: of the training, 0 to 1.
     """
-    log_q = logits.float().log_softmax(-1)
-    p = target.log_probs.exp()
-    inside = places >= 0
     scale = weights / weights.sum()
-    own = log_q.gather(1, places.clamp_min(0)[:, None]).squeeze(1)
-    cross_entropy = -(scale * inside * own).sum()
-    q = log_q.exp()
-    acceptance = torch.minimum(p, q).sum(-1)
     annealed = min(1.0, progress / ANNEALED_UNTIL)
+    total, cross_entropy, acceptance = _Distillation.apply(logits, target, places, scale, annealed)
     # |p - q|_1 over all tokens is 2 (1 - sum of minima), for outside the vocabulary q is 0.
     variation = 2.0 * (scale * (1.0 - acceptance)).sum()
-    match = annealed * variation
-    if annealed < 1.0:
-        match = match - (1.0 - annealed) * (scale * (p * log_q).sum(-1)).sum()
     confidence = logits.new_zeros((), dtype=torch.float32)
     if confidence_logits is not None:
         # Equation 11; the label is no path for gradients.
-        each = F.binary_cross_entropy_with_logits(
-            confidence_logits.float(), acceptance.detach().clamp(0, 1), reduction="none"
-        )
+        each = F.binary_cross_entropy_with_logits(confidence_logits.float(), acceptance.clamp(0, 1), reduction="none")
         confidence = (scale * each).sum()
-    total = CE_WEIGHT * cross_entropy + MATCH_WEIGHT * match + CONFIDENCE_WEIGHT * confidence
-    return Losses(total, cross_entropy.detach(), variation.detach(), confidence.detach(), acceptance.detach())
+        total = total + CONFIDENCE_WEIGHT * confidence
+    return Losses(total, cross_entropy, variation, confidence.detach(), acceptance)
 
 
-def target_at(features: Tensor, normalisers: Tensor, rows: Tensor, head: Tensor) -> TargetDistribution:
-    """After each of ``rows``, [n]. A row's distribution is computed once, however often it is wanted.
+class _Distillation(torch.autograd.Function):
+    """Cross entropy and match together, with their gradient, a few rows at a time.
 
-    ``features``: as of ``readings.Reading``, of all rows; ``head``: as of ``TargetDistribution.of``.
+    Of a position with logits z, q = softmax(z), target p (which sums to less than 1 where the vocabulary is reduced) and the
+    token y that came:
+
+        CE = -log q_y              d/dz = q - onehot(y)           (0 where y is outside the vocabulary)
+        KL = -sum p log q          d/dz = q sum(p) - p            (but for a constant)
+        TV = 2 (1 - sum min(p, q)) d/dz = -2 q (m - sum(q m))     with m = 1 where q < p, else 0
     """
-    unique, place = rows.unique(return_inverse=True)
-    hidden = features[unique, -head.shape[1] :]
-    found = TargetDistribution.of(hidden, head.detach().to(hidden.dtype), normalisers[unique])
-    return TargetDistribution(found.log_probs[place])
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: TargetDistribution, places: Tensor, scale: Tensor, annealed: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num = len(logits)
+        own, divergence, acceptance = (torch.zeros(num, device=logits.device) for _ in range(3))
+        gradient = torch.empty_like(logits)
+        inside = places >= 0
+        for part in _parts(num, _ROWS_AT_ONCE[logits.device.type]):
+            log_q, log_p = logits[part].float().log_softmax(-1), target.log_probs(part)
+            at = places[part].clamp_min(0)[:, None]
+            own[part] = log_q.gather(1, at).squeeze(1)
+            p = log_p.exp()
+            if annealed < 1.0:
+                divergence[part] = -(p * log_q).sum(-1)
+            q = log_q.exp_()
+            acceptance[part] = torch.minimum(p, q).sum(-1)
+            counted = CE_WEIGHT * inside[part].float()
+            slope = counted[:, None] * q
+            slope.scatter_add_(1, at, -counted[:, None])
+            if annealed < 1.0:
+                slope += MATCH_WEIGHT * (1.0 - annealed) * (q * p.sum(-1, keepdim=True) - p)
+            if annealed > 0.0:
+                below = q * (q < p)
+                slope -= (2.0 * MATCH_WEIGHT * annealed) * below.sub_(q * below.sum(-1, keepdim=True))
+            gradient[part] = slope.mul_(scale[part, None]).to(logits.dtype)
+        ctx.save_for_backward(gradient)
+        cross_entropy = -(scale * inside * own).sum()
+        match = annealed * 2.0 * (scale * (1.0 - acceptance)).sum() + (1.0 - annealed) * (scale * divergence).sum()
+        ctx.mark_non_differentiable(cross_entropy, acceptance)
+        return CE_WEIGHT * cross_entropy + MATCH_WEIGHT * match, cross_entropy, acceptance
+
+    @staticmethod
+    def backward(ctx: Any, of_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * of_total.to(gradient.dtype), None, None, None, None
 
 
 def position_weights(block_size: int) -> Tensor:
     """exp(-(k - 1) / gamma) for k = 1 .. gamma: early positions decide how many tokens are accepted."""
     return torch.exp(-torch.arange(block_size) / block_size)
+
+
+def _parts(num: int, size: int) -> Iterator[slice]:
+    return (slice(first, first + size) for first in range(0, num, size))

@@ -26,10 +26,11 @@ from drafters.training.distributed import World
 from drafters.training.dspark_student import DSparkStudent
 from drafters.training.evaluation import DRAFT_LENS, Acceptance, acceptance, evaluate, hold_out, standardisation
 from drafters.training.frozen import FrozenTarget
+from drafters.training.kept import InMemory, OnDisk
 from drafters.training.layers_student import LayersStudent
 from drafters.training.manifest import WorkFolder
 from drafters.training.plots import plot_acceptance, plot_losses
-from drafters.training.readings import Readings, Rows, target_rows
+from drafters.training.readings import Kept, Readings, Rows, target_rows
 from drafters.training.recipe import (
     HELD_OUT,
     MAX_HELD_OUT_ANSWERS,
@@ -51,11 +52,9 @@ from profiler.calibration import Records, fit_temperatures, save_scaling
 
 MAX_TABLE_CONTEXTS = 200_000
 MAX_REGRESSION_ROWS = 200_000
+MAX_KEPT_BYTES = {"cpu": 24 * 2**30, "cuda": 32 * 2**30}  # of readings: on disk, in the GPU's memory
 # On a CPU an answer is read as fast alone, and then its reading does not depend on others, not even in the last bit.
-READING = {
-    "cpu": {"keep_bytes": 3 * 2**30, "max_pass_tokens": 1},
-    "cuda": {"keep_bytes": 32 * 2**30, "max_pass_tokens": 16384},
-}
+MAX_PASS_TOKENS = {"cpu": 1, "cuda": 16384}
 CHECK_ANSWERS = 16  # held-out answers that a checkpoint is tried on
 MAX_MODEL_LEN = 2048
 _UNTOLD = ("out", "work", "device", "quick", "checkpoint_minutes")  # do not change what training does
@@ -141,7 +140,11 @@ class _Run:
         self._target, self._work = target, work
         self._learned, self._held_out = learned, held_out
         self._layers = feature_layers(target.model.config.num_layers)
-        self._readings = Readings(target, self._layers, **READING[world.device.type])
+        kind = world.device.type
+        kept: Kept = InMemory(MAX_KEPT_BYTES[kind])
+        if kind == "cpu":
+            kept = OnDisk(work.path / "readings", self._layers, MAX_KEPT_BYTES[kind])
+        self._readings = Readings(target, self._layers, kept, MAX_PASS_TOKENS[kind])
         self._folder = work.path / options.out.name  # of what is under way
         self._folder.mkdir(exist_ok=True)
 

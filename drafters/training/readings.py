@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from engine.layout import PackedSpan
 from engine.models.weights import open_weights
 
 _BLOCK_LEN = 32
-_HEAD_ROWS = 256  # of logits over the whole vocabulary that exist at once
+_HEAD_ROWS = {"cpu": 64, "cuda": 1024}  # of logits over the whole vocabulary at once: on a CPU they shall stay in its cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,24 @@ class Reading:
 
     ``features``: hidden states of the chosen layers side by side, in the target's dtype, [n, len(layers) * hidden]; the last
     ``hidden`` columns are the final ones, from which its distribution follows. ``normalisers``: log sum exp of its logits,
-    [n], fp32.
+    [n], fp32; NaN before the last token of the prompt, after which nobody drafts.
     """
 
     features: Tensor
     normalisers: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.features.nbytes + self.normalisers.nbytes
+
+
+class Kept(Protocol):
+    """Readings that were made before (``drafters.training.kept``)."""
+
+    def find(self, answer: Answer) -> Reading | None: ...
+
+    def keep(self, answer: Answer, reading: Reading) -> None:
+        """While there is room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +61,22 @@ class Readings:
 
     Args:
         layers: ascending, the last layer among them; as of ``CausalModel.forward_with_features``.
-        keep_bytes: readings are kept up to so many bytes, on the target's device.
+        kept: where they are looked up, and left for the next time.
         max_pass_tokens: answers are read together up to so many tokens, a longer one alone.
     """
 
-    def __init__(self, target: FrozenTarget, layers: Sequence[int], keep_bytes: int, max_pass_tokens: int) -> None:
+    def __init__(self, target: FrozenTarget, layers: Sequence[int], kept: Kept, max_pass_tokens: int) -> None:
         if layers[-1] != target.model.config.num_layers - 1:
             raise ValueError(f"layers {list(layers)} must end with the target's last")
         self._target = target
         self._layers = tuple(layers)
-        self._room = keep_bytes
+        self._kept = kept
         self._max_pass_tokens = max_pass_tokens
-        self._kept: dict[tuple[str, float], Reading] = {}
         self._cache: KvCache | None = None
 
     def of(self, answers: Sequence[Answer]) -> list[Reading]:
         """In the order of ``answers``, in as few passes as their lengths allow."""
-        found = {name: self._kept[name] for a in answers if (name := _name(a)) in self._kept}
+        found = {_name(a): reading for a in answers if (reading := self._kept.find(a)) is not None}
         missing = [a for a in answers if _name(a) not in found]
         part: list[Answer] = []
         num_tokens = 0
@@ -88,17 +101,21 @@ class Readings:
             spans.append(PackedSpan(0, answer.token_ids, table))
             first += num
         _, features = model.forward_with_features(spans, cache, self._layers)
-        hidden = features[:, -model.config.hidden_size :].contiguous()
-        normalisers = torch.cat([model.logits(part).float().logsumexp(-1) for part in hidden.split(_HEAD_ROWS)])
         # Clones leave inference mode, so that what is trained may save them for its backward pass.
-        pairs = zip(features.split(lens), normalisers.split(lens), strict=True)
-        readings = {_name(a): Reading(f.clone(), z.clone()) for a, (f, z) in zip(answers, pairs, strict=True)}
-        for name, reading in readings.items():
-            num_bytes = reading.features.nbytes + reading.normalisers.nbytes
-            if num_bytes <= self._room:
-                self._kept[name] = reading
-                self._room -= num_bytes
+        readings = {}
+        for answer, part in zip(answers, features.split(lens), strict=True):
+            reading = Reading(part.clone(), self._normalisers(part, answer.prompt_len - 1).clone())
+            self._kept.keep(answer, reading)
+            readings[_name(answer)] = reading
         return readings
+
+    def _normalisers(self, features: Tensor, first: int) -> Tensor:
+        """Of one answer, from row ``first`` on."""
+        model = self._target.model
+        hidden = features[max(0, first) :, -model.config.hidden_size :].contiguous()
+        parts = [model.logits(part).float().logsumexp(-1) for part in hidden.split(_HEAD_ROWS[features.device.type])]
+        unread = torch.full((len(features) - len(hidden),), torch.nan, device=features.device)
+        return torch.cat([unread, *parts])
 
     def _cache_of(self, num_blocks: int) -> KvCache:
         if self._cache is None or self._cache.num_blocks < num_blocks:

@@ -112,8 +112,16 @@ def schedule(options: TrainOptions, device: torch.device, max_seconds: float | N
         learning_rate=options.learning_rate,
         max_seconds=max_seconds,
         checkpoint_s=60.0 * options.checkpoint_minutes,
-        bf16=device.type == "cuda",
+        bf16=multiplies_bf16(device),
     )
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether products of bfloat16 are faster than those of float32 there: about twice, on CPUs that have them."""
+    if device.type == "cuda":
+        return True
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def feature_layers(num_layers: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from drafters.training.corpus import Answer, WrittenPrompt, append, fingerprint,
 from drafters.training.dspark_student import DSparkStudent
 from drafters.training.evaluation import acceptance, hold_out, standardisation
 from drafters.training.frozen import FrozenTarget
+from drafters.training.kept import InMemory, OnDisk
 from drafters.training.layers_student import LayersStudent
 from drafters.training.losses import TargetDistribution, distillation, position_weights
 from drafters.training.readings import Readings, target_rows
@@ -49,7 +50,7 @@ def answers() -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def readings(target: FrozenTarget) -> Readings:
-    return Readings(target, (0, 1), keep_bytes=2**24, max_pass_tokens=64)
+    return Readings(target, (0, 1), InMemory(2**24), max_pass_tokens=64)
 
 
 def student(target: FrozenTarget, readings: Readings, answers: list[Answer]) -> DSparkStudent:
@@ -63,12 +64,16 @@ def student(target: FrozenTarget, readings: Readings, answers: list[Answer]) -> 
     return DSparkStudent(config, target_rows(target), mean, std)
 
 
+def distribution(logits: torch.Tensor) -> TargetDistribution:
+    return TargetDistribution(logits, logits.logsumexp(-1), torch.arange(len(logits)))
+
+
 def test_total_variation_counts_what_cannot_be_drafted_as_lost() -> None:
     torch.manual_seed(1)
     full, z = torch.randn(5, 11), torch.randn(5, 4)
     vocabulary = torch.tensor([1, 4, 5, 9])
     places = positions_in(vocabulary, 11)[torch.tensor([4, 0, 9, 5, 10])]
-    target = TargetDistribution(full[:, vocabulary] - full.logsumexp(-1, keepdim=True))
+    target = TargetDistribution(full[:, vocabulary], full.logsumexp(-1), torch.arange(5))
     weights = torch.tensor([1.0, 0.5, 0.25, 0.25, 1.0])
     found = distillation(z, target, places, weights, progress=1.0)
     q = torch.zeros(5, 11)
@@ -84,19 +89,42 @@ def test_total_variation_counts_what_cannot_be_drafted_as_lost() -> None:
 
 def test_the_match_begins_as_divergence_and_ends_as_variation() -> None:
     torch.manual_seed(2)
-    z, target = torch.randn(3, 6), TargetDistribution(torch.randn(3, 6).log_softmax(-1))
+    z, target = torch.randn(3, 6), distribution(torch.randn(3, 6))
     places, weights = torch.zeros(3, dtype=torch.int64), torch.ones(3)
     at = {p: float(distillation(z, target, places, weights, p).total) for p in (0.0, 0.15, 0.3, 1.0)}
-    divergence = -(target.log_probs.exp() * z.log_softmax(-1)).sum(-1).mean()
+    divergence = -(target.log_probs(slice(None)).exp() * z.log_softmax(-1)).sum(-1).mean()
     cross_entropy = -z.log_softmax(-1)[:, 0].mean()
     assert at[0.0] == pytest.approx(float(0.1 * cross_entropy + 0.9 * divergence), rel=1e-5)
     assert at[0.15] == pytest.approx((at[0.0] + at[1.0]) / 2, rel=1e-5)
     assert at[0.3] == at[1.0]
 
 
+@pytest.mark.parametrize("progress", [0.0, 0.2, 1.0])
+def test_gradients_are_those_of_the_losses_as_defined(progress: float) -> None:
+    """Of more rows than are taken at once, some of which share the target's."""
+    torch.manual_seed(4)
+    num, size = 75, 13
+    full, rows = torch.randn(20, 17), torch.randint(0, 20, (num,))
+    target = TargetDistribution(full[:, :size], full.logsumexp(-1), rows)
+    places, weights = torch.randint(-1, size, (num,)), torch.rand(num)
+    z = torch.randn(num, size, requires_grad=True)
+    plain = z.detach().clone().requires_grad_()
+    log_q, p = plain.log_softmax(-1), target.log_probs(slice(None)).exp()
+    scale, annealed = weights / weights.sum(), min(1.0, progress / 0.3)
+    own = log_q.gather(1, places.clamp_min(0)[:, None]).squeeze(1)
+    variation = 2 * (1 - torch.minimum(p, log_q.exp()).sum(-1))
+    match = annealed * variation - (1 - annealed) * (p * log_q).sum(-1)
+    expected = (scale * (0.9 * match - 0.1 * (places >= 0) * own)).sum()
+    found = distillation(z, target, places, weights, progress).total
+    torch.testing.assert_close(found, expected)
+    (3.0 * found).backward()
+    (3.0 * expected).backward()
+    torch.testing.assert_close(z.grad, plain.grad, rtol=1e-4, atol=1e-7)
+
+
 def test_the_confidence_is_taught_the_expected_acceptance() -> None:
     torch.manual_seed(3)
-    z, target = torch.randn(2, 6), TargetDistribution(torch.randn(2, 6).log_softmax(-1))
+    z, target = torch.randn(2, 6), distribution(torch.randn(2, 6))
     label = distillation(z, target, torch.zeros(2, dtype=torch.int64), torch.ones(2), 1.0).acceptance
     confidence = torch.logit(label).requires_grad_()
     found = distillation(z, target, torch.zeros(2, dtype=torch.int64), torch.ones(2), 1.0, confidence)
@@ -146,14 +174,35 @@ def test_anchors_begin_at_the_last_prompt_token_and_have_a_truth(answers: list[A
 
 
 def test_readings_are_the_targets_own_states_however_they_are_grouped(target: FrozenTarget, answers: list[Answer]) -> None:
-    alone = Readings(target, (0, 1), keep_bytes=0, max_pass_tokens=1).of(answers)
-    together = Readings(target, (0, 1), keep_bytes=2**24, max_pass_tokens=4096)
+    alone = Readings(target, (0, 1), InMemory(0), max_pass_tokens=1).of(answers)
+    together = Readings(target, (0, 1), InMemory(2**24), max_pass_tokens=4096)
     for _ in range(2):  # computed, then kept
         for a, b in zip(alone, together.of(answers), strict=True):
             torch.testing.assert_close(a.features, b.features, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(a.normalisers, b.normalisers, rtol=1e-5, atol=1e-5)
-    logits = target.model.logits(alone[0].features[:, -32:].contiguous())
-    torch.testing.assert_close(alone[0].normalisers, logits.logsumexp(-1))
+            torch.testing.assert_close(a.normalisers, b.normalisers, rtol=1e-5, atol=1e-5, equal_nan=True)
+    first = answers[0].prompt_len - 1
+    logits = target.model.logits(alone[0].features[first:, -32:].contiguous())
+    torch.testing.assert_close(alone[0].normalisers[first:], logits.logsumexp(-1))
+    assert alone[0].normalisers[:first].isnan().all()
+
+
+def test_readings_on_disk_serve_the_next_run_and_are_bounded(
+    target: FrozenTarget, answers: list[Answer], tmp_path: Path
+) -> None:
+    expected = Readings(target, (0, 1), InMemory(0), max_pass_tokens=1).of(answers)
+    room = sum(reading.num_bytes for reading in expected[:10])
+    Readings(target, (0, 1), OnDisk(tmp_path, (0, 1), room), max_pass_tokens=1).of(answers)
+    again = OnDisk(tmp_path, (0, 1), room)
+    found = [again.find(answer) for answer in answers]
+    assert 0 < sum(reading is not None for reading in found) <= 10
+    for reading, wanted in zip(found, expected, strict=True):
+        if reading is not None:
+            assert torch.equal(reading.features, wanted.features)
+            torch.testing.assert_close(reading.normalisers, wanted.normalisers, rtol=0, atol=0, equal_nan=True)
+    assert OnDisk(tmp_path, (1,), room).find(answers[0]) is None, "other layers are another reading"
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"damaged")
+    assert all(again.find(answer) is None for answer in answers)
 
 
 def test_a_saved_dspark_drafter_computes_on_raw_features_what_was_trained_on_standardised_ones(
