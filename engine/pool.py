@@ -87,7 +87,8 @@ class Pool:
                 port.release(proposal.request_id)
                 continue
             told_s = sequence.told_s.get(proposal.base_len)
-            if told_s is not None:  # a stale reply tells how long a reply takes, too
+            # A stale reply tells how long drafting takes, too. An empty one does not: a full drafter sends it at once.
+            if told_s is not None and proposal.token_ids:
                 stats.replied(now_s - told_s)
             if self._sequences.offer(proposal):
                 taken.append(sequence)

@@ -52,7 +52,8 @@ def _files(path: Path) -> list[Path]:
 
 def _read(path: Path) -> Iterable[Prompt]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(), which also breaks at U+2028 and the like: JSON allows those within a string.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidField("prompts", str(path), f"cannot be read as UTF-8 text ({error})") from error
     for number, line in enumerate(lines, start=1):

@@ -33,6 +33,14 @@ def test_spread_takes_domains_in_turn(tmp_path: Path) -> None:
     assert [p.id for p in spread(load_prompts([tmp_path]), 4)] == ["code/0", "math/0", "code/1", "code/2"]
 
 
+def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
+    text = "one\u2028two\u2029three\x85four"
+    file = tmp_path / "a.jsonl"
+    entry = {"id": "a", "domain": "d", "prompt": text}
+    file.write_bytes(f"{json.dumps(entry, ensure_ascii=False)}\r\n".encode() * 2)
+    assert [p.text for p in load_prompts([file])] == [text, text]
+
+
 @pytest.mark.parametrize("line", ["{", "[]", '{"id": "x", "domain": "y"}', '{"id": 1, "domain": "y", "prompt": "z"}'])
 def test_a_broken_line_is_named_with_its_number(tmp_path: Path, line: str) -> None:
     file = _write(tmp_path / "a.jsonl", "code", 1)
