@@ -1,7 +1,8 @@
 """The one configuration file: what it may say, and its defaults.
 
-The defaults are a laptop's: SmolLM2-135M-Instruct with an n-gram and a suffix drafter, all on one machine. Every section
-is frozen. "auto" is resolved once, by `cluster.resolve.resolve`, into a new Config that holds no "auto" any more.
+The defaults are a laptop's: SmolLM2-135M-Instruct and drafters that need no training, all on one machine; `outrider` puts
+trained ones among them where they come with the model (`drafters.shipped`). Every section is frozen. "auto" is resolved
+once, by `cluster.resolve.resolve`, into a new Config that holds no "auto" any more.
 """
 
 from collections.abc import Iterator, Mapping
@@ -382,14 +383,26 @@ class SupervisionConfig(Section):
         return self
 
 
-DEFAULT_DRAFTERS = (
-    DrafterConfig(name="ngram", options=NgramOptions()),
-    DrafterConfig(name="suffix", options=SuffixOptions()),
-)
+def default_pool(table: TableOptions | None = None, *models: DrafterOptions) -> tuple[DrafterConfig, ...]:
+    """The drafters of a file that names none: per request and round the best of lookups, a table and ``models``.
+
+    Beside it two lookups in processes of their own, for what they copy is drafted while the target computes, and requests
+    have somewhere to go when the cascade is gone. More members would cost memory and processor time for what the cascade
+    asks anyway.
+    """
+    cascade = CascadeOptions(members=(NgramOptions(), SuffixOptions(), table or TableOptions(), *models))
+    return (
+        DrafterConfig(name="cascade", options=cascade),
+        DrafterConfig(name="ngram", options=NgramOptions()),
+        DrafterConfig(name="suffix", options=SuffixOptions()),
+    )
+
+
+DEFAULT_DRAFTERS = default_pool()
 
 
 class Config(Section):
-    """The whole file. ``drafters: []`` serves the target alone."""
+    """The whole file. ``drafters: []`` serves the target alone; a file without the key gets the default pool."""
 
     model: ModelConfig = ModelConfig()
     target: TargetConfig = TargetConfig()

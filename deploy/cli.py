@@ -61,21 +61,23 @@ def serve(
     """Bring up the cluster and its OpenAI API; Ctrl-C ends all of it."""
     from cluster.config import Config, load
     from deploy.launch import serve as launch
+    from drafters.shipped import with_shipped
 
     config = load(file) if file is not None else Config()
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
     if port is not None:
         config = config.model_copy(update={"api": config.api.model_copy(update={"port": port})})
-    launch(config)
+    launch(with_shipped(config))
 
 
 @app.command()
 def config(file: ConfigFile = None) -> None:
     """Check a configuration file and print all that it means, defaults included."""
     from cluster.config import Config, load, show
+    from drafters.shipped import with_shipped
 
-    print(show(load(file) if file is not None else Config()), end="")
+    print(show(with_shipped(load(file) if file is not None else Config())), end="")
 
 
 @app.command()

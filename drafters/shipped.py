@@ -1,11 +1,43 @@
-"""The trained drafters that come with the program, in folders under ``assets/drafters``. No torch."""
+"""The trained drafters that come with the program for its embedded model, in folders under ``assets/drafters``. No torch."""
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from cluster.config import (
+    Config,
+    DrafterOptions,
+    DSparkOptions,
+    LayersOptions,
+    ModelConfig,
+    TableOptions,
+    default_pool,
+)
 from cluster.errors import ModelUnavailable
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "drafters"
+
+_OPTIONS: Mapping[str, Callable[[str], DrafterOptions]] = {
+    "table": lambda name: TableOptions(path=name),
+    "layers": lambda name: LayersOptions(path=name),
+    "dspark": lambda name: DSparkOptions(path=name),
+}
+
+
+def with_shipped(config: Config) -> Config:
+    """The configuration; if it names no drafters and serves the embedded model, with those that are shipped for that: the
+    table and the block drafter take part in the cascade of the default pool."""
+    if "drafters" in config.model_fields_set or config.model.name != ModelConfig().name:
+        return config
+    shipped = shipped_options().values()
+    tables = [options for options in shipped if isinstance(options, TableOptions)]
+    blocks = [options for options in shipped if isinstance(options, DSparkOptions)]
+    return config.model_copy(update={"drafters": default_pool(next(iter(tables), None), *blocks[:1])})
+
+
+def shipped_options() -> dict[str, DrafterOptions]:
+    """Every drafter that is there by its name, ascending, as a configuration would name it."""
+    return {name: _OPTIONS[kind](name) for name in shipped_names() if (kind := kind_of(FOLDER / name)) is not None}
 
 
 def shipped_names() -> tuple[str, ...]:

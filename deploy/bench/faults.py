@@ -63,12 +63,13 @@ def run(options: BenchOptions) -> BenchResult:
 
 
 def pinned(config: Config) -> Config:
-    """One drafter, which every request is sent to: whoever is killed was drafting."""
+    """One drafter with a process of its own, which every request is sent to: whoever is killed was drafting."""
+    drafter = next(drafter for drafter in config.drafters if not drafter.is_companion)
     return config.model_copy(
         update={
             "target": config.target.model_copy(update={"dtype": "float32"}),
-            "drafters": config.drafters[:1],
-            "router": RouterConfig(policy=FixedPolicy(chain=(config.drafters[0].name,))),
+            "drafters": (drafter,),
+            "router": RouterConfig(policy=FixedPolicy(chain=(drafter.name,))),
         }
     )
 

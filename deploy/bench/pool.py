@@ -1,7 +1,5 @@
 """The drafters that are compared: those that need no training, those that are shipped, and combinations of both."""
 
-from collections.abc import Callable, Mapping
-
 from cluster.config import (
     CascadeOptions,
     ChainOptions,
@@ -13,13 +11,7 @@ from cluster.config import (
     SuffixOptions,
     TableOptions,
 )
-from drafters.shipped import FOLDER, kind_of, shipped_names
-
-_TRAINED: Mapping[str, Callable[[str, str], DrafterOptions]] = {
-    "table": lambda path, target: TableOptions(path=path),
-    "layers": lambda path, target: LayersOptions(path=path, target=target),
-    "dspark": lambda path, target: DSparkOptions(path=path),
-}
+from drafters.shipped import shipped_options
 
 
 def pool(model: str) -> tuple[DrafterConfig, ...]:
@@ -27,7 +19,10 @@ def pool(model: str) -> tuple[DrafterConfig, ...]:
 
     The cascade asks the lookups, the table, and the one trained model that comes first by its kind (dspark, then layers).
     """
-    trained = {name: _TRAINED[kind](name, model) for name in shipped_names() if (kind := kind_of(FOLDER / name)) is not None}
+    trained: dict[str, DrafterOptions] = {
+        name: options.model_copy(update={"target": model}) if isinstance(options, LayersOptions) else options
+        for name, options in shipped_options().items()
+    }
     tables = [options for options in trained.values() if isinstance(options, TableOptions)]
     layers = [options for options in trained.values() if isinstance(options, LayersOptions)]
     blocks = [options for options in trained.values() if isinstance(options, DSparkOptions)]

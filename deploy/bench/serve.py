@@ -26,6 +26,7 @@ from deploy.bench.server import ServerProcess
 from deploy.embedded import EmbeddedCluster
 from deploy.local_ray import free_port
 from deploy.processes import tree_cpu_s, tree_pss_bytes
+from drafters.shipped import with_shipped
 from engine.models.prepare import ensure_model
 from engine.round import TargetLoop
 from profiler.prompts import choose_prompts
@@ -79,7 +80,7 @@ def run(options: BenchOptions) -> BenchResult:
 def local_config(model: str) -> Config:
     """The default configuration, resolved for this machine, at a free port."""
     num_cores = describe_environment().num_cores
-    config = Config(model=ModelConfig(name=model), api=ApiConfig(port=free_port()))
+    config = with_shipped(Config(model=ModelConfig(name=model), api=ApiConfig(port=free_port())))
     return resolve(config, Inventory((Node("here", float(num_cores)),)))
 
 

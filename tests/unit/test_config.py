@@ -38,7 +38,8 @@ def test_an_empty_file_is_the_laptop_default() -> None:
     assert parsed("") == Config()
     assert parsed("# nothing\n") == Config()
     assert Config().model.name == "smollm2-135m"
-    assert [drafter.options.kind for drafter in Config().drafters] == ["ngram", "suffix"]
+    assert [drafter.options.kind for drafter in Config().drafters] == ["cascade", "ngram", "suffix"]
+    assert not any(drafter.has_model for drafter in Config().drafters), "what serves any model needs no training"
 
 
 def test_values_reach_their_fields() -> None:
@@ -113,7 +114,7 @@ zzz: 1
         ("drafters:\n- {name: a, options: {kind: ngram, min_match_len: 5}}", "drafters[0].options", 2, "min_match_len (5)"),
         ("drafters:\n- {name: A b, options: {kind: ngram}}", "drafters[0].name", 2, "'A b'"),
         ("router:\n  policy: {kind: fixed, chain: [ngram, suffix]}", "", 1, "must name one drafter or none"),
-        ("router:\n  policy: {kind: fixed, chain: [x]}", "", 1, "must name drafters (ngram, suffix), got 'x'"),
+        ("router:\n  policy: {kind: fixed, chain: [x]}", "", 1, "must name drafters (cascade, ngram, suffix), got 'x'"),
         (
             "drafters:\n- {name: a, options: {kind: ngram}}\n- {name: a, options: {kind: suffix}}",
             "",

@@ -10,15 +10,15 @@ from engine.pool import Pool
 from engine.sequences import Sequences
 from engine.telemetry import Telemetry
 
-
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
+PEER = Hello(Role.DRAFTER, "d", 100, "fingerprint")
 
 
 @dataclass(eq=False)
 class Link:
     """The target's end of a link to a drafter that keeps still."""
 
-    peer: Hello = Hello(Role.DRAFTER, "d", 100, "fingerprint")
+    peer: Hello = PEER
 
     def send(self, message: Message) -> None:
         assert isinstance(message, DraftRound)
