@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.types import SamplingParams
-from drafters.protocol import Demand, Drafter
+from drafters.protocol import Demand, Draft, Drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +42,64 @@ class Behind(Protocol):
     def drop(self, recording: Recording) -> None: ...
 
 
-@dataclass(slots=True)
 class _Replayed:
-    recording: Recording
-    num_done: int = 1  # output tokens committed: the first comes with the prompt's own pass
+    """An answer, and how many of its tokens are committed for each draft length."""
+
+    def __init__(self, recording: Recording, draft_lens: Sequence[int]) -> None:
+        self.recording = recording
+        self.num_done = dict.fromkeys(draft_lens, 1)  # the first comes with the prompt's own pass
+
+    @property
+    def position(self) -> int:
+        """Where the drafter is: what it does not know yet is still open for some draft length."""
+        return min(self.num_done.values())
 
     @property
     def num_left(self) -> int:
-        return len(self.recording.output_token_ids) - self.num_done
+        return len(self.recording.output_token_ids) - self.position
+
+    def wanted(self, draft_len: int) -> int:
+        """Tokens of the next draft; the last token of an answer is the target's own and needs none."""
+        return min(draft_len, self.num_left - 1)
+
+    def rounds(self, draft: Draft) -> Iterator[tuple[int, Round]]:
+        """The draft, cut to each draft length that has come to this position, and verified."""
+        truth = self.recording.output_token_ids[self.position :]
+        here = [draft_len for draft_len, num_done in self.num_done.items() if num_done == self.position]
+        for draft_len in here:
+            num_drafted = self.wanted(draft_len)
+            num_accepted = common_prefix_len(draft.token_ids[:num_drafted], truth)
+            num_committed = min(num_accepted + 1, len(truth))
+            yield draft_len, Round(self.recording.domain, draft.confidences[:num_drafted], num_accepted, num_committed)
+
+    def commit(self, rounds: Sequence[tuple[int, Round]]) -> tuple[int, ...]:
+        """Returns the tokens that are now committed for all draft lengths."""
+        before = self.position
+        for draft_len, round_ in rounds:
+            self.num_done[draft_len] += round_.num_committed
+        return self.recording.output_token_ids[before : self.position]
 
 
 def replay(
     drafter: Drafter, recordings: Sequence[Recording], draft_len: int, batch: int = 16, behind: Behind | None = None
 ) -> Iterator[Round]:
     """Serves the recordings in their order, ``batch`` at once, every draft of up to ``draft_len`` tokens verified whole."""
+    return (round_ for _, round_ in replay_lens(drafter, recordings, (draft_len,), batch, behind))
+
+
+def replay_lens(
+    drafter: Drafter,
+    recordings: Sequence[Recording],
+    draft_lens: Sequence[int],
+    batch: int = 16,
+    behind: Behind | None = None,
+) -> Iterator[tuple[int, Round]]:
+    """Several replays in one: the rounds of each draft length, and which it is. The drafter is asked once wherever a draft
+    of any length begins, and walks from one such position to the next.
+
+    Exact for a drafter that drafts the beginning of its longer drafts when it is asked for less, and that learns nothing
+    from how it is verified. Of others ask for one length at a time.
+    """
     waiting = deque(recording for recording in recordings if len(recording.output_token_ids) > 1)
     live: list[_Replayed] = []
     while waiting or live:
@@ -66,21 +110,20 @@ def replay(
                 behind.hold(recording)
             drafter.open(recording.name, prompt, len(prompt), recording.sampling)
             drafter.extend(recording.name, recording.output_token_ids[:1])
-            live.append(_Replayed(recording))
-        # The last token of an answer is the target's own and needs no draft.
-        demands = [Demand(r.recording.name, min(draft_len, r.num_left - 1)) for r in live]
+            live.append(_Replayed(recording, draft_lens))
+        demands = [
+            Demand(r.recording.name, max(r.wanted(n) for n, num_done in r.num_done.items() if num_done == r.position))
+            for r in live
+        ]
         for replayed, draft in zip(live, drafter.propose(demands), strict=True):
             recording = replayed.recording
-            truth = recording.output_token_ids[replayed.num_done :]
-            num_accepted = common_prefix_len(draft.token_ids, truth)
-            num_committed = min(num_accepted + 1, len(truth))
-            replayed.num_done += num_committed
-            drafter.extend(recording.name, truth[:num_committed])
+            rounds = list(replayed.rounds(draft))
+            drafter.extend(recording.name, replayed.commit(rounds))
             if not replayed.num_left:
                 drafter.release(recording.name)
                 if behind is not None:
                     behind.drop(recording)
-            yield Round(recording.domain, draft.confidences, num_accepted, num_committed)
+            yield from rounds
         live = [replayed for replayed in live if replayed.num_left]
 
 
