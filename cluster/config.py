@@ -287,7 +287,41 @@ class EpsilonGreedyPolicy(Section):
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
 
 
-PolicyConfig = Annotated[FixedPolicy | GreedyLengthPolicy | EpsilonGreedyPolicy, Field(discriminator="kind")]
+class LbssPolicy(Section):
+    """SPIN's algorithms 1 and 2: explores by chunks of slots, then exploits for twice as long as the last time."""
+
+    kind: Literal["lbss"] = "lbss"
+    exploration_slots: Count = 16  # alpha: slots of each exploration
+    chunk_slots: Count = 2  # beta: slots that a request stays where it was drawn to
+    longest_exploitation: Count | None = None  # slots; None: twice as many with every epoch, for ever, as in the paper
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+
+    @model_validator(mode="after")
+    def _whole_chunks(self) -> Self:
+        if self.exploration_slots % self.chunk_slots:
+            raise ValueError(
+                f"exploration_slots ({self.exploration_slots}) must be a multiple of chunk_slots ({self.chunk_slots})"
+            )
+        return self
+
+
+class HedgePolicy(Section):
+    """Full information: estimates for every request and drafter, from what was drafted and what would have been."""
+
+    kind: Literal["hedge"] = "hedge"
+    learning_rate: Annotated[float, Field(gt=0, le=1000)] = 1.0  # of the exponential weights, per token and round
+    hysteresis: Fraction = 0.05  # relative gain under which a request stays where it is
+    payback_s: Seconds = 5  # within which a switch must have gained what it costs
+    request_rounds: Annotated[float, Field(gt=0, le=1000)] = 8.0  # of a request's own before they outweigh its cluster's
+    cluster_rounds: Annotated[float, Field(gt=0, le=100_000)] = 50.0  # of a cluster's before they outweigh the drafter's
+    memory_rounds: Annotated[float, Field(ge=1, le=1_000_000)] = 1000.0  # rounds after which an observation has faded to 1/e
+    num_clusters: Annotated[int, Field(ge=1, le=64)] = 16  # of like prompts
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+
+
+PolicyConfig = Annotated[
+    FixedPolicy | GreedyLengthPolicy | EpsilonGreedyPolicy | LbssPolicy | HedgePolicy, Field(discriminator="kind")
+]
 
 
 class RouterConfig(Section):

@@ -3,7 +3,7 @@
 A policy is pure: pool and requests in, a chain per request out. The RouterActor calls it once a slot.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,28 +24,81 @@ def drafter_of(member: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberCosts:
+    """What a profile measured of a drafter."""
+
+    draft_s: tuple[tuple[int, float], ...]  # (requests of the batch, seconds of its longest draft), ascending
+    catch_up_s: float = 0.0  # per committed token of a request that it has not computed yet
+    switch_s: float = 0.0  # of taking up a request, whatever its length
+
+
+@dataclass(frozen=True, slots=True)
 class PoolMember:
     """A replica of a drafter that requests can be assigned to."""
 
     name: str
     capacity: int  # requests it can follow at once
     cost: float  # of one draft token, relative to one-row target step; orders the pool from small to large
-    healthy: bool = True  # neither down, draining nor quarantined
+    healthy: bool = True  # linked with every target that reports
+    draining: bool = False  # is to be left
+    quarantined: bool = False  # what it drafts has become worthless
+    max_draft_len: int = 8  # tokens of its longest proposal
+    costs: MemberCosts | None = None  # None: not measured
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests may be with it."""
+        return self.healthy and not self.draining and not self.quarantined
 
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A live request as the router sees it. Requests with a fixed chain are not shown."""
+    """A live request as the router sees it. Requests with a fixed chain are not shown.
+
+    One of which nothing is committed stands for those to come: what is chosen for it is the default.
+    """
 
     request_id: str
     prompt_len: int
     committed_len: int
     chain: Chain  # where it is now
+    features: tuple[float, ...] = ()  # of the prompt (`router.features`); (): not known
+    opted_out: bool = False  # it wants the target alone
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Of draft position i, all before it having been right: how often it was reached, and how often it was right.
+
+    A drafter that ends a draft of its own accord has reached the position behind it, and was not right there; where
+    something else ended it (the longest draft, the end of what was committed) the position was not reached. So it says what
+    a drafter knows, however little of that was verified, and holds alike for one that was only scored.
+    """
+
+    num_reached: tuple[int, ...] = ()
+    num_right: tuple[int, ...] = ()
+
+    def plus(self, num_right: int, failed: bool) -> "Positions":
+        """One draft more: ``num_right`` tokens right, and then one that was not, or only the end of what is known."""
+        num_reached = num_right + failed
+        size = max(len(self.num_reached), num_reached)
+        reached = (*self.num_reached, *(0,) * (size - len(self.num_reached)))
+        right = (*self.num_right, *(0,) * (size - len(self.num_right)))
+        return Positions(
+            tuple(n + (i < num_reached) for i, n in enumerate(reached)),
+            tuple(n + (i < num_right) for i, n in enumerate(right)),
+        )
+
+
+NO_POSITIONS = Positions()
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one drafter did for one request during the last slot, totals over ``num_rounds`` verifications."""
+    """What one drafter did for one request during the last slot, totals over ``num_rounds`` verifications.
+
+    ``teaches``: False where the tokens say nothing of the drafter, as those that a grammar dictates.
+    """
 
     request_id: str
     drafter: str
@@ -54,12 +107,28 @@ class Observation:
     num_accepted: int
     num_committed: int  # accepted and bonus tokens
     elapsed_s: float  # from commit to commit, waits for proposals included
+    positions: Positions = NO_POSITIONS  # empty: not recorded, and taken from the totals
+    teaches: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Counterfactual: what a drafter in step with a request would have drafted where others did (DESIGN idea 5).
+
+    As exact as an observation; only how long it would have taken, it does not say.
+    """
+
+    request_id: str
+    drafter: str
+    positions: Positions
+    teaches: bool = True
 
 
 class AssignmentPolicy(Protocol):
-    """Learns from observations, assigns within capacity and only to healthy members."""
+    """Learns from observations, assigns within capacity and only to members that are open; lets those be that opted out."""
 
-    def observe(self, observations: Sequence[Observation]) -> None: ...
+    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+        """What the last slot showed. ``scores`` are of drafters that did not draft; a bandit has no use for them."""
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         """A chain for every request; TARGET_ONLY where no member has room."""
@@ -73,3 +142,13 @@ class AssignmentPolicy(Protocol):
         Raises:
             ValueError: it is no snapshot of this policy; nothing was changed.
         """
+
+
+def lessons(observations: Iterable[Observation]) -> Iterator[Observation]:
+    """Those that something can be learned of."""
+    return (seen for seen in observations if seen.teaches and seen.num_rounds > 0 and seen.elapsed_s > 0.0)
+
+
+def opted_out(requests: Iterable[RequestView]) -> dict[str, Chain]:
+    """The chains of those who want none."""
+    return {request.request_id: TARGET_ONLY for request in requests if request.opted_out}

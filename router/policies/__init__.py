@@ -8,11 +8,15 @@ from router.assignment import AssignmentPolicy, PoolMember, member_name
 from router.policies.epsilon_greedy import EpsilonGreedy
 from router.policies.fixed import Fixed
 from router.policies.greedy_length import GreedyLength
+from router.policies.hedge import Hedge
+from router.policies.lbss import Lbss
 
 POLICIES: dict[str, Callable[[Any], AssignmentPolicy]] = {
     "fixed": Fixed,
     "greedy-length": GreedyLength,
     "epsilon-greedy": EpsilonGreedy,
+    "lbss": Lbss,
+    "hedge": Hedge,
 }
 
 # Of a draft token, as a share of a one-row target step, until a profile knows better. Enough to tell lookups from models;
@@ -27,7 +31,12 @@ def build_policy(config: PolicyConfig) -> AssignmentPolicy:
 def build_pool(config: Config) -> tuple[PoolMember, ...]:
     """Every replica of every drafter, all healthy, in the order of the file."""
     return tuple(
-        PoolMember(member_name(drafter.name, replica), drafter.capacity, prior_cost(drafter.options))
+        PoolMember(
+            member_name(drafter.name, replica),
+            drafter.capacity,
+            prior_cost(drafter.options),
+            max_draft_len=drafter.max_draft_len,
+        )
         for drafter in config.drafters
         for replica in range(drafter.replicas)
     )

@@ -9,8 +9,17 @@ from random import Random
 from pydantic import JsonValue
 
 from cluster.config import EpsilonGreedyPolicy
-from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, drafter_of
-from router.policies.goodput import GoodputEstimates
+from router.assignment import (
+    TARGET_ONLY,
+    Chain,
+    Observation,
+    PoolMember,
+    RequestView,
+    Score,
+    drafter_of,
+    opted_out,
+)
+from router.policies.goodput import ShrunkMeans
 from router.policies.room import Room
 from router.policies.seen import Seen
 
@@ -25,11 +34,11 @@ class EpsilonGreedy:
     def __init__(self, config: EpsilonGreedyPolicy) -> None:
         self._epsilon = config.epsilon
         self._advantage = 1.0 + config.hysteresis  # of staying
-        self._estimates = GoodputEstimates(config.prior_rounds, config.memory_rounds)
+        self._estimates = ShrunkMeans(config.prior_rounds, config.memory_rounds)
         self._seen: Seen[bool] = Seen()
         self._random = Random(config.seed)
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
         self._estimates.observe(observations)
 
     def snapshot(self) -> JsonValue:
@@ -45,10 +54,12 @@ class EpsilonGreedy:
         if not room.drafters:
             return {request.request_id: TARGET_ONLY for request in requests}
         shared = self._estimates.of_pool(room.drafters)
-        chains: dict[str, Chain] = {}
+        chains = opted_out(requests)
         explorers: list[RequestView] = []
         movers: list[tuple[float, RequestView, dict[str, float]]] = []
         for request in requests:
+            if request.opted_out:
+                continue
             if self._random.random() < self._epsilon:
                 explorers.append(request)
                 continue

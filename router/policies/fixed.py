@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import JsonValue
 
 from cluster.config import FixedPolicy
-from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, drafter_of
+from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score, drafter_of, opted_out
 from router.policies.room import Room
 
 
@@ -15,7 +15,7 @@ class Fixed:
     def __init__(self, config: FixedPolicy) -> None:
         self._chain = config.chain
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
         """Whatever happened, the choice stays."""
 
     def snapshot(self) -> JsonValue:
@@ -27,9 +27,11 @@ class Fixed:
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         room = Room(pool)
         choices = (self._chain,) if self._chain is not None else tuple((drafter,) for drafter in room.drafters)
-        chains: dict[str, Chain] = {}
+        chains = opted_out(requests)
         unseated = []
         for request in requests:
+            if request.opted_out:
+                continue
             here = tuple(drafter_of(member) for member in request.chain)
             seat = room.seat_chain(here, request.chain) if here and here in choices else None
             if seat is None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, JsonValue, TypeAdapter
 
-from router.assignment import Observation, drafter_of
+from router.assignment import Observation, drafter_of, lessons
 from router.policies.seen import Seen
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -30,16 +30,14 @@ class Tally:
         self.elapsed_s = self.elapsed_s * kept + seen.elapsed_s
 
 
-class GoodputEstimates:
+class Means:
     """Goodput: committed tokens, the bonus token with them, per second (SPIN's definition, section III).
 
-    Of a request r with a drafter d, with c tokens in t seconds of its own and C tokens in T seconds over all R rounds
-    of d, the estimate is (c + k C/R) / (t + k T/R): the pool's mean until r has about k rounds of its own. A drafter
+    Of a request with a drafter what was seen of the two, or where nothing was, of the drafter with all requests. A drafter
     that nobody has tried counts as the mean of those that were.
     """
 
-    def __init__(self, prior_rounds: float, memory_rounds: float) -> None:
-        self._prior_rounds = prior_rounds
+    def __init__(self, memory_rounds: float) -> None:
         self._memory_rounds = memory_rounds
         self._pool: dict[str, Tally] = {}
         self._own: Seen[dict[str, Tally]] = Seen()
@@ -48,9 +46,7 @@ class GoodputEstimates:
         self._own.next_slot()
 
     def observe(self, observations: Iterable[Observation]) -> None:
-        for seen in observations:
-            if seen.num_rounds <= 0 or seen.elapsed_s <= 0.0:
-                continue
+        for seen in lessons(observations):
             drafter = drafter_of(seen.drafter)
             self._pool.setdefault(drafter, Tally()).add(seen, self._memory_rounds)
             own = self._own.get(seen.request_id)
@@ -76,14 +72,23 @@ class GoodputEstimates:
     def of_request(self, request_id: str, pool: dict[str, float]) -> dict[str, float]:
         """``pool``, as `of_pool` gave it, with the request's own experience in it. A new dict."""
         estimates = pool.copy()
-        own = self._own.get(request_id)
-        if own is None:
-            return estimates
-        for drafter, tally in own.items():
+        for drafter, tally in (self._own.get(request_id) or {}).items():
             if drafter in estimates:
-                shared = self._pool[drafter]
-                weight = self._prior_rounds / shared.num_rounds
-                estimates[drafter] = (tally.num_committed + weight * shared.num_committed) / (
-                    tally.elapsed_s + weight * shared.elapsed_s
-                )
+                estimates[drafter] = self._estimate(tally, self._pool[drafter])
         return estimates
+
+    def _estimate(self, own: Tally, shared: Tally) -> float:
+        return own.num_committed / own.elapsed_s
+
+
+class ShrunkMeans(Means):
+    """Of a request r with a drafter d, with c tokens in t seconds of its own and C tokens in T seconds over all R rounds of
+    d, the estimate is (c + k C/R) / (t + k T/R): the pool's mean until r has about k rounds of its own."""
+
+    def __init__(self, prior_rounds: float, memory_rounds: float) -> None:
+        super().__init__(memory_rounds)
+        self._prior_rounds = prior_rounds
+
+    def _estimate(self, own: Tally, shared: Tally) -> float:
+        weight = self._prior_rounds / shared.num_rounds
+        return (own.num_committed + weight * shared.num_committed) / (own.elapsed_s + weight * shared.elapsed_s)

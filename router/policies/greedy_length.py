@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import JsonValue
 
 from cluster.config import GreedyLengthPolicy
-from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, drafter_of
+from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score, drafter_of, opted_out
 from router.policies.room import Room
 from router.policies.seen import Seen
 
@@ -25,7 +25,7 @@ class GreedyLength:
         self._lengths: deque[int] = deque(maxlen=HISTORY_LEN)
         self._seen: Seen[str] = Seen()  # request -> drafter that was chosen
 
-    def observe(self, observations: Sequence[Observation]) -> None:
+    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
         """Lengths decide, not results."""
 
     def snapshot(self) -> JsonValue:
@@ -38,9 +38,11 @@ class GreedyLength:
         self._seen.next_slot()
         by_size = sorted(pool, key=lambda member: member.cost)
         room = Room(by_size)
-        chains: dict[str, Chain] = {}
+        chains = opted_out(requests)
         unplaced = []
         for request in requests:
+            if request.opted_out:
+                continue
             here = drafter_of(request.chain[0]) if len(request.chain) == 1 else None
             placed = self._seen.get(request.request_id)
             if placed is None:
@@ -66,7 +68,7 @@ class GreedyLength:
 def _widths(pool: Sequence[PoolMember], drafters: Sequence[str]) -> list[int]:
     widths = dict.fromkeys(drafters, 0)
     for member in pool:
-        if member.healthy:
+        if member.is_open:
             widths[drafter_of(member.name)] += member.capacity
     return list(widths.values())
 

@@ -1,18 +1,18 @@
 """What is left of a pool while requests are seated."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from router.assignment import Chain, PoolMember, drafter_of
+from router.assignment import TARGET_ONLY, Chain, PoolMember, RequestView, drafter_of
 
 
 class Room:
-    """Free places of the healthy members, by drafter; replicas of a drafter are alike to a request.
+    """Free places of the members that are open, by drafter; replicas of a drafter are alike to a request.
 
-    ``drafters`` are those with a healthy member, in the order of the pool.
+    ``drafters`` are those with an open member, in the order of the pool.
     """
 
     def __init__(self, pool: Sequence[PoolMember]) -> None:
-        self._free = {member.name: member.capacity for member in pool if member.healthy}
+        self._free = {member.name: member.capacity for member in pool if member.is_open}
         self._members: dict[str, list[str]] = {}
         for name in self._free:
             self._members.setdefault(drafter_of(name), []).append(name)
@@ -21,6 +21,24 @@ class Room:
 
     def num_free(self, drafter: str) -> int:
         return sum(map(self._free.__getitem__, self._members.get(drafter, ())))
+
+    def seat_all(self, wishes: Iterable[tuple[RequestView, str]]) -> dict[str, Chain]:
+        """A place for each request at the drafter that it is to have, none of which is wished for by more than it has free;
+        first for those who stay at their replica, so that nobody takes it from them."""
+        chains: dict[str, Chain] = {}
+        movers = []
+        for request, drafter in wishes:
+            here = request.chain[0] if len(request.chain) == 1 else ""
+            if drafter_of(here) == drafter and self._free.get(here, 0) > 0:
+                self._free[here] -= 1
+                chains[request.request_id] = request.chain
+            else:
+                movers.append((request.request_id, drafter))
+        for request_id, drafter in movers:
+            seat = self.seat(drafter, TARGET_ONLY)
+            assert seat is not None, f"more requests than places for {drafter}"
+            chains[request_id] = seat
+        return chains
 
     def free_fraction(self, drafter: str) -> float:
         """Of the drafter's places; 0 for one that has none at all."""

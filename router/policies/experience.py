@@ -1,0 +1,153 @@
+"""What each live request has seen of each drafter, in arrays: a thousand requests by eight drafters are one operation."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.acceptance import CONTEXT_LENS, NUM_POSITIONS, counts_of, counts_of_totals
+from router.assignment import Observation, RequestView, Score
+from router.features import PromptClusters
+from router.matching import NOWHERE, Floats, Ints
+from router.policies.seen import GENERATION_SLOTS
+
+MEMORY_ROUNDS = 100.0  # a request's text changes as it goes on
+_GROWTH = 256
+
+
+def count_drafts(drafted: Sequence[Observation], scored: Sequence[Score]) -> tuple[Floats, Floats]:
+    """Reached and right by position, of the drafted ones and then the scored."""
+    reached, right = counts_of([seen.positions for seen in drafted] + [score.positions for score in scored])
+    totals = [i for i, seen in enumerate(drafted) if not seen.positions.num_reached]
+    if totals:
+        reached[totals], right[totals] = counts_of_totals([drafted[i] for i in totals])
+    return reached, right
+
+
+class Experience:
+    """A row per live request, kept while it is shown, and for one to two generations of slots after."""
+
+    def __init__(self, random: np.random.Generator) -> None:
+        self._random = random
+        self._rows: dict[str, int] = {}
+        self._slot = 0
+        self._shape = (_GROWTH, 1)
+        self._free = list(range(_GROWTH))
+        self._reached = np.zeros((*self._shape, NUM_POSITIONS))
+        self._right = np.zeros((*self._shape, NUM_POSITIONS))
+        self._noise = np.zeros(self._shape)
+        self._cluster = np.zeros(_GROWTH, np.int64)
+        self._context = np.zeros(_GROWTH, np.int64)  # committed lengths
+        self._seen_slot = np.zeros(_GROWTH, np.int64)
+        self._placed = np.zeros(_GROWTH, np.bool_)
+
+    def next_slot(self) -> None:
+        self._slot += 1
+        if self._slot % GENERATION_SLOTS == 0:
+            last = self._seen_slot.tolist()
+            for request_id in [r for r, row in self._rows.items() if last[row] <= self._slot - GENERATION_SLOTS]:
+                self._free.append(self._rows.pop(request_id))
+
+    def clear(self) -> None:
+        self._free.extend(self._rows.values())
+        self._rows.clear()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def follow(self, requests: Sequence[RequestView], clusters: PromptClusters) -> Ints:
+        """The rows of requests; newcomers are given one, and the cluster of their prompt."""
+        known = self._rows
+        newcomers = [request for request in requests if request.request_id not in known]
+        while len(self._free) < len(newcomers):
+            self._resize(self._shape[0] + max(_GROWTH, self._shape[0]), self._shape[1])
+        for request in newcomers:
+            row = known[request.request_id] = self._free.pop()
+            cluster = clusters.add(request.features)
+            self._cluster[row] = NOWHERE if cluster is None else cluster
+            self._reached[row], self._right[row] = 0.0, 0.0
+            # What stands for requests to come decides for many: it is not left to chance.
+            self._noise[row] = self._random.gumbel(size=self._shape[1]) if request.committed_len else 0.0
+            self._placed[row] = False
+        rows = np.array([known[request.request_id] for request in requests])
+        self._context[rows] = [request.committed_len for request in requests]
+        self._seen_slot[rows] = self._slot
+        return rows
+
+    def rows_of(self, request_ids: Sequence[str]) -> Ints:
+        """NOWHERE for those that were never shown."""
+        rows = self._rows
+        return np.array([rows.get(request_id, NOWHERE) for request_id in request_ids], np.int64)
+
+    def kinds(self, rows: Ints) -> tuple[Ints, Ints]:
+        """Clusters and context lengths; of a request that was never shown the cluster is not known."""
+        return np.where(rows == NOWHERE, NOWHERE, self._cluster[rows]), self._context[rows]
+
+    def place(self, rows: Ints) -> NDArray[np.bool_]:
+        """Notes that they are being given a place. Whether they had been before: the first, a default, nobody chose."""
+        before = self._placed[rows]
+        self._placed[rows] = True
+        return before
+
+    def add(self, rows: Ints, drafters: Ints, reached: Floats, right: Floats) -> None:
+        """Drafts and scores: ``rows`` may be NOWHERE; ``drafters`` are columns; counts are by position."""
+        self._widen(int(drafters.max()) + 1)
+        shown = rows != NOWHERE
+        pairs, inverse = np.unique(rows[shown] * self._shape[1] + drafters[shown], return_inverse=True)
+        at = (inverse[:, None] * NUM_POSITIONS + np.arange(NUM_POSITIONS)).ravel()
+        size = len(pairs) * NUM_POSITIONS
+        new_reached = np.bincount(at, reached[shown].ravel(), size).reshape(-1, NUM_POSITIONS)
+        new_right = np.bincount(at, right[shown].ravel(), size).reshape(-1, NUM_POSITIONS)
+        row, column = np.divmod(pairs, self._shape[1])
+        kept = np.exp(-new_reached[:, :1] / MEMORY_ROUNDS)
+        self._reached[row, column] = self._reached[row, column] * kept + new_reached
+        self._right[row, column] = self._right[row, column] * kept + new_right
+
+    def noise(self, rows: Ints, columns: Ints) -> Floats:
+        """(requests, drafters) Gumbel draws, the same as long as a request lives."""
+        self._widen(int(columns.max()) + 1)
+        return self._noise[rows[:, None], columns]
+
+    def expected_lens(
+        self, rows: Ints, columns: Ints, prior: Floats, strength: float, draft_lens: Sequence[int]
+    ) -> tuple[Floats, Floats]:
+        """Tokens of a round, the bonus token included, and the rounds that this rests on; both (requests, drafters).
+
+        Args:
+            prior: (drafters, 1 + clusters, contexts, positions), of `AcceptanceTable.means`.
+            strength: rounds that the prior is worth.
+        """
+        self._widen(int(columns.max()) + 1)
+        context = np.searchsorted(CONTEXT_LENS, self._context[rows], side="right")
+        kinds, kind = np.unique(np.stack([self._cluster[rows] + 1, context]), axis=1, return_inverse=True)
+        by_kind = prior[columns][:, kinds[0], kinds[1]].swapaxes(0, 1)  # (kinds, drafters, positions)
+        at = (rows[:, None], columns)
+        reached = self._reached[at] + strength
+        rates = (self._right[at] + strength * by_kind[kind.ravel()]) / reached
+        survival = np.cumprod(rates, axis=2, out=rates)
+        lens = 1.0 + survival @ np.ones(NUM_POSITIONS)
+        for j, draft_len in enumerate(draft_lens):
+            if draft_len < NUM_POSITIONS:
+                lens[:, j] = 1.0 + survival[:, j, :draft_len].sum(axis=1)
+            elif draft_len > NUM_POSITIONS:  # those behind share the rate of the last
+                last, before = survival[:, j, -1], np.maximum(survival[:, j, -2], 1e-12)
+                rate = np.minimum(last / before, 1.0 - 1e-9)
+                lens[:, j] += last * rate * (1.0 - rate ** (draft_len - NUM_POSITIONS)) / (1.0 - rate)
+        return lens, reached[:, :, 0]
+
+    def _widen(self, num_columns: int) -> None:
+        if num_columns > self._shape[1]:
+            self._resize(self._shape[0], num_columns)
+
+    def _resize(self, num_rows: int, num_columns: int) -> None:
+        """Room for more requests or drafters; what is known stays."""
+        old_rows, old_columns = self._shape
+        more_rows, more_columns = num_rows - old_rows, num_columns - old_columns
+        tables = ((0, more_rows), (0, more_columns), (0, 0))
+        self._reached, self._right = np.pad(self._reached, tables), np.pad(self._right, tables)
+        self._noise = np.pad(self._noise, tables[:2])
+        self._noise[:old_rows, old_columns:] = self._random.gumbel(size=(old_rows, more_columns))
+        self._cluster, self._context = np.pad(self._cluster, (0, more_rows)), np.pad(self._context, (0, more_rows))
+        self._seen_slot, self._placed = np.pad(self._seen_slot, (0, more_rows)), np.pad(self._placed, (0, more_rows))
+        self._free.extend(range(num_rows - 1, old_rows - 1, -1))
+        self._shape = (num_rows, num_columns)

@@ -1,0 +1,154 @@
+"""`hedge`: exponential weights over drafters with full information, matched under capacity (the default).
+
+Freund and Schapire's Hedge, as "Not-a-Bandit" (arXiv 2510.20064) uses it for drafters: since a drafter in step with a
+request shows what it would have drafted, every drafter can be judged by every round, and nothing need be explored.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from cluster.config import HedgePolicy
+from router.acceptance import AcceptanceTable
+from router.assignment import (
+    TARGET_ONLY,
+    Chain,
+    Observation,
+    PoolMember,
+    RequestView,
+    Score,
+    drafter_of,
+    lessons,
+    opted_out,
+)
+from router.features import PromptClusters
+from router.matching import NOWHERE, Floats, Ints, match
+from router.policies.experience import Experience, count_drafts
+from router.policies.room import Room
+from router.policies.round_times import RoundTimes
+
+MAX_CYCLES = 64  # of a slot's matching: what is left to gain then is little, and the next slot begins nearer to it
+_LEAST_GAIN = 1e-6  # of a place, as a share of its value: whoever could have one has one
+_Times = dict[str, tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]]
+
+
+class _Snapshot(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    acceptance: dict[str, JsonValue]
+    clusters: JsonValue
+    times: _Times
+
+
+class Hedge:
+    """Each slot, for request i and drafter j:
+
+        v_ij = (L_ij + G_ij / (eta n_ij)) / T_j
+
+    L_ij: expected tokens of a round, from i's own drafts and scores position by position, shrunk to what such prompts (their
+    cluster, at this context length) and all requests saw of j (`router.acceptance`). T_j: seconds of a round with j. G_ij: a
+    Gumbel draw that stays for the life of i, n_ij the rounds that L_ij rests on. So i would go to j with a probability
+    proportional to exp(eta n_ij L_ij), which is Hedge, and its perturbed leader where places are scarce (Kalai and Vempala).
+    Drafters of which i has seen little keep a larger draw: without scores that is all there is of exploration.
+
+    Where i is, v counts more by the hysteresis; elsewhere less, by what catching up there costs, spread over ``payback_s``.
+    Places go by the greatest sum of v (`router.matching`), from the prices of the last slot.
+    """
+
+    def __init__(self, config: HedgePolicy) -> None:
+        self._config = config
+        self._clusters = PromptClusters(config.num_clusters)
+        self._table = AcceptanceTable(config.num_clusters, config.cluster_rounds, config.memory_rounds)
+        self._times = RoundTimes(config.memory_rounds)
+        self._own = Experience(np.random.default_rng(config.seed))
+        self._prices: dict[str, float] = {}
+
+    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+        drafted = list(lessons(observations))
+        scored = [score for score in scores if score.teaches and score.positions.num_reached]
+        self._times.observe(drafted)
+        if not drafted and not scored:
+            return
+        seen: list[Observation | Score] = [*drafted, *scored]
+        drafters = np.array([self._table.row(drafter_of(one.drafter)) for one in seen])
+        reached, right = count_drafts(drafted, scored)
+        rows = self._own.rows_of([one.request_id for one in seen])
+        self._table.add(drafters, *self._own.kinds(rows), reached, right)
+        self._own.add(rows, drafters, reached, right)
+
+    def snapshot(self) -> JsonValue:
+        acceptance = self._table.snapshot()
+        if not acceptance:
+            return None
+        return {
+            "acceptance": acceptance,
+            "clusters": self._clusters.snapshot(),
+            "times": {drafter: list(sums) for drafter, sums in self._times.sums.items()},
+        }
+
+    def restore(self, snapshot: JsonValue) -> None:
+        found = _Snapshot.model_validate(snapshot)
+        clusters = PromptClusters(self._config.num_clusters)
+        clusters.restore(found.clusters)
+        self._table.restore(found.acceptance)
+        self._clusters = clusters
+        self._times.sums = found.times
+        self._own.clear()
+
+    def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
+        self._own.next_slot()
+        chains = opted_out(requests)
+        willing = [request for request in requests if not request.opted_out] if chains else requests
+        room = Room(pool)
+        if willing and room.drafters:
+            rows = self._own.follow(willing, self._clusters)
+            values = self._values(willing, rows, pool, room)
+            capacity = np.array([room.num_free(drafter) for drafter in room.drafters])
+            prices = np.array([self._prices.get(drafter, 0.0) for drafter in room.drafters])
+            matching = match(values, capacity, prices, MAX_CYCLES)
+            self._prices = dict(zip(room.drafters, matching.prices.tolist(), strict=True))
+            places = matching.place.tolist()
+            chains |= room.seat_all((r, room.drafters[j]) for r, j in zip(willing, places, strict=True) if j != NOWHERE)
+        return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
+
+    def _values(self, requests: Sequence[RequestView], rows: Ints, pool: Sequence[PoolMember], room: Room) -> Floats:
+        """(requests, drafters of the room): what a place there is worth above decoding plainly."""
+        members = {drafter_of(member.name): member for member in reversed(pool)}
+        drafters = [members[drafter] for drafter in room.drafters]
+        columns = np.array([self._table.row(drafter) for drafter in room.drafters])
+        prior = self._table.means()
+        lens, worth = self._own.expected_lens(
+            rows, columns, prior, self._config.request_rounds, [member.max_draft_len for member in drafters]
+        )
+        noise = self._own.noise(rows, columns) / (self._config.learning_rate * worth)
+        round_s = self._times.of(drafters)
+        values: Floats = np.maximum(lens + noise, 0.0) / round_s
+        here = self._here(requests, room)
+        placed = self._own.place(rows)
+        values *= 1.0 - np.minimum(self._switching(requests, drafters, here) / self._config.payback_s, 1.0)
+        stays = np.flatnonzero(placed & (here != NOWHERE))
+        values[stays, here[stays]] *= 1.0 + self._config.hysteresis
+        plain = 1.0 / round_s.min()  # one token a round, which takes no longer than the shortest
+        gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))
+        return gains
+
+    @staticmethod
+    def _here(requests: Sequence[RequestView], room: Room) -> Ints:
+        columns = {drafter: j for j, drafter in enumerate(room.drafters)}
+        return np.array(
+            [columns.get(drafter_of(r.chain[0]), NOWHERE) if len(r.chain) == 1 else NOWHERE for r in requests], np.int64
+        )
+
+    @staticmethod
+    def _switching(requests: Sequence[RequestView], drafters: Sequence[PoolMember], here: Ints) -> Floats:
+        """Seconds of catching up, (requests, drafters); none where a request is."""
+        fixed = np.array([m.costs.switch_s if m.costs else 0.0 for m in drafters])
+        per_token = np.array([m.costs.catch_up_s if m.costs else 0.0 for m in drafters])
+        if not fixed.any() and not per_token.any():
+            return np.zeros((1, 1))
+        costs: Floats = fixed + np.array([r.committed_len for r in requests])[:, None] * per_token
+        stays = np.flatnonzero(here != NOWHERE)
+        costs[stays, here[stays]] = 0.0
+        return costs

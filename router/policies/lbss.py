@@ -1,0 +1,161 @@
+"""`lbss`: SPIN's learning-based selection of drafters (SPIN, section IV, algorithms 1 and 2), as it is written there.
+
+Its time slot is the router's, its goodput r_ij(t) what `Observation` shows of a slot: committed tokens per second.
+
+    Algorithm 1                                                          here
+    1   for epoch k = 1, 2, ...                                          `_Calendar.next_slot`
+    2     exploration: estimate g_ij by algorithm 2                      `_explore`, `observe`
+    3     exploitation: select by solving (10)-(12)                      `_exploit`, at its first slot
+    4     run so for 2^k time slots                                      `_keep`, at the others
+    Algorithm 2 (alpha slots, in chunks of beta)
+    3-6     every request draws a drafter uniformly                      `_explore`, first loop
+    7-11    of those over B_j, B_j are kept at random, others dropped    `_explore`, second loop
+    13-16   it stays so for the beta slots of a chunk                    `_keep`
+    18    the estimate is the mean of what was observed                  `Means`
+
+The lines 12 to 17 read as if one draw served all chunks; section IV.B and figure 8 have one draw for each chunk, and so does
+this. (10)-(12) is solved, as there, by a maximum-weight matching of requests with B_j replicas of each drafter j.
+
+Where the paper, whose set of requests is fixed, is silent:
+    - a request that comes in mid-chunk draws when it comes, one that comes during exploitation is matched with what is free;
+    - a pair that was never explored counts as the mean of its drafter over all requests, a drafter that was never explored
+      as the mean of the others;
+    - the mean goes over the exploration of all epochs, for only so do estimates become more precise with k, as section IV.B
+      says they do and theorem 1 needs;
+    - a drafter that is closed loses its requests, which are then as if they had just come;
+    - epochs grow for ever, so that at some time nothing new is learned: ``longest_exploitation`` bounds the 2^k, if set.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Annotated
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from scipy.optimize import linear_sum_assignment
+
+from cluster.config import LbssPolicy
+from router.assignment import (
+    TARGET_ONLY,
+    Chain,
+    Observation,
+    PoolMember,
+    RequestView,
+    Score,
+    lessons,
+    opted_out,
+)
+from router.policies.goodput import Means
+from router.policies.room import Room
+from router.policies.seen import Seen
+
+_DROPPED = ""  # by lines 9 and 10
+MAX_EPOCH = 62
+
+
+class _Snapshot(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    epoch: Annotated[int, Field(ge=1, le=MAX_EPOCH)]
+    drafters: dict[str, JsonValue]
+
+
+class Lbss:
+    """Explores in chunks, then exploits for twice as long as the last time; see the module."""
+
+    def __init__(self, config: LbssPolicy) -> None:
+        self._calendar = _Calendar(config.exploration_slots, config.chunk_slots, config.longest_exploitation)
+        self._means = Means(inf)
+        self._chosen: Seen[str] = Seen()  # request -> its drafter in this chunk, or this exploitation
+        self._random = np.random.default_rng(config.seed)
+
+    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+        """Line 15: of exploration alone. A bandit sees nothing of drafters that did not draft."""
+        if self._calendar.exploring:
+            self._means.observe(lessons(observations))
+
+    def snapshot(self) -> JsonValue:
+        """The means over all requests, and the epoch that they come from."""
+        means = self._means.snapshot()
+        return {"epoch": self._calendar.epoch, "drafters": means} if means else None
+
+    def restore(self, snapshot: JsonValue) -> None:
+        found = _Snapshot.model_validate(snapshot)
+        self._means.restore(found.drafters)
+        self._calendar.epoch = found.epoch
+
+    def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
+        self._chosen.next_slot()
+        self._means.next_slot()
+        chains = opted_out(requests)
+        room = Room(pool)
+        willing = [request for request in requests if request.request_id not in chains]
+        if self._calendar.next_slot():
+            self._chosen = Seen()
+        newcomers = self._keep(willing, room, chains)
+        if newcomers and room.drafters:
+            decide = self._explore if self._calendar.exploring else self._exploit
+            for request, drafter in zip(newcomers, decide(newcomers, room), strict=True):
+                self._chosen.put(request.request_id, drafter)
+                seat = room.seat(drafter, request.chain) if drafter != _DROPPED else None
+                chains[request.request_id] = seat or TARGET_ONLY
+        return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
+
+    def _keep(self, requests: Sequence[RequestView], room: Room, chains: dict[str, Chain]) -> list[RequestView]:
+        """Seats those who were chosen for where they were; returns the others."""
+        others = []
+        for request in requests:
+            drafter = self._chosen.get(request.request_id)
+            seat = room.seat(drafter, request.chain) if drafter else None
+            if seat is not None:
+                chains[request.request_id] = seat
+            elif drafter != _DROPPED or not self._calendar.exploring:
+                others.append(request)
+        return others
+
+    def _explore(self, requests: Sequence[RequestView], room: Room) -> list[str]:
+        drawn = self._random.integers(len(room.drafters), size=len(requests))
+        chosen = [room.drafters[j] for j in drawn.tolist()]
+        for j, drafter in enumerate(room.drafters):
+            crowd = np.flatnonzero(drawn == j)
+            num_over = len(crowd) - room.num_free(drafter)
+            if num_over > 0:
+                for i in self._random.choice(crowd, num_over, replace=False).tolist():
+                    chosen[i] = _DROPPED
+        return chosen
+
+    def _exploit(self, requests: Sequence[RequestView], room: Room) -> list[str]:
+        pool = self._means.of_pool(room.drafters)
+        weights = np.array([list(self._means.of_request(r.request_id, pool).values()) for r in requests])
+        slots = np.repeat(np.arange(len(room.drafters)), [room.num_free(drafter) for drafter in room.drafters])
+        rows, columns = linear_sum_assignment(weights[:, slots], maximize=True)
+        chosen = [_DROPPED] * len(requests)
+        for i, slot in zip(rows.tolist(), columns.tolist(), strict=True):
+            chosen[i] = room.drafters[slots[slot]]
+        return chosen
+
+
+@dataclass(slots=True)
+class _Calendar:
+    """Which slot of which stage of which epoch it is."""
+
+    exploration_slots: int  # alpha
+    chunk_slots: int  # beta
+    longest_exploitation: int | None
+    epoch: int = 1
+    exploring: bool = True
+    _slot: int = -1  # within the stage
+
+    def next_slot(self) -> bool:
+        """Moves on; returns whether the choice is to be made anew: a chunk begins, or the exploitation."""
+        self._slot += 1
+        if self._slot == (self.exploration_slots if self.exploring else self._exploitation_slots()):
+            if not self.exploring:
+                self.epoch = min(self.epoch + 1, MAX_EPOCH)
+            self.exploring, self._slot = not self.exploring, 0
+        return self._slot % self.chunk_slots == 0 if self.exploring else self._slot == 0
+
+    def _exploitation_slots(self) -> int:
+        num_slots: int = 2**self.epoch
+        return num_slots if self.longest_exploitation is None else min(num_slots, self.longest_exploitation)

@@ -1,0 +1,261 @@
+"""What every assignment policy promises, whatever it learns."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import JsonValue
+
+from cluster.config import (
+    EpsilonGreedyPolicy,
+    FixedPolicy,
+    GreedyLengthPolicy,
+    HedgePolicy,
+    LbssPolicy,
+    PolicyConfig,
+)
+from cluster.state import MAX_DOCUMENT_BYTES
+from router.assignment import (
+    TARGET_ONLY,
+    Chain,
+    MemberCosts,
+    Observation,
+    PoolMember,
+    Positions,
+    RequestView,
+    Score,
+    member_name,
+)
+from router.features import prompt_features
+from router.policies import POLICIES, build_policy
+from router.policies.seen import GENERATION_SLOTS
+
+CONFIGS: list[PolicyConfig] = [
+    FixedPolicy(),
+    FixedPolicy(chain=("d0",)),
+    FixedPolicy(chain=("d0", "d1")),
+    FixedPolicy(chain=()),
+    GreedyLengthPolicy(),
+    EpsilonGreedyPolicy(),
+    EpsilonGreedyPolicy(epsilon=1.0),
+    EpsilonGreedyPolicy(epsilon=0.0, hysteresis=0.0),
+    LbssPolicy(exploration_slots=2, chunk_slots=1),
+    LbssPolicy(exploration_slots=4, chunk_slots=2, longest_exploitation=2),
+    HedgePolicy(),
+    HedgePolicy(hysteresis=0.0, learning_rate=0.1, num_clusters=2),
+]
+LEARNERS: list[PolicyConfig] = [EpsilonGreedyPolicy(), LbssPolicy(), HedgePolicy()]
+# Those that leave a request where it is as long as nothing is learned.
+CALM: list[PolicyConfig] = [FixedPolicy(), GreedyLengthPolicy(), EpsilonGreedyPolicy(epsilon=0.0), HedgePolicy()]
+
+POOLS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 7), st.integers(1, 3)), max_size=5)
+SLOTS = st.lists(st.tuples(st.sets(st.integers(0, 12)), POOLS), min_size=1, max_size=5)
+
+
+def test_every_policy_is_held_to_this() -> None:
+    assert {config.kind for config in CONFIGS} == set(POLICIES)
+
+
+def member(i: int, replica: int, capacity: int, trouble: int) -> PoolMember:
+    """Of eight troubles six are none."""
+    costs = MemberCosts(draft_s=((1, 0.001),), catch_up_s=1e-4, switch_s=0.01) if i % 2 else None
+    return PoolMember(
+        member_name(f"d{i}", replica),
+        capacity,
+        0.1 * i,
+        healthy=(replica + trouble) % 8 != 1,
+        draining=(replica + trouble) % 8 == 2,
+        quarantined=trouble == 3,
+        max_draft_len=4 + 4 * i,
+        costs=costs,
+    )
+
+
+def observed(requests: list[RequestView], random: Random, teaches: bool = True) -> list[Observation]:
+    return [
+        Observation(
+            request.request_id,
+            name,
+            num_rounds := random.randint(0, 20),
+            8 * num_rounds,
+            num_accepted := random.randint(0, 4 * num_rounds),
+            num_rounds + num_accepted,
+            random.choice([0.0, 0.3]),
+            random.choice([Positions(), random_positions(random)]),
+            teaches,
+        )
+        for request in requests
+        for name in request.chain
+    ]
+
+
+def scored(requests: list[RequestView], random: Random, teaches: bool = True) -> list[Score]:
+    return [
+        Score(request.request_id, f"d{i}", random_positions(random), teaches)
+        for request in requests
+        for i in range(4)
+        if random.random() < 0.5
+    ]
+
+
+def random_positions(random: Random) -> Positions:
+    positions = Positions()
+    for _ in range(random.randint(0, 5)):
+        positions = positions.plus(random.randint(0, 12), random.random() < 0.9)
+    return positions
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+@given(slots=SLOTS, seed=st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_capacity_openness_opt_out_and_completeness(
+    config: PolicyConfig, slots: list[tuple[set[int], list[tuple[int, int, int]]]], seed: int
+) -> None:
+    """Whatever comes and goes: everybody gets a chain, of open members only, none of which is over its capacity."""
+    policy, twin = build_policy(config), build_policy(config)
+    random = Random(seed)
+    chains: dict[str, Chain] = {}
+    for numbers, shape in slots:
+        pool = [
+            member(i, replica, capacity, trouble)
+            for i, (capacity, trouble, replicas) in enumerate(shape)
+            for replica in range(replicas)
+        ]
+        requests = [
+            RequestView(
+                f"r{n}",
+                random.randint(1, 99),
+                100,
+                chains.get(f"r{n}", random.choice([(), ("d0",), ("gone",)])),
+                prompt_features([n, n, 3]),
+                opted_out=n % 5 == 4,
+            )
+            for n in sorted(numbers)
+        ]
+        observations, scores = observed(requests, random), scored(requests, random)
+        policy.observe(observations, scores)
+        twin.observe(observations, scores)
+        chains = dict(policy.assign(requests, pool))
+        assert chains == twin.assign(requests, pool)  # same history, same decision
+        assert set(chains) == {request.request_id for request in requests}
+        assert all(chains[request.request_id] == TARGET_ONLY for request in requests if request.opted_out)
+        load = Counter(name for chain in chains.values() for name in chain)
+        room = {one.name: one.capacity for one in pool if one.healthy and not one.draining and not one.quarantined}
+        assert all(load[name] <= room[name] for name in load)
+        willing = [chains[request.request_id] for request in requests if not request.opted_out]
+        drops = isinstance(config, LbssPolicy)  # SPIN, algorithm 2, line 9
+        if not drops and (not isinstance(config, FixedPolicy) or config.chain is None):
+            assert sum(room.values()) == load.total() or TARGET_ONLY not in willing
+
+
+@pytest.mark.parametrize("config", CALM, ids=repr)
+def test_nobody_moves_when_nothing_happens(config: PolicyConfig) -> None:
+    policy = build_policy(config)
+    pool = [PoolMember(f"d{i}", 3, 0.1 * (i + 1)) for i in range(3)]
+    requests = [RequestView(f"r{i}", i + 1, 100, ()) for i in range(9)]
+    first = dict(policy.assign(requests, pool))
+    assert TARGET_ONLY not in first.values()
+    requests = [replace(request, chain=first[request.request_id]) for request in requests]
+    for _ in range(3 * GENERATION_SLOTS):
+        assert policy.assign(requests, pool) == first
+
+
+@pytest.mark.parametrize("trouble", ["healthy", "draining", "quarantined"])
+@pytest.mark.parametrize("config", CALM, ids=repr)
+def test_a_drafter_that_closes_loses_its_requests_and_only_these(config: PolicyConfig, trouble: str) -> None:
+    policy = build_policy(config)
+    pool = [PoolMember(f"d{i}", 8, 0.1 * (i + 1)) for i in range(3)]
+    requests = [RequestView(f"r{i}", i + 1, 100, ()) for i in range(8)]
+    before = policy.assign(requests, pool)
+    requests = [replace(request, chain=before[request.request_id]) for request in requests]
+    lost = requests[0].chain[0]
+    closed = [replace(one, **{trouble: trouble != "healthy"}) if one.name == lost else one for one in pool]
+    after = policy.assign(requests, closed)
+    for request in requests:
+        chain = after[request.request_id]
+        assert chain
+        assert chain != (lost,)
+        assert chain == request.chain or request.chain == (lost,)
+
+
+@pytest.mark.parametrize(
+    "config", [c for c in CONFIGS if not isinstance(c, FixedPolicy) or c.chain in (None, ("d0",))], ids=repr
+)
+def test_replicas_share_the_load(config: PolicyConfig) -> None:
+    pool = [PoolMember("d0", 10, 0.1), PoolMember("d0/1", 10, 0.1)]
+    chains = build_policy(config).assign([RequestView(f"r{i}", 5, 5, ()) for i in range(10)], pool)
+    assert Counter(chains.values()) == {("d0",): 5, ("d0/1",): 5}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+def test_what_says_nothing_of_a_drafter_teaches_nothing(config: PolicyConfig) -> None:
+    """A policy that saw only tokens that a grammar dictated decides as one that saw nothing."""
+    taught, fresh = build_policy(config), build_policy(config)
+    random = Random(0)
+    pool = [PoolMember(f"d{i}", 8, 0.1 * (i + 1)) for i in range(3)]
+    requests = [RequestView(f"r{i}", i + 1, 100, ()) for i in range(12)]
+    for _ in range(20):
+        taught.observe(observed(requests, random, teaches=False), scored(requests, random, teaches=False))
+        chains = taught.assign(requests, pool)
+        assert chains == fresh.assign(requests, pool)
+        requests = [replace(request, chain=chains[request.request_id]) for request in requests]
+    assert taught.snapshot() == fresh.snapshot()
+
+
+def learned(config: PolicyConfig, best: str, num_drafters: int = 3) -> tuple[JsonValue, list[PoolMember]]:
+    """What a policy keeps after all requests did well with one drafter only."""
+    policy = build_policy(config)
+    pool = [PoolMember(f"d{i}", 8, 0.1) for i in range(num_drafters)]
+    requests = [RequestView(f"r{i}", 5, 100, (f"d{i}",), prompt_features([i] * 5)) for i in range(num_drafters)]
+    policy.assign(requests, pool)
+    for _ in range(30):
+        policy.observe(
+            [Observation(r.request_id, r.chain[0], 10, 70, 0, 40 if r.chain[0] == best else 12, 0.5) for r in requests]
+        )
+    return policy.snapshot(), pool
+
+
+@pytest.mark.parametrize("config", [EpsilonGreedyPolicy(epsilon=0.0), LbssPolicy(), HedgePolicy()], ids=repr)
+def test_what_was_learned_outlives_the_policy(config: PolicyConfig) -> None:
+    for best in ("d0", "d2"):
+        snapshot, pool = learned(config, best)
+        fresh = build_policy(config)
+        fresh.restore(json.loads(json.dumps(snapshot)))
+        assert json.loads(json.dumps(fresh.snapshot())) == json.loads(json.dumps(snapshot))
+        request = RequestView("new", 5, 5, ())
+        slots = 1 + (config.exploration_slots if isinstance(config, LbssPolicy) else 0)
+        for _ in range(slots):
+            chains = fresh.assign([request], pool)
+        assert chains == {"new": (best,)}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+def test_nothing_learned_is_nothing_to_keep(config: PolicyConfig) -> None:
+    policy = build_policy(config)
+    policy.assign([RequestView("r", 5, 5, ())], [PoolMember("d0", 8, 0.1)])
+    assert not policy.snapshot()
+
+
+@pytest.mark.parametrize("config", LEARNERS, ids=repr)
+def test_what_is_kept_fits_the_store_however_large_the_pool(config: PolicyConfig) -> None:
+    snapshot, _ = learned(config, "d0", num_drafters=64)
+    assert len(json.dumps(snapshot)) < MAX_DOCUMENT_BYTES / 2
+
+
+@pytest.mark.parametrize("config", LEARNERS, ids=repr)
+@pytest.mark.parametrize("damage", [None, [], 3, {"d0": 1}, {"d0": [1, 2]}, {"d0": [1, 2, 0]}, {"d0": [-1, 1, 1]}])
+def test_what_is_no_snapshot_is_refused_and_changes_nothing(config: PolicyConfig, damage: JsonValue) -> None:
+    snapshot, _ = learned(config, "d0")
+    policy = build_policy(config)
+    policy.restore(snapshot)
+    for bad in (
+        damage,
+        {**snapshot, "epoch": 0, "drafters": damage, "clusters": damage} if isinstance(snapshot, dict) else 0,
+    ):
+        with pytest.raises(ValueError, match=r".+"):
+            policy.restore(bad)
+        assert policy.snapshot() == snapshot
