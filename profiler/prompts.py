@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from cluster.errors import InvalidField
 
@@ -68,9 +69,17 @@ def _read(path: Path) -> Iterable[Prompt]:
         yield Prompt(entry["id"], entry["domain"], entry["prompt"])
 
 
-def spread(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:
+class OfDomain(Protocol):
+    @property
+    def domain(self) -> str: ...
+
+
+T = TypeVar("T", bound=OfDomain)
+
+
+def spread(prompts: Sequence[T], num_prompts: int) -> list[T]:
     """The first ``num_prompts`` when the domains take turns, so that few prompts still cover many domains."""
-    by_domain: dict[str, list[Prompt]] = {}
+    by_domain: dict[str, list[T]] = {}
     for prompt in prompts:
         by_domain.setdefault(prompt.domain, []).append(prompt)
     longest = max(map(len, by_domain.values()), default=0)

@@ -26,6 +26,7 @@ BENCHES = {
     "decode": Bench("deploy.bench.decode", "a decode step over the floor of its matrix products, and over transformers"),
     "drafters": Bench("deploy.bench.drafters", "what each drafter brings and costs, and the speed-up with it"),
     "invariance": Bench("deploy.bench.invariance", "the same tokens whatever is drafted, preempted or killed"),
+    "profile": Bench("deploy.bench.profile", "how well the cost models foresee what passes and drafts take"),
     "serve": Bench("deploy.bench.serve", "the HTTP server over the engine in process; memory of the whole cluster"),
     "transport": Bench("deploy.bench.transport", "round trips of the data plane between two processes"),
     "faults": Bench("deploy.bench.faults", "streams while a drafter is killed"),

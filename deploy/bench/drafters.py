@@ -1,8 +1,8 @@
 """``outrider bench drafters``: what each drafter of the pool brings and costs, and how fast answers come with it.
 
 Accepted lengths are held against recorded answers of the target, which is exact (``drafters.replay``), and always count the
-bonus token. Draft costs and speed-ups are measured in this process, each beside the plain target in turn. Every measurement
-gets a new drafter, for most learn while they serve.
+bonus token. Draft costs and speed-ups are measured in this process, in turn with the plain target. Every measurement gets a
+new drafter, for most learn while they serve.
 """
 
 import itertools
@@ -15,10 +15,11 @@ from rich.console import Console
 
 from cluster.config import DrafterConfig
 from cluster.types import Request, SamplingParams
-from deploy.bench.pace import tokens_per_s
+from deploy.bench.accepted import accepted
+from deploy.bench.pace import sample, speedups
 from deploy.bench.pool import pool
 from deploy.bench.report import BenchOptions, BenchResult, Cell, Table
-from deploy.bench.stable import Stable, TargetBehind, as_request
+from deploy.bench.stable import Stable
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.replay import Recording, Round, replay
 from engine.target import SpanInput
@@ -31,6 +32,7 @@ DRAFT_LENS = (7, 4)
 BATCHES = (1, 4, 8, 16)
 TEMPERATURES = (0.0, 0.8)
 MAX_PER_DOMAIN = 40
+NUM_COST_ANSWERS = 12  # of which drafts are timed
 MIN_CASES = 30  # of a position before its calibration error means anything
 
 
@@ -41,13 +43,13 @@ class Effort:
     num_prompts: int | None  # in all; None: no bound
     num_new_tokens: int
     num_cost_rounds: int
-    num_repeats: int
-    num_alone: int  # requests of a run at batch 1
+    num_groups: Mapping[int, int]  # of requests whose speed is measured, by how many run at once
     temperatures: tuple[float, ...]  # of the speed-ups
 
 
-QUICK = Effort(18, 2, 24, 32, 24, 2, 2, (0.0,))
-FULL = Effort(120, MAX_PER_DOMAIN, None, 128, 120, 3, 6, TEMPERATURES)
+QUICK = Effort(18, 2, 24, 32, 24, {1: 3, 4: 1, 8: 1, 16: 1}, (0.0,))
+# At batch 1 twice as many requests as the prompts of Spec-Bench and the like have domains: they differ most.
+FULL = Effort(120, MAX_PER_DOMAIN, None, 128, 120, {1: 26, 4: 6, 8: 3, 16: 2}, TEMPERATURES)
 
 
 @dataclass(slots=True)
@@ -65,19 +67,20 @@ def run(options: BenchOptions) -> BenchResult:
     configs = pool(options.model)
     stable = Stable(options.model, configs, effort.num_new_tokens)
     prompts = _prompts(options, effort)
-    console.print(f"drafters: recording answers to {len(prompts)} prompts", highlight=False)
-    recordings = {temperature: stable.record(prompts, temperature) for temperature in TEMPERATURES}
+    rounds, recordings = accepted(
+        stable, configs, prompts, DRAFT_LENS, TEMPERATURES, lambda what: console.print(f"drafters: {what}", highlight=False)
+    )
     found = {config.name: Findings() for config in configs}
-    for config in configs:
-        console.print(f"drafters: {config.name}", highlight=False)
-        for temperature, draft_len in itertools.product(TEMPERATURES, DRAFT_LENS):
-            found[config.name].rounds[temperature, draft_len] = _accepted(stable, config, recordings[temperature], draft_len)
-        for draft_len in DRAFT_LENS:
-            cost = _draft_cost(stable, config, recordings[0.0], draft_len, effort.num_cost_rounds)
-            found[config.name].costs[draft_len] = cost
+    for (name, temperature, draft_len), of_drafter in rounds.items():
+        found[name].rounds[temperature, draft_len] = of_drafter
+    for config, draft_len in itertools.product(configs, DRAFT_LENS):
+        console.print(f"drafters: cost of {config.name}, K = {draft_len}", highlight=False)
+        cost = _draft_cost(stable, config, recordings[0.0], draft_len, effort.num_cost_rounds)
+        found[config.name].costs[draft_len] = cost
     for temperature, batch in itertools.product(effort.temperatures, BATCHES):
         console.print(f"drafters: speed at batch {batch}, temperature {temperature}", highlight=False)
-        for name, pace in _speedups(stable, configs, recordings[temperature], batch, effort).items():
+        paces = speedups(stable, configs, recordings[temperature], batch, effort.num_groups[batch])
+        for name, pace in paces.items():
             found[name].paces[temperature, batch] = pace
     return result(found, len(prompts), effort)
 
@@ -88,11 +91,6 @@ def _prompts(options: BenchOptions, effort: Effort) -> list[Prompt]:
     if effort.num_prompts is not None:
         return choose_prompts(options.prompts, effort.num_prompts)
     return load_prompts(options.prompts, effort.max_per_domain)
-
-
-def _accepted(stable: Stable, config: DrafterConfig, recordings: Sequence[Recording], draft_len: int) -> list[Round]:
-    behind = TargetBehind(stable.target) if config.is_companion else None
-    return list(replay(stable.make(config), recordings, draft_len, behind=behind))
 
 
 # ---- what a draft costs
@@ -130,14 +128,13 @@ def _draft_cost(
         stable.plain.execute([SpanInput(request.id, next(lens), (0,))])
 
     timed = _Timed(stable.make(config), step)
-    behind = TargetBehind(stable.target) if config.is_companion else None
-    rounds = replay(timed, recordings, draft_len, batch=1, behind=behind)
-    for _ in itertools.islice(rounds, num_rounds):
-        pass
+    chosen, _ = sample(recordings, NUM_COST_ANSWERS)
+    with stable.holding(chosen):
+        for recording in chosen:
+            for _ in itertools.islice(replay(timed, [recording], draft_len), -(-num_rounds // len(chosen))):
+                pass
+            timed.release(recording.name)  # which was left half-way
     stable.plain.release(request.id)
-    for recording in recordings:  # the last was left half-way
-        if behind is not None:
-            behind.drop(recording)
     return _typical_s(timed.draft_s) / _typical_s(timed.step_s)
 
 
@@ -146,35 +143,6 @@ def _typical_s(times_s: Sequence[float]) -> float:
     ordered = sorted(times_s)
     cut = len(ordered) // 10
     return statistics.fmean(ordered[cut : len(ordered) - cut])
-
-
-# ---- how fast answers come
-
-
-def _speedups(
-    stable: Stable, configs: Sequence[DrafterConfig], recordings: Sequence[Recording], batch: int, effort: Effort
-) -> Mapping[str, float]:
-    """Over the plain target: of each drafter the median of several runs, each held against the plain runs before and after
-    its turn. Drafters have served other answers before, as any but the first minute of a server's life has seen."""
-    long = [r for r in recordings if len(r.output_token_ids) == effort.num_new_tokens] or list(recordings)
-    chosen = [*long, *(r for r in recordings if r not in long)][: effort.num_alone if batch == 1 else batch]
-    served = [r for r in recordings if r not in chosen][: 4 * effort.num_alone]
-    requests = [as_request(recording, order * 1e-6) for order, recording in enumerate(chosen)]
-    ratios: dict[str, list[float]] = {config.name: [] for config in configs}
-    for _ in range(effort.num_repeats):
-        before = tokens_per_s(stable, requests, batch, None)
-        paces = {}
-        for config in configs:
-            drafter = stable.make(config)
-            for _ in replay(
-                drafter, served, DRAFT_LENS[0], behind=TargetBehind(stable.target) if config.is_companion else None
-            ):
-                pass
-            paces[config.name] = tokens_per_s(stable, requests, batch, drafter)
-        after = tokens_per_s(stable, requests, batch, None)
-        for name, pace in paces.items():
-            ratios[name].append(2 * pace / (before + after))
-    return {name: statistics.median(values) for name, values in ratios.items()}
 
 
 # ---- the report
@@ -186,6 +154,10 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
         for (temperature, draft_len), rounds in findings.rounds.items():
             if rounds:
                 figures[f"accepted_len.{name}.k{draft_len}.{_suffix('mean', temperature)}"] = mean_accepted_len(rounds)
+        longest = findings.rounds[0.0, DRAFT_LENS[0]]
+        for domain in sorted({r.domain for r in longest}):
+            of_domain = [r for r in longest if r.domain == domain]
+            figures[f"accepted_len.{name}.k{DRAFT_LENS[0]}.{domain}"] = mean_accepted_len(of_domain)
         for draft_len, cost in findings.costs.items():
             figures[f"draft_cost.{name}.k{draft_len}"] = cost
         for (temperature, batch), pace in findings.paces.items():
@@ -205,7 +177,10 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
         notes=(
             f"{num_prompts} prompts, {effort.num_new_tokens} new tokens; accepted lengths count the bonus token, and are "
             "means over all rounds.",
-            "best: the largest of the drafters' medians, so a little lucky. t0.8 in a name: at temperature 0.8.",
+            "speed-ups: seconds of the same answers plainly over those with the drafter, prefill left out; at batch "
+            + ", ".join(f"{batch} of {batch * num}" for batch, num in effort.num_groups.items())
+            + " answers, drawn at random from all domains alike, whatever their length.",
+            "best: the largest of the drafters', so a little lucky. t0.8 in a name: at temperature 0.8.",
             "ece, auroc: of the survival of prefixes at K = 7, temperature 0; ece_online: as the target learns it.",
         ),
     )

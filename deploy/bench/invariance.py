@@ -11,7 +11,16 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from cluster.config import DEFAULT_DRAFTERS, ChainOptions, DrafterConfig, ModelConfig, ModelOptions, NgramOptions
+from cluster.config import (
+    DEFAULT_DRAFTERS,
+    ChainOptions,
+    DrafterConfig,
+    DSparkOptions,
+    LayersOptions,
+    ModelConfig,
+    ModelOptions,
+    NgramOptions,
+)
 from cluster.types import Request
 from deploy.bench.comparison import TIE_MARGIN, Comparison, Verdict, compare
 from deploy.bench.mischief import Cut, before_disliked_token
@@ -25,7 +34,6 @@ NUM_PROMPTS, NUM_PROMPTS_QUICK = 40, 12
 NUM_TOKENS, NUM_TOKENS_QUICK = 48, 24
 SMALL_BATCH = 5
 SELF = "itself"
-_KNOWN = tuple(config.name for config in DEFAULT_DRAFTERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +87,9 @@ def run(options: BenchOptions) -> BenchResult:
 
 
 def scenarios(rig: Rig, model: str) -> Mapping[str, Circumstances]:
-    """Every drafter of the default pool alone, what the pool lacks, and all that are shipped for this model; then what may
-    go wrong, with those drafters whose drafts are mostly right, for a wrong draft that is dropped shows little."""
+    """Every drafter of the default pool alone, what the pool lacks, and all that are shipped for this model, in chains and
+    a cascade, too; then what may go wrong, with those drafters whose drafts are mostly right, for a wrong draft that is
+    dropped shows little."""
     own = DrafterConfig(name=SELF, options=ModelOptions(model=model, dtype="float32", kv_cache_gb=1.0))
     half = DrafterConfig(name="model", options=ModelOptions(model=model, dtype="bfloat16"))
     chain = DrafterConfig(
@@ -105,7 +114,7 @@ def scenarios(rig: Rig, model: str) -> Mapping[str, Circumstances]:
     def alone(config: DrafterConfig, **more: bool) -> Circumstances:
         return Circumstances(companions=(config,), **more) if config.is_companion else Circumstances(pool(config), **more)
 
-    shipped = [config for config in comparable(model) if config.name not in _KNOWN] if model == ModelConfig().name else []
+    shipped = shipped_for(model)
     rng = random.Random(0)
     mixed = pool(*DEFAULT_DRAFTERS, half)
     return {
@@ -123,6 +132,25 @@ def scenarios(rig: Rig, model: str) -> Mapping[str, Circumstances]:
             if config.is_companion
         },
     }
+
+
+def shipped_for(model: str) -> list[DrafterConfig]:
+    """What is compared of drafters beyond the default ones that need no training, and chains of the models in them."""
+    if model != ModelConfig().name:
+        return []
+    known = [config for config in comparable(model) if config not in DEFAULT_DRAFTERS]
+    verifiers = [config for config in known if isinstance(config.options, LayersOptions)]
+    proposers = [config for config in known if isinstance(config.options, DSparkOptions | LayersOptions)]
+    chains = [
+        DrafterConfig(
+            name=f"{proposer.name}-{verifier.name}",
+            options=ChainOptions(proposer=proposer.options, verifier=verifier.options),
+        )
+        for verifier in verifiers[-1:]
+        for proposer in proposers
+        if proposer is not verifier
+    ]
+    return known + chains
 
 
 def result(requests: list[Request], outcomes: list[Outcome]) -> BenchResult:

@@ -1,38 +1,109 @@
-"""How fast answers come with a drafter, and without: the whole engine, the real round, at a constant batch."""
+"""How fast answers come with drafters, and without: the whole engine, the real round, at a constant batch."""
 
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from cluster.config import DrafterConfig
 from cluster.types import Request, RoutingTable
-from deploy.bench.stable import Stable
+from deploy.bench.stable import Stable, as_request
 from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
+from drafters.following import key_of
 from drafters.protocol import Drafter
+from drafters.replay import Recording, replay
+from profiler.prompts import spread
 from router.planner import StepPlanner
 
 DRAFT_LEN = 7
+NUM_SERVED_BEFORE = 12  # answers that a drafter has seen when its speed is measured
 
 
-def tokens_per_s(stable: Stable, requests: Sequence[Request], batch: int, drafter: Drafter | None) -> float:
-    """Decoded tokens per second with ``batch`` requests at once. Prefill, which is the same with and without drafts, is left
-    out: the clock runs from when all of a batch have their first token until the first of them ends.
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Decoded tokens, and the seconds that they took."""
+
+    num_tokens: int
+    seconds: float
+
+
+def speedups(
+    stable: Stable, configs: Sequence[DrafterConfig], recordings: Sequence[Recording], batch: int, num_groups: int
+) -> dict[str, float]:
+    """Of each drafter over the plain target, in seconds for the same answers, ``num_groups`` batches of them.
+
+    The answers are drawn at random, all domains alike, whatever their length; those of a batch are of like lengths. The
+    plain target (twice) and the drafters take turns at every batch, each time in another order, so that what else the
+    machine does hits all alike. Drafters have served other answers before, as any but the first minute of a server's life
+    has seen.
+    """
+    chosen, served = sample(recordings, batch * num_groups)
+    groups = in_batches(chosen, batch)
+    drafters: dict[str | None, Drafter | None] = {config.name: stable.make(config) for config in configs}
+    with stable.holding(served):
+        for drafter in filter(None, drafters.values()):
+            for _ in replay(drafter, served, DRAFT_LEN):
+                pass
+    half = len(configs) // 2
+    names = [None, *(c.name for c in configs[:half]), None, *(c.name for c in configs[half:])]
+    drafters[None] = None
+    plain: list[Pace] = []
+    paces: dict[str, list[Pace]] = {config.name: [] for config in configs}
+    for number, group in enumerate(groups):
+        requests = [as_request(recording, order * 1e-6) for order, recording in enumerate(group)]
+        turn = number * len(names) // len(groups)
+        own = []
+        for name in (*names[turn:], *names[:turn]):
+            pace = measure(stable, requests, drafters[name])
+            if name is None:
+                own.append(pace)
+            else:
+                paces[name].append(pace)
+        plain.append(Pace(sum(p.num_tokens for p in own), sum(p.seconds for p in own)))
+    return {name: ratio(plain, found) for name, found in paces.items()}
+
+
+def ratio(plain: Sequence[Pace], drafted: Sequence[Pace]) -> float:
+    """Seconds for all tokens plainly over those with a drafter. Windows of both may hold a few tokens more or less."""
+    pairs = [(a, b) for a, b in zip(plain, drafted, strict=True) if a.num_tokens and b.num_tokens]
+    took_s = sum(a.num_tokens * b.seconds / b.num_tokens for a, b in pairs)
+    return sum(a.seconds for a, _ in pairs) / took_s
+
+
+def sample(recordings: Sequence[Recording], num: int) -> tuple[list[Recording], list[Recording]]:
+    """``num`` answers drawn from all domains alike, and up to NUM_SERVED_BEFORE others; where there are too few, fewer."""
+    usable = [recording for recording in recordings if len(recording.output_token_ids) > 2] or list(recordings)
+    drawn = spread(random.Random(0).sample(usable, len(usable)), num + NUM_SERVED_BEFORE)
+    return drawn[:num], drawn[num:]
+
+
+def in_batches(recordings: Sequence[Recording], batch: int) -> list[list[Recording]]:
+    """Answers of like lengths together, so that most of each is decoded before the first of a batch ends."""
+    ordered = sorted(recordings, key=lambda recording: len(recording.output_token_ids))
+    return [ordered[start : start + batch] for start in range(0, len(ordered), batch)]
+
+
+def measure(stable: Stable, requests: Sequence[Request], drafter: Drafter | None) -> Pace:
+    """Of ``requests`` at once. Prefill, which is the same with and without drafts, is left out: the clock runs from when all
+    of them have their first token until the first of them ends.
 
     The drafter runs on the target's thread, so both have the machine to themselves in turn.
     """
     engine = stable.target if drafter is not None else stable.plain
-    pool = {} if drafter is None else {"drafter": PoolEntry(drafter, DRAFT_LEN, capacity=batch, companion=True)}
+    pool = {} if drafter is None else {"drafter": PoolEntry(drafter, DRAFT_LEN, capacity=len(requests), companion=True)}
     table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=DRAFT_LEN)
-    num_tokens, seconds = 0, 0.0
     with EmbeddedCluster(engine, stable.info, stable.cost, pool, StepPlanner(), table) as cluster:
-        for start in range(0, len(requests), batch):
-            window = _window(cluster.complete(requests[start : start + batch]))
-            num_tokens, seconds = num_tokens + window[0], seconds + window[1]
-    return num_tokens / seconds
+        completions = cluster.complete(requests)
+    if drafter is not None:
+        for request in requests:  # the last word of the target may not have come before its end
+            drafter.release(key_of(0, request.id))
+    return _window(completions)
 
 
-def _window(completions: Sequence[Completion]) -> tuple[int, float]:
+def _window(completions: Sequence[Completion]) -> Pace:
     """Tokens, and the seconds in which they were committed, while the whole batch was decoding."""
     start_s = max(completion.arrived_s[0] for completion in completions)
     end_s = min(completion.arrived_s[-1] for completion in completions)
     if end_s <= start_s:  # the answers are so short that one ended before the last began
         start_s, end_s = (pick(c.arrived_s[i] for c in completions) for pick, i in ((min, 0), (max, -1)))
     commits = [pair for c in completions for pair in zip(c.arrived_s, c.commits, strict=True)]
-    return sum(len(commit.token_ids) for at_s, commit in commits if start_s < at_s <= end_s), end_s - start_s
+    return Pace(sum(len(commit.token_ids) for at_s, commit in commits if start_s < at_s <= end_s), end_s - start_s)

@@ -2,8 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from cluster.config import DrafterConfig
 from cluster.types import ModelInfo, Request, SamplingParams
@@ -23,7 +23,7 @@ from engine.target import SpanInput
 from profiler.prompts import Prompt
 
 MAX_PROMPT_LEN = 1024
-MAX_BATCH = 32  # recorded or replayed at once
+MAX_BATCH = 32  # recorded or held at once
 MAX_PASS_TOKENS = 512
 
 
@@ -43,7 +43,7 @@ class Stable:
         limits = NativeLimits(num_blocks, BLOCK_LEN, MAX_BATCH, MAX_PASS_TOKENS, self._max_len)
         self.plain = NativeTarget(network, limits)
         layers = feature_layers(drafters)
-        self.target = NativeTarget(network, limits, prefix_cache=False, feature_layers=layers) if layers else self.plain
+        self.target = NativeTarget(network, limits, feature_layers=layers) if layers else self.plain
         self.cost = measure_cost(self.plain)
         self._max_new_tokens = max_new_tokens
 
@@ -51,29 +51,57 @@ class Stable:
         """A new one each time, for most of them learn: nobody shall know an answer from having seen it before."""
         return make_drafter(drafter, self.info, Host(self.target, self._folder) if drafter.is_companion else None)
 
-    def record(self, prompts: Sequence[Prompt], temperature: float) -> list[Recording]:
-        """The target's answers, in an order in which the domains are mixed, the same one every time."""
+    def record(
+        self, prompts: Sequence[Prompt], temperatures: Sequence[float]
+    ) -> Iterator[Mapping[float, Sequence[Recording]]]:
+        """The target's answers by temperature, MAX_BATCH prompts at a time, in an order in which the domains are mixed, the
+        same one every time. Of the answers at hand the target's cache still has most, so that holding them costs little."""
         encoded = self._encode(prompts)
         mixed = random.Random(0).sample(range(len(prompts)), len(prompts))
-        # Replayed requests are known to drafters by the names that a loop gives them: link number and request.
-        names = {f"{prompts[i].id}@{temperature}": i for i in mixed}
-        requests = [
-            Request(
-                name,
-                encoded[i][-(self._max_len - self._max_new_tokens) :],
-                SamplingParams(max_tokens=self._max_new_tokens, temperature=temperature, seed=i + 1),
-                arrival_s=order * 1e-6,
-            )
-            for order, (name, i) in enumerate(names.items())
-        ]
-        outputs = {
-            request.id: tokens
-            for request, tokens in generate(self.plain, self.info, self.cost, requests, max_in_flight=MAX_BATCH)
-        }
-        return [
-            Recording(f"0/{r.id}", prompts[names[r.id]].domain, r.prompt_token_ids, outputs[r.id], r.sampling)
-            for r in requests
-        ]
+        for start in range(0, len(mixed), MAX_BATCH):
+            part = mixed[start : start + MAX_BATCH]
+            asked = [(t, i, self._request(prompts[i].id, encoded[i], t, i + 1)) for t in temperatures for i in part]
+            requests = [request for _, _, request in asked]
+            outputs = {r.id: tokens for r, tokens in generate(self.target, self.info, self.cost, requests, MAX_BATCH)}
+            yield {
+                t: [
+                    # Replayed requests are known to drafters by the names that a loop gives them: link number and request.
+                    Recording(f"0/{r.id}", prompts[i].domain, r.prompt_token_ids, outputs[r.id], r.sampling)
+                    for temperature, i, r in asked
+                    if temperature == t
+                ]
+                for t in temperatures
+            }
+
+    @contextmanager
+    def holding(self, recordings: Sequence[Recording]) -> Iterator[None]:
+        """The target holds the hidden states of whole answers, at most MAX_BATCH, for drafters that read them."""
+        held = recordings if self.target.feature_layers else ()
+        for recording in held:
+            self._hold(recording)
+        try:
+            yield
+        finally:
+            for recording in held:
+                self.target.release(as_request(recording).id)
+
+    def _hold(self, recording: Recording) -> None:
+        request = as_request(recording)
+        token_ids = (*recording.prompt_token_ids, *recording.output_token_ids)
+        start = self.target.open(request, token_ids)
+        while start < len(token_ids):
+            chunk = token_ids[start : start + MAX_PASS_TOKENS]
+            self.target.execute([SpanInput(request.id, start, chunk, samples=False)])
+            start += len(chunk)
+
+    def _request(self, prompt_id: str, prompt: tuple[int, ...], temperature: float, seed: int) -> Request:
+        sampling = SamplingParams(max_tokens=self._max_new_tokens, temperature=temperature, seed=seed)
+        return Request(
+            f"{prompt_id}@{temperature}",
+            prompt[-(self._max_len - self._max_new_tokens) :],
+            sampling,
+            arrival_s=float(seed),
+        )
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
         tokenizer = Tokenizer.from_folder(self._folder)
@@ -85,25 +113,6 @@ class Stable:
             ]
 
         return asyncio.run(encode())
-
-
-@dataclass(frozen=True, slots=True)
-class TargetBehind:
-    """``drafters.replay.Behind``: holds replayed answers in a target, so that drafters can read its hidden states."""
-
-    target: NativeTarget
-
-    def hold(self, recording: Recording) -> None:
-        request = as_request(recording)
-        token_ids = (*recording.prompt_token_ids, *recording.output_token_ids)
-        start = self.target.open(request, token_ids)
-        while start < len(token_ids):
-            chunk = token_ids[start : start + MAX_PASS_TOKENS]
-            self.target.execute([SpanInput(request.id, start, chunk, samples=False)])
-            start += len(chunk)
-
-    def drop(self, recording: Recording) -> None:
-        self.target.release(as_request(recording).id)
 
 
 def as_request(recording: Recording, arrival_s: float = 0.0) -> Request:

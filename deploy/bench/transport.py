@@ -61,7 +61,7 @@ def one_kb() -> DraftRound:
 
 def run(options: BenchOptions) -> BenchResult:
     num_turns = NUM_TURNS_QUICK if options.quick else NUM_TURNS
-    times = _measure(num_turns)
+    times = round_trips(num_turns)
     codec = {num_requests: _codec_us(num_requests) for num_requests in ROUND_SIZES}
     figures: dict[str, float] = {}
     for name, trips_s in times.items():
@@ -79,7 +79,7 @@ def run(options: BenchOptions) -> BenchResult:
     )
 
 
-def _measure(num_turns: int) -> Mapping[str, list[float]]:
+def round_trips(num_turns: int) -> Mapping[str, list[float]]:
     """Seconds of every round trip, by transport and payload."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-"))

@@ -47,7 +47,7 @@ def test_everything_is_measured_and_named(tmp_path: Path, monkeypatch: pytest.Mo
     target = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
     write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(257))
-    effort = replace(QUICK, num_synthetic=6, num_new_tokens=12, num_cost_rounds=4, num_repeats=1, num_alone=1)
+    effort = replace(QUICK, num_synthetic=6, num_new_tokens=12, num_cost_rounds=4)
     monkeypatch.setattr(bench, "QUICK", effort)
     result = bench.run(BenchOptions(quick=True, model=str(target)))
     figures = result.figures

@@ -1,0 +1,44 @@
+"""Whose speed is compared, and how."""
+
+import pytest
+
+from cluster.types import SamplingParams
+from deploy.bench.pace import NUM_SERVED_BEFORE, Pace, in_batches, ratio, sample
+from drafters.replay import Recording
+
+
+def recordings(**lens: tuple[int, ...]) -> list[Recording]:
+    sampling = SamplingParams(max_tokens=64)
+    return [
+        Recording(f"0/{domain}-{i}", domain, (1,), (7,) * num, sampling)
+        for domain, of_domain in lens.items()
+        for i, num in enumerate(of_domain)
+    ]
+
+
+def test_a_sample_holds_all_domains_alike_whatever_the_length_of_their_answers() -> None:
+    known = recordings(qa=(3, 4, 5) * 10, chat=(64,) * 50, code=(64,) * 20)
+    chosen, served = sample(known, 6)
+    assert sorted(r.domain for r in chosen) == ["chat", "chat", "code", "code", "qa", "qa"]
+    assert len(served) == NUM_SERVED_BEFORE
+    assert not {r.name for r in chosen} & {r.name for r in served}, "nobody has seen what is measured"
+    assert sample(known, 6) == (chosen, served)
+
+
+def test_an_answer_without_a_draft_is_not_chosen_while_there_are_others() -> None:
+    known = recordings(qa=(1, 2, 9), chat=(1,))
+    assert [len(r.output_token_ids) for r in sample(known, 4)[0]] == [9]
+    assert len(sample(recordings(qa=(1, 2)), 4)[0]) == 2
+
+
+def test_a_batch_holds_answers_of_like_lengths() -> None:
+    batches = in_batches(recordings(qa=(9, 3, 64, 8, 4, 60)), 2)
+    assert [[len(r.output_token_ids) for r in batch] for batch in batches] == [[3, 4], [8, 9], [60, 64]]
+
+
+def test_the_speed_up_is_that_of_all_answers_together() -> None:
+    """A long answer counts for more than a short one; a window that held more tokens took longer for that."""
+    plain = [Pace(100, 10.0), Pace(10, 1.0)]
+    assert ratio(plain, [Pace(100, 5.0), Pace(10, 1.0)]) == pytest.approx(11.0 / 6.0)
+    assert ratio(plain, [Pace(110, 5.5), Pace(10, 1.0)]) == pytest.approx(11.0 / 6.0)
+    assert ratio(plain, [Pace(100, 5.0), Pace(0, 0.0)]) == pytest.approx(2.0), "what was not measured does not count"
