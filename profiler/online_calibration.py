@@ -11,7 +11,9 @@ _EDGES = np.concatenate([[0.0], 1.0 / (1.0 + np.exp(-np.linspace(-4.0, 4.0, 15))
 _NUM_BINS = len(_EDGES) - 1
 _STEPS = 1000
 _GRID = np.linspace(0.0, 1.0, _STEPS + 1)
-_AT_ONCE = 32  # records: what the maps cost to fit, half a millisecond, is shared by so many
+# Records: what the maps cost to fit, half a millisecond, is shared by so many. The more are known, the less a few change.
+_FIRST_AT_ONCE = 32
+_MOST_AT_ONCE = 128
 
 
 class OnlineSurvival:
@@ -37,19 +39,22 @@ class OnlineSurvival:
         self._weight = np.zeros(shape)
         self._told = np.zeros(shape)  # sum of confidences
         self._true = np.zeros(shape)  # how many came true
-        self._maps = np.tile(_GRID, (num_positions, 1))  # what a confidence in steps means at a position
+        self._maps = [_GRID.tolist()] * num_positions  # what a confidence in steps means at a position
         self._pending: list[tuple[tuple[float, ...], int]] = []
         self.num_records = 0
 
     def survival(self, confidences: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
         """The probability that each prefix of each draft survives; it never rises along a draft."""
-        lens = [len(row) for row in confidences]
-        longest = max(lens, default=0)
-        if not longest:
-            return [()] * len(lens)
-        table = np.array([(*row, *(0.0,) * (longest - len(row))) for row in confidences])
-        survival = np.cumprod(self._maps[self._positions(longest), np.rint(table * _STEPS).astype(np.intp)], axis=1)
-        return [tuple(row[:n]) for row, n in zip(survival.tolist(), lens, strict=True)]
+        return [self._survival(row) for row in confidences]
+
+    def _survival(self, confidences: Sequence[float]) -> tuple[float, ...]:
+        """In plain Python: a draft is too short for numpy to pay."""
+        survival, found = 1.0, []
+        last = len(self._maps) - 1
+        for position, confidence in enumerate(confidences):
+            survival *= self._maps[min(position, last)][round(confidence * _STEPS)]
+            found.append(survival)
+        return tuple(found)
 
     def record(self, confidences: Sequence[float], num_accepted: int) -> None:
         """A draft was verified. ``confidences`` of the tokens that were, the first ``num_accepted`` of which were right.
@@ -59,7 +64,7 @@ class OnlineSurvival:
         if confidences:
             self.num_records += 1
             self._pending.append((tuple(confidences[: num_accepted + 1]), num_accepted))
-            if len(self._pending) == _AT_ONCE:
+            if len(self._pending) >= min(max(_FIRST_AT_ONCE, self.num_records // 8), _MOST_AT_ONCE):
                 self._take_up()
 
     def _take_up(self) -> None:
@@ -77,18 +82,20 @@ class OnlineSurvival:
         self._weight = self._weight * kept + num
         self._told = self._told * kept + sums(told)
         self._true = self._true * kept + sums([came_true for _, _, came_true in tried])
+        before = _GRID
         for position in range(len(self._maps)):
-            self._maps[position] = self._fitted(position)
+            before = self._fitted(position, before)
+            self._maps[position] = before.tolist()
 
     def _positions(self, num: int) -> NDArray[np.intp]:
         return np.minimum(np.arange(num), len(self._weight) - 1)
 
-    def _fitted(self, position: int) -> Floats:
-        """What each of _STEPS + 1 confidences means at a position, (_STEPS + 1,)."""
+    def _fitted(self, position: int, before: Floats) -> Floats:
+        """What each of _STEPS + 1 confidences means at a position, (_STEPS + 1,); ``before``: at the position before it."""
         weight, told = self._weight[position], self._told[position]
         middle = (_EDGES[:-1] + _EDGES[1:]) / 2
         xs = np.clip(np.where(weight > 0, told / np.maximum(weight, 1e-12), middle), _EDGES[:-1], _EDGES[1:])
-        told_before = np.interp(xs, _GRID, self._maps[position - 1]) if position else xs
+        told_before = np.interp(xs, _GRID, before)
         ys = (self._true[position] + self._doubt * told_before) / (weight + self._doubt)
         return np.interp(_GRID, xs, _pooled(ys, weight + 1.0))
 
