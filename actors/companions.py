@@ -16,8 +16,9 @@ from drafters.roster import RosterLimits
 from engine.loading import load_target
 from engine.models.prepare import ensure_model
 from engine.native import NativeTarget
+from profiler.online_cost import OnlineCost
+from profiler.profile import Profile, with_measured_costs
 from router.assignment import member_name
-from router.cost_model import TableCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,18 @@ def companions_of(config: Config) -> tuple[DrafterConfig, ...]:
     return tuple(drafter for drafter in config.drafters if drafter.is_companion)
 
 
-def load_with_companions(config: Config) -> tuple[NativeTarget, ModelInfo, TableCost, list[Companion]]:
+def load_with_companions(
+    config: Config, profile: Profile | None = None
+) -> tuple[NativeTarget, ModelInfo, OnlineCost, list[Companion]]:
     """The target of a resolved configuration, as ``engine.loading.load_target``, and the drafters beside it.
+
+    Cascades among them know what their members cost if ``profile`` does.
 
     Raises:
         OutriderError: a model is missing, or does not fit; says which.
     """
-    drafters = companions_of(config)
-    engine, model, cost = load_target(config, feature_layers(drafters))
+    drafters = companions_of(config if profile is None else with_measured_costs(config, profile))
+    engine, model, cost = load_target(config, feature_layers(drafters), profile)
     host = Host(engine, ensure_model(config.model.name))
     return engine, model, cost, [_companion(drafter, model, host) for drafter in drafters]
 

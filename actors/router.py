@@ -13,7 +13,7 @@ from actors.worker import LoopActor, LoopThread
 from cluster.config import Config
 from cluster.state import open_store
 from cluster.types import RoutingTable
-from router.assignment import TARGET_ONLY, AssignmentPolicy, PoolMember, RequestView
+from router.assignment import TARGET_ONLY, AssignmentPolicy, PoolMember, RequestView, drafter_of
 from router.table import next_table
 
 # Stands for whatever request comes next: what the policy would choose for it is the default of the table.
@@ -23,7 +23,8 @@ NEXT_REQUEST = "\0next"
 class Router:
     """One slot's decision. Plain: reports in, a table out; no Ray, no clock.
 
-    A drafter is healthy when every target that reports is linked with it, and it is not draining.
+    A drafter is healthy when every target that reports is linked with it, and it is not draining. It costs what a target's
+    profile says, else what the pool does.
     """
 
     def __init__(self, policy: AssignmentPolicy, pool: Sequence[PoolMember], max_draft_len: int) -> None:
@@ -47,7 +48,11 @@ class Router:
         if not reports:
             return None
         linked = set[str].intersection(*(set(report.drafters) for report in reports)) - self._draining
-        pool = [replace(member, healthy=member.name in linked) for member in self._pool]
+        costs = {name: cost for report in reports for name, cost in report.draft_costs.items()}
+        pool = [
+            replace(member, healthy=member.name in linked, cost=costs.get(drafter_of(member.name), member.cost))
+            for member in self._pool
+        ]
         self._policy.observe([observation for report in reports for observation in report.observations])
         requests = [request for report in reports for request in report.requests]
         chains = self._policy.assign([*requests, RequestView(NEXT_REQUEST, 0, 0, TARGET_ONLY)], pool)

@@ -1,8 +1,8 @@
 """A target replica as a process: the round on a thread of its own, links on others, and a few questions answered beside."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from actors.mailbox import WatchedMailbox
 from actors.threads import set_threads
@@ -32,6 +32,7 @@ class SlotReport:
     observations: tuple[Observation, ...]
     table_version: int
     drafters: tuple[str, ...]  # that are linked now
+    draft_costs: Mapping[str, float] = field(default_factory=dict)  # as of PoolMember, of those that were measured here
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,13 @@ class TargetActor(LoopActor[TargetInfo]):
         set_threads(config.target.resources.threads)
         from actors.companions import link_companions, load_with_companions
         from cluster.transport.factory import listen
+        from engine.loading import stored_profile
         from engine.round import TargetLoop
+        from profiler.profile import pool_costs
         from router.planner import StepPlanner
 
-        self._engine, self._model, cost, companions = load_with_companions(config)
+        self._engine, self._model, cost, companions = load_with_companions(config, stored_profile(config))
+        self._draft_costs = pool_costs(config, cost)
         self._loop = TargetLoop(
             self._engine,
             self._model,
@@ -124,6 +128,7 @@ class TargetActor(LoopActor[TargetInfo]):
             observations=self._loop.take_observations(),
             table_version=status.table_version,
             drafters=tuple(name for name, _ in status.followed),
+            draft_costs=self._draft_costs,
         )
 
     def report(self) -> TargetReport:

@@ -120,6 +120,23 @@ def status(
     watch(url, api_key, once=once, json=json, interval_s=every, console=Console())
 
 
+@app.command()
+def profile(
+    file: ConfigFile = None,
+    model: Annotated[str | None, typer.Option(help="instead of the file's: a known name, or a folder")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer points, fewer times")] = False,
+    plot: Annotated[Path, typer.Option(metavar="PNG", help="where it is drawn")] = Path("outrider-profile.png"),
+) -> None:
+    """Measure what the target and the drafters cost on this machine, and store it: serving then knows from the start."""
+    from cluster.config import Config, load
+    from deploy.profile import run
+
+    config = load(file) if file is not None else Config()
+    if model is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
+    run(config, plot, quick)
+
+
 @app.command(no_args_is_help=True)
 def bench(
     name: Annotated[str, typer.Argument(help=", ".join(BENCHES))],

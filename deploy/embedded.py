@@ -25,6 +25,7 @@ from drafters.protocol import Drafter
 from drafters.roster import RosterLimits
 from engine.round import TargetLoop
 from engine.target import TargetEngine
+from profiler.profile import Profile, with_measured_costs
 from router.cost_model import CostModel
 from router.planner import Planner, StepPlanner
 
@@ -97,8 +98,11 @@ class EmbeddedCluster:
             raise TimeoutError(f"the embedded target did not answer within {START_S} s")
 
     @classmethod
-    def of(cls, config: Config) -> Self:
+    def of(cls, config: Config, profile: Profile | None = None) -> Self:
         """The cluster of a resolved configuration, without its router: every drafter in turn.
+
+        Args:
+            profile: as of ``engine.loading.load_target``.
 
         Raises:
             OutriderError: a model is missing, or does not fit; says which.
@@ -108,8 +112,9 @@ class EmbeddedCluster:
         from engine.loading import load_target
         from engine.models.prepare import ensure_model
 
+        config = config if profile is None else with_measured_costs(config, profile)
         companions = [drafter for drafter in config.drafters if drafter.is_companion]
-        engine, model, cost = load_target(config, feature_layers(companions))
+        engine, model, cost = load_target(config, feature_layers(companions), profile)
         host = Host(engine, ensure_model(config.model.name))
         pool = {
             drafter.name: PoolEntry(

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from cluster.config import Config
 from cluster.errors import InvalidField
+from cluster.state import open_store
 from cluster.types import ModelInfo
 from engine.calibration import measure_cost
 from engine.factory import load_target as load_native
@@ -11,14 +14,50 @@ from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
-from router.cost_model import TableCost
+from profiler.hardware import cpu_name
+from profiler.online_cost import OnlineCost
+from profiler.profile import Identity, Profile, ProfiledCost
+from profiler.profile_store import usable_profile
 
 
-def load_target(config: Config, feature_layers: Sequence[int] = ()) -> tuple[NativeTarget, ModelInfo, TableCost]:
-    """The target of a resolved configuration, what others must know of its model, and the measured cost of its passes.
+def load_target(
+    config: Config, feature_layers: Sequence[int] = (), profile: Profile | None = None
+) -> tuple[NativeTarget, ModelInfo, OnlineCost]:
+    """The target of a resolved configuration, what others must know of its model, and what its passes cost.
 
     Args:
         feature_layers: as of ``NativeTarget``.
+        profile: what they cost, as measured before (``stored_profile``); without one it is measured now, in seconds.
+
+    Raises:
+        ModelUnavailable, InvalidField: as ``load_engine``.
+    """
+    engine, info = load_engine(config, feature_layers)
+    return engine, info, OnlineCost(measure_cost(engine) if profile is None else ProfiledCost(profile, config))
+
+
+def stored_profile(config: Config) -> Profile | None:
+    """What `outrider profile` has measured for the target of a resolved configuration on this machine. None: nothing that
+    can be used; the log says why where there is something.
+
+    Raises:
+        InvalidField: the state store cannot be opened as configured.
+    """
+    store = open_store(config.cluster.state, config.cluster.namespace)
+    try:
+        return usable_profile(store, identity_of(config))
+    finally:
+        store.close()
+
+
+def identity_of(config: Config) -> Identity:
+    """What a profile of the target of a resolved configuration is stored under, on this machine."""
+    device = config.target.device
+    return Identity.of(config, torch.cuda.get_device_name() if device == "cuda" else cpu_name())
+
+
+def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[NativeTarget, ModelInfo]:
+    """As ``load_target``, without what it costs.
 
     Raises:
         ModelUnavailable: missing, half-written or unsupported; one line that says which.
@@ -47,4 +86,4 @@ def load_target(config: Config, feature_layers: Sequence[int] = ()) -> tuple[Nat
         max_model_len=info.max_model_len,
         feature_layers=feature_layers,
     )
-    return engine, info, measure_cost(engine)
+    return engine, info

@@ -16,6 +16,7 @@ from engine.pool import Pool
 from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry
+from profiler.online_cost import OnlineCost
 from router.assignment import Observation, RequestView
 from router.cost_model import CostModel
 from router.plan import StepPlan
@@ -87,6 +88,7 @@ class TargetLoop:
         self._engine = engine
         self._model = model
         self._cost = cost
+        self._learning = cost if isinstance(cost, OnlineCost) else None
         self._planner = planner or StepPlanner()
         self._max_waiting = max_waiting
         self._clock = clock
@@ -237,7 +239,7 @@ class TargetLoop:
         spans = [self._sequences.span_input(span) for span in plan.spans]
         while spans:
             try:
-                return spans, self._engine.execute(spans)
+                return spans, self._timed(spans)
             except OutOfBlocks:
                 # Blocks that preempted sequences shared did not fall free, so the plan was too hopeful.
                 running = [sequence for sequence in self._sequences if sequence.running]
@@ -248,6 +250,19 @@ class TargetLoop:
                 self._preempt(victim)
                 spans = [span for span in spans if span.request_id != victim.request.id]
         return [], []
+
+    def _timed(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        """One pass. What it took corrects the cost model; one with prompts does not, for their rows are not sampled."""
+        if self._learning is None or self._clock is None:
+            return self._engine.execute(spans)
+        start_s = self._clock()
+        outcomes = self._engine.execute(spans)
+        if all(span.samples for span in spans):
+            num_rows, context = sum(len(span.token_ids) for span in spans), sum(span.base_len for span in spans)
+            drift = self._learning.observe(num_rows, context, self._clock() - start_s)
+            if drift is not None:
+                logger.info("passes of about %d rows now take %.2f times what was measured", drift.num_rows, drift.ratio)
+        return outcomes
 
     def _preempt(self, sequence: LiveSequence) -> None:
         """Gives up the blocks; what was committed stays, and is recomputed later to the same tokens (DESIGN idea 1)."""

@@ -1,4 +1,4 @@
-"""What a step costs, as the planner and the policies see it."""
+"""What a step, a draft and catching up cost, as the planner, the policies, cascades and the simulator see it."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -7,14 +7,36 @@ from typing import Protocol
 
 
 class CostModel(Protocol):
-    """Predicted duration of one packed target pass, in seconds."""
+    """Expected durations on the hardware at hand, in seconds. None: nobody has measured that drafter here."""
 
     def step_s(self, num_rows: int, num_context: int) -> float:
-        """``num_rows`` tokens computed in the pass, ``num_context`` tokens attended to, summed over the sequences."""
+        """One packed target pass that verifies: ``num_rows`` tokens computed and all of them sampled, ``num_context`` tokens
+        attended to, summed over the sequences. Never falls as either grows."""
+
+    def prefill_s(self, num_rows: int, num_context: int) -> float:
+        """As ``step_s``, of one prompt's chunk, of which nothing is sampled."""
+
+    def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
+        """One batch of drafts of ``draft_len`` tokens by a configured drafter that is in step with its requests."""
+
+    def catch_up_s(self, drafter: str, num_tokens: int) -> float | None:
+        """What it takes on top of a draft to catch up with ``num_tokens`` committed tokens of one request."""
+
+
+class TargetOnly:
+    """The part of a CostModel that knows of no drafter."""
+
+    __slots__ = ()
+
+    def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
+        return None
+
+    def catch_up_s(self, drafter: str, num_tokens: int) -> float | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
-class TableCost:
+class TableCost(TargetOnly):
     """A monotone table of step time over rows, linear between its points and beyond its ends, plus a linear context term.
 
     ``rows`` ascend strictly; ``step_s_at`` holds their seconds at no context.
@@ -26,6 +48,9 @@ class TableCost:
 
     def step_s(self, num_rows: int, num_context: int) -> float:
         return self._at(num_rows) + self.per_context_s * num_context
+
+    def prefill_s(self, num_rows: int, num_context: int) -> float:
+        return self.step_s(num_rows, num_context)
 
     def _at(self, num_rows: int) -> float:
         if len(self.rows) == 1 or num_rows <= self.rows[0]:
@@ -44,3 +69,9 @@ def monotone(points: Sequence[tuple[int, float]], per_context_s: float = 0.0) ->
         rows.append(num_rows)
         seconds.append(max(step_s, seconds[-1]) if seconds else step_s)
     return TableCost(tuple(rows), tuple(seconds), per_context_s)
+
+
+def relative_draft_cost(cost: CostModel, drafter: str, draft_len: int) -> float | None:
+    """Of one draft token at batch 1, as a share of a one-row target step (``PoolMember.cost``); None: not measured."""
+    draft_s = cost.draft_s(drafter, 1, draft_len)
+    return None if draft_s is None else draft_s / draft_len / cost.step_s(1, 0)

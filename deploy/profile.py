@@ -1,0 +1,95 @@
+"""``outrider profile``: measure, show, draw and store what the target and the drafters of a configuration cost here."""
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from actors.threads import set_threads
+from cluster.config import Config
+from cluster.inventory import Inventory, Node
+from cluster.resolve import resolve
+from cluster.state import open_store
+from drafters.shipped import with_shipped
+from profiler.latency import FORMS
+from profiler.profile import Profile, Surface
+from profiler.profile_plot import plot_profile
+from profiler.profile_store import save_profile, usable_profile
+
+
+def run(config: Config, plot: Path, quick: bool) -> None:
+    """Prints the key that the profile is stored under.
+
+    Raises:
+        OutriderError: a model is missing or does not fit; the configuration is not for this machine; or the store is away.
+    """
+    set_threads(num_cores())  # before torch is imported; what each part gets is set when it is measured
+    config = resolve(with_shipped(config), here())
+    from deploy.profiling import ProfileEffort, measure_profile
+    from engine.loading import identity_of
+
+    console = Console(stderr=True)
+    store = open_store(config.cluster.state, config.cluster.namespace)
+    try:
+        usable_profile(store, identity_of(config))  # says why, where there is one that is of no use
+        columns = (TextColumn("{task.description:20}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=1.0)
+            profile = measure_profile(
+                config, ProfileEffort.of(quick), lambda what, share: bar.update(task, description=what, completed=share)
+            )
+        version = save_profile(store, profile)
+    finally:
+        store.close()
+    show(profile, console)
+    plot_profile(profile, plot)
+    console.print(f"version {version}, drawn in {plot}", highlight=False)
+    print(profile.identity.key)
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def here(num_cpus: float | None = None) -> Inventory:
+    """This machine. Imports torch."""
+    import torch
+
+    return Inventory((Node("here", num_cpus or float(num_cores()), float(torch.cuda.device_count())),))
+
+
+def show(profile: Profile, console: Console) -> None:
+    table = Table("what", "points", "least ms", "most ms", "spread", *(f"error {form}" for form in FORMS), "chosen")
+    for name, surface in surfaces(profile).items():
+        table.add_row(name, *row(surface))
+    console.print(table)
+    links = Table("link", "p50 us", "p99 us")
+    for name, trip in profile.transport.items():
+        links.add_row(name, f"{1e6 * trip.p50_s:.0f}", f"{1e6 * trip.p99_s:.0f}")
+    console.print(links)
+
+
+def surfaces(profile: Profile) -> dict[str, Surface]:
+    """By what they are called."""
+    found = {"verification": profile.step, "prompt chunk": profile.prefill}
+    for drafter in profile.drafters.values():
+        found[f"draft: {drafter.label}"] = drafter.draft
+        if drafter.catch_up is not None:
+            found[f"draft behind news: {drafter.label}"] = drafter.catch_up
+    return found
+
+
+def row(surface: Surface) -> tuple[str, ...]:
+    """Errors are mean absolute percentage errors on held-out points; the spread is the median of the points'."""
+    seconds = [sample.seconds for sample in surface.samples]
+    spreads = sorted(sample.spread for sample in surface.samples)
+    return (
+        str(len(seconds)),
+        f"{1e3 * min(seconds):.3g}",
+        f"{1e3 * max(seconds):.3g}",
+        f"{spreads[len(spreads) // 2]:.1%}",
+        *(f"{surface.mape[form]:.1%}" for form in FORMS),
+        surface.fit.form,
+    )

@@ -1,0 +1,167 @@
+"""Measuring a profile: the target of a configuration and its drafters in one process, and links to another."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+
+import torch
+
+from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions, TableOptions, has_model, parts_of
+from cluster.types import ModelInfo, Request, SamplingParams
+from deploy.bench.transport import round_trips
+from drafters.companions import Host, feature_layers
+from drafters.probe import DrafterProbe
+from drafters.registry import Site, make
+from engine.loading import identity_of, load_engine
+from engine.models.prepare import ensure_model
+from engine.native import NativeTarget
+from engine.target import SpanInput, TargetEngine
+from engine.target_probe import TargetProbe
+from profiler.interleaved import Effort, Timing, time_interleaved
+from profiler.latency import MIN_POINTS, Kind
+from profiler.profile import DrafterProfile, Part, Profile, Surface, Trip, parts_of_drafter
+from profiler.stopwatch import OwnTime
+
+Said = Callable[[str, float], None]  # what is done, and which share of it
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileEffort:
+    """How much is measured, and how often."""
+
+    passes: Effort
+    max_rows: int | None  # of a pass; None: all that the target takes
+    max_batch: int  # of drafts
+    num_trip_turns: int
+
+    @classmethod
+    def of(cls, quick: bool) -> "ProfileEffort":
+        return _QUICK if quick else _FULL
+
+
+_QUICK = ProfileEffort(Effort(min_visits=5, budget_s=60.0, precision=0.03), max_rows=256, max_batch=16, num_trip_turns=2)
+_FULL = ProfileEffort(Effort(min_visits=9, budget_s=420.0), max_rows=None, max_batch=64, num_trip_turns=8)
+_COMPANION_BATCH = 16  # their contexts lie in the target's cache, beside those of the passes
+
+
+def measure_profile(config: Config, effort: ProfileEffort, said: Said = lambda what, share: None) -> Profile:
+    """Of the target of a resolved configuration, its drafters, and links on this machine. Takes the time that ``effort``
+    says, longer where the least that it asks for does.
+
+    Raises:
+        OutriderError: a model is missing, or does not fit; says which.
+    """
+    said("loading", 0.0)
+    companions = [drafter for drafter in config.drafters if drafter.is_companion]
+    engine, model = load_engine(config, feature_layers(companions))
+    bench = _Bench(config, engine, model)
+    parts = {part.key: part for drafter in config.drafters for part in parts_of_drafter(drafter, bench.threads)}
+    for part in parts.values():
+        bench.add_drafter(part, effort.max_batch)
+    bench.add_target(effort.max_rows)
+    timings = bench.time(effort.passes, partial(said, "passes and drafts"))
+    said("links", 0.0)
+    return Profile(
+        identity=identity_of(config),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        step=Surface.of(Kind.PASS, timings["step"]),
+        prefill=Surface.of(Kind.PASS, timings["prefill"]),
+        drafters={key: _drafter(part, timings) for key, part in parts.items()},
+        transport={name: _trip(times_s) for name, times_s in round_trips(effort.num_trip_turns).items()},
+    )
+
+
+def _drafter(part: Part, timings: Mapping[str, Mapping[tuple[int, int], Timing]]) -> DrafterProfile:
+    news = timings.get(f"news {part.key}", {})
+    return DrafterProfile(
+        label=part.label,
+        draft=Surface.of(Kind.DRAFT, timings[f"draft {part.key}"]),
+        catch_up=Surface.of(Kind.CATCH_UP, news) if len(news) >= MIN_POINTS else None,
+    )
+
+
+def _trip(times_s: Sequence[float]) -> Trip:
+    return Trip(p50_s=statistics.median(times_s), p99_s=statistics.quantiles(times_s, n=100)[-1])
+
+
+class _Bench:
+    """Everything that is timed, by surface and point."""
+
+    def __init__(self, config: Config, engine: NativeTarget, model: ModelInfo) -> None:
+        threads = config.target.resources.threads
+        self.threads = torch.get_num_threads() if threads == "auto" else threads
+        self._config, self._engine, self._model = config, engine, model
+        self._host = Host(engine, ensure_model(config.model.name))
+        self._works: dict[tuple[str, int, int], Callable[[], float]] = {}
+        self._probes: list[DrafterProbe] = []
+
+    def add_target(self, max_rows: int | None) -> None:
+        probe = TargetProbe(self._engine, OwnTime(), max_rows)
+        self._add("step", probe.pass_grid(), probe.step, self.threads)
+        self._add("prefill", probe.prefill_grid(), probe.prefill, self.threads)
+
+    def add_drafter(self, part: Part, max_batch: int) -> None:
+        site = Site(self._model, part.device, self._host if part.companion else None)
+        drafter = make(_unhurried(part.options), site)
+        reads = any(isinstance(one, DSparkOptions) for one in parts_of(part.options))
+        backing = _Held(self._engine) if reads else None
+        vocab_size = self._model.vocab_size
+        probe = DrafterProbe(drafter, vocab_size, OwnTime(), backing, self._model.max_model_len)
+        self._probes.append(probe)
+        batch = min(max_batch, _COMPANION_BATCH) if reads else max_batch
+        self._add(f"draft {part.key}", probe.draft_grid(batch, part.draft_len), probe.draft, part.threads)
+        if has_model(part.options):
+            self._add(f"news {part.key}", probe.news_grid(), probe.catch_up, part.threads)
+
+    def time(self, effort: Effort, said: Callable[[float], None]) -> dict[str, dict[tuple[int, int], Timing]]:
+        before = torch.get_num_threads()
+        try:
+            found = time_interleaved(self._works, effort, time.perf_counter, said)
+        finally:
+            torch.set_num_threads(before)
+            for probe in self._probes:
+                probe.close()
+        timings: dict[str, dict[tuple[int, int], Timing]] = {}
+        for (surface, x, y), timing in found.items():
+            timings.setdefault(surface, {})[x, y] = timing
+        return timings
+
+    def _add(self, surface: str, grid: Sequence[tuple[int, int]], work: Callable[[int, int], float], threads: int) -> None:
+        for x, y in grid:
+            self._works[surface, x, y] = partial(_with_threads, threads, work, x, y)
+
+
+def _with_threads(threads: int, work: Callable[[int, int], float], x: int, y: int) -> float:
+    torch.set_num_threads(threads)
+    return work(x, y)
+
+
+def _unhurried(options: DrafterOptions) -> DrafterOptions:
+    """Drafts as long as it is asked to: what a token costs does not depend on whether it is worth it."""
+    if isinstance(options, LayersOptions | DSparkOptions):
+        return options.model_copy(update={"min_survival": 0.0})
+    if isinstance(options, TableOptions):
+        return options.model_copy(update={"min_confidence": 0.0})
+    return options
+
+
+class _Held:
+    """``drafters.probe.Backing``: sequences computed in a target."""
+
+    def __init__(self, engine: TargetEngine) -> None:
+        self._engine = engine
+
+    def hold(self, request_id: str, token_ids: tuple[int, ...]) -> None:
+        self._engine.release(request_id)
+        request = Request(request_id, token_ids, SamplingParams(max_tokens=1, temperature=0.0), arrival_s=0.0)
+        start, length = self._engine.open(request, token_ids), self._engine.capacity().max_pass_tokens
+        while start < len(token_ids):
+            chunk = token_ids[start : start + length]
+            self._engine.execute([SpanInput(request_id, start, chunk, samples=False)])
+            start += len(chunk)
+
+    def drop(self, request_id: str) -> None:
+        self._engine.release(request_id)

@@ -1,0 +1,107 @@
+"""Single passes of a target, as a profile wants to time them: so many rows on so much context."""
+
+import itertools
+from collections.abc import Sequence
+
+from cluster.types import Request, SamplingParams
+from engine.target import SpanInput, TargetEngine
+from profiler.stopwatch import Stopwatch
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+CONTEXTS = (0, 512, 2048, 8192, 32768)
+CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+_ROWS_PER_SEQUENCE = 2  # a decode step is one row of each, a verification of a few: in between
+_CACHE_SHARE = 4  # the context measured is at most this part of the cache: it stays cached from one pass to the next
+
+_LAST = 2  # stands in no context
+
+Grid = list[tuple[int, int]]
+
+
+class TargetProbe:
+    """``target`` must hold no request, and holds none between two passes. Contexts are computed once, where the target
+    caches prefixes, and never in the time that is measured.
+
+    Args:
+        max_rows: of a pass; what it takes for more is extrapolated.
+    """
+
+    def __init__(self, target: TargetEngine, stopwatch: Stopwatch, max_rows: int | None = None) -> None:
+        self._target = target
+        self._stopwatch = stopwatch
+        self._capacity = target.capacity()
+        self._max_rows = min(self._capacity.max_pass_tokens, max_rows or self._capacity.max_pass_tokens)
+        self._fresh = itertools.count()
+        self._numbers = itertools.count()
+
+    def pass_grid(self) -> Grid:
+        """(rows, context) that can be measured: a few sequences hold only so much."""
+        most = self._capacity.num_blocks * self._capacity.block_len // _CACHE_SHARE
+        rows = [rows for rows in ROWS if rows <= self._max_rows]
+        return [
+            (num_rows, context)
+            for context in CONTEXTS
+            if context <= most
+            for num_rows in rows
+            if (shape := self._shape(num_rows)) and context // shape[0] + shape[1] <= self._capacity.max_model_len
+        ]
+
+    def prefill_grid(self) -> Grid:
+        """(rows of a chunk, context before it)."""
+        longest = self._capacity.max_model_len - 1
+        return [(c, before) for c in CHUNKS for before in CONTEXTS if c <= self._max_rows and c + before <= longest]
+
+    def step(self, num_rows: int, context: int) -> float:
+        """Seconds of a pass that verifies: the rows are spread evenly over sequences that share the context."""
+        num_sequences, rows_each = self._shape(num_rows)
+        before = self._whole_blocks(context // num_sequences)
+        requests = [_request(f"{next(self._numbers)}") for _ in range(num_sequences)]
+        spans = []
+        for i, request in enumerate(requests):
+            own = (i % 2**8, i // 2**8, *(0,) * max(0, before - 2))[:before]
+            self._hold(request, own, (_LAST,))
+            spans.append(SpanInput(request.id, before, (_LAST, *(0,) * (rows_each - 1)), num_drafts=rows_each - 1))
+        return self._timed(requests, spans)
+
+    def prefill(self, num_rows: int, context: int) -> float:
+        """Seconds of a pass over a chunk of a prompt that nobody has seen."""
+        before = self._whole_blocks(context)
+        request = _request(f"{next(self._numbers)}")
+        while True:
+            number = next(self._fresh)
+            chunk = (number % 2**8, number // 2**8 % 2**8, number // 2**16, *(_LAST,) * (num_rows - 3))
+            if self._hold(request, (1,) * before, (*chunk, _LAST)) == before:
+                return self._timed([request], [SpanInput(request.id, before, chunk, samples=False)])
+            self._target.release(request.id)  # another probe has computed this one
+
+    def _shape(self, num_rows: int) -> tuple[int, int]:
+        """Sequences, and rows of each."""
+        num_sequences = min(self._capacity.max_num_sequences, max(1, num_rows // _ROWS_PER_SEQUENCE))
+        num_sequences = 2 ** (num_sequences.bit_length() - 1)  # divides the rows
+        return num_sequences, num_rows // num_sequences
+
+    def _whole_blocks(self, num_tokens: int) -> int:
+        """What can be cached of a context."""
+        return num_tokens // self._capacity.block_len * self._capacity.block_len
+
+    def _hold(self, request: Request, context: tuple[int, ...], further: tuple[int, ...]) -> int:
+        """Opens a request and computes its context. Returns how much is computed: more if it was cached."""
+        base_len = self._target.open(request, (*context, *further))
+        while base_len < len(context):
+            chunk = context[base_len : base_len + self._capacity.max_pass_tokens]
+            self._target.execute([SpanInput(request.id, base_len, chunk, samples=False)])
+            base_len += len(chunk)
+        return base_len
+
+    def _timed(self, requests: Sequence[Request], spans: Sequence[SpanInput]) -> float:
+        try:
+            self._stopwatch.start()
+            self._target.execute(spans)
+            return self._stopwatch.stop()
+        finally:
+            for request in requests:
+                self._target.release(request.id)
+
+
+def _request(name: str) -> Request:
+    return Request(f"probe-{name}", (0,), SamplingParams(max_tokens=1, temperature=0.0), arrival_s=0.0)

@@ -1,0 +1,80 @@
+"""Timing many things on a machine that also does others: in turn, again and again, and the median of each."""
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+MAX_VISITS = 25
+MAX_PER_VISIT = 8  # of something quick
+VISIT_S = 0.004
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """``seconds``: the median. ``spread``: the interquartile range over it."""
+
+    seconds: float
+    spread: float
+    num: int
+
+    @property
+    def doubt(self) -> float:
+        """About the standard error of a median, as a share of it (of a normal sample: 1.25 sigma / sqrt(n))."""
+        return 0.93 * self.spread / math.sqrt(self.num)
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Timing":
+        if len(seconds) < 2:
+            return cls(seconds[0], 0.0, 1)
+        low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(middle, (high - low) / middle, len(seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """Everything is visited ``min_visits`` times, then what is in doubt beyond ``precision`` until ``budget_s`` is over."""
+
+    min_visits: int
+    budget_s: float
+    precision: float = 0.015
+
+
+def time_interleaved(
+    works: Mapping[Key, Callable[[], float]],
+    effort: Effort,
+    clock: Callable[[], float],
+    said: Callable[[float], None] = lambda _: None,
+) -> dict[Key, Timing]:
+    """Each work does something once and returns the seconds that it took. Not a thing after the other, for then a minute of
+    noise would look like a slow thing: sweeps in a new order each time. A first sweep warms up and is not counted.
+
+    Args:
+        said: told the share of the work that is done.
+    """
+    end_s = clock() + effort.budget_s
+    rng = random.Random(0)
+    times: dict[Key, list[float]] = {key: [] for key in works}
+    for work in works.values():
+        work()
+    for num_visits in range(MAX_VISITS):
+        due = list(works)
+        if num_visits >= effort.min_visits:
+            due = [key for key, found in times.items() if Timing.of(found).doubt > effort.precision]
+        for key in rng.sample(due, len(due)):
+            if num_visits >= effort.min_visits and clock() >= end_s:
+                return {key: Timing.of(found) for key, found in times.items()}
+            times[key] += _visit(works[key])
+        said(min(1.0, (num_visits + 1) / effort.min_visits))
+    return {key: Timing.of(found) for key, found in times.items()}
+
+
+def _visit(work: Callable[[], float]) -> list[float]:
+    found = [work()]
+    while sum(found) < VISIT_S and len(found) < MAX_PER_VISIT:
+        found.append(work())
+    return found

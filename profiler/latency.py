@@ -1,0 +1,298 @@
+"""Latency surfaces: three forms of seconds over two counts, fitted to measured points and compared on held-out ones.
+
+Every form is finite, above 0 where it was fitted, and never falls as either count grows: what a planner may rely on.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from itertools import pairwise
+from typing import Annotated, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from scipy.optimize import isotonic_regression, nnls
+
+Floats = NDArray[np.float64]
+
+NUM_FOLDS = 5  # each holds out 20% of the points, and each point is held out once
+MIN_POINTS = 4
+_SEED = 0
+_PROJECTIONS = 60  # of Dykstra's algorithm; the tables here settle in a dozen
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Kind(StrEnum):
+    """What the two counts of a surface are.
+
+    ``PASS``: rows of a pass, and tokens of context. ``DRAFT``: batch, and draft length. ``CATCH_UP``: tokens, and nothing.
+    """
+
+    PASS = "pass"
+    DRAFT = "draft"
+    CATCH_UP = "catch_up"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A measurement."""
+
+    x: int
+    y: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Linear:
+    """AdaSpec's form.
+
+    Of a pass, its equation 2: alpha * context + gamma * rows + delta. Of a draft, its equation 3 for passes that compute one
+    row of each request: SL * delta + gamma * b * SL + alpha * b * SL * (SL - 1) / 2, with the context at the start, which is
+    the same for all, in gamma.
+    """
+
+    kind: Kind
+    delta: Coefficient
+    gamma: Coefficient
+    alpha: Coefficient
+    form: Literal["linear"] = "linear"
+
+    def at(self, x: int, y: int) -> float:
+        if self.kind is Kind.DRAFT:
+            return y * (self.delta + x * (self.gamma + self.alpha * (y - 1) / 2))
+        return self.delta + self.gamma * x + self.alpha * y
+
+
+@dataclass(frozen=True)
+class Piecewise:
+    """FASER's form (its equations 11 and 12): linear in both counts, times a factor that is piecewise linear with one knee.
+
+    There the knee lies over the share of compute. A profile is of one share, for that is part of its key, so the factor is
+    constant over it, and what bends is the first count: more rows cost little until the machine is full.
+    """
+
+    constant: Coefficient
+    before: Coefficient  # slope over x up to the knee
+    beyond: Coefficient  # and from there on
+    slope_y: Coefficient
+    knee: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    form: Literal["piecewise"] = "piecewise"
+
+    def at(self, x: int, y: int) -> float:
+        bent = self.before * min(x, self.knee) + self.beyond * max(0.0, x - self.knee)
+        return self.constant + bent + self.slope_y * y
+
+
+@dataclass(frozen=True)
+class MonotoneTable:
+    """Values on a grid that never fall along it, linear between its lines and beyond its last, constant before its first.
+
+    ``seconds[i][j]`` is at (xs[i], ys[j]).
+    """
+
+    xs: Annotated[tuple[int, ...], Field(min_length=1)]
+    ys: Annotated[tuple[int, ...], Field(min_length=1)]
+    seconds: tuple[tuple[Seconds, ...], ...]
+    form: Literal["table"] = "table"
+
+    def __post_init__(self) -> None:
+        values = np.array(self.seconds)
+        if values.shape != (len(self.xs), len(self.ys)):
+            raise ValueError(f"a table of {values.shape} does not fit {len(self.xs)} times {len(self.ys)} lines")
+        for lines in (self.xs, self.ys):
+            if any(a >= b for a, b in pairwise(lines)):
+                raise ValueError(f"the lines of a table must ascend strictly, got {list(lines)}")
+        if (np.diff(values, axis=0) < 0).any() or (np.diff(values, axis=1) < 0).any():
+            raise ValueError("the values of a table must never fall")
+
+    def at(self, x: int, y: int) -> float:
+        # Beyond the last lines with one slope for all of the others: whatever differs there could fall along them.
+        extra = self._slope_x * max(0, x - self.xs[-1]) + self._slope_y * max(0, y - self.ys[-1])
+        i, along = _place(self.xs, x)
+        low = self._across(i, y)
+        high = low if along == 0.0 else self._across(i + 1, y)
+        return extra + low + along * (high - low)
+
+    def _across(self, i: int, y: int) -> float:
+        j, along = _place(self.ys, y)
+        row = self.seconds[i]
+        low: float = row[j]
+        high: float = low if along == 0.0 else row[j + 1]
+        return low + along * (high - low)
+
+    @cached_property
+    def _slope_x(self) -> float:
+        """Mean slope between the last two of ``xs``."""
+        if len(self.xs) == 1:
+            return 0.0
+        rises = np.subtract(self.seconds[-1], self.seconds[-2])
+        return float(rises.mean()) / (self.xs[-1] - self.xs[-2])
+
+    @cached_property
+    def _slope_y(self) -> float:
+        if len(self.ys) == 1:
+            return 0.0
+        rises = [row[-1] - row[-2] for row in self.seconds]
+        return float(np.mean(rises)) / (self.ys[-1] - self.ys[-2])
+
+
+Form = Annotated[Linear | Piecewise | MonotoneTable, Field(discriminator="form")]
+FORMS = ("linear", "piecewise", "table")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The three forms of one surface. ``held_out``: mean absolute percentage errors, as fractions, on points that a fit has
+    not seen. ``fits`` have seen all points."""
+
+    fits: Mapping[str, Linear | Piecewise | MonotoneTable]
+    held_out: Mapping[str, float]
+
+    @property
+    def best(self) -> str:
+        return min(self.held_out, key=self.held_out.__getitem__)
+
+
+def compare(kind: Kind, points: Sequence[Point]) -> Comparison:
+    """Raises ValueError for fewer points than say anything, or such as repeat each other or are no durations."""
+    if len(points) < MIN_POINTS or len({(p.x, p.y) for p in points}) < len(points):
+        raise ValueError(f"a surface needs {MIN_POINTS} points that differ, got {[(p.x, p.y) for p in points]}")
+    if not all(0.0 < p.seconds < float("inf") for p in points):
+        raise ValueError(f"durations must be finite and above 0, got {[p.seconds for p in points]}")
+    fits: dict[str, Callable[[Sequence[Point]], Linear | Piecewise | MonotoneTable]] = {
+        "linear": lambda seen: fit_linear(kind, seen),
+        "piecewise": fit_piecewise,
+        "table": fit_table,
+    }
+    errors: dict[str, list[float]] = {form: [] for form in fits}
+    for held_out in folds(len(points)):
+        seen = [point for i, point in enumerate(points) if i not in held_out]
+        for form, fit in fits.items():
+            fitted = fit(seen)
+            errors[form] += [_error(fitted, points[i]) for i in held_out]
+    return Comparison(
+        {form: fit(points) for form, fit in fits.items()}, {form: float(np.mean(found)) for form, found in errors.items()}
+    )
+
+
+def folds(num_points: int) -> list[frozenset[int]]:
+    """Each a fifth of the points, drawn once and for all."""
+    order = np.random.default_rng(_SEED).permutation(num_points)
+    return [frozenset(part.tolist()) for part in np.array_split(order, min(NUM_FOLDS, num_points))]
+
+
+def fit_linear(kind: Kind, points: Sequence[Point]) -> Linear:
+    x, y, seconds = _columns(points)
+    columns = (y, x * y, x * y * (y - 1) / 2) if kind is Kind.DRAFT else (np.ones_like(x), x, y)
+    delta, gamma, alpha = _non_negative(columns, seconds)[0]
+    return Linear(kind, delta, gamma, alpha)
+
+
+def fit_piecewise(points: Sequence[Point]) -> Piecewise:
+    """The knee is where the error is least, of the places of the points."""
+    x, y, seconds = _columns(points)
+    found = []
+    for knee in np.unique(x).tolist():
+        columns = (np.ones_like(x), np.minimum(x, knee), np.maximum(0.0, x - knee), y)
+        coefficients, error = _non_negative(columns, seconds)
+        found.append((error, knee, coefficients))
+    _, knee, (constant, before, beyond, slope_y) = min(found, key=lambda one: one[0])
+    return Piecewise(constant, before, beyond, slope_y, knee)
+
+
+def fit_table(points: Sequence[Point]) -> MonotoneTable:
+    """The nearest monotone table, in the logarithm, for errors of durations are relative.
+
+    A cell that was not measured is interpolated from its neighbours along both directions; where it has none on both sides,
+    a bilinear fit says how it differs from the measured cells.
+    """
+    xs, ys = sorted({p.x for p in points}), sorted({p.y for p in points})
+    values = np.full((len(xs), len(ys)), np.nan)
+    for point in points:
+        values[xs.index(point.x), ys.index(point.y)] = point.seconds
+    filled = _filled(values, np.array(xs, float), np.array(ys, float))
+    weights = np.where(np.isnan(values), 1e-3, 1.0)
+    smooth = np.exp(_monotone(np.log(filled), weights))
+    smooth = np.maximum.accumulate(np.maximum.accumulate(smooth, axis=0), axis=1)  # what rounding has left
+    return MonotoneTable(tuple(xs), tuple(ys), tuple(map(tuple, smooth.tolist())))
+
+
+def _error(fitted: Linear | Piecewise | MonotoneTable, point: Point) -> float:
+    return abs(fitted.at(point.x, point.y) - point.seconds) / point.seconds
+
+
+def _columns(points: Sequence[Point]) -> tuple[Floats, Floats, Floats]:
+    table = np.array([(p.x, p.y, p.seconds) for p in points], np.float64)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _non_negative(columns: Sequence[Floats], seconds: Floats) -> tuple[list[float], float]:
+    """Coefficients of least relative squares, none below 0, and what is left of the error."""
+    design = np.stack(columns, axis=1) / seconds[:, None]
+    scale = np.maximum(np.linalg.norm(design, axis=0), 1e-300)
+    coefficients, error = nnls(design / scale, np.ones_like(seconds))
+    return (coefficients / scale).tolist(), float(error)
+
+
+def _filled(values: Floats, xs: Floats, ys: Floats) -> Floats:
+    filled = values.copy()
+    is_known = ~np.isnan(values)
+    known = np.argwhere(is_known)
+    columns = [np.ones_like(values), *np.meshgrid(xs, ys, indexing="ij"), np.outer(xs, ys)]
+    coefficients, _ = _non_negative([column[is_known] for column in columns], values[is_known])
+    expected = np.maximum(sum(c * column for c, column in zip(coefficients, columns, strict=True)), values[is_known].min())
+    ratios = np.log(values / expected)
+    for i, j in np.argwhere(np.isnan(values)):
+        between = [
+            found
+            for lines, at, line in ((xs, i, values[:, j]), (ys, j, values[i, :]))
+            if (found := _between(lines, at, line)) is not None
+        ]
+        if between:
+            filled[i, j] = np.mean(between)
+        else:
+            nearness = 1.0 / np.square(known - (i, j)).sum(axis=1)
+            filled[i, j] = expected[i, j] * np.exp(np.average(ratios[known[:, 0], known[:, 1]], weights=nearness))
+    return filled
+
+
+def _between(lines: Floats, at: int, values: Floats) -> float | None:
+    known = np.flatnonzero(~np.isnan(values))
+    if not len(known) or not known[0] < at < known[-1]:
+        return None
+    return float(np.interp(lines[at], lines[known], values[known]))
+
+
+def _monotone(values: Floats, weights: Floats) -> Floats:
+    """The nearest matrix that never falls along rows or columns: Dykstra's alternating projections, each a set of isotonic
+    regressions."""
+    current = values.copy()
+    owed_x, owed_y = np.zeros_like(values), np.zeros_like(values)
+    for _ in range(_PROJECTIONS):
+        before = current
+        along_x = _isotonic(current + owed_x, weights, 0)
+        owed_x += current - along_x
+        current = _isotonic(along_x + owed_y, weights, 1)
+        owed_y += along_x - current
+        if np.abs(current - before).max() < 1e-9:
+            break
+    return current
+
+
+def _isotonic(values: Floats, weights: Floats, axis: int) -> Floats:
+    v, w = np.moveaxis(values, axis, 0), np.moveaxis(weights, axis, 0)
+    columns = [isotonic_regression(v[:, k], weights=w[:, k]).x for k in range(v.shape[1])]
+    return np.moveaxis(np.stack(columns, axis=1), 0, axis)
+
+
+def _place(lines: tuple[int, ...], at: int) -> tuple[int, float]:
+    """The line before, and how far it is from there to the next one; at most at the last."""
+    if len(lines) == 1 or at <= lines[0]:
+        return 0, 0.0
+    i = min(bisect_right(lines, at), len(lines) - 1) - 1
+    return i, min(1.0, (at - lines[i]) / (lines[i + 1] - lines[i]))

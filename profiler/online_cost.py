@@ -1,0 +1,139 @@
+"""A cost model that follows what passes really take: an EMA of the ratio by region of rows, and a test for drift.
+
+A profile was measured on a machine that did nothing else, maybe under an older driver. What serving sees differs by a
+factor that depends little on the context and something on the rows: so a ratio for each region of rows corrects it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, log
+
+from router.cost_model import CostModel, TableCost
+
+WEIGHT = 0.02  # of the newest pass: about the last fifty of a region count
+LARGEST_STEP = log(4.0)  # a pass further off than this was disturbed, and counts as so far off
+TOLERANCE = 0.05  # drift of the logarithm that is none
+THRESHOLD = 2.0  # of the sum beyond it: eight passes that take 1.35 times as long, say
+PRIOR_PASSES = 8  # that a region is thought to have seen as the profile says, before its first
+OCTAVES = tuple(2**i for i in range(14))
+
+
+@dataclass(slots=True)
+class PageHinkley:
+    """Two-sided cumulative sums of what exceeds a tolerance (Page, 1954): soon and rarely wrong whether a mean has moved."""
+
+    tolerance: float = TOLERANCE
+    threshold: float = THRESHOLD
+    _above: float = 0.0
+    _below: float = 0.0
+    _run_above: tuple[int, float] = (0, 0.0)  # of the residuals since the sum was 0: how many, and their sum
+    _run_below: tuple[int, float] = (0, 0.0)
+
+    def add(self, residual: float) -> float | None:
+        """Of a series whose mean should be 0. Returns by how much it has moved, when it has; the test then starts anew."""
+        self._above = max(0.0, self._above + residual - self.tolerance)
+        self._below = max(0.0, self._below - residual - self.tolerance)
+        self._run_above = _longer(self._run_above, residual) if self._above else (0, 0.0)
+        self._run_below = _longer(self._run_below, residual) if self._below else (0, 0.0)
+        for total, (num, moved) in ((self._above, self._run_above), (self._below, self._run_below)):
+            if total > self.threshold:
+                self._above = self._below = 0.0
+                self._run_above = self._run_below = (0, 0.0)
+                return moved / num
+        return None
+
+
+def _longer(run: tuple[int, float], residual: float) -> tuple[int, float]:
+    return run[0] + 1, run[1] + residual
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Passes of about ``num_rows`` rows take ``ratio`` times what the profile says, since lately."""
+
+    num_rows: int
+    ratio: float
+
+
+class OnlineCost:
+    """``router.cost_model.CostModel``: ``base``, corrected. Owned by the thread that plans and passes.
+
+    Regions are about the ``knots``, in octaves by default; between two of them the correction is interpolated, and the
+    corrected times never fall. A region without passes of its own has the mean of the others, weighted by what is known.
+    """
+
+    def __init__(self, base: CostModel, knots: Sequence[int] = OCTAVES) -> None:
+        self._base = base
+        self._knots = tuple(knots)
+        self._log_ratio = [0.0] * len(knots)
+        self._num = [0] * len(knots)
+        self._tests = [PageHinkley() for _ in knots]
+        self._context: int | None = None  # that _slice is for
+        self._slice = TableCost((1,), (0.0,))
+        self.num_drifts = 0
+
+    @property
+    def base(self) -> CostModel:
+        return self._base
+
+    def step_s(self, num_rows: int, num_context: int) -> float:
+        if num_context != self._context:
+            self._slice_at(num_context)
+        return self._slice.step_s(num_rows, 0)
+
+    def prefill_s(self, num_rows: int, num_context: int) -> float:
+        return self._base.prefill_s(num_rows, num_context) * exp(self._mean())
+
+    def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
+        return self._base.draft_s(drafter, batch, draft_len)
+
+    def catch_up_s(self, drafter: str, num_tokens: int) -> float | None:
+        return self._base.catch_up_s(drafter, num_tokens)
+
+    def ratio(self, num_rows: int) -> float:
+        """Of what passes of so many rows take lately to what was measured before."""
+        at = self._region(num_rows)
+        return exp(self._log_ratio[at] if self._num[at] else self._mean())
+
+    def observe(self, num_rows: int, num_context: int, step_s: float) -> Drift | None:
+        """A pass took ``step_s``. Returns what has changed if passes take another time than they did, all at once."""
+        expected_s = self._base.step_s(num_rows, num_context)
+        if step_s <= 0.0 or expected_s <= 0.0:
+            return None
+        at = self._region(num_rows)
+        found = log(step_s / expected_s)
+        residual = max(-LARGEST_STEP, min(LARGEST_STEP, found - self._log_ratio[at]))
+        self._num[at] += 1
+        self._log_ratio[at] += residual * max(WEIGHT, 1.0 / (PRIOR_PASSES + self._num[at]))
+        self._context = None
+        moved = self._tests[at].add(residual) if self._num[at] * WEIGHT > 1.0 else None
+        if moved is None:
+            return None
+        self._log_ratio[at] += moved
+        self._num[at] = int(0.5 / WEIGHT)  # learn fast for a while, and test again when it is settled
+        self.num_drifts += 1
+        return Drift(self._knots[at], exp(self._log_ratio[at]))
+
+    def _region(self, num_rows: int) -> int:
+        """Of the nearest knot, by ratio."""
+        knots = self._knots
+        for i in range(1, len(knots)):
+            if num_rows * num_rows < knots[i - 1] * knots[i]:
+                return i - 1
+        return len(knots) - 1
+
+    def _mean(self) -> float:
+        """Over the regions that have seen passes, each counting as much as the EMA remembers of it."""
+        weights = [min(num, 1.0 / WEIGHT) for num in self._num]
+        total = sum(weights)
+        return sum(w * r for w, r in zip(weights, self._log_ratio, strict=True)) / total if total else 0.0
+
+    def _slice_at(self, num_context: int) -> None:
+        """The corrected table over rows at a context; it is asked for many numbers of rows in a row."""
+        mean = self._mean()
+        seconds: list[float] = []
+        for knot, log_ratio, num in zip(self._knots, self._log_ratio, self._num, strict=True):
+            corrected = self._base.step_s(knot, num_context) * exp(log_ratio if num else mean)
+            seconds.append(max(corrected, seconds[-1]) if seconds else corrected)
+        self._slice = TableCost(self._knots, tuple(seconds))
+        self._context = num_context

@@ -1,0 +1,268 @@
+"""A profile: what was measured of a target and its drafters on some hardware, the fits, and the cost model made of them."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, JsonValue, ValidationError, model_validator
+
+from cluster.config import CascadeOptions, Config, Count, DrafterConfig, DrafterOptions, Section, has_model
+from cluster.errors import OutriderError
+from profiler.interleaved import Timing
+from profiler.latency import FORMS, Form, Kind, Point, Seconds, compare
+from router.assignment import drafter_of
+from router.cost_model import CostModel, relative_draft_cost
+
+FORMAT = 1  # of a Profile as JSON
+PREFIX = "profile"
+WHOLE_DEVICE = "whole"  # the only partition so far
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class ProfileRefused(OutriderError):
+    """What is stored under a profile's key is damaged, of another format, or of other hardware."""
+
+
+class Identity(Section):
+    """What a profile holds for, and nothing else."""
+
+    engine: str
+    model: str
+    dtype: str
+    device: str
+    hardware: str  # what the CPU or GPU calls itself
+    threads: Count
+    parallelism: Count  # ranks
+    partition: str = WHOLE_DEVICE
+
+    @classmethod
+    def of(cls, config: Config, hardware: str) -> Self:
+        """Of the target of a resolved configuration."""
+        target = config.target
+        threads = target.resources.threads
+        return cls(
+            engine=target.engine,
+            model=config.model.name.rstrip("/"),
+            dtype=target.dtype,
+            device=target.device,
+            hardware=hardware,
+            threads=1 if threads == "auto" else threads,
+            parallelism=target.tensor_parallel,
+        )
+
+    @property
+    def key(self) -> str:
+        """In a StateStore: readable as far as there is room, unique by a digest."""
+        model = re.sub(r"[^a-z0-9._-]+", "-", self.model.rsplit("/", 1)[-1].lower())[:32]
+        return f"{PREFIX}/{model}/{self.dtype}/{self.device}/{_digest(self.model_dump(mode='json'))}"
+
+
+class Sample(Section):
+    """A measured point."""
+
+    x: Annotated[int, Field(ge=0)]
+    y: Annotated[int, Field(ge=0)]
+    seconds: Seconds
+    spread: Share  # interquartile range over the median
+    num: Count
+
+
+class Surface(Section):
+    """Measured points, the form that predicts held-out ones best, fitted to all of them, and how well each form did."""
+
+    kind: Kind
+    samples: tuple[Sample, ...]
+    mape: Mapping[str, Share]  # on held-out points, by form
+    fit: Form
+
+    @classmethod
+    def of(cls, kind: Kind, timings: Mapping[tuple[int, int], Timing]) -> Self:
+        """Raises ValueError where there are too few."""
+        found = compare(kind, [Point(x, y, timing.seconds) for (x, y), timing in timings.items()])
+        samples = (
+            Sample(x=x, y=y, seconds=timing.seconds, spread=timing.spread, num=timing.num)
+            for (x, y), timing in sorted(timings.items())
+        )
+        return cls(kind=kind, samples=tuple(samples), mape=found.held_out, fit=found.fits[found.best])
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if set(self.mape) != set(FORMS):
+            raise ValueError(f"mape must name the forms {', '.join(FORMS)}, got {', '.join(self.mape)}")
+        return self
+
+    @property
+    def points(self) -> list[Point]:
+        return [Point(sample.x, sample.y, sample.seconds) for sample in self.samples]
+
+    @property
+    def held_out_mape(self) -> float:
+        """Of the form that was chosen."""
+        return self.mape[self.fit.form]
+
+
+class DrafterProfile(Section):
+    """Of one drafter, be it a member of the pool or of a cascade. ``catch_up`` is of all of a draft of one token behind so
+    many new ones; None: it has nothing to catch up with."""
+
+    label: str
+    draft: Surface
+    catch_up: Surface | None = None
+
+
+class Trip(Section):
+    """A round trip of the data plane."""
+
+    p50_s: Seconds
+    p99_s: Seconds
+
+
+class Profile(Section):
+    """Everything that was measured, under the identity that it holds for. ``drafters`` go by ``Part.key``."""
+
+    format: Literal[1] = 1
+    identity: Identity
+    measured_at: str  # ISO 8601
+    step: Surface
+    prefill: Surface
+    drafters: Mapping[str, DrafterProfile] = {}
+    transport: Mapping[str, Trip] = {}
+
+    def to_json(self) -> JsonValue:
+        value: JsonValue = self.model_dump(mode="json")
+        return value
+
+    def supplemented(self, older: "Profile") -> "Profile":
+        """With the drafters and links that only ``older`` knows of."""
+        return self.model_copy(
+            update={
+                "drafters": {**older.drafters, **self.drafters},
+                "transport": {**older.transport, **self.transport},
+            }
+        )
+
+
+def read_profile(value: JsonValue, identity: Identity) -> Profile:
+    """Raises ProfileRefused unless it is a sound profile of ``identity``; says why it is not."""
+    found = value.get("format") if isinstance(value, dict) else None
+    if found != FORMAT:
+        raise ProfileRefused(f"its format is {found!r}, this version reads {FORMAT}")
+    try:
+        profile = Profile.model_validate_json(json.dumps(value))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ProfileRefused(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    if profile.identity != identity:
+        mine, its = identity.model_dump(), profile.identity.model_dump()
+        differs = ", ".join(f"{name} {its[name]!r} instead of {mine[name]!r}" for name in mine if mine[name] != its[name])
+        raise ProfileRefused(f"it was measured elsewhere: {differs}")
+    return profile
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A drafter as it is measured: what it is, and where it runs. A cascade is measured member by member."""
+
+    label: str
+    options: DrafterOptions
+    device: str
+    threads: int
+    companion: bool
+    draft_len: int
+
+    @property
+    def key(self) -> str:
+        """The same wherever the same drafter runs on the same share of a machine, whatever it is called."""
+        place: list[JsonValue] = [self.device, self.threads] if has_model(self.options) else []
+        return f"{self.options.kind}-{_digest([self.options.model_dump(mode='json'), place])}"
+
+
+def parts_of_drafter(drafter: DrafterConfig, target_threads: int) -> Iterator[Part]:
+    """Of a drafter of a resolved configuration: itself, or the members of a cascade."""
+    threads = drafter.resources.threads
+    yield from _parts(
+        drafter.options,
+        drafter.name,
+        drafter,
+        target_threads if drafter.is_companion or threads == "auto" else threads,
+    )
+
+
+def _parts(options: DrafterOptions, label: str, drafter: DrafterConfig, threads: int) -> Iterator[Part]:
+    if isinstance(options, CascadeOptions):
+        for i, member in enumerate(options.members):
+            yield from _parts(member, f"{label}.{i}-{member.kind}", drafter, threads)
+        return
+    yield Part(label, options, drafter.device, threads, drafter.is_companion, drafter.max_draft_len)
+
+
+class ProfiledCost:
+    """``router.cost_model.CostModel`` of a profile, for the drafters of a resolved configuration.
+
+    A cascade costs what the dearest member does that it may ask, as in ``router.policies.prior_cost``; one of whose members
+    is not in the profile is not known.
+    """
+
+    def __init__(self, profile: Profile, config: Config) -> None:
+        self._step, self._prefill = profile.step.fit, profile.prefill.fit
+        threads = profile.identity.threads
+        self._drafters: dict[str, list[DrafterProfile]] = {}
+        for drafter in config.drafters:
+            keys = [part.key for part in parts_of_drafter(drafter, threads)]
+            if all(key in profile.drafters for key in keys):
+                self._drafters[drafter.name] = [profile.drafters[key] for key in keys]
+
+    def step_s(self, num_rows: int, num_context: int) -> float:
+        return self._step.at(num_rows, num_context)
+
+    def prefill_s(self, num_rows: int, num_context: int) -> float:
+        return self._prefill.at(num_rows, num_context)
+
+    def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
+        parts = self._drafters.get(drafter_of(drafter))
+        return None if parts is None else max(part.draft.fit.at(batch, draft_len) for part in parts)
+
+    def catch_up_s(self, drafter: str, num_tokens: int) -> float | None:
+        parts = self._drafters.get(drafter_of(drafter))
+        if parts is None:
+            return None
+        fits = [part.catch_up.fit for part in parts if part.catch_up is not None]
+        return sum(max(0.0, fit.at(num_tokens + 1, 0) - fit.at(1, 0)) for fit in fits)
+
+
+def pool_costs(config: Config, cost: CostModel) -> dict[str, float]:
+    """``PoolMember.cost`` of the drafters that were measured, by their names in the configuration."""
+    found = {d.name: relative_draft_cost(cost, d.name, d.max_draft_len) for d in config.drafters}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def with_measured_costs(config: Config, profile: Profile) -> Config:
+    """With the costs of those cascades that leave them open and all of whose members were measured.
+
+    Lookups stay at 0, for they are asked every time, and costs ascend as the cascade demands.
+    """
+    drafters = tuple(_with_costs(drafter, profile) for drafter in config.drafters)
+    return config.model_copy(update={"drafters": drafters})
+
+
+def _with_costs(drafter: DrafterConfig, profile: Profile) -> DrafterConfig:
+    options = drafter.options
+    if not isinstance(options, CascadeOptions) or options.costs is not None:
+        return drafter
+    parts = list(parts_of_drafter(drafter, profile.identity.threads))
+    if len(parts) != len(options.members) or any(part.key not in profile.drafters for part in parts):
+        return drafter
+    one_row_s = profile.step.fit.at(1, 0)
+    costs: list[float] = []
+    for part in parts:
+        draft_s = profile.drafters[part.key].draft.fit.at(1, drafter.max_draft_len)
+        cost = min(100.0, draft_s / one_row_s) if has_model(part.options) else 0.0
+        costs.append(max(cost, costs[-1]) if costs else cost)
+    return drafter.model_copy(update={"options": options.model_copy(update={"costs": tuple(costs)})})
+
+
+def _digest(value: JsonValue) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,70 @@
+"""Profiles in a StateStore: read with distrust, replaced without losing anything."""
+
+import logging
+
+from cluster.state import StateConflict, StateStore, StateUnavailable
+from profiler.profile import PREFIX, Identity, Profile, ProfileRefused, read_profile
+
+logger = logging.getLogger(__name__)
+
+REFUSED_PREFIX = f"refused-{PREFIX}"
+MAX_ATTEMPTS = 5
+
+
+def find_profile(store: StateStore, identity: Identity) -> Profile | None:
+    """The stored profile, or None: there is none. A refused one stays where it is.
+
+    Raises:
+        ProfileRefused: what is there cannot be used; says why, and what to do.
+        StateUnavailable: the store is away.
+    """
+    document = store.get(identity.key)
+    if document is None:
+        return None
+    try:
+        return read_profile(document.value, identity)
+    except ProfileRefused as refused:
+        raise ProfileRefused(
+            f"the stored profile {identity.key!r}, version {document.version}, is not used: {refused}; "
+            "`outrider profile` measures it anew"
+        ) from refused
+
+
+def usable_profile(store: StateStore, identity: Identity) -> Profile | None:
+    """As ``find_profile``, for those who can do without: the reason is logged."""
+    try:
+        return find_profile(store, identity)
+    except (ProfileRefused, StateUnavailable) as error:
+        logger.warning("%s", error)
+        return None
+
+
+def save_profile(store: StateStore, profile: Profile) -> int:
+    """Writes the profile in the place of an older one, and returns its version.
+
+    Drafters and links that only the older one knows of are kept. One that is refused is set aside under a key of its own.
+
+    Raises:
+        StateConflict: others write all the time.
+        StateUnavailable, InvalidField: as of StateStore.put.
+    """
+    key = profile.identity.key
+    for _ in range(MAX_ATTEMPTS - 1):
+        try:
+            return _replace(store, key, profile)
+        except StateConflict:
+            continue  # somebody else was quicker: what they wrote is supplemented, too
+    return _replace(store, key, profile)
+
+
+def _replace(store: StateStore, key: str, profile: Profile) -> int:
+    document = store.get(key)
+    if document is None:
+        return store.put(key, profile.to_json(), expected_version=0)
+    try:
+        profile = profile.supplemented(read_profile(document.value, profile.identity))
+    except ProfileRefused as refused:
+        aside = f"{REFUSED_PREFIX}/{key.rsplit('/', 1)[-1]}/{document.version}"
+        store.put(aside, document.value)
+        logger.warning("profile %r is replaced, for %s; it was kept as %r", key, refused, aside)
+    return store.put(key, profile.to_json(), expected_version=document.version)
