@@ -179,8 +179,8 @@ class CascadeOptions(Section):
 
     kind: Literal["cascade"] = "cascade"
     members: Annotated[tuple["DrafterOptions", ...], Field(min_length=1, max_length=16)]  # cheapest first
-    # Of one draft of each member, in one-row steps of the target; `outrider bench drafters` measures it. None: 0 for
-    # lookups, 0.2 for dspark, 0.35 for layers, 1 for other models.
+    # Of one draft of each member, in one-row steps of the target, until the cascade has measured it; one that costs 0 is
+    # always asked. None: 0 for lookups, 0.2 for dspark, 0.35 for layers, 1 for other models.
     costs: tuple[Annotated[float, Field(ge=0, le=100)], ...] | None = None
 
     @model_validator(mode="after")
@@ -311,6 +311,7 @@ class HedgePolicy(Section):
     kind: Literal["hedge"] = "hedge"
     learning_rate: Annotated[float, Field(gt=0, le=1000)] = 1.0  # of the exponential weights, per token and round
     hysteresis: Fraction = 0.05  # relative gain under which a request stays where it is
+    exploration: Fraction = 0.01  # of requests, per slot, that try a drafter of which they have seen next to nothing
     payback_s: Seconds = 5  # within which a switch must have gained what it costs
     request_rounds: Annotated[float, Field(gt=0, le=1000)] = 8.0  # of a request's own before they outweigh its cluster's
     cluster_rounds: Annotated[float, Field(gt=0, le=100_000)] = 50.0  # of a cluster's before they outweigh the drafter's

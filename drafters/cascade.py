@@ -5,7 +5,7 @@ out or not (full information): so confidences are calibrated for each member, an
 Drafting nothing is a choice, too: a round without a draft is a plain decode, which keeps large batches from losing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.replay import common_prefix_len
-from drafters.worth import OwnGain, Worth
+from drafters.worth import Costs, OwnGain, Worth
 from profiler.online_calibration import OnlineSurvival
 
 _PACE_MEMORY = 0.01  # weight of the newest round in the tokens per step
@@ -26,7 +26,8 @@ _Found = tuple[tuple[int, ...], tuple[float, ...]]  # tokens, and the survival o
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A drafter of the cascade. ``cost``: of one draft, in one-row steps of the target (a lookup's is nearly 0).
+    """A drafter of the cascade. ``cost``: of one draft, in one-row steps of the target (a lookup's is nearly 0), until it
+    is known better.
 
     ``splices``: free enough to be asked again behind what another drafted. One that costs nothing is asked every time.
     """
@@ -45,10 +46,7 @@ class _Guess:
     token_ids: tuple[int, ...]
     confidences: tuple[float, ...]  # as the member gave them
     survival: tuple[float, ...]
-
-    @property
-    def expected_len(self) -> float:
-        return sum(self.survival)
+    expected_len: float  # sum of the survival
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,12 @@ class _Round:
 
     @property
     def best(self) -> _Guess:
-        return max(self.guesses, key=lambda guess: guess.expected_len)
+        """Of equals the first, which is the cheaper."""
+        best = self.guesses[0]
+        for guess in self.guesses:
+            if guess.expected_len > best.expected_len:
+                best = guess
+        return best
 
 
 @dataclass(slots=True)
@@ -86,11 +89,14 @@ class CascadeDrafter:
     (the rule that maximises tokens per second in the long run). Lookups go on where a draft ends, and take over a model's
     draft from where they promise more than the rest of it.
 
+    Args:
+        clock: in seconds, of which only differences count: by it is learned what the members cost. None: as configured.
+
     Raises:
         InvalidField: no members, or their costs do not ascend.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Member], clock: Callable[[], float] | None = None) -> None:
         if not members:
             raise InvalidField("members", 0, "must hold at least one drafter")
         if any(a.cost > b.cost for a, b in pairwise(members)):
@@ -98,6 +104,9 @@ class CascadeDrafter:
         self._members = tuple(members)
         self._survival = [OnlineSurvival() for _ in members]
         self._worth = {i: Worth() for i, member in enumerate(members) if member.cost > 0.0}
+        self._costs = Costs({i: members[i].cost for i in self._worth})
+        self._clock = clock
+        self._proposed_s: float | None = None  # when the drafts were made that no commit has answered yet
         self._tokens_per_round, self._cost_per_round = 1.5, 1.0
         self._followed: dict[str, _Followed] = {}
 
@@ -115,9 +124,12 @@ class CascadeDrafter:
         self._followed[request_id] = _Followed({i: OwnGain() for i in self._worth})
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        followed = self._followed[request_id]
+        if self._clock is not None and self._proposed_s is not None and followed.round is not None:
+            self._costs.came_true(self._clock() - self._proposed_s)
+            self._proposed_s = None  # what the same round committed for others comes with it
         for member in self._members:
             member.drafter.extend(request_id, token_ids)
-        followed = self._followed[request_id]
         if followed.round is not None and token_ids:
             self._learn(followed, followed.round, token_ids)
         followed.round = None
@@ -128,14 +140,17 @@ class CascadeDrafter:
             asked = [i for i, demand in enumerate(demands) if self._is_asked(index, demand, rounds[i])]
             if not asked:
                 continue
-            drafts = member.drafter.propose([demands[i] for i in asked])
+            cost, drafts = self._drafts_of(index, [demands[i] for i in asked])
             survivals = self._survival[index].survival([draft.confidences for draft in drafts])
             for i, draft, survival in zip(asked, drafts, survivals, strict=True):
                 if member.cost > 0.0 and rounds[i].guesses:
                     rounds[i].asked.append(_Asked(index, rounds[i].best))
-                rounds[i].guesses.append(_Guess(index, draft.token_ids, draft.confidences, survival))
-                rounds[i].cost += member.cost
-        return [self._settle(demand, round_) for demand, round_ in zip(demands, rounds, strict=True)]
+                rounds[i].guesses.append(_Guess(index, draft.token_ids, draft.confidences, survival, sum(survival)))
+                rounds[i].cost += cost
+        settled = [self._settle(demand, round_) for demand, round_ in zip(demands, rounds, strict=True)]
+        if self._clock is not None and not all(demand.ahead for demand in demands):
+            self._proposed_s = self._clock()
+        return settled
 
     def release(self, request_id: str) -> None:
         for member in self._members:
@@ -146,10 +161,22 @@ class CascadeDrafter:
         for member in self._members:
             member.drafter.check_integrity()
 
+    def _drafts_of(self, index: int, demands: Sequence[Demand]) -> tuple[float, list[Draft]]:
+        """Of a member, and what they cost."""
+        drafter = self._members[index].drafter
+        if index not in self._worth:
+            return 0.0, drafter.propose(demands)
+        if self._clock is None:
+            return self._costs.of(index), drafter.propose(demands)
+        start_s = self._clock()
+        drafts = drafter.propose(demands)
+        self._costs.drafted(index, self._clock() - start_s)
+        return self._costs.of(index), drafts
+
     def _is_asked(self, index: int, demand: Demand, round_: _Round) -> bool:
         if index not in self._worth or not round_.guesses:
             return True
-        price = self._members[index].cost * self._tokens_per_round / self._cost_per_round
+        price = self._costs.of(index) * self._tokens_per_round / self._cost_per_round
         own = self._followed[demand.request_id].own[index]
         return self._worth[index].is_worth(price, round_.best.expected_len, own)
 
@@ -159,7 +186,7 @@ class CascadeDrafter:
             self._survival[guess.member].record(guess.confidences[: len(token_ids)], _num_right(guess, token_ids))
         for asked in round_.asked:
             until = next(i for i, guess in enumerate(round_.guesses) if guess.member == asked.member)
-            chosen = max(round_.guesses[: until + 1], key=lambda guess: guess.expected_len)
+            chosen = _Round(round_.guesses[: until + 1]).best
             gain = _num_right(chosen, token_ids) - _num_right(asked.at_hand, token_ids)
             self._worth[asked.member].learn(gain, asked.at_hand.expected_len, followed.own[asked.member])
         self._tokens_per_round += _PACE_MEMORY * (len(token_ids) - self._tokens_per_round)

@@ -1,5 +1,6 @@
 """From a drafter's configuration to the drafter. What a kind needs is imported when one is made: lookups need no torch."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from drafters.small_model import SmallModel
     from engine.forward import CausalModel
 
-# Of one draft of a member of a cascade, in one-row steps of the target, where the configuration does not say it.
+# Of one draft of a member of a cascade, in one-row steps of the target, where the configuration does not say it; until the
+# cascade has measured it.
 COSTS = {
     "ngram": 0.0,
     "suffix": 0.0,
@@ -49,20 +51,27 @@ class Site:
     target: ModelInfo
     device: str
     host: "Host | None" = None  # when it runs in the target's process
+    clock: Callable[[], float] | None = None  # of cascades
 
 
-def make_drafter(config: DrafterConfig, target: ModelInfo, host: "Host | None" = None) -> Drafter:
+def make_drafter(
+    config: DrafterConfig,
+    target: ModelInfo,
+    host: "Host | None" = None,
+    clock: Callable[[], float] | None = time.monotonic,
+) -> Drafter:
     """The drafter of a resolved configuration, for ``target``.
 
     Args:
         host: the target's process, for a drafter that is its companion.
+        clock: by which a cascade learns what its members cost; None where no target takes its time over the drafts.
 
     Raises:
         IncompatibleTokenizer: its token ids do not mean what the target's mean; says what differs.
         ModelUnavailable: its model is missing, half-written or unsupported.
         InvalidField: an option out of range; or its KV cache holds nothing.
     """
-    return make(config.options, Site(target, "cpu" if config.device == "auto" else config.device, host))
+    return make(config.options, Site(target, "cpu" if config.device == "auto" else config.device, host, clock))
 
 
 def make(options: DrafterOptions, site: Site) -> Drafter:
@@ -151,7 +160,7 @@ def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
         Member(f"{i}:{member.kind}", make(member, site), cost, splices=not has_model(member))
         for i, (member, cost) in enumerate(zip(options.members, costs, strict=True))
     ]
-    return CascadeDrafter(members)
+    return CascadeDrafter(members, site.clock)
 
 
 def _make_chain(options: ChainOptions, site: Site) -> Drafter:

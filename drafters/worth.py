@@ -1,6 +1,7 @@
-"""What it brings to ask a dear drafter when cheaper ones have spoken: learned over all requests, and for each."""
+"""What it brings to ask a dear drafter when cheaper ones have spoken, and what it costs: learned from what came of it."""
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 _EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # of the tokens that are expected of what is at hand; between them it is alike
@@ -8,6 +9,10 @@ _FIRST_TRIALS = 6  # in each of them, at any price
 _MEMORY = 200.0  # trials of all requests that count
 _OWN_MEMORY = 12.0  # of one request
 _OWN_DOUBT = 8.0  # trials of a request's own before they count for half
+_COST_MEMORY = 100.0  # times that count
+_COST_DOUBT = 2.0  # times that what was configured weighs as much as
+_FEW_TIMES = 5  # before it is known what is usual
+_UNUSUAL = 3.0
 _EXPLORE_EVERY = 48  # refusals: after so many the drafter is asked all the same, or its luck could never turn
 
 
@@ -21,6 +26,39 @@ class _Mean:
     def add(self, sample: float, memory: float) -> None:
         self.num = min(self.num + 1.0, memory)
         self.value += (sample - self.value) / self.num
+
+
+class Costs:
+    """Of one draft of each dear drafter, in rounds of the target as they are without it.
+
+    As configured until times are given; then more and more what these say: mean seconds of a draft over mean seconds of a
+    round. Of a draft for several requests the time counts as a whole, for all of them wait for it. A time far above what
+    is usual (a prompt that was computed in the same pass, another program) counts as a few times as long.
+    """
+
+    def __init__(self, configured: Mapping[int, float]) -> None:
+        self._configured = configured
+        self._drafts = {member: _Mean(0.0, 0.0) for member in configured}
+        self._round = _Mean(0.0, 0.0)
+
+    def of(self, member: int) -> float:
+        configured, draft = self._configured[member], self._drafts[member]
+        if self._round.num < _FEW_TIMES or not self._round.value:
+            return configured
+        measured = draft.value / self._round.value
+        return (_COST_DOUBT * configured + draft.num * measured) / (_COST_DOUBT + draft.num)
+
+    def drafted(self, member: int, seconds: float) -> None:
+        _add_time(self._drafts[member], seconds)
+
+    def came_true(self, seconds: float) -> None:
+        """The target's round on drafts took so long."""
+        _add_time(self._round, seconds)
+
+
+def _add_time(mean: _Mean, seconds: float) -> None:
+    usual = mean.value if mean.num >= _FEW_TIMES else seconds
+    mean.add(min(seconds, _UNUSUAL * usual), _COST_MEMORY)
 
 
 class OwnGain:

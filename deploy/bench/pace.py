@@ -1,6 +1,7 @@
 """How fast answers come with drafters, and without: the whole engine, the real round, at a constant batch."""
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,12 +11,12 @@ from deploy.bench.stable import Stable, as_request
 from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
 from drafters.following import key_of
 from drafters.protocol import Drafter
-from drafters.replay import Recording, replay
+from drafters.replay import Recording
 from profiler.prompts import spread
 from router.planner import StepPlanner
 
 DRAFT_LEN = 7
-NUM_SERVED_BEFORE = 12  # answers that a drafter has seen when its speed is measured
+NUM_SERVED_BEFORE = 8  # answers that a drafter has seen when its speed is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,9 @@ def speedups(
     """
     chosen, served = sample(recordings, batch * num_groups)
     groups = in_batches(chosen, batch)
-    drafters: dict[str | None, Drafter | None] = {config.name: stable.make(config) for config in configs}
-    with stable.holding(served):
-        for drafter in filter(None, drafters.values()):
-            for _ in replay(drafter, served, DRAFT_LEN):
-                pass
+    drafters: dict[str | None, Drafter | None] = {config.name: stable.make(config, time.monotonic) for config in configs}
+    for drafter in filter(None, drafters.values() if served else ()):
+        measure(stable, [as_request(recording, order * 1e-6) for order, recording in enumerate(served)], drafter)
     half = len(configs) // 2
     names = [None, *(c.name for c in configs[:half]), None, *(c.name for c in configs[half:])]
     drafters[None] = None

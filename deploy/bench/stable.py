@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from cluster.config import DrafterConfig
@@ -47,9 +47,9 @@ class Stable:
         self.cost = measure_cost(self.plain)
         self._max_new_tokens = max_new_tokens
 
-    def make(self, drafter: DrafterConfig) -> Drafter:
+    def make(self, drafter: DrafterConfig, clock: Callable[[], float] | None = None) -> Drafter:
         """A new one each time, for most of them learn: nobody shall know an answer from having seen it before."""
-        return make_drafter(drafter, self.info, Host(self.target, self._folder) if drafter.is_companion else None)
+        return make_drafter(drafter, self.info, Host(self.target, self._folder) if drafter.is_companion else None, clock)
 
     def record(
         self, prompts: Sequence[Prompt], temperatures: Sequence[float]

@@ -11,6 +11,7 @@ from cluster.types import SamplingParams
 from drafters.cascade import CascadeDrafter, Member
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.replay import common_prefix_len
+from drafters.worth import Costs
 
 SAMPLING = SamplingParams(max_tokens=100, temperature=0.0)
 CONTENT = tuple(range(100, 1000))  # what the target will say: position t holds 100 + t
@@ -259,6 +260,65 @@ def test_a_request_that_is_unlike_the_others_is_served_by_what_suits_it() -> Non
             lengths[draft.request_id] += num_right + 1
     assert good.num_asked > 90
     assert bad.num_asked < 40
+
+
+@dataclass
+class Slow:
+    """Takes its time to draft."""
+
+    drafter: Drafter
+    seconds: float
+    clock: list[float]
+    num_asked: int = 0
+
+    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+        self.drafter.open(request_id, token_ids, prompt_len, sampling)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self.drafter.extend(request_id, token_ids)
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        self.clock[0] += self.seconds
+        self.num_asked += 1
+        return self.drafter.propose(demands)
+
+    def release(self, request_id: str) -> None:
+        self.drafter.release(request_id)
+
+    def check_integrity(self) -> None: ...
+
+
+@pytest.mark.parametrize(("configured", "seconds", "pays"), [(0.05, 0.05, False), (0.9, 0.002, True)])
+def test_what_a_member_costs_is_learned_from_how_long_it_takes(configured: float, seconds: float, pays: bool) -> None:
+    """A model that gets one token right half of the time: worth a tenth of a round, not two rounds and a half."""
+    clock = [0.0]
+    model = Slow(Recorded([1, 0], 0.5), seconds, clock)
+    members = [Member("silent", Recorded([0], 0.5), 0.0), Member("model", model, configured)]
+    drafter = CascadeDrafter(members, clock=lambda: clock[0])
+    drafter.open("r", (0, 1, 2), 3, SAMPLING)
+    length = 3
+    for _ in range(400):
+        (draft,) = drafter.propose([Demand("r", 7)])
+        clock[0] += 0.02  # the target's pass
+        truth = tuple(range(length, length + 8))
+        num_right = common_prefix_len(draft.token_ids, truth)
+        drafter.extend("r", truth[: num_right + 1])
+        length += num_right + 1
+    assert (model.num_asked > 300) if pays else (model.num_asked < 100)
+
+
+def test_costs_are_those_configured_until_enough_times_are_known() -> None:
+    costs = Costs({1: 0.2})
+    costs.drafted(1, 0.03)
+    costs.came_true(0.01)
+    assert costs.of(1) == 0.2
+    for _ in range(500):
+        costs.drafted(1, 0.005)
+        costs.came_true(0.02)
+    assert costs.of(1) == pytest.approx((2 * 0.2 + 100 * 0.25) / 102, rel=0.05)
+    before = costs.of(1)
+    costs.came_true(60.0)
+    assert costs.of(1) == pytest.approx(before, rel=0.05), "a long pause between two rounds says little"
 
 
 def test_every_member_follows_and_forgets() -> None:
