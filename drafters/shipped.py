@@ -16,6 +16,7 @@ from cluster.config import (
 from cluster.errors import ModelUnavailable
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "drafters"
+MODEL = ModelConfig().name  # that they were trained for
 
 _OPTIONS: Mapping[str, Callable[[str], DrafterOptions]] = {
     "table": lambda name: TableOptions(path=name),
@@ -27,16 +28,18 @@ _OPTIONS: Mapping[str, Callable[[str], DrafterOptions]] = {
 def with_shipped(config: Config) -> Config:
     """The configuration; if it names no drafters and serves the embedded model, with those that are shipped for that: the
     table and the block drafter take part in the cascade of the default pool."""
-    if "drafters" in config.model_fields_set or config.model.name != ModelConfig().name:
+    shipped = shipped_options(config.model.name).values()
+    if "drafters" in config.model_fields_set or not shipped:
         return config
-    shipped = shipped_options().values()
     tables = [options for options in shipped if isinstance(options, TableOptions)]
     blocks = [options for options in shipped if isinstance(options, DSparkOptions)]
     return config.model_copy(update={"drafters": default_pool(next(iter(tables), None), *blocks[:1])})
 
 
-def shipped_options() -> dict[str, DrafterOptions]:
-    """Every drafter that is there by its name, ascending, as a configuration would name it."""
+def shipped_options(model: str) -> dict[str, DrafterOptions]:
+    """Every drafter that is there for ``model`` by its name, ascending, as a configuration would name it."""
+    if model != MODEL:
+        return {}
     return {name: _OPTIONS[kind](name) for name in shipped_names() if (kind := kind_of(FOLDER / name)) is not None}
 
 

@@ -17,7 +17,6 @@ from cluster.config import (
     DrafterConfig,
     DSparkOptions,
     LayersOptions,
-    ModelConfig,
     ModelOptions,
     NgramOptions,
 )
@@ -114,13 +113,13 @@ def scenarios(rig: Rig, model: str) -> Mapping[str, Circumstances]:
     def alone(config: DrafterConfig, **more: bool) -> Circumstances:
         return Circumstances(companions=(config,), **more) if config.is_companion else Circumstances(pool(config), **more)
 
-    shipped = shipped_for(model)
+    others = beyond_defaults(model)
     rng = random.Random(0)
     mixed = pool(*DEFAULT_DRAFTERS, half)
     return {
         "no drafts, small batches": Circumstances(max_num_sequences=SMALL_BATCH),
         **{config.name: Circumstances(pool(config)) for config in (*DEFAULT_DRAFTERS, half, chain)},
-        **{f"shipped {config.name}": alone(config) for config in shipped},
+        **{f"pool's {config.name}": alone(config) for config in others},
         SELF: Circumstances(pool(own)),
         "random lengths": Circumstances(cut(lambda token_ids: rng.randint(0, len(token_ids)))),
         "adversary": Circumstances(cut(before_disliked_token)),
@@ -128,16 +127,15 @@ def scenarios(rig: Rig, model: str) -> Mapping[str, Circumstances]:
         "half preempted": Circumstances(mixed, prefix_cache=False, preempt=True),
         **{
             f"half preempted, {config.name}": alone(config, prefix_cache=False, preempt=True)
-            for config in shipped
+            for config in others
             if config.is_companion
         },
     }
 
 
-def shipped_for(model: str) -> list[DrafterConfig]:
-    """What is compared of drafters beyond the default ones that need no training, and chains of the models in them."""
-    if model != ModelConfig().name:
-        return []
+def beyond_defaults(model: str) -> list[DrafterConfig]:
+    """Of the drafters that `outrider bench drafters` compares those that are not defaults for any model, and chains of the
+    models in them: with what is shipped, all of that."""
     known = [config for config in comparable(model) if config not in DEFAULT_DRAFTERS]
     verifiers = [config for config in known if isinstance(config.options, LayersOptions)]
     proposers = [config for config in known if isinstance(config.options, DSparkOptions | LayersOptions)]

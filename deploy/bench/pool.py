@@ -15,13 +15,13 @@ from drafters.shipped import shipped_options
 
 
 def pool(model: str) -> tuple[DrafterConfig, ...]:
-    """Every drafter that can be had for ``model``: what is shipped is for the embedded one, and refused by others.
+    """Every drafter that can be had for ``model``: a table, lookups and their cascade for any, more for the embedded one.
 
     The cascade asks the lookups, the table, and the one trained model that comes first by its kind (dspark, then layers).
     """
     trained: dict[str, DrafterOptions] = {
         name: options.model_copy(update={"target": model}) if isinstance(options, LayersOptions) else options
-        for name, options in shipped_options().items()
+        for name, options in shipped_options(model).items()
     }
     tables = [options for options in trained.values() if isinstance(options, TableOptions)]
     layers = [options for options in trained.values() if isinstance(options, LayersOptions)]

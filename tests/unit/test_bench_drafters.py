@@ -35,17 +35,20 @@ def test_confidences_that_come_true_have_no_error() -> None:
 def test_the_pool_holds_what_is_shipped_and_combinations_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_tiny_model(tmp_path / "target")
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
+    monkeypatch.setattr(shipped, "MODEL", str(target))
     assert [config.name for config in pool(str(target))] == ["ngram", "suffix", "table", "cascade"]
     write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(200))
     configs = {config.name: config for config in pool(str(target))}
     assert list(configs) == ["ngram", "suffix", "table", "layers-2", "cascade", "chain"]
     assert configs["cascade"].has_model
     assert not configs["table"].has_model
+    assert [config.name for config in pool("another")] == ["ngram", "suffix", "table", "cascade"]
 
 
 def test_everything_is_measured_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
+    monkeypatch.setattr(shipped, "MODEL", str(target))
     write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(257))
     effort = replace(QUICK, num_synthetic=6, num_new_tokens=12, num_cost_rounds=4)
     monkeypatch.setattr(bench, "QUICK", effort)

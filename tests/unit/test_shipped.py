@@ -46,12 +46,12 @@ def members(config: Config) -> tuple[object, ...]:
 
 
 def test_where_nothing_is_shipped_the_defaults_need_no_training(folder: Path) -> None:
-    assert shipped_options() == {}
+    assert shipped_options(shipped.MODEL) == {}
     assert with_shipped(Config()) == Config()
 
 
 def test_the_embedded_model_is_served_with_what_was_trained_for_it(full_folder: Path) -> None:
-    assert list(shipped_options()) == ["dspark", "layers-2", "table"]
+    assert list(shipped_options(shipped.MODEL)) == ["dspark", "layers-2", "table"]
     config = with_shipped(Config())
     assert members(config)[-2:] == (TableOptions(path="table"), DSparkOptions(path="dspark"))
     assert members(config)[:2] == members(Config())[:2]
@@ -67,6 +67,7 @@ def test_whoever_names_drafters_or_another_model_gets_no_others(full_folder: Pat
     file.write_text("drafters: []")
     for config in (named, other, load(file)):
         assert with_shipped(config) is config
+    assert shipped_options("/models/another") == {}
 
 
 def test_a_wheel_holds_what_is_shipped() -> None:
