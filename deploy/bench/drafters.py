@@ -16,7 +16,7 @@ from rich.console import Console
 from cluster.config import DrafterConfig
 from cluster.types import Request, SamplingParams
 from deploy.bench.accepted import accepted
-from deploy.bench.pace import sample, speedups
+from deploy.bench.pace import Speedup, sample, speedups
 from deploy.bench.pool import pool
 from deploy.bench.report import BenchOptions, BenchResult, Cell, Table
 from deploy.bench.stable import Stable
@@ -49,7 +49,7 @@ class Effort:
 
 QUICK = Effort(18, 2, 24, 32, 24, {1: 3, 4: 1, 8: 1, 16: 1}, (0.0,))
 # At batch 1 twice as many requests as the prompts of Spec-Bench and the like have domains: they differ most.
-FULL = Effort(120, MAX_PER_DOMAIN, None, 128, 120, {1: 26, 4: 6, 8: 3, 16: 2}, TEMPERATURES)
+FULL = Effort(120, MAX_PER_DOMAIN, None, 128, 120, {1: 26, 4: 4, 8: 2, 16: 2}, TEMPERATURES)
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Findings:
 
     rounds: dict[tuple[float, int], list[Round]] = field(default_factory=dict)  # by temperature and draft length
     costs: dict[int, float] = field(default_factory=dict)  # by draft length
-    paces: dict[tuple[float, int], float] = field(default_factory=dict)  # speed-up by temperature and batch
+    paces: dict[tuple[float, int], Speedup] = field(default_factory=dict)  # by temperature and batch
 
 
 def run(options: BenchOptions) -> BenchResult:
@@ -161,10 +161,12 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
         for draft_len, cost in findings.costs.items():
             figures[f"draft_cost.{name}.k{draft_len}"] = cost
         for (temperature, batch), pace in findings.paces.items():
-            figures[f"speedup.{name}.{_suffix(f'batch_{batch}', temperature)}"] = pace
+            figures[f"speedup.{name}.{_suffix(f'batch_{batch}', temperature)}"] = pace.value
+            if batch == 1 and pace.error is not None:
+                figures[f"speedup_error.{name}.{_suffix(f'batch_{batch}', temperature)}"] = pace.error
         figures |= {f"{key}.{name}": value for key, value in confidence_figures(findings.rounds[0.0, DRAFT_LENS[0]]).items()}
     for temperature, batch in itertools.product(effort.temperatures, BATCHES):
-        best = max(findings.paces[temperature, batch] for findings in found.values())
+        best = max(findings.paces[temperature, batch].value for findings in found.values())
         figures[f"speedup.best.{_suffix(f'batch_{batch}', temperature)}"] = best
     return BenchResult(
         bench="drafters",
@@ -180,6 +182,7 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
             "speed-ups: seconds of the same answers plainly over those with the drafter, prefill left out; at batch "
             + ", ".join(f"{batch} of {batch * num}" for batch, num in effort.num_groups.items())
             + " answers, drawn at random from all domains alike, whatever their length.",
+            "speedup_error: the standard error that the choice of answers and the machine leave.",
             "best: the largest of the drafters', so a little lucky. t0.8 in a name: at temperature 0.8.",
             "ece, auroc: of the survival of prefixes at K = 7, temperature 0; ece_online: as the target learns it.",
         ),
@@ -263,7 +266,7 @@ def _position_table(found: Mapping[str, Findings]) -> Table:
 def _cost_table(found: Mapping[str, Findings], effort: Effort) -> Table:
     keys = list(itertools.product(effort.temperatures, BATCHES))
     rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (name, *(f.costs[draft_len] for draft_len in DRAFT_LENS), *(f.paces[key] for key in keys))
+        (name, *(f.costs[draft_len] for draft_len in DRAFT_LENS), *(f.paces[key].value for key in keys))
         for name, f in found.items()
     )
     return Table(

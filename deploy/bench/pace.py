@@ -1,6 +1,8 @@
 """How fast answers come with drafters, and without: the whole engine, the real round, at a constant batch."""
 
+import math
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,9 +29,17 @@ class Pace:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """``error``: the standard error that the choice of answers, and the machine, leave; None of a single batch."""
+
+    value: float
+    error: float | None
+
+
 def speedups(
     stable: Stable, configs: Sequence[DrafterConfig], recordings: Sequence[Recording], batch: int, num_groups: int
-) -> dict[str, float]:
+) -> dict[str, Speedup]:
     """Of each drafter over the plain target, in seconds for the same answers, ``num_groups`` batches of them.
 
     The answers are drawn at random, all domains alike, whatever their length; those of a batch are of like lengths. The
@@ -58,14 +68,22 @@ def speedups(
             else:
                 paces[name].append(pace)
         plain.append(Pace(sum(p.num_tokens for p in own), sum(p.seconds for p in own)))
-    return {name: ratio(plain, found) for name, found in paces.items()}
+    return {name: Speedup(ratio(plain, found), jackknife(plain, found)) for name, found in paces.items()}
+
+
+def jackknife(plain: Sequence[Pace], drafted: Sequence[Pace]) -> float | None:
+    """The standard error of ``ratio``, from what it is without each batch (Tukey's jackknife)."""
+    num = len(plain)
+    if num < 2:
+        return None
+    without = [ratio([*plain[:i], *plain[i + 1 :]], [*drafted[:i], *drafted[i + 1 :]]) for i in range(num)]
+    return math.sqrt((num - 1) * statistics.pvariance(without))
 
 
 def ratio(plain: Sequence[Pace], drafted: Sequence[Pace]) -> float:
     """Seconds for all tokens plainly over those with a drafter. Windows of both may hold a few tokens more or less."""
-    pairs = [(a, b) for a, b in zip(plain, drafted, strict=True) if a.num_tokens and b.num_tokens]
-    took_s = sum(a.num_tokens * b.seconds / b.num_tokens for a, b in pairs)
-    return sum(a.seconds for a, _ in pairs) / took_s
+    took_s = sum(a.num_tokens * b.seconds / b.num_tokens for a, b in zip(plain, drafted, strict=True))
+    return sum(a.seconds for a in plain) / took_s
 
 
 def sample(recordings: Sequence[Recording], num: int) -> tuple[list[Recording], list[Recording]]:

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.types import SamplingParams
-from deploy.bench.pace import NUM_SERVED_BEFORE, Pace, in_batches, ratio, sample
+from deploy.bench.pace import NUM_SERVED_BEFORE, Pace, in_batches, jackknife, ratio, sample
 from drafters.replay import Recording
 
 
@@ -41,4 +41,11 @@ def test_the_speed_up_is_that_of_all_answers_together() -> None:
     plain = [Pace(100, 10.0), Pace(10, 1.0)]
     assert ratio(plain, [Pace(100, 5.0), Pace(10, 1.0)]) == pytest.approx(11.0 / 6.0)
     assert ratio(plain, [Pace(110, 5.5), Pace(10, 1.0)]) == pytest.approx(11.0 / 6.0)
-    assert ratio(plain, [Pace(100, 5.0), Pace(0, 0.0)]) == pytest.approx(2.0), "what was not measured does not count"
+
+
+def test_the_error_is_that_of_the_choice_of_answers() -> None:
+    plain = [Pace(100, 10.0)] * 4
+    assert jackknife(plain, [Pace(100, 5.0)] * 4) == pytest.approx(0.0)
+    error = jackknife(plain, [Pace(100, 5.0), Pace(100, 10.0)] * 2)
+    assert error == pytest.approx(0.257, abs=0.01)  # of the seconds: 2.5 / sqrt(3) / 7.5, times the ratio 1.33
+    assert jackknife(plain[:1], [Pace(100, 5.0)]) is None
