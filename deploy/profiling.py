@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions, TableOptions, has_model, parts_of
+from cluster.errors import InvalidField
 from cluster.types import ModelInfo, Request, SamplingParams
 from deploy.bench.transport import round_trips
 from drafters.companions import Host, feature_layers
@@ -52,7 +53,7 @@ def measure_profile(config: Config, effort: ProfileEffort, said: Said = lambda w
     says, longer where the least that it asks for does.
 
     Raises:
-        OutriderError: a model is missing, or does not fit; says which.
+        OutriderError: a model is missing, or does not fit, or is too small to be measured; says which.
     """
     said("loading", 0.0)
     companions = [drafter for drafter in config.drafters if drafter.is_companion]
@@ -75,11 +76,11 @@ def measure_profile(config: Config, effort: ProfileEffort, said: Said = lambda w
 
 
 def _drafter(part: Part, timings: Mapping[str, Mapping[tuple[int, int], Timing]]) -> DrafterProfile:
-    news = timings.get(f"news {part.key}", {})
+    news = timings.get(f"news {part.key}")
     return DrafterProfile(
         label=part.label,
         draft=Surface.of(Kind.DRAFT, timings[f"draft {part.key}"]),
-        catch_up=Surface.of(Kind.CATCH_UP, news) if len(news) >= MIN_POINTS else None,
+        catch_up=Surface.of(Kind.CATCH_UP, news) if news is not None else None,
     )
 
 
@@ -113,8 +114,8 @@ class _Bench:
         self._probes.append(probe)
         batch = min(max_batch, _COMPANION_BATCH) if reads else max_batch
         self._add(f"draft {part.key}", probe.draft_grid(batch, part.draft_len), probe.draft, part.threads)
-        if has_model(part.options):
-            self._add(f"news {part.key}", probe.news_grid(), probe.catch_up, part.threads)
+        if has_model(part.options) and len(news := probe.news_grid()) >= MIN_POINTS:
+            self._add(f"news {part.key}", news, probe.catch_up, part.threads)
 
     def time(self, effort: Effort, said: Callable[[float], None]) -> dict[str, dict[tuple[int, int], Timing]]:
         before = torch.get_num_threads()
@@ -130,6 +131,9 @@ class _Bench:
         return timings
 
     def _add(self, surface: str, grid: Sequence[tuple[int, int]], work: Callable[[int, int], float], threads: int) -> None:
+        if len(grid) < MIN_POINTS:
+            longest, rows = self._model.max_model_len, self._engine.capacity().max_pass_tokens
+            raise InvalidField("target.max_pass_tokens", rows, f"and a length of {longest} leave too little to measure")
         for x, y in grid:
             self._works[surface, x, y] = partial(_with_threads, threads, work, x, y)
 

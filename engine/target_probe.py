@@ -9,7 +9,7 @@ from profiler.stopwatch import Stopwatch
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 CONTEXTS = (0, 512, 2048, 8192, 32768)
-CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+CHUNKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _ROWS_PER_SEQUENCE = 2  # a decode step is one row of each, a verification of a few: in between
 _CACHE_SHARE = 4  # the context measured is at most this part of the cache: it stays cached from one pass to the next
 

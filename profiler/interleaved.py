@@ -65,6 +65,8 @@ def time_interleaved(
         due = list(works)
         if num_visits >= effort.min_visits:
             due = [key for key, found in times.items() if Timing.of(found).doubt > effort.precision]
+            if not due:
+                break
         for key in rng.sample(due, len(due)):
             if num_visits >= effort.min_visits and clock() >= end_s:
                 return {key: Timing.of(found) for key, found in times.items()}

@@ -11,9 +11,10 @@ from math import exp, log
 from router.cost_model import CostModel, TableCost
 
 WEIGHT = 0.02  # of the newest pass: about the last fifty of a region count
-LARGEST_STEP = log(4.0)  # a pass further off than this was disturbed, and counts as so far off
+LARGEST_STEP = log(4.0)  # a pass further off than this counts as so far off
+LARGEST_EVIDENCE = 0.5  # of one pass for a drift: it may have been disturbed
 TOLERANCE = 0.05  # drift of the logarithm that is none
-THRESHOLD = 2.0  # of the sum beyond it: eight passes that take 1.35 times as long, say
+THRESHOLD = 2.0  # of the sum beyond it: eight passes that take 1.35 times as long, say, and five at the least
 PRIOR_PASSES = 8  # that a region is thought to have seen as the profile says, before its first
 OCTAVES = tuple(2**i for i in range(14))
 
@@ -31,8 +32,9 @@ class PageHinkley:
 
     def add(self, residual: float) -> float | None:
         """Of a series whose mean should be 0. Returns by how much it has moved, when it has; the test then starts anew."""
-        self._above = max(0.0, self._above + residual - self.tolerance)
-        self._below = max(0.0, self._below - residual - self.tolerance)
+        evidence = max(-LARGEST_EVIDENCE, min(LARGEST_EVIDENCE, residual))
+        self._above = max(0.0, self._above + evidence - self.tolerance)
+        self._below = max(0.0, self._below - evidence - self.tolerance)
         self._run_above = _longer(self._run_above, residual) if self._above else (0, 0.0)
         self._run_below = _longer(self._run_below, residual) if self._below else (0, 0.0)
         for total, (num, moved) in ((self._above, self._run_above), (self._below, self._run_below)):
@@ -104,7 +106,8 @@ class OnlineCost:
         found = log(step_s / expected_s)
         residual = max(-LARGEST_STEP, min(LARGEST_STEP, found - self._log_ratio[at]))
         self._num[at] += 1
-        self._log_ratio[at] += residual * max(WEIGHT, 1.0 / (PRIOR_PASSES + self._num[at]))
+        step = max(-LARGEST_EVIDENCE, min(LARGEST_EVIDENCE, residual))
+        self._log_ratio[at] += step * max(WEIGHT, 1.0 / (PRIOR_PASSES + self._num[at]))
         self._context = None
         moved = self._tests[at].add(residual) if self._num[at] * WEIGHT > 1.0 else None
         if moved is None:

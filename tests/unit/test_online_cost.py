@@ -1,0 +1,96 @@
+"""The cost model that follows what passes really take."""
+
+import random
+
+import pytest
+
+from profiler.online_cost import OnlineCost, PageHinkley
+from router.cost_model import TableCost
+
+BASE = TableCost((1, 8, 64, 512), (0.02, 0.025, 0.06, 0.4), 1e-6)
+ROWS = (1, 2, 5, 8, 12, 40, 64, 200, 512)
+
+
+def passes(cost: OnlineCost, ratio: float, num: int, rows: tuple[int, ...] = (8,), noise: float = 0.1, seed: int = 0) -> int:
+    """Returns how many drifts were found."""
+    rng = random.Random(seed)
+    found = 0
+    for i in range(num):
+        num_rows = rows[i % len(rows)]
+        step_s = BASE.step_s(num_rows, 1000) * ratio * rng.uniform(1 - noise, 1 + noise)
+        found += cost.observe(num_rows, 1000, step_s) is not None
+    return found
+
+
+def test_without_passes_it_is_what_was_measured() -> None:
+    cost = OnlineCost(BASE, knots=BASE.rows)
+    for rows in ROWS:
+        assert cost.step_s(rows, 3000) == pytest.approx(BASE.step_s(rows, 3000))
+
+
+def test_it_comes_to_what_passes_take_and_other_regions_follow() -> None:
+    cost = OnlineCost(BASE, knots=BASE.rows)
+    passes(cost, 1.3, 400)
+    assert cost.ratio(8) == pytest.approx(1.3, rel=0.03)
+    assert cost.step_s(8, 1000) == pytest.approx(1.3 * BASE.step_s(8, 1000), rel=0.03)
+    assert cost.step_s(512, 0) == pytest.approx(1.3 * BASE.step_s(512, 0), rel=0.03)  # has seen none of its own
+
+
+def test_regions_have_ratios_of_their_own_and_the_steps_never_fall() -> None:
+    cost = OnlineCost(BASE, knots=BASE.rows)
+    passes(cost, 2.5, 300, rows=(8,))
+    passes(cost, 0.7, 300, rows=(64,))
+    assert cost.ratio(8) == pytest.approx(2.5, rel=0.05)
+    assert cost.ratio(64) == pytest.approx(0.7, rel=0.05)
+    steps = [cost.step_s(rows, 500) for rows in range(1, 600)]
+    assert steps == sorted(steps)
+
+
+def test_the_first_passes_do_not_carry_it_away() -> None:
+    cost = OnlineCost(BASE)
+    cost.observe(8, 0, 100.0)  # kernels were compiled meanwhile
+    assert cost.ratio(8) < 1.25
+
+
+@pytest.mark.parametrize("ratio", [1.5, 0.6])
+def test_a_sudden_drift_is_found_soon_and_followed(ratio: float) -> None:
+    cost = OnlineCost(BASE)
+    assert passes(cost, 1.0, 500) == 0
+    found_after = next(i for i in range(1, 60) if passes(cost, ratio, 1, seed=i))
+    assert found_after <= 15
+    assert cost.ratio(8) == pytest.approx(ratio, rel=0.15)
+    passes(cost, ratio, 100)
+    assert cost.ratio(8) == pytest.approx(ratio, rel=0.05)
+    assert cost.num_drifts == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_and_a_disturbed_pass_now_and_then_are_no_drift(seed: int) -> None:
+    cost = OnlineCost(BASE)
+    rng = random.Random(seed)
+    for _ in range(2000):
+        disturbed = 3.0 if rng.random() < 0.02 else 1.0
+        cost.observe(16, 2000, BASE.step_s(16, 2000) * disturbed * rng.lognormvariate(0.0, 0.1))
+    assert cost.num_drifts == 0
+    assert cost.ratio(16) == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_slow_drift_needs_no_alarm() -> None:
+    cost = OnlineCost(BASE)
+    for i in range(3000):
+        passes(cost, 1.0 + 0.5 * i / 3000, 1, seed=i)
+    assert cost.num_drifts == 0
+    assert cost.ratio(8) == pytest.approx(1.5, rel=0.05)
+
+
+def test_a_pass_without_a_duration_teaches_nothing() -> None:
+    cost = OnlineCost(BASE)
+    assert cost.observe(8, 0, 0.0) is None
+    assert cost.ratio(8) == 1.0
+
+
+def test_the_test_for_drift_says_by_how_much() -> None:
+    test = PageHinkley(tolerance=0.05, threshold=2.0)
+    assert [test.add(0.0) for _ in range(100)] == [None] * 100
+    moved = next(found for _ in range(20) if (found := test.add(-0.4)) is not None)
+    assert moved == pytest.approx(-0.4)

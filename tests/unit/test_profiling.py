@@ -1,0 +1,255 @@
+"""Measuring a profile, for real and on a tiny model: everything is measured, nothing stays behind, serving finds it."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from actors.router import Router
+from actors.target import SlotReport
+from cluster.config import (
+    CascadeOptions,
+    ChainOptions,
+    ClusterConfig,
+    Config,
+    DrafterConfig,
+    DSparkOptions,
+    FileStateConfig,
+    ModelConfig,
+    ModelOptions,
+    NgramOptions,
+    Resources,
+    SuffixOptions,
+    TargetConfig,
+)
+from cluster.errors import InvalidField
+from cluster.inventory import Inventory, Node
+from cluster.resolve import resolve
+from cluster.state import open_store
+from cluster.types import RoutingTable
+from deploy.bench.profile import result
+from deploy.embedded import EmbeddedCluster
+from deploy.profile import show, surfaces
+from deploy.profiling import ProfileEffort, measure_profile
+from drafters.ngram import NgramDrafter
+from drafters.probe import DrafterProbe
+from drafters.protocol import Demand, Draft
+from engine.factory import load_target as load_native
+from engine.loading import load_target, stored_profile
+from engine.native import NativeTarget
+from engine.target import SpanInput, SpanOutcome
+from engine.target_probe import TargetProbe
+from profiler.interleaved import Effort
+from profiler.latency import FORMS
+from profiler.online_cost import OnlineCost
+from profiler.profile import pool_costs
+from profiler.profile_store import save_profile
+from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView, Score
+from tests.support.dspark import write_dspark
+
+LEAST = ProfileEffort(Effort(min_visits=2, budget_s=0.0), max_rows=64, max_batch=4, num_trip_turns=1)
+
+
+class Ticks:
+    """A stopwatch that shows the number of the measurement."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def start(self) -> None:
+        self.num += 1
+
+    def stop(self) -> float:
+        return float(self.num)
+
+
+class Watched:
+    """A target that tells which passes it was asked for while the stopwatch ran."""
+
+    def __init__(self, target: NativeTarget, ticks: Ticks) -> None:
+        self._target, self._ticks = target, ticks
+        self.open, self.release, self.capacity = target.open, target.release, target.capacity
+        self.check_integrity = target.check_integrity
+        self.passes: list[tuple[int, list[SpanInput]]] = []
+
+    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        self.passes.append((self._ticks.num, list(spans)))
+        return self._target.execute(spans)
+
+
+@pytest.fixture
+def target(tiny_model_folder: Path) -> NativeTarget:
+    return load_native(tiny_model_folder, dtype="float32", kv_cache_bytes=2**20, max_num_sequences=8, max_pass_tokens=64)
+
+
+def test_a_pass_has_the_rows_and_the_context_that_were_asked_for(target: NativeTarget) -> None:
+    ticks = Ticks()
+    watched = Watched(target, ticks)
+    probe = TargetProbe(watched, ticks)
+    grid = probe.pass_grid()
+    assert {(1, 0), (64, 0), (64, 512)} <= set(grid)
+    assert (1, 512) not in grid  # one sequence cannot hold it
+    for rows, context in [*grid, *grid]:
+        assert probe.step(rows, context) == ticks.num
+        number, spans = watched.passes[-1]
+        assert number == ticks.num
+        assert all(span.samples for span in spans)
+        assert sum(len(span.token_ids) for span in spans) == rows
+        held = sum(span.base_len for span in spans)
+        assert context - 32 * len(spans) < held <= context  # whole blocks
+    num_free = target.capacity().num_free_blocks
+    assert num_free == target.capacity().num_blocks
+    target.check_integrity()
+
+
+def test_contexts_are_computed_once(target: NativeTarget) -> None:
+    ticks = Ticks()
+    watched = Watched(target, ticks)
+    probe = TargetProbe(watched, ticks)
+    probe.step(64, 512)
+    num_passes = len(watched.passes)
+    probe.step(64, 512)
+    assert num_passes > 1
+    assert len(watched.passes) == num_passes + 1
+
+
+def test_a_chunk_is_computed_every_time_by_every_probe(target: NativeTarget) -> None:
+    for _ in range(2):
+        ticks = Ticks()
+        watched = Watched(target, ticks)
+        probe = TargetProbe(watched, ticks)
+        assert (16, 0) in probe.prefill_grid()
+        for rows, context in [(64, 0), (64, 0), (32, 128)]:
+            probe.prefill(rows, context)
+            (span,) = watched.passes[-1][1]
+            assert (len(span.token_ids), span.base_len, span.samples) == (rows, context, False)
+    target.check_integrity()
+
+
+class Listening(NgramDrafter):
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.asked: list[list[int]] = []
+        self.drafted: list[list[int]] = []
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        drafts = super().propose(demands)
+        self.asked.append([demand.num_tokens for demand in demands])
+        self.drafted.append([len(draft.token_ids) for draft in drafts])
+        return drafts
+
+
+def test_a_draft_is_asked_of_a_batch_that_is_in_step() -> None:
+    drafter = Listening()
+    probe = DrafterProbe(drafter, 1000, Ticks())
+    assert probe.draft_grid(4, 5) == list(itertools.product((1, 2, 4), (1, 2, 4, 5)))
+    for _ in range(150):  # longer than a text is
+        probe.draft(3, 5)
+        assert drafter.asked[-1] == [5, 5, 5]
+        assert drafter.drafted[-1] == [5, 5, 5]  # a lookup finds its text repeated
+    probe.close()
+    drafter.check_integrity()
+
+
+def test_catching_up_is_timed_behind_so_many_new_tokens() -> None:
+    told: list[int] = []
+
+    class Told(Listening):
+        def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+            told.append(len(token_ids))
+            super().extend(request_id, token_ids)
+
+    drafter = Told()
+    probe = DrafterProbe(drafter, 1000, Ticks(), longest_context=400)
+    assert [num for num, _ in probe.news_grid()] == [1, 4, 16, 64]
+    for num, _ in probe.news_grid():
+        probe.catch_up(num)
+        assert told[-1] == num
+        assert drafter.asked[-1] == [1]
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("profiling")
+    blocks = DSparkOptions(path=str(write_dspark(folder / "blocks", tiny_model_folder)), dtype="float32")
+    small = ModelOptions(model=str(tiny_model_folder), num_layers=1, dtype="float32")
+    wanted = Config(
+        model=ModelConfig(name=str(tiny_model_folder)),
+        target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.05, resources=Resources(threads=1)),
+        drafters=(
+            DrafterConfig(name="small", options=small, max_draft_len=4),
+            DrafterConfig(name="chained", options=ChainOptions(proposer=SuffixOptions(), verifier=small), max_draft_len=4),
+            DrafterConfig(name="all", options=CascadeOptions(members=(NgramOptions(), blocks)), max_draft_len=4),
+        ),
+        cluster=ClusterConfig(state=FileStateConfig(folder=folder / "state")),
+    )
+    return resolve(wanted, Inventory((Node("here", 4.0),)))
+
+
+def test_what_was_measured_is_what_serving_reads(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    assert stored_profile(config) is None
+    profile = measure_profile(config, LEAST)
+    assert {drafter.label for drafter in profile.drafters.values()} == {"small", "chained", "all.0-ngram", "all.1-dspark"}
+    assert {"unix_1kb", "grpc_1kb"} <= set(profile.transport)
+    assert all(surface.fit.form in FORMS for surface in surfaces(profile).values())
+    figures = result(profile).figures
+    assert {"mape.target", "mape.drafter", "mape.drafter.small"} <= set(figures)
+    show(profile, Console(width=200))
+    assert "all.1-dspark" in capsys.readouterr().out
+
+    store = open_store(config.cluster.state, config.cluster.namespace)
+    save_profile(store, profile)
+    store.close()
+    assert stored_profile(config) == profile
+    _, _, cost = load_target(config, profile=profile)
+    assert isinstance(cost, OnlineCost)
+    assert cost.step_s(1, 0) == pytest.approx(profile.step.fit.at(1, 0))
+    assert set(pool_costs(config, cost)) == {"small", "chained", "all"}
+    assert cost.catch_up_s("small", 16) is not None
+
+
+def test_serving_corrects_the_profile(config: Config) -> None:
+    from cluster.types import Request, SamplingParams
+
+    profile = measure_profile(config.model_copy(update={"drafters": ()}), LEAST)
+    engine, model, cost = load_target(config, profile=profile)
+    with EmbeddedCluster(engine, model, cost, {}) as cluster:
+        request = Request("a", (1, 2, 3), SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True), arrival_s=0.0)
+        (completion,) = cluster.complete([request])
+    assert len(completion.token_ids) == 24
+    assert any(cost.ratio(rows) != 1.0 for rows in (1, 2, 4, 8))
+
+
+def test_a_target_too_small_to_be_measured_is_refused(config: Config) -> None:
+    limits = {"max_pass_tokens": 2, "max_num_sequences": 2, "prefill_chunk_len": 2}
+    small = config.model_copy(update={"target": config.target.model_copy(update=limits), "drafters": ()})
+    with pytest.raises(InvalidField, match="too little to measure"):
+        measure_profile(small, LEAST)
+
+
+def test_the_router_takes_measured_costs_and_keeps_the_priors_of_others() -> None:
+    class Seeing:
+        """A policy that remembers its pool."""
+
+        def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None: ...
+
+        def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> dict[str, tuple[str, ...]]:
+            self.costs = {member.name: member.cost for member in pool}
+            return {request.request_id: () for request in requests}
+
+        def snapshot(self) -> None:
+            return None
+
+        def restore(self, snapshot: object) -> None: ...
+
+    policy = Seeing()
+    pool = [PoolMember("known", 4, 0.1), PoolMember("known/1", 4, 0.1), PoolMember("other", 4, 0.2)]
+    as_policy: AssignmentPolicy = policy  # type: ignore[assignment]
+    table = Router(as_policy, pool, 4).slot([SlotReport((), (), 0, ("known", "other"), draft_costs={"known": 0.03})])
+    assert isinstance(table, RoutingTable)
+    assert policy.costs == {"known": 0.03, "known/1": 0.03, "other": 0.2}
