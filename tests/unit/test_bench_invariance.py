@@ -14,6 +14,7 @@ from deploy.bench import invariance
 from deploy.bench.mischief import Cut, Midway, before_disliked_token, every_second
 from deploy.bench.report import BenchOptions, BenchResult
 from deploy.bench.rig import Circumstances, Rig
+from drafters import shipped
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand
 from engine.sampling import Chosen
@@ -22,7 +23,7 @@ from router.cost_model import TableCost
 from router.plan import Capacity, SequenceView
 from router.planner import StepPlanner
 from tests.support.dspark import write_dspark
-from tests.support.tiny_model import write_tiny_model
+from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,24 @@ def test_every_scenario_holds_on_a_tiny_model(options: BenchOptions) -> None:
     assert {"ngram", "suffix", "model", "chain", invariance.SELF} <= rows.keys()
     for name, row in rows.items():
         assert (row["proposed"] == 0) == name.startswith("no drafts"), name
+
+
+def test_all_that_is_shipped_is_held_to_the_target(
+    options: BenchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, in the cascade, and in chains; those in the target's process also while it preempts."""
+    target, folder = Path(options.model), tmp_path / "drafters"
+    write_dspark(folder / "dspark", target, block_size=5)
+    for name in ("layers-2", "layers-4"):
+        write_tiny_layers(folder / name, target, range(257))
+    monkeypatch.setattr(shipped, "FOLDER", folder)
+    monkeypatch.setattr(shipped, "MODEL", options.model)
+    result = invariance.run(options)
+    assert result.figures["identical_fraction"] == 1.0
+    assert result.figures["as_meant_fraction"] == 1.0
+    names = {name.partition("pool's ")[2] for name in _rows(result)}
+    assert {"table", "dspark", "layers-2", "layers-4", "cascade", "chain", "layers-2-layers-4", "dspark-layers-4"} <= names
+    assert {"half preempted, dspark", "half preempted, cascade", "half preempted, dspark-layers-4"} <= _rows(result).keys()
 
 
 def test_a_rule_that_is_broken_shows(options: BenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
