@@ -11,6 +11,7 @@ from deploy.bench.pool import pool
 from deploy.bench.report import BenchOptions
 from drafters import shipped
 from drafters.replay import Round
+from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
 
@@ -50,17 +51,20 @@ def test_everything_is_measured_and_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
     monkeypatch.setattr(shipped, "MODEL", str(target))
     write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(257))
+    write_dspark(tmp_path / "shipped" / "dspark", target, block_size=5)
     effort = replace(QUICK, num_synthetic=6, num_new_tokens=12, num_cost_rounds=4)
     monkeypatch.setattr(bench, "QUICK", effort)
     result = bench.run(BenchOptions(quick=True, model=str(target)))
     figures = result.figures
-    for name in ("ngram", "suffix", "table", "layers-2", "cascade", "chain"):
+    names = ("ngram", "suffix", "table", "dspark", "layers-2", "cascade", "chain")
+    for name in names:
         for key in (f"accepted_len.{name}.k7.mean", f"accepted_len.{name}.k4.mean.t0.8"):
             assert 1.0 <= figures[key] <= 8.0
         assert figures[f"draft_cost.{name}.k7"] > 0.0
         assert all(figures[f"speedup.{name}.batch_{batch}"] > 0.0 for batch in (1, 4, 8, 16))
+    domains = {key.split(".")[3] for key in figures if key.startswith("accepted_len.dspark.k7.")}
+    assert {"mean", "code", "prose", "copying"} <= domains
+    assert figures["speedup_error.cascade.batch_1"] >= 0.0
     assert figures["accepted_len.layers-2.k7.mean"] > 1.6, "the first token is always right: it is the model itself"
-    assert figures["speedup.best.batch_8"] == max(
-        figures[f"speedup.{n}.batch_8"] for n in ("ngram", "suffix", "table", "layers-2", "cascade", "chain")
-    )
+    assert figures["speedup.best.batch_8"] == max(figures[f"speedup.{name}.batch_8"] for name in names)
     assert result.to_json()
