@@ -166,15 +166,25 @@ class AcceptanceTable:
         root = (right[:, 0].sum(axis=0) + 1.0) / (reached[:, 0].sum(axis=0) + 2.0)  # of all drafters, by position
         drafter = (right[:, 0] + _PRIOR_REACHED * root) / (reached[:, 0] + _PRIOR_REACHED)
         end, k = 1 + self._num_clusters, self._strength
-        cluster = (right[:, 1:end] + k * drafter[:, None]) / (reached[:, 1:end] + k)
         shape = (len(reached), self._num_clusters, NUM_CONTEXTS, NUM_POSITIONS)
-        cell_reached = reached[:, end:].reshape(shape)
-        cells = (right[:, end:].reshape(shape) + k * cluster[:, :, None]) / (cell_reached + k)
+        cell_reached, cell_right = reached[:, end:].reshape(shape), right[:, end:].reshape(shape)
+        # What a finer estimate is shrunk to does not count again what it has seen itself.
+        others, others_right = _without(reached[:, :1], right[:, :1], reached[:, 1:end], right[:, 1:end])
+        of_drafter = (others_right + _PRIOR_REACHED * root) / (others + _PRIOR_REACHED)
+        around, around_right = _without(reached[:, 1:end, None], right[:, 1:end, None], cell_reached, cell_right)
+        of_cluster = (around_right + k * of_drafter[:, :, None]) / (around + k)
+        cells = (cell_right + k * of_cluster) / (cell_reached + k)
         unknown = (len(reached), 1, NUM_CONTEXTS, NUM_POSITIONS)
         mean = np.concatenate([np.broadcast_to(drafter[:, None, None], unknown), cells], axis=1)
         worth = np.broadcast_to((reached[:, 0] + _PRIOR_REACHED)[:, None, None], unknown)
-        finer = cell_reached + np.minimum(reached[:, 1:end] + k, k + k)[:, :, None]
+        finer = cell_reached + np.minimum(k, around + np.minimum(k, others + _PRIOR_REACHED)[:, :, None])
         return mean, np.concatenate([worth, finer], axis=1)
+
+
+def _without(reached: Floats, right: Floats, part_reached: Floats, part_right: Floats) -> tuple[Floats, Floats]:
+    """Counts less those of a part, which has faded less."""
+    rest: Floats = np.maximum(reached - part_reached, 0.0)
+    return rest, np.clip(right - part_right, 0.0, rest)
 
 
 def counts_of(positions: Sequence[Positions]) -> tuple[Floats, Floats]:

@@ -140,6 +140,16 @@ class _Blocks:
     def needed(self, sequence: SequenceView, num_tokens: int) -> int:
         return -(-(sequence.computed_len + num_tokens) // self._block_len) - self.held_by(sequence)
 
+    def needed_for_one(self, sequences: Iterable[SequenceView]) -> int:
+        """By all together, for one token more of each: one of those whose last block is full."""
+        block_len = self._block_len
+        return sum(sequence.computed_len % block_len == 0 for sequence in sequences)
+
+    def needed_for_all(self, sequences: Iterable[SequenceView], num_tokens: Iterable[int]) -> int:
+        block_len = self._block_len
+        lens = zip(sequences, num_tokens, strict=True)
+        return sum(-(-(s.computed_len + n) // block_len) + -s.computed_len // block_len for s, n in lens)
+
     def fits(self, sequence: SequenceView, num_tokens: int) -> int:
         """The most of num_tokens that the free blocks still hold."""
         slack = self.held_by(sequence) * self._block_len - sequence.computed_len
@@ -160,7 +170,7 @@ def _make_room(
     survivors = list(ready)
     preempted: list[str] = []
     by_age = list(running)
-    while len(by_age) > 1 and sum(blocks.needed(s, 1) for s in survivors) > blocks.num_free:
+    while len(by_age) > 1 and blocks.needed_for_one(survivors) > blocks.num_free:
         youngest = by_age.pop()
         preempted.append(youngest.request_id)
         blocks.num_free += blocks.held_by(youngest)
@@ -169,12 +179,16 @@ def _make_room(
 
 
 def _decode_spans(ready: Sequence[SequenceView], num_verify: Mapping[str, int], blocks: _Blocks) -> list[Span]:
+    wanted_lens = [1 + num_verify.get(sequence.request_id, 0) for sequence in ready]
+    needed = blocks.needed_for_all(ready, wanted_lens)
+    if needed <= blocks.num_free:
+        blocks.num_free -= needed
+        return [Span(s.request_id, 1, wanted - 1) for s, wanted in zip(ready, wanted_lens, strict=True)]
     for sequence in ready:  # the token that must be computed comes before anybody's drafts
         blocks.take(sequence, 1)
     spans = []
-    for sequence in ready:
+    for sequence, wanted in zip(ready, wanted_lens, strict=True):
         blocks.num_free += blocks.needed(sequence, 1)
-        wanted = 1 + num_verify.get(sequence.request_id, 0)
         num_tokens = max(1, blocks.fits(sequence, wanted))
         blocks.take(sequence, num_tokens)
         spans.append(Span(sequence.request_id, 1, num_tokens - 1))

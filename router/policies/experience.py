@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.config import HedgePolicy
 from router.acceptance import CONTEXT_LENS, NUM_POSITIONS, counts_of, counts_of_totals
 from router.assignment import Observation, RequestView, Score
 from router.features import PromptClusters
@@ -107,6 +108,13 @@ class Experience:
         """(requests, drafters) Gumbel draws, the same as long as a request lives."""
         self._widen(int(columns.max()) + 1)
         return self._noise[rows[:, None], columns]
+
+    def draw_explorers(self, worth: Floats, config: HedgePolicy) -> tuple[Ints, Ints]:
+        """Who tries a drafter, and which: the one of least ``worth``, if that is hardly above what the prior is worth."""
+        least = worth.argmin(axis=1)
+        unknown = worth.min(axis=1) < 2.0 * config.request_rounds
+        tries = np.flatnonzero(unknown & (self._random.random(len(worth)) < config.exploration))
+        return tries, least[tries]
 
     def expected_lens(
         self, rows: Ints, columns: Ints, prior: Floats, strength: float, draft_lens: Sequence[int]

@@ -51,7 +51,9 @@ class Hedge:
     cluster, at this context length) and all requests saw of j (`router.acceptance`). T_j: seconds of a round with j. G_ij: a
     Gumbel draw that stays for the life of i, n_ij the rounds that L_ij rests on. So i would go to j with a probability
     proportional to exp(eta n_ij L_ij), which is Hedge, and its perturbed leader where places are scarce (Kalai and Vempala).
-    Drafters of which i has seen little keep a larger draw: without scores that is all there is of exploration.
+    Drafters of which i has seen little keep a larger draw. Without scores that does not suffice to find what is best for a
+    request that is unlike the others: so a small share tries, for a slot, the drafter of which it has seen least. Where
+    scores come, every drafter has been seen, and nobody does.
 
     Where i is, v counts more by the hysteresis; elsewhere less, by what catching up there costs, spread over ``payback_s``.
     Places go by the greatest sum of v (`router.matching`), from the prices of the last slot.
@@ -130,6 +132,8 @@ class Hedge:
         values *= 1.0 - np.minimum(self._switching(requests, drafters, here) / self._config.payback_s, 1.0)
         stays = np.flatnonzero(placed & (here != NOWHERE))
         values[stays, here[stays]] *= 1.0 + self._config.hysteresis
+        tries, least = self._own.draw_explorers(worth, self._config)
+        values[tries, least] = np.maximum(values[tries, least], (1.0 + self._config.hysteresis) * values[tries].max(axis=1))
         plain = 1.0 / round_s.min()  # one token a round, which takes no longer than the shortest
         gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))
         return gains
