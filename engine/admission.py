@@ -2,6 +2,7 @@
 
 from cluster.types import Commit, FinishReason, ModelInfo, Request
 from engine.sequences import Sequences
+from router import admission
 from router.plan import Capacity
 
 
@@ -19,26 +20,11 @@ def refusal(
 
     if request.id in sequences:
         return refuse(FinishReason.ERROR, f"request {request.id} is under way already")
-    if draining:
-        return refuse(FinishReason.OVERLOADED, "the target drains: it takes no more requests")
-    num_waiting = len(sequences) - sequences.num_running
-    if num_waiting >= max_waiting:
-        return refuse(FinishReason.OVERLOADED, f"{num_waiting} requests wait already")
     prompt = request.prompt_token_ids
-    if not prompt or len(prompt) >= model.max_model_len:
-        return refuse(
-            FinishReason.ERROR,
-            f"the prompt has {len(prompt)} tokens; it must have at least 1 and leave room in the model's context of"
-            f" {model.max_model_len}",
-        )
+    num_waiting = len(sequences) - sequences.num_running
+    found = admission.refusal(len(prompt), request.sampling.max_tokens, capacity, num_waiting, max_waiting, draining)
+    if found is not None:
+        return refuse(*found)
     if not all(0 <= token < model.vocab_size for token in prompt):
         return refuse(FinishReason.ERROR, f"a prompt token lies outside the vocabulary of {model.vocab_size}")
-    longest = min(len(prompt) + request.sampling.max_tokens, model.max_model_len)
-    num_cached = capacity.num_blocks * capacity.block_len
-    if longest > num_cached:
-        return refuse(
-            FinishReason.ERROR,
-            f"prompt and max_tokens need {longest} tokens of KV cache, of which there are {num_cached} in all;"
-            " lower max_tokens",
-        )
     return None

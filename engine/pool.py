@@ -94,7 +94,9 @@ class Pool:
                 taken.append(sequence)
             else:
                 stats.num_stale += 1
-        stats.foresee(taken)
+        drafts = [sequence.proposal.confidences for sequence in taken if sequence.proposal is not None]
+        for sequence, survival in zip(taken, stats.foresee(drafts), strict=True):
+            sequence.survival = survival
         for request_id in message.resyncs:
             stats.num_resyncs += 1
             sequence = self._sequences.get(request_id)

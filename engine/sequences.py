@@ -5,26 +5,11 @@ from dataclasses import dataclass, field, replace
 
 from cluster.types import Commit, FinishReason, ModelInfo, Proposal, Request
 from engine.target import SpanInput, SpanOutcome
+from profiler.drafter_stats import Judgement
 from router.plan import SequenceView, Span
 
 # Replies that come later than this many rounds do not count in a drafter's reply time.
 MAX_TOLD = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """What a pass said of a proposal: the first ``num_right`` of ``num_judged`` draft tokens are what was committed.
-
-    Also of tokens that were not verified: the bonus token tells whether the draft token in its place was right.
-    """
-
-    drafter: str
-    confidences: tuple[float, ...]  # of the tokens that were judged
-    num_right: int
-
-    @property
-    def num_judged(self) -> int:
-        return len(self.confidences)
 
 
 @dataclass(slots=True, eq=False)

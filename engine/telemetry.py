@@ -1,79 +1,14 @@
 """What the round measures of itself and of its drafters, as it goes."""
 
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from cluster.types import Commit
-from engine.sequences import Judgement, LiveSequence
-from profiler.online_calibration import OnlineSurvival
+from profiler.drafter_stats import DrafterStats, running_mean
 from router.assignment import Observation
-from router.plan import UNKNOWN_DRAFTER, DrafterView
 
-# Weight of the newest sample in running means: about the last twenty count.
-SMOOTHING = 0.1
 MAX_OBSERVATIONS = 65536
-MIN_RECORDS = 64  # verified drafts before a drafter's confidences are believed, as they turned out
-
-
-def _mean(old: float, new: float, weight: float = SMOOTHING) -> float:
-    return old + weight * (new - old)
-
-
-@dataclass(slots=True)
-class DrafterStats:
-    """Totals and running means of one drafter."""
-
-    num_proposed: int = 0
-    num_accepted: int = 0
-    num_stale: int = 0
-    num_late: int = 0  # holds that ran out before the proposal came
-    num_resyncs: int = 0
-    reply_s: float | None = None
-    view: DrafterView = UNKNOWN_DRAFTER
-    calibration: OnlineSurvival = field(default_factory=OnlineSurvival)
-
-    def foresee(self, sequences: Sequence[LiveSequence]) -> None:
-        """Tells those whose proposal has just come how far it will be right, as far as can be known."""
-        if self.calibration.num_records < MIN_RECORDS:
-            return
-        proposals = [(sequence, sequence.proposal) for sequence in sequences if sequence.proposal is not None]
-        found = self.calibration.survival([proposal.confidences for _, proposal in proposals])
-        for (sequence, _), survival in zip(proposals, found, strict=True):
-            sequence.survival = survival
-
-    def replied(self, reply_s: float) -> None:
-        self.reply_s = reply_s if self.reply_s is None else _mean(self.reply_s, reply_s)
-        self.view = replace(self.view, reply_s=self.reply_s)
-
-    def restarted(self) -> None:
-        """A new process answers under the name: how fast is not known yet."""
-        self.reply_s = None
-        self.view = replace(self.view, reply_s=UNKNOWN_DRAFTER.reply_s)
-
-    def late(self, waited_s: float) -> None:
-        """No reply within ``waited_s``: all that is known of the reply time is that it is longer."""
-        self.num_late += 1
-        known = self.reply_s if self.reply_s is not None else 0.0
-        if known < 2 * waited_s:
-            self.reply_s = _mean(known, 2 * waited_s, 0.5)
-            self.view = replace(self.view, reply_s=self.reply_s)
-
-    def judged(self, judgement: Judgement, num_verified: int) -> None:
-        """A proposal was held against what was committed. Tokens that were not verified teach, too: else a drafter that is
-        not worth verifying would never be found to have become so."""
-        view = self.view
-        acceptance = view.acceptance
-        # Given that those before it were right: num_right successes, and one failure unless all were right.
-        for _ in range(judgement.num_right):
-            acceptance = _mean(acceptance, 1.0, SMOOTHING / 4)
-        if judgement.num_right < judgement.num_judged:
-            acceptance = _mean(acceptance, 0.0, SMOOTHING / 4)
-        accepted_per_round = view.accepted_per_round
-        if num_verified or not judgement.num_judged:  # of one that was not verified it is not known how far it was right
-            accepted_per_round = _mean(accepted_per_round, float(min(judgement.num_right, num_verified)))
-        self.view = replace(view, accepted_per_round=accepted_per_round, acceptance=acceptance)
-        self.calibration.record(judgement.confidences, judgement.num_right)
 
 
 @dataclass(slots=True)
@@ -99,7 +34,7 @@ class Telemetry:
     def record(self, num_rows: int, commits: Iterable[Commit], step_s: float, now_s: float) -> None:
         self.num_passes += 1
         self.num_rows += num_rows
-        self.step_s = step_s if self.step_s is None else _mean(self.step_s, step_s)
+        self.step_s = step_s if self.step_s is None else running_mean(self.step_s, step_s)
         for commit in commits:
             self.num_committed += len(commit.token_ids)
             self._window_tokens += len(commit.token_ids)

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.types import Slo
-from engine.sequences import Judgement
-from engine.telemetry import DrafterStats
+from profiler.drafter_stats import DrafterStats, Judgement
 from router.cost_model import TableCost, monotone
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
 from router.planner import PlannerSettings, StepPlanner

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.types import ModelInfo, Proposal, Request, SamplingParams, Slo
-from engine.sequences import Judgement, Sequences
-from engine.telemetry import MIN_RECORDS, DrafterStats
+from engine.sequences import Sequences
+from profiler.drafter_stats import MIN_RECORDS, DrafterStats, Judgement
 from router.cost_model import TableCost
 from router.plan import Capacity, DrafterView, SequenceView
 from router.verification import verify_goodput
@@ -85,7 +85,7 @@ def test_a_target_tells_survival_once_it_knows_the_drafter() -> None:
 
     def told() -> tuple[float, ...]:
         assert sequences.offer(Proposal("r", 3, (7, 8), (0.9, 0.9), "d"))
-        stats.foresee([sequence])
+        sequence.survival = stats.foresee([(0.9, 0.9)])[0]
         return sequences.views()[0].survival
 
     assert told() == ()

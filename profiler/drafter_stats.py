@@ -1,0 +1,87 @@
+"""What is learned of a drafter by being answered and by verifying: running means, as planners see them.
+
+The live round and the simulator learn by the same code, so that from the same course of things they plan alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from profiler.online_calibration import OnlineSurvival
+from router.plan import UNKNOWN_DRAFTER, DrafterView
+
+# Weight of the newest sample in running means: about the last twenty count.
+SMOOTHING = 0.1
+MIN_RECORDS = 64  # verified drafts before a drafter's confidences are believed, as they turned out
+
+
+def running_mean(old: float, new: float, weight: float = SMOOTHING) -> float:
+    return old + weight * (new - old)
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a pass said of a proposal: the first ``num_right`` of ``num_judged`` draft tokens are what was committed.
+
+    Also of tokens that were not verified: the bonus token tells whether the draft token in its place was right.
+    """
+
+    drafter: str
+    confidences: tuple[float, ...]  # of the tokens that were judged
+    num_right: int
+
+    @property
+    def num_judged(self) -> int:
+        return len(self.confidences)
+
+
+@dataclass(slots=True)
+class DrafterStats:
+    """Totals and running means of one drafter."""
+
+    num_proposed: int = 0
+    num_accepted: int = 0
+    num_stale: int = 0
+    num_late: int = 0  # holds that ran out before the proposal came
+    num_resyncs: int = 0
+    reply_s: float | None = None
+    view: DrafterView = UNKNOWN_DRAFTER
+    calibration: OnlineSurvival = field(default_factory=OnlineSurvival)
+
+    def foresee(self, drafts: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+        """How far drafts of these confidences will be right, as far as can be known; (): not known yet."""
+        if self.calibration.num_records < MIN_RECORDS:
+            return [()] * len(drafts)
+        return self.calibration.survival(drafts)
+
+    def replied(self, reply_s: float) -> None:
+        self.reply_s = reply_s if self.reply_s is None else running_mean(self.reply_s, reply_s)
+        self.view = replace(self.view, reply_s=self.reply_s)
+
+    def restarted(self) -> None:
+        """A new process answers under the name: how fast is not known yet."""
+        self.reply_s = None
+        self.view = replace(self.view, reply_s=UNKNOWN_DRAFTER.reply_s)
+
+    def late(self, waited_s: float) -> None:
+        """No reply within ``waited_s``: all that is known of the reply time is that it is longer."""
+        self.num_late += 1
+        known = self.reply_s if self.reply_s is not None else 0.0
+        if known < 2 * waited_s:
+            self.reply_s = running_mean(known, 2 * waited_s, 0.5)
+            self.view = replace(self.view, reply_s=self.reply_s)
+
+    def judged(self, judgement: Judgement, num_verified: int) -> None:
+        """A proposal was held against what was committed. Tokens that were not verified teach, too: else a drafter that is
+        not worth verifying would never be found to have become so."""
+        view = self.view
+        acceptance = view.acceptance
+        # Given that those before it were right: num_right successes, and one failure unless all were right.
+        for _ in range(judgement.num_right):
+            acceptance = running_mean(acceptance, 1.0, SMOOTHING / 4)
+        if judgement.num_right < judgement.num_judged:
+            acceptance = running_mean(acceptance, 0.0, SMOOTHING / 4)
+        accepted_per_round = view.accepted_per_round
+        if num_verified or not judgement.num_judged:  # of one that was not verified it is not known how far it was right
+            accepted_per_round = running_mean(accepted_per_round, float(min(judgement.num_right, num_verified)))
+        self.view = replace(view, accepted_per_round=accepted_per_round, acceptance=acceptance)
+        self.calibration.record(judgement.confidences, judgement.num_right)
