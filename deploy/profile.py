@@ -1,6 +1,7 @@
 """``outrider profile``: measure, show, draw and store what the target and the drafters of a configuration cost here."""
 
 import os
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -30,7 +31,7 @@ def run(config: Config, plot: Path, quick: bool) -> None:
     from deploy.profiling import ProfileEffort, measure_profile
     from engine.loading import identity_of
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
     store = open_store(config.cluster.state, config.cluster.namespace)
     try:
         usable_profile(store, identity_of(config))  # says why, where there is one that is of no use
