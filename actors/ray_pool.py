@@ -115,10 +115,12 @@ class RaySpawner:
         return self._found_or_made(DrafterActor, drafter_name(name), options, config, name, model, addresses, d.token)
 
     async def router(self) -> Process:
+        from router.drift import CollapseWatch
         from router.policies import build_policy, build_pool
 
         config = self._deployment.config
-        router = Router(build_policy(config.router.policy), build_pool(config), max(1, config.max_draft_len))
+        watch = CollapseWatch(config.router.collapse, config.router.slot_ms / 1e3)
+        router = Router(build_policy(config.router.policy), build_pool(config), max(1, config.max_draft_len), watch)
         targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])
         handle = _actor(RouterActor, num_cpus=0, num_gpus=0).remote(config, router, targets, remembers=True)
         return RayProcess(handle)

@@ -14,6 +14,7 @@ from cluster.config import Config
 from cluster.state import open_store
 from cluster.types import RoutingTable
 from router.assignment import TARGET_ONLY, AssignmentPolicy, PoolMember, RequestView, drafter_of
+from router.drift import CollapseWatch
 from router.table import next_table
 
 # Stands for whatever request comes next: what the policy would choose for it is the default of the table.
@@ -23,12 +24,19 @@ NEXT_REQUEST = "\0next"
 class Router:
     """One slot's decision. Plain: reports in, a table out; no Ray, no clock.
 
-    A drafter is healthy when every target that reports is linked with it, and it is not draining. It costs what a target's
-    profile says, else what the pool does.
+    A drafter is healthy when every target that reports is linked with it. It costs what a target's profile says, else what
+    the pool does. One whose acceptance collapses is quarantined, where there is a ``watch``.
     """
 
-    def __init__(self, policy: AssignmentPolicy, pool: Sequence[PoolMember], max_draft_len: int) -> None:
+    def __init__(
+        self,
+        policy: AssignmentPolicy,
+        pool: Sequence[PoolMember],
+        max_draft_len: int,
+        watch: CollapseWatch | None = None,
+    ) -> None:
         self._policy = policy
+        self._watch = watch
         self._pool = tuple(pool)
         self._table = RoutingTable(version=0, max_draft_len=max_draft_len)
         self._draining: frozenset[str] = frozenset()
@@ -47,13 +55,12 @@ class Router:
         """
         if not reports:
             return None
-        linked = set[str].intersection(*(set(report.drafters) for report in reports)) - self._draining
-        costs = {name: cost for report in reports for name, cost in report.draft_costs.items()}
-        pool = [
-            replace(member, healthy=member.name in linked, cost=costs.get(drafter_of(member.name), member.cost))
-            for member in self._pool
-        ]
-        self._policy.observe([observation for report in reports for observation in report.observations])
+        observations = [observation for report in reports for observation in report.observations]
+        scores = [score for report in reports for score in report.scores]
+        if self._watch is not None:
+            self._watch.observe(observations)
+        self._policy.observe(observations, scores)
+        pool = self._judged_pool(reports)
         requests = [request for report in reports for request in report.requests]
         chains = self._policy.assign([*requests, RequestView(NEXT_REQUEST, 0, 0, TARGET_ONLY)], pool)
         versions = [report.table_version for report in reports]
@@ -62,6 +69,23 @@ class Router:
             return None
         self._table = table
         return table
+
+    def _judged_pool(self, reports: Sequence[SlotReport]) -> list[PoolMember]:
+        """As it is now, for the targets that report."""
+        linked = set[str].intersection(*(set(report.drafters) for report in reports))
+        shares = {name: cost for report in reports for name, cost in report.draft_costs.items()}
+        costs = {name: cost for report in reports for name, cost in report.member_costs.items()}
+        pool = [
+            replace(
+                member,
+                healthy=member.name in linked,
+                draining=member.name in self._draining,
+                cost=shares.get(drafter_of(member.name), member.cost),
+                costs=costs.get(drafter_of(member.name), member.costs),
+            )
+            for member in self._pool
+        ]
+        return pool if self._watch is None else [self._watch.judge(member) for member in pool]
 
 
 class Targets(Protocol):

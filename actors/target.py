@@ -11,7 +11,7 @@ from cluster.client import TargetStatus
 from cluster.config import Config
 from cluster.messages import Hello, Role
 from cluster.types import ModelInfo, RoutingTable
-from router.assignment import Observation, RequestView
+from router.assignment import MemberCosts, Observation, RequestView, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class SlotReport:
     table_version: int
     drafters: tuple[str, ...]  # that are linked now
     draft_costs: Mapping[str, float] = field(default_factory=dict)  # as of PoolMember, of those that were measured here
+    member_costs: Mapping[str, MemberCosts] = field(default_factory=dict)  # of the same
+    scores: tuple[Score, ...] = ()  # of drafters in step with requests that others drafted for
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +88,11 @@ class TargetActor(LoopActor[TargetInfo]):
         from engine.round import TargetLoop
         from profiler.profile import pool_costs
         from router.planner import StepPlanner
+        from router.policies import member_costs
 
         self._engine, self._model, cost, companions = load_with_companions(config, stored_profile(config))
         self._draft_costs = pool_costs(config, cost)
+        self._member_costs = member_costs(config, cost)
         self._loop = TargetLoop(
             self._engine,
             self._model,
@@ -129,6 +133,7 @@ class TargetActor(LoopActor[TargetInfo]):
             table_version=status.table_version,
             drafters=tuple(name for name, _ in status.followed),
             draft_costs=self._draft_costs,
+            member_costs=self._member_costs,
         )
 
     def report(self) -> TargetReport:

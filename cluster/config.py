@@ -325,11 +325,29 @@ PolicyConfig = Annotated[
 ]
 
 
+class CollapseConfig(Section):
+    """When what a drafter drafts counts as worthless, and how it comes back."""
+
+    remaining: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of what is usual for it to be right: the collapse to find
+    quarantine_s: Seconds = 60  # until it is tried again, twice as long each time that it fails
+    max_quarantine_s: Seconds = 600
+    trial_places: Count = 2  # requests that may be with it then
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max_quarantine_s < self.quarantine_s:
+            raise ValueError(
+                f"max_quarantine_s ({self.max_quarantine_s}) must be at least quarantine_s ({self.quarantine_s})"
+            )
+        return self
+
+
 class RouterConfig(Section):
     """Who rides ahead of whom, and how often that is decided."""
 
-    policy: PolicyConfig = EpsilonGreedyPolicy()
+    policy: PolicyConfig = HedgePolicy()
     slot_ms: Annotated[float, Field(ge=10, le=10_000)] = 250
+    collapse: CollapseConfig = CollapseConfig()
 
 
 class PlannerConfig(Section):

@@ -135,7 +135,7 @@ class Pool:
         port = self._port_of(sequence)
         if port is None:
             return
-        self._telemetry.observe(commit, port.link.peer.name, now_s)
+        self._telemetry.observe(commit, port.link.peer.name, now_s, sequence.judgement, self.table.max_draft_len)
         if commit.finish is None and sequence.max_new_tokens > 1:
             port.extend(commit.request_id, commit.base_len, commit.token_ids)
             sequence.await_proposal(now_s)

@@ -119,7 +119,13 @@ class TargetLoop:
     def requests(self) -> tuple[RequestView, ...]:
         """The live requests whose chain the router may choose."""
         return tuple(
-            RequestView(s.request.id, s.prompt_len, len(s.token_ids), (s.drafter,) if s.drafter is not None else ())
+            RequestView(
+                s.request.id,
+                s.prompt_len,
+                len(s.token_ids),
+                (s.drafter,) if s.drafter is not None else (),
+                s.features,
+            )
             for s in self._sequences.snapshot()
             if s.request.chain is None
         )

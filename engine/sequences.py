@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from cluster.types import Commit, FinishReason, ModelInfo, Proposal, Request
 from engine.target import SpanInput, SpanOutcome
 from profiler.drafter_stats import Judgement
+from router.features import prompt_features
 from router.plan import SequenceView, Span
 
 # Replies that come later than this many rounds do not count in a drafter's reply time.
@@ -18,6 +19,7 @@ class LiveSequence:
 
     request: Request
     token_ids: list[int]
+    features: tuple[float, ...] = ()  # of the prompt, for the router
     computed_len: int = 0
     running: bool = False
     drafter: str | None = None  # the pool member that follows it
@@ -94,7 +96,9 @@ class Sequences:
         return sum(s.running for s in self._live.values())
 
     def add(self, request: Request) -> LiveSequence:
-        sequence = LiveSequence(request, list(request.prompt_token_ids))
+        # The router does not choose for those that chose themselves.
+        features = prompt_features(request.prompt_token_ids) if request.chain is None else ()
+        sequence = LiveSequence(request, list(request.prompt_token_ids), features)
         self._live[request.id] = sequence
         return sequence
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cluster.types import Commit
-from profiler.drafter_stats import DrafterStats, running_mean
+from profiler.drafter_stats import DrafterStats, Judgement, running_mean
 from router.assignment import Observation
 
 MAX_OBSERVATIONS = 65536
@@ -61,20 +61,35 @@ class Telemetry:
             taken, self._observations = self._observations, {}
         return tuple(taken.values())
 
-    def observe(self, commit: Commit, drafter: str, now_s: float) -> None:
-        """A round of a request that ``drafter`` follows, whether its proposal came in time or not."""
+    def observe(
+        self, commit: Commit, drafter: str, now_s: float, judgement: Judgement | None = None, draft_len: int = 0
+    ) -> None:
+        """A round of a request that ``drafter`` follows, whether its proposal came in time or not.
+
+        Args:
+            judgement: of its proposal, where one was at hand.
+            draft_len: the most that it may propose.
+        """
         elapsed_s = now_s - self._committed_s.get(commit.request_id, now_s - (self.step_s or 0.0))
         self._committed_s[commit.request_id] = now_s
         with self._taking:
-            self._add(commit, drafter, elapsed_s)
+            self._add(commit, drafter, elapsed_s, judgement, draft_len)
 
-    def _add(self, commit: Commit, drafter: str, elapsed_s: float) -> None:
+    def _add(
+        self, commit: Commit, drafter: str, elapsed_s: float, judgement: Judgement | None, draft_len: int
+    ) -> None:
         key = (commit.request_id, drafter)
         known = self._observations.get(key)
         if known is None:
             if len(self._observations) >= MAX_OBSERVATIONS:  # nobody collects: the oldest are the least missed
                 self._observations.pop(next(iter(self._observations)))
             known = Observation(commit.request_id, drafter, 0, 0, 0, 0, 0.0)
+        positions = known.positions
+        if judgement is not None:
+            # It was wrong, or had nothing more to say though more was wanted: at the end of a request, less is.
+            wrong = judgement.num_right < judgement.num_judged
+            silent = commit.finish is None and judgement.num_right < min(len(commit.token_ids), draft_len)
+            positions = positions.plus(judgement.num_right, failed=wrong or silent)
         self._observations[key] = Observation(
             commit.request_id,
             drafter,
@@ -83,4 +98,5 @@ class Telemetry:
             known.num_accepted + commit.num_accepted,
             known.num_committed + len(commit.token_ids),
             known.elapsed_s + elapsed_s,
+            positions,
         )

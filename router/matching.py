@@ -14,7 +14,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 NOWHERE = -1
-NUM_SWEEPS = 8  # of prices, where none are known that could hold
+NUM_SWEEPS = 8
+_SETTLED = 0.01  # change of the prices in a sweep, under which there is no need of another
 MAX_CYCLES = 65_536  # each improves the sum; a matching from scratch of 1,000 requests takes some hundreds at the most
 _EPSILON = 1e-9  # of the largest value: what counts as an improvement
 
@@ -50,8 +51,7 @@ def match(values: Floats, capacity: Ints, prices: Floats | None = None, max_cycl
     if (np.bincount(wanted, minlength=num_drafters + 1)[:num_drafters] <= capacity).all():
         return Matching(_or_nowhere(wanted, num_drafters), np.zeros(num_drafters))
     limits = np.append(capacity, num_requests)
-    known = prices is not None and prices.any()
-    start = np.append(prices, 0.0) if prices is not None and known else _sweep(worth, limits)
+    start = _sweep(worth, limits, np.zeros(num_drafters) if prices is None else prices)
     place = _seat(worth, limits, start)
     found = _improve(worth, limits, place, max_cycles)
     return Matching(_or_nowhere(place, num_drafters), start[:-1] if found is None else found)
@@ -61,18 +61,22 @@ def _or_nowhere(place: Ints, num_drafters: int) -> Ints:
     return np.where(place == num_drafters, NOWHERE, place)
 
 
-def _sweep(worth: Floats, limits: Ints) -> Floats:
+def _sweep(worth: Floats, limits: Ints, known: Floats) -> Floats:
     """Prices near those that clear: each in turn is set to where as many want a place as there are, given the others."""
-    num_requests, num_places = worth.shape
-    prices = np.zeros(num_places)
-    net = worth.copy()
+    num_requests = len(worth)
+    prices = np.append(known, 0.0)
+    net = worth - prices
+    scarce = np.flatnonzero(limits[:-1] < num_requests).tolist()
     for _ in range(NUM_SWEEPS):
-        for j in np.flatnonzero(limits[:-1] < num_requests):
+        before = prices.copy()
+        for j in scarce:
             net[:, j] = -np.inf
             bids = worth[:, j] - net.max(axis=1)
             limit = limits[j]
             prices[j] = max(0.0, -np.partition(-bids, limit)[limit])
             net[:, j] = worth[:, j] - prices[j]
+        if np.abs(prices - before).max() <= _SETTLED * np.abs(prices).max():
+            break
     return prices
 
 

@@ -23,6 +23,7 @@ class Bench:
 
 
 BENCHES = {
+    "decisions": Bench("deploy.bench.decisions", "how long a slot of the router and a plan of the round take to decide"),
     "decode": Bench("deploy.bench.decode", "a decode step over the floor of its matrix products, and over transformers"),
     "drafters": Bench("deploy.bench.drafters", "what each drafter brings and costs, and the speed-up with it"),
     "invariance": Bench("deploy.bench.invariance", "the same tokens whatever is drafted, preempted or killed"),

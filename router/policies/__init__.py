@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.config import CascadeOptions, ChainOptions, Config, DrafterOptions, PolicyConfig
-from router.assignment import AssignmentPolicy, PoolMember, member_name
+from router.assignment import AssignmentPolicy, MemberCosts, PoolMember, member_name
+from router.cost_model import CostModel
 from router.policies.epsilon_greedy import EpsilonGreedy
 from router.policies.fixed import Fixed
 from router.policies.greedy_length import GreedyLength
@@ -23,6 +24,9 @@ POLICIES: dict[str, Callable[[Any], AssignmentPolicy]] = {
 # models stand in a pool in the order of the file, small to large.
 PRIOR_COST = {"ngram": 0.001, "suffix": 0.002, "table": 0.001, "dspark": 0.03, "layers": 0.08, "model": 0.1}
 
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_CATCH_UP_LEN = 513
+
 
 def build_policy(config: PolicyConfig) -> AssignmentPolicy:
     return POLICIES[config.kind](config)
@@ -40,6 +44,19 @@ def build_pool(config: Config) -> tuple[PoolMember, ...]:
         for drafter in config.drafters
         for replica in range(drafter.replicas)
     )
+
+
+def member_costs(config: Config, cost: CostModel) -> dict[str, MemberCosts]:
+    """What was measured of drafters, by their names in the configuration; those that were not are missing."""
+    found = {}
+    for drafter in config.drafters:
+        draft_s = [(batch, cost.draft_s(drafter.name, batch, drafter.max_draft_len)) for batch in _BATCHES]
+        measured = tuple((batch, seconds) for batch, seconds in draft_s if seconds is not None)
+        one, many = (cost.catch_up_s(drafter.name, num_tokens) for num_tokens in (1, _CATCH_UP_LEN))
+        if measured and one is not None and many is not None:
+            per_token_s = max(0.0, many - one) / (_CATCH_UP_LEN - 1)
+            found[drafter.name] = MemberCosts(measured, per_token_s, max(0.0, one - per_token_s))
+    return found
 
 
 def prior_cost(options: DrafterOptions) -> float:

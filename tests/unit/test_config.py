@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cluster.config import Config, EpsilonGreedyPolicy, NgramOptions, load, show
+from cluster.config import Config, HedgePolicy, NgramOptions, load, show
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.strict_yaml import ConfigError, parse
@@ -234,7 +234,7 @@ def test_what_the_file_says_stands() -> None:
 def test_several_machines_talk_by_grpc_and_listen_everywhere() -> None:
     config = resolve(Config(), Inventory((Node("a", 4), Node("b", 4))))
     assert (config.transport.kind, config.transport.host) == ("grpc", "0.0.0.0")
-    assert isinstance(config.router.policy, EpsilonGreedyPolicy)
+    assert isinstance(config.router.policy, HedgePolicy)
 
 
 def test_labels_bound_what_auto_may_take() -> None:

@@ -12,6 +12,7 @@ from cluster.types import RoutingTable
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
 from router.policies import build_policy
 
+EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
 POOL = (PoolMember("a", 8, 0.1), PoolMember("b", 8, 0.2))
 
 
@@ -122,8 +123,8 @@ def test_it_is_saved_once_a_period() -> None:
 def test_other_models_and_policies_are_not_mixed_up() -> None:
     store = MemoryStateStore()
     for config in (
-        Config(),
-        Config(model=ModelConfig(name="/models/other")),
+        Config(router=EPSILON_GREEDY),
+        Config(router=EPSILON_GREEDY, model=ModelConfig(name="/models/other")),
         Config(router=RouterConfig(policy=EpsilonGreedyPolicy(epsilon=0.5))),
         Config(router=RouterConfig(policy=FixedPolicy())),
     ):
