@@ -77,7 +77,7 @@ def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSpark
     """
     folder = find_drafter(options.path)
     config = load_dspark_config(folder)
-    model, dtype = host.engine.model, DTYPES[options.dtype]
+    model, dtype, int8 = host.engine.model, DTYPES[options.dtype], options.dtype == "int8"
     _check_fits(folder, config, target, host)
     network = load_network(folder, _rows(host) if config.shares_embedding else None, dtype)
     try:
@@ -88,8 +88,8 @@ def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSpark
     temperatures = load_scaling(scaling).temperatures if scaling.is_file() else (1.0,)
     sampler = Sampler(target.vocab_size, target.eos_token_ids)
     return DSparkDrafter(
-        Backbone(network, dtype, model.device),
-        SequentialStage(network, dtype, model.device, sampler, temperatures, options.min_survival),
+        Backbone(network, dtype, model.device, int8=int8),
+        SequentialStage(network, dtype, model.device, sampler, temperatures, options.min_survival, int8=int8),
         HostFeatures(host.engine, config.target_layer_ids),
         num_blocks=num_blocks,
         eos_token_ids=target.eos_token_ids,

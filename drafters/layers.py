@@ -21,6 +21,7 @@ from cluster.errors import IncompatibleTokenizer, ModelUnavailable
 from engine.factory import DTYPES, build_model
 from engine.forward import CausalModel
 from engine.models.config import load_config
+from engine.models.int8 import WeightsKind, stored
 from engine.models.tokenizer import fingerprint
 from engine.models.weights import SINGLE, LayerWeights, SafetensorsFolder, TensorWeights
 
@@ -51,14 +52,22 @@ def load_layers(folder: Path, target_folder: Path, dtype: str, device: str) -> t
         return build_model(config, weights, dtype, device), token_ids
 
 
-def save_layers(folder: Path, target_folder: Path, tensors: Mapping[str, Tensor], token_ids: Tensor | None) -> None:
+def save_layers(
+    folder: Path,
+    target_folder: Path,
+    tensors: Mapping[str, Tensor],
+    token_ids: Tensor | None,
+    weights: WeightsKind = "bf16",
+) -> None:
     """Writes a folder that ``load_layers`` reads.
 
     Args:
         tensors: by their Hugging Face names, the layers counted from 0; rows of embedding and head are left out.
         token_ids: of the reduced head, ascending; None: the whole head.
+        weights: int8 stores the matrices so, the rest in bfloat16: half the size, see ``engine.models.int8``.
     """
-    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if name not in _SHARED}
+    own = {name: tensor for name, tensor in tensors.items() if name not in _SHARED}
+    kept = stored(own, weights, lambda name: False)
     num_layers = 1 + max(int(name.split(".")[2]) for name in kept if name.startswith("model.layers."))
     if token_ids is not None:
         kept[TOKEN_IDS] = token_ids.to(torch.int64).cpu().contiguous()

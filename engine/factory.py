@@ -17,18 +17,23 @@ from engine.ops import Ops, TorchOps
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# Of activations and KV cache. int8 is of weights: where there are no such products they are bfloat16 too.
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16}
 
 
-def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Ops:
-    """The fastest operators that work here: what cannot be built is replaced by plain torch, and the log says so."""
+def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> Ops:
+    """The fastest operators that work here: what cannot be built is replaced by plain torch, and the log says so.
+
+    Args:
+        int8: products with weights shall read int8 forms of them, where there are such products: on a CPU.
+    """
     if device.type == "cuda":
         from engine.cuda.ops import CudaOps
 
         return CudaOps(config, dtype)
     if device.type == "cpu" and CpuOps.supports(config, dtype):
         try:
-            return CpuOps(config, dtype)
+            return CpuOps(config, dtype, int8=int8)
         except NoCompiler as error:
             logger.warning("CPU kernels are not available, decoding will be several times slower: %s", error)
     return TorchOps(config, dtype)
@@ -50,7 +55,7 @@ def load_model(folder: Path, dtype: str = "bfloat16", device: str = "cpu", num_l
 def build_model(config: ModelConfig, weights: Weights, dtype: str, device: str) -> CausalModel:
     """A model ready to run, of weights from anywhere."""
     at, kind = torch.device(device), DTYPES[dtype]
-    return _model_class(at)(config, weights, make_ops(config, kind, at), kind, at)
+    return _model_class(at)(config, weights, make_ops(config, kind, at, int8=dtype == "int8"), kind, at)
 
 
 def _model_class(device: torch.device) -> type[CausalModel]:

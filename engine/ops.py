@@ -15,6 +15,20 @@ from engine.models.weights import LinearWeight
 Linear = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out]
 
 
+class Logits(Protocol):
+    """The product with rows of a head: [rows, in] -> fp32 [rows, out], added to ``base`` (fp32, its rows may lie apart)."""
+
+    def __call__(self, x: torch.Tensor, base: torch.Tensor | None = None, /) -> torch.Tensor: ...
+
+
+def plain_logits(linear: Linear) -> Logits:
+    def logits(x: torch.Tensor, base: torch.Tensor | None = None, /) -> torch.Tensor:
+        product = linear(x).float()
+        return product if base is None else product + base
+
+    return logits
+
+
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Norms over each head of queries and keys (Qwen3), fp32 [head_dim]."""
@@ -31,6 +45,9 @@ class Ops(Protocol):
 
     def linear(self, weight: LinearWeight) -> Linear:
         """The product with ``weight``, which may be laid out anew: keep no other reference to it."""
+
+    def logits(self, weight: LinearWeight) -> Logits:
+        """As ``linear``, for what is chosen from."""
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         """``residual`` [rows, hidden] += delta, in place; returns its RMS norm (arXiv 1910.07467) in the dtype."""
@@ -60,6 +77,9 @@ class TorchOps:
 
     def linear(self, weight: LinearWeight) -> Linear:
         return lambda x: F.linear(x, weight.weight, weight.bias)
+
+    def logits(self, weight: LinearWeight) -> Logits:
+        return plain_logits(self.linear(weight))
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         if delta is not None:

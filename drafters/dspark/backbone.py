@@ -36,18 +36,19 @@ class Backbone:
 
     Args:
         network: read once, here; its weights may be laid out anew.
+        int8: products with int8 forms of the weights, where there are such products.
     """
 
-    def __init__(self, network: DSparkNetwork, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, network: DSparkNetwork, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> None:
         self.config = network.config
         self.dtype = dtype
         self.device = device
         shape = self.config.shape
-        self._ops = make_ops(shape, dtype, device)
+        self._ops = make_ops(shape, dtype, device, int8=int8)
         # Of the context there are only keys and values.
         self._context_ops = make_ops(replace(shape, num_heads=0), dtype, device)
         self._frequencies = torch.tensor(inverse_frequencies(shape))
-        self._fc = self._linear(network.fc)
+        self._fc = self._linear(network.fc, uneven=True)
         self._hidden_norm = self._norm(network.hidden_norm)
         layers = list(network.layers)
         self._context_kv = self._linear(*(part for x in layers for part in (x.self_attn.k_proj, x.self_attn.v_proj)))
@@ -57,8 +58,9 @@ class Backbone:
         self._anchor_input = None
         if network.anchor_input is not None:
             reduce = network.anchor_input.reduce
-            maps = self._linear(network.anchor_input.maps)
-            self._anchor_input = (self._linear(reduce), maps) if isinstance(reduce, torch.nn.Linear) else (maps,)
+            is_reduced = isinstance(reduce, torch.nn.Linear)
+            maps = self._linear(network.anchor_input.maps, uneven=not is_reduced)
+            self._anchor_input = (self._linear(reduce, uneven=True), maps) if is_reduced else (maps,)
 
     def new_cache(self, num_blocks: int) -> KvCache:
         return KvCache.allocate(self.config.shape, num_blocks, self.dtype, self.device)
@@ -128,13 +130,13 @@ class Backbone:
             down=self._linear(mlp.down_proj),
         )
 
-    def _linear(self, *parts: torch.nn.Linear) -> Linear:
-        """One product for several of the same input."""
+    def _linear(self, *parts: torch.nn.Linear, uneven: bool = False) -> Linear:
+        """One product for several of the same input. ``uneven``: it is the target's hidden states as they are."""
         weight = torch.cat([part.weight.detach() for part in parts]).to(self.device, self.dtype)
         bias = None
         if parts[0].bias is not None:
             bias = torch.cat([part.bias.detach() for part in parts]).to(self.device, self.dtype)
-        return self._ops.linear(LinearWeight(weight, bias))
+        return self._ops.linear(LinearWeight(weight, bias, uneven))
 
     def _norm(self, norm: torch.nn.Module) -> Tensor:
         return norm.weight.detach().float().to(self.device)

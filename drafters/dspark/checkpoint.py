@@ -14,6 +14,7 @@ from torch import Tensor
 from cluster.errors import ModelUnavailable
 from drafters.dspark.config import CONFIG, DSparkConfig, dspark_json, load_dspark_config
 from drafters.dspark.network import DSparkNetwork
+from engine.models.int8 import WeightsKind, stored
 from engine.models.weights import SINGLE, SafetensorsFolder
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -64,13 +65,12 @@ def new_network(config: DSparkConfig, target: TargetRows) -> DSparkNetwork:
     return network
 
 
-def save_network(
-    network: DSparkNetwork, folder: Path, shape: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
-) -> None:
+def save_network(network: DSparkNetwork, folder: Path, shape: Mapping[str, Any], weights: WeightsKind = "bf16") -> None:
     """Writes a folder that ``load_network`` reads. Each file appears whole or not at all.
 
     Args:
         shape: as of ``config.dspark_json``.
+        weights: int8 stores the matrices so, the rest in bfloat16: half the size, see ``engine.models.int8``.
     """
     config = network.config
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def save_network(
     kept = {name: tensor.detach() for name, tensor in network.state_dict().items() if name not in omitted}
     path = folder / SINGLE
     partial = path.with_suffix(".partial")
-    save_file({name: tensor.to("cpu", dtype).contiguous() for name, tensor in kept.items()}, partial, {"format": "pt"})
+    save_file(stored(kept, weights, lambda name: _reads_features(name, config)), partial, {"format": "pt"})
     partial.replace(path)
     _write(folder / CONFIG, json.dumps(raw, indent=2))
 
@@ -102,6 +102,12 @@ def _shared_rows(
         )
     rows = slice(None) if config.draft_token_ids is None else torch.tensor(config.draft_token_ids, device=target.head.device)
     return {EMBEDDING: target.embedding, HEAD: target.head[rows].to(dtype)}
+
+
+def _reads_features(name: str, config: DSparkConfig) -> bool:
+    """Whether a matrix is applied to the target's hidden states as they are, of which some are very large."""
+    first = "anchor_input.maps.weight" if config.anchor_input_rank is None else "anchor_input.reduce.weight"
+    return name in ("fc.weight", first)
 
 
 def _write(path: Path, text: str) -> None:

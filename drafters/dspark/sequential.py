@@ -1,10 +1,11 @@
 """The sequential stage as it is run: tokens of all blocks side by side, position after position.
 
-A block's base logits are made by one product before; a step then costs the product of W_2, the choice, and nothing for the
-confidence: of equation 7 the part of h is computed for the whole block at once, and the part of W_1[x] is one number per
-token, computed when the drafter is made.
+A block's base logits are made by one product before; a step then costs the product of W_2, the choice, and next to nothing
+for the confidence: of equation 7 the part of h is computed for the whole block at once, and the part of W_1[x] is one number
+per token, computed when the drafter is made. What does not depend on the tokens is computed for all steps before the first.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,11 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import embedding
 
-from drafters.dspark.choice import choose_plain, is_plain
+from drafters.dspark.choice import is_plain, make_choice
 from drafters.dspark.network import DSparkNetwork, markov_rows
 from engine.factory import make_ops
 from engine.models.weights import LinearWeight
+from engine.noise import noise_keys
 from engine.sampling import Sampler, SampleSpan, SamplingState
 
 Floats = NDArray[np.float32]
@@ -71,6 +74,7 @@ class SequentialStage:
         network: read once, here; its weights may be laid out anew.
         temperatures: of the confidences, by position, as sequential temperature scaling fitted them; the last one holds on.
         min_survival: a draft ends before a token that is less likely than this to be reached and right.
+        int8: products with int8 forms of the weights, where there are such products.
     """
 
     def __init__(
@@ -81,21 +85,24 @@ class SequentialStage:
         sampler: Sampler,
         temperatures: Sequence[float] = (1.0,),
         min_survival: float = 0.0,
+        *,
+        int8: bool = False,
     ) -> None:
         config = network.config
-        ops = make_ops(config.shape, dtype, device)
+        ops = make_ops(config.shape, dtype, device, int8=int8)
         self._device = device
         self._sampler = sampler
         self._temperatures = tuple(temperatures)
         self._min_survival = min_survival
-        self._head = ops.linear(LinearWeight(network.lm_head.weight.detach().to(device, dtype)))
+        self._head = ops.logits(LinearWeight(network.lm_head.weight.detach().to(device, dtype)))
         self._rows = markov_rows(config).numpy()
         self._markov, self._bias = network.markov_head, None
         if self._markov is not None:
-            self._bias = ops.linear(LinearWeight(self._markov.markov_w2.weight.detach().to(device, dtype)))
+            self._bias = ops.logits(LinearWeight(self._markov.markov_w2.weight.detach().to(device, dtype)))
             self._markov = self._markov.to(device, dtype)
-        self._token_ids = None if config.draft_token_ids is None else np.array(config.draft_token_ids)
-        self._output_ids = None if self._token_ids is None else torch.from_numpy(self._token_ids).to(device)
+        known = range(config.shape.vocab_size) if config.draft_token_ids is None else config.draft_token_ids
+        self._race = make_choice(ops, np.array(known, np.int64))
+        self._output_ids = None if config.draft_token_ids is None else torch.tensor(known, device=device)
         self._full_logits = torch.empty(0, config.shape.vocab_size, device=device)
         self._confidence = None if network.confidence_head is None else _Confidence(network, device)
 
@@ -110,41 +117,45 @@ class SequentialStage:
         hidden = hidden[:, :num_steps].contiguous()
         base = self._head(hidden.flatten(0, 1)).unflatten(0, (len(blocks), num_steps))
         of_hidden = None if self._confidence is None else self._confidence.of_hidden(hidden)
+        noise = _Noise.of(blocks, num_steps) if of_hidden is not None and all(is_plain(b.state) for b in blocks) else None
         state: Tensor | None = None
         for k in range(num_steps):
             rows = self._rows[[block.token_before(k) for block in blocks]]
             latents = None
             if self._markov is not None:
-                embeddings = self._markov.markov_w1(torch.from_numpy(rows).to(self._device))
+                embeddings = embedding(torch.from_numpy(rows).to(self._device), self._markov.markov_w1.weight)
                 latents, state = self._markov.step(embeddings, hidden[:, k], state)
-            confidences: list[float | None] = [None] * len(blocks)
+            confidences: Sequence[float | None] = [None] * len(blocks)
             if self._confidence is not None and of_hidden is not None:
                 temperature = self._temperatures[min(k, len(self._temperatures) - 1)]
-                confidences = list(self._confidence.of_step(of_hidden[:, k], rows, temperature))
+                confidences = self._confidence.of_step(of_hidden[k], rows, temperature)
             for block, confidence in zip(blocks, confidences, strict=True):
                 block.done |= confidence is not None and block.wants(k) and block.survival * confidence < self._min_survival
             active = [i for i, block in enumerate(blocks) if block.wants(k)]
-            if active:
-                self._choose(base[:, k], latents, [(i, blocks[i], confidences[i]) for i in active])
-            elif all(block.done or block.end <= k for block in blocks):
-                return
+            if not active:
+                if all(block.done or block.end <= k for block in blocks):
+                    return
+                continue
+            logits = self._logits(base[:, k], latents, active)
+            if noise is None:
+                self._sample(logits, [(blocks[i], confidences[i]) for i in active])
+            else:
+                token_ids = self._race(logits, noise.keys[active, k], noise.temperatures[active])
+                for i, token_id in zip(active, token_ids, strict=True):
+                    blocks[i].add(token_id, confidences[i] or _LEAST)
 
-    def _choose(self, base: Tensor, latents: Tensor | None, active: Sequence[tuple[int, Block, float | None]]) -> None:
-        """One token for each of the ``active`` blocks: (row, block, confidence, None: that which the token has)."""
+    def _logits(self, base: Tensor, latents: Tensor | None, active: Sequence[int]) -> Tensor:
+        """Of the active blocks, fp32, contiguous."""
         if len(active) < len(base):
-            rows = torch.tensor([i for i, _, _ in active], device=self._device)
+            rows = torch.tensor(active, device=self._device)
             base, latents = base[rows], None if latents is None else latents[rows]
-        logits = base.float() if latents is None or self._bias is None else base + self._bias(latents).float()
-        if self._confidence is not None and all(is_plain(block.state) for _, block, _ in active):
-            states = [block.state for _, block, _ in active]
-            num_ahead = [len(block.ahead) + len(block.token_ids) for _, block, _ in active]
-            token_ids = choose_plain(logits, states, num_ahead, self._token_ids)
-            for (_, block, confidence), token_id in zip(active, token_ids, strict=True):
-                block.add(token_id, confidence or _LEAST)
-            return
-        spans = [SampleSpan(block.state, (*block.ahead, *block.token_ids), 1) for _, block, _ in active]
+        return base.contiguous() if latents is None or self._bias is None else self._bias(latents, base)
+
+    def _sample(self, logits: Tensor, active: Sequence[tuple[Block, float | None]]) -> None:
+        """One token for each of the blocks, by the engine's sampler. A confidence of None: that which the token has."""
+        spans = [SampleSpan(block.state, (*block.ahead, *block.token_ids), 1) for block, _ in active]
         all_chosen = self._sampler.choose(self._over_all(logits), spans, want_confidences=self._confidence is None)
-        for (_, block, confidence), chosen in zip(active, all_chosen, strict=True):
+        for (block, confidence), chosen in zip(active, all_chosen, strict=True):
             if not chosen.token_ids:  # every token is masked there, and the target will find the same
                 block.done = True
                 continue
@@ -177,11 +188,34 @@ class _Confidence:
             of_row = network.markov_head.markov_w1.weight.detach().float().to(device) @ weight[hidden_size:]
             self._of_row = of_row.cpu().numpy()
 
-    def of_hidden(self, hidden: Tensor) -> Floats:
-        """[..., d] -> [...]"""
-        return (hidden.float() @ self._of_hidden + self._offset).cpu().numpy()
+    def of_hidden(self, hidden: Tensor) -> list[list[float]]:
+        """[blocks, steps, d] -> [steps][blocks]"""
+        logits: list[list[float]] = (hidden.float() @ self._of_hidden + self._offset).T.tolist()
+        return logits
 
-    def of_step(self, of_hidden: Floats, rows: NDArray[np.int64], temperature: float) -> list[float]:
+    def of_step(self, of_hidden: Sequence[float], rows: NDArray[np.int64], temperature: float) -> list[float]:
         """Of one position of each block: ``of_hidden`` [blocks], rows of W_1 [blocks]."""
-        logits = of_hidden if self._of_row is None else of_hidden + self._of_row[rows]
-        return np.clip(1.0 / (1.0 + np.exp(-logits.astype(np.float64) / temperature)), _LEAST, 1.0 - _LEAST).tolist()
+        logits = of_hidden
+        if self._of_row is not None:
+            logits = [a + b for a, b in zip(of_hidden, self._of_row[rows].tolist(), strict=True)]
+        return [_sigmoid(logit / temperature) for logit in logits]
+
+
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """What the choice at each position of each block depends on beside its logits."""
+
+    keys: NDArray[np.int64]  # [blocks, steps]
+    temperatures: Floats  # [blocks]
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block], num_steps: int) -> "_Noise":
+        seeds = np.array([block.state.sampling.seed for block in blocks], np.uint64)
+        positions = np.array([len(block.state) for block in blocks])[:, None] + np.arange(num_steps)
+        temperatures = np.array([block.state.sampling.temperature for block in blocks], np.float32)
+        return cls(noise_keys(seeds[:, None], positions), temperatures)
+
+
+def _sigmoid(logit: float) -> float:
+    value = 1.0 / (1.0 + math.exp(-max(-60.0, min(60.0, logit))))
+    return max(_LEAST, min(1.0 - _LEAST, value))

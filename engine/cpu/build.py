@@ -1,4 +1,4 @@
-"""Compiles ``kernels.c`` for this CPU, once, into a cache folder.
+"""Compiles the C files beside it for this CPU, once, into a cache folder.
 
 The library is linked without an OpenMP runtime: it takes the one that torch has already loaded, and with it torch's own
 threads. Two runtimes in a process would have twice the threads, waiting for each other.
@@ -17,7 +17,8 @@ import torch
 
 from cluster.errors import OutriderError
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "products.c", "race.c"))
+HEADERS = (Path(__file__).with_name("vectors.h"),)
 COMPILE_TIMEOUT_S = 120.0
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fno-math-errno")
 _OPENMP_RUNTIMES = ("libgomp", "libiomp5", "libomp")
@@ -61,9 +62,10 @@ def _compile(path: Path, flags: tuple[str, ...], compiler: str | None) -> None:
         raise NoCompiler("no C compiler found: install gcc, or name one in $CC")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as scratch:
-        objects, library = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
-        _run([compiler, *flags, "-c", str(SOURCE), "-o", str(objects)])
-        _run([compiler, "-shared", str(objects), "-o", str(library), "-lm"])
+        objects, library = [Path(scratch) / f"{source.stem}.o" for source in SOURCES], Path(scratch) / "kernels.so"
+        for source, target in zip(SOURCES, objects, strict=True):
+            _run([compiler, *flags, "-c", str(source), "-o", str(target)])
+        _run([compiler, "-shared", *map(str, objects), "-o", str(library), "-lm"])
         library.replace(path)
 
 
@@ -78,7 +80,8 @@ def _run(command: list[str]) -> None:
 
 def _key(flags: tuple[str, ...], compiler: str | None) -> str:
     """``-march=native`` means another library on another CPU, so its name and features are part of the key."""
-    parts = (SOURCE.read_text(), repr(flags), compiler or "", platform.machine(), _cpu_features())
+    text = "\0".join(path.read_text() for path in (*SOURCES, *HEADERS))
+    parts = (text, repr(flags), compiler or "", platform.machine(), _cpu_features())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

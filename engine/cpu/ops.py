@@ -3,14 +3,18 @@
 import ctypes
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from engine.cpu.build import load_library
+from engine.cpu.int8 import Int8Linear
+from engine.cpu.race import CpuRace
 from engine.layout import Layout
 from engine.models.config import ModelConfig
 from engine.models.weights import LinearWeight
-from engine.ops import HeadNorms, Linear
+from engine.ops import HeadNorms, Linear, Logits, plain_logits
 
 _VECTOR_LEN = 16  # keys and head elements that the kernels take at once
 _MAX_HEAD_DIM = 512
@@ -24,17 +28,22 @@ class _Shape(ctypes.Structure):
 class CpuOps:
     """``engine.ops.Ops`` for bfloat16 or float32. Every tensor it is given must be contiguous.
 
+    Args:
+        int8: products with weights are made with int8 forms of them, which are made here: half of the bytes to read.
+        folder: of the compiled kernels.
+
     Raises:
         NoCompiler: the kernels cannot be built here.
         ValueError: a head dimension or dtype that the kernels do not know; see ``supports``.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, folder: Path | None = None) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, int8: bool = False, folder: Path | None = None) -> None:
         if not self.supports(config, dtype):
             raise ValueError(f"no kernels for a head dimension of {config.head_dim} in {dtype}")
         self._config = config
         self._dtype = dtype
-        library = load_library(dtype, folder)
+        self._int8 = int8
+        library = self._library = load_library(dtype, folder)
         self._add_norm = _function(library.add_norm, "pppp ll f i")
         self._gate = _function(library.gate, "pp ll i")
         self._rotate_and_store = _function(library.rotate_and_store, "ppp f pppppp l p i")
@@ -48,7 +57,14 @@ class CpuOps:
         return fits and dtype in (torch.bfloat16, torch.float32)
 
     def linear(self, weight: LinearWeight) -> Linear:
-        return packed_linear(weight)
+        return Int8Linear(self._library, weight, self._dtype) if self._int8 else packed_linear(weight)
+
+    def logits(self, weight: LinearWeight) -> Logits:
+        return Int8Linear(self._library, weight, self._dtype).logits if self._int8 else plain_logits(packed_linear(weight))
+
+    def race(self, token_ids: NDArray[np.int64]) -> CpuRace:
+        """The choice among logits of ``token_ids``, ascending."""
+        return CpuRace(self._library, token_ids)
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         rows, size = residual.shape

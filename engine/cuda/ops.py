@@ -10,7 +10,7 @@ from engine.cuda.kernels import add_norm_kernel, attention_kernel, gate_kernel, 
 from engine.layout import Layout
 from engine.models.config import ModelConfig
 from engine.models.weights import LinearWeight
-from engine.ops import HeadNorms, Linear
+from engine.ops import HeadNorms, Linear, Logits, plain_logits
 
 _GATE_WIDTH = 1024
 _MIN_TILE = 16  # the least that a tensor core multiplies
@@ -26,6 +26,9 @@ class CudaOps:
 
     def linear(self, weight: LinearWeight) -> Linear:
         return lambda x: F.linear(x, weight.weight, weight.bias)
+
+    def logits(self, weight: LinearWeight) -> Logits:
+        return plain_logits(self.linear(weight))
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         rows, size = residual.shape

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from cluster.errors import ModelUnavailable
 from engine.models.config import ModelConfig
+from engine.models.int8 import COLUMNS, SCALE, Int8Matrix
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -23,10 +24,11 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """Of ``y = x W^T + b``: ``weight`` [out, in], ``bias`` [out]."""
+    """Of ``y = x W^T + b``: ``weight`` [out, in], ``bias`` [out]. ``uneven``: x is of very different sizes, see ``int8``."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
+    uneven: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,10 @@ class TensorSource(Protocol):
 
 
 class SafetensorsFolder:
-    """The safetensors files of a model folder, single or sharded, mapped while this is open."""
+    """The safetensors files of a model folder, single or sharded, mapped while this is open.
+
+    Matrices stored as int8 (``engine.models.int8``) are read as fp32.
+    """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
@@ -128,6 +133,14 @@ class SafetensorsFolder:
         self._file_of = {key: file for file in self._files.values() for key in file.keys()}  # noqa: SIM118 - not a dict
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._get(name, shape)
+        if tensor.dtype == torch.int8:
+            return self._int8(name, tensor).dequantised()
+        if not tensor.is_floating_point():
+            raise ModelUnavailable(f"{self._folder}: tensor {name} holds {tensor.dtype}, which is not supported")
+        return tensor
+
+    def _get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         file = self._file_of.get(name)
         if file is None:
             raise ModelUnavailable(f"{self._folder}: no tensor {name} in its safetensors files")
@@ -135,6 +148,19 @@ class SafetensorsFolder:
         if tuple(tensor.shape) != shape:
             raise ModelUnavailable(f"{self._folder}: tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
         return tensor
+
+    def _int8(self, name: str, weight: torch.Tensor) -> Int8Matrix:
+        if weight.dim() != 2:
+            raise ModelUnavailable(f"{self._folder}: tensor {name} is int8, but no matrix")
+        num_out, num_in = weight.shape
+        scale = self._factors(name + SCALE, num_out)
+        return Int8Matrix(weight, scale, self._factors(name + COLUMNS, num_in) if name + COLUMNS in self._file_of else None)
+
+    def _factors(self, name: str, num: int) -> torch.Tensor:
+        factors = self._get(name, (num,)).float()
+        if not bool(((factors > 0) & factors.isfinite()).all()):
+            raise ModelUnavailable(f"{self._folder}: tensor {name} holds scales that are no positive numbers")
+        return factors
 
     def _shards(self) -> dict[str, str]:
         """Tensor name -> file; for a single file only its own name."""

@@ -50,7 +50,7 @@ def write_dspark(folder: Path, target_folder: Path, *, seed: int = 0, **changes:
             if parameter.requires_grad and "norm" not in name:
                 width = parameter.shape[-1] if parameter.dim() > 1 else 16
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 1.5 / width**0.5)
-    save_network(network, folder, raw, torch.float32)
+    save_network(network, folder, raw, "fp32")
     return folder
 
 
@@ -107,6 +107,7 @@ def make_dspark(
     temperatures: Sequence[float] = (1.0,),
     eos_token_ids: Sequence[int] = (256,),
     model: CausalModel | None = None,
+    int8: bool = False,
 ) -> WithFeatures:
     from drafters.dspark.backbone import Backbone
     from drafters.dspark.checkpoint import load_network
@@ -117,8 +118,8 @@ def make_dspark(
     network = load_network(folder, target_rows(target_folder))
     device = torch.device("cpu")
     sampler = Sampler(network.config.shape.vocab_size, eos_token_ids)
-    sequential = SequentialStage(network, torch.float32, device, sampler, temperatures, min_survival)
-    backbone = Backbone(network, torch.float32, device)
+    sequential = SequentialStage(network, torch.float32, device, sampler, temperatures, min_survival, int8=int8)
+    backbone = Backbone(network, torch.float32, device, int8=int8)
     features = PrefixFeatures(model or load_model(target_folder, "float32"), network.config.target_layer_ids)
     drafter = DSparkDrafter(backbone, sequential, features, num_blocks=num_blocks, eos_token_ids=eos_token_ids)
     return WithFeatures(drafter, features)

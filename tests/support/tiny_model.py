@@ -12,6 +12,8 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from engine.models.int8 import WeightsKind
+
 END = "<|end|>"
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
@@ -48,7 +50,9 @@ def write_tiny_model(folder: Path, *, seed: int = 0, num_layers: int = 2, **over
     return folder
 
 
-def write_tiny_layers(folder: Path, target_folder: Path, token_ids: Iterable[int], *, num_layers: int = 2) -> Path:
+def write_tiny_layers(
+    folder: Path, target_folder: Path, token_ids: Iterable[int], *, num_layers: int = 2, weights: WeightsKind = "fp32"
+) -> Path:
     """A drafter of the first layers of a tiny model, with a head over ``token_ids``."""
     from drafters.layers import save_layers
 
@@ -58,7 +62,7 @@ def write_tiny_layers(folder: Path, target_folder: Path, token_ids: Iterable[int
         for name, tensor in tensors.items()
         if not name.startswith("model.layers.") or int(name.split(".")[2]) < num_layers
     }
-    save_layers(folder, target_folder, kept, torch.tensor(list(token_ids)))
+    save_layers(folder, target_folder, kept, torch.tensor(list(token_ids)), weights)
     return folder
 
 

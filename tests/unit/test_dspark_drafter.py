@@ -9,7 +9,6 @@ import torch
 
 from cluster.types import SamplingParams
 from drafters.dspark.checkpoint import load_network
-from drafters.dspark.choice import NUM_CANDIDATES
 from drafters.protocol import Demand
 from engine.factory import load_model
 from engine.forward import CausalModel
@@ -92,8 +91,6 @@ class Reference:
             logits = net.logits(hidden, latents)[0, k]
             if config.draft_token_ids is not None:
                 logits = torch.full((VOCAB_SIZE,), -torch.inf).index_copy(0, torch.tensor(config.draft_token_ids), logits)
-            if sampling is SAMPLED and config.has_confidence:  # which looks among the most probable alone
-                logits = logits.masked_fill(logits < logits.topk(NUM_CANDIDATES).values[-1], -torch.inf)
             (chosen,) = self.sampler.choose(logits[None], [SampleSpan(state, tuple(said), 1)], want_confidences=True)
             said.append(chosen.token_ids[0])
             head = config.has_confidence

@@ -228,7 +228,7 @@ def test_ours_is_written_and_read_back_without_the_targets_rows(tmp_path: Path, 
     target = TargetRows(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN))
     raw = ours() if rank is None else ours(anchor_input_rank=rank)
     network = new_network(parse_dspark_config(raw), target)
-    save_network(network, tmp_path, raw, torch.float32)
+    save_network(network, tmp_path, raw, "fp32")
     again = load_network(tmp_path, target)
     assert again.config == network.config
     features, token_ids, anchors = torch.randn(6, 3 * HIDDEN), torch.tensor([1, 3, 9, 60, 7, 5]), torch.tensor([2, 5])

@@ -1,0 +1,85 @@
+"""Products with int8 weights on a CPU: what ``products.c`` computes, of weights laid out for it once."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from engine.models.int8 import quantise
+from engine.models.weights import LinearWeight
+
+_LANES, _PANEL, _QUAD = 16, 32, 4  # as in products.c
+_SIGNATURE = (ctypes.c_void_p,) * 5 + (ctypes.c_int64, ctypes.c_int64, ctypes.c_int)
+
+
+class _Product(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("num_in", "num_out", "width")),
+        *((name, ctypes.c_void_p) for name in ("weights", "scales", "bias", "columns")),
+    ]
+
+
+class Int8Linear:
+    """``engine.ops.Linear`` and ``engine.ops.Logits`` of a matrix that is quantised here.
+
+    Inputs are rounded to 16 bits of their row's scale, so what is lost is lost in the weights. A row's result depends on
+    nothing else in the batch.
+
+    Args:
+        library: the kernels for activations of ``dtype``.
+    """
+
+    def __init__(self, library: ctypes.CDLL, weight: LinearWeight, dtype: torch.dtype) -> None:
+        self._function = library.int8_product
+        self._function.argtypes = _SIGNATURE
+        self._function.restype = ctypes.c_int
+        self._dtype = dtype
+        matrix = quantise(weight.weight, uneven=weight.uneven)
+        self._num_out, num_in = matrix.weight.shape
+        self._num_in = num_in
+        self._weights = _packed(matrix.weight)
+        self._scales = _padded(matrix.scale)
+        self._bias = None if weight.bias is None else _padded(weight.bias.detach().float())
+        self._columns = None if matrix.columns is None else matrix.columns.contiguous()
+        self._product = _Product(
+            num_in,
+            self._num_out,
+            -(-num_in // _LANES) * _LANES,
+            self._weights.data_ptr(),
+            self._scales.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            None if self._columns is None else self._columns.data_ptr(),
+        )
+        self._at = ctypes.byref(self._product)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out] in the dtype."""
+        out = torch.empty(x.shape[0], self._num_out, dtype=self._dtype)
+        self._run(x, out.data_ptr(), None, None, 0)
+        return out
+
+    def logits(self, x: Tensor, base: Tensor | None = None) -> Tensor:
+        """[rows, in] -> fp32 [rows, out], added to ``base``, fp32, whose rows may lie apart."""
+        out = torch.empty(x.shape[0], self._num_out)
+        if base is None:
+            self._run(x, None, out.data_ptr(), None, 0)
+        else:
+            self._run(x, None, out.data_ptr(), base.data_ptr(), base.stride(0))
+        return out
+
+    def _run(self, x: Tensor, out: int | None, out_float: int | None, base: int | None, stride: int) -> None:
+        num_rows, num_threads = x.shape[0], torch.get_num_threads()
+        if self._function(self._at, x.data_ptr(), out, out_float, base, stride, num_rows, num_threads):
+            raise MemoryError(f"no memory for a product of {num_rows} rows with {self._num_in} inputs")
+
+
+def _packed(weight: Tensor) -> Tensor:
+    """int8 [out, in] -> uint8 [out / 32, in / 4, 32, 4], both filled up, as weight + 128."""
+    num_out, num_in = weight.shape
+    filled = torch.nn.functional.pad(weight, (0, -num_in % _QUAD, 0, -num_out % _PANEL))
+    panels = filled.view(-1, _PANEL, filled.shape[1] // _QUAD, _QUAD).transpose(1, 2)
+    return (panels.to(torch.int16) + 128).to(torch.uint8).contiguous()
+
+
+def _padded(values: Tensor) -> Tensor:
+    return torch.nn.functional.pad(values, (0, -len(values) % _PANEL)).contiguous()

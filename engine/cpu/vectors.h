@@ -1,0 +1,60 @@
+/* What all kernels are written in: vectors of 16 lanes, elements of the type they are compiled for, and when threads pay. */
+#pragma once
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { LANES = 16 };
+typedef float vf __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t vu __attribute__((vector_size(64), aligned(4)));
+typedef int32_t vi __attribute__((vector_size(64), aligned(4)));
+
+#if ELEM_BF16
+typedef uint16_t elem;
+typedef uint16_t vh __attribute__((vector_size(32), aligned(2)));
+
+static inline vf load16(const elem *p) {
+    return (vf)(__builtin_convertvector(*(const vh *)p, vu) << 16);
+}
+/* Round to nearest even; a NaN stays one. */
+static inline void store16(elem *p, vf x) {
+    vu bits = (vu)x;
+    vu rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    vu is_nan = (vu)(x != x);
+    rounded = (rounded & ~is_nan) | ((bits | 0x400000) & is_nan);
+    *(vh *)p = __builtin_convertvector(rounded >> 16, vh);
+}
+static inline float load1(elem x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static inline elem store1(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return (elem)((x != x ? bits | 0x400000 : bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+#else
+typedef float elem;
+static inline vf load16(const elem *p) { return *(const vf *)p; }
+static inline void store16(elem *p, vf x) { *(vf *)p = x; }
+static inline float load1(elem x) { return x; }
+static inline elem store1(float x) { return x; }
+#endif
+
+static inline vf splat(float x) { return x - (vf){0}; }
+static inline vf loadf(const float *p) { return *(const vf *)p; }
+static inline void storef(float *p, vf x) { *(vf *)p = x; }
+static inline vf choose(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+
+static inline float sum_lanes(vf x) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+/* Threads cost more than they save on little work, and most of all on a machine that is busy. */
+static inline int threads_for(int64_t num_elements, int num_threads) { return num_elements < 32768 ? 1 : num_threads; }

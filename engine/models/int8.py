@@ -1,0 +1,78 @@
+"""Matrices as int8 with a scale per row: a quarter of fp32, half of bf16, and about 0.7% of noise on what they multiply.
+
+    W[i, j] = weight[i, j] * scale[i] * columns[j]
+
+``columns`` is for matrices whose inputs differ in size by orders of magnitude, as raw hidden states do (one of SmolLM2's is
+two thousand times as large as the median): the weights of the large ones are small in the same measure, and would vanish
+beside the others. They are powers of two, so dividing by them rounds nothing.
+
+In safetensors these are ``name`` (int8), ``name_scale`` (fp32, [out]) and, if there are any, ``name_columns`` (fp32, [in]).
+Quantising what was dequantised gives the same integers (by way of bf16 one in three hundred is its neighbour): so whether
+files are int8 and whether products are is independent.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+WeightsKind = Literal["int8", "bf16", "fp32"]
+SCALE, COLUMNS = "_scale", "_columns"  # behind the name of the weight
+_LARGEST = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Matrix:
+    """``weight`` int8 [out, in], ``scale`` fp32 [out], ``columns`` fp32 [in] or None: ones."""
+
+    weight: Tensor
+    scale: Tensor
+    columns: Tensor | None = None
+
+    def dequantised(self) -> Tensor:
+        """fp32 [out, in]"""
+        rows = self.weight.float() * self.scale[:, None]
+        return rows if self.columns is None else rows * self.columns
+
+
+def quantise(weight: Tensor, *, uneven: bool = False) -> Int8Matrix:
+    """The nearest int8 form of a matrix [out, in].
+
+    Args:
+        uneven: its inputs differ much in size, see above.
+    """
+    weight = weight.detach().float()
+    columns = None
+    if uneven:
+        size = weight.square().mean(0).sqrt()
+        typical = size.median()
+        tiny = torch.finfo(torch.float32).tiny
+        columns = torch.exp2(torch.log2(size.clamp_min(tiny) / typical.clamp_min(tiny)).clamp(-30, 30).round())
+        weight = weight / columns
+    scale = weight.abs().amax(1) / _LARGEST
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return Int8Matrix((weight / scale[:, None]).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8), scale, columns)
+
+
+def stored(tensors: Mapping[str, Tensor], kind: WeightsKind, is_uneven: Callable[[str], bool]) -> dict[str, Tensor]:
+    """What a file holds of ``tensors``, by name.
+
+    Args:
+        kind: of matrices; what is none is bfloat16, or fp32 if all is, or an integer as it was.
+        is_uneven: whether the matrix of that name is, as of ``quantise``.
+    """
+    written = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu()
+        if not tensor.is_floating_point():
+            written[name] = tensor.contiguous()
+        elif kind == "int8" and tensor.dim() == 2 and min(tensor.shape) > 1:
+            matrix = quantise(tensor, uneven=is_uneven(name))
+            written |= {name: matrix.weight, name + SCALE: matrix.scale}
+            if matrix.columns is not None:
+                written[name + COLUMNS] = matrix.columns
+        else:
+            written[name] = tensor.to(torch.float32 if kind == "fp32" else torch.bfloat16).contiguous()
+    return written
