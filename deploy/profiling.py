@@ -43,7 +43,7 @@ class ProfileEffort:
         return _QUICK if quick else _FULL
 
 
-_QUICK = ProfileEffort(Effort(min_visits=3, budget_s=60.0, precision=0.03), max_rows=256, max_batch=16, num_trip_turns=2)
+_QUICK = ProfileEffort(Effort(min_visits=4, budget_s=90.0, precision=0.03), max_rows=256, max_batch=16, num_trip_turns=2)
 _FULL = ProfileEffort(Effort(min_visits=9, budget_s=420.0), max_rows=None, max_batch=64, num_trip_turns=8)
 _COMPANION_BATCH = 16  # their contexts lie in the target's cache, beside those of the passes
 
