@@ -128,8 +128,8 @@ class LayersOptions(Section):
     A folder of `outrider train`: config.json, and model.safetensors with the layers, the final norm and the ids of the
     tokens that the head knows. Embedding and head are the target's own rows, read from the target's folder.
 
-    ``dtype`` int8: on a CPU, products of int8 weights with activations of 16 bits, which read half of the bytes and add about
-    0.7% of noise; elsewhere it is bfloat16. It does not depend on how the folder stores them.
+    ``dtype`` int8: on a CPU, products of int8 weights with activations of 16 bits, which read half of the bytes and add
+    about 0.7% of noise; elsewhere it is bfloat16. It does not depend on how the folder stores them.
     """
 
     kind: Literal["layers"] = "layers"
