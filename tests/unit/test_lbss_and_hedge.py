@@ -1,0 +1,230 @@
+"""What SPIN's algorithm does line by line, and what full information does that a bandit cannot."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.config import HedgePolicy, LbssPolicy
+from router.assignment import (
+    TARGET_ONLY,
+    AssignmentPolicy,
+    Chain,
+    MemberCosts,
+    Observation,
+    PoolMember,
+    Positions,
+    RequestView,
+    Score,
+)
+from router.features import prompt_features
+from router.policies import build_policy
+from router.policies.experience import Experience
+from router.policies.seen import GENERATION_SLOTS
+
+TEN_RIGHT = Positions((10, 9, 8, 7), (9, 8, 7, 6))
+TEN_WRONG = Positions((10,), (0,))
+
+
+def pool_of(*capacities: int) -> list[PoolMember]:
+    return [PoolMember(f"d{i}", capacity, 0.1) for i, capacity in enumerate(capacities)]
+
+
+def views(num: int) -> list[RequestView]:
+    return [RequestView(f"r{i}", 10, 10, ()) for i in range(num)]
+
+
+def seen(request_id: str, drafter: str, tokens_per_round: float, rounds: int = 10) -> Observation:
+    return Observation(request_id, drafter, rounds, 7 * rounds, 0, round(tokens_per_round * rounds), rounds * 0.1)
+
+
+def step(policy: AssignmentPolicy, requests: list[RequestView], pool: list[PoolMember]) -> list[RequestView]:
+    chains = policy.assign(requests, pool)
+    return [replace(request, chain=chains[request.request_id]) for request in requests]
+
+
+def chains_of(requests: list[RequestView]) -> dict[str, Chain]:
+    return {request.request_id: request.chain for request in requests}
+
+
+# ---- lbss
+
+
+def test_stages_follow_each_other_as_in_algorithm_1() -> None:
+    """alpha slots of draws, one for each chunk of beta, then 2^k slots of one choice."""
+    policy = build_policy(LbssPolicy(exploration_slots=6, chunk_slots=2))
+    requests, pool = views(30), pool_of(30, 30, 30)
+    history = []
+    for _ in range(2 * 6 + 2 + 4):
+        requests = step(policy, requests, pool)
+        history.append(chains_of(requests))
+        policy.observe(
+            [seen(r.request_id, r.chain[0], 1.0 + int(r.chain[0][1:]) + int(r.request_id[1:]) % 3) for r in requests]
+        )
+    changes = [slot for slot in range(1, len(history)) if history[slot] != history[slot - 1]]
+    #       chunks of the first epoch, its 2 slots, chunks of the second, its 4 slots
+    assert changes == [2, 4, 6, 8, 10, 12, 14]
+
+
+def test_exploration_draws_uniformly_and_drops_what_is_too_much() -> None:
+    policy = build_policy(LbssPolicy(exploration_slots=400, chunk_slots=1))
+    requests, pool = views(30), pool_of(4, 30, 30)
+    counts: Counter[Chain] = Counter()
+    for _ in range(400):
+        requests = step(policy, requests, pool)
+        counts.update(request.chain for request in requests)
+    total = 400 * 30
+    assert counts["d1",] / total == pytest.approx(1 / 3, abs=0.02)
+    assert counts["d2",] / total == pytest.approx(1 / 3, abs=0.02)
+    assert counts["d0",] / total == pytest.approx(4 / 30, abs=0.01)  # nearly always full
+    assert counts[TARGET_ONLY] / total == pytest.approx(1 / 3 - 4 / 30, abs=0.02)
+
+
+def test_exploitation_is_the_best_matching_of_the_means() -> None:
+    """Two places that both requests want: the sum decides, not who comes first."""
+    policy = build_policy(LbssPolicy(exploration_slots=2, chunk_slots=1))
+    requests, pool = views(2), pool_of(1, 2)
+    for _ in range(2):
+        step(policy, requests, pool)
+        policy.observe([seen("r0", "d0", 3.0), seen("r0", "d1", 2.5), seen("r1", "d0", 2.9), seen("r1", "d1", 1.0)])
+    assert chains_of(step(policy, requests, pool)) == {"r0": ("d1",), "r1": ("d0",)}
+
+
+def test_only_exploration_teaches() -> None:
+    policy = build_policy(LbssPolicy(exploration_slots=2, chunk_slots=1))
+    requests, pool = views(1), pool_of(1, 1)
+    for _ in range(2):
+        requests = step(policy, requests, pool)
+    policy.observe([seen("r0", "d0", 2.0), seen("r0", "d1", 1.0)])
+    requests = step(policy, requests, pool)
+    kept = policy.snapshot()
+    policy.observe([seen("r0", "d1", 9.0, rounds=1000)])
+    assert policy.snapshot() == kept
+    assert chains_of(step(policy, requests, pool)) == {"r0": ("d0",)}
+
+
+def test_who_comes_during_exploitation_takes_the_best_that_is_free() -> None:
+    policy = build_policy(LbssPolicy(exploration_slots=2, chunk_slots=1))
+    requests, pool = views(1), pool_of(1, 1, 1)
+    for _ in range(2):
+        requests = step(policy, requests, pool)
+    policy.observe([seen("r0", "d0", 3.0), seen("r0", "d1", 1.0), seen("r0", "d2", 2.0)])
+    requests = step(policy, requests, pool)
+    assert chains_of(step(policy, [*requests, RequestView("new", 5, 5, ())], pool)) == {"r0": ("d0",), "new": ("d2",)}
+
+
+def test_exploitation_can_be_bounded() -> None:
+    policy = build_policy(LbssPolicy(exploration_slots=1, chunk_slots=1, longest_exploitation=2))
+    requests, pool = views(40), pool_of(40, 40)
+    history = []
+    for _ in range(30):
+        requests = step(policy, requests, pool)
+        history.append(chains_of(requests))
+    assert all(history[slot] != history[slot - 1] for slot in range(3, 30, 3))  # every third explores
+
+
+def test_chunks_fill_an_exploration() -> None:
+    with pytest.raises(ValidationError, match="must be a multiple of chunk_slots"):
+        LbssPolicy(exploration_slots=5, chunk_slots=2)
+
+
+# ---- hedge
+
+
+def taught(config: HedgePolicy, num_slots: int = 10) -> AssignmentPolicy:
+    """With scores alone for d1, which nobody was ever with, and would be right."""
+    policy = build_policy(config)
+    requests, pool = [replace(r, chain=("d0",)) for r in views(8)], pool_of(8, 8)
+    policy.assign(requests, pool)
+    for _ in range(num_slots):
+        policy.observe(
+            [seen(r.request_id, "d0", 1.2) for r in requests],
+            [Score(r.request_id, "d1", TEN_RIGHT) for r in requests],
+        )
+    return policy
+
+
+def test_scores_alone_move_requests_to_a_drafter_that_never_drafted() -> None:
+    policy = taught(HedgePolicy(exploration=0.0))
+    requests = [replace(request, chain=("d0",)) for request in views(8)]
+    assert set(policy.assign(requests, pool_of(8, 8)).values()) == {("d1",)}
+    assert policy.assign([RequestView("new", 5, 5, ())], pool_of(8, 8)) == {"new": ("d1",)}
+
+
+def test_how_long_rounds_take_counts_as_much_as_what_they_bring() -> None:
+    policy = build_policy(HedgePolicy(exploration=0.0, learning_rate=100))
+    slow = Observation("a", "d0", 100, 700, 100, 200, 30.0, Positions((100, 90), (90, 10)))
+    fast = Observation("b", "d1", 100, 700, 80, 180, 10.0, Positions((100, 75), (75, 5)))
+    policy.observe([slow, fast])
+    assert policy.assign([RequestView("r", 5, 5, ())], pool_of(4, 4)) == {"r": ("d1",)}
+
+
+def test_a_prompt_of_a_known_kind_goes_where_its_kind_did_well() -> None:
+    policy = build_policy(HedgePolicy(exploration=0.0, learning_rate=100, num_clusters=2))
+    kinds = {"x": prompt_features([1, 2, 3] * 20), "y": prompt_features(range(4000, 4060))}
+    requests = [RequestView(f"{kind}{i}", 60, 60, (), features) for kind, features in kinds.items() for i in range(4)]
+    policy.assign(requests, pool_of(20, 20))
+    for _ in range(30):
+        scores = [
+            Score(r.request_id, drafter, TEN_RIGHT if (r.request_id[0] == "x") == (drafter == "d0") else TEN_WRONG)
+            for r in requests
+            for drafter in ("d0", "d1")
+        ]
+        policy.observe([], scores)
+    news = [RequestView(f"new-{kind}", 60, 60, (), features) for kind, features in kinds.items()]
+    assert policy.assign(news, pool_of(20, 20)) == {"new-x": ("d0",), "new-y": ("d1",)}
+
+
+def test_scarce_places_go_to_the_greatest_sum() -> None:
+    policy = build_policy(HedgePolicy(exploration=0.0, learning_rate=1000, hysteresis=0.0))
+    requests, pool = views(6), pool_of(6, 2)
+    policy.assign(requests, pool)
+    for _ in range(20):
+        policy.observe([], [Score(r.request_id, "d0", TEN_WRONG) for r in requests])
+        policy.observe([], [Score(f"r{i}", "d1", Positions((10,), (2 * i,))) for i in range(5)])
+    chains = policy.assign(requests, pool)
+    assert [request_id for request_id, chain in chains.items() if chain == ("d1",)] == ["r3", "r4"]
+
+
+def test_hysteresis_and_the_cost_of_a_switch_hold_back_what_does_not_pay() -> None:
+    def moves(config: HedgePolicy, costs: MemberCosts | None, committed_len: int = 1000) -> bool:
+        policy = build_policy(config)
+        pool = [replace(member, costs=costs) for member in pool_of(4, 4)]
+        request = RequestView("r", 10, committed_len, ("d0",))
+        policy.assign([request], pool)
+        for _ in range(50):
+            policy.observe([], [Score("r", "d0", Positions((20,), (10,))), Score("r", "d1", Positions((20,), (14,)))])
+        return policy.assign([request], pool) == {"r": ("d1",)}
+
+    free = HedgePolicy(exploration=0.0, learning_rate=1000, payback_s=1.0)
+    dear = MemberCosts(draft_s=((1, 0.01),), catch_up_s=0.0003, switch_s=0.01)
+    assert moves(free, None)  # 1.70 tokens a round for 1.50
+    assert not moves(free.model_copy(update={"hysteresis": 0.2}), None)
+    assert not moves(free, dear)  # 0.3 s of catching up within the second in which it must pay
+    assert moves(free, dear, committed_len=10)
+    assert moves(free.model_copy(update={"payback_s": 10.0}), dear)
+
+
+def test_without_scores_a_small_share_tries_what_it_has_not_seen() -> None:
+    policy = build_policy(HedgePolicy(exploration=0.1, learning_rate=1000))
+    requests, pool = [replace(r, chain=("d0",)) for r in views(1000)], pool_of(1000, 1000)
+    policy.assign(requests, pool)
+    for _ in range(3):
+        policy.observe([seen(r.request_id, "d0", 3.0) for r in requests])
+    policy.observe([seen("gone", "d1", 1.1, rounds=300)])
+    tries = Counter(policy.assign(requests, pool).values())
+    assert 60 <= tries["d1",] <= 140
+    scored = [Score(r.request_id, "d1", TEN_WRONG) for r in requests]
+    policy.observe([], scored)
+    assert Counter(policy.assign(requests, pool).values())["d1",] == 0  # seen well enough
+
+
+def test_what_is_remembered_of_requests_is_bounded_by_those_that_live() -> None:
+    policy = build_policy(HedgePolicy())
+    experience = policy._own  # type: ignore[attr-defined]
+    assert isinstance(experience, Experience)
+    for slot in range(6 * GENERATION_SLOTS):
+        requests = [RequestView(f"r{slot}-{i}", 5, 5, ()) for i in range(10)]
+        policy.assign(requests, pool_of(5, 5))
+    assert len(experience) <= 2 * GENERATION_SLOTS * 10
