@@ -1,0 +1,204 @@
+"""What a chain of models costs per token, which chains a pool allows, and which of them is the fastest.
+
+A chain [M_1, ..., M_n, target] runs so (`drafters.chain`): M_j's draft is what M_j alone would say; M_{j-1} proposes up to
+w_{j-1} tokens of it, one pass of M_j verifies those and adds a token of its own, and so on until the draft is as long as it
+was asked for. So what lies below M_n changes what a draft costs, and never what it says:
+
+    T_eff = (C_n(w_n) + T_target(B (w_n + 1))) / (1 + sum over k <= w_n of S_k)         seconds per token of a request
+
+    C_1(m) = m T_1                      m steps of the smallest model
+    C_j(m) = sum over its passes of C_{j-1}(min(w_{j-1}, left - 1)) + T_j(rows), left falling by accepted + 1 with each
+
+S_k is the probability that the first k tokens of M_n's draft are the target's. T_j(rows) is a pass of M_j over so many rows.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, pairwise
+
+from router.assignment import TARGET_ONLY, Chain
+
+MAX_LEVELS = 4  # of models in a chain, the target included
+PROPOSAL_LEN = 4  # most tokens that a level asks the one below it for at a time
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds of a packed pass by its rows: linear between points and beyond the last. Rows ascend, seconds do not fall."""
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        if not self.points or any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(self.points)):
+            raise ValueError(f"rows must ascend and seconds must not fall, got {self.points}")
+
+    def at(self, num_rows: float) -> float:
+        points = self.points
+        if num_rows <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        i = next((i for i, (rows, _) in enumerate(points) if rows >= num_rows), len(points) - 1)
+        (low, low_s), (high, high_s) = points[i - 1], points[i]
+        return low_s + (high_s - low_s) * (num_rows - low) / (high - low)
+
+    def scaled(self, factor: float) -> "PassTime":
+        return PassTime(tuple((rows, seconds * factor) for rows, seconds in self.points))
+
+
+@dataclass(frozen=True)
+class Level:
+    """A drafter in a chain.
+
+    ``acceptance[i]``: that token i of its draft is what the level above says there, given that those before it are; the
+    last counts for all that follow. ``window``: tokens that the level above asks it for at a time.
+    """
+
+    drafter: str
+    passes: PassTime
+    window: int
+    acceptance: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or not self.acceptance or not all(0.0 <= a <= 1.0 for a in self.acceptance):
+            raise ValueError(f"{self.drafter}: window {self.window} and acceptance {self.acceptance} are not to be had")
+
+    def at(self, position: int) -> float:
+        return self.acceptance[min(position, len(self.acceptance) - 1)]
+
+    @cached_property
+    def survival(self) -> tuple[float, ...]:
+        """That the first k tokens of its draft are right, for k from 0 to its window."""
+        found = [1.0]
+        for position in range(self.window):
+            found.append(found[-1] * self.at(position))
+        return tuple(found)
+
+    def num_right(self, num_tokens: int) -> list[float]:
+        """The distribution of how many of ``num_tokens`` are accepted, from 0 to all."""
+        survival = self.survival
+        return [survival[k] - (survival[k + 1] if k < num_tokens else 0.0) for k in range(num_tokens + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of one round of a batch. ``num_passes``: expected, of each level; the target's is the last, and 1."""
+
+    round_s: float
+    num_tokens: float  # of a request and round, the bonus token included
+    num_passes: tuple[float, ...]
+
+    @property
+    def per_token_s(self) -> float:
+        return self.round_s / self.num_tokens
+
+
+def predict(levels: Sequence[Level], target: PassTime, batch: int = 1) -> Prediction:
+    """The expected time per token of a chain, smallest model first, for a batch of independent requests.
+
+    Exact where passes take a constant time plus a time per row, and accepted lengths are as the levels say. A batch is
+    drafted until its last request is done: in each pass there are those that are not, and it happens if there is one.
+    Other forms of PassTime are taken at the expected number of rows (Jensen's inequality bounds the error).
+    """
+    num_passes = [0.0] * len(levels)
+    window = levels[-1].window if levels else 0
+    drafting_s = 0.0
+    if levels:
+        drafting_s = _draft_s(levels, [0.0] * window + [1.0], batch, 1.0, num_passes)
+    num_tokens = sum(levels[-1].survival) if levels else 1.0
+    return Prediction(drafting_s + target.at(batch * (window + 1)), num_tokens, (*num_passes, 1.0))
+
+
+def _draft_s(levels: Sequence[Level], lens: list[float], batch: int, weight: float, num_passes: list[float]) -> float:
+    """Seconds that a batch of drafts by the last of ``levels`` takes, each of whose lengths has the distribution ``lens``.
+
+    Adds ``weight`` times the passes to ``num_passes``.
+    """
+    level = levels[-1]
+    i = len(levels) - 1
+    total_s = 0.0
+    if i == 0:
+        for step in range(1, len(lens)):
+            any_left, num_left = _left(sum(lens[step:]), batch)
+            total_s += any_left * level.passes.at(num_left)
+            num_passes[0] += weight * any_left
+        return total_s
+    below = levels[i - 1]
+    left = list(lens)
+    while (alive := sum(left[1:])) > 1e-9:
+        any_left, num_left = _left(alive, batch)
+        asked = [0.0] * (below.window + 1)
+        for missing, share in enumerate(left):
+            asked[min(below.window, max(0, missing - 1))] += share
+        if sum(asked[1:]) > 0.0:
+            total_s += _draft_s(levels[:i], asked, batch, weight, num_passes)
+        rows = num_left * (1.0 + sum(m * share for m, share in enumerate(asked)) / alive)
+        total_s += any_left * level.passes.at(rows)
+        num_passes[i] += weight * any_left
+        left = _after(left, below)
+    return total_s
+
+
+def _left(alive: float, batch: int) -> tuple[float, float]:
+    """That any of a batch is not done, when each is so with probability ``alive``; and how many then are, as expected."""
+    if alive <= 0.0:
+        return 0.0, 0.0
+    any_left = 1.0 - (1.0 - min(1.0, alive)) ** batch
+    return any_left, batch * alive / any_left
+
+
+def _after(left: list[float], below: Level) -> list[float]:
+    """The distribution of what is missing after one pass: what was accepted is there, and one token more."""
+    after = [left[0]] + [0.0] * (len(left) - 1)
+    for missing in range(1, len(left)):
+        if left[missing] > 0.0:
+            for num_right, chance in enumerate(below.num_right(min(below.window, missing - 1))):
+                after[missing - num_right - 1] += left[missing] * chance
+    return after
+
+
+def simplified_per_token_s(levels: Sequence[Level], target: PassTime) -> float:
+    """SpecRouter's equation 7, for comparison with `predict`.
+
+    Numerator: W T_1, and W T_j times the probability that verification reaches level j, for every model above. Denominator:
+    what the target accepts of W tokens, and its own. T_1 is a pass of one row; T_j of a verifier, which the paper has
+    measured per token as it runs, a W-th of a pass over W rows. It differs from what a chain really does in three ways:
+
+    - each level passes on what it accepted of one window, and is charged once; here it asks again until its draft is as
+      long as the next level wants it, which costs several passes, and raises what the target accepts to the verifier's own;
+    - the paper does not say when a level is reached: read here as when a token survived each level before. Here each level
+      is reached in every round;
+    - there is no batch: neither do passes grow with it, nor is its slowest draft waited for.
+    """
+    if not levels:
+        return target.at(1)
+    window = levels[-1].window
+    reached, cycle_s = 1.0, window * levels[0].passes.at(1)
+    for level, verifier in zip(levels, [*(above.passes for above in levels[1:]), target], strict=True):
+        cycle_s += verifier.at(window) * reached
+        reached *= level.at(0)
+    return cycle_s / sum(levels[-1].survival)
+
+
+def candidates(drafters: Sequence[str], verifiers: Iterable[str], max_levels: int = MAX_LEVELS) -> list[Chain]:
+    """Every chain of up to ``max_levels`` models, the target among them: of ``drafters``, cheapest first, in this order.
+
+    All but the first verify what the one before proposes, so they must be among ``verifiers``. Shorter chains come first,
+    and the target alone before all.
+    """
+    can_verify = frozenset(verifiers)
+    return [
+        chain
+        for num_drafters in range(max_levels)
+        for chain in combinations(drafters, num_drafters)
+        if can_verify.issuperset(chain[1:])
+    ]
+
+
+def fastest(predictions: Sequence[tuple[Chain, float]], current: Chain | None = None, hysteresis: float = 0.0) -> Chain:
+    """The chain of the least seconds per token; of equals the first. ``current`` is left only for one that is faster by the
+    share ``hysteresis`` of its time. Without any prediction: the target alone."""
+    best, best_s = min(predictions, key=lambda found: found[1], default=(TARGET_ONLY, 0.0))
+    for chain, per_token_s in predictions:
+        if chain == current and best_s >= per_token_s * (1.0 - hysteresis):
+            return chain
+    return best
