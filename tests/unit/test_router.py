@@ -1,18 +1,47 @@
 """The router's slot: reports of targets in, a table out."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 import pytest
 from pydantic import JsonValue
 
 from actors.router import Router
 from actors.router_memory import SAVE_PERIOD_S, RouterMemory
 from actors.target import SlotReport
-from cluster.config import Config, EpsilonGreedyPolicy, FixedPolicy, ModelConfig, RouterConfig
+from cluster.config import (
+    CollapseConfig,
+    Config,
+    DrafterConfig,
+    EpsilonGreedyPolicy,
+    FixedPolicy,
+    HedgePolicy,
+    ModelConfig,
+    NgramOptions,
+    RouterConfig,
+    SuffixOptions,
+)
 from cluster.state import Document, MemoryStateStore, StateUnavailable
-from cluster.types import RoutingTable
-from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
-from router.policies import build_policy
+from cluster.types import Commit, FinishReason, RoutingTable
+from engine.telemetry import Telemetry
+from profiler.drafter_stats import Judgement
+from router.assignment import (
+    AssignmentPolicy,
+    Chain,
+    MemberCosts,
+    Observation,
+    PoolMember,
+    Positions,
+    RequestView,
+    Score,
+)
+from router.cost_model import TableCost
+from router.drift import CollapseWatch
+from router.policies import build_policy, member_costs
+from router.policies.fixed import Fixed
 
 EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
+OTHER = DrafterConfig(name="suffix", options=SuffixOptions())
 POOL = (PoolMember("a", 8, 0.1), PoolMember("b", 8, 0.2))
 
 
@@ -160,3 +189,114 @@ def test_what_is_no_snapshot_is_refused_and_changes_nothing(stored: JsonValue, c
     memory.recall(policy)
     assert "it starts anew" in caplog.text
     assert policy.snapshot() == learned().snapshot()
+
+
+# ---- what else a report tells
+
+
+def test_scores_of_all_targets_reach_the_policy() -> None:
+    router = Router(build_policy(HedgePolicy(exploration=0.0)), POOL, 4)
+    views = [view(f"r{i}", "a") for i in range(4)]
+    router.slot([report(*views)])
+    scores = tuple(Score(one.request_id, "b", Positions((50,), (49,))) for one in views)
+    wrong = tuple(Observation(one.request_id, "a", 50, 200, 1, 51, 1.0, Positions((50,), (1,))) for one in views)
+    table = router.slot([replace(report(*views, seen=wrong), scores=scores)])
+    assert table is not None
+    assert set(table.chains.values()) == {("b",)}
+
+
+def test_a_drafter_whose_acceptance_collapses_is_left_and_tried_again() -> None:
+    watch = CollapseWatch(CollapseConfig(quarantine_s=2.5, trial_places=1), 0.25)
+    router = Router(build_policy(FixedPolicy()), POOL, 4, watch)
+
+    def slot(number: int, num_right: int) -> dict[str, tuple[str, ...]]:
+        requests = [view(f"r{number}-{i}", "a") for i in range(4)]
+        seen = tuple(
+            Observation(one.request_id, "a", 10, 40, num_right, 10 + num_right, 0.5, Positions((16,), (num_right,)))
+            for one in requests
+        )
+        table = router.slot([report(*requests, seen=seen)])
+        assert table is not None
+        return dict(table.chains)
+
+    for number in range(40):
+        assert set(slot(number, 10).values()) == {("a",)}
+    number = 40
+    while ("a",) in (chains := slot(number, 0)).values():
+        number += 1
+        assert number < 60
+    assert set(chains.values()) == {("b",)}
+    for later in range(100, 109):
+        assert set(slot(later, 0).values()) == {("b",)}
+    assert sorted(slot(200, 10).values()) == [("a",), ("b",), ("b",), ("b",)]  # on trial, which it passes
+    for later in range(300, 303):
+        slot(later, 10)
+    assert set(slot(400, 10).values()) == {("a",)}
+
+
+def test_what_catching_up_costs_reaches_the_policy() -> None:
+    class Recorder(Fixed):
+        pool: Sequence[PoolMember] = ()
+
+        def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
+            self.pool = pool
+            return super().assign(requests, pool)
+
+    policy = Recorder(FixedPolicy())
+    costs = MemberCosts(((1, 0.01),), 1e-4, 0.02)
+    Router(policy, (*POOL, PoolMember("a/1", 8, 0.1)), 4).slot([replace(report(), member_costs={"a": costs})])
+    assert {member.name: member.costs for member in policy.pool} == {"a": costs, "b": None, "a/1": costs}
+
+
+def test_measured_costs_are_a_straight_line_through_what_was_measured() -> None:
+    class Cost(TableCost):
+        def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
+            return 0.001 * draft_len * batch**0.5 if drafter == "ngram" else None
+
+        def catch_up_s(self, drafter: str, num_tokens: int) -> float | None:
+            return 0.02 + 0.0001 * num_tokens if drafter == "ngram" else None
+
+    config = Config(drafters=(DrafterConfig(name="ngram", options=NgramOptions(), max_draft_len=4), OTHER))
+    found = member_costs(config, Cost((1,), (0.02,)))
+    assert set(found) == {"ngram"}
+    assert found["ngram"].draft_s[0] == (1, 0.004)
+    assert found["ngram"].catch_up_s == pytest.approx(0.0001)
+    assert found["ngram"].switch_s == pytest.approx(0.02)
+
+
+# ---- what a round tells of positions
+
+
+def committed(
+    telemetry: Telemetry, num_tokens: int, judgement: Judgement | None, finish: FinishReason | None = None
+) -> None:
+    telemetry.observe(Commit("r", 10, (5,) * num_tokens, drafter="d", finish=finish), "d", 1.0, judgement, draft_len=4)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "judged", "num_right", "finish", "expected"),
+    [
+        (3, 3, 2, None, Positions((1, 1, 1), (1, 1))),  # two right, then one wrong
+        (1, 0, 0, None, Positions((1,), (0,))),  # it had no idea
+        (3, 2, 2, None, Positions((1, 1, 1), (1, 1))),  # right, but no more to say
+        (5, 4, 4, None, Positions((1, 1, 1, 1), (1, 1, 1, 1))),  # the longest draft, all of it right
+        (3, 2, 2, FinishReason.LENGTH, Positions((1, 1), (1, 1))),  # no more was wanted
+    ],
+)
+def test_a_round_tells_which_positions_were_reached_and_right(
+    num_tokens: int, judged: int, num_right: int, finish: FinishReason | None, expected: Positions
+) -> None:
+    telemetry = Telemetry()
+    committed(telemetry, num_tokens, Judgement("d", (0.5,) * judged, num_right), finish)
+    (seen,) = telemetry.take_observations()
+    right = expected.num_right
+    assert seen.positions.num_reached == expected.num_reached
+    assert tuple(n for n in seen.positions.num_right if n) == tuple(n for n in right if n)
+
+
+def test_a_proposal_that_came_too_late_says_nothing_of_positions() -> None:
+    telemetry = Telemetry()
+    committed(telemetry, 1, None)
+    (seen,) = telemetry.take_observations()
+    assert seen.positions == Positions()
+    assert seen.num_rounds == 1
