@@ -64,9 +64,10 @@ class StepPlanner:
         running = [s for s in sequences if s.running]
         decoding = [s for s in running if _remaining(s) == 1]
         held = self._held(decoding, drafters, cost, now_s)
-        ready = [s for s in decoding if s.request_id not in held]
-        prefilling = [s for s in running if _remaining(s) > 1]
-        waiting = [s for s in sequences if not s.running]
+        # Mostly everybody decodes and nobody waits: then there is nothing to sort.
+        ready = [s for s in decoding if s.request_id not in held] if held else decoding
+        prefilling = [s for s in running if _remaining(s) > 1] if len(decoding) < len(running) else []
+        waiting = [s for s in sequences if not s.running] if len(running) < len(sequences) else []
         if held and not ready and not prefilling and not waiting:
             return StepPlan(spans=(), held=held, wake_s=min(held.values()))
         due_s = self._due_s(held, decoding, drafters)
