@@ -1,0 +1,86 @@
+"""What drafters would propose of an answer, position by position, and how far it would be right.
+
+That is all that a simulation needs to know of tokens.
+
+Position p of an answer is that of its token p; a draft at p extends the prompt and p tokens of output.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.assignment import Positions, drafter_of
+
+MAX_DRAFT_LEN = 64
+CONFIDENCE_STEPS = 65_535  # confidences are kept as multiples of its inverse
+
+Drafted = tuple[int, int, tuple[float, ...]]  # tokens, how many of them are right, and their confidences
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Of one drafter with one answer.
+
+    Args:
+        drafted: tokens of the longest draft at each position, a byte each.
+        right: how many of these are the answer's.
+        confidences: (positions, longest draft) in CONFIDENCE_STEPS; or of every draft the same, in ``flat``.
+    """
+
+    drafted: bytes
+    right: bytes
+    confidences: NDArray[np.uint16] | None = None
+    flat: tuple[float, ...] = ()
+
+    def draft(self, position: int, num_tokens: int, is_right: bool = True) -> Drafted:
+        """At most ``num_tokens``. On what is not the answer (``is_right`` False) nothing is right, nor behind its end."""
+        at = min(position, len(self.drafted) - 1)
+        num = min(self.drafted[at], num_tokens)
+        right = min(self.right[at], num) if is_right and at == position else 0
+        if self.confidences is None:
+            return num, right, self.flat[:num]
+        return num, right, tuple((self.confidences[at, :num] / CONFIDENCE_STEPS).tolist())
+
+    def positions(self, bases: NDArray[np.int64], draft_len: int) -> Positions:
+        """Counts over the drafts at ``bases``, as `router.assignment.Positions` defines them."""
+        at = np.minimum(bases, len(self.right) - 1)
+        right = np.minimum(np.frombuffer(self.right, np.uint8)[at], draft_len)
+        num_right = len(right) - np.cumsum(np.bincount(right, minlength=draft_len + 1))[:draft_len]
+        num_reached = np.concatenate([[len(right)], num_right[:-1]])
+        return Positions(tuple(num_reached.tolist()), tuple(num_right.tolist()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """An answer of ``output_len`` tokens, and the agreement of every drafter with it, by the drafter's name.
+
+    ``inner[a, b]``: the agreement of drafter a with what drafter b would say there, for chains in which b verifies.
+    """
+
+    output_len: int
+    by_drafter: Mapping[str, Agreement]
+    inner: Mapping[tuple[str, str], Agreement] = field(default_factory=dict)
+
+    def of(self, member: str) -> Agreement:
+        """Of a replica of a drafter, or of a chain: which drafts what its last model says."""
+        return self.by_drafter[drafter_of(member.rpartition(">")[2])]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimulatedRequest:
+    """``max_tokens``: what was asked for; the answer may end before. ``chain``: fixed, as in `cluster.types.Request`."""
+
+    id: str
+    arrival_s: float
+    prompt_len: int
+    max_tokens: int
+    answer: Answer
+    domain: str = ""
+    features: tuple[float, ...] = ()
+    chain: tuple[str, ...] | None = None
+
+    @property
+    def output_len(self) -> int:
+        return min(self.max_tokens, self.answer.output_len)
