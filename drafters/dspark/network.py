@@ -47,7 +47,9 @@ class DSparkNetwork(nn.Module):
         self.register_buffer("_frequencies", frequencies, persistent=False)
         self.register_buffer("_rows", markov_rows(config), persistent=False)
 
-    def forward(self, features: Tensor, token_ids: Tensor, lens: Sequence[int], anchors: Tensor) -> Tensor:
+    def forward(
+        self, features: Tensor, token_ids: Tensor, lens: Sequence[int], anchors: Tensor, block_len: int | None = None
+    ) -> Tensor:
         """The parallel stage: h of every position of a block at each anchor.
 
         Args:
@@ -56,19 +58,21 @@ class DSparkNetwork(nn.Module):
             token_ids: int64 [rows].
             lens: of the sequences, rows in all.
             anchors: int64 [num_anchors], rows, ascending.
+            block_len: shorter blocks, of fewer masks; None: of gamma positions.
 
         Returns:
-            [num_anchors, gamma, d], after the final norm: what the heads read.
+            [num_anchors, block_len, d], after the final norm: what the heads read.
         """
         context = self.hidden_norm(self.fc(features))
         starts = torch.tensor([0, *lens], device=anchors.device).cumsum(0)
         sequence = torch.searchsorted(starts, anchors, right=True) - 1
         context_positions = torch.arange(len(features), device=anchors.device) - starts[:-1].repeat_interleave(starts.diff())
-        steps = torch.arange(self.config.block_size, device=anchors.device)
+        block_len = block_len or self.config.block_size
+        steps = torch.arange(block_len, device=anchors.device)
         block_positions = (anchors - starts[sequence])[:, None] + steps
         at = _Rotation.at(context_positions, self._frequencies), _Rotation.at(block_positions, self._frequencies)
         parts = _parts(starts.tolist(), anchors.tolist())
-        x = self._block_inputs(features, token_ids, anchors, has_context=anchors > starts[sequence])
+        x = self._block_inputs(features, token_ids, anchors, anchors > starts[sequence], block_len)
         for layer in self.layers:
             x = layer(x, context, at, parts, anchors)
         return self.norm(x)
@@ -99,15 +103,17 @@ class DSparkNetwork(nn.Module):
         assert self.confidence_head is not None
         return self.confidence_head(hidden, self.previous_embeddings(previous) if self.confidence_head.with_markov else None)
 
-    def _block_inputs(self, features: Tensor, token_ids: Tensor, anchors: Tensor, has_context: Tensor) -> Tensor:
-        """[A, gamma, d]"""
-        mask = torch.full((len(anchors), self.config.block_size), self.config.mask_token_id, device=anchors.device)
+    def _block_inputs(
+        self, features: Tensor, token_ids: Tensor, anchors: Tensor, has_context: Tensor, block_len: int
+    ) -> Tensor:
+        """[A, block_len, d]"""
+        mask = torch.full((len(anchors), block_len), self.config.mask_token_id, device=anchors.device)
         mask[:, 0] = token_ids[anchors]
         embedded = self.embed_tokens(mask).to(self.norm.weight.dtype)
         if self.anchor_input is None:
             return embedded
         last = features[(anchors - 1).clamp_min(0)] * has_context[:, None]
-        return embedded + self.anchor_input(last, embedded[:, 0])
+        return embedded + self.anchor_input(last, embedded[:, 0], block_len)
 
 
 class AnchorInput(nn.Module):
@@ -121,10 +127,11 @@ class AnchorInput(nn.Module):
         self.reduce = nn.Linear(num_in, rank, bias=False) if rank is not None else nn.Identity()
         self.maps = nn.Linear(rank or num_in, config.block_size * hidden)
 
-    def forward(self, features: Tensor, anchors: Tensor) -> Tensor:
-        """[A, feature_size] (zeros where nothing stands before the anchor), [A, d] -> [A, gamma, d]"""
-        x = torch.cat([features.to(anchors.dtype), anchors], dim=-1)
-        return self.maps(self.reduce(x)).unflatten(-1, (-1, anchors.shape[-1]))
+    def forward(self, features: Tensor, anchors: Tensor, block_len: int) -> Tensor:
+        """[A, feature_size] (zeros where nothing stands before the anchor), [A, d] -> [A, block_len, d]"""
+        x = self.reduce(torch.cat([features.to(anchors.dtype), anchors], dim=-1))
+        num = block_len * anchors.shape[-1]
+        return F.linear(x, self.maps.weight[:num], self.maps.bias[:num]).unflatten(-1, (block_len, -1))
 
 
 def markov_rows(config: DSparkConfig) -> Tensor:

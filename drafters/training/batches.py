@@ -26,15 +26,28 @@ class Batch:
     normalisers: Tensor  # fp32 [rows]
     anchors: Tensor  # int64 [A]
     ends: Tensor  # int64 [A]
+    block_len: int  # of the block at each anchor
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """``max_rows`` of packed sequences; from each answer every ``1 / anchor_share``-th position or so is an anchor."""
+    """``max_rows`` of packed sequences; from each answer every ``1 / anchor_share``-th position or so is an anchor.
+
+    The blocks of a batch are equally long. Their length is drawn for each batch: a position follows with probability
+    ``persistence``. So what is spent on a position falls like the chance that drafting comes to it.
+    """
 
     max_rows: int
     anchor_share: float
     max_anchors: int  # of a batch: they bound the memory of the logits
+    block_size: int = 1
+    persistence: float = 1.0
+
+    def draw_block_len(self, rng: random.Random) -> int:
+        length = 1
+        while length < self.block_size and rng.random() < self.persistence:
+            length += 1
+        return length
 
 
 def epoch(answers: Sequence[Answer], plan: BatchPlan, seed: int, number: int) -> Iterator[tuple[list[Answer], int]]:
@@ -76,6 +89,7 @@ def assemble(answers: Sequence[Answer], readings: Readings, plan: BatchPlan, see
         normalisers=torch.cat([reading.normalisers for reading in read]),
         anchors=torch.tensor(anchors, device=device),
         ends=torch.tensor(ends, device=device),
+        block_len=plan.draw_block_len(rng),
     )
 
 

@@ -44,14 +44,14 @@ class DSparkStudent(nn.Module):
         return (features.float() - self.mean) / self.std
 
     def forward(self, batch: Batch, progress: float) -> Losses:
-        """Losses of all blocks of a batch; ``acceptance`` is [A, gamma], NaN where a sequence had ended."""
-        block = self.config.block_size
+        """Losses of all blocks of a batch; ``acceptance`` is [A, batch.block_len], NaN where a sequence had ended."""
+        block = batch.block_len
         steps = torch.arange(block, device=batch.anchors.device)
         rows = batch.anchors[:, None] + steps  # of which the target's next token is wanted
         has_truth = rows + 1 < batch.ends[:, None]
         last = len(batch.token_ids) - 1
         known = rows.clamp_max(last)
-        hidden = self.network(self.standardised(batch.features), batch.token_ids, batch.lens, batch.anchors)
+        hidden = self.network(self.standardised(batch.features), batch.token_ids, batch.lens, batch.anchors, block)
         previous = batch.token_ids[known]
         latents = self.network.latents(hidden, previous)
         confidence = self.network.confidence_logits(hidden, previous) if self.config.has_confidence else None
@@ -60,7 +60,7 @@ class DSparkStudent(nn.Module):
             self.network.logits(hidden[has_truth], None if latents is None else latents[has_truth]),
             TargetDistribution.at(batch.features, batch.normalisers, wanted, self.network.lm_head.weight),
             self.places[batch.token_ids[(wanted + 1).clamp_max(last)]],
-            self.weights.expand_as(rows)[has_truth],
+            self.weights[:block].expand_as(rows)[has_truth],
             progress,
             None if confidence is None else confidence[has_truth],
         )
@@ -95,7 +95,9 @@ class DSparkStudent(nn.Module):
         """How large the predictions are, over the states that they predict: the final norm brings all to full size, as if
         nothing were uncertain."""
         has_context = torch.ones_like(batch.anchors, dtype=torch.bool)
-        x = self.network._block_inputs(self.standardised(batch.features), batch.token_ids, batch.anchors, has_context)
+        x = self.network._block_inputs(
+            self.standardised(batch.features), batch.token_ids, batch.anchors, has_context, self.config.block_size
+        )
         return float(x.square().mean(-1).sqrt().mean())
 
     def _regression(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,7 +33,7 @@ from drafters.training.plots import plot_acceptance, plot_losses
 from drafters.training.readings import Kept, Readings, Rows, target_rows
 from drafters.training.recipe import (
     HELD_OUT,
-    MAX_HELD_OUT_ANSWERS,
+    MAX_HELD_OUT,
     MIN_HELD_OUT,
     Times,
     TrainOptions,
@@ -51,7 +51,7 @@ from profiler.calibration import FILE as CALIBRATION_FILE
 from profiler.calibration import Records, fit_temperatures, save_scaling
 
 MAX_TABLE_CONTEXTS = 200_000
-MAX_REGRESSION_ROWS = 200_000
+MAX_REGRESSION_ROWS = 300_000
 MAX_KEPT_BYTES = {"cpu": 24 * 2**30, "cuda": 32 * 2**30}  # of readings: on disk, in the GPU's memory
 # On a CPU an answer is read as fast alone, and then its reading does not depend on others, not even in the last bit.
 MAX_PASS_TOKENS = {"cpu": 1, "cuda": 16384}
@@ -113,11 +113,11 @@ def train(options: TrainOptions, world: World, reporter: Reporter) -> Result | N
     writer.write_answers(tasks, options.num_tokens, options.max_answer_tokens, _adding(tell), _timer(times.answers_s))
     world.barrier()
     answers = [a for a in writer.answers(tasks, options.num_tokens) if len(a.answer_token_ids) > 1]
-    if len({a.key for a in answers}) < 2:
+    num_answered = len({a.key for a in answers})
+    if num_answered < 2:
         raise InvalidField("num_tokens", options.num_tokens, "at least two prompts must be answered, one to evaluate on")
     work.finish("answers", num_answers=len(answers), num_tokens=sum(len(a.answer_token_ids) for a in answers))
-    learned, held_out = hold_out(answers, HELD_OUT, MIN_HELD_OUT)
-    held_out = held_out[:MAX_HELD_OUT_ANSWERS]
+    learned, held_out = hold_out(answers, min(HELD_OUT, MAX_HELD_OUT / num_answered), MIN_HELD_OUT)
     reporter.say(f"{len(learned)} answers to learn from, {len(held_out)} held out")
     run = _Run(options, world, reporter, target, work, learned, held_out)
     return run.table() if options.drafter == "table" else run.network(times.training_s)
@@ -169,7 +169,7 @@ class _Run:
         fresh, latest = self._folder / "untrained", self._folder / "latest"
         if world.is_first and kind_of(fresh) is None:
             student.save(fresh, self._target.folder)
-        plan = batch_plan(options.drafter, world.device)
+        plan = batch_plan(options, world.device)
         training = Distillation(
             student,
             self._learned,
@@ -222,7 +222,7 @@ class _Run:
         student.initialise(self._regression_batches(self._reporter.step("regression", total), total), self._target)
 
     def _regression_batches(self, tell: Callable[[float], None], total: int) -> Iterator[Batch]:
-        plan = regression_plan(batch_plan(self._options.drafter, self._world.device))
+        plan = regression_plan(batch_plan(self._options, self._world.device))
         num_rows = 0
         for answers, seed in epoch(self._learned, plan, self._options.seed, 0):
             batch = assemble(answers, self._readings, plan, seed, self._world.device)

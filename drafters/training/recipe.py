@@ -15,8 +15,9 @@ from engine.models.config import ModelConfig
 
 DrafterKind = Literal["dspark", "layers", "table"]
 KINDS: tuple[DrafterKind, ...] = ("dspark", "layers", "table")
-HELD_OUT, MIN_HELD_OUT = 0.08, 8  # of the prompts, and how many at least, as far as they are a third at most
-MAX_HELD_OUT_ANSWERS = 160
+PERSISTENCE = 0.75  # of a block in training, see BatchPlan: somewhat above what is accepted of each position
+HELD_OUT = 0.08  # of the prompts
+MIN_HELD_OUT, MAX_HELD_OUT = 8, 80  # prompts; the first as far as they are a third at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +94,19 @@ class Times:
         return cls(prompts * total, (0.45 - prompts) * total, 0.5 * total)
 
 
-def batch_plan(kind: DrafterKind, device: torch.device) -> BatchPlan:
-    """A block costs as much as a dozen rows of a drafter of layers. More anchors than these learn the same tokens again."""
-    share = 0.3 if kind == "dspark" else 1.0
-    if device.type == "cuda":
-        return BatchPlan(max_rows=16384, anchor_share=share, max_anchors=2048 if kind == "dspark" else 8192)
-    return BatchPlan(max_rows=1024, anchor_share=share, max_anchors=160 if kind == "dspark" else 512)
+def batch_plan(options: TrainOptions, device: torch.device) -> BatchPlan:
+    """Positions of one answer are much alike, so a batch takes few from each of many. A block costs as much as a dozen rows
+    of a drafter of layers."""
+    on_gpu = device.type == "cuda"
+    if options.drafter == "dspark":
+        max_rows, max_anchors = (16384, 2048) if on_gpu else (4096, 320)
+        return BatchPlan(max_rows, 0.15, max_anchors, options.block_size, PERSISTENCE)
+    return BatchPlan(16384, 1.0, 8192) if on_gpu else BatchPlan(1024, 1.0, 512)
 
 
 def regression_plan(plan: BatchPlan) -> BatchPlan:
-    """Positions cost little there."""
-    return replace(plan, anchor_share=1.0, max_anchors=8 * plan.max_anchors)
+    """Positions cost little there, adding up the moments of a batch more."""
+    return replace(plan, anchor_share=1.0, max_anchors=8 * plan.max_anchors, persistence=1.0)
 
 
 def schedule(options: TrainOptions, device: torch.device, max_seconds: float | None) -> Schedule:
