@@ -169,7 +169,7 @@ class TableDrafter:
         min_confidence: a draft ends before a token that is less probable.
     """
 
-    def __init__(self, table: HabitTable = EMPTY, max_learned: int = 50_000, min_confidence: float = 0.3) -> None:
+    def __init__(self, table: HabitTable = EMPTY, max_learned: int = 50_000, min_confidence: float = 0.1) -> None:
         if max_learned < 0:
             raise InvalidField("max_learned", max_learned, "must not be negative")
         if not 0.0 <= min_confidence <= 1.0:

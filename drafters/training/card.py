@@ -90,8 +90,10 @@ def _training(data: CardData) -> str:
     rows = [f"| {name} | {value} |" for name, value in (asked | data.recipe).items()]
     how = {
         "dspark": f"{_DISTILLED}, and the confidence head on the expected acceptance (DSpark, equations 8 to 12). It "
-        "began as a ridge regression of the target's final hidden states. Weights are a moving average.",
-        "layers": f"{_DISTILLED}. It began with the target's own layers. Weights are a moving average.",
+        "began as a ridge regression of the target's final hidden states. Weights are a moving average, stored as int8 "
+        "with a scale per row.",
+        "layers": f"{_DISTILLED}. It began with the target's own layers. Weights are a moving average, stored as int8 "
+        "with a scale per row.",
         "table": "Counted, with shares shrunk towards those of the shorter context.",
     }[options.drafter]
     plots = "" if options.drafter == "table" else "\n\n![losses](losses.png)\n\n![acceptance](acceptance.png)"

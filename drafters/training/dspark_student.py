@@ -16,8 +16,10 @@ from drafters.training.batches import Batch
 from drafters.training.frozen import FrozenTarget
 from drafters.training.losses import Losses, TargetDistribution, distillation, position_weights
 from drafters.training.readings import Rows
+from drafters.training.recipe import STORED
 from drafters.training.target_layers import read_final_norm, read_layers
 from drafters.training.vocabulary import positions_in
+from engine.models.int8 import quantise
 
 _RIDGE = 0.1  # of the Gram matrix's own diagonal: inputs are of very different sizes
 
@@ -119,7 +121,7 @@ class DSparkStudent(nn.Module):
     def save(self, folder: Path, target_folder: Path) -> None:
         network = copy.deepcopy(self.network)
         _fold(network, self.mean, self.std)
-        save_network(network, folder, json.loads((target_folder / "config.json").read_text()))
+        save_network(network, folder, json.loads((target_folder / "config.json").read_text()), STORED)
 
 
 class _Moments:
@@ -218,18 +220,16 @@ def _copy_layers(network: DSparkNetwork, target: FrozenTarget) -> None:
 
 @torch.no_grad()
 def _fold(network: DSparkNetwork, mean: Tensor, std: Tensor) -> None:
-    """Rewrites a network over standardised features as one over raw ones. Weights are rounded before the means are taken
-    out: some features have means far from zero, which would turn the rounding into an error of the bias."""
+    """Rewrites a network over standardised features as one over raw ones. Weights are rounded as they will be stored before
+    the means are taken out: some features have means far from zero, which would turn the rounding into an error of the
+    bias."""
     size = network.config.feature_size
-    network.fc.weight.copy_(_rounded(network.fc.weight / std))
+    network.fc.weight.copy_(quantise(network.fc.weight / std, uneven=True).dequantised())
     network.fc.bias -= network.fc.weight @ mean
     module = network.anchor_input
     if module is not None:
         first = module.maps if isinstance(module.reduce, nn.Identity) else module.reduce
-        first.weight[:, :size] = _rounded(first.weight[:, :size] / std)
+        first.weight[:, :size] /= std
+        first.weight.copy_(quantise(first.weight, uneven=True).dequantised())
         shift = first.weight[:, :size] @ mean
-        module.maps.bias -= shift if first is module.maps else _rounded(module.maps.weight) @ shift
-
-
-def _rounded(weight: Tensor) -> Tensor:
-    return weight.to(torch.bfloat16).float()
+        module.maps.bias -= shift if first is module.maps else quantise(module.maps.weight).dequantised() @ shift

@@ -11,6 +11,7 @@ from drafters.layers import save_layers
 from drafters.training.batches import Batch
 from drafters.training.losses import Losses, TargetDistribution, distillation
 from drafters.training.readings import Rows
+from drafters.training.recipe import STORED
 from drafters.training.target_layers import read_final_norm, read_layers
 from drafters.training.vocabulary import positions_in
 
@@ -60,5 +61,5 @@ class LayersStudent(nn.Module):
         )
 
     def save(self, folder: Path, target_folder: Path) -> None:
-        tensors = {f"model.{name}": tensor.to(torch.bfloat16) for name, tensor in self.model.state_dict().items()}
-        save_layers(folder, target_folder, tensors, self._vocabulary)
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        save_layers(folder, target_folder, tensors, self._vocabulary, STORED)

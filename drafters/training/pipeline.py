@@ -50,7 +50,7 @@ from engine.models.prepare import ensure_model
 from profiler.calibration import FILE as CALIBRATION_FILE
 from profiler.calibration import Records, fit_temperatures, save_scaling
 
-MAX_TABLE_CONTEXTS = 200_000
+MAX_TABLE_CONTEXTS = 400_000
 MAX_REGRESSION_ROWS = 300_000
 MAX_KEPT_BYTES = {"cpu": 24 * 2**30, "cuda": 32 * 2**30}  # of readings: on disk, in the GPU's memory
 # On a CPU an answer is read as fast alone, and then its reading does not depend on others, not even in the last bit.

@@ -12,9 +12,11 @@ from drafters.dspark.config import DSparkConfig
 from drafters.training.batches import BatchPlan
 from drafters.training.distil import Schedule
 from engine.models.config import ModelConfig
+from engine.models.int8 import WeightsKind
 
 DrafterKind = Literal["dspark", "layers", "table"]
 KINDS: tuple[DrafterKind, ...] = ("dspark", "layers", "table")
+STORED: WeightsKind = "int8"  # matrices of a trained drafter
 PERSISTENCE = 0.75  # of a block in training, see BatchPlan: somewhat above what is accepted of each position
 HELD_OUT = 0.08  # of the prompts
 MIN_HELD_OUT, MAX_HELD_OUT = 8, 80  # prompts; the first as far as they are a third at most

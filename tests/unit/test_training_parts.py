@@ -226,8 +226,8 @@ def test_a_saved_dspark_drafter_computes_on_raw_features_what_was_trained_on_sta
     with torch.no_grad():
         trained = mine.network(mine.standardised(batch.features), batch.token_ids, batch.lens, batch.anchors)
         served = loaded(batch.features, batch.token_ids, batch.lens, batch.anchors)
-    # bfloat16 on disk: three digits
-    assert float((trained - served).norm() / trained.norm()) < 0.02
+    # int8 on disk: a percent for each product
+    assert float((trained - served).norm() / trained.norm()) < 0.04
 
 
 def test_the_regression_predicts_better_than_chance_before_any_step(
@@ -258,7 +258,8 @@ def test_all_layers_of_the_target_are_its_perfect_drafter(
     span = PackedSpan(0, answers[0].token_ids, torch.arange(4, dtype=torch.int32).numpy())
     hidden = model.forward([span], model.new_cache(4, 32))
     (reading,) = readings.of(answers[:1])
-    assert float((hidden - reading.features[:, -32:]).norm() / hidden.norm()) < 0.02
+    # int8 on disk: a percent for each product
+    assert float((hidden - reading.features[:, -32:]).norm() / hidden.norm()) < 0.06
 
 
 def test_layers_are_chosen_from_both_ends() -> None:
