@@ -25,11 +25,23 @@ class DrafterActor(LoopActor[DrafterInfo]):
 
     Lookup drafters import no torch, so that such a process stays small. `start` fails when the drafter cannot be made, or
     when its tokenizer is not the target's.
+
+    Args:
+        proposers: drafters of the pool that may ride ahead of it, made in this process, too.
     """
 
-    def __init__(self, config: DrafterConfig, name: str, target: ModelInfo, addresses: Sequence[str], token: str) -> None:
+    def __init__(
+        self,
+        config: DrafterConfig,
+        name: str,
+        target: ModelInfo,
+        addresses: Sequence[str],
+        token: str,
+        proposers: Sequence[DrafterConfig] = (),
+    ) -> None:
         super().__init__()
         self._config = config
+        self._proposers = tuple(proposers)
         self._name = name
         self._target = target
         self._mailbox = DialledMailbox(Hello(Role.DRAFTER, name, target.vocab_size, target.tokenizer_fingerprint, token))
@@ -39,10 +51,10 @@ class DrafterActor(LoopActor[DrafterInfo]):
         config = self._config
         if config.has_model:
             set_threads(config.resources.threads)
-        from drafters.registry import make_drafter
+        from drafters.registry import make_led
 
         limits = RosterLimits(capacity=config.capacity, max_draft_len=config.max_draft_len)
-        drafter = make_drafter(config, self._target)
+        drafter = make_led(config, self._proposers, self._target)
         loop = DrafterLoop(self._name, drafter, self._mailbox, limits, ahead_len=config.ahead_len)
         return LoopThread(f"drafter {self._name}", loop, self._mailbox.wake, on_end=self._mailbox.close)
 

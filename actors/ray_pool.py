@@ -112,17 +112,23 @@ class RaySpawner:
         d = self._deployment
         replica = next(i for i in range(config.replicas) if member_name(config.name, i) == name)
         options = self._placed(drafter_name(config.name), replica)
-        return self._found_or_made(DrafterActor, drafter_name(name), options, config, name, model, addresses, d.token)
+        args = (config, name, model, addresses, d.token, d.config.proposers_of(config.name))
+        return self._found_or_made(DrafterActor, drafter_name(name), options, *args)
 
     async def router(self) -> Process:
+        from actors.chain_scheduler import ChainScheduler, ModelChainScheduler
         from router.drift import CollapseWatch
         from router.policies import build_policy, build_pool
+        from router.policies.chain import ModelChains
 
         config = self._deployment.config
         watch = CollapseWatch(config.router.collapse, config.router.slot_ms / 1e3)
-        router = Router(build_policy(config.router.policy), build_pool(config), max(1, config.max_draft_len), watch)
+        policy, pool, max_draft_len = build_policy(config.router.policy), build_pool(config), max(1, config.max_draft_len)
+        kind, router = RouterActor, Router(policy, pool, max_draft_len, watch)
+        if isinstance(policy, ModelChains):
+            kind, router = ModelChainScheduler, ChainScheduler(policy, pool, max_draft_len, watch)
         targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])
-        handle = _actor(RouterActor, num_cpus=0, num_gpus=0).remote(config, router, targets, remembers=True)
+        handle = _actor(kind, num_cpus=0, num_gpus=0).remote(config, router, targets, remembers=True)
         return RayProcess(handle)
 
     def _placed(self, group: str, bundle: int) -> dict[str, Any]:

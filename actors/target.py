@@ -9,7 +9,7 @@ from actors.threads import set_threads
 from actors.worker import LoopActor, LoopThread
 from cluster.client import TargetStatus
 from cluster.config import Config
-from cluster.messages import Hello, Role
+from cluster.messages import Hello, LevelReport, Role
 from cluster.types import ModelInfo, RoutingTable
 from router.assignment import MemberCosts, Observation, RequestView, Score
 
@@ -35,6 +35,8 @@ class SlotReport:
     draft_costs: Mapping[str, float] = field(default_factory=dict)  # as of PoolMember, of those that were measured here
     member_costs: Mapping[str, MemberCosts] = field(default_factory=dict)  # of the same
     scores: tuple[Score, ...] = ()  # of drafters in step with requests that others drafted for
+    levels: tuple[LevelReport, ...] = ()  # what models in chains did
+    target_passes: tuple[tuple[int, float], ...] = ()  # (rows, seconds), ascending, as measured here; (): not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +89,14 @@ class TargetActor(LoopActor[TargetInfo]):
         from engine.loading import stored_profile
         from engine.round import TargetLoop
         from profiler.profile import pool_costs
+        from router.chains import pass_times
         from router.planner import StepPlanner
         from router.policies import member_costs
 
         self._engine, self._model, cost, companions = load_with_companions(config, stored_profile(config))
         self._draft_costs = pool_costs(config, cost)
         self._member_costs = member_costs(config, cost)
+        self._target_passes = pass_times(cost)
         self._loop = TargetLoop(
             self._engine,
             self._model,
@@ -134,6 +138,8 @@ class TargetActor(LoopActor[TargetInfo]):
             drafters=tuple(name for name, _ in status.followed),
             draft_costs=self._draft_costs,
             member_costs=self._member_costs,
+            levels=self._loop.take_levels(),
+            target_passes=self._target_passes,
         )
 
     def report(self) -> TargetReport:

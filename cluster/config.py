@@ -220,6 +220,11 @@ def has_model(options: DrafterOptions) -> bool:
     return isinstance(options, ModelOptions | LayersOptions | DSparkOptions | ChainOptions)
 
 
+def can_verify(options: DrafterOptions) -> bool:
+    """Whether such a drafter says in one pass what it would draft behind each token of another's draft."""
+    return isinstance(options, ModelOptions | LayersOptions)
+
+
 def parts_of(options: DrafterOptions) -> Iterator[DrafterOptions]:
     """A drafter and all that it is made of."""
     yield options
@@ -271,7 +276,9 @@ class FixedPolicy(Section):
     """Always the same chain, or without one the first drafter of the list that has room."""
 
     kind: Literal["fixed"] = "fixed"
-    chain: tuple[Name, ...] | None = None  # one drafter, which may be of kind chain; []: the target alone
+    # Drafters, nearest to the target last: each verifies what the one before it proposes, in the process of the last. []:
+    # the target alone.
+    chain: tuple[Name, ...] | None = None
 
 
 class GreedyLengthPolicy(Section):
@@ -324,8 +331,26 @@ class HedgePolicy(Section):
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
 
 
+class ChainPolicy(Section):
+    """SpecRouter: for each request the chain of models with the least expected time per token.
+
+    The drafters of the file stand from small to large. In the process of each that can verify, all before it are made, too.
+    """
+
+    kind: Literal["chain"] = "chain"
+    max_levels: Annotated[int, Field(ge=2, le=4)] = 4  # models of a chain, the target included
+    hysteresis: Fraction = 0.1  # share of the time per token under which a request stays where it is
+    time_weight: Annotated[float, Field(gt=0, le=1)] = 0.1  # of the newest measured pass times (SpecRouter's alpha)
+    calm_slots: Count = 40  # without an error or want of memory, after which a chain may be a level longer again
+    request_rounds: Annotated[float, Field(gt=0, le=1000)] = 8.0  # of a request's own before they outweigh its cluster's
+    cluster_rounds: Annotated[float, Field(gt=0, le=100_000)] = 50.0  # of a cluster's before they outweigh the drafter's
+    memory_rounds: Annotated[float, Field(ge=1, le=1_000_000)] = 1000.0  # rounds after which an observation has faded to 1/e
+    num_clusters: Annotated[int, Field(ge=1, le=64)] = 16  # of like prompts
+
+
 PolicyConfig = Annotated[
-    FixedPolicy | GreedyLengthPolicy | EpsilonGreedyPolicy | LbssPolicy | HedgePolicy, Field(discriminator="kind")
+    FixedPolicy | GreedyLengthPolicy | EpsilonGreedyPolicy | LbssPolicy | HedgePolicy | ChainPolicy,
+    Field(discriminator="kind"),
 ]
 
 
@@ -476,6 +501,37 @@ class Config(Section):
         """Longest proposal that any drafter may send, 0 without drafters."""
         return max((drafter.max_draft_len for drafter in self.drafters), default=0)
 
+    def proposers_of(self, name: str) -> tuple[DrafterConfig, ...]:
+        """Who may ride ahead of a drafter in its own process, smallest first: those before it in a fixed chain, or in the
+        file where the policy makes chains."""
+        by_name = {drafter.name: drafter for drafter in self.drafters}
+        policy = self.router.policy
+        if not can_verify(by_name[name].options):
+            return ()
+        if isinstance(policy, FixedPolicy):
+            return tuple(by_name[one] for one in policy.chain[:-1]) if policy.chain and policy.chain[-1] == name else ()
+        if not isinstance(policy, ChainPolicy) or policy.max_levels < 3:
+            return ()
+        before = self.drafters[: self.drafters.index(by_name[name])]
+        return tuple(drafter for drafter in before if not drafter.is_companion)
+
+    def _check_chain(self, chain: tuple[str, ...]) -> None:
+        """Of a fixed policy."""
+        by_name = {drafter.name: drafter for drafter in self.drafters}
+        if len(chain) > 3 or len(set(chain)) < len(chain):
+            raise ValueError(f"router.policy.chain: must name at most three drafters, each once, got {list(chain)}")
+        for name in chain[1:]:
+            if not can_verify(by_name[name].options):
+                raise ValueError(
+                    f"router.policy.chain: {name} must be of kind model or layers to verify what another proposes, got "
+                    f"{by_name[name].options.kind}"
+                )
+        for name in chain[:-1]:
+            if by_name[name].is_companion:
+                raise ValueError(
+                    f"router.policy.chain: {name} reads the target's hidden states, so that it cannot run beside {chain[-1]}"
+                )
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         names = [drafter.name for drafter in self.drafters]
@@ -489,11 +545,7 @@ class Config(Section):
                 raise ValueError(
                     f"router.policy.chain: must name drafters ({', '.join(names) or 'there are none'}), got {unknown[0]!r}"
                 )
-            if len(policy.chain) > 1:
-                raise ValueError(
-                    f"router.policy.chain: must name one drafter or none, got {list(policy.chain)}: for a chain configure a "
-                    "drafter of kind chain and name that"
-                )
+            self._check_chain(policy.chain)
         return self
 
 

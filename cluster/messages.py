@@ -38,6 +38,7 @@ class Open:
     token_ids: tuple[int, ...]  # prompt, then what is committed of the output
     prompt_len: int
     sampling: SamplingParams
+    proposers: tuple[str, ...] = ()  # that ride ahead of the drafter for this request, smallest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,28 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class Verified:
+    """What a level of a chain made of the drafts of the one below it. Of draft position i, all before it having been right:
+    ``num_reached[i]`` times it was reached, ``num_right[i]`` times it was right."""
+
+    proposer: str
+    num_reached: tuple[int, ...]
+    num_right: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LevelReport:
+    """What a model that can stand in chains did since its last report, whether it was led or not."""
+
+    drafter: str
+    num_passes: int
+    num_rows: int  # of those passes
+    busy_s: float  # 0 where nobody took the time
+    num_lost: int  # requests whose cache was given up for want of blocks
+    verified: tuple[Verified, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ProposalRound:
     """Drafter to target, once a round."""
 
@@ -87,6 +110,7 @@ class ProposalRound:
     proposals: tuple[Proposal, ...] = ()
     scores: tuple[Score, ...] = ()
     resyncs: tuple[str, ...] = ()
+    levels: tuple[LevelReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

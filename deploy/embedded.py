@@ -108,7 +108,7 @@ class EmbeddedCluster:
             OutriderError: a model is missing, or does not fit; says which.
         """
         from drafters.companions import Host, feature_layers
-        from drafters.registry import make_drafter
+        from drafters.registry import make_drafter, make_led
         from engine.loading import load_target
         from engine.models.prepare import ensure_model
 
@@ -118,7 +118,9 @@ class EmbeddedCluster:
         host = Host(engine, ensure_model(config.model.name))
         pool = {
             drafter.name: PoolEntry(
-                make_drafter(drafter, model, host if drafter.is_companion else None),
+                make_drafter(drafter, model, host)
+                if drafter.is_companion
+                else make_led(drafter, config.proposers_of(drafter.name), model),
                 drafter.max_draft_len,
                 drafter.ahead_len,
                 drafter.capacity,

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cluster.messages import LevelReport
 from cluster.types import SamplingParams
-from drafters.protocol import Demand, Draft, Drafter
+from drafters.protocol import Chaining, Demand, Draft, Drafter
 from profiler.calibration import TemperatureScaling
 
 
@@ -38,3 +39,17 @@ class CalibratedDrafter:
 
     def check_integrity(self) -> None:
         self._drafter.check_integrity()
+
+
+class CalibratedChaining(CalibratedDrafter):
+    """The same of a drafter that others ride ahead of."""
+
+    def __init__(self, drafter: Chaining, scaling: TemperatureScaling) -> None:
+        super().__init__(drafter, scaling)
+        self._chaining = drafter
+
+    def lead(self, request_id: str, proposers: Sequence[str]) -> bool:
+        return self._chaining.lead(request_id, proposers)
+
+    def take_levels(self, name: str) -> list[LevelReport]:
+        return self._chaining.take_levels(name)

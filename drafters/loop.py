@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import LinkClosed, LinkFull
-from cluster.messages import ProposalRound
+from cluster.messages import LevelReport, ProposalRound
 from cluster.transport.base import Mailbox
 from cluster.types import Proposal
 from drafters.following import Followed
-from drafters.protocol import Demand, Drafter
+from drafters.protocol import Chaining, Demand, Drafter
 from drafters.roster import Peer, Roster, RosterLimits
+from router.assignment import drafter_of
 
 logger = logging.getLogger(__name__)
 
+REPORT_PERIOD_S = 0.1  # of what models in chains did: the router looks once a slot
 MAX_WAIT_S = 0.25  # run() looks at its stop event at least this often
 
 
@@ -63,6 +65,7 @@ class DrafterLoop:
         self._ahead_chunk = max(1, ahead_len // 4)  # per batch: mail waits for it, and a chain verifies it in one pass
         self._num_batches = self._num_drafted = self._num_proposals = self._num_tokens = self._num_resyncs = 0
         self._num_timed = 0
+        self._next_report_s = 0.0
         self._timed_s = 0.0
 
     def step(self, now_s: float) -> bool:
@@ -77,12 +80,12 @@ class DrafterLoop:
         unanswered = self._unanswered()
         ready = [followed for followed in unanswered if self._is_ready(followed)]
         if ready or resyncs or self._roster.owes_refusals:
-            self._answer(ready, resyncs)
+            self._answer(ready, resyncs, now_s)
             return True
         if unanswered:
             self._draft((followed, followed.wanted - len(followed.ahead)) for followed in unanswered)
             self._hear(now_s)  # what was committed meanwhile makes some of it stale: only the rest is worth sending
-            self._answer([f for f in self._unanswered() if f.ahead or f.exhausted or not f.wanted], {})
+            self._answer([f for f in self._unanswered() if f.ahead or f.exhausted or not f.wanted], {}, now_s)
             return True
         return self._draft(self._further()) or heard
 
@@ -161,7 +164,7 @@ class DrafterLoop:
         self._num_drafted += len(batch)
         return True
 
-    def _answer(self, answered: Sequence[Followed], resyncs: Mapping[int, Sequence[str]]) -> None:
+    def _answer(self, answered: Sequence[Followed], resyncs: Mapping[int, Sequence[str]], now_s: float) -> None:
         """One message to each peer that is owed one."""
         keys = {followed.key for followed in answered}
         for number, peer in list(self._roster.peers.items()):
@@ -172,7 +175,16 @@ class DrafterLoop:
                 self._num_proposals += len(proposals)
                 self._num_tokens += sum(len(proposal.token_ids) for proposal in proposals)
                 self._num_resyncs += len(asked)
-                self._send(peer, ProposalRound(peer.table_version, proposals=proposals, resyncs=asked))
+                self._send(
+                    peer, ProposalRound(peer.table_version, proposals, resyncs=asked, levels=self._take_levels(now_s))
+                )
+
+    def _take_levels(self, now_s: float) -> tuple[LevelReport, ...]:
+        """What the models of this drafter's chains did, once in a while and to one of the targets: the router asks all."""
+        if not isinstance(self._drafter, Chaining) or now_s < self._next_report_s:
+            return ()
+        self._next_report_s = now_s + REPORT_PERIOD_S
+        return tuple(self._drafter.take_levels(drafter_of(self.name)))
 
     def _proposal(self, followed: Followed) -> Proposal:
         followed.answered = True

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from cluster.messages import LevelReport
 from cluster.types import SamplingParams
 
 
@@ -47,3 +48,17 @@ class Drafter(Protocol):
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the drafter's state disagrees with itself."""
+
+
+@runtime_checkable
+class Chaining(Drafter, Protocol):
+    """A drafter that others can ride ahead of, for each request: what it drafts stays the same, and takes less time."""
+
+    def lead(self, request_id: str, proposers: Sequence[str]) -> bool:
+        """``proposers`` ride ahead of it for a request that it follows, smallest first, from the next draft on; () ends it.
+
+        Returns whether they do: where it has no such proposers it drafts alone.
+        """
+
+    def take_levels(self, name: str) -> list[LevelReport]:
+        """What it did since it was last asked, and so did the models below. ``name``: its own."""

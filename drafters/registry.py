@@ -1,7 +1,7 @@
 """From a drafter's configuration to the drafter. What a kind needs is imported when one is made: lookups need no torch."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,12 @@ from cluster.config import (
     NgramOptions,
     SuffixOptions,
     TableOptions,
+    can_verify,
     has_model,
 )
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.types import ModelInfo
-from drafters.protocol import Drafter
+from drafters.protocol import Chaining, Drafter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +73,35 @@ def make_drafter(
         InvalidField: an option out of range; or its KV cache holds nothing.
     """
     return make(config.options, Site(target, "cpu" if config.device == "auto" else config.device, host, clock))
+
+
+def make_led(
+    config: DrafterConfig,
+    proposers: Sequence[DrafterConfig],
+    target: ModelInfo,
+    clock: Callable[[], float] | None = time.monotonic,
+) -> Drafter:
+    """As ``make_drafter``, of a drafter of the pool that ``proposers`` may ride ahead of, smallest first, and each of those
+    before it ahead of it. They are made beside it, on its device. Without any it is as ``make_drafter`` makes it."""
+    if not proposers:
+        return make_drafter(config, target, clock=clock)
+    site = Site(target, "cpu" if config.device == "auto" else config.device, None, clock)
+    below: dict[str, Drafter] = {}
+    for proposer in proposers:
+        below[proposer.name] = _make_level(proposer.options, below, site)
+    return _make_level(config.options, below, site)
+
+
+def _make_level(options: DrafterOptions, below: Mapping[str, Drafter], site: Site) -> Drafter:
+    """One that can verify is led by what is below it; another proposes alone."""
+    if not can_verify(options):
+        return make(options, site)
+    from drafters.led import LedModel
+
+    assert isinstance(options, ModelOptions | LayersOptions)
+    min_survival = options.min_survival if isinstance(options, LayersOptions) else 0.0
+    led = LedModel(_small_model(options, site), below, min_survival=min_survival, clock=site.clock)
+    return _calibrated(led, options) if isinstance(options, LayersOptions) else led
 
 
 def make(options: DrafterOptions, site: Site) -> Drafter:
@@ -207,12 +237,15 @@ def _load(options: ModelOptions | LayersOptions, site: Site) -> "tuple[CausalMod
 
 def _calibrated(drafter: Drafter, options: LayersOptions) -> Drafter:
     """With calibrated confidences, where the drafter's folder says how."""
-    from drafters.calibrated import CalibratedDrafter
+    from drafters.calibrated import CalibratedChaining, CalibratedDrafter
     from drafters.shipped import find_drafter
     from profiler.calibration import FILE, load_scaling
 
     path = find_drafter(options.path) / FILE
-    return CalibratedDrafter(drafter, load_scaling(path)) if path.is_file() else drafter
+    if not path.is_file():
+        return drafter
+    scaling = load_scaling(path)
+    return CalibratedChaining(drafter, scaling) if isinstance(drafter, Chaining) else CalibratedDrafter(drafter, scaling)
 
 
 _FACTORIES: Mapping[str, Callable[[Any, Site], Drafter]] = {

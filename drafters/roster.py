@@ -8,7 +8,7 @@ from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN
 from cluster.messages import Budget, DraftRound, Extend, Open
 from cluster.transport.base import Event, Link, LinkDown, LinkUp
 from drafters.following import Followed, Resyncs, Verdict, key_of, reconcile
-from drafters.protocol import Drafter
+from drafters.protocol import Chaining, Drafter
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Roster:
         self._drafter = drafter
         self._limits = limits
         self._num_links_seen = 0
-        self._refusal_logged = False
+        self._refusal_logged = self._refused_chain_logged = False
         self._next_expiry_s: float | None = None
 
     @property
@@ -163,6 +163,7 @@ class Roster:
             verdict, new = reconcile(followed.token_ids, 0, opening.token_ids)
             if verdict is not Verdict.CONFLICT:
                 self._commit(peer, followed, new, now_s)
+                self._lead(followed.key, opening)
                 return
             self._forget(peer, request_id)  # its id is used anew
         if self.num_followed >= self._limits.capacity:
@@ -179,8 +180,16 @@ class Roster:
             heard_s=now_s,
         )
         self._drafter.open(followed.key, opening.token_ids, opening.prompt_len, opening.sampling)
+        self._lead(followed.key, opening)
         peer.followed[request_id] = followed
         peer.resyncs.learned(request_id, followed.committed_len)
+
+    def _lead(self, key: str, opening: Open) -> None:
+        """Sees to the rest of the request's chain. Where that is not to be had, it is drafted for alone."""
+        led = isinstance(self._drafter, Chaining) and self._drafter.lead(key, opening.proposers)
+        if opening.proposers and not led and not self._refused_chain_logged:
+            self._refused_chain_logged = True
+            logger.warning("drafter %s: %s cannot ride ahead of it here", self._name, ", ".join(opening.proposers))
 
     def _extend(self, peer: Peer, extension: Extend, now_s: float) -> None:
         request_id = extension.request_id

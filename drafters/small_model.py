@@ -80,6 +80,7 @@ class SmallModel:
         self._followed: OrderedDict[str, _Followed] = OrderedDict()  # least recently asked about first
         self.num_passes = 0
         self.num_rows = 0
+        self.num_lost = 0  # caches given up
 
     @property
     def max_len(self) -> int:
@@ -98,6 +99,11 @@ class SmallModel:
         followed.token_ids.extend(token_ids)
         followed.state.extend(token_ids)
         followed.is_readable &= len(self.readable(token_ids)) == len(token_ids)
+
+    def opening(self, request_id: str) -> tuple[tuple[int, ...], int, SamplingParams]:
+        """As `open` would be told of the request now: its committed tokens, the length of its prompt, and how it samples."""
+        followed = self._followed[request_id]
+        return tuple(followed.token_ids), followed.state.prompt_len, followed.state.sampling
 
     def release(self, request_id: str) -> None:
         if self._followed.pop(request_id, None) is not None and request_id in self._ledger:
@@ -228,6 +234,7 @@ class SmallModel:
             if request_id in self._ledger and request_id not in inside:
                 self._ledger.release(request_id)
                 followed.checkpoint = None
+                self.num_lost += 1
 
     def _align(self, question: Question) -> int:
         """Cut the cache back to what agrees with the tokens before the question, without the last of them: its row answers.

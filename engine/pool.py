@@ -9,14 +9,10 @@ from cluster.types import Commit, RoutingTable
 from engine.ports import DrafterPort
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
+from router.assignment import Chain
 from router.plan import DrafterView
 
 logger = logging.getLogger(__name__)
-
-
-def member_of(chain: tuple[str, ...]) -> str | None:
-    """The pool member that serves a chain; a chain of several goes by their names joined. None: the target alone."""
-    return ">".join(chain) if chain else None
 
 
 class Pool:
@@ -97,6 +93,7 @@ class Pool:
         drafts = [sequence.proposal.confidences for sequence in taken if sequence.proposal is not None]
         for sequence, survival in zip(taken, stats.foresee(drafts), strict=True):
             sequence.survival = survival
+        self._telemetry.note_levels(message.levels)
         for request_id in message.resyncs:
             stats.num_resyncs += 1
             sequence = self._sequences.get(request_id)
@@ -118,8 +115,8 @@ class Pool:
         for sequence in self._sequences:
             if sequence.request.chain is None:
                 chain = table.chains.get(sequence.request.id)
-                if chain is not None and member_of(chain) != sequence.drafter:
-                    self._switch(sequence, member_of(chain))
+                if chain is not None and chain != sequence.chain:
+                    self._switch(sequence, chain)
 
     def seat(self, sequence: LiveSequence) -> None:
         """A drafter for a new request: its own choice, the table's, or the next of the table's defaults."""
@@ -128,7 +125,7 @@ class Pool:
             defaults = self.table.defaults
             chain = self.table.chains.get(sequence.request.id, defaults[self._num_routed % len(defaults)])
             self._num_routed += 1
-        self._switch(sequence, member_of(chain))
+        self._switch(sequence, chain)
 
     def tell(self, sequence: LiveSequence, commit: Commit, now_s: float) -> None:
         """What was committed, to whoever follows it. A request that wants one more token wants no drafts for it."""
@@ -155,11 +152,18 @@ class Pool:
             except LinkClosed as gone:
                 self.link_down(port.link, str(gone))
 
-    def _switch(self, sequence: LiveSequence, drafter: str | None) -> None:
-        self.release(sequence)
-        sequence.drafter = drafter
-        sequence.proposal = None
-        sequence.awaiting_since_s = None
+    def _switch(self, sequence: LiveSequence, chain: Chain) -> None:
+        """Hands a request to the last drafter of a chain, in whose process the others ride ahead of it.
+
+        Where that drafter stays, so does its proposal: the same would come from it behind any others.
+        """
+        drafter = chain[-1] if chain else None
+        if drafter != sequence.drafter:
+            self.release(sequence)
+            sequence.drafter = drafter
+            sequence.proposal = None
+            sequence.awaiting_since_s = None
+        sequence.chain = chain
         port = self._port_of(sequence)
         if port is not None:
             port.open(sequence, self.table.max_draft_len)

@@ -1,13 +1,14 @@
 """The target's ends of its links: what there is to say to each drafter and gateway, gathered into one message a round."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.errors import LinkClosed, LinkFull, WireError
 from cluster.messages import Budget, CommitRound, DraftRound, Extend, Open
 from cluster.transport.base import Link
 from cluster.types import Commit
 from engine.sequences import LiveSequence
+from router.assignment import drafter_of
 
 # What the other end has not taken yet; beyond this it is not reading, and its link is closed.
 MAX_PENDING_COMMITS = 16384
@@ -34,7 +35,10 @@ class DrafterPort:
         self.followed.add(request.id)
         self._releases.discard(request.id)
         self._extends.pop(request.id, None)
-        self._opens[request.id] = Open(request.id, tuple(sequence.token_ids), sequence.prompt_len, request.sampling)
+        proposers = tuple(map(drafter_of, sequence.chain[:-1]))  # in the process of the last: no replica of its own
+        self._opens[request.id] = Open(
+            request.id, tuple(sequence.token_ids), sequence.prompt_len, request.sampling, proposers
+        )
         self._budgets[request.id] = Budget(request.id, max_draft_len)
 
     def budget(self, max_draft_len: int) -> None:
@@ -45,7 +49,7 @@ class DrafterPort:
         opening = self._opens.get(request_id)
         pending = self._extends.get(request_id)
         if opening is not None:
-            self._opens[request_id] = Open(request_id, opening.token_ids + token_ids, opening.prompt_len, opening.sampling)
+            self._opens[request_id] = replace(opening, token_ids=opening.token_ids + token_ids)
         elif pending is not None:
             self._extends[request_id] = Extend(request_id, pending.base_len, pending.token_ids + token_ids)
         else:

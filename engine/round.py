@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.errors import OutOfBlocks
-from cluster.messages import ProposalRound, Role, SubmitRound
+from cluster.messages import LevelReport, ProposalRound, Role, SubmitRound
 from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
 from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
 from engine.admission import refusal
@@ -62,8 +62,8 @@ class Companion(Protocol):
 class TargetLoop:
     """Owns a target, its sequences, and its ends of the links to drafters and gateways.
 
-    ``step`` is to be called by one thread (``run`` does); ``publish_table``, ``drain``, ``status``, ``requests`` and
-    ``take_observations`` by any. Time comes in as data, so that a simulation can step it.
+    ``step`` is to be called by one thread (``run`` does); ``publish_table``, ``drain``, ``status``, ``requests``,
+    ``take_observations`` and ``take_levels`` by any. Time comes in as data, so that a simulation can step it.
 
     Args:
         companions: drafters linked to ``mailbox`` as any others, stepped at the end of each round on this thread, when what
@@ -123,7 +123,7 @@ class TargetLoop:
                 s.request.id,
                 s.prompt_len,
                 len(s.token_ids),
-                (s.drafter,) if s.drafter is not None else (),
+                s.chain,
                 s.features,
             )
             for s in self._sequences.snapshot()
@@ -132,6 +132,9 @@ class TargetLoop:
 
     def take_observations(self) -> tuple[Observation, ...]:
         return self.telemetry.take_observations()
+
+    def take_levels(self) -> tuple[LevelReport, ...]:
+        return self.telemetry.take_levels()
 
     # ---- the loop's own thread
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from cluster.types import Commit, FinishReason, ModelInfo, Proposal, Request
 from engine.target import SpanInput, SpanOutcome
 from profiler.drafter_stats import Judgement
+from router.assignment import Chain
 from router.features import prompt_features
 from router.plan import SequenceView, Span
 
@@ -22,7 +23,8 @@ class LiveSequence:
     features: tuple[float, ...] = ()  # of the prompt, for the router
     computed_len: int = 0
     running: bool = False
-    drafter: str | None = None  # the pool member that follows it
+    chain: Chain = ()  # of pool members, nearest to the target last
+    drafter: str | None = None  # the last of them, which follows it
     awaiting_since_s: float | None = None
     held: bool = False  # for its proposal, by the last plan
     told_s: dict[int, float] = field(default_factory=dict)  # committed length -> when the drafter was told of it

@@ -1,14 +1,17 @@
 """What the round measures of itself and of its drafters, as it goes."""
 
 import threading
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cluster.messages import LevelReport
 from cluster.types import Commit
 from profiler.drafter_stats import DrafterStats, Judgement, running_mean
 from router.assignment import Observation
 
 MAX_OBSERVATIONS = 65536
+MAX_LEVELS = 1024  # reports, of which each is a sum over a while
 
 
 @dataclass(slots=True)
@@ -26,7 +29,8 @@ class Telemetry:
     _window_tokens: int = 0
     _committed_s: dict[str, float] = field(default_factory=dict)  # when a live request last committed
     _observations: dict[tuple[str, str], Observation] = field(default_factory=dict)
-    _taking: threading.Lock = field(default_factory=threading.Lock)  # guards _observations
+    _levels: deque[LevelReport] = field(default_factory=lambda: deque(maxlen=MAX_LEVELS))
+    _taking: threading.Lock = field(default_factory=threading.Lock)  # guards _observations and _levels
 
     def drafter(self, name: str) -> DrafterStats:
         return self.drafters.setdefault(name, DrafterStats())
@@ -56,6 +60,17 @@ class Telemetry:
         self.tokens_per_s = 0.0
         self._window_start_s = None
 
+    def note_levels(self, reports: Iterable[LevelReport]) -> None:
+        """Within the chains of a drafter."""
+        with self._taking:
+            self._levels.extend(reports)
+
+    def take_levels(self) -> tuple[LevelReport, ...]:
+        with self._taking:
+            taken = tuple(self._levels)
+            self._levels.clear()
+        return taken
+
     def take_observations(self) -> tuple[Observation, ...]:
         with self._taking:
             taken, self._observations = self._observations, {}
@@ -75,9 +90,7 @@ class Telemetry:
         with self._taking:
             self._add(commit, drafter, elapsed_s, judgement, draft_len)
 
-    def _add(
-        self, commit: Commit, drafter: str, elapsed_s: float, judgement: Judgement | None, draft_len: int
-    ) -> None:
+    def _add(self, commit: Commit, drafter: str, elapsed_s: float, judgement: Judgement | None, draft_len: int) -> None:
         key = (commit.request_id, drafter)
         known = self._observations.get(key)
         if known is None:

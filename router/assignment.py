@@ -44,6 +44,8 @@ class PoolMember:
     quarantined: bool = False  # what it drafts has become worthless
     max_draft_len: int = 8  # tokens of its longest proposal
     costs: MemberCosts | None = None  # None: not measured
+    verifies: bool = False  # others can ride ahead of it, in its process
+    leads: bool = True  # it can ride ahead of others
 
     @property
     def is_open(self) -> bool:

@@ -18,8 +18,10 @@ from functools import cached_property
 from itertools import combinations, pairwise
 
 from router.assignment import TARGET_ONLY, Chain
+from router.cost_model import CostModel
 
 MAX_LEVELS = 4  # of models in a chain, the target included
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of the passes that a target's times are told for
 PROPOSAL_LEN = 4  # most tokens that a level asks the one below it for at a time
 
 
@@ -43,6 +45,15 @@ class PassTime:
 
     def scaled(self, factor: float) -> "PassTime":
         return PassTime(tuple((rows, seconds * factor) for rows, seconds in self.points))
+
+
+def pass_times(cost: CostModel) -> tuple[tuple[int, float], ...]:
+    """Of a target, as of PassTime: without context, which weighs alike on all chains."""
+    points: list[tuple[int, float]] = []
+    for rows in _ROWS:
+        seconds = cost.step_s(rows, 0)
+        points.append((rows, max(seconds, points[-1][1]) if points else seconds))
+    return tuple(points)
 
 
 @dataclass(frozen=True)

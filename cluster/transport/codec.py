@@ -17,12 +17,14 @@ from cluster.messages import (
     DraftRound,
     Extend,
     Hello,
+    LevelReport,
     Message,
     Open,
     ProposalRound,
     Role,
     Score,
     SubmitRound,
+    Verified,
 )
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.frames import Frame, Ping, Refusal, Welcome
@@ -198,6 +200,7 @@ def _encode_draft_round(message: DraftRound, out: wire.Frame) -> None:
     to.table_version = message.table_version
     for opened in message.opens:
         request = to.opens.add(request_id=opened.request_id, prompt_len=opened.prompt_len, token_ids=opened.token_ids)
+        request.proposers.extend(opened.proposers)
         _encode_sampling(opened.sampling, request.sampling)
     add = to.extends.add
     for extend in message.extends:
@@ -212,7 +215,13 @@ def _decode_draft_round(message: wire.DraftRound) -> DraftRound:
         table_version=message.table_version,
         opens=tuple(
             [
-                Open(opened.request_id, tuple(opened.token_ids), opened.prompt_len, _decode_sampling(opened.sampling))
+                Open(
+                    opened.request_id,
+                    tuple(opened.token_ids),
+                    opened.prompt_len,
+                    _decode_sampling(opened.sampling),
+                    tuple(opened.proposers),
+                )
                 for opened in message.opens
             ]
         ),
@@ -243,6 +252,16 @@ def _encode_proposal_round(message: ProposalRound, out: wire.Frame) -> None:
             num_scored=score.num_scored,
         )
     to.resyncs.extend(message.resyncs)
+    for level in message.levels:
+        report = to.levels.add(
+            drafter=level.drafter,
+            num_passes=level.num_passes,
+            num_rows=level.num_rows,
+            busy_s=level.busy_s,
+            num_lost=level.num_lost,
+        )
+        for verified in level.verified:
+            report.verified.add(proposer=verified.proposer, num_reached=verified.num_reached, num_right=verified.num_right)
 
 
 def _decode_proposal_round(message: wire.ProposalRound) -> ProposalRound:
@@ -264,6 +283,23 @@ def _decode_proposal_round(message: wire.ProposalRound) -> ProposalRound:
             [Score(score.request_id, score.base_len, score.num_matched, score.num_scored) for score in message.scores]
         ),
         resyncs=tuple(message.resyncs),
+        levels=tuple([_decode_level(level) for level in message.levels]),
+    )
+
+
+def _decode_level(level: wire.LevelReport) -> LevelReport:
+    return LevelReport(
+        level.drafter,
+        level.num_passes,
+        level.num_rows,
+        level.busy_s,
+        level.num_lost,
+        tuple(
+            [
+                Verified(verified.proposer, tuple(verified.num_reached), tuple(verified.num_right))
+                for verified in level.verified
+            ]
+        ),
     )
 
 

@@ -111,16 +111,18 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias_token_ids: _Optional[_Iterable[int]] = ..., logit_bias_values: _Optional[_Iterable[float]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., seed: _Optional[int] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request_id", "token_ids", "prompt_len", "sampling")
+    __slots__ = ("request_id", "token_ids", "prompt_len", "sampling", "proposers")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PROPOSERS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_len: int
     sampling: SamplingParams
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
+    proposers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., proposers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Extend(_message.Message):
     __slots__ = ("request_id", "base_len", "token_ids")
@@ -180,17 +182,45 @@ class Score(_message.Message):
     num_scored: int
     def __init__(self, request_id: _Optional[str] = ..., base_len: _Optional[int] = ..., num_matched: _Optional[int] = ..., num_scored: _Optional[int] = ...) -> None: ...
 
+class Verified(_message.Message):
+    __slots__ = ("proposer", "num_reached", "num_right")
+    PROPOSER_FIELD_NUMBER: _ClassVar[int]
+    NUM_REACHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RIGHT_FIELD_NUMBER: _ClassVar[int]
+    proposer: str
+    num_reached: _containers.RepeatedScalarFieldContainer[int]
+    num_right: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, proposer: _Optional[str] = ..., num_reached: _Optional[_Iterable[int]] = ..., num_right: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LevelReport(_message.Message):
+    __slots__ = ("drafter", "num_passes", "num_rows", "busy_s", "num_lost", "verified")
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    NUM_PASSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    drafter: str
+    num_passes: int
+    num_rows: int
+    busy_s: float
+    num_lost: int
+    verified: _containers.RepeatedCompositeFieldContainer[Verified]
+    def __init__(self, drafter: _Optional[str] = ..., num_passes: _Optional[int] = ..., num_rows: _Optional[int] = ..., busy_s: _Optional[float] = ..., num_lost: _Optional[int] = ..., verified: _Optional[_Iterable[_Union[Verified, _Mapping]]] = ...) -> None: ...
+
 class ProposalRound(_message.Message):
-    __slots__ = ("table_version", "proposals", "scores", "resyncs")
+    __slots__ = ("table_version", "proposals", "scores", "resyncs", "levels")
     TABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     RESYNCS_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
     table_version: int
     proposals: _containers.RepeatedCompositeFieldContainer[Proposal]
     scores: _containers.RepeatedCompositeFieldContainer[Score]
     resyncs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, table_version: _Optional[int] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., resyncs: _Optional[_Iterable[str]] = ...) -> None: ...
+    levels: _containers.RepeatedCompositeFieldContainer[LevelReport]
+    def __init__(self, table_version: _Optional[int] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., resyncs: _Optional[_Iterable[str]] = ..., levels: _Optional[_Iterable[_Union[LevelReport, _Mapping]]] = ...) -> None: ...
 
 class Chain(_message.Message):
     __slots__ = ("drafters",)

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from cluster.config import CascadeOptions, ChainOptions, Config, DrafterOptions, PolicyConfig
+from cluster.config import CascadeOptions, ChainOptions, Config, DrafterOptions, PolicyConfig, can_verify
 from router.assignment import AssignmentPolicy, MemberCosts, PoolMember, member_name
 from router.cost_model import CostModel
+from router.policies.chain import ModelChains
 from router.policies.epsilon_greedy import EpsilonGreedy
 from router.policies.fixed import Fixed
 from router.policies.greedy_length import GreedyLength
@@ -18,6 +19,7 @@ POLICIES: dict[str, Callable[[Any], AssignmentPolicy]] = {
     "epsilon-greedy": EpsilonGreedy,
     "lbss": Lbss,
     "hedge": Hedge,
+    "chain": ModelChains,
 }
 
 # Of a draft token, as a share of a one-row target step, until a profile knows better. Enough to tell lookups from models;
@@ -40,6 +42,8 @@ def build_pool(config: Config) -> tuple[PoolMember, ...]:
             drafter.capacity,
             prior_cost(drafter.options),
             max_draft_len=drafter.max_draft_len,
+            verifies=can_verify(drafter.options),
+            leads=not drafter.is_companion,
         )
         for drafter in config.drafters
         for replica in range(drafter.replicas)

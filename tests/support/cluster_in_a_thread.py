@@ -171,7 +171,8 @@ class SimulatedCluster:
     def _route(self) -> None:
         """A router whose every decision is random: drafting never changes the output, so neither may routing."""
         self.version += 1
-        chains = [(), *((name,) for name in self.names), ("nobody",)]
+        longer = [("nobody", self.names[0]), tuple(self.names), (self.names[-1], "nobody")] if self.names else []
+        chains = [(), *((name,) for name in self.names), ("nobody",), *longer]
         self.loop.publish_table(
             RoutingTable(
                 version=self.version,

@@ -19,11 +19,13 @@ from cluster.messages import (
     DraftRound,
     Extend,
     Hello,
+    LevelReport,
     Open,
     ProposalRound,
     Role,
     Score,
     SubmitRound,
+    Verified,
 )
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec import decode, decode_message, encode, encode_message
@@ -72,7 +74,7 @@ hellos = st.builds(Hello, st.sampled_from(Role), names, uint32s, names, names, u
 draft_rounds = st.builds(
     DraftRound,
     st.integers(0, 2**64 - 1),
-    some(st.builds(Open, names, token_ids, uint32s, samplings)),
+    some(st.builds(Open, names, token_ids, uint32s, samplings, some(names))),
     some(st.builds(Extend, names, uint32s, token_ids)),
     some(st.builds(Budget, names, uint32s)),
     some(names),
@@ -83,6 +85,11 @@ proposal_rounds = st.builds(
     some(st.builds(Proposal, names, uint32s, token_ids, st.lists(floats, max_size=4).map(tuple), names)),
     some(st.builds(Score, names, uint32s, uint32s, uint32s)),
     some(names),
+    some(
+        st.builds(
+            LevelReport, names, uint32s, uint32s, times, uint32s, some(st.builds(Verified, names, token_ids, token_ids))
+        )
+    ),
 )
 requests = st.builds(
     Request,

@@ -113,7 +113,13 @@ zzz: 1
         ),
         ("drafters:\n- {name: a, options: {kind: ngram, min_match_len: 5}}", "drafters[0].options", 2, "min_match_len (5)"),
         ("drafters:\n- {name: A b, options: {kind: ngram}}", "drafters[0].name", 2, "'A b'"),
-        ("router:\n  policy: {kind: fixed, chain: [ngram, suffix]}", "", 1, "must name one drafter or none"),
+        (
+            "router:\n  policy: {kind: fixed, chain: [ngram, suffix]}",
+            "",
+            1,
+            "suffix must be of kind model or layers to verify what another proposes, got suffix",
+        ),
+        ("router:\n  policy: {kind: fixed, chain: [ngram, ngram]}", "", 1, "at most three drafters, each once"),
         ("router:\n  policy: {kind: fixed, chain: [x]}", "", 1, "must name drafters (cascade, ngram, suffix), got 'x'"),
         (
             "drafters:\n- {name: a, options: {kind: ngram}}\n- {name: a, options: {kind: suffix}}",

@@ -4,12 +4,12 @@ import random
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from cluster.errors import LinkClosed, LinkFull
-from cluster.messages import Budget, DraftRound, Extend, Hello, Message, Open, ProposalRound, Role, SubmitRound
+from cluster.messages import Budget, DraftRound, Extend, Hello, LevelReport, Message, Open, ProposalRound, Role, SubmitRound
 from cluster.transport.base import LinkDown, LinkUp, Mailbox, Received
 from cluster.types import Proposal, SamplingParams
 from drafters.loop import DrafterLoop
@@ -633,3 +633,45 @@ def test_a_failing_drafter_is_its_owners_affair() -> None:
     bench.open("a", 10)
     with pytest.raises(RuntimeError, match="out of memory"):
         bench.loop.run(threading.Event(), lambda: 0.0)
+
+
+class Led(Counting):
+    """One that others may ride ahead of, but for "nobody"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.led: dict[str, tuple[str, ...]] = {}
+
+    def lead(self, request_id: str, proposers: Sequence[str]) -> bool:
+        assert request_id in self.texts
+        self.led[request_id] = tuple(proposers)
+        return "nobody" not in proposers
+
+    def take_levels(self, name: str) -> list[LevelReport]:
+        return [LevelReport(name, 1, 2, 0.5, 0)]
+
+
+def test_a_drafter_is_led_as_the_target_says_and_tells_how_that_goes(caplog: pytest.LogCaptureFixture) -> None:
+    bench, drafter = Bench(), Led()
+    bench.loop = DrafterLoop("counting/1", drafter, bench.mailbox, RosterLimits(max_draft_len=4))
+    bench.now_s = 1.0
+    opening = Open("r", (0, 1, 2), 3, SAMPLING, ("a", "b"))
+    bench.mail(opens=(opening,))
+    bench.settle()
+    (key,) = drafter.led
+    assert drafter.led[key] == ("a", "b")
+    assert [message.levels for message in bench.link.sent] == [(LevelReport("counting", 1, 2, 0.5, 0),)]
+    bench.mail(opens=(replace(opening, token_ids=(0, 1, 2, 3), proposers=("nobody",)),))
+    bench.settle()
+    assert drafter.led[key] == ("nobody",)
+    assert bench.link.sent[-1].proposals[0].token_ids == (4, 5, 6, 7)  # alone, to the same tokens
+    assert not bench.link.sent[-1].levels  # told a moment ago
+    assert "nobody cannot ride ahead of it here" in caplog.text
+
+
+def test_a_drafter_that_nobody_can_lead_drafts_alone(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.mail(opens=(Open("r", (0, 1, 2), 3, SAMPLING, ("a",)),))
+    bench.settle()
+    assert [proposal.token_ids for proposal in bench.link.take()] == [(3, 4, 5, 6)]
+    assert "a cannot ride ahead of it here" in caplog.text

@@ -1,0 +1,208 @@
+"""`chain`: SpecRouter's scheduling of model chains (section 4.2, algorithm 1), per request, with times that are worked out.
+
+Algorithm 1                                                            here
+1-4   generate candidate chains that end with the target               `router.chains.candidates`
+9-10  estimate acceptance between neighbours from similarity           `router.similarity.Similarities`
+11-13 predict the effective time per target token                      `router.chains.predict`
+14-18 take the chain of the least                                      `ModelChains`
+
+What rides below the last drafter of a chain changes what its drafts cost and never what they say. So for each last drafter
+there is one fastest chain, whatever the request; which last drafter is best depends on the request.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from cluster.config import ChainPolicy
+from cluster.messages import LevelReport
+from router.acceptance import AcceptanceTable
+from router.assignment import (
+    TARGET_ONLY,
+    Chain,
+    Observation,
+    PoolMember,
+    RequestView,
+    Score,
+    drafter_of,
+    lessons,
+    opted_out,
+)
+from router.chains import PROPOSAL_LEN, Level, PassTime, candidates, fastest, predict
+from router.features import PromptClusters
+from router.matching import Floats, Ints
+from router.policies.experience import Experience, count_drafts
+from router.policies.room import Room
+from router.similarity import Depths, Paces, Similarities, guess
+
+REFRESH_SLOTS = 4  # after which the times of all chains are predicted anew; sooner when the pool has changed
+UNMEASURED = PassTime(((1, 1.0),))  # a target of which nobody has said how long its passes take
+
+
+class _Snapshot(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    acceptance: dict[str, JsonValue]
+    clusters: JsonValue
+
+
+class ModelChains:
+    """Chains by expected time per token. Beside what every policy sees, it is told what happens within chains (`learn`)."""
+
+    def __init__(self, config: ChainPolicy) -> None:
+        self._config = config
+        self._clusters = PromptClusters(config.num_clusters)
+        self._table = AcceptanceTable(config.num_clusters, config.cluster_rounds, config.memory_rounds)
+        self._own = Experience(np.random.default_rng(0))
+        self._similarities = Similarities(config.memory_rounds)
+        self._paces = Paces(config.time_weight)
+        self._depths = Depths(config.max_levels - 1, config.calm_slots)
+        self._target = UNMEASURED
+        self._passes: dict[str, PassTime] = {}  # of the drafters, by their profiles
+        self._below: dict[str, Chain] = {}  # last drafter -> who rides ahead of it
+        self._round_s: dict[str, float] = {}  # with each last drafter, at its best
+        self._known: tuple[object, ...] = ()  # what the predictions rest on
+        self._slot = 0
+
+    def learn(self, levels: Sequence[LevelReport], target: PassTime | None = None) -> None:
+        """What models did within chains during the last slot; and how long passes of the target take, where it is known."""
+        self._target = target or self._target
+        troubled = []
+        for report in levels:
+            passes = self._passes.get(report.drafter)
+            if passes is not None and report.num_passes:
+                self._paces.observe(report, passes.at(report.num_rows / report.num_passes))
+            for verified in report.verified:
+                self._similarities.observe(report.drafter, verified)
+            if report.num_lost:  # caches thrash
+                for last in [last for last, below in self._below.items() if report.drafter in (*below, last)]:
+                    self._depths.trouble(last, len(self._below[last]) + 1)
+                    troubled.append(last)
+        self._depths.next_slot(troubled)
+
+    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+        drafted = list(lessons(observations))
+        scored = [score for score in scores if score.teaches and score.positions.num_reached]
+        seen: list[Observation | Score] = [*drafted, *scored]
+        if seen:
+            drafters = np.array([self._table.row(drafter_of(one.drafter)) for one in seen])
+            reached, right = count_drafts(drafted, scored)
+            rows = self._own.rows_of([one.request_id for one in seen])
+            self._table.add(drafters, *self._own.kinds(rows), reached, right)
+            self._own.add(rows, drafters, reached, right)
+
+    def snapshot(self) -> JsonValue:
+        acceptance = self._table.snapshot()
+        return {"acceptance": acceptance, "clusters": self._clusters.snapshot()} if acceptance else None
+
+    def restore(self, snapshot: JsonValue) -> None:
+        found = _Snapshot.model_validate(snapshot)
+        clusters = PromptClusters(self._config.num_clusters)
+        clusters.restore(found.clusters)
+        self._table.restore(found.acceptance)
+        self._clusters = clusters
+        self._own.clear()
+
+    def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
+        self._own.next_slot()
+        self._slot += 1
+        self._note_losses(requests, pool)
+        chains = opted_out(requests)
+        willing = [request for request in requests if request.request_id not in chains]
+        room = Room(pool)
+        batch = max(1, sum(request.committed_len > 0 for request in willing))
+        members = {drafter_of(member.name): member for member in reversed(pool) if member.is_open}
+        drafters = [members[drafter] for drafter in room.drafters]
+        self._predict(drafters, batch)
+        if willing:
+            rows = self._own.follow(willing, self._clusters)
+            chains |= self._seat(willing, self._per_token_s(rows, drafters), batch, room)
+        return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
+
+    def _note_losses(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> None:
+        """A drafter that is gone while requests are with it failed at what it was given: less of that when it is back."""
+        lost = {member.name for member in pool if not member.healthy}
+        failed = {drafter_of(r.chain[-1]): len(r.chain) for r in requests if r.chain and r.chain[-1] in lost}
+        for drafter, depth in failed.items():
+            if self._depths.of(drafter) >= depth > 1:
+                self._depths.trouble(drafter, depth)
+
+    def _predict(self, drafters: Sequence[PoolMember], batch: int) -> None:
+        """The fastest chain below each last drafter, and how long a round with it takes."""
+        names = [drafter_of(member.name) for member in drafters]
+        known = (tuple(names), tuple(map(self._depths.of, names)), batch.bit_length())
+        if known == self._known and self._slot % REFRESH_SLOTS:
+            return
+        self._known = known
+        self._passes = {name: self._profiled(member) for name, member in zip(names, drafters, strict=True)}
+        passes = {name: base.scaled(self._paces.factor(name)) for name, base in self._passes.items()}
+        rates = {name: tuple(self._table.rates(name).mean.tolist()) for name in names}
+        by_name = dict(zip(names, drafters, strict=True))
+        found: dict[str, list[tuple[Chain, float]]] = {name: [] for name in names}
+        verifiers = [name for name in names if by_name[name].verifies]
+        for chain in candidates(names, verifiers, self._config.max_levels):
+            if not chain or len(chain) > max(1, self._depths.of(chain[-1])):
+                continue
+            if not all(by_name[one].leads for one in chain[:-1]):
+                continue
+            levels = []
+            for lower, upper in pairwise(chain):
+                alike = self._similarities.rates(lower, upper, guess(rates[lower], rates[upper]))
+                levels.append(Level(lower, passes[lower], PROPOSAL_LEN, alike))
+            last = chain[-1]
+            levels.append(Level(last, passes[last], by_name[last].max_draft_len, rates[last]))
+            found[last].append((chain[:-1], predict(levels, self._target, batch).round_s))
+        for last, rounds in found.items():
+            self._below[last] = fastest(rounds, self._below.get(last), self._config.hysteresis)
+            self._round_s[last] = dict(rounds)[self._below[last]]
+
+    def _profiled(self, member: PoolMember) -> PassTime:
+        """Of a drafter: a step of a batch of drafts has a row of each. One that was not measured is a small target."""
+        if member.costs is None or not member.costs.draft_s:
+            return self._target.scaled(member.cost)
+        points: list[tuple[int, float]] = []
+        for batch, seconds in member.costs.draft_s:
+            step_s = seconds / member.max_draft_len
+            points.append((batch, max(step_s, points[-1][1]) if points else step_s))
+        return PassTime(tuple(points))
+
+    def _per_token_s(self, rows: Ints, drafters: Sequence[PoolMember]) -> Floats:
+        """(requests, drafters), each with the fastest chain below it."""
+        if not drafters:
+            return np.zeros((len(rows), 0))
+        names = [drafter_of(member.name) for member in drafters]
+        columns = np.array([self._table.row(name) for name in names])
+        lens, _ = self._own.expected_lens(
+            rows, columns, self._table.means(), self._config.request_rounds, [m.max_draft_len for m in drafters]
+        )
+        per_token_s: Floats = np.array([self._round_s[name] for name in names]) / lens
+        closed = [j for j, name in enumerate(names) if self._depths.of(name) == 0]
+        per_token_s[:, closed] = np.inf
+        return per_token_s
+
+    def _seat(self, requests: Sequence[RequestView], per_token_s: Floats, batch: int, room: Room) -> dict[str, Chain]:
+        """To the fastest that has room, first those who gain most by it; the target alone where nothing is faster."""
+        stays = 1.0 - self._config.hysteresis
+        plain_s = np.full(len(requests), self._target.at(batch))
+        for i, request in enumerate(requests):
+            here = drafter_of(request.chain[-1]) if request.chain else None
+            if here in room.drafters:
+                per_token_s[i, room.drafters.index(here)] *= stays
+            elif here is None and request.committed_len > request.prompt_len:
+                plain_s[i] *= stays
+        best_s = per_token_s.min(axis=1, initial=np.inf)
+        chains: dict[str, Chain] = {}
+        order = np.argsort(per_token_s, axis=1, kind="stable").tolist()
+        for i in np.argsort(best_s - plain_s, kind="stable").tolist():
+            request = requests[i]
+            chains[request.request_id] = TARGET_ONLY
+            for j in order[i]:
+                if per_token_s[i, j] >= plain_s[i]:
+                    break
+                seat = room.seat(room.drafters[j], request.chain[-1:])
+                if seat is not None:
+                    chains[request.request_id] = (*self._below[room.drafters[j]], *seat)
+                    break
+        return chains

@@ -1,0 +1,71 @@
+"""Chains of several models on a real server: their scheduler, and the drafter that they end at, are killed under load."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ChainPolicy, DrafterConfig, FixedPolicy, ModelOptions, NgramOptions, RouterConfig
+from deploy.bench.server import ServerProcess
+from tests.cluster.test_server_faults import Streamed, run
+from tests.support.settings import small_config
+from tests.support.waiting import eventually, gauge
+
+pytestmark = [pytest.mark.ray, pytest.mark.model]
+
+
+@pytest.fixture(scope="module")
+def chained(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A lookup, and a third of the target's layers; the scheduler decides which of them, in which chain."""
+    config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
+    third = ModelOptions(model=str(model_folder), num_layers=10, dtype="float32", kv_cache_gb=0.1)
+    drafters = (config.drafters[0], DrafterConfig(name="third", options=third, capacity=8))
+    router = RouterConfig(policy=ChainPolicy(), slot_ms=100)
+    with ServerProcess(config.model_copy(update={"drafters": drafters, "router": router})) as server:
+        yield server
+
+
+def test_a_killed_chain_scheduler_changes_no_token_and_another_takes_over(chained: ServerProcess) -> None:
+    plain = run(chained, kill=None)
+    assert not plain.errors
+    killed = chained.workers("ModelChainScheduler")[0].pid
+    disturbed = run(chained, kill="ModelChainScheduler")
+    assert (disturbed.texts, disturbed.errors) == (plain.texts, {})
+    with chained.client() as http:
+        version = gauge(http, "outrider_routing_table_version")
+        eventually(lambda: [p.pid for p in chained.workers("ModelChainScheduler")] not in ([], [killed]))
+        streamed = Streamed(chained.url, 200)
+        streamed.start(2)
+        eventually(lambda: gauge(http, "outrider_routing_table_version") > version)
+        streamed.wait_end()
+        assert not streamed.errors
+
+
+def test_killed_drafters_of_chains_change_no_token_and_come_back(chained: ServerProcess) -> None:
+    plain = run(chained, kill=None)
+    with chained.client() as http:
+        disturbed = run(chained, kill="DrafterActor")
+        assert (disturbed.texts, disturbed.errors) == (plain.texts, {})
+        eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
+
+
+def test_three_levels_serve_the_targets_own_tokens(model_folder: Path, tmp_path: Path) -> None:
+    config = small_config(str(model_folder), tmp_path)
+    layers = [
+        DrafterConfig(
+            name=name, options=ModelOptions(model=str(model_folder), num_layers=n, dtype="float32", kv_cache_gb=0.1)
+        )
+        for name, n in (("few", 4), ("more", 12))
+    ]
+    drafters = (DrafterConfig(name="ngram", options=NgramOptions()), *layers)
+
+    def texts(*chain: str) -> dict[int, str]:
+        router = RouterConfig(policy=FixedPolicy(chain=chain), slot_ms=100)
+        with ServerProcess(config.model_copy(update={"drafters": drafters, "router": router})) as server:
+            streamed = run(server, kill=None, max_tokens=40)
+            with server.client() as http:
+                assert not chain or gauge(http, "outrider_drafter_proposed", chain[-1]) > 0
+            assert not streamed.errors
+            return streamed.texts
+
+    assert texts("ngram", "few", "more") == texts()

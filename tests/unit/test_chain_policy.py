@@ -1,0 +1,185 @@
+"""The policy `chain`: which chain each request gets, from times and acceptance; and the scheduler that publishes them."""
+
+from dataclasses import replace
+
+import pytest
+
+from actors.chain_scheduler import ChainScheduler
+from actors.target import SlotReport
+from cluster.config import ChainPolicy
+from cluster.messages import LevelReport, Verified
+from router.assignment import TARGET_ONLY, MemberCosts, Observation, PoolMember, Positions, RequestView, Score
+from router.chains import PassTime
+from router.policies.chain import ModelChains
+
+TARGET = PassTime(((1, 0.025), (65, 0.057)))
+
+
+def member(name: str, step_s: float, capacity: int = 8, verifies: bool = True, max_draft_len: int = 8) -> PoolMember:
+    costs = MemberCosts(((1, step_s * max_draft_len), (64, 2 * step_s * max_draft_len)))
+    return PoolMember(name, capacity, step_s / 0.025, max_draft_len=max_draft_len, costs=costs, verifies=verifies)
+
+
+POOL = [member("small", 0.0005), member("middle", 0.005), member("large", 0.010)]
+
+
+def view(request_id: str, *chain: str) -> RequestView:
+    return RequestView(request_id, 10, 30, chain)
+
+
+def positions(rate: float, num: int = 200) -> Positions:
+    """Of ``num`` drafts of eight tokens, each right with the same probability, given those before."""
+    reached = [round(num * rate**i) for i in range(9)]
+    return Positions(tuple(reached[:8]), tuple(reached[1:]))
+
+
+def taught(policy: ModelChains, **rates: float) -> ModelChains:
+    policy.observe([Observation("x", name, 200, 0, 0, 200, 1.0, positions(rate)) for name, rate in rates.items()])
+    return policy
+
+
+def learned(policy: ModelChains, proposer: str, verifier: str, rate: float) -> None:
+    seen = positions(rate, 1000)
+    policy.learn([LevelReport(verifier, 0, 0, 0.0, 0, (Verified(proposer, seen.num_reached, seen.num_right),))], TARGET)
+
+
+def chosen(policy: ModelChains, pool: list[PoolMember] = POOL, *chain: str) -> tuple[str, ...]:
+    return policy.assign([view("r", *chain)], pool)["r"]
+
+
+def policy(**settings: float) -> ModelChains:
+    made = ModelChains(ChainPolicy(**settings))  # type: ignore[arg-type]
+    made.learn([], TARGET)
+    return made
+
+
+def test_a_proposer_that_the_verifier_believes_rides_ahead_of_it_and_another_does_not() -> None:
+    for rate, chain in ((0.9, ("small", "large")), (0.02, ("large",))):
+        found = taught(policy(), small=0.2, middle=0.3, large=0.95)
+        for lower, upper in (("small", "large"), ("middle", "large"), ("small", "middle")):
+            learned(found, lower, upper, rate if (lower, upper) == ("small", "large") else 0.01)
+        assert chosen(found) == chain
+
+
+def test_three_levels_of_drafters_where_each_is_a_good_step() -> None:
+    pool = [member("small", 0.0002), member("middle", 0.002), member("large", 0.012)]
+    found = taught(policy(), small=0.1, middle=0.2, large=0.97)
+    learned(found, "small", "middle", 0.95)
+    learned(found, "middle", "large", 0.95)
+    learned(found, "small", "large", 0.05)
+    assert chosen(found, pool) == ("small", "middle", "large")
+    assert chosen(taught(policy(max_levels=2), small=0.1, middle=0.2, large=0.97), pool) in (("large",), ("middle",), ())
+
+
+def test_nothing_rides_ahead_where_nothing_is_faster_than_the_target() -> None:
+    assert chosen(taught(policy(), small=0.01, middle=0.01, large=0.01)) == TARGET_ONLY
+    dear = [member("large", 0.030)]
+    assert chosen(taught(policy(), large=0.95), dear) == TARGET_ONLY
+
+
+def test_a_large_batch_is_served_by_shorter_drafting() -> None:
+    """Where rows cost as much as passes, verifying drafts that are often wrong loses."""
+    steep = PassTime(((1, 0.025), (9, 0.2), (513, 12.0)))
+    found = taught(ModelChains(ChainPolicy()), small=0.4)
+    found.learn([], PassTime(((1, 0.025), (513, 0.026))))
+    pool = [member("small", 0.0005, capacity=64)]
+    assert chosen(found, pool) == ("small",)
+    found.learn([], steep)
+    many = {f"r{i}": view(f"r{i}", "small") for i in range(32)}
+    assert set(found.assign(list(many.values()), pool).values()) == {TARGET_ONLY}
+
+
+def test_only_models_verify_and_companions_ride_ahead_of_nobody() -> None:
+    found = taught(policy(), ngram=0.5, small=0.9)
+    learned(found, "ngram", "small", 0.9)
+    learned(found, "small", "ngram", 0.9)
+    ngram, small = member("ngram", 0.00001, verifies=False), member("small", 0.005)
+    assert chosen(found, [ngram, small]) == ("ngram", "small")
+    assert chosen(found, [small, ngram])[-1:] != ("ngram",) or chosen(found, [small, ngram]) == ("ngram",)
+    assert "ngram" not in chosen(found, [replace(ngram, leads=False), small])[:-1]
+
+
+def test_what_a_request_itself_saw_decides_for_it() -> None:
+    found = taught(policy(), small=0.6, large=0.6)
+    found.assign([view("code"), view("prose")], POOL)
+    own = positions(0.97, 60), positions(0.02, 60)
+    found.observe(
+        [Observation("code", "large", 60, 0, 0, 60, 1.0, own[0])],
+        [Score("code", "small", own[1]), Score("prose", "small", own[0]), Score("prose", "large", own[1])],
+    )
+    chains = found.assign([view("code"), view("prose")], POOL)
+    assert chains["code"][-1] == "large"
+    assert chains["prose"][-1] == "small"
+
+
+def test_a_small_gain_moves_nobody() -> None:
+    pool = [member("a", 0.00100), member("b", 0.00103)]
+    found = taught(policy(), a=0.8, b=0.8)
+    assert chosen(found, pool)[-1] == "a"
+    assert chosen(found, pool, "b")[-1] == "b"
+
+
+def test_full_members_leave_the_next_best() -> None:
+    pool = [member("small", 0.0005, capacity=1), member("large", 0.004, capacity=1)]
+    found = taught(policy(), small=0.8, large=0.8)
+    chains = found.assign([view(f"r{i}") for i in range(3)], pool)
+    assert sorted(chain[-1:] for chain in chains.values()) == [(), ("large",), ("small",)]
+
+
+def test_a_drafter_that_is_lost_behind_a_chain_gets_shorter_ones_when_it_is_back() -> None:
+    found = taught(policy(calm_slots=3), small=0.2, middle=0.1, large=0.95)
+    learned(found, "small", "large", 0.95)
+    assert chosen(found) == ("small", "large")
+    gone = [*POOL[:2], replace(POOL[2], healthy=False)]
+    assert chosen(found, gone, "small", "large")[-1:] != ("large",)
+    assert chosen(found) == ("large",)
+    for _ in range(4):
+        found.learn([])
+    assert chosen(found) == ("small", "large")
+
+
+def test_want_of_memory_shortens_chains() -> None:
+    found = taught(policy(), small=0.2, middle=0.1, large=0.95)
+    learned(found, "small", "large", 0.95)
+    assert chosen(found) == ("small", "large")
+    found.learn([LevelReport("small", 4, 16, 0.0, num_lost=3)])
+    assert chosen(found) == ("large",)
+
+
+def test_passes_that_turn_out_slow_are_given_up() -> None:
+    found = taught(policy(time_weight=1.0), small=0.2, middle=0.1, large=0.95)
+    learned(found, "small", "large", 0.95)
+    assert chosen(found)[-1] == "large"
+    found.learn([LevelReport("large", 10, 10, 10 * 0.5, 0)])
+    for _ in range(4):
+        last = chosen(found)
+    assert last[-1:] != ("large",)
+
+
+def test_what_was_learned_outlives_the_scheduler() -> None:
+    found = taught(policy(), small=0.05, middle=0.05, large=0.95)
+    fresh = policy()
+    fresh.restore(found.snapshot())
+    assert chosen(fresh)[-1] == "large"
+    with pytest.raises(ValueError, match="acceptance"):
+        fresh.restore({"clusters": None})
+    assert policy().snapshot() is None
+
+
+def test_the_scheduler_publishes_chains_and_learns_from_what_targets_report() -> None:
+    found = taught(ModelChains(ChainPolicy()), small=0.2, middle=0.1, large=0.95)
+    scheduler = ChainScheduler(found, POOL, 8)
+    seen = positions(0.95, 1000)
+    report = SlotReport(
+        (view("r"),),
+        (),
+        0,
+        ("small", "middle", "large"),
+        member_costs={one.name: one.costs for one in POOL if one.costs},
+        levels=(LevelReport("large", 0, 0, 0.0, 0, (Verified("small", seen.num_reached, seen.num_right),)),),
+        target_passes=TARGET.points,
+    )
+    table = scheduler.slot([report])
+    assert table is not None
+    assert table.chains == {"r": ("small", "large")}
+    assert scheduler.slot([]) is None

@@ -1,0 +1,68 @@
+"""What a chain scheduler learns of a pool: who agrees with whom, how long passes take, and how deep chains may be."""
+
+import itertools
+
+import pytest
+
+from cluster.messages import LevelReport, Verified
+from router.similarity import Depths, Paces, Similarities, agreement, guess, similarity
+
+
+@pytest.mark.parametrize("tv", [0.0, 0.1, 0.3, 0.45, 0.6, 0.9])
+def test_agreement_lies_between_what_is_proved_and_what_is_possible(tv: float) -> None:
+    assert (1 - tv) / (1 + tv) - 1e-9 <= agreement(1 - tv) <= 1 - tv
+    assert similarity(agreement(1 - tv)) == pytest.approx(1 - tv)
+
+
+def test_two_that_were_never_seen_together_are_as_alike_as_the_worse_is_good() -> None:
+    assert guess((0.5, 0.9), (0.8, 0.7)) == (0.5, 0.7)
+
+
+def test_what_is_verified_outweighs_the_guess_and_newer_counts_more() -> None:
+    known = Similarities(memory=100)
+    assert known.rates("a", "b", (0.5,)) == (0.5,)
+    assert known.score("a", "b") is None
+    for _ in range(20):
+        known.observe("b", Verified("a", (50, 45), (45, 9)))
+    assert known.rates("a", "b", (0.5,)) == pytest.approx((0.9, 0.2), abs=0.05)
+    assert known.score("a", "b") == pytest.approx(similarity(54 / 95), abs=0.01)
+    assert known.rates("b", "a", (0.5,)) == (0.5,)  # the other way round is another pair
+    for _ in range(20):
+        known.observe("b", Verified("a", (50,), (5,)))
+    first, second = known.rates("a", "b", (0.5,))
+    assert first == pytest.approx(0.1, abs=0.05)
+    assert 0.0 < second < 1.0
+    known.observe("b", Verified("a", (), ()))
+
+
+def test_passes_that_take_longer_than_the_profile_says_are_followed() -> None:
+    paces = Paces(weight=0.2)
+    assert paces.factor("a") == 1.0
+    paces.observe(LevelReport("a", 10, 20, 0.2, 0), expected_s=0.01)
+    assert paces.factor("a") == pytest.approx(2.0)  # nothing was known before
+    factors = []
+    for _ in range(30):
+        paces.observe(LevelReport("a", 10, 20, 0.1, 0), expected_s=0.01)
+        factors.append(paces.factor("a"))
+    assert all(later <= sooner for sooner, later in itertools.pairwise(factors))
+    assert factors[-1] == pytest.approx(1.0, abs=0.01)
+    paces.observe(LevelReport("a", 0, 0, 0.0, 0), expected_s=0.01)
+    paces.observe(LevelReport("a", 10, 20, 0.0, 0), expected_s=0.01)  # nobody took the time
+    assert paces.factor("a") == factors[-1]
+
+
+def test_trouble_shortens_chains_down_to_the_target_alone_and_calm_lengthens_them() -> None:
+    depths = Depths(3, calm_slots=2)
+    found = []
+    for _ in range(4):
+        depths.trouble("a", 3)
+        found.append(depths.of("a"))
+    assert found == [2, 1, 0, 0]
+    assert depths.of("b") == 3
+    depths.next_slot(["a"])
+    assert depths.of("a") == 0
+    recovered = []
+    for _ in range(8):
+        depths.next_slot()
+        recovered.append(depths.of("a"))
+    assert recovered == [0, 1, 1, 2, 2, 3, 3, 3]
