@@ -150,6 +150,13 @@ def bench(
     ] = None,
     json: Annotated[str, typer.Option(metavar="PATH|-", help="where the JSON object goes; - is standard output")] = "-",
     model: Annotated[str, typer.Option(help="a name of `outrider models`, or a Hugging Face folder")] = "smollm2-135m",
+    recording: Annotated[
+        Path | None, typer.Option(metavar="NPZ", help="of agreement: written by record, read by routing")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="whose folder prompts/ is recorded without --prompts"),
+    ] = None,
     expect: Annotated[
         list[str] | None,
         typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it holds (>= or <=); may be repeated"),
@@ -163,7 +170,7 @@ def bench(
 
     run = find_bench(name).load()
     expectations = [Expectation.parse(text) for text in expect or ()]
-    result = run(BenchOptions(quick, (*(prompts or ()), *(more_prompts or ())), model))
+    result = run(BenchOptions(quick, (*(prompts or ()), *(more_prompts or ())), model, recording, data))
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
     print_result(result, console)
     write_json(result, json)
@@ -171,6 +178,27 @@ def bench(
     for line in unmet:
         console.print(f"[bold red]not met:[/] {line}", highlight=False)
     if unmet:
+        raise typer.Exit(1)
+
+
+@app.command(no_args_is_help=True)
+def simulate(
+    scenario: Annotated[str, typer.Argument(help="spin, specrouter, a100-70b, h100-32b, or a YAML file")],
+    quick: Annotated[bool, typer.Option("--quick", help="less of it")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="where it is drawn; by default outrider-SCENARIO.png")
+    ] = None,
+    json: Annotated[str, typer.Option(metavar="PATH|-", help="where the JSON object goes; - is standard output")] = "-",
+    expect: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it holds (>= or <=); may be repeated"),
+    ] = None,
+) -> None:
+    """Hundreds of GPUs in virtual time, decided for by the code that serves: tables, a picture, figures as JSON."""
+    from deploy.bench.report import Expectation
+    from deploy.simulate import run
+
+    if not run(scenario, plot, json, [Expectation.parse(text) for text in expect or ()], quick):
         raise typer.Exit(1)
 
 

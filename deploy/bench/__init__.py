@@ -28,6 +28,8 @@ BENCHES = {
     "drafters": Bench("deploy.bench.drafters", "what each drafter brings and costs, and the speed-up with it"),
     "invariance": Bench("deploy.bench.invariance", "the same tokens whatever is drafted, preempted or killed"),
     "profile": Bench("deploy.bench.profile", "how well the cost models foresee what passes and drafts take"),
+    "record": Bench("deploy.bench.record", "what each drafter would propose at every position of answers, into a file"),
+    "routing": Bench("deploy.bench.routing", "assignment policies on recorded agreement against hindsight, simulated"),
     "serve": Bench("deploy.bench.serve", "the HTTP server over the engine in process; memory of the whole cluster"),
     "transport": Bench("deploy.bench.transport", "round trips of the data plane between two processes"),
     "faults": Bench("deploy.bench.faults", "streams while a drafter is killed"),

@@ -28,12 +28,19 @@ class BenchOptions:
     """What the command line asks of a benchmark.
 
     ``quick``: end within 4 minutes on 2 cores. ``prompts``: JSONL files or folders of them; none means synthetic prompts.
-    ``model``: a name of ``outrider models`` or a Hugging Face folder.
+    ``model``: a name of ``outrider models`` or a Hugging Face folder. ``recording``: of agreement, written by ``record`` and
+    read by ``routing``. ``data``: a folder whose folder prompts/ stands for prompts there.
     """
 
     quick: bool = False
     prompts: tuple[Path, ...] = ()
     model: str = DEFAULT_MODEL
+    recording: Path | None = None
+    data: Path | None = None
+
+    @property
+    def data_prompts(self) -> tuple[Path, ...]:
+        return () if self.data is None else (self.data / "prompts",)
 
 
 @dataclass(frozen=True, slots=True)

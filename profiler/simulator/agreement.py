@@ -64,8 +64,8 @@ class Answer:
     inner: Mapping[tuple[str, str], Agreement] = field(default_factory=dict)
 
     def of(self, member: str) -> Agreement:
-        """Of a replica of a drafter, or of a chain: which drafts what its last model says."""
-        return self.by_drafter[drafter_of(member.rpartition(">")[2])]
+        """Of a replica of a drafter, whoever rides ahead of it: a chain drafts what its last model says."""
+        return self.by_drafter[drafter_of(member)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ from typing import Protocol
 from profiler.simulator.agreement import SimulatedRequest
 from profiler.simulator.events import MAIL, STEP, Events
 from profiler.simulator.timing import DraftTimer, Jitter, Work
+from router.assignment import Chain
 
 Confidences = tuple[float, ...]
 
@@ -27,10 +28,11 @@ class SimulatedProposal:
 class News:
     """What a target tells a drafter in a round: as `cluster.messages.DraftRound`.
 
-    ``opens`` and ``extends`` map a request to how much of its output is committed.
+    ``opens`` and ``extends`` map a request to how much of its output is committed; ``leads`` to who is to ride ahead.
     """
 
     opens: dict[str, tuple[SimulatedRequest, int]]
+    leads: dict[str, Chain]
     extends: dict[str, int]
     releases: set[str]
     max_draft_len: int
@@ -51,6 +53,7 @@ class _Followed:
         "budget",
         "confidences",
         "exhausted",
+        "lead",
         "num_computed",
         "num_right",
         "num_sent",
@@ -65,6 +68,7 @@ class _Followed:
         self.position = position  # committed tokens of output
         self.num_computed = num_computed  # of prompt and output, in the drafter's cache
         self.budget = budget
+        self.lead: Chain = ()
         self.ahead = 0  # drafted beyond what is committed
         self.num_right = 0
         self.confidences: Confidences = ()
@@ -223,7 +227,7 @@ class SimulatedDrafter:
         for f, num_asked in batch:
             position = f.position + f.ahead
             num_tokens = f.request.answer.of(self.name).draft(position, num_asked)[0]
-            works.append(Work(f.request, position, num_asked, num_tokens, max(0, f.num_behind)))
+            works.append(Work(f.request, position, num_asked, num_tokens, max(0, f.num_behind), f.lead))
             f.num_computed = max(f.num_computed, f.request.prompt_len + f.position)
         self.num_batches += 1
         return self._timer.seconds(self.name, works)
@@ -272,6 +276,9 @@ class SimulatedDrafter:
                     followed.commit(position)
                 elif request_id in self._refused:
                     self._refuse(target, self._refused[request_id][1], position)
+            for request_id, lead in news.leads.items():
+                if request_id in self._followed:
+                    self._followed[request_id].lead = lead
             for request_id in news.releases:
                 self._followed.pop(request_id, None)
                 self._refused.pop(request_id, None)

@@ -13,6 +13,7 @@ Prompts sample nothing: their rows pass no head. The head's rows are those sampl
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
@@ -76,28 +77,50 @@ class Placed(Section):
     device: Device
     parallelism: Count = 1
 
-    def seconds(self, num_rows: int, num_context: int, num_sampled: int) -> float:
+    def passes(self) -> "Passes":
         shape, device, n = self.shape, self.device, self.parallelism
-        flops = 2.0 * (shape.layer_params * num_rows + shape.head_params * num_sampled)
-        params = shape.layer_params + (shape.head_params if num_sampled else 0)
+        compute = n * device.tflops * 1e12 * device.compute_share / 2.0  # multiplications per second
         bandwidth = n * device.memory_gbps * 1e9 * device.memory_share
-        matrices_s = max(
-            flops / (n * device.tflops * 1e12 * device.compute_share), shape.bytes_per_number * params / bandwidth
-        )
-        cached = shape.bytes_per_number * shape.kv_numbers * (num_context + 2 * num_rows)
-        seconds = (
-            1e-6 * (device.pass_us + shape.layers * device.launch_us) + matrices_s + device.kv_traffic * cached / bandwidth
-        )
+        kv_s = device.kv_traffic * shape.bytes_per_number * shape.kv_numbers / bandwidth
+        fixed_s, row_s = 1e-6 * (device.pass_us + shape.layers * device.launch_us), 2 * kv_s
         if n > 1:
-            row_s = shape.bytes_per_number * shape.hidden * 2.0 * (n - 1) / n / (device.link_gbps * 1e9)
-            seconds += 2 * shape.layers * (1e-6 * device.link_us + row_s * num_rows)
-        return seconds
+            fixed_s += 2e-6 * shape.layers * device.link_us
+            activations = shape.bytes_per_number * shape.hidden * 2.0 * (n - 1) / n
+            row_s += 2 * shape.layers * activations / (device.link_gbps * 1e9)
+        return Passes(
+            fixed_s,
+            row_s,
+            kv_s,
+            layers_s=shape.bytes_per_number * shape.layer_params / bandwidth,
+            head_s=shape.bytes_per_number * shape.head_params / bandwidth,
+            layers_row_s=shape.layer_params / compute,
+            head_row_s=shape.head_params / compute,
+        )
 
     def kv_tokens(self, reserve: float = 0.1) -> int:
         """That fit beside the weights, with a share of the memory left free."""
         shape, device = self.shape, self.device
         free = self.parallelism * device.memory_gb * 1e9 * (1.0 - reserve) - shape.params * shape.bytes_per_number
         return max(0, int(free / (shape.kv_numbers * shape.bytes_per_number)))
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The terms of the module's formula in seconds."""
+
+    fixed_s: float
+    row_s: float  # beside the matrices: its keys and values, and its activations on links
+    context_s: float  # of a token attended to
+    layers_s: float  # of reading the layers
+    head_s: float
+    layers_row_s: float  # of computing a row
+    head_row_s: float
+
+    def seconds(self, num_rows: int, num_context: int, num_sampled: int) -> float:
+        computing_s = self.layers_row_s * num_rows + self.head_row_s * num_sampled
+        reading_s = self.layers_s + self.head_s if num_sampled else self.layers_s
+        longer_s = computing_s if computing_s > reading_s else reading_s
+        return self.fixed_s + self.row_s * num_rows + self.context_s * num_context + longer_s
 
 
 class RooflineCost:
@@ -108,22 +131,23 @@ class RooflineCost:
 
     def __init__(self, target: Placed, drafters: Mapping[str, Placed], context_len: int = 512) -> None:
         self.target = target
-        self.drafters = drafters
+        self.passes = target.passes()
+        self.drafters = {name: placed.passes() for name, placed in drafters.items()}
         self._context_len = context_len
 
     def step_s(self, num_rows: int, num_context: int) -> float:
-        return self.target.seconds(num_rows, num_context, num_rows)
+        return self.passes.seconds(num_rows, num_context, num_rows)
 
     def prefill_s(self, num_rows: int, num_context: int) -> float:
-        return self.target.seconds(num_rows, num_context, 0)
+        return self.passes.seconds(num_rows, num_context, 0)
 
     def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
-        placed = self.drafters.get(drafter)
-        return None if placed is None else draft_len * placed.seconds(batch, batch * self._context_len, batch)
+        passes = self.drafters.get(drafter)
+        return None if passes is None else draft_len * passes.seconds(batch, batch * self._context_len, batch)
 
     def catch_up_s(self, drafter: str, num_tokens: int) -> float | None:
         """As rows that join the draft's first pass."""
-        placed = self.drafters.get(drafter)
-        if placed is None:
+        passes = self.drafters.get(drafter)
+        if passes is None:
             return None
-        return placed.seconds(1 + num_tokens, 1 + num_tokens, 1) - placed.seconds(1, 1, 1)
+        return passes.seconds(1 + num_tokens, 1 + num_tokens, 1) - passes.seconds(1, 1, 1)

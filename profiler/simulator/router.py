@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from cluster.messages import LevelReport
 from cluster.types import RoutingTable
 from profiler.simulator.sequence import SlotCounts
 from profiler.simulator.target import SimulatedTarget
@@ -16,6 +17,8 @@ from router.assignment import (
     Score,
     drafter_of,
 )
+from router.chains import PassTime
+from router.policies.chain import ModelChains
 from router.table import next_table
 
 # As actors.router.NEXT_REQUEST: stands for whatever request comes next.
@@ -27,6 +30,8 @@ class SimulatedRouter:
 
     Args:
         scores: every drafter of the pool tells what it would have drafted where others did (DESIGN idea 5).
+        levels: what happened within chains since it was last asked. For policies that assign chains, as is
+        target_passes: what passes of a target are believed to take.
         seen: is told of every slot: when it was, and how many tokens the targets had committed then.
     """
 
@@ -36,6 +41,8 @@ class SimulatedRouter:
         pool: Sequence[PoolMember],
         max_draft_len: int,
         scores: bool,
+        levels: Callable[[], Sequence[LevelReport]],
+        target_passes: PassTime,
         seen: Callable[[float, int], None] | None = None,
     ) -> None:
         self._policy = policy
@@ -43,6 +50,8 @@ class SimulatedRouter:
         self._members = {drafter_of(member.name): member for member in reversed(pool)}
         self._targets: Sequence[SimulatedTarget] = ()
         self._scores = scores
+        self._levels = levels
+        self._target_passes = target_passes
         self._seen = seen
         self.table = RoutingTable(0, max_draft_len=max_draft_len)
         self.num_slots = 0
@@ -70,6 +79,8 @@ class SimulatedRouter:
                 observations.append(slot.observation(drafter, self._draft_len(drafter)))
             if self._scores:
                 scores += self._scored(slots)
+        if isinstance(self._policy, ModelChains):
+            self._policy.learn(self._levels(), self._target_passes)
         self._policy.observe(observations, scores)
         chains = self._policy.assign([*requests, _NEXT], self._pool)
         versions = [target.table.version for target in self._targets]

@@ -8,7 +8,7 @@ from cluster.types import FinishReason, Slo
 from profiler.drafter_stats import Judgement
 from profiler.simulator.agreement import SimulatedRequest
 from profiler.simulator.drafter import SimulatedProposal
-from router.assignment import Observation
+from router.assignment import Chain, Observation
 from router.plan import SequenceView
 
 _MAX_TOLD = 8  # as engine.sequences.MAX_TOLD
@@ -27,6 +27,7 @@ class SimulatedSequence:
         "drafter",
         "first_token_s",
         "held",
+        "lead",
         "num_drafted",
         "num_right",
         "num_rounds",
@@ -43,6 +44,7 @@ class SimulatedSequence:
         self.computed_len = 0
         self.running = self.held = False
         self.drafter: str | None = None
+        self.lead: Chain = ()  # who rides ahead of it
         self.awaiting_since_s: float | None = None
         self.committed_s: float | None = None  # when it last committed, if that was with this drafter
         self.first_token_s: float | None = None
@@ -52,6 +54,10 @@ class SimulatedSequence:
         self.confidences: tuple[float, ...] = ()
         self.survival: tuple[float, ...] = ()
         self.num_rounds = self.num_switches = 0
+
+    @property
+    def chain(self) -> Chain:
+        return () if self.drafter is None else (*self.lead, self.drafter)
 
     @property
     def position(self) -> int:
@@ -153,3 +159,4 @@ class Finished:
     num_tokens: int
     num_rounds: int
     num_switches: int
+    chain: Chain = ()  # at the end

@@ -14,7 +14,8 @@ from profiler.simulator.router import SimulatedRouter
 from profiler.simulator.sequence import Finished
 from profiler.simulator.target import SimulatedTarget, TargetLimits
 from profiler.simulator.timing import DraftTimer, Jitter, PassTimer
-from router.assignment import AssignmentPolicy, MemberCosts, PoolMember, member_name
+from router.assignment import AssignmentPolicy, Chain, MemberCosts, PoolMember, member_name
+from router.chains import PassTime, pass_times
 from router.cost_model import CostModel, relative_draft_cost
 from router.plan import StepPlan
 from router.planner import Planner
@@ -24,7 +25,7 @@ Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """A drafter of the pool; of a chain the name is its members', joined by ">"."""
+    """A drafter of the pool. Others can ride ahead of one that verifies."""
 
     name: str
     capacity: int = 64
@@ -32,7 +33,7 @@ class DrafterSpec:
     ahead_len: int = 0
     replicas: int = 1
     companion: bool = False  # each target has its own, in its own thread
-    in_pool: bool = True  # the policy assigns to it; else it is there for fixed chains, or for who assigns chains
+    verifies: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class ClusterSpec:
     Args:
         cost: what planners and policies believe; timers tell what it takes.
         link_s: of a message, one way.
-        scores: every drafter keeps in step with every request and tells what it would have drafted: learning from full
-            information, and switches that cost nothing.
+        scores: every drafter tells what it would have drafted: learning from full information.
+        in_step: every drafter keeps in step with every request in its spare time: switches cost nothing.
         jitter: spread of durations, as the standard deviation of their logarithm.
     """
 
@@ -57,20 +58,19 @@ class ClusterSpec:
     link_s: float = 1e-4
     slot_s: float = 0.25
     scores: bool = False
+    in_step: bool = False
     jitter: float = 0.0
 
     def pool(self) -> list[PoolMember]:
         """As policies see it, with what a profile would say."""
         members = []
         for spec in self.drafters:
-            if not spec.in_pool:
-                continue
             relative = relative_draft_cost(self.cost, spec.name, spec.max_draft_len)
-            draft_s = [(batch, self.cost.draft_s(spec.name, batch, spec.max_draft_len)) for batch in (1, 8, 64)]
+            draft_s = [(batch, self.cost.draft_s(spec.name, batch, spec.max_draft_len)) for batch in (1, 8, 64, 256)]
             catch_up_s = self.cost.catch_up_s(spec.name, 256)
             costs = MemberCosts(
                 tuple((batch, seconds) for batch, seconds in draft_s if seconds is not None),
-                catch_up_s=0.0 if self.scores or catch_up_s is None else catch_up_s / 256,
+                catch_up_s=0.0 if self.in_step or catch_up_s is None else catch_up_s / 256,
             )
             members += [
                 PoolMember(
@@ -79,6 +79,7 @@ class ClusterSpec:
                     relative if relative is not None else 0.0,
                     max_draft_len=spec.max_draft_len,
                     costs=costs if relative is not None else None,
+                    verifies=spec.verifies,
                 )
                 for replica in range(spec.replicas)
             ]
@@ -110,6 +111,8 @@ class Outcome:
     num_unfinished: int = 0
     target_busy: float = 0.0  # share of the time, mean over targets
     drafter_busy: dict[str, float] = field(default_factory=dict)  # by member
+    open_chains: list[Chain] = field(default_factory=list)  # of requests that were cut off
+    open_tokens_per_s: dict[str, float] = field(default_factory=dict)  # of requests that were cut off, after the first token
 
     @property
     def goodput(self) -> float:
@@ -170,12 +173,20 @@ class Simulation:
                 max_draft_len=drafter.max_draft_len,
                 ahead_len=drafter.ahead_len,
                 latency_s=spec.link_s,
-                in_step=spec.scores,
+                in_step=spec.in_step,
                 companion=drafter.companion,
             )
 
         shared = [drafter(d, replica) for d in spec.drafters if not d.companion for replica in range(d.replicas)]
-        self._router = SimulatedRouter(policy, spec.pool(), max_draft_len, spec.scores, self._note_slot)
+        self._router = SimulatedRouter(
+            policy,
+            spec.pool(),
+            max_draft_len,
+            spec.scores,
+            spec.draft_timer.take_levels,
+            PassTime(pass_times(spec.cost)),
+            self._note_slot,
+        )
         table = self._router.first_table()
         self._drafters = list(shared)
         self._targets: list[SimulatedTarget] = []
@@ -264,6 +275,9 @@ class Simulation:
         outcome.num_rows = sum(target.num_rows for target in self._targets)
         outcome.num_preempted = sum(target.num_preempted for target in self._targets)
         outcome.num_unfinished = sum(map(len, self._targets))
+        for target in self._targets:
+            outcome.open_chains += target.open_chains
+            outcome.open_tokens_per_s |= target.open_tokens_per_s(outcome.end_s)
         if outcome.end_s:
             busy = [target.busy_s / outcome.end_s for target in self._targets]
             outcome.target_busy = float(np.mean(busy))

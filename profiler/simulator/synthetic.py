@@ -6,7 +6,9 @@ Of request i, drafter j says token t as the answer has it with probability a_ij,
 
 so that requests are hard or easy for all (z), and drafters differ in what is hard for them (e). Which tokens are missed is
 partly the same for all drafters: with probability ``shared`` a token's difficulty is common. A draft is right up to its
-first miss; with ``decay`` the probability falls by that factor with each position, as with block drafters.
+first miss. With probability ``clumps`` a token is hit or missed as the one before it was: that keeps a_ij, and makes runs
+longer, as those of lookups are. With ``decay`` the probability falls by that factor with each position, as of block
+drafters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +33,7 @@ class DrafterFamily(Section):
 
     acceptance: Annotated[float, Field(gt=0, lt=1)]
     spread: Annotated[float, Field(ge=0, le=5)] = 0.5
+    clumps: Annotated[float, Field(ge=0, lt=1)] = 0.0
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     silence: Probability = 0.0  # that it says nothing where its first token would be wrong
 
@@ -66,7 +69,8 @@ class Family(Section):
         hits: dict[str, Bools] = {}
         for name, rate in rates.items():
             own = random.random(output_len)
-            hits[name] = np.where(random.random(output_len) < self.shared, common, own) < rate
+            drawn = np.where(random.random(output_len) < self.shared, common, own) < rate
+            hits[name] = _clumped(drawn, random, self.drafters[name].clumps)
         by_drafter = {}
         for name, one in self.drafters.items():
             right = runs(hits[name], draft_len)
@@ -75,7 +79,10 @@ class Family(Section):
             drafted = np.full(output_len, draft_len, np.uint8)
             if one.silence:
                 drafted[(right == 0) & (random.random(output_len) < one.silence)] = 0
-            flat = tuple(np.clip(rates[name] * one.decay ** np.arange(draft_len), 0.0, 1.0).tolist())
+            later = one.clumps + (1.0 - one.clumps) * rates[name]
+            flat = tuple(
+                (np.where(np.arange(draft_len) == 0, rates[name], later) * one.decay ** np.arange(draft_len)).tolist()
+            )
             by_drafter[name] = Agreement(drafted.tobytes(), right.astype(np.uint8).tobytes(), flat=flat)
         inner = {}
         for a, b in pairs:
@@ -105,7 +112,7 @@ def fitted(
     names = list(runs_right)
     logits = np.zeros((len(names), len(next(iter(runs_right.values())))))
     found: dict[str, DrafterFamily] = {}
-    decays, silences = [], []
+    shapes = []
     for j, name in enumerate(names):
         first = np.array([(np.count_nonzero(right > 0) + 0.5) / (len(right) + 1.0) for right in runs_right[name]])
         logits[j] = np.log(first / (1.0 - first))
@@ -113,9 +120,11 @@ def fitted(
         reached = [int(np.count_nonzero(right >= k)) for k in range(draft_len + 1)]
         conditional = [reached[k + 1] / reached[k] for k in range(draft_len) if reached[k] >= 30]
         steps = [b / a for a, b in pairwise(conditional) if a > 0.0]
-        decays.append(min(1.0, max(0.05, float(np.exp(np.mean(np.log(np.maximum(steps, 1e-3))))))) if steps else 1.0)
+        change = float(np.exp(np.mean(np.log(np.maximum(steps, 1e-3))))) if steps else 1.0
+        rise = (conditional[1] - conditional[0]) / (1.0 - conditional[0]) if len(conditional) > 1 else 0.0
         wrong = right == 0
-        silences.append(float(np.count_nonzero(wrong & (num == 0)) / max(1, np.count_nonzero(wrong))))
+        silence = int(np.count_nonzero(wrong & (num == 0))) / max(1, int(np.count_nonzero(wrong)))
+        shapes.append((min(0.99, max(0.0, rise)), min(1.0, max(0.05, change)), silence))
     covariance = np.cov(logits) if len(names) > 1 else np.array([[np.var(logits)]])
     shared = covariance[~np.eye(len(names), dtype=bool)]
     common = max(0.0, float(shared.mean())) if len(shared) else 0.0
@@ -124,10 +133,21 @@ def fitted(
         found[name] = DrafterFamily(
             acceptance=_clipped(_sigmoid(float(np.median(logits[j])))),
             spread=min(5.0, own**0.5),
-            decay=decays[j],
-            silence=silences[j],
+            clumps=shapes[j][0],
+            decay=shapes[j][1],
+            silence=shapes[j][2],
         )
     return Family(drafters=found, common=min(5.0, common**0.5))
+
+
+def _clumped(drawn: Bools, random: np.random.Generator, clumps: float) -> Bools:
+    """Each as the one before it with probability ``clumps``."""
+    if not clumps:
+        return drawn
+    renewed = random.random(len(drawn)) >= clumps
+    renewed[:1] = True
+    hits: Bools = drawn[np.maximum.accumulate(np.where(renewed, np.arange(len(drawn)), 0))]
+    return hits
 
 
 def _broken_off(random: np.random.Generator, decay: float, num: int, longest: int) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ from profiler.simulator.events import STEP, Events
 from profiler.simulator.sequence import Finished, SimulatedSequence, SlotCounts
 from profiler.simulator.timing import Jitter, PassTimer, Rows
 from router.admission import refusal
-from router.assignment import RequestView
+from router.assignment import Chain, RequestView
 from router.cost_model import CostModel
 from router.plan import Capacity, Span, StepPlan
 from router.planner import Planner
@@ -95,6 +95,18 @@ class SimulatedTarget:
         """Committed, of requests that have not ended."""
         return sum(sequence.position for sequence in self._live.values())
 
+    @property
+    def open_chains(self) -> list[Chain]:
+        return [sequence.chain for sequence in self._live.values()]
+
+    def open_tokens_per_s(self, now_s: float) -> dict[str, float]:
+        """Of each request that has not ended, after its first token."""
+        return {
+            request_id: (sequence.position - 1) / (now_s - sequence.first_token_s)
+            for request_id, sequence in self._live.items()
+            if sequence.first_token_s is not None and now_s > sequence.first_token_s
+        }
+
     def submit(self, request: SimulatedRequest) -> None:
         self._submits.append(request)
         self._wake()
@@ -115,7 +127,7 @@ class SimulatedTarget:
                 s.request.id,
                 s.request.prompt_len,
                 s.committed_len,
-                tuple(s.drafter.split(">")) if s.drafter is not None else (),
+                s.chain,
                 s.request.features,
             )
             for s in self._live.values()
@@ -248,11 +260,9 @@ class SimulatedTarget:
         for sequence in self._live.values():
             if sequence.request.chain is None:
                 chain = table.chains.get(sequence.request.id)
-                if chain is not None:
-                    member = ">".join(chain) or None
-                    if member != sequence.drafter:
-                        sequence.num_switches += 1
-                        self._switch(sequence, member)
+                if chain is not None and chain != sequence.chain:
+                    sequence.num_switches += 1
+                    self._switch(sequence, chain)
 
     def _seat(self, sequence: SimulatedSequence) -> None:
         chain = sequence.request.chain
@@ -260,9 +270,14 @@ class SimulatedTarget:
             defaults = self.table.defaults
             chain = self.table.chains.get(sequence.request.id, defaults[self._num_routed % len(defaults)])
             self._num_routed += 1
-        self._switch(sequence, ">".join(chain) or None)
+        self._switch(sequence, chain)
 
-    def _switch(self, sequence: SimulatedSequence, drafter: str | None) -> None:
+    def _switch(self, sequence: SimulatedSequence, chain: Chain) -> None:
+        drafter = chain[-1] if chain else None
+        sequence.lead = chain[:-1]
+        if drafter is not None and drafter == sequence.drafter and drafter in self._drafters:
+            self._news_of(drafter).leads[sequence.request.id] = sequence.lead
+            return
         self._release(sequence)
         sequence.drafter = drafter
         sequence.drop_proposal()
@@ -272,6 +287,8 @@ class SimulatedTarget:
             news.releases.discard(sequence.request.id)
             news.extends.pop(sequence.request.id, None)
             news.opens[sequence.request.id] = (sequence.request, sequence.position)
+            if sequence.lead:
+                news.leads[sequence.request.id] = sequence.lead
 
     def _release(self, sequence: SimulatedSequence) -> None:
         sequence.committed_s = None
@@ -284,7 +301,7 @@ class SimulatedTarget:
     def _news_of(self, drafter: str) -> News:
         news = self._news.get(drafter)
         if news is None:
-            news = self._news[drafter] = News({}, {}, set(), self.table.max_draft_len)
+            news = self._news[drafter] = News({}, {}, {}, set(), self.table.max_draft_len)
         return news
 
     # ---- the pass
@@ -393,10 +410,16 @@ class SimulatedTarget:
         self._num_running -= 1
         self._set_computed(sequence, 0)
         self._release(sequence)
-        sequence.drafter = None
         first_s = sequence.first_token_s if sequence.first_token_s is not None else now_s
         self._ended(
             Finished(
-                request, FinishReason.LENGTH, first_s, now_s, sequence.position, sequence.num_rounds, sequence.num_switches
+                request,
+                FinishReason.LENGTH,
+                first_s,
+                now_s,
+                sequence.position,
+                sequence.num_rounds,
+                sequence.num_switches,
+                sequence.chain,
             )
         )

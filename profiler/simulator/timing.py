@@ -6,8 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
+from cluster.messages import LevelReport
 from profiler.simulator.agreement import SimulatedRequest
-from router.assignment import drafter_of
+from router.assignment import Chain, drafter_of
 from router.cost_model import CostModel
 
 Rows = tuple[int, int]  # of one sequence in a pass: rows computed, tokens attended to
@@ -66,11 +67,15 @@ class Work:
     asked: int
     num_tokens: int
     num_behind: int
+    lead: Chain = ()  # who rides ahead of the drafter, nearest to it last
 
 
 class DraftTimer(Protocol):
     def seconds(self, drafter: str, batch: Sequence[Work]) -> float:
         """Of one batch of drafts. ``drafter`` is a pool member."""
+
+    def take_levels(self) -> Sequence[LevelReport]:
+        """What happened within chains since this was last asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,9 @@ class DraftByCost:
             if work.num_behind > 0:
                 total_s += self.cost.catch_up_s(name, work.num_behind) or 0.0
         return total_s
+
+    def take_levels(self) -> Sequence[LevelReport]:
+        return ()
 
 
 class Jitter:

@@ -1,0 +1,81 @@
+"""``outrider simulate``: a scenario in virtual time; tables on stderr, a picture, and the figures as one JSON object."""
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster.errors import InvalidField
+from deploy.bench.report import BenchResult, Expectation, Table, failures, print_result, write_json
+from profiler.simulator import serving, specrouter, spin
+from profiler.simulator.plots import plot
+from profiler.simulator.scenario import ServingScenario, SpecRouterScenario, SpinScenario, read_scenario
+from profiler.simulator.study import Study
+
+FOLDER = Path(__file__).parent / "scenarios"
+
+
+def names() -> list[str]:
+    """Of the scenarios that come with the program."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def find(scenario: str) -> Path:
+    """One that comes with the program by its name, any other by its path.
+
+    Raises:
+        InvalidField: there is none; names the nearest.
+    """
+    if scenario in names():
+        return FOLDER / f"{scenario}.yaml"
+    path = Path(scenario)
+    if path.suffix in (".yaml", ".yml"):
+        return path
+    near = get_close_matches(scenario, names(), n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names())}, and files that end with .yaml"
+    raise InvalidField("scenario", scenario, f"no such scenario, {hint}")
+
+
+def run(scenario: str, picture: Path | None, json: str, expectations: list[Expectation], quick: bool) -> bool:
+    """Returns whether the figures are as expected. ``picture``: by default outrider-NAME.png.
+
+    Raises:
+        OutriderError: there is no such scenario, it cannot be used, or a file cannot be written.
+    """
+    path = find(scenario)
+    console = Console(stderr=True, width=160)
+    study = simulated(path, console, quick)
+    picture = picture or Path(f"outrider-{path.stem}.png")
+    if study.panels:
+        plot(study.panels, path.stem, picture)
+    result = BenchResult(
+        f"simulate {path.stem}",
+        study.figures,
+        tuple(Table(table.title, table.columns, table.rows) for table in study.tables),
+        (*study.notes, f"drawn in {picture}"),
+    )
+    print_result(result, console)
+    write_json(result, json)
+    unmet = failures(result, expectations)
+    for line in unmet:
+        console.print(f"[bold red]not met:[/] {line}", highlight=False)
+    return not unmet
+
+
+def simulated(path: Path, console: Console, quick: bool) -> Study:
+    scenario = read_scenario(path)
+
+    def said(what: str) -> None:
+        console.print(f"simulating {path.stem}: {what}", highlight=False)
+
+    match scenario:
+        case SpinScenario():
+            first = dict(list(scenario.targets.items())[:1])
+            small = {"targets": first, "repeats": 1, "horizon_s": min(120.0, scenario.horizon_s)}
+            return spin.run(scenario.model_copy(update=small) if quick else scenario, said)
+        case SpecRouterScenario():
+            small = {"least_requests": 8, "horizon_s": min(10.0, scenario.horizon_s)}
+            return specrouter.run(scenario.model_copy(update=small) if quick else scenario, said)
+        case ServingScenario():
+            small = {"duration_s": min(30.0, scenario.duration_s)}
+            return serving.run(scenario.model_copy(update=small) if quick else scenario, said)

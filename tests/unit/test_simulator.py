@@ -1,0 +1,231 @@
+"""What a simulation promises: it follows from its seed, loses and doubles nothing, and agrees with what is known."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cluster.config import EpsilonGreedyPolicy, FixedPolicy, HedgePolicy, LbssPolicy, PolicyConfig
+from cluster.types import FinishReason
+from profiler.simulator.agreement import Agreement, Answer, SimulatedRequest
+from profiler.simulator.contest import compete, endless, regret
+from profiler.simulator.lock_step import LockStep
+from profiler.simulator.simulation import ClusterSpec, DrafterSpec, Load, Outcome, Simulation, in_turn, simulate
+from profiler.simulator.synthetic import DrafterFamily, Family, fitted, runs
+from profiler.simulator.target import TargetLimits
+from profiler.simulator.timing import DraftByCost, PackedPass, PaddedPass
+from router.assignment import Positions
+from router.cost_model import TableCost
+from router.planner import PlannerSettings, StepPlanner
+from router.policies import build_policy
+
+FAMILY = Family(
+    drafters={"small": DrafterFamily(acceptance=0.4, spread=1.2), "large": DrafterFamily(acceptance=0.75, spread=1.2)}
+)
+LIMITS = TargetLimits(16, 4096, 16, 512, 4096)
+
+
+class Cost(TableCost):
+    def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
+        return {"small": 0.0005, "large": 0.002}[drafter] * draft_len
+
+    def catch_up_s(self, drafter: str, num_tokens: int) -> float | None:
+        return 1e-5 * num_tokens
+
+
+class Alike(Cost):
+    def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
+        return 0.001 * draft_len
+
+
+COST = Cost((1, 8, 64), (0.02, 0.022, 0.05), 1e-7)
+
+
+def cluster(cost: TableCost = COST, **how: object) -> ClusterSpec:
+    spec = ClusterSpec(
+        cost,
+        PackedPass(cost),
+        DraftByCost(cost),
+        LIMITS,
+        (DrafterSpec("small", 8, 4), DrafterSpec("large", 8, 4)),
+        lambda: StepPlanner(PlannerSettings()),
+    )
+    return replace(spec, **how)  # type: ignore[arg-type]
+
+
+def requests(num: int, rate: float, seed: int = 0, output_len: int = 40) -> list[SimulatedRequest]:
+    random = np.random.default_rng(seed)
+    arrivals = np.cumsum(random.exponential(1.0 / rate, num)).tolist()
+    return [
+        SimulatedRequest(f"r{i}", at_s, 20 + i % 50, output_len + i % 7, FAMILY.answer(random, output_len + i % 7, 4))
+        for i, at_s in enumerate(arrivals)
+    ]
+
+
+def essence(outcome: Outcome) -> list[tuple[str, float, float, int, int]]:
+    return [(f.request.id, f.first_token_s, f.end_s, f.num_tokens, f.num_rounds) for f in outcome.finished]
+
+
+def test_a_run_is_a_function_of_its_seed() -> None:
+    def run(seed: int) -> list[tuple[str, float, float, int, int]]:
+        spec = cluster(num_targets=2, jitter=0.2)
+        return essence(simulate(spec, build_policy(EpsilonGreedyPolicy(epsilon=0.3)), Load(iter(requests(40, 20.0))), seed))
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+@pytest.mark.parametrize("policy", [FixedPolicy(chain=()), EpsilonGreedyPolicy(), LbssPolicy(), HedgePolicy()])
+@pytest.mark.parametrize("num_blocks", [4096, 24])
+def test_every_request_ends_and_every_token_counts_once(policy: PolicyConfig, num_blocks: int) -> None:
+    load = requests(30, 30.0)
+    spec = cluster(num_targets=2, limits=replace(LIMITS, num_blocks=num_blocks), scores=policy.kind == "hedge")
+    outcome = simulate(spec, build_policy(policy), Load(iter(load)))
+    assert {f.request.id: f.num_tokens for f in outcome.finished} == {r.id: r.output_len for r in load}
+    assert outcome.num_tokens == sum(r.output_len for r in load)
+    assert all(f.request.arrival_s < f.first_token_s <= f.end_s for f in outcome.finished)
+    assert (outcome.num_preempted > 0) == (num_blocks == 24)
+
+
+def test_a_request_that_a_target_cannot_hold_is_refused() -> None:
+    load = [replace(requests(1, 1.0)[0], prompt_len=5000)]
+    finished = simulate(cluster(), build_policy(FixedPolicy()), Load(iter(load))).finished
+    assert [f.finish for f in finished] == [FinishReason.ERROR]
+
+
+def test_waiting_is_as_in_the_queue_that_it_is() -> None:
+    """One place, and passes of constant time: M/D/1, whose mean wait is rho S / (2 (1 - rho))."""
+    service_s, rho, num = 0.3, 0.6, 4000
+    cost = TableCost((1, 2), (0.1, 0.1))  # a prompt's pass and two more of one token each
+    answer = Answer(3, {})
+    random = np.random.default_rng(3)
+    arrivals = np.cumsum(random.exponential(service_s / rho, num)).tolist()
+    load = [SimulatedRequest(f"r{i}", at_s, 8, 3, answer) for i, at_s in enumerate(arrivals)]
+    spec = cluster(cost, limits=replace(LIMITS, max_num_sequences=1), drafters=())
+    outcome = simulate(spec, build_policy(FixedPolicy(chain=())), Load(iter(load)))
+    waits = outcome.ttft_s() - 0.1
+    gaps = np.diff(arrivals)
+    waits = [0.0]
+    for gap in gaps.tolist():
+        waits.append(max(0.0, waits[-1] + service_s - gap))  # Lindley's recursion
+    assert outcome.ttft_s() - 0.1 == pytest.approx(waits, abs=1e-6)
+    assert outcome.target_busy == pytest.approx(rho, rel=0.05)
+    assert np.mean(waits) == pytest.approx(rho * service_s / (2 * (1 - rho)), rel=0.2)
+    assert outcome.tpot_s() == pytest.approx(0.1)
+
+
+def test_right_drafts_save_passes_and_wrong_ones_save_none() -> None:
+    def passes(right: int) -> int:
+        num = 41
+        answer = Answer(
+            num, {"small": Agreement(b"\4" * num, bytes([min(right, num - p) for p in range(num)]), flat=(0.9,) * 4)}
+        )
+        load = [SimulatedRequest("r", 0.0, 10, num, answer)]
+        spec = cluster(planner=lambda: StepPlanner(PlannerSettings("all", max_hold_s=1.0)))
+        return simulate(spec, build_policy(FixedPolicy(chain=("small",))), Load(iter(load))).num_passes
+
+    assert passes(0) == 41
+    assert passes(4) == 1 + 40 // 5, "the prompt's pass, then four drafts and a bonus token each"
+
+
+def test_whoever_is_not_in_step_catches_up() -> None:
+    load = requests(8, 100.0, output_len=200)
+    policy = EpsilonGreedyPolicy(epsilon=1.0)
+    slow = Cost((1, 8, 64), (0.02, 0.022, 0.05), 1e-7)
+    at_once, catching_up = (
+        simulate(cluster(slow, in_step=in_step), build_policy(policy), in_turn(load, 8)) for in_step in (True, False)
+    )
+    busy_s = [sum(o.drafter_busy.values()) * o.end_s for o in (at_once, catching_up)]
+    assert busy_s[0] < busy_s[1]
+
+
+def test_padding_costs_what_the_longest_does() -> None:
+    rows = [(5, 100), (5, 300)]
+    assert PackedPass(COST).seconds(rows, ()) == COST.step_s(10, 400)
+    assert PaddedPass(COST).seconds(rows, ()) == COST.step_s(10, 600)
+    assert PackedPass(COST).seconds((), [(7, 7)]) == COST.prefill_s(7, 7)
+
+
+def test_a_horizon_cuts_off() -> None:
+    outcome = simulate(cluster(), build_policy(FixedPolicy()), in_turn(requests(8, 1.0, output_len=2000), 8), until_s=2.0)
+    assert outcome.end_s == 2.0
+    assert outcome.num_unfinished == 8
+    assert set(outcome.open_tokens_per_s) == {f"r{i}" for i in range(8)}
+
+
+def test_slots_come_as_long_as_there_is_work() -> None:
+    simulation = Simulation(cluster(slot_s=0.1), build_policy(FixedPolicy()), in_turn(requests(4, 1.0), 4))
+    outcome = simulation.run()
+    assert [at_s for at_s, _ in outcome.slots] == pytest.approx(0.1 * np.arange(1, len(outcome.slots) + 1))
+    assert outcome.slots[-1][0] <= outcome.end_s + 0.1
+
+
+class TestAgreement:
+    def test_positions_count_what_was_reached_and_right(self) -> None:
+        agreement = Agreement(bytes([3, 0, 2]), bytes([3, 0, 1]))
+        assert agreement.positions(np.array([0, 1, 2]), 3) == Positions((3, 2, 1), (2, 1, 1))
+
+    def test_nothing_is_right_on_what_is_not_the_answer(self) -> None:
+        agreement = Agreement(bytes([3, 2]), bytes([2, 1]), flat=(0.5,) * 4)
+        assert agreement.draft(0, 8) == (3, 2, (0.5,) * 3)
+        assert agreement.draft(0, 1) == (1, 1, (0.5,))
+        assert agreement.draft(0, 8, is_right=False)[1] == 0
+        assert agreement.draft(7, 8)[1] == 0, "behind the end"
+
+    def test_a_text_can_go_on_for_ever(self) -> None:
+        request = endless(requests(1, 1.0)[0], 1000)
+        once = requests(1, 1.0)[0].answer.by_drafter["large"].right[1:]
+        assert request.output_len == len(request.answer.by_drafter["large"].right[:1000]) == 1000
+        assert request.answer.by_drafter["large"].right.startswith(once + once)
+
+
+class TestFamily:
+    def test_runs(self) -> None:
+        assert runs(np.array([True, True, False, True]), 4).tolist() == [2, 1, 0, 1]
+        assert runs(np.array([True, True, True]), 2).tolist() == [2, 2, 1]
+
+    def test_what_was_made_by_a_family_is_fitted_by_one_like_it(self) -> None:
+        family = Family(
+            drafters={
+                "a": DrafterFamily(acceptance=0.5, spread=0.3, silence=0.5),
+                "b": DrafterFamily(acceptance=0.75, spread=0.8, clumps=0.4),
+                "c": DrafterFamily(acceptance=0.7, spread=0.3, decay=0.8),
+            },
+            common=0.6,
+        )
+        random = np.random.default_rng(0)
+        answers = [family.answer(random, 400, 8) for _ in range(300)]
+
+        def table(which: str, name: str) -> list[np.ndarray]:
+            return [np.frombuffer(getattr(a.by_drafter[name], which), np.uint8).astype(np.int64) for a in answers]
+
+        found = fitted({n: table("right", n) for n in "abc"}, {n: table("drafted", n) for n in "abc"}, 8)
+        assert found.common == pytest.approx(0.6, abs=0.15)
+        assert found.drafters["a"].silence == pytest.approx(0.5, abs=0.05)
+        assert found.drafters["b"].spread == pytest.approx(0.8, abs=0.2)
+        assert found.drafters["b"].clumps > 0.2 > found.drafters["a"].clumps
+        assert found.drafters["c"].decay < 0.9 < found.drafters["a"].decay
+        for name, acceptance in (("a", 0.5), ("b", 0.75), ("c", 0.7)):
+            assert found.drafters[name].acceptance == pytest.approx(acceptance, abs=0.06)
+
+    def test_two_that_are_right_agree(self) -> None:
+        answer = FAMILY.answer(np.random.default_rng(1), 500, 4, [("small", "large")])
+        small, large = (np.frombuffer(answer.by_drafter[n].right, np.uint8) for n in ("small", "large"))
+        inner = np.frombuffer(answer.inner["small", "large"].right, np.uint8)
+        assert (inner >= np.minimum(small, large)).all()
+        assert not ((inner > 0) & ((small > 0) != (large > 0))).any()
+
+
+def test_policies_lie_between_chance_and_hindsight() -> None:
+    drafters = {"small": DrafterFamily(acceptance=0.6, spread=2.0), "large": DrafterFamily(acceptance=0.6, spread=2.0)}
+    family = Family(drafters=drafters, common=0.0)
+    random = np.random.default_rng(5)
+    load = [SimulatedRequest(f"r{i}", 0.0, 30, 150, family.answer(random, 150, 4)) for i in range(60)]
+    spec = cluster(Alike(COST.rows, COST.step_s_at), planner=lambda: LockStep(StepPlanner()))
+    contest = compete(spec, [HedgePolicy(), LbssPolicy()], load, 8)
+    figures = contest.figures()
+    assert figures["hindsight_over_best_single"] > 1.1
+    assert figures["goodput_over_best_single.hedge"] > figures["goodput_over_best_single.lbss"]
+    assert figures["goodput_over_hindsight.hedge"] > 0.85
+    missed = regret(contest)
+    assert missed["hedge"][1][-1] < missed["lbss"][1][-1]

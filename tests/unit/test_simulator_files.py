@@ -1,0 +1,155 @@
+"""Recordings and scenarios as files: what is read is sound, and what is not is refused with a reason."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.config import DrafterConfig, NgramOptions, SuffixOptions
+from cluster.errors import InvalidField, OutriderError
+from cluster.strict_yaml import ConfigError
+from cluster.types import ModelInfo, SamplingParams
+from deploy import simulate
+from deploy.bench import routing
+from drafters.agreement import agreement
+from drafters.registry import make_drafter
+from drafters.replay import Recording, replay
+from profiler.simulator.recording import AgreementRecording, Recorder, read_recording
+from profiler.simulator.scenario import ServingScenario, read_scenario
+from profiler.simulator.serving import read_trace, requests
+from router.cost_model import TableCost
+from router.features import prompt_features
+
+INFO = ModelInfo("m", 100, 4096, (99,), "f")
+SAMPLING = SamplingParams(64, temperature=0.0)
+
+
+def answers(num: int, output_len: int = 40) -> list[Recording]:
+    """Of few words, so that lookups find something."""
+    random = np.random.default_rng(2)
+    found = []
+    for i in range(num):
+        words = random.integers(0, 98, 6)
+        prompt = tuple(np.tile(words, 3).tolist())
+        output = [int(w) for w in np.tile(words, -(-output_len // 6))[:output_len]]
+        for at in random.integers(0, output_len, 5).tolist():
+            output[at] = int(random.integers(0, 98))
+        found.append(Recording(f"0/r{i}@0.0", ("code", "chat")[i % 2], prompt, tuple(output), SAMPLING))
+    return found
+
+
+def recorded(num: int = 6) -> AgreementRecording:
+    options = {"ngram": NgramOptions(), "suffix": SuffixOptions()}
+    recorder = Recorder("m", [(name, one.kind) for name, one in options.items()], 4, 0.0)
+    taken = answers(num)
+    told = [agreement(make_drafter(DrafterConfig(name=n, options=o), INFO), taken, 4) for n, o in options.items()]
+    for i, one in enumerate(taken):
+        features = prompt_features(one.prompt_token_ids)
+        recorder.add(one.name, one.domain, len(one.prompt_token_ids), features, [of_drafter[i] for of_drafter in told])
+    return recorder.recording()
+
+
+def test_a_recording_comes_back_as_it_was(tmp_path: Path) -> None:
+    recording = recorded()
+    recording.save(tmp_path / "r.npz")
+    back = read_recording(tmp_path / "r.npz")
+    assert back.header == recording.header
+    assert (back.ids, back.domains) == (recording.ids, recording.domains)
+    for name in ("prompt_lens", "output_lens", "features", "drafted", "right", "confidences"):
+        assert (getattr(back, name) == getattr(recording, name)).all()
+    assert back.answer(3).by_drafter["ngram"].right == recording.answer(3).by_drafter["ngram"].right
+
+
+def test_what_is_recorded_is_what_a_replay_gets() -> None:
+    """At the positions that rounds come to; a lookup in its own request alone drafts the same however it got there."""
+    recording = recorded()
+    rounds = list(replay(make_drafter(DrafterConfig(name="n", options=NgramOptions()), INFO), answers(6), 4))
+    assert recording.accepted_len("ngram") == pytest.approx(np.mean([r.num_committed for r in rounds]), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda r: replace(r, right=r.drafted + np.uint8(1)), "more tokens are right than drafted"),
+        (lambda r: replace(r, drafted=r.drafted[:, :-1]), "its drafted are"),
+        (lambda r: replace(r, drafted=r.drafted.astype(np.int64)), "its drafted are int64"),
+        (lambda r: replace(r, prompt_lens=r.prompt_lens * 0), "no token"),
+        (lambda r: replace(r, header=r.header.model_copy(update={"format": 9})), "format 9"),
+        (lambda r: replace(r, header=r.header.model_copy(update={"kinds": ("ngram",)})), "kinds"),
+    ],
+)
+def test_a_recording_that_disagrees_with_itself_is_refused(tmp_path: Path, change, reason: str) -> None:  # type: ignore[no-untyped-def]
+    change(recorded()).save(tmp_path / "r.npz")
+    with pytest.raises(InvalidField, match=reason):
+        read_recording(tmp_path / "r.npz")
+
+
+def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidField, match="is not there"):
+        read_recording(tmp_path / "none.npz")
+    (tmp_path / "text.npz").write_text("text")
+    with pytest.raises(InvalidField, match="cannot be read"):
+        read_recording(tmp_path / "text.npz")
+    np.savez(tmp_path / "other.npz", something=np.zeros(3))
+    with pytest.raises(InvalidField, match="holds no 'header'"):
+        read_recording(tmp_path / "other.npz")
+    np.savez(tmp_path / "pickled.npz", header=np.array([{"a": 1}], dtype=object))
+    with pytest.raises(InvalidField, match="cannot be read"):
+        read_recording(tmp_path / "pickled.npz")
+
+
+def test_policies_are_compared_on_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "NUM_QUICK", 12)
+    monkeypatch.setattr(routing, "ENDLESS_QUICK_S", 4.0)
+    configs = [DrafterConfig(name="ngram", options=NgramOptions()), DrafterConfig(name="suffix", options=SuffixOptions())]
+    cost = TableCost((1, 8, 32), (0.02, 0.025, 0.06))
+    result = routing.compare(recorded(), configs, cost, True, tmp_path / "p.png")
+    for policy in ("hedge", "lbss", "epsilon-greedy", "greedy-length"):
+        assert 0.3 < result.figures[f"goodput_over_hindsight.{policy}"] < 1.5
+    assert result.figures["hindsight_over_best_single"] > 0.9
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+    assert result.to_json()
+
+
+@pytest.mark.parametrize("name", simulate.names())
+def test_the_scenarios_that_are_shipped_can_be_used(name: str) -> None:
+    assert read_scenario(simulate.find(name)).seed >= 0
+
+
+def test_an_unknown_scenario_names_the_nearest() -> None:
+    with pytest.raises(InvalidField, match="did you mean specrouter"):
+        simulate.find("specroute")
+    with pytest.raises(OutriderError, match="cannot be read"):
+        read_scenario(simulate.find("nowhere.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("study: specrouter", "study: other", "study: must be"),
+        ("two_level: llama-68m", "two_level: llama-70m", "llama-70m"),
+        ("horizon_s: 20", "horizont_s: 20", "did you mean"),
+        ("      llama-68m: {acceptance: 0.52", "      llama-86m: {acceptance: 0.52", "says nothing of llama-68m"),
+        ("target: {device: a100", "target: {device: b100", "b100"),
+    ],
+)
+def test_a_scenario_that_cannot_be_used_says_why(tmp_path: Path, old: str, new: str, reason: str) -> None:
+    text = simulate.find("specrouter").read_text()
+    assert old in text
+    (tmp_path / "s.yaml").write_text(text.replace(old, new))
+    with pytest.raises(ConfigError, match=reason):
+        read_scenario(tmp_path / "s.yaml")
+
+
+def test_a_trace_sets_arrivals_and_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n0.5,10,3\n1.0,20000,5\n2.0,7,0\n30,5,5\n")
+    scenario = read_scenario(simulate.find("h100-32b"))
+    assert isinstance(scenario, ServingScenario)
+    scenario = scenario.model_copy(update={"trace": path, "requests_per_s": 2.0, "duration_s": 10.0})
+    found = [(r.arrival_s, r.prompt_len, r.output_len) for r in requests(scenario)]
+    assert found == [(0.25, 10, 3), (0.5, scenario.max_prompt_len, 5)]
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n1,10,3\n0.5,1,1\n")
+    with pytest.raises(InvalidField, match="must not fall"):
+        list(read_trace(path))

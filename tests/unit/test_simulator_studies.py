@@ -1,0 +1,88 @@
+"""The papers' settings in small: what must come of them."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.config import HedgePolicy
+from deploy import simulate
+from deploy.bench.report import Expectation
+from profiler.simulator import serving, specrouter, spin
+from profiler.simulator.roofline import Device, Placed, RooflineCost, Shape
+from profiler.simulator.scenario import ServingScenario, SpecRouterScenario, SpinScenario, read_scenario
+
+DEVICE = Device(tflops=100, memory_gbps=1000, memory_gb=40, compute_share=0.5, memory_share=0.5)
+SHAPE = Shape(layers=32, hidden=4096, ffn=11008)
+
+
+class TestRoofline:
+    def test_the_shape_of_a_7b_model(self) -> None:
+        assert SHAPE.params == pytest.approx(6.74e9, rel=0.01)
+        assert SHAPE.kv_numbers == 2 * 32 * 4096
+
+    def test_few_rows_cost_what_reading_the_weights_does_and_many_what_computing_them_does(self) -> None:
+        cost = RooflineCost(Placed(shape=SHAPE, device=DEVICE), {})
+        read_s = 2 * (SHAPE.layer_params + SHAPE.head_params) / 500e9
+        assert cost.step_s(1, 0) == pytest.approx(read_s, rel=0.01)
+        assert cost.step_s(16, 0) == pytest.approx(read_s, rel=0.01)
+        computed_s = 2 * 4096 * (SHAPE.layer_params + SHAPE.head_params) / 50e12
+        assert cost.step_s(4096, 0) == pytest.approx(computed_s, rel=0.01)
+        assert cost.prefill_s(4096, 0) < cost.step_s(4096, 0)
+
+    def test_it_never_falls(self) -> None:
+        cost = RooflineCost(Placed(shape=SHAPE, device=DEVICE, parallelism=2), {"d": Placed(shape=SHAPE, device=DEVICE)})
+        rows = [cost.step_s(n, 100) for n in range(1, 600)]
+        assert rows == sorted(rows)
+        assert cost.step_s(8, 10_000) > cost.step_s(8, 100)
+        assert cost.draft_s("d", 4, 4) == pytest.approx(4 * (cost.draft_s("d", 4, 1) or 0.0))
+        assert cost.draft_s("other", 4, 4) is None
+
+    def test_what_fits_beside_the_weights(self) -> None:
+        free = 40e9 * 0.9 - 2 * SHAPE.params
+        assert Placed(shape=SHAPE, device=DEVICE).kv_tokens() == pytest.approx(free / (2 * SHAPE.kv_numbers), abs=1)
+
+
+def test_the_order_of_spins_figures_holds() -> None:
+    scenario = read_scenario(simulate.find("spin"))
+    assert isinstance(scenario, SpinScenario)
+    small = {"targets": {"llama-7b": scenario.targets["llama-7b"]}, "texts": {"alpaca": scenario.texts["alpaca"]}}
+    study = spin.run(scenario.model_copy(update={**small, "repeats": 2}))
+    assert study.figures["order_holds.figure_10"] == 1.0
+    assert study.figures["order_holds.figure_11"] == 1.0
+    assert study.figures["outrider_over_spin.alpaca.llama-7b"] > 1.0
+
+
+def test_chains_are_foreseen_and_chosen() -> None:
+    scenario = read_scenario(simulate.find("specrouter"))
+    assert isinstance(scenario, SpecRouterScenario)
+    study = specrouter.run(scenario.model_copy(update={"batches": (8,), "least_requests": 16, "horizon_s": 6.0}))
+    assert study.figures["prediction_error"] < 0.15
+    assert study.figures["speedup.chosen.batch_8"] > 1.2
+    assert study.figures["chosen_over_best_static"] > 0.9
+
+
+def test_serving_is_compared_with_the_target_alone() -> None:
+    scenario = read_scenario(simulate.find("h100-32b"))
+    assert isinstance(scenario, ServingScenario)
+    small = {"num_targets": 2, "requests_per_s": 3.0, "duration_s": 8.0, "policies": (HedgePolicy(),)}
+    study = serving.run(scenario.model_copy(update=small))
+    assert study.figures["tpot_speedup.target_alone"] == 1.0
+    assert study.figures["tpot_speedup.hedge"] > 1.2
+    assert study.figures["num_gpus"] == 2 * 2 + 8
+
+
+def test_figures_are_printed_drawn_and_held_to_what_is_expected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = simulate.find("specrouter").read_text().replace("batches: [1, 4, 8, 16, 32, 64]", "batches: [4]")
+    (tmp_path / "small.yaml").write_text(text.replace("horizon_s: 20", "horizon_s: 2").replace("32  #", "4"))
+    monkeypatch.chdir(tmp_path)
+    met = Expectation.parse("speedup.two_level.batch_4>=1")
+    unmet = Expectation.parse("speedup.two_level.batch_4>=9")
+    assert simulate.run("small.yaml", None, "-", [met], quick=True)
+    said = capsys.readouterr()
+    assert said.out.startswith('{"bench": "simulate small"')
+    assert "simulated" in said.err
+    assert (tmp_path / "outrider-small.png").stat().st_size > 10_000
+    assert not simulate.run("small.yaml", tmp_path / "p.png", str(tmp_path / "f.json"), [unmet], quick=True)
+    assert (tmp_path / "f.json").read_text().startswith("{")
