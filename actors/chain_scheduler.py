@@ -21,7 +21,7 @@ class ChainScheduler(Router):
         max_draft_len: int,
         watch: CollapseWatch | None = None,
     ) -> None:
-        super().__init__(policy, pool, max_draft_len, watch)
+        super().__init__(policy, pool, max_draft_len, watch, scores=True)
         self._chains = policy
 
     def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:

@@ -62,6 +62,6 @@ def link_companions(companions: Sequence[Companion], mailbox: Mailbox, hello: He
 
 def _companion(config: DrafterConfig, model: ModelInfo, host: Host) -> Companion:
     name, mailbox = member_name(config.name, 0), Mailbox()
-    limits = RosterLimits(capacity=config.capacity, max_draft_len=config.max_draft_len)
+    limits = RosterLimits(capacity=config.capacity, max_draft_len=config.max_draft_len, max_shadows=0)
     loop = DrafterLoop(name, make_drafter(config, model, host), mailbox, limits, ahead_len=config.ahead_len)
     return Companion(name, loop, mailbox)

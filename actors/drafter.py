@@ -53,9 +53,15 @@ class DrafterActor(LoopActor[DrafterInfo]):
             set_threads(config.resources.threads)
         from drafters.registry import make_led
 
-        limits = RosterLimits(capacity=config.capacity, max_draft_len=config.max_draft_len)
+        limits = RosterLimits(
+            capacity=config.capacity,
+            max_draft_len=config.max_draft_len,
+            max_shadows=4 * config.capacity if config.spare_share else 0,
+        )
         drafter = make_led(config, self._proposers, self._target)
-        loop = DrafterLoop(self._name, drafter, self._mailbox, limits, ahead_len=config.ahead_len)
+        loop = DrafterLoop(
+            self._name, drafter, self._mailbox, limits, ahead_len=config.ahead_len, spare_share=config.spare_share
+        )
         return LoopThread(f"drafter {self._name}", loop, self._mailbox.wake, on_end=self._mailbox.close)
 
     def _info(self) -> DrafterInfo:

@@ -118,13 +118,13 @@ class RaySpawner:
     async def router(self) -> Process:
         from actors.chain_scheduler import ChainScheduler, ModelChainScheduler
         from router.drift import CollapseWatch
-        from router.policies import build_policy, build_pool
+        from router.policies import build_policy, build_pool, uses_scores
         from router.policies.chain import ModelChains
 
         config = self._deployment.config
         watch = CollapseWatch(config.router.collapse, config.router.slot_ms / 1e3)
         policy, pool, max_draft_len = build_policy(config.router.policy), build_pool(config), max(1, config.max_draft_len)
-        kind, router = RouterActor, Router(policy, pool, max_draft_len, watch)
+        kind, router = RouterActor, Router(policy, pool, max_draft_len, watch, uses_scores(config.router.policy))
         if isinstance(policy, ModelChains):
             kind, router = ModelChainScheduler, ChainScheduler(policy, pool, max_draft_len, watch)
         targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])

@@ -34,8 +34,10 @@ class Router:
         pool: Sequence[PoolMember],
         max_draft_len: int,
         watch: CollapseWatch | None = None,
+        scores: bool = False,
     ) -> None:
         self._policy = policy
+        self._scores = scores
         self._watch = watch
         self._pool = tuple(pool)
         self._table = RoutingTable(version=0, max_draft_len=max_draft_len)
@@ -64,11 +66,19 @@ class Router:
         requests = [request for report in reports for request in report.requests]
         chains = self._policy.assign([*requests, RequestView(NEXT_REQUEST, 0, 0, TARGET_ONLY)], pool)
         versions = [report.table_version for report in reports]
-        table = next_table(self._table, requests, chains, (chains[NEXT_REQUEST],), versions)
+        table = next_table(self._table, requests, chains, (chains[NEXT_REQUEST],), versions, self._scorers(pool))
         if table is self._table:
             return None
         self._table = table
         return table
+
+    def _scorers(self, pool: Sequence[PoolMember]) -> tuple[str, ...]:
+        """One member of each drafter, where the policy learns from scores; those in the target's own process have no time
+        to spare."""
+        if not self._scores:
+            return ()
+        members = {drafter_of(member.name): member.name for member in reversed(pool) if member.is_open and member.leads}
+        return tuple(sorted(members.values()))
 
     def _judged_pool(self, reports: Sequence[SlotReport]) -> list[PoolMember]:
         """As it is now, for the targets that report."""

@@ -138,6 +138,7 @@ class TargetActor(LoopActor[TargetInfo]):
             drafters=tuple(name for name, _ in status.followed),
             draft_costs=self._draft_costs,
             member_costs=self._member_costs,
+            scores=self._loop.take_scores(),
             levels=self._loop.take_levels(),
             target_passes=self._target_passes,
         )

@@ -244,6 +244,9 @@ class DrafterConfig(Section):
     capacity: Count = DEFAULT_CAPACITY  # requests that one replica follows at once
     max_draft_len: Annotated[int, Field(ge=1, le=64)] = DEFAULT_DRAFT_LEN  # tokens of one proposal
     ahead_len: Annotated[int, Field(ge=0, le=64)] = 0  # tokens drafted on top of a proposal that is not verified yet
+    # Most of its time that goes into keeping in step with requests that others draft for, so that it can take them up at
+    # once, and telling the router what it would have drafted for them; 0: none.
+    spare_share: Fraction = 0.1
     replicas: Count = 1
     device: Device = "auto"
     resources: Resources = Resources()

@@ -160,13 +160,15 @@ class RoutingTable:
     """What the router decided, published every slot; the round reads the newest (DESIGN idea 2).
 
     A chain names pool members, nearest to the target last; () is the target alone. ``defaults`` serve requests that
-    the router has not seen yet, round-robin.
+    the router has not seen yet, round-robin. ``scorers`` keep in step, in their spare time, with requests that others draft
+    for, and tell how they would have done.
     """
 
     version: int
     chains: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: tuple[tuple[str, ...], ...] = ((),)
     max_draft_len: int = 8
+    scorers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

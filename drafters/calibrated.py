@@ -5,7 +5,9 @@ from dataclasses import replace
 
 from cluster.messages import LevelReport
 from cluster.types import SamplingParams
-from drafters.protocol import Chaining, Demand, Draft, Drafter
+from drafters.led import LedModel
+from drafters.protocol import Demand, Draft, Drafter, Foreseeing
+from drafters.shadow import Stopping
 from profiler.calibration import TemperatureScaling
 
 
@@ -41,10 +43,25 @@ class CalibratedDrafter:
         self._drafter.check_integrity()
 
 
-class CalibratedChaining(CalibratedDrafter):
-    """The same of a drafter that others ride ahead of."""
+class CalibratedForeseeing(CalibratedDrafter):
+    """The same of a drafter that goes token by token, and ends its drafts by the confidences that it has itself."""
 
-    def __init__(self, drafter: Chaining, scaling: TemperatureScaling) -> None:
+    def __init__(self, drafter: Foreseeing, scaling: TemperatureScaling) -> None:
+        super().__init__(drafter, scaling)
+        self._foreseeing = drafter
+
+    @property
+    def stopping(self) -> Stopping:
+        return self._foreseeing.stopping
+
+    def foresee(self, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
+        return self._foreseeing.foresee(demands, max_rows)
+
+
+class CalibratedChaining(CalibratedForeseeing):
+    """The same of one that others ride ahead of, too."""
+
+    def __init__(self, drafter: LedModel, scaling: TemperatureScaling) -> None:
         super().__init__(drafter, scaling)
         self._chaining = drafter
 

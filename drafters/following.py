@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from drafters.shadow import Shadowing
+
 
 def key_of(link_number: int, request_id: str) -> str:
     """A drafter's name for a request: request ids are unique per target only."""
@@ -36,6 +38,7 @@ class Followed:
     confidences: list[float] = field(default_factory=list)  # of ahead
     num_sent: int = 0
     answered: bool = False  # a proposal for this committed length has left
+    shadow: Shadowing | None = None  # others draft for it: it is only kept in step with, and scored
     exhausted: bool = False  # the drafter gave less than it was asked for: ask no more until the next commit
 
     @property

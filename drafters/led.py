@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from cluster.messages import LevelReport, Verified
 from cluster.types import SamplingParams
-from drafters.model import Growing, check_min_confidence, grow
+from drafters.model import Growing, check_min_confidence, foresee, grow
 from drafters.protocol import Chaining, Demand, Draft, Drafter
+from drafters.shadow import Stopping
 from drafters.small_model import Question, SmallModel
 from engine.acceptance import count_accepted
 from engine.sampling import Chosen
@@ -79,6 +80,13 @@ class LedModel:
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
         return grow(self._verifier, demands, self._round, self._min_survival)
+
+    @property
+    def stopping(self) -> Stopping:
+        return Stopping(self._min_confidence, self._min_survival)
+
+    def foresee(self, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
+        return foresee(self._verifier, demands, max_rows)
 
     def release(self, request_id: str) -> None:
         self._leave(request_id)

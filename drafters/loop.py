@@ -12,6 +12,7 @@ from cluster.types import Proposal
 from drafters.following import Followed
 from drafters.protocol import Chaining, Demand, Drafter
 from drafters.roster import Peer, Roster, RosterLimits
+from drafters.scoring import Scorer
 from router.assignment import drafter_of
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ class DrafterLoop:
     Args:
         ahead_len: tokens drafted beyond the last proposal while its verdict is awaited (PEARL's post-verify). Worthwhile
             where drafting takes time; 0 for lookups.
+        spare_share: the most of its time that goes into keeping in step with requests that others draft for, and scoring
+            what it would have drafted; of a loop driven by hand, whatever nothing else needs.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class DrafterLoop:
         limits: RosterLimits | None = None,
         *,
         ahead_len: int = 0,
+        spare_share: float = 1.0,
     ) -> None:
         self.name = name
         self._drafter = drafter
@@ -65,7 +69,10 @@ class DrafterLoop:
         self._ahead_chunk = max(1, ahead_len // 4)  # per batch: mail waits for it, and a chain verifies it in one pass
         self._num_batches = self._num_drafted = self._num_proposals = self._num_tokens = self._num_resyncs = 0
         self._num_timed = 0
-        self._next_report_s = 0.0
+        self._next_report_s = self._next_scores_s = self._next_spare_s = 0.0
+        self._spare_share = spare_share
+        self._clock: Callable[[], float] | None = None
+        self._scorer = Scorer(drafter, (limits or RosterLimits()).max_draft_len)
         self._timed_s = 0.0
 
     def step(self, now_s: float) -> bool:
@@ -87,10 +94,11 @@ class DrafterLoop:
             self._hear(now_s)  # what was committed meanwhile makes some of it stale: only the rest is worth sending
             self._answer([f for f in self._unanswered() if f.ahead or f.exhausted or not f.wanted], {}, now_s)
             return True
-        return self._draft(self._further()) or heard
+        return self._draft(self._further()) or heard or self._score(now_s)
 
     def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
         """Step until ``stop`` is set (then wake the mailbox, to be heard at once). ``clock`` is monotonic, in seconds."""
+        self._clock = clock
         while not stop.is_set():
             start_s = clock()
             num_batches = self._num_batches
@@ -99,7 +107,7 @@ class DrafterLoop:
                     self._num_timed += 1
                     self._timed_s += clock() - start_s
             else:
-                due_s = self._roster.next_due_s()
+                due_s = self.next_due_s()
                 wait_s = MAX_WAIT_S if due_s is None else min(MAX_WAIT_S, due_s - clock())
                 self._mailbox.wait(max(0.0, wait_s))
 
@@ -118,7 +126,10 @@ class DrafterLoop:
 
     def next_due_s(self) -> float | None:
         """When a step has something to do though no mail comes; None: never."""
-        return self._roster.next_due_s()
+        due_s = self._roster.next_due_s()
+        if any(followed.shadow is not None and followed.shadow.pending for _, followed in self._roster.shadows()):
+            return self._next_spare_s if due_s is None else min(due_s, self._next_spare_s)
+        return due_s
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the loop's state, or the drafter's, disagrees with itself."""
@@ -138,6 +149,25 @@ class DrafterLoop:
         """To be answered with what is at hand. Who drafts ahead sends the rest of it at once, be it short: the target works
         on it while the next tokens are drafted."""
         return len(followed.ahead) >= followed.wanted or (self._ahead_len > 0 and bool(followed.ahead))
+
+    def _score(self, now_s: float) -> bool:
+        """Spare time: a small piece of keeping in step with requests that others draft for, when none was done for long
+        enough that it stays a share of the time. Mail and drafts come first, and wait for one such piece at the most."""
+        if now_s < self._next_spare_s:
+            return False
+        peers = {followed.key: peer for peer, followed in self._roster.shadows()}
+        scored = self._scorer.work(followed for _, followed in self._roster.shadows())
+        if scored is None:
+            return False
+        for followed, score in scored:
+            peers[followed.key].scores.append(score)
+        if self._clock is not None:
+            end_s = self._clock()
+            self._next_spare_s = end_s + (end_s - now_s) * (1.0 / self._spare_share - 1.0)
+        if self._next_scores_s <= now_s:
+            self._next_scores_s = now_s + REPORT_PERIOD_S
+            self._answer([], {}, now_s)
+        return True
 
     def _further(self) -> Iterator[tuple[Followed, int]]:
         """Drafting ahead: beyond what was proposed, never beyond the end of the request."""
@@ -171,13 +201,12 @@ class DrafterLoop:
             proposals = tuple(self._proposal(followed) for followed in peer.followed.values() if followed.key in keys)
             proposals += tuple(Proposal(request_id, n, (), (), self.name) for request_id, n in peer.take_owed().items())
             asked = tuple(resyncs.get(number, ()))
-            if proposals or asked:
+            scores = peer.take_scores()
+            if proposals or asked or scores:
                 self._num_proposals += len(proposals)
                 self._num_tokens += sum(len(proposal.token_ids) for proposal in proposals)
                 self._num_resyncs += len(asked)
-                self._send(
-                    peer, ProposalRound(peer.table_version, proposals, resyncs=asked, levels=self._take_levels(now_s))
-                )
+                self._send(peer, ProposalRound(peer.table_version, proposals, scores, asked, self._take_levels(now_s)))
 
     def _take_levels(self, now_s: float) -> tuple[LevelReport, ...]:
         """What the models of this drafter's chains did, once in a while and to one of the targets: the router asks all."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.protocol import Demand, Draft
+from drafters.shadow import Stopping
 from drafters.small_model import Question, SmallModel
 from engine.sampling import Chosen
 
@@ -74,6 +75,15 @@ def grow(
     return [draft.draft() for draft in growing]
 
 
+def foresee(model: SmallModel, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
+    """As ``Foreseeing.foresee``, of a model that drafts what it would choose."""
+    questions = [Question(demand.request_id, drafts=demand.ahead[:-1]) for demand in demands]
+    return [
+        None if chosen is None else Draft(demand.request_id, chosen.token_ids, chosen.confidences)
+        for demand, chosen in zip(demands, model.foresee(questions, max_rows), strict=True)
+    ]
+
+
 def check_min_confidence(value: float, name: str = "min_confidence") -> None:
     if not 0.0 <= value < 1.0:
         raise InvalidField(name, value, "must be at least 0 and less than 1")
@@ -104,6 +114,13 @@ class ModelDrafter:
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
         return grow(self._model, demands, self._round, self._min_survival)
+
+    @property
+    def stopping(self) -> Stopping:
+        return Stopping(self._min_confidence, self._min_survival)
+
+    def foresee(self, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
+        return foresee(self._model, demands, max_rows)
 
     def release(self, request_id: str) -> None:
         self._model.release(request_id)

@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from cluster.messages import LevelReport
 from cluster.types import SamplingParams
+from drafters.shadow import Stopping
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +63,18 @@ class Chaining(Drafter, Protocol):
 
     def take_levels(self, name: str) -> list[LevelReport]:
         """What it did since it was last asked, and so did the models below. ``name``: its own."""
+
+
+@runtime_checkable
+class Foreseeing(Drafter, Protocol):
+    """A drafter that goes token by token, and so says in one pass what it would have drafted behind each of several."""
+
+    @property
+    def stopping(self) -> Stopping: ...
+
+    def foresee(self, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
+        """What it would draft in the place of each token of ``ahead``, given those before it: it is told of them next.
+
+        One pass of about ``max_rows`` rows at the most, which takes no cache from anybody. None: it is not in step yet, a
+        part of what is missing was computed. Fewer tokens than ``ahead``: it cannot say.
+        """

@@ -22,7 +22,7 @@ from cluster.config import (
 )
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.types import ModelInfo
-from drafters.protocol import Chaining, Drafter
+from drafters.protocol import Drafter, Foreseeing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -235,9 +235,10 @@ def _load(options: ModelOptions | LayersOptions, site: Site) -> "tuple[CausalMod
     return load_model(folder, options.dtype, site.device, options.num_layers), None
 
 
-def _calibrated(drafter: Drafter, options: LayersOptions) -> Drafter:
+def _calibrated(drafter: Foreseeing, options: LayersOptions) -> Drafter:
     """With calibrated confidences, where the drafter's folder says how."""
-    from drafters.calibrated import CalibratedChaining, CalibratedDrafter
+    from drafters.calibrated import CalibratedChaining, CalibratedForeseeing
+    from drafters.led import LedModel
     from drafters.shipped import find_drafter
     from profiler.calibration import FILE, load_scaling
 
@@ -245,7 +246,7 @@ def _calibrated(drafter: Drafter, options: LayersOptions) -> Drafter:
     if not path.is_file():
         return drafter
     scaling = load_scaling(path)
-    return CalibratedChaining(drafter, scaling) if isinstance(drafter, Chaining) else CalibratedDrafter(drafter, scaling)
+    return CalibratedChaining(drafter, scaling) if isinstance(drafter, LedModel) else CalibratedForeseeing(drafter, scaling)
 
 
 _FACTORIES: Mapping[str, Callable[[Any, Site], Drafter]] = {

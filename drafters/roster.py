@@ -5,14 +5,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN
-from cluster.messages import Budget, DraftRound, Extend, Open
+from cluster.messages import Budget, DraftRound, Extend, Open, Score
 from cluster.transport.base import Event, Link, LinkDown, LinkUp
 from drafters.following import Followed, Resyncs, Verdict, key_of, reconcile
 from drafters.protocol import Chaining, Drafter
+from drafters.shadow import Shadowing
 
 logger = logging.getLogger(__name__)
 
 _EXPIRY_CHECK_S = 1.0
+MAX_UNSCORED = 256  # tokens of a request that a busy drafter leaves unscored; then it gives up scoring those
+MAX_IGNORED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class RosterLimits:
 
     capacity: int = DEFAULT_CAPACITY
     max_draft_len: int = DEFAULT_DRAFT_LEN  # of a proposal; a Budget may ask for less
+    max_shadows: int = 4 * DEFAULT_CAPACITY  # requests of others that are kept in step with; 0: none
     resync_s: float = 0.25
     max_resyncs: int = 6
     idle_s: float = 60.0
@@ -40,8 +44,14 @@ class Peer:
     resyncs: Resyncs
     table_version: int = 0
     followed: dict[str, Followed] = field(default_factory=dict)
+    scores: list[Score] = field(default_factory=list)  # not yet sent
+    ignored: dict[str, None] = field(default_factory=dict)  # others draft for them, and there is no room to keep in step
     refused: dict[str, float] = field(default_factory=dict)  # for want of room; when last heard of, oldest first
     owed: dict[str, int] = field(default_factory=dict)  # refused, not yet told so; the committed length to answer
+
+    def take_scores(self) -> tuple[Score, ...]:
+        scores, self.scores = tuple(self.scores), []
+        return scores
 
     def take_owed(self) -> dict[str, int]:
         owed, self.owed = self.owed, {}
@@ -62,7 +72,12 @@ class Roster:
 
     @property
     def num_followed(self) -> int:
-        return sum(len(peer.followed) for peer in self.peers.values())
+        """Those that it drafts for."""
+        return sum(followed.shadow is None for peer in self.peers.values() for followed in peer.followed.values())
+
+    @property
+    def num_shadows(self) -> int:
+        return sum(len(peer.followed) for peer in self.peers.values()) - self.num_followed
 
     @property
     def num_refused(self) -> int:
@@ -78,6 +93,13 @@ class Roster:
             for request_id, followed in peer.followed.items():
                 if followed.budget and request_id not in peer.resyncs:
                     yield followed
+
+    def shadows(self) -> Iterator[tuple[Peer, Followed]]:
+        """Requests that others draft for."""
+        for peer in self.peers.values():
+            for followed in peer.followed.values():
+                if followed.shadow is not None:
+                    yield peer, followed
 
     def take(self, event: Event, now_s: float) -> None:
         if isinstance(event, LinkUp):
@@ -144,12 +166,16 @@ class Roster:
 
     def _receive(self, peer: Peer, message: DraftRound, now_s: float) -> None:
         peer.table_version = max(peer.table_version, message.table_version)
+        budgets = {budget.request_id: budget.num_tokens for budget in message.budgets}
         for opening in message.opens:
-            self._open(peer, opening, now_s)
+            if budgets.get(opening.request_id) == 0 and opening.request_id not in peer.followed:
+                self._shadow(peer, opening, now_s)
+            else:
+                self._open(peer, opening, now_s)
         for extension in message.extends:
             self._extend(peer, extension, now_s)
         for budget in message.budgets:
-            self._budget(peer, budget)
+            self._budget(peer, budget, now_s)
         for request_id in message.releases:  # last: a request may end in the round that opened it
             self._release(peer, request_id)
 
@@ -169,8 +195,30 @@ class Roster:
         if self.num_followed >= self._limits.capacity:
             self._refuse(peer, request_id, len(opening.token_ids), now_s)
             return
+        self._follow(peer, opening, now_s)
+
+    def _shadow(self, peer: Peer, opening: Open, now_s: float) -> None:
+        """Others draft for it. Where there is no room to keep in step, nobody need know."""
+        peer.resyncs.drop(opening.request_id)
+        if self.num_shadows >= self._limits.max_shadows:
+            self._ignore(peer, opening.request_id)
+            return
+        followed = self._follow(peer, opening, now_s)
+        followed.budget = 0
+        followed.shadow = Shadowing(followed.committed_len, self._limits.max_draft_len, followed.end_len)
+
+    @staticmethod
+    def _ignore(peer: Peer, request_id: str) -> None:
         peer.refused.pop(request_id, None)
         peer.owed.pop(request_id, None)
+        peer.ignored[request_id] = None
+        if len(peer.ignored) > MAX_IGNORED:
+            del peer.ignored[next(iter(peer.ignored))]
+
+    def _follow(self, peer: Peer, opening: Open, now_s: float) -> Followed:
+        request_id = opening.request_id
+        for others in (peer.ignored, peer.refused, peer.owed):
+            others.pop(request_id, None)
         followed = Followed(
             key=key_of(peer.number, request_id),
             request_id=request_id,
@@ -183,6 +231,7 @@ class Roster:
         self._lead(followed.key, opening)
         peer.followed[request_id] = followed
         peer.resyncs.learned(request_id, followed.committed_len)
+        return followed
 
     def _lead(self, key: str, opening: Open) -> None:
         """Sees to the rest of the request's chain. Where that is not to be had, it is drafted for alone."""
@@ -196,6 +245,8 @@ class Roster:
         end_len = extension.base_len + len(extension.token_ids)
         if request_id in peer.refused:
             self._refuse(peer, request_id, end_len, now_s)
+            return
+        if request_id in peer.ignored:
             return
         followed = peer.followed.get(request_id)
         if followed is None:
@@ -212,14 +263,42 @@ class Roster:
     def _commit(self, peer: Peer, followed: Followed, token_ids: Sequence[int], now_s: float) -> None:
         followed.heard_s = now_s
         if token_ids:
-            self._drafter.extend(followed.key, token_ids)
+            if followed.shadow is None:
+                self._drafter.extend(followed.key, token_ids)
+            else:
+                followed.shadow.commit(token_ids)
+                if len(followed.shadow.pending) > MAX_UNSCORED:
+                    self._drafter.extend(followed.key, followed.shadow.skip())
             followed.commit(token_ids)
         peer.resyncs.learned(followed.request_id, followed.committed_len)
 
-    def _budget(self, peer: Peer, budget: Budget) -> None:
+    def _budget(self, peer: Peer, budget: Budget, now_s: float) -> None:
         followed = peer.followed.get(budget.request_id)
-        if followed is not None:
-            followed.budget = max(0, min(budget.num_tokens, self._limits.max_draft_len))
+        num_tokens = max(0, min(budget.num_tokens, self._limits.max_draft_len))
+        if followed is None:
+            if num_tokens and budget.request_id in peer.ignored:
+                del peer.ignored[budget.request_id]
+                peer.resyncs.want(budget.request_id, 0, now_s)
+            return
+        if num_tokens and followed.shadow is not None:  # it is to draft for it now, and need not catch up with much
+            if self.num_followed >= self._limits.capacity:
+                self._forget(peer, budget.request_id)
+                self._refuse(peer, budget.request_id, followed.committed_len, now_s)
+                return
+            skipped = followed.shadow.skip()
+            if skipped:
+                self._drafter.extend(followed.key, skipped)
+            followed.shadow = None
+        elif not num_tokens and followed.shadow is None:  # another drafts for it now
+            if self.num_shadows >= self._limits.max_shadows:
+                self._forget(peer, budget.request_id)
+                self._ignore(peer, budget.request_id)
+                return
+            followed.ahead.clear()
+            followed.confidences.clear()
+            followed.num_sent, followed.answered = 0, False
+            followed.shadow = Shadowing(followed.committed_len, self._limits.max_draft_len, followed.end_len)
+        followed.budget = num_tokens
 
     def _refuse(self, peer: Peer, request_id: str, committed_len: int, now_s: float) -> None:
         """The target is owed an empty proposal for each commit, or it would hold the request for one that never comes, and
@@ -250,6 +329,7 @@ class Roster:
         peer.resyncs.drop(request_id)
         peer.refused.pop(request_id, None)
         peer.owed.pop(request_id, None)
+        peer.ignored.pop(request_id, None)
 
     def _forget(self, peer: Peer, request_id: str) -> None:
         followed = peer.followed.pop(request_id, None)

@@ -173,6 +173,36 @@ class SmallModel:
         self._forward(spans)
         return ready
 
+    def foresee(self, questions: Sequence[Question], max_rows: int) -> list[Chosen | None]:
+        """As ``choose``, in spare time: one pass of at most ``max_rows`` rows, or the longest question's, and in blocks that
+        nobody has.
+
+        None: something is missing before it, of which a part was computed. No tokens: there is no room for it.
+        """
+        found: list[Chosen | None] = [None] * len(questions)
+        asked: list[int] = []
+        behind: tuple[Question, int] | None = None
+        rows_left, blocks_left = max_rows, self._ledger.num_free_blocks
+        for i, question in enumerate(questions):
+            request_id = question.request_id
+            missing = self._align(question)
+            end_len = self._given_len(question) + len(question.drafts)
+            needed = self._ledger.num_blocks_needed(request_id, end_len - self._ledger.computed_len(request_id))
+            if end_len > self.max_len or needed > blocks_left or not self.can_read(request_id, question.drafts):
+                found[i] = Chosen(())
+            elif missing + len(question.drafts) < rows_left:
+                asked.append(i)
+                rows_left -= missing + 1 + len(question.drafts)
+                blocks_left -= needed
+            elif missing and behind is None:
+                behind = question, min(missing, max_rows)
+        if asked:
+            for i, chosen in zip(asked, self.choose([questions[i] for i in asked]), strict=True):
+                found[i] = chosen
+        elif behind is not None:
+            self._forward([self._compute(*behind)])
+        return found
+
     def choose(self, questions: Sequence[Question]) -> list[Chosen]:
         """One packed pass for all questions, which must fit the cache (``parts``); each of another request.
 

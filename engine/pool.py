@@ -9,7 +9,7 @@ from cluster.types import Commit, RoutingTable
 from engine.ports import DrafterPort
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
-from router.assignment import Chain
+from router.assignment import Chain, drafter_of
 from router.plan import DrafterView
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Pool:
 
     def followed(self) -> tuple[tuple[str, int], ...]:
         """Linked drafters and how many requests each follows."""
-        return tuple((name, len(port.followed)) for name, port in self._ports.items())
+        return tuple((name, len(port.followed) - len(port.shadows)) for name, port in self._ports.items())
 
     # ---- links
 
@@ -47,6 +47,8 @@ class Pool:
             if sequence.drafter == name:
                 port.open(sequence, self.table.max_draft_len)
                 sequence.awaiting_since_s = None
+            elif name in self._scorers(sequence):
+                port.shadow(sequence)
         logger.info("drafter %s is up", name)
 
     def link_down(self, link: Link, reason: str) -> None:
@@ -94,11 +96,14 @@ class Pool:
         for sequence, survival in zip(taken, stats.foresee(drafts), strict=True):
             sequence.survival = survival
         self._telemetry.note_levels(message.levels)
+        self._telemetry.note_scores(name, message.scores)
         for request_id in message.resyncs:
             stats.num_resyncs += 1
             sequence = self._sequences.get(request_id)
             if sequence is not None and sequence.drafter == name:
                 port.open(sequence, self.table.max_draft_len)
+            elif sequence is not None and request_id in port.shadows:
+                port.shadow(sequence)
             else:
                 port.release(request_id)
 
@@ -108,7 +113,8 @@ class Pool:
         """Takes up a newer routing table: requests whose chain changed are handed from one drafter to the other."""
         if table is self.table:
             return
-        former_len, self.table = self.table.max_draft_len, table
+        former_len, former_scorers = self.table.max_draft_len, self.table.scorers
+        self.table = table
         if table.max_draft_len != former_len:
             for port in self._ports.values():
                 port.budget(table.max_draft_len)
@@ -117,6 +123,8 @@ class Pool:
                 chain = table.chains.get(sequence.request.id)
                 if chain is not None and chain != sequence.chain:
                     self._switch(sequence, chain)
+            if table.scorers != former_scorers:
+                self._see_to_shadows(sequence)
 
     def seat(self, sequence: LiveSequence) -> None:
         """A drafter for a new request: its own choice, the table's, or the next of the table's defaults."""
@@ -130,19 +138,24 @@ class Pool:
     def tell(self, sequence: LiveSequence, commit: Commit, now_s: float) -> None:
         """What was committed, to whoever follows it. A request that wants one more token wants no drafts for it."""
         port = self._port_of(sequence)
-        if port is None:
-            return
-        self._telemetry.observe(commit, port.link.peer.name, now_s, sequence.judgement, self.table.max_draft_len)
+        if port is not None:
+            name = port.link.peer.name
+            self._telemetry.observe(commit, name, now_s, sequence.judgement, self.table.max_draft_len)
         if commit.finish is None and sequence.max_new_tokens > 1:
-            port.extend(commit.request_id, commit.base_len, commit.token_ids)
-            sequence.await_proposal(now_s)
+            for one in self._ports.values():
+                if commit.request_id in one.followed:
+                    one.extend(commit.request_id, commit.base_len, commit.token_ids)
+            if port is not None:
+                sequence.await_proposal(now_s)
 
     def release(self, sequence: LiveSequence) -> None:
         """Nobody needs to follow it any more."""
-        self._telemetry.forget(sequence.request.id)
-        port = self._port_of(sequence)
-        if port is not None:
-            port.release(sequence.request.id)
+        request_id = sequence.request.id
+        self._telemetry.forget(request_id)
+        own = self._port_of(sequence)
+        for port in self._ports.values():
+            if port is own or request_id in port.followed:
+                port.release(request_id)
 
     def flush(self) -> None:
         """Sends every drafter what it is to be told."""
@@ -158,15 +171,41 @@ class Pool:
         Where that drafter stays, so does its proposal: the same would come from it behind any others.
         """
         drafter = chain[-1] if chain else None
-        if drafter != sequence.drafter:
-            self.release(sequence)
-            sequence.drafter = drafter
+        request_id, max_draft_len = sequence.request.id, self.table.max_draft_len
+        former = self._port_of(sequence)
+        moves = drafter != sequence.drafter
+        sequence.chain, sequence.drafter = chain, drafter
+        if moves:
+            self._telemetry.forget(request_id)
             sequence.proposal = None
             sequence.awaiting_since_s = None
-        sequence.chain = chain
+            if former is not None:
+                if former.link.peer.name in self._scorers(sequence):
+                    former.shift(request_id, 0)
+                else:
+                    former.release(request_id)
         port = self._port_of(sequence)
         if port is not None:
-            port.open(sequence, self.table.max_draft_len)
+            if request_id in port.shadows and len(chain) == 1:  # it is in step, or nearly
+                port.shift(request_id, max_draft_len)
+            else:
+                port.open(sequence, max_draft_len)
+        self._see_to_shadows(sequence)
+
+    def _scorers(self, sequence: LiveSequence) -> tuple[str, ...]:
+        """Who is to keep in step with a request though another drafts for it; one whose chain is fixed goes nowhere."""
+        if sequence.request.chain is not None:
+            return ()
+        own = drafter_of(sequence.drafter) if sequence.drafter is not None else None
+        return tuple(name for name in self.table.scorers if drafter_of(name) != own)
+
+    def _see_to_shadows(self, sequence: LiveSequence) -> None:
+        request_id, scorers = sequence.request.id, self._scorers(sequence)
+        for name, port in self._ports.items():
+            if name in scorers and request_id not in port.followed:
+                port.shadow(sequence)
+            elif name not in scorers and request_id in port.shadows:
+                port.release(request_id)
 
     def _port_of(self, sequence: LiveSequence) -> DrafterPort | None:
         return self._ports.get(sequence.drafter) if sequence.drafter is not None else None

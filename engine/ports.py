@@ -24,6 +24,7 @@ class DrafterPort:
 
     link: Link
     followed: set[str] = field(default_factory=set)  # requests that the drafter was told to follow
+    shadows: set[str] = field(default_factory=set)  # those of them that others draft for
     _opens: dict[str, Open] = field(default_factory=dict)
     _extends: dict[str, Extend] = field(default_factory=dict)
     _budgets: dict[str, Budget] = field(default_factory=dict)
@@ -31,11 +32,24 @@ class DrafterPort:
 
     def open(self, sequence: LiveSequence, max_draft_len: int) -> None:
         """Also the answer to a resync, and the way to start over."""
+        self.shadows.discard(sequence.request.id)
+        self._open(sequence, max_draft_len, tuple(map(drafter_of, sequence.chain[:-1])))
+
+    def shadow(self, sequence: LiveSequence) -> None:
+        """The drafter is to keep in step with a request that others draft for, in its spare time."""
+        self.shadows.add(sequence.request.id)
+        self._open(sequence, 0, ())
+
+    def shift(self, request_id: str, max_draft_len: int) -> None:
+        """Between drafting for a request that is followed and keeping in step with it (0)."""
+        (self.shadows.discard if max_draft_len else self.shadows.add)(request_id)
+        self._budgets[request_id] = Budget(request_id, max_draft_len)
+
+    def _open(self, sequence: LiveSequence, max_draft_len: int, proposers: tuple[str, ...]) -> None:
         request = sequence.request
         self.followed.add(request.id)
         self._releases.discard(request.id)
         self._extends.pop(request.id, None)
-        proposers = tuple(map(drafter_of, sequence.chain[:-1]))  # in the process of the last: no replica of its own
         self._opens[request.id] = Open(
             request.id, tuple(sequence.token_ids), sequence.prompt_len, request.sampling, proposers
         )
@@ -43,7 +57,7 @@ class DrafterPort:
 
     def budget(self, max_draft_len: int) -> None:
         """A new bound for every request that is followed."""
-        self._budgets.update((request_id, Budget(request_id, max_draft_len)) for request_id in self.followed)
+        self._budgets.update((request_id, Budget(request_id, max_draft_len)) for request_id in self.followed - self.shadows)
 
     def extend(self, request_id: str, base_len: int, token_ids: tuple[int, ...]) -> None:
         opening = self._opens.get(request_id)
@@ -58,6 +72,7 @@ class DrafterPort:
     def release(self, request_id: str) -> None:
         """Also for requests that only the drafter still knows."""
         self.followed.discard(request_id)
+        self.shadows.discard(request_id)
         self._opens.pop(request_id, None)
         self._extends.pop(request_id, None)
         self._budgets.pop(request_id, None)

@@ -17,7 +17,7 @@ from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry
 from profiler.online_cost import OnlineCost
-from router.assignment import Observation, RequestView
+from router.assignment import Observation, RequestView, Score
 from router.cost_model import CostModel
 from router.plan import StepPlan
 from router.planner import Planner, StepPlanner
@@ -63,7 +63,8 @@ class TargetLoop:
     """Owns a target, its sequences, and its ends of the links to drafters and gateways.
 
     ``step`` is to be called by one thread (``run`` does); ``publish_table``, ``drain``, ``status``, ``requests``,
-    ``take_observations`` and ``take_levels`` by any. Time comes in as data, so that a simulation can step it.
+    ``take_observations``, ``take_scores`` and ``take_levels`` by any. Time comes in as data, so that a simulation can step
+    it.
 
     Args:
         companions: drafters linked to ``mailbox`` as any others, stepped at the end of each round on this thread, when what
@@ -132,6 +133,9 @@ class TargetLoop:
 
     def take_observations(self) -> tuple[Observation, ...]:
         return self.telemetry.take_observations()
+
+    def take_scores(self) -> tuple[Score, ...]:
+        return self.telemetry.take_scores()
 
     def take_levels(self) -> tuple[LevelReport, ...]:
         return self.telemetry.take_levels()

@@ -5,10 +5,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cluster import messages
 from cluster.messages import LevelReport
 from cluster.types import Commit
 from profiler.drafter_stats import DrafterStats, Judgement, running_mean
-from router.assignment import Observation
+from router.assignment import NO_POSITIONS, Observation, Positions, Score
 
 MAX_OBSERVATIONS = 65536
 MAX_LEVELS = 1024  # reports, of which each is a sum over a while
@@ -29,8 +30,9 @@ class Telemetry:
     _window_tokens: int = 0
     _committed_s: dict[str, float] = field(default_factory=dict)  # when a live request last committed
     _observations: dict[tuple[str, str], Observation] = field(default_factory=dict)
+    _scores: dict[tuple[str, str], Positions] = field(default_factory=dict)
     _levels: deque[LevelReport] = field(default_factory=lambda: deque(maxlen=MAX_LEVELS))
-    _taking: threading.Lock = field(default_factory=threading.Lock)  # guards _observations and _levels
+    _taking: threading.Lock = field(default_factory=threading.Lock)  # guards the three above
 
     def drafter(self, name: str) -> DrafterStats:
         return self.drafters.setdefault(name, DrafterStats())
@@ -59,6 +61,21 @@ class Telemetry:
     def idle(self) -> None:
         self.tokens_per_s = 0.0
         self._window_start_s = None
+
+    def note_scores(self, drafter: str, scores: Iterable[messages.Score]) -> None:
+        """Of a drafter for requests that others draft for."""
+        with self._taking:
+            for score in scores:
+                key = (score.request_id, drafter)
+                if key not in self._scores and len(self._scores) >= MAX_OBSERVATIONS:
+                    self._scores.pop(next(iter(self._scores)))
+                positions = self._scores.get(key, NO_POSITIONS)
+                self._scores[key] = positions.plus(score.num_matched, score.num_scored > score.num_matched)
+
+    def take_scores(self) -> tuple[Score, ...]:
+        with self._taking:
+            taken, self._scores = self._scores, {}
+        return tuple(Score(request_id, drafter, positions) for (request_id, drafter), positions in taken.items())
 
     def note_levels(self, reports: Iterable[LevelReport]) -> None:
         """Within the chains of a drafter."""

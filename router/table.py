@@ -1,6 +1,7 @@
 """From an assignment to the routing table that the targets read."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from cluster.types import RoutingTable
 from router.assignment import Chain, RequestView
@@ -14,6 +15,7 @@ def next_table(
     chains: Mapping[str, Chain],
     defaults: Sequence[Chain],
     versions: Sequence[int],
+    scorers: Sequence[str] = (),
 ) -> RoutingTable:
     """The table of the next slot: ``chains`` of the live ``requests``, and ``defaults`` for those not seen yet.
 
@@ -29,7 +31,7 @@ def next_table(
         moving = [request for request in requests if live.get(request.request_id, request.chain) != request.chain]
         kept = dict.fromkeys([*(r.request_id for r in moving), *live])
         live = {request_id: live[request_id] for request_id in list(kept)[:MAX_CHAINS]}
-    table = RoutingTable(previous.version, live, tuple(defaults) or ((),), previous.max_draft_len)
+    table = RoutingTable(previous.version, live, tuple(defaults) or ((),), previous.max_draft_len, tuple(scorers))
     if previous.version > 0 and table == previous and all(version == previous.version for version in versions):
         return previous
-    return RoutingTable(max(previous.version, *versions) + 1, live, table.defaults, table.max_draft_len)
+    return replace(table, version=max(previous.version, *versions) + 1)

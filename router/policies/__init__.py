@@ -3,7 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-from cluster.config import CascadeOptions, ChainOptions, Config, DrafterOptions, PolicyConfig, can_verify
+from cluster.config import (
+    CascadeOptions,
+    ChainOptions,
+    ChainPolicy,
+    Config,
+    DrafterOptions,
+    HedgePolicy,
+    PolicyConfig,
+    can_verify,
+)
 from router.assignment import AssignmentPolicy, MemberCosts, PoolMember, member_name
 from router.cost_model import CostModel
 from router.policies.chain import ModelChains
@@ -28,6 +37,11 @@ PRIOR_COST = {"ngram": 0.001, "suffix": 0.002, "table": 0.001, "dspark": 0.03, "
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _CATCH_UP_LEN = 513
+
+
+def uses_scores(config: PolicyConfig) -> bool:
+    """Whether the policy learns from what drafters would have done; the others spare them the work."""
+    return isinstance(config, HedgePolicy | ChainPolicy)
 
 
 def build_policy(config: PolicyConfig) -> AssignmentPolicy:

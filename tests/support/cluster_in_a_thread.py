@@ -181,6 +181,7 @@ class SimulatedCluster:
                 else {},
                 defaults=tuple((name,) for name in self.names) or ((),),
                 max_draft_len=self.rng.randint(1, 8),
+                scorers=tuple(name for name in self.names if self.rng.random() < 0.5),
             )
         )
 

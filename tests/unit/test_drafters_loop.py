@@ -593,7 +593,7 @@ def test_whatever_befalls_the_mail_the_loop_ends_up_in_step(seed: int) -> None:
     if len(truth.texts) <= 4 or bench.loop.telemetry().num_refused == 0:
         assert followed == truth.texts
     else:
-        assert len(followed) == 4
+        assert bench.loop.telemetry().num_requests == 4  # those of budget 0 are beside them
         assert all(truth.texts[name] == text for name, text in followed.items())
     truth.say(releases=tuple(truth.texts))
     while truth.under_way:

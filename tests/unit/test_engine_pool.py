@@ -4,11 +4,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.messages import DraftRound, Hello, LevelReport, Message, ProposalRound, Role
-from cluster.types import ModelInfo, Proposal, Request, RoutingTable, SamplingParams
+from cluster.messages import Budget, DraftRound, Hello, LevelReport, Message, ProposalRound, Role, Score
+from cluster.types import Commit, ModelInfo, Proposal, Request, RoutingTable, SamplingParams
 from engine.pool import Pool
 from engine.sequences import Sequences
 from engine.telemetry import Telemetry
+from router import assignment
+from router.assignment import Positions
 
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
 PEER = Hello(Role.DRAFTER, "d", 100, "fingerprint")
@@ -68,3 +70,63 @@ def test_a_chain_runs_at_its_last_drafter_and_a_proposal_outlives_a_change_below
     assert sequence.proposal is None
     pool.flush()
     assert link.sent[-1].releases == ("r",)
+
+
+def hello(name: str) -> Hello:
+    return Hello(Role.DRAFTER, name, 100, "fingerprint")
+
+
+def told(link: Link) -> DraftRound:
+    return link.sent.pop() if link.sent else DraftRound(0)
+
+
+def test_scorers_keep_in_step_and_take_over_without_being_told_all_again() -> None:
+    sequences, telemetry = Sequences(MODEL), Telemetry()
+    pool = Pool(sequences, telemetry, RoutingTable(0, defaults=(("a",),), max_draft_len=4, scorers=("a", "b", "c/1")))
+    links = {name: Link(hello(name)) for name in ("a", "b", "c", "c/1", "d")}
+    for link in links.values():
+        pool.link_up(link)
+    sequence = sequences.add(Request("r", (1, 2, 3), SamplingParams(max_tokens=20), arrival_s=0.0))
+    pool.seat(sequence)
+    pool.flush()
+    rounds = {name: told(link) for name, link in links.items()}
+    assert {name: [b.num_tokens for b in one.budgets] for name, one in rounds.items()} == {
+        "a": [4], "b": [0], "c": [], "c/1": [0], "d": []
+    }  # fmt: skip
+    assert dict(pool.followed()) == {"a": 1, "b": 0, "c": 0, "c/1": 0, "d": 0}
+    pool.tell(sequence, Commit("r", 3, (5, 6)), 1.0)
+    pool.flush()
+    assert [len(told(links[name]).extends) for name in ("a", "b", "c/1", "d")] == [1, 1, 1, 0]
+    pool.hear(links["b"], ProposalRound(0, scores=(Score("r", 3, 2, 3), Score("r", 5, 0, 1))), 1.0)
+    assert telemetry.take_scores() == (assignment.Score("r", "b", Positions((2, 1, 1), (1, 1, 0))),)
+    assert telemetry.take_scores() == ()
+    pool.hear(links["b"], ProposalRound(0, (Proposal("r", 3, (5,), (0.5,), "b"),), resyncs=("r",)), 1.0)
+    assert sequence.proposal is None  # it is not its turn
+    pool.flush()
+    again = told(links["b"])
+    assert ([len(o.token_ids) for o in again.opens], [b.num_tokens for b in again.budgets]) == ([3], [0])
+    pool.follow(RoutingTable(1, {"r": ("b",)}, max_draft_len=4, scorers=("a", "b")))
+    pool.flush()
+    assert told(links["a"]).budgets == (Budget("r", 0),)  # it stays in step
+    assert (taken := told(links["b"])).budgets == (Budget("r", 4),)
+    assert not taken.opens
+    assert told(links["c/1"]).releases == ("r",)
+    pool.follow(RoutingTable(2, {"r": ("b",)}, max_draft_len=6))
+    pool.flush()
+    assert told(links["a"]).releases == ("r",)
+    assert told(links["b"]).budgets == (Budget("r", 6),)
+    pool.release(sequence)
+    pool.flush()
+    assert told(links["b"]).releases == ("r",)
+    assert not told(links["d"]).releases
+
+
+def test_whoever_chose_its_chain_is_scored_by_nobody() -> None:
+    sequences, telemetry = Sequences(MODEL), Telemetry()
+    pool = Pool(sequences, telemetry, RoutingTable(0, defaults=(("a",),), scorers=("b",)))
+    link = Link(hello("b"))
+    pool.link_up(link)
+    pool.seat(sequences.add(Request("r", (1, 2), SamplingParams(max_tokens=20), arrival_s=0.0, chain=("a",))))
+    pool.seat(sequences.add(Request("s", (1, 2), SamplingParams(max_tokens=20), arrival_s=0.0)))
+    pool.flush()
+    assert [opened.request_id for opened in told(link).opens] == ["s"]

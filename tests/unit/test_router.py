@@ -300,3 +300,18 @@ def test_a_proposal_that_came_too_late_says_nothing_of_positions() -> None:
     (seen,) = telemetry.take_observations()
     assert seen.positions == Positions()
     assert seen.num_rounds == 1
+
+
+def test_one_replica_of_each_drafter_scores_where_the_policy_learns_from_that() -> None:
+    pool = [
+        PoolMember("a", 8, 0.1),
+        PoolMember("a/1", 8, 0.1),
+        PoolMember("b", 8, 0.2, leads=False),
+        PoolMember("c", 8, 0.2),
+        PoolMember("c/1", 8, 0.2),
+    ]
+    linked = ("a", "a/1", "b", "c/1")
+    for scores, scorers in ((False, ()), (True, ("a", "c/1"))):
+        table = Router(build_policy(HedgePolicy()), pool, 4, scores=scores).slot([report(view("r"), drafters=linked)])
+        assert table is not None
+        assert table.scorers == scorers

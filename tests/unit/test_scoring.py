@@ -1,0 +1,316 @@
+"""What drafters would have done for requests that others draft for: exactly what they really do when it is their turn."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from cluster.config import DrafterOptions, LayersOptions, ModelOptions, NgramOptions, SuffixOptions
+from cluster.messages import Budget, DraftRound, Extend, Hello, Message, Open, ProposalRound, Role, Score
+from cluster.transport.base import LinkUp, Mailbox, Received
+from cluster.types import ModelInfo, Proposal, SamplingParams
+from drafters.led import LedModel
+from drafters.loop import REPORT_PERIOD_S, DrafterLoop
+from drafters.protocol import Drafter
+from drafters.registry import Site, make
+from drafters.roster import MAX_UNSCORED, RosterLimits
+from drafters.shadow import NEVER, Shadowing, Stopping
+from drafters.small_model import Question, SmallModel
+from engine.factory import load_model
+from engine.models.tokenizer import fingerprint
+from tests.support.tiny_model import write_tiny_layers, write_tiny_model
+
+VOCAB_SIZE = 257
+EOS = VOCAB_SIZE - 1
+PROMPT = tuple(range(40, 70))
+MAX_DRAFT_LEN = 4
+SAMPLED = SamplingParams(max_tokens=60, temperature=0.8, seed=5, ignore_eos=True)
+PENALIZED = replace(SAMPLED, repetition_penalty=1.3, presence_penalty=0.5, top_k=40)
+
+
+@dataclass(eq=False)
+class Link:
+    """The drafter's end of a link."""
+
+    name: str = "target"
+    sent: list[ProposalRound] = field(default_factory=list)
+
+    @property
+    def peer(self) -> Hello:
+        return Hello(Role.TARGET, self.name, VOCAB_SIZE, "fingerprint")
+
+    def send(self, message: Message) -> None:
+        assert isinstance(message, ProposalRound)
+        self.sent.append(message)
+
+    def close(self) -> None: ...
+
+
+class Bench:
+    """A drafter's loop, and a target that says what it commits."""
+
+    def __init__(self, drafter: Drafter, **limits: int) -> None:
+        self.mailbox, self.link, self.now_s = Mailbox(), Link(), 0.0
+        self.loop = DrafterLoop("d", drafter, self.mailbox, RosterLimits(**{"max_draft_len": MAX_DRAFT_LEN, **limits}))
+        self.mailbox.put(LinkUp(self.link))
+
+    def mail(self, **content: object) -> None:
+        self.mailbox.put(Received(self.link, DraftRound(1, **content)))  # type: ignore[arg-type]
+
+    def open(self, name: str, token_ids: Sequence[int], sampling: SamplingParams, budget: int) -> None:
+        self.mail(
+            opens=(Open(name, tuple(token_ids), min(len(PROMPT), len(token_ids)), sampling),),
+            budgets=(Budget(name, budget),),
+        )
+
+    def settle(self) -> None:
+        for _ in range(2000):
+            if not self.loop.step(self.now_s):
+                break
+        else:
+            raise AssertionError("the loop never comes to rest")
+        self.loop.check_integrity()
+
+    def scores(self) -> list[Score]:
+        """All that there are: those not sent yet go with the next piece of work."""
+        return [score for message in self.link.sent for score in message.scores] + [
+            score for peer in self.loop._roster.peers.values() for score in peer.scores
+        ]
+
+    def proposals(self) -> list[Proposal]:
+        found = [proposal for message in self.link.sent for proposal in message.proposals]
+        self.link.sent.clear()
+        return found
+
+
+def scored(
+    make_one: Callable[[], Drafter], text: Sequence[int], sampling: SamplingParams, lens: Sequence[int]
+) -> dict[int, Score]:
+    """Of a request that is committed by as many tokens at a time; by base."""
+    bench = Bench(make_one())
+    bench.open("r", text[: len(PROMPT)], sampling, 0)
+    at = len(PROMPT)
+    for i, length in enumerate(lens):
+        bench.mail(extends=(Extend("r", at, tuple(text[at : at + length])),))
+        at += length
+        if i % 3:  # sometimes several commits wait
+            bench.settle()
+    bench.settle()
+    assert not bench.proposals()
+    return {score.base_len: score for score in bench.scores()}
+
+
+def really(make_one: Callable[[], Drafter], text: Sequence[int], sampling: SamplingParams) -> dict[int, tuple[int, int]]:
+    """Of the same request when the drafter drafts for it: tokens right and proposed, by base."""
+    bench = Bench(make_one())
+    bench.open("r", text[: len(PROMPT)], sampling, MAX_DRAFT_LEN)
+    found, at = {}, len(PROMPT)
+    while at < len(text):
+        bench.settle()
+        (proposal,) = [p for p in bench.proposals() if p.base_len == at]
+        drafts = proposal.token_ids
+        num_right = next((i for i, (a, b) in enumerate(zip(drafts, text[at:], strict=False)) if a != b), len(drafts))
+        num_right = min(num_right, len(text) - at)
+        found[at] = num_right, len(drafts)
+        bench.mail(extends=(Extend("r", at, tuple(text[at : at + 1])),))
+        at += 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), num_layers=3)
+
+
+@pytest.fixture(scope="module")
+def layers_folder(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
+    return write_tiny_layers(tmp_path_factory.mktemp("layers"), folder, token_ids=range(3, 250, 2))
+
+
+def text_of(folder: Path, seed: int, sampling: SamplingParams) -> list[int]:
+    """A prompt that repeats itself, and an answer that takes turns at that and at what the model says, with slips."""
+    model = small_model(folder)
+    rng = random.Random(seed)
+    text = [*PROMPT[:10], *PROMPT[:20]]
+    model.open("r", text, len(text), sampling)
+    while len(text) < len(PROMPT) + 40:
+        (chosen,) = model.choose([Question("r")])
+        token = chosen.token_ids[0] if len(text) // 8 % 2 else text[-10]
+        token = rng.randrange(EOS) if rng.random() < 0.1 else token
+        model.extend("r", [token])
+        text.append(token)
+    return text
+
+
+def small_model(folder: Path, num_blocks: int = 64, max_pass_rows: int = 512) -> SmallModel:
+    return SmallModel(
+        load_model(folder, "float32"),
+        num_blocks=num_blocks,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        max_pass_rows=max_pass_rows,
+    )
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, PENALIZED], ids=["sampled", "penalized"])
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "model", "layers", "led"])
+def test_a_score_is_what_really_drafting_gives(
+    kind: str, sampling: SamplingParams, folder: Path, layers_folder: Path
+) -> None:
+    text = text_of(folder, 3, sampling)
+    target = ModelInfo("tiny", VOCAB_SIZE, 512, (EOS,), fingerprint(folder))
+    options: dict[str, DrafterOptions] = {
+        "ngram": NgramOptions(),
+        "suffix": SuffixOptions(),
+        "model": ModelOptions(model=str(folder), dtype="float32", kv_cache_gb=0.001),
+        "layers": LayersOptions(
+            path=str(layers_folder), target=str(folder), dtype="float32", kv_cache_gb=0.001, min_survival=0.3
+        ),
+    }
+
+    def make_one() -> Drafter:
+        return (
+            LedModel(small_model(folder), {}, min_confidence=0.2)
+            if kind == "led"
+            else make(options[kind], Site(target, "cpu"))
+        )
+
+    truth = really(make_one, text, sampling)
+    rng = random.Random(1)
+    for lens in ([1] * 40, [rng.randint(1, 5) for _ in range(12)]):
+        found = scored(make_one, text, sampling, lens)
+        assert len(found) >= len(lens) - MAX_DRAFT_LEN - 1  # of the last nobody knows yet how they end
+        for base_len, score in found.items():
+            num_right, num_proposed = truth[base_len]
+            assert score.num_matched == num_right
+            assert (score.num_scored > score.num_matched) == (num_right < num_proposed or num_proposed < MAX_DRAFT_LEN)
+    assert sum(num_right for num_right, _ in truth.values()) >= 3, "the test needs drafts that are right"
+
+
+def test_a_request_that_comes_over_finds_the_cache_in_step(folder: Path) -> None:
+    text = text_of(folder, 4, SAMPLED)
+    model = small_model(folder)
+    bench = Bench(LedModel(model, {}))
+    bench.open("r", text[:30], SAMPLED, 0)
+    bench.mail(extends=(Extend("r", 30, tuple(text[30:50])),))
+    bench.settle()
+    num_rows = model.num_rows
+    bench.mail(budgets=(Budget("r", MAX_DRAFT_LEN),), extends=(Extend("r", 50, tuple(text[50:52])),))
+    bench.settle()
+    (proposal,) = bench.proposals()
+    assert (proposal.base_len, len(proposal.token_ids)) == (52, MAX_DRAFT_LEN)
+    assert model.num_rows - num_rows <= 2 + MAX_DRAFT_LEN
+    fresh = Bench(LedModel(small_model(folder), {}))
+    fresh.open("r", text[:52], SAMPLED, MAX_DRAFT_LEN)
+    fresh.settle()
+    assert fresh.proposals()[0].token_ids == proposal.token_ids
+    bench.mail(budgets=(Budget("r", 0),), extends=(Extend("r", 52, tuple(text[52:56])),))  # and back
+    bench.settle()
+    assert not bench.proposals()
+    assert model.num_rows - num_rows <= 2 * MAX_DRAFT_LEN + 6
+
+
+def test_drafts_come_before_scores_and_wait_for_one_small_pass_at_most(folder: Path) -> None:
+    model = small_model(folder)
+    bench = Bench(LedModel(model, {}))
+    bench.open("far-behind", [i % 250 for i in range(200)], SAMPLED, 0)
+    bench.mail(extends=(Extend("far-behind", 200, (1, 2, 3)),))
+    assert bench.loop.step(0.0)
+    bench.open("wanted", PROMPT, SAMPLED, MAX_DRAFT_LEN)
+    rows = model.num_rows
+    bench.loop.step(0.0)
+    assert len(bench.proposals()) == 1  # at once
+    assert model.num_rows - rows <= len(PROMPT) + MAX_DRAFT_LEN
+    while True:
+        rows = model.num_rows
+        if not bench.loop.step(0.0):
+            break
+        assert model.num_rows - rows <= 32
+    assert model.num_rows > 200  # it has caught up, in pieces
+
+
+def test_requests_of_others_take_no_cache_from_those_that_it_drafts_for(folder: Path) -> None:
+    """Blocks for one request of 60 tokens, and a little."""
+    model = small_model(folder, num_blocks=3)
+    bench = Bench(LedModel(model, {}))
+    bench.open("own", PROMPT * 2, SAMPLED, MAX_DRAFT_LEN)
+    bench.settle()
+    bench.open("other", [7 * i % 250 for i in range(60)], SAMPLED, 0)
+    bench.mail(extends=(Extend("other", 60, (1, 2)),))
+    bench.settle()
+    assert model.num_lost == 0
+    assert not bench.scores()
+
+
+def test_room_is_kept_for_requests_that_want_drafts(folder: Path) -> None:
+    from drafters.ngram import NgramDrafter
+
+    bench = Bench(NgramDrafter(), capacity=1, max_shadows=2)
+    for name in "abc":
+        bench.open(name, PROMPT, SAMPLED, 0)
+        bench.mail(extends=(Extend(name, len(PROMPT), (1, 2)),))
+    bench.settle()
+    assert {score.request_id for score in bench.scores()} == {"a", "b"}
+    bench.link.sent.clear()
+    bench.mail(extends=(Extend("c", len(PROMPT) + 2, (3,)),))
+    bench.settle()
+    assert not any(message.resyncs for message in bench.link.sent)  # nobody need know
+    bench.mail(budgets=(Budget("c", MAX_DRAFT_LEN),))
+    bench.settle()
+    assert [message.resyncs for message in bench.link.sent] == [("c",)]
+    bench.open("c", (*PROMPT, 1, 2, 3), SAMPLED, MAX_DRAFT_LEN)
+    bench.settle()
+    assert [p.request_id for p in bench.proposals()] == ["c"]
+    bench.mail(budgets=(Budget("a", MAX_DRAFT_LEN),))  # one too many
+    bench.mail(extends=(Extend("a", len(PROMPT) + 2, (3,)),))
+    bench.settle()
+    assert [(p.request_id, p.token_ids) for p in bench.proposals()] == [("a", ())]
+
+
+def test_scores_are_told_in_time_though_nothing_is_proposed() -> None:
+    from drafters.ngram import NgramDrafter
+
+    bench = Bench(NgramDrafter())
+    bench.open("r", PROMPT, SAMPLED, 0)
+    for i in range(4):
+        bench.now_s = i * REPORT_PERIOD_S
+        bench.mail(extends=(Extend("r", len(PROMPT) + i, (i,)),))
+        bench.settle()
+        assert sum(len(message.scores) for message in bench.link.sent) >= i
+    bench.mail(releases=("r",))
+    bench.settle()
+
+
+def test_a_busy_drafter_gives_up_scores_and_not_the_request() -> None:
+    shadow = Shadowing(10, 4, 10_000)
+    shadow.commit(range(MAX_UNSCORED))
+    assert shadow.skip() == list(range(MAX_UNSCORED))
+    assert (shadow.scored_len, shadow.pending) == (10 + MAX_UNSCORED, [])
+
+
+def advanced(shadow: Shadowing, chosen: int, confidence: float, stopping: Stopping) -> list[tuple[int, int, int]]:
+    if shadow.begins:
+        shadow.begin()
+    return shadow.advance(chosen, confidence, stopping)
+
+
+def test_drafts_that_would_have_been_end_where_real_ones_do() -> None:
+    for confidences, stopping, expected in (
+        ((0.9, 0.9, 0.9, 0.9), NEVER, [(5, 4, 4)]),  # the longest draft, all right: what lies behind was not reached
+        ((0.9, 0.1, 0.9, 0.9), Stopping(min_confidence=0.2), [(5, 1, 2)]),
+        ((0.9, 0.5, 0.9, 0.9), Stopping(min_survival=0.5), [(5, 2, 3)]),  # the unlikely token itself is drafted
+    ):
+        shadow = Shadowing(5, 4, 1000)
+        shadow.commit((1, 2, 3, 4))
+        found = [one for i, c in enumerate(confidences) for one in advanced(shadow, i + 1, c, stopping)]
+        assert found == expected
+    shadow = Shadowing(5, 4, 8)  # it ends at 8: two tokens may be drafted, the last is the target's own
+    shadow.commit((1, 2, 3))
+    assert [one for i in range(3) for one in advanced(shadow, i + 1, 1.0, NEVER)] == [(5, 2, 2)]
+    shadow = Shadowing(5, 4, 1000)
+    shadow.commit((1,))
+    shadow.commit((2, 3))
+    found = [one for chosen in (1, 2, 9) for one in advanced(shadow, chosen, 1.0, NEVER)]
+    assert found == [(5, 2, 3), (6, 1, 2)]
