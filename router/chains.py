@@ -47,11 +47,11 @@ class PassTime:
         return PassTime(tuple((rows, seconds * factor) for rows, seconds in self.points))
 
 
-def pass_times(cost: CostModel) -> tuple[tuple[int, float], ...]:
-    """Of a target, as of PassTime: without context, which weighs alike on all chains."""
+def pass_times(cost: CostModel, num_context: int = 0) -> tuple[tuple[int, float], ...]:
+    """Of a target, as of PassTime, with so many tokens of context in all: every pass pays for them."""
     points: list[tuple[int, float]] = []
     for rows in _ROWS:
-        seconds = cost.step_s(rows, 0)
+        seconds = cost.step_s(rows, num_context)
         points.append((rows, max(seconds, points[-1][1]) if points else seconds))
     return tuple(points)
 

@@ -42,7 +42,7 @@ from router.planner import PlannerSettings, StepPlanner
 
 POLICIES: tuple[PolicyConfig, ...] = (HedgePolicy(), LbssPolicy(), EpsilonGreedyPolicy(), GreedyLengthPolicy())
 COMBINATIONS = ("cascade", "chain")
-CONCURRENCY = 8
+CONCURRENCY = 4
 NUM_REQUESTS = 1200  # the recording is gone through again and again, each time in another order
 NUM_QUICK = 200
 NUM_ENDLESS = 16  # requests that never end, to see what policies miss as time goes on

@@ -31,7 +31,7 @@ class SimulatedRouter:
     Args:
         scores: every drafter of the pool tells what it would have drafted where others did (DESIGN idea 5).
         levels: what happened within chains since it was last asked. For policies that assign chains, as is
-        target_passes: what passes of a target are believed to take.
+        target_passes: what passes of a target are believed to take, with so much context.
         seen: is told of every slot: when it was, and how many tokens the targets had committed then.
     """
 
@@ -42,7 +42,7 @@ class SimulatedRouter:
         max_draft_len: int,
         scores: bool,
         levels: Callable[[], Sequence[LevelReport]],
-        target_passes: PassTime,
+        target_passes: Callable[[int], PassTime],
         seen: Callable[[float, int], None] | None = None,
     ) -> None:
         self._policy = policy
@@ -80,7 +80,8 @@ class SimulatedRouter:
             if self._scores:
                 scores += self._scored(slots)
         if isinstance(self._policy, ModelChains):
-            self._policy.learn(self._levels(), self._target_passes)
+            num_context = sum(request.committed_len for request in requests) // len(self._targets)
+            self._policy.learn(self._levels(), self._target_passes(num_context))
         self._policy.observe(observations, scores)
         chains = self._policy.assign([*requests, _NEXT], self._pool)
         versions = [target.table.version for target in self._targets]

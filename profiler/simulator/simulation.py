@@ -184,7 +184,7 @@ class Simulation:
             max_draft_len,
             spec.scores,
             spec.draft_timer.take_levels,
-            PassTime(pass_times(spec.cost)),
+            lambda num_context: PassTime(pass_times(spec.cost, num_context)),
             self._note_slot,
         )
         table = self._router.first_table()

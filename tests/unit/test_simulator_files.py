@@ -11,7 +11,9 @@ from cluster.errors import InvalidField, OutriderError
 from cluster.strict_yaml import ConfigError
 from cluster.types import ModelInfo, SamplingParams
 from deploy import simulate
-from deploy.bench import routing
+from deploy.bench import record, routing
+from deploy.bench.report import BenchOptions
+from drafters import shipped
 from drafters.agreement import agreement
 from drafters.registry import make_drafter
 from drafters.replay import Recording, replay
@@ -20,6 +22,7 @@ from profiler.simulator.scenario import ServingScenario, read_scenario
 from profiler.simulator.serving import read_trace, requests
 from router.cost_model import TableCost
 from router.features import prompt_features
+from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
 INFO = ModelInfo("m", 100, 4096, (99,), "f")
 SAMPLING = SamplingParams(64, temperature=0.0)
@@ -97,6 +100,23 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "pickled.npz", header=np.array([{"a": 1}], dtype=object))
     with pytest.raises(InvalidField, match="cannot be read"):
         read_recording(tmp_path / "pickled.npz")
+
+
+def test_a_pool_is_recorded_on_the_answers_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
+    monkeypatch.setattr(shipped, "MODEL", str(target))
+    write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(257))
+    monkeypatch.setattr(record, "NUM_QUICK", 4)
+    monkeypatch.setattr(record, "NUM_NEW_TOKENS", 12)
+    path = tmp_path / "r.npz"
+    result = record.run(BenchOptions(quick=True, model=str(target), recording=path))
+    found = read_recording(path)
+    assert set(found.header.drafters) == {"ngram", "suffix", "table", "layers-2", "cascade", "chain"}
+    assert result.figures["num_requests"] == len(found) == 4
+    right = found.right[found.header.drafters.index("layers-2")]
+    assert (right > 0).mean() > 0.5, "the drafter is the model itself"
+    assert (found.confidences[found.header.drafters.index("layers-2")] > 0).any()
 
 
 def test_policies_are_compared_on_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
