@@ -157,6 +157,7 @@ def bench(
         Path | None,
         typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="whose folder prompts/ is recorded without --prompts"),
     ] = None,
+    live: Annotated[bool, typer.Option("--live", help="routing: by real loops, what handing a request over costs")] = False,
     expect: Annotated[
         list[str] | None,
         typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it holds (>= or <=); may be repeated"),
@@ -170,7 +171,7 @@ def bench(
 
     run = find_bench(name).load()
     expectations = [Expectation.parse(text) for text in expect or ()]
-    result = run(BenchOptions(quick, (*(prompts or ()), *(more_prompts or ())), model, recording, data))
+    result = run(BenchOptions(quick, (*(prompts or ()), *(more_prompts or ())), model, recording, data, live))
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
     print_result(result, console)
     write_json(result, json)

@@ -29,7 +29,8 @@ class BenchOptions:
 
     ``quick``: end within 4 minutes on 2 cores. ``prompts``: JSONL files or folders of them; none means synthetic prompts.
     ``model``: a name of ``outrider models`` or a Hugging Face folder. ``recording``: of agreement, written by ``record`` and
-    read by ``routing``. ``data``: a folder whose folder prompts/ stands for prompts there.
+    read by ``routing``. ``data``: a folder whose folder prompts/ stands for prompts there. ``live``: in ``routing``, by real
+    loops and no simulation.
     """
 
     quick: bool = False
@@ -37,6 +38,7 @@ class BenchOptions:
     model: str = DEFAULT_MODEL
     recording: Path | None = None
     data: Path | None = None
+    live: bool = False
 
     @property
     def data_prompts(self) -> tuple[Path, ...]:

@@ -25,6 +25,7 @@ from cluster.config import (
     TargetConfig,
 )
 from cluster.resolve import resolve
+from deploy.bench import switching
 from deploy.bench.pool import pool
 from deploy.bench.record import DEFAULT_PATH, record
 from deploy.bench.report import BenchOptions, BenchResult, Cell, Table, describe_environment
@@ -52,6 +53,8 @@ PLOT = Path("outrider-routing.png")
 
 
 def run(options: BenchOptions) -> BenchResult:
+    if options.live:
+        return switching.run(options)
     path = options.recording or DEFAULT_PATH
     if not path.exists():
         record(options).save(path)
