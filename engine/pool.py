@@ -72,7 +72,8 @@ class Pool:
 
     # ---- what they say
 
-    def hear(self, link: Link, message: ProposalRound, now_s: float) -> None:
+    def hear(self, link: Link, message: ProposalRound, now_s: float, unread_since_s: float | None = None) -> None:
+        """``unread_since_s``: since when nobody has looked for mail; None: it has come just now."""
         name = link.peer.name
         port = self._ports.get(name)
         if port is None or port.link is not link:
@@ -87,7 +88,8 @@ class Pool:
             told_s = sequence.told_s.get(proposal.base_len)
             # A stale reply tells how long drafting takes, too. An empty one does not: a full drafter sends it at once.
             if told_s is not None and proposal.token_ids:
-                stats.replied(now_s - told_s)
+                at_least_s = None if unread_since_s is None else max(0.0, unread_since_s - told_s)
+                stats.replied(now_s - told_s, at_least_s)
             if self._sequences.offer(proposal):
                 taken.append(sequence)
             else:

@@ -99,6 +99,7 @@ class TargetLoop:
         self._pool = Pool(self._sequences, self.telemetry, self._newest_table)
         self._callers = Callers(self._end)
         self._draining = False
+        self._unread_since_s: float | None = None  # when the last pass began, if the last step had one
         self._status = LoopStatus()
 
     # ---- called from any thread
@@ -172,6 +173,7 @@ class TargetLoop:
     def _round(self, now_s: float) -> StepReport:
         self._pool.follow(self._newest_table)
         self._take_mail(now_s)
+        self._unread_since_s = None
         if not self._sequences:
             self._flush()
             return StepReport(executed=False)
@@ -181,6 +183,7 @@ class TargetLoop:
         if plan.is_empty:
             self._flush()
             return StepReport(executed=False, wake_s=plan.wake_s)
+        self._unread_since_s = now_s
         spans, outcomes = self._execute(plan)
         end_s = self._clock() if self._clock is not None else now_s
         commits = self._apply(spans, outcomes, end_s)
@@ -208,7 +211,7 @@ class TargetLoop:
                     for request_id in message.aborts:
                         self._callers.abort(link, request_id)
                 case Received(link, ProposalRound() as message):
-                    self._pool.hear(link, message, now_s)
+                    self._pool.hear(link, message, now_s, self._unread_since_s)
                 case Received(link, message):
                     link.close()
                     self._link_down(link, f"it sent a {type(message).__name__}, which a target does not take")

@@ -53,7 +53,11 @@ class DrafterStats:
             return [()] * len(drafts)
         return self.calibration.survival(drafts)
 
-    def replied(self, reply_s: float) -> None:
+    def replied(self, reply_s: float, at_least_s: float | None = None) -> None:
+        """``at_least_s``: where the reply lay unread for a while, so that ``reply_s`` is only the most that it took. What is
+        known is then corrected no further than it contradicts that: else the length of passes would be taken for it."""
+        if at_least_s is not None and self.reply_s is not None:
+            reply_s = min(max(self.reply_s, at_least_s), reply_s)
         self.reply_s = reply_s if self.reply_s is None else running_mean(self.reply_s, reply_s)
         self.view = replace(self.view, reply_s=self.reply_s)
 

@@ -82,6 +82,7 @@ class SimulatedTarget:
         self._proposals: list[SimulatedProposal] = []
         self._slots: dict[tuple[str, str], SlotCounts] = {}
         self._step_s: float | None = None
+        self._unread_since_s: float | None = None  # as in the live round
         self._busy = False
         self._woken = False
 
@@ -155,6 +156,7 @@ class SimulatedTarget:
             return
         self._follow()
         self._take_mail(now_s)
+        self._unread_since_s = None
         if not self._live:
             self._finish_step()
             return
@@ -176,6 +178,7 @@ class SimulatedTarget:
 
     def _end(self, spans: list[tuple[Span, int, int]], start_s: float, now_s: float) -> None:
         self._busy = False
+        self._unread_since_s = start_s
         num_rows = self._apply(spans, now_s)
         self.num_passes += 1
         self.num_rows += num_rows
@@ -244,7 +247,8 @@ class SimulatedTarget:
             stats = self._stats[proposal.drafter]
             told_s = sequence.told_s.get(proposal.base)
             if told_s is not None and proposal.num_tokens:
-                stats.replied(now_s - told_s)
+                since_s = self._unread_since_s
+                stats.replied(now_s - told_s, None if since_s is None else max(0.0, since_s - told_s))
             if sequence.offer(proposal):
                 sequence.survival = stats.foresee((sequence.confidences,))[0]
             else:

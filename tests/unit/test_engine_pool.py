@@ -9,6 +9,7 @@ from cluster.types import Commit, ModelInfo, Proposal, Request, RoutingTable, Sa
 from engine.pool import Pool
 from engine.sequences import Sequences
 from engine.telemetry import Telemetry
+from profiler.drafter_stats import DrafterStats
 from router import assignment
 from router.assignment import Positions
 
@@ -130,3 +131,16 @@ def test_whoever_chose_its_chain_is_scored_by_nobody() -> None:
     pool.seat(sequences.add(Request("s", (1, 2), SamplingParams(max_tokens=20), arrival_s=0.0)))
     pool.flush()
     assert [opened.request_id for opened in told(link).opens] == ["s"]
+
+
+def test_how_long_a_pass_takes_is_not_taken_for_how_long_drafting_does() -> None:
+    """A reply that came during a pass is read at its end: that says at most how long it took."""
+    stats = DrafterStats()
+    stats.replied(0.005)
+    stats.replied(0.030, at_least_s=0.0)
+    assert stats.view.reply_s == pytest.approx(0.005)
+    stats.replied(0.030, at_least_s=0.010)
+    assert stats.view.reply_s > 0.005, "it had not come before the pass began"
+    before = stats.view.reply_s
+    stats.replied(0.002, at_least_s=0.0)
+    assert stats.view.reply_s < before
