@@ -7,8 +7,7 @@ import pytest
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from deploy.bench import switching
-from deploy.bench.switching import Switch, measure, result
-from deploy.embedded import EmbeddedCluster
+from deploy.bench.switching import Switch, measure, result, waiting_cluster
 
 
 def test_what_is_saved_is_of_the_stall_beyond_a_usual_round() -> None:
@@ -18,12 +17,11 @@ def test_what_is_saved_is_of_the_stall_beyond_a_usual_round() -> None:
     assert Switch(0.04, 0.05).stall_s == 0.0
 
 
-def test_requests_are_handed_over_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_handed_over_both_ways(tmp_path: Path) -> None:
     from tests.support.tiny_model import write_tiny_model
 
-    folder = str(write_tiny_model(tmp_path, num_layers=4, max_position_embeddings=1024))
-    monkeypatch.setattr(switching, "MAX_TOKENS", 600)
+    folder = str(write_tiny_model(tmp_path, num_layers=4))
     config = resolve(switching.config(folder, 64), Inventory((Node("here", 2.0),)))
-    with EmbeddedCluster.of(config) as cluster:
+    with waiting_cluster(config) as cluster:
         switches = measure(cluster, 64, 1)
     assert {in_step: len(found) for in_step, found in switches.items()} == {True: 1, False: 1}
