@@ -2,7 +2,7 @@
 
 The whole cluster in one process, on the real model. A request with a long prompt is drafted for by a lookup; then the
 routing table names a drafter with a model, which has kept in step in its spare time (SPIN's fast switching, section IV.C),
-or has not. The stall is the time from the table to the first commit that verifies a draft of the new drafter, less what a
+or has not. The stall is the time from telling it to the first commit that verifies a draft of the new drafter, less what a
 round with it usually takes. Both ways take turns, each on prompts of its own, so that a busy machine slows both alike.
 
 `switch_stall_saved`: the share of the stall that being in step saves; medians over the switches.
@@ -31,12 +31,13 @@ DRAFT_LEN = 4
 BEFORE = 64  # tokens until the switch
 NUM_ROUNDS = 4  # with the new drafter, from which its usual round is taken
 MAX_TOKENS = 160
+NUM_BEFORE_TOLD = 2  # passes: the one under way when the table comes, and the one at whose end drafters are told
 FROM, TO = "lookup", "model"
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Seconds from the table to the first commit with a draft of the new drafter, and of a usual round with it."""
+    """Seconds from the telling of the new drafter to the first commit with a draft of it, and of a usual round with it."""
 
     first_s: float
     round_s: float
@@ -102,23 +103,26 @@ async def _switch(cluster: EmbeddedCluster, request: Request, version: int, scor
         return RoutingTable(version + number, {request.id: chain}, (chain,), max_draft_len=DRAFT_LEN, scorers=scorers)
 
     cluster.loop.publish_table(table(1, FROM))
-    num_tokens, switched_s, arrived_s = 0, None, []
+    num_tokens, switched, told_s = 0, False, []
+    arrived_s: list[float] = []
     stream = cluster.client.generate(request)
     async for commit in stream:
         now_s = time.monotonic()
         num_tokens += len(commit.token_ids)
-        if switched_s is None and num_tokens >= BEFORE:
-            switched_s = now_s
+        if not switched and num_tokens >= BEFORE:
+            switched = True
             cluster.loop.publish_table(table(2, TO))
-        elif switched_s is not None and commit.drafter == TO and commit.num_proposed:
+        elif switched and commit.drafter == TO and commit.num_proposed:
             arrived_s.append(now_s)
             if len(arrived_s) > NUM_ROUNDS:
                 break
+        elif switched and len(told_s) < NUM_BEFORE_TOLD:
+            told_s.append(now_s)
     await stream.aclose()
-    if switched_s is None or len(arrived_s) <= NUM_ROUNDS:
+    if not told_s or len(arrived_s) <= NUM_ROUNDS:
         return None
     rounds = [later - sooner for sooner, later in pairwise(arrived_s)]
-    return Switch(arrived_s[0] - switched_s, statistics.median(rounds))
+    return Switch(arrived_s[0] - told_s[-1], statistics.median(rounds))
 
 
 def result(switches: dict[bool, list[Switch]], prompt_len: int) -> BenchResult:
