@@ -10,6 +10,7 @@ from typing import Any
 from drafters.training.corpus import Answer
 from drafters.training.evaluation import Acceptance
 from drafters.training.recipe import TrainOptions
+from engine.models.prepare import CATALOGUE
 
 _DISTILLED = (
     "Distilled with the target frozen: 0.1 cross entropy + 0.9 total variation, which KL divergence turns into over the "
@@ -115,8 +116,10 @@ def _data(data: CardData) -> str:
 
 
 def _limits(data: CardData) -> str:
+    known = CATALOGUE.get(data.target)
+    origin = data.target if known is None else known.summary
     return (
         "## Licence and limits\n\n"
-        f"Derived from {data.target} and its answers: the target's licence holds. Answers in subjects and languages that "
+        f"Derived from {origin} and its answers: the target's licence holds. Answers in subjects and languages that "
         "are not among its data are drafted less well."
     )
