@@ -12,6 +12,7 @@ from cluster.config import Config
 from cluster.messages import Hello, LevelReport, Role
 from cluster.types import ModelInfo, RoutingTable
 from router.assignment import MemberCosts, Observation, RequestView, Score
+from router.chains import pass_times
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +90,13 @@ class TargetActor(LoopActor[TargetInfo]):
         from engine.loading import stored_profile
         from engine.round import TargetLoop
         from profiler.profile import pool_costs
-        from router.chains import pass_times
         from router.planner import StepPlanner
         from router.policies import member_costs
 
         self._engine, self._model, cost, companions = load_with_companions(config, stored_profile(config))
         self._draft_costs = pool_costs(config, cost)
         self._member_costs = member_costs(config, cost)
-        self._target_passes = pass_times(cost)
+        self._cost = cost
         self._loop = TargetLoop(
             self._engine,
             self._model,
@@ -131,8 +131,9 @@ class TargetActor(LoopActor[TargetInfo]):
         if not self.has_begun:
             return None
         status = self._loop.status()
+        requests = self._loop.requests()
         return SlotReport(
-            requests=self._loop.requests(),
+            requests=requests,
             observations=self._loop.take_observations(),
             table_version=status.table_version,
             drafters=tuple(name for name, _ in status.followed),
@@ -140,7 +141,7 @@ class TargetActor(LoopActor[TargetInfo]):
             member_costs=self._member_costs,
             scores=self._loop.take_scores(),
             levels=self._loop.take_levels(),
-            target_passes=self._target_passes,
+            target_passes=pass_times(self._cost, sum(request.committed_len for request in requests)),
         )
 
     def report(self) -> TargetReport:
