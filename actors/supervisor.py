@@ -14,7 +14,7 @@ from actors.members import Directory, Member, Pool, Process, ProcessEnded, Spawn
 from actors.restarts import RestartPolicy
 from actors.target import DrafterCounts, TargetInfo, TargetReport
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
-from cluster.config import Config
+from cluster.config import Config, can_verify
 from cluster.errors import InvalidField
 from cluster.types import ModelInfo
 from router.assignment import member_name
@@ -296,9 +296,10 @@ class Supervisor:
         member = self._pool.drafters.get(name)
         state = member.state if member is not None else State.READY if counts else State.STARTING
         replies = [one.reply_s for one in counts if one.reply_s is not None]
+        config = self._kinds[name]
         return DrafterStatus(
             name=name,
-            kind=self._kinds[name].options.kind,
+            kind=config.options.kind,
             state=State.DRAINING if name in self._draining and state is State.READY else state,
             num_requests=sum(one.num_requests for one in counts),
             num_proposed=sum(one.num_proposed for one in counts),
@@ -306,6 +307,8 @@ class Supervisor:
             reply_ms=1e3 * sum(replies) / len(replies) if replies else None,
             num_restarts=member.restarts.num_restarts if member is not None else 0,
             reason=member.reason if member is not None and state is not State.READY else None,
+            verifies=can_verify(config.options),
+            proposers=tuple(one.name for one in self._config.proposers_of(config.name)),
         )
 
     async def _ask(self, process: Process, method: str, *args: Any, deadline_s: float = math.inf) -> Any:

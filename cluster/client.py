@@ -18,6 +18,8 @@ class DrafterStatus:
     reply_ms: float | None  # running mean; None before the first reply
     num_restarts: int = 0
     reason: str | None = None  # why it is not ready, where that is known
+    verifies: bool = False  # others can ride ahead of it
+    proposers: tuple[str, ...] = ()  # drafters that can, smallest first
 
 
 @dataclass(frozen=True, slots=True)

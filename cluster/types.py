@@ -14,6 +14,7 @@ MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024
+DICTATING_BIAS = 20.0  # nats: more than any target's logits differ among the tokens that it would really say
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     top_logprobs: int | None = None  # None: no log-probabilities; 0: of the chosen token alone
+
+    @property
+    def dictates(self) -> bool:
+        """Whether the caller all but names the tokens, whatever the target would say."""
+        return any(bias >= DICTATING_BIAS for _, bias in self.logit_bias)
 
     def __post_init__(self) -> None:
         _within("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -101,6 +107,12 @@ class Request:
     arrival_s: float
     slo: Slo = Slo()
     chain: tuple[str, ...] | None = None
+
+    @property
+    def teaches(self) -> bool:
+        """Whether what becomes of drafts for it says anything of the drafters: not of one that wants the target alone, or
+        whose tokens the caller dictates. Whoever learns of drafters leaves the others out."""
+        return self.chain != () and not self.sampling.dictates
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,8 @@ class Pool:
         port = self._port_of(sequence)
         if port is not None:
             name = port.link.peer.name
-            self._telemetry.observe(commit, name, now_s, sequence.judgement, self.table.max_draft_len)
+            if sequence.request.teaches:
+                self._telemetry.observe(commit, name, now_s, sequence.judgement, self.table.max_draft_len)
         if commit.finish is None and sequence.max_new_tokens > 1:
             for one in self._ports.values():
                 if commit.request_id in one.followed:
@@ -195,8 +196,9 @@ class Pool:
         self._see_to_shadows(sequence)
 
     def _scorers(self, sequence: LiveSequence) -> tuple[str, ...]:
-        """Who is to keep in step with a request though another drafts for it; one whose chain is fixed goes nowhere."""
-        if sequence.request.chain is not None:
+        """Who is to keep in step with a request though another drafts for it; one whose chain is fixed goes nowhere, and of
+        one that says nothing of drafters no scores are wanted."""
+        if sequence.request.chain is not None or not sequence.request.teaches:
             return ()
         own = drafter_of(sequence.drafter) if sequence.drafter is not None else None
         return tuple(name for name in self.table.scorers if drafter_of(name) != own)

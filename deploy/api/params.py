@@ -2,12 +2,12 @@
 
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TypeVar
 
-from cluster.client import ClusterStatus
+from cluster.client import ClusterStatus, DrafterStatus
 from cluster.errors import InvalidField
 from cluster.types import MAX_SEED, ModelInfo, Request, SamplingParams, Slo
 from deploy.api.errors import ApiError, bad_request, nearest, shorten
@@ -182,25 +182,38 @@ async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[Cl
     """``Request.chain`` of the field ``drafting``. The cluster is asked for its drafters only where one is named.
 
     Raises:
-        ApiError: 400, a drafter is not known, or several are named.
+        ApiError: 400, a drafter is not known, or cannot ride where it is named.
     """
     if drafting is None or drafting == "auto":
         return None
     if drafting == "off":
         return ()
-    if ">" in drafting:
-        raise bad_request(
-            "drafting",
-            f"must name one drafter, got {shorten(drafting)}; for a chain configure a drafter of kind chain, and name that",
-        )
-    known = [drafter.name for drafter in (await status()).drafters]
-    if drafting not in known:
-        raise bad_request(
-            "drafting",
-            f"{shorten(drafting)} is no drafter of this server{nearest(drafting, known)}"
-            f" ('auto', 'off', {', '.join(map(repr, sorted(known))) or 'no drafters'})",
-        )
-    return (drafting,)
+    drafters = {drafter.name: drafter for drafter in (await status()).drafters}
+    chain = tuple(name.strip() for name in drafting.split(">"))
+    for name in chain:
+        if name not in drafters:
+            raise bad_request(
+                "drafting",
+                f"{shorten(name)} is no drafter of this server{nearest(name, drafters)}"
+                f" ('auto', 'off', {', '.join(map(repr, sorted(drafters))) or 'no drafters'})",
+            )
+    _check_chain(chain, drafters)
+    return chain
+
+
+def _check_chain(chain: tuple[str, ...], drafters: Mapping[str, DrafterStatus]) -> None:
+    """Raises ApiError: 400, unless all but the last can ride in the process of the last, each behind the one before it."""
+    last = drafters[chain[-1]]
+    proposers = last.proposers
+    for i, name in enumerate(chain[:-1]):
+        if name not in proposers:
+            possible = f"ahead of it can ride {', '.join(proposers)}" if proposers else "nobody can ride ahead of it"
+            raise bad_request("drafting", f"{name} cannot ride ahead of {last.name} on this server: {possible}")
+        if i and not drafters[name].verifies:
+            raise bad_request("drafting", f"{name} verifies nothing, so {chain[i - 1]} cannot ride ahead of it")
+    places = [proposers.index(name) for name in chain[:-1]]
+    if places != sorted(set(places)):
+        raise bad_request("drafting", f"must name each drafter once, and those before {last.name} from {', '.join(proposers)}")
 
 
 def _token_limit(fields: GenerationFields, room: int, settings: ApiSettings) -> tuple[str, int]:

@@ -1,5 +1,6 @@
 """From fields to requests: defaults, seeds, chains."""
 
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.client import ClusterStatus, DrafterStatus
 from cluster.config import ApiConfig
 from cluster.errors import InvalidField
 from cluster.types import MAX_SEED, Request, SamplingParams, Slo
-from deploy.api.params import choice_seed
+from deploy.api.errors import ApiError
+from deploy.api.params import choice_seed, parse_drafting
 from deploy.api.settings import ApiSettings
 from tests.support.api import MAX_MODEL_LEN, chat_body, completion_body, serving, token_ids
 
@@ -95,6 +98,37 @@ async def test_every_parameter_arrives() -> None:
 async def test_drafting_names_the_chain(drafting: str, chain: tuple[str, ...] | None) -> None:
     (request,) = await requests_of(CHAT, chat_body(drafting=drafting))
     assert request.chain == chain
+
+
+async def chained_status() -> ClusterStatus:
+    """A lookup, a drafter that verifies it, and one that verifies both."""
+    lookup = DrafterStatus("ngram", "ngram", "ready", 0, 0, 0, None)
+    small = replace(lookup, name="small", kind="model", verifies=True, proposers=("ngram",))
+    big = replace(lookup, name="big", kind="model", verifies=True, proposers=("ngram", "other", "small"))
+    return ClusterStatus("m", "chain", 1, (), (lookup, replace(lookup, name="other"), small, big))
+
+
+@pytest.mark.parametrize("drafting", ["ngram>big", "small>big", "ngram>small>big", "ngram > small", "big"])
+async def test_drafting_names_a_chain_where_there_are_chains(drafting: str) -> None:
+    assert await parse_drafting(drafting, chained_status) == tuple(drafting.replace(" ", "").split(">"))
+
+
+@pytest.mark.parametrize(
+    ("drafting", "says"),
+    [
+        ("ngram>bog", r"'bog' is no drafter of this server; did you mean 'big'\?"),
+        ("big>small", r"big cannot ride ahead of small on this server: ahead of it can ride ngram"),
+        ("small>ngram", r"small cannot ride ahead of ngram on this server: nobody can"),
+        ("ngram>other>big", r"other verifies nothing, so ngram cannot ride ahead of it"),
+        ("ngram>ngram>small", r"ngram verifies nothing"),
+        ("small>small>big", r"must name each drafter once, and those before big from ngram, other, small"),
+        ("ngram>", r"is no drafter of this server"),
+    ],
+)
+async def test_a_chain_that_cannot_be_is_refused_with_what_can(drafting: str, says: str) -> None:
+    with pytest.raises(ApiError, match=says) as refused:
+        await parse_drafting(drafting, chained_status)
+    assert (refused.value.status, refused.value.param) == (HTTPStatus.BAD_REQUEST, "drafting")
 
 
 async def test_ignored_fields_change_nothing() -> None:

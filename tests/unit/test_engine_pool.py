@@ -133,6 +133,29 @@ def test_whoever_chose_its_chain_is_scored_by_nobody() -> None:
     assert [opened.request_id for opened in told(link).opens] == ["s"]
 
 
+@pytest.mark.parametrize("says_something", [True, False])
+def test_a_request_whose_tokens_the_caller_dictates_says_nothing_of_drafters(says_something: bool) -> None:
+    sequences, telemetry = Sequences(MODEL), Telemetry()
+    pool = Pool(sequences, telemetry, RoutingTable(0, defaults=(("a",),), scorers=("b",)))
+    links = {name: Link(hello(name)) for name in ("a", "b")}
+    for link in links.values():
+        pool.link_up(link)
+    bias = ((5, 1.0 if says_something else 100.0),)
+    sequence = sequences.add(Request("r", (1, 2), SamplingParams(max_tokens=20, logit_bias=bias), arrival_s=0.0))
+    pool.seat(sequence)
+    pool.tell(sequence, Commit("r", 2, (5, 5), drafter="a", num_proposed=1, num_accepted=1), 1.0)
+    pool.flush()
+    assert [opened.request_id for opened in told(links["a"]).opens] == ["r"]  # it is drafted for all the same
+    assert bool(telemetry.take_observations()) == says_something
+    assert bool(links["b"].sent) == says_something  # and scored by nobody
+
+
+def test_whoever_wants_the_target_alone_teaches_nothing() -> None:
+    sampling = SamplingParams(max_tokens=20)
+    assert not Request("r", (1, 2), sampling, arrival_s=0.0, chain=()).teaches
+    assert Request("r", (1, 2), sampling, arrival_s=0.0, chain=("a",)).teaches
+
+
 def test_how_long_a_pass_takes_is_not_taken_for_how_long_drafting_does() -> None:
     """A reply that came during a pass is read at its end: that says at most how long it took."""
     stats = DrafterStats()
