@@ -213,7 +213,8 @@ def _check_chain(chain: tuple[str, ...], drafters: Mapping[str, DrafterStatus]) 
             raise bad_request("drafting", f"{name} verifies nothing, so {chain[i - 1]} cannot ride ahead of it")
     places = [proposers.index(name) for name in chain[:-1]]
     if places != sorted(set(places)):
-        raise bad_request("drafting", f"must name each drafter once, and those before {last.name} from {', '.join(proposers)}")
+        order = ", ".join(proposers)
+        raise bad_request("drafting", f"must name each drafter once, and those before {last.name} in the order {order}")
 
 
 def _token_limit(fields: GenerationFields, room: int, settings: ApiSettings) -> tuple[str, int]:

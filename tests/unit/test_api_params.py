@@ -121,7 +121,7 @@ async def test_drafting_names_a_chain_where_there_are_chains(drafting: str) -> N
         ("small>ngram", r"small cannot ride ahead of ngram on this server: nobody can"),
         ("ngram>other>big", r"other verifies nothing, so ngram cannot ride ahead of it"),
         ("ngram>ngram>small", r"ngram verifies nothing"),
-        ("small>small>big", r"must name each drafter once, and those before big from ngram, other, small"),
+        ("small>small>big", r"must name each drafter once, and those before big in the order ngram, other, small"),
         ("ngram>", r"is no drafter of this server"),
     ],
 )

@@ -1,0 +1,347 @@
+"""Which drafters are in memory, and where: several on one device, the least worthwhile gives way, a CPU where a GPU is full.
+
+Pure: what is seen of requests and the time come in, moves come out. A *tenant* is a replica of a drafter; a *look* is one
+glance at what the requests want. Whoever is left out costs speed alone: its requests are drafted for by others, or decoded
+plainly.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from cluster.errors import InvalidField
+
+GB = 2**30
+DECAY = 0.8  # of what is known of the use of a tenant, at each look: about the last five count
+HYSTERESIS = 2.0  # a tenant is wanted so much more than those that give way to it are used
+MAX_RETIRING = 40  # looks that a tenant is waited for to be idle; then it stays
+MAX_OFFERED = 10  # looks that one who finds no room is offered to the router, before it is closed for a while
+
+
+class Stay(StrEnum):
+    """When a drafter is in memory."""
+
+    START = "start"  # from the start on; gives way when others are wanted more
+    LAZY = "lazy"  # once it is wanted
+    PINNED = "pinned"  # from the start on, for ever
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A drafter as its devices see it. ``reload_s``: what it takes about to load it again, for comparison with others."""
+
+    name: str
+    device: str
+    num_bytes: int
+    stay: Stay = Stay.START
+    fallback: str | None = None  # where it goes when its device has no room
+    fallback_bytes: int = 0
+    reload_s: float = 1.0
+
+    def bytes_on(self, device: str) -> int:
+        return self.num_bytes if device == self.device else self.fallback_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Of one tenant at a look. ``num_requests`` are with it, ``num_wanting`` would be if it were in memory."""
+
+    num_requests: int = 0
+    num_wanting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What to do, in this order. Who retires is to be given no more requests; it is evicted at a later look, when idle."""
+
+    evict: tuple[str, ...] = ()
+    load: tuple[tuple[str, str], ...] = ()  # (tenant, device)
+
+    def __bool__(self) -> bool:
+        return bool(self.evict or self.load)
+
+
+class DeviceManager:
+    """How much of each device is taken, and by whom. A device without a limit holds anything."""
+
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        self.limits = dict(limits)
+        self._held: dict[str, dict[str, int]] = {}
+
+    def taken(self, device: str) -> int:
+        return sum(self._held.get(device, {}).values())
+
+    def tenants(self, device: str) -> tuple[str, ...]:
+        return tuple(self._held.get(device, ()))
+
+    def has_room(self, device: str, num_bytes: int, without: Iterable[str] = ()) -> bool:
+        limit, held = self.limits.get(device), self._held.get(device, {})
+        return limit is None or self.taken(device) - sum(held[name] for name in without) + num_bytes <= limit
+
+    def take(self, name: str, device: str, num_bytes: int) -> None:
+        assert self.has_room(device, num_bytes), f"{device} has no room for {name}"
+        self._held.setdefault(device, {})[name] = num_bytes
+
+    def free(self, name: str, device: str) -> None:
+        del self._held[device][name]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a device holds more than its limit."""
+        for device, limit in self.limits.items():
+            assert self.taken(device) <= limit, f"{device} holds {self.taken(device)} bytes, its limit is {limit}"
+
+
+@dataclass(slots=True)
+class _Known:
+    tenant: Tenant
+    device: str | None = None  # where it is, or is being loaded; None: nowhere
+    since_s: float = 0.0
+    use: float = 0.0  # requests that were with it, fading
+    want: float = 0.0  # requests that wanted it while it was not there, fading
+    num_requests: int = 0  # with it at the last look
+    num_retiring: int | None = None  # looks since it was told to end; None: it was not
+    num_offered: int = 0
+    closed_until_s: float = 0.0  # not to be loaded before
+
+    @property
+    def worth(self) -> float:
+        return self.use * self.tenant.reload_s
+
+
+@dataclass(slots=True)
+class ModelPool:
+    """Decides who is resident. A tenant in memory stays for ``min_residence_s`` at least; one that requests are with, or that
+    is pinned, is never evicted. So the members that take turns on a device do so no oftener than that.
+
+    Raises:
+        InvalidField: tenants that must be there do not fit; says how much is missing.
+    """
+
+    tenants: Sequence[Tenant]
+    limits: Mapping[str, int]
+    min_residence_s: float
+    devices: DeviceManager = field(init=False)
+    num_loads: dict[str, int] = field(init=False)
+    num_evictions: dict[str, int] = field(init=False)
+    num_fallbacks: dict[str, int] = field(init=False)
+    _known: dict[str, _Known] = field(init=False)
+    _claims: dict[str, str] = field(default_factory=dict)  # device -> for whom others retire there
+
+    def __post_init__(self) -> None:
+        check_fits(self.tenants, self.limits)
+        self.devices = DeviceManager(self.limits)
+        self._known = {tenant.name: _Known(tenant) for tenant in self.tenants}
+        self.num_loads = dict.fromkeys(self._known, 0)
+        self.num_evictions = dict.fromkeys(self._known, 0)
+        self.num_fallbacks = dict.fromkeys(self._known, 0)
+
+    # ---- what is known
+
+    @property
+    def resident(self) -> dict[str, str]:
+        """Where each tenant is, or is being loaded; those that are nowhere are missing."""
+        return {name: known.device for name, known in self._known.items() if known.device is not None}
+
+    @property
+    def retiring(self) -> frozenset[str]:
+        return frozenset(name for name, known in self._known.items() if known.num_retiring is not None)
+
+    @property
+    def on_fallback(self) -> frozenset[str]:
+        return frozenset(name for name, device in self.resident.items() if device != self._known[name].tenant.device)
+
+    def bytes_of(self, name: str) -> int:
+        """What it takes where it is; 0 where it is not."""
+        known = self._known[name]
+        return 0 if known.device is None else known.tenant.bytes_on(known.device)
+
+    def offered(self, now_s: float) -> frozenset[str]:
+        """Tenants that are not in memory, and that may be asked for: there is room, or others could give way."""
+        return frozenset(
+            name
+            for name, known in self._known.items()
+            if known.device is None
+            and now_s >= known.closed_until_s
+            and (self._room_for(known) is not None or self._elders(known, now_s))
+        )
+
+    # ---- what happens
+
+    def start(self, now_s: float) -> Moves:
+        """Who is loaded first: the pinned, then the others as they stand in the file, as long as there is room."""
+        first = [known for known in self._known.values() if known.tenant.stay is Stay.PINNED]
+        then = [known for known in self._known.values() if known.tenant.stay is Stay.START]
+        return Moves(
+            load=tuple(self._load(known, room, now_s) for known in (*first, *then) if (room := self._room_for(known)))
+        )
+
+    def look(self, demands: Mapping[str, Demand], now_s: float) -> Moves:
+        """What to do now that ``demands`` was seen; what is missing there wants nothing and has no requests."""
+        for name, known in self._known.items():
+            self._see(known, demands.get(name, Demand()), now_s)
+        evict = tuple(name for name, known in self._known.items() if self._may_go(known))
+        for name in evict:
+            self._evict(self._known[name])
+        wanted = sorted((known for known in self._known.values() if self._is_wanted(known, now_s)), key=lambda k: -k.want)
+        self._drop_claims({known.tenant.name for known in wanted} | (self.on_fallback & self.retiring))
+        load = tuple(self._load(known, room, now_s) for known in wanted if (room := self._place(known, now_s)))
+        self._go_home(now_s)
+        return Moves(evict, load)
+
+    def failed(self, name: str, until_s: float) -> None:
+        """It could not be loaded, or ended by itself: its place is free, and it is put aside until then."""
+        known = self._known[name]
+        if known.device is not None:
+            self._leave(known)
+        known.want, known.closed_until_s = 0.0, until_s
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the pool disagrees with its devices, or these with their limits."""
+        self.devices.check_integrity()
+        for name, known in self._known.items():
+            holders = [device for device in {known.tenant.device, known.tenant.fallback} if device is not None]
+            held = [device for device in holders if name in self.devices.tenants(device)]
+            assert held == ([] if known.device is None else [known.device]), f"{name} is at {known.device}, held by {held}"
+            assert known.num_retiring is None or known.device is not None, f"{name} retires from nowhere"
+
+    # ---- one tenant
+
+    def _see(self, known: _Known, demand: Demand, now_s: float) -> None:
+        here = known.device is not None
+        known.num_requests = demand.num_requests
+        known.use = DECAY * known.use + (demand.num_requests if here else 0)
+        known.want = 0.0 if here else DECAY * known.want + demand.num_wanting
+        if known.num_retiring is not None:
+            known.num_retiring += 1
+            if known.num_retiring > MAX_RETIRING:
+                known.num_retiring, known.since_s = None, now_s
+        asked = not here and demand.num_wanting > 0 and now_s >= known.closed_until_s
+        known.num_offered = known.num_offered + 1 if asked else 0
+        if known.num_offered > MAX_OFFERED and known.tenant.name not in self._claims.values():
+            known.num_offered, known.want, known.closed_until_s = 0, 0.0, now_s + self.min_residence_s
+
+    def _is_wanted(self, known: _Known, now_s: float) -> bool:
+        return known.device is None and known.want >= 1.0 and now_s >= known.closed_until_s
+
+    @staticmethod
+    def _may_go(known: _Known) -> bool:
+        """Since the look at which it was told to retire, nobody may have come to it."""
+        return known.num_retiring is not None and known.num_requests == 0
+
+    def _place(self, known: _Known, now_s: float) -> str | None:
+        """Where it is to be loaded now. Where only others could make room, they are told to retire."""
+        own, name = known.tenant.device, known.tenant.name
+        claimant = self._claims.get(own)
+        if claimant in (None, name) and self._room_for(known) == own:
+            return own
+        if claimant == name:
+            if any(self._known[one].num_retiring is not None for one in self.devices.tenants(own)):
+                return None  # it waits for those who retire
+            del self._claims[own]  # they were never idle
+            known.want, known.closed_until_s = 0.0, now_s + self.min_residence_s
+            return None
+        if claimant is None:
+            giving_way = self._giving_way(known, now_s)
+            if giving_way:
+                self._claims[own] = name
+                for one in giving_way:
+                    one.num_retiring = 0
+                return None
+        room = self._room_for(known)
+        return room if room != own else None
+
+    def _room_for(self, known: _Known) -> str | None:
+        """Its own device, else its fallback, where there is room."""
+        tenant = known.tenant
+        if self.devices.has_room(tenant.device, tenant.num_bytes):
+            return tenant.device
+        if tenant.fallback is not None and self.devices.has_room(tenant.fallback, tenant.fallback_bytes):
+            return tenant.fallback
+        return None
+
+    def _elders(self, known: _Known, now_s: float) -> list[_Known]:
+        """Those on its device who have been there for long enough, least worth first, as many as would make room; or none."""
+        device, found = known.tenant.device, []
+        here = [self._known[name] for name in self.devices.tenants(device)]
+        for one in sorted(here, key=lambda k: k.worth):
+            young = now_s - one.since_s < self.min_residence_s
+            if young or one.tenant.stay is Stay.PINNED or one.num_retiring is not None:
+                continue
+            found.append(one)
+            if self.devices.has_room(device, known.tenant.num_bytes, [k.tenant.name for k in found]):
+                return found
+        return []
+
+    def _giving_way(self, known: _Known, now_s: float) -> list[_Known]:
+        elders = self._elders(known, now_s)
+        return elders if known.want > HYSTERESIS * sum(one.use for one in elders) else []
+
+    def _go_home(self, now_s: float) -> None:
+        """One who is on its fallback retires from there when its own device has room, and is wanted there at once."""
+        for name in sorted(self.on_fallback - self.retiring):
+            known = self._known[name]
+            home, settled = known.tenant.device, now_s - known.since_s >= self.min_residence_s
+            if settled and home not in self._claims and self.devices.has_room(home, known.tenant.num_bytes):
+                known.num_retiring = 0
+                self._claims[home] = name
+                return
+
+    def _drop_claims(self, wanted: set[str]) -> None:
+        """Who is not wanted any more is waited for by nobody, and those who retired for it stay."""
+        for device, name in list(self._claims.items()):
+            if name not in wanted:
+                del self._claims[device]
+                for one in self.devices.tenants(device):
+                    if one not in self._claims.values():
+                        self._known[one].num_retiring = None
+
+    def _load(self, known: _Known, device: str, now_s: float) -> tuple[str, str]:
+        tenant = known.tenant
+        self.devices.take(tenant.name, device, tenant.bytes_on(device))
+        if self._claims.get(device) == tenant.name:
+            del self._claims[device]
+        known.device, known.since_s, known.num_offered = device, now_s, 0
+        known.use, known.want, known.num_retiring = known.want, 0.0, None
+        self.num_loads[tenant.name] += 1
+        self.num_fallbacks[tenant.name] += device != tenant.device
+        return tenant.name, device
+
+    def _evict(self, known: _Known) -> None:
+        goes_home = known.device != known.tenant.device
+        use = known.use
+        self._leave(known)
+        known.want = max(use, 1.0) if goes_home else 0.0
+        self.num_evictions[known.tenant.name] += 1
+
+    def _leave(self, known: _Known) -> None:
+        assert known.device is not None
+        self.devices.free(known.tenant.name, known.device)
+        known.device = known.num_retiring = None
+        known.use = 0.0
+
+
+def check_fits(tenants: Iterable[Tenant], limits: Mapping[str, int]) -> None:
+    """Raises InvalidField, with figures: a tenant is larger than each device that it may be on, or the pinned are together."""
+    pinned: dict[str, list[Tenant]] = {}
+    for tenant in tenants:
+        limit = limits.get(tenant.device)
+        falls = tenant.fallback is not None and tenant.fallback_bytes <= limits.get(tenant.fallback, tenant.fallback_bytes)
+        if limit is not None and tenant.num_bytes > limit and not falls:
+            raise InvalidField(
+                "drafters",
+                tenant.name,
+                f"takes {tenant.num_bytes / GB:.2f} GB, more than the {limit / GB:.2f} GB for drafters on {tenant.device}: "
+                "lower its kv_cache_gb, or raise the limit in the section memory",
+            )
+        if tenant.stay is Stay.PINNED:
+            pinned.setdefault(tenant.device, []).append(tenant)
+    for device, together in pinned.items():
+        num_bytes = sum(tenant.num_bytes for tenant in together)
+        if num_bytes > limits.get(device, num_bytes):
+            each = ", ".join(f"{tenant.name} {tenant.num_bytes / GB:.2f}" for tenant in together)
+            raise InvalidField(
+                "drafters",
+                [tenant.name for tenant in together],
+                f"are pinned, and take {num_bytes / GB:.2f} GB together ({each}), more than the {limits[device] / GB:.2f} GB "
+                f"for drafters on {device}: pin fewer, or raise the limit in the section memory",
+            )
