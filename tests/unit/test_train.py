@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from cluster.errors import InvalidField
@@ -47,7 +46,7 @@ def options(model: Path, folder: Path, drafter: str = "dspark", **changes: objec
         num_prompts=24,
         num_tokens=900,
         max_answer_tokens=24,
-        num_epochs=3,
+        num_epochs=8,
         num_layers=1,
         block_size=4,
         vocabulary=200,
@@ -89,16 +88,14 @@ def test_killed_in_every_step_it_ends_as_if_nothing_had_happened(wordy: Path, tm
         command = [sys.executable, "-c", KILLED, str(wordy), str(folder), step, str(moment)]
         child = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": "."})
         assert child.returncode == -9, f"it was to be killed in {step}: {child.stderr[-2000:]}"
+        if step == "training":
+            checkpoint = torch.load(folder / "work" / "dspark" / "checkpoint.pt", weights_only=True)
+            assert checkpoint["progress"]["step"] == moment - 1, "the next run is to go on from the middle"
     resumed = train(options(wordy, folder), HERE, Silent())
     assert undisturbed is not None
     assert resumed is not None
-    assert (resumed.folder / "config.json").read_bytes() == (undisturbed.folder / "config.json").read_bytes()
-    # To the rounding of bf16: products of another thread's share may be summed in another order.
-    weights, expected = (load_file(result.folder / "model.safetensors") for result in (resumed, undisturbed))
-    assert weights.keys() == expected.keys()
-    for name, tensor in weights.items():
-        torch.testing.assert_close(tensor.float(), expected[name].float(), rtol=2**-6, atol=2**-8, msg=name)
-    assert (folder / "work" / "dspark" / "checkpoint.pt").exists()
+    for file in ("model.safetensors", "config.json", "calibration.json", "evaluation.json"):
+        assert (resumed.folder / file).read_bytes() == (undisturbed.folder / file).read_bytes(), file
 
 
 @pytest.fixture(scope="module")
