@@ -249,6 +249,9 @@ class DrafterConfig(Section):
     spare_share: Fraction = 0.1
     replicas: Count = 1
     device: Device = "auto"
+    # When it is in memory: from the start on, if there is room, until others are wanted more; not before it is wanted; or
+    # from the start on, for ever.
+    load: Literal["start", "lazy", "pinned"] = "start"
     resources: Resources = Resources()
 
     @property
@@ -267,12 +270,25 @@ class DrafterConfig(Section):
             raise ValueError(f"device must be cpu or auto for a drafter of kind {self.options.kind}, got 'cuda'")
         if (self.device == "cpu" or not self.has_model) and self.resources.gpus not in ("auto", 0):
             raise ValueError(f"resources.gpus must be 0 for a drafter on a CPU, got {self.resources.gpus}")
+        if self.is_companion and self.load == "lazy":
+            raise ValueError("load must not be lazy for a drafter in the target's process: it is made with the target")
         if self.is_companion and self.replicas != 1:
             raise ValueError(
                 f"replicas must be 1 for a drafter that runs in the target's process (kind dspark, or one with such a "
                 f"member), got {self.replicas}: each target replica has its own"
             )
         return self
+
+
+class MemoryConfig(Section):
+    """What drafters may take, those in the targets' processes apart. Who finds no room waits until others give way.
+
+    None: what the machine has, less what targets there take and a reserve.
+    """
+
+    cpu_gb: Annotated[float, Field(gt=0, le=65536)] | None = None  # of each machine, by drafters on CPUs
+    gpu_gb: Annotated[float, Field(gt=0, le=4096)] | None = None  # of each GPU that drafters have
+    min_residence_s: Seconds = 20  # that a loaded drafter stays at least
 
 
 class FixedPolicy(Section):
@@ -492,6 +508,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     target: TargetConfig = TargetConfig()
     drafters: tuple[DrafterConfig, ...] = Field(default=DEFAULT_DRAFTERS, max_length=64)
+    memory: MemoryConfig = MemoryConfig()
     router: RouterConfig = RouterConfig()
     planner: PlannerConfig = PlannerConfig()
     transport: TransportConfig = TransportConfig()

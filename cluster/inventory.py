@@ -6,12 +6,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine. ``labels`` are Ray's node labels, ``ray.io/node-id`` among them where Ray has told."""
+    """One machine. ``labels`` are Ray's node labels, ``ray.io/node-id`` among them where Ray has told.
+
+    ``memory_bytes`` are what processes may use, ``gpu_bytes`` what its smallest GPU has; None: not known.
+    """
 
     name: str
     num_cpus: float
     num_gpus: float = 0
     labels: Mapping[str, str] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    gpu_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class Bundle:
     gpus: float
     node: str
     node_labels: Mapping[str, str] = field(default_factory=dict)
+    gpu: int | None = None  # of the node, the first of several; as Ray chooses where all plans are ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +121,16 @@ class _Free:
         """Fill up a GPU that is shared already before breaking into a whole one, as Ray does."""
         cpus, gpus = _number(resources.cpus), _number(resources.gpus)
         self.cpus -= cpus
+        chosen = None
         if gpus >= 1:
-            for i in [i for i, one in enumerate(self.gpus) if one > 1 - EPSILON][: int(gpus)]:
+            whole = [i for i, one in enumerate(self.gpus) if one > 1 - EPSILON][: int(gpus)]
+            chosen = whole[0]
+            for i in whole:
                 self.gpus[i] = 0.0
         elif gpus > 0:
-            i = min((i for i, one in enumerate(self.gpus) if one > gpus - EPSILON), key=lambda i: self.gpus[i])
-            self.gpus[i] -= gpus
-        return Bundle(process, cpus, gpus, self.node.name, resources.node_labels)
+            chosen = min((i for i, one in enumerate(self.gpus) if one > gpus - EPSILON), key=lambda i: self.gpus[i])
+            self.gpus[chosen] -= gpus
+        return Bundle(process, cpus, gpus, self.node.name, resources.node_labels, chosen)
 
 
 def _place_target(name: str, num_ranks: int, resources: Resources, free: list[_Free]) -> Group:

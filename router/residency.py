@@ -5,41 +5,15 @@ glance at what the requests want. Whoever is left out costs speed alone: its req
 plainly.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-from cluster.errors import InvalidField
+from router.devices import DeviceManager, Stay, Tenant, check_fits
 
-GB = 2**30
 DECAY = 0.8  # of what is known of the use of a tenant, at each look: about the last five count
 HYSTERESIS = 2.0  # a tenant is wanted so much more than those that give way to it are used
 MAX_RETIRING = 40  # looks that a tenant is waited for to be idle; then it stays
 MAX_OFFERED = 10  # looks that one who finds no room is offered to the router, before it is closed for a while
-
-
-class Stay(StrEnum):
-    """When a drafter is in memory."""
-
-    START = "start"  # from the start on; gives way when others are wanted more
-    LAZY = "lazy"  # once it is wanted
-    PINNED = "pinned"  # from the start on, for ever
-
-
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """A drafter as its devices see it. ``reload_s``: what it takes about to load it again, for comparison with others."""
-
-    name: str
-    device: str
-    num_bytes: int
-    stay: Stay = Stay.START
-    fallback: str | None = None  # where it goes when its device has no room
-    fallback_bytes: int = 0
-    reload_s: float = 1.0
-
-    def bytes_on(self, device: str) -> int:
-        return self.num_bytes if device == self.device else self.fallback_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,36 +35,6 @@ class Moves:
         return bool(self.evict or self.load)
 
 
-class DeviceManager:
-    """How much of each device is taken, and by whom. A device without a limit holds anything."""
-
-    def __init__(self, limits: Mapping[str, int]) -> None:
-        self.limits = dict(limits)
-        self._held: dict[str, dict[str, int]] = {}
-
-    def taken(self, device: str) -> int:
-        return sum(self._held.get(device, {}).values())
-
-    def tenants(self, device: str) -> tuple[str, ...]:
-        return tuple(self._held.get(device, ()))
-
-    def has_room(self, device: str, num_bytes: int, without: Iterable[str] = ()) -> bool:
-        limit, held = self.limits.get(device), self._held.get(device, {})
-        return limit is None or self.taken(device) - sum(held[name] for name in without) + num_bytes <= limit
-
-    def take(self, name: str, device: str, num_bytes: int) -> None:
-        assert self.has_room(device, num_bytes), f"{device} has no room for {name}"
-        self._held.setdefault(device, {})[name] = num_bytes
-
-    def free(self, name: str, device: str) -> None:
-        del self._held[device][name]
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError when a device holds more than its limit."""
-        for device, limit in self.limits.items():
-            assert self.taken(device) <= limit, f"{device} holds {self.taken(device)} bytes, its limit is {limit}"
-
-
 @dataclass(slots=True)
 class _Known:
     tenant: Tenant
@@ -110,8 +54,8 @@ class _Known:
 
 @dataclass(slots=True)
 class ModelPool:
-    """Decides who is resident. A tenant in memory stays for ``min_residence_s`` at least; one that requests are with, or that
-    is pinned, is never evicted. So the members that take turns on a device do so no oftener than that.
+    """Decides who is resident. A tenant in memory stays for ``min_residence_s`` at least; one that requests are with, or
+    that is pinned, is never evicted. So those that take turns on a device do so no oftener than that.
 
     Raises:
         InvalidField: tenants that must be there do not fit; says how much is missing.
@@ -260,7 +204,7 @@ class ModelPool:
         return None
 
     def _elders(self, known: _Known, now_s: float) -> list[_Known]:
-        """Those on its device who have been there for long enough, least worth first, as many as would make room; or none."""
+        """Those on its device who were there for long enough, least worth first, as many as would make room; or none."""
         device, found = known.tenant.device, []
         here = [self._known[name] for name in self.devices.tenants(device)]
         for one in sorted(here, key=lambda k: k.worth):
@@ -318,30 +262,3 @@ class ModelPool:
         self.devices.free(known.tenant.name, known.device)
         known.device = known.num_retiring = None
         known.use = 0.0
-
-
-def check_fits(tenants: Iterable[Tenant], limits: Mapping[str, int]) -> None:
-    """Raises InvalidField, with figures: a tenant is larger than each device that it may be on, or the pinned are together."""
-    pinned: dict[str, list[Tenant]] = {}
-    for tenant in tenants:
-        limit = limits.get(tenant.device)
-        falls = tenant.fallback is not None and tenant.fallback_bytes <= limits.get(tenant.fallback, tenant.fallback_bytes)
-        if limit is not None and tenant.num_bytes > limit and not falls:
-            raise InvalidField(
-                "drafters",
-                tenant.name,
-                f"takes {tenant.num_bytes / GB:.2f} GB, more than the {limit / GB:.2f} GB for drafters on {tenant.device}: "
-                "lower its kv_cache_gb, or raise the limit in the section memory",
-            )
-        if tenant.stay is Stay.PINNED:
-            pinned.setdefault(tenant.device, []).append(tenant)
-    for device, together in pinned.items():
-        num_bytes = sum(tenant.num_bytes for tenant in together)
-        if num_bytes > limits.get(device, num_bytes):
-            each = ", ".join(f"{tenant.name} {tenant.num_bytes / GB:.2f}" for tenant in together)
-            raise InvalidField(
-                "drafters",
-                [tenant.name for tenant in together],
-                f"are pinned, and take {num_bytes / GB:.2f} GB together ({each}), more than the {limits[device] / GB:.2f} GB "
-                f"for drafters on {device}: pin fewer, or raise the limit in the section memory",
-            )

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import InvalidField
-from router.residency import GB, MAX_OFFERED, MAX_RETIRING, Demand, ModelPool, Moves, Stay, Tenant, check_fits
+from router.devices import GB, Stay, Tenant, check_fits
+from router.residency import MAX_OFFERED, MAX_RETIRING, Demand, ModelPool, Moves
 
 CALM_S = 10.0
 LIMITS = {"gpu": 10, "cpu": 10}
