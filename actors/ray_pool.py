@@ -14,15 +14,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from actors.drafter import DrafterActor
 from actors.members import Directory, Process, ProcessEnded
-from actors.router import Router, RouterActor
+from actors.router import RouterActor
 from actors.supervisor import Supervisor
-from actors.target import SlotReport, TargetActor
+from actors.target import TargetActor
 from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig
 from cluster.errors import OutriderError
 from cluster.placement import drafter_name
 from cluster.types import ModelInfo, RoutingTable
 from router.assignment import member_name
+from router.slot import SlotReport
 
 logger = logging.getLogger(__name__)
 
@@ -116,17 +117,16 @@ class RaySpawner:
         return self._found_or_made(DrafterActor, drafter_name(name), options, *args)
 
     async def router(self) -> Process:
-        from actors.chain_scheduler import ChainScheduler, ModelChainScheduler
+        from actors.chain_scheduler import ModelChainScheduler
         from router.drift import CollapseWatch
         from router.policies import build_policy, build_pool, uses_scores
-        from router.policies.chain import ModelChains
+        from router.slot import ChainScheduler, build_router
 
         config = self._deployment.config
         watch = CollapseWatch(config.router.collapse, config.router.slot_ms / 1e3)
         policy, pool, max_draft_len = build_policy(config.router.policy), build_pool(config), max(1, config.max_draft_len)
-        kind, router = RouterActor, Router(policy, pool, max_draft_len, watch, uses_scores(config.router.policy))
-        if isinstance(policy, ModelChains):
-            kind, router = ModelChainScheduler, ChainScheduler(policy, pool, max_draft_len, watch)
+        router = build_router(policy, pool, max_draft_len, watch, uses_scores(config.router.policy))
+        kind = ModelChainScheduler if isinstance(router, ChainScheduler) else RouterActor
         targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])
         handle = _actor(kind, num_cpus=0, num_gpus=0).remote(config, router, targets, remembers=True)
         return RayProcess(handle)

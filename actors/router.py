@@ -3,99 +3,16 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from actors.router_memory import RouterMemory
-from actors.target import SlotReport
 from actors.worker import LoopActor, LoopThread
 from cluster.config import Config
 from cluster.state import open_store
 from cluster.types import RoutingTable
-from router.assignment import TARGET_ONLY, AssignmentPolicy, PoolMember, RequestView, drafter_of
-from router.drift import CollapseWatch
-from router.table import next_table
-
-# Stands for whatever request comes next: what the policy would choose for it is the default of the table.
-NEXT_REQUEST = "\0next"
-
-
-class Router:
-    """One slot's decision. Plain: reports in, a table out; no Ray, no clock.
-
-    A drafter is healthy when every target that reports is linked with it. It costs what a target's profile says, else what
-    the pool does. One whose acceptance collapses is quarantined, where there is a ``watch``.
-    """
-
-    def __init__(
-        self,
-        policy: AssignmentPolicy,
-        pool: Sequence[PoolMember],
-        max_draft_len: int,
-        watch: CollapseWatch | None = None,
-        scores: bool = False,
-    ) -> None:
-        self._policy = policy
-        self._scores = scores
-        self._watch = watch
-        self._pool = tuple(pool)
-        self._table = RoutingTable(version=0, max_draft_len=max_draft_len)
-        self._draining: frozenset[str] = frozenset()
-
-    @property
-    def policy(self) -> AssignmentPolicy:
-        return self._policy
-
-    def set_draining(self, names: frozenset[str]) -> None:
-        self._draining = names
-
-    def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:
-        """The table for the slot that follows, or None: the targets have it already.
-
-        Its version is above any that a target has, so that a router that was restarted is heard.
-        """
-        if not reports:
-            return None
-        observations = [observation for report in reports for observation in report.observations]
-        scores = [score for report in reports for score in report.scores]
-        if self._watch is not None:
-            self._watch.observe(observations)
-        self._policy.observe(observations, scores)
-        pool = self._judged_pool(reports)
-        requests = [request for report in reports for request in report.requests]
-        chains = self._policy.assign([*requests, RequestView(NEXT_REQUEST, 0, 0, TARGET_ONLY)], pool)
-        versions = [report.table_version for report in reports]
-        table = next_table(self._table, requests, chains, (chains[NEXT_REQUEST],), versions, self._scorers(pool))
-        if table is self._table:
-            return None
-        self._table = table
-        return table
-
-    def _scorers(self, pool: Sequence[PoolMember]) -> tuple[str, ...]:
-        """One member of each drafter, where the policy learns from scores; those in the target's own process have no time
-        to spare."""
-        if not self._scores:
-            return ()
-        members = {drafter_of(member.name): member.name for member in reversed(pool) if member.is_open and member.leads}
-        return tuple(sorted(members.values()))
-
-    def _judged_pool(self, reports: Sequence[SlotReport]) -> list[PoolMember]:
-        """As it is now, for the targets that report."""
-        linked = set[str].intersection(*(set(report.drafters) for report in reports))
-        shares = {name: cost for report in reports for name, cost in report.draft_costs.items()}
-        costs = {name: cost for report in reports for name, cost in report.member_costs.items()}
-        pool = [
-            replace(
-                member,
-                healthy=member.name in linked,
-                draining=member.name in self._draining,
-                cost=shares.get(drafter_of(member.name), member.cost),
-                costs=costs.get(drafter_of(member.name), member.costs),
-            )
-            for member in self._pool
-        ]
-        return pool if self._watch is None else [self._watch.judge(member) for member in pool]
+from router.slot import Router, SlotReport
 
 
 class Targets(Protocol):

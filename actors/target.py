@@ -1,18 +1,18 @@
 """A target replica as a process: the round on a thread of its own, links on others, and a few questions answered beside."""
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from actors.mailbox import WatchedMailbox
 from actors.threads import set_threads
 from actors.worker import LoopActor, LoopThread
 from cluster.client import TargetStatus
 from cluster.config import Config
-from cluster.messages import Hello, LevelReport, Role
+from cluster.messages import Hello, Role
 from cluster.types import ModelInfo, RoutingTable
-from router.assignment import MemberCosts, Observation, RequestView, Score
 from router.chains import pass_times
+from router.slot import SlotReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +23,6 @@ class TargetInfo:
     address: str
     model: ModelInfo
     pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class SlotReport:
-    """What the router learns of a target in a slot."""
-
-    requests: tuple[RequestView, ...]
-    observations: tuple[Observation, ...]
-    table_version: int
-    drafters: tuple[str, ...]  # that are linked now
-    draft_costs: Mapping[str, float] = field(default_factory=dict)  # as of PoolMember, of those that were measured here
-    member_costs: Mapping[str, MemberCosts] = field(default_factory=dict)  # of the same
-    scores: tuple[Score, ...] = ()  # of drafters in step with requests that others drafted for
-    levels: tuple[LevelReport, ...] = ()  # what models in chains did
-    target_passes: tuple[tuple[int, float], ...] = ()  # (rows, seconds), ascending, as measured here; (): not known
 
 
 @dataclass(frozen=True, slots=True)

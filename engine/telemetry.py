@@ -116,10 +116,8 @@ class Telemetry:
             known = Observation(commit.request_id, drafter, 0, 0, 0, 0, 0.0)
         positions = known.positions
         if judgement is not None:
-            # It was wrong, or had nothing more to say though more was wanted: at the end of a request, less is.
-            wrong = judgement.num_right < judgement.num_judged
-            silent = commit.finish is None and judgement.num_right < min(len(commit.token_ids), draft_len)
-            positions = positions.plus(judgement.num_right, failed=wrong or silent)
+            failed = judgement.failed(len(commit.token_ids), draft_len, ended=commit.finish is not None)
+            positions = positions.plus(judgement.num_right, failed)
         self._observations[key] = Observation(
             commit.request_id,
             drafter,

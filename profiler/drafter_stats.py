@@ -33,6 +33,12 @@ class Judgement:
     def num_judged(self) -> int:
         return len(self.confidences)
 
+    def failed(self, num_committed: int, draft_len: int, ended: bool) -> bool:
+        """Whether the position behind the right tokens counts as reached: the draft was wrong there, or had nothing more to
+        say though more was wanted. At the end of a request less is, and behind ``draft_len`` tokens nothing."""
+        silent = not ended and self.num_right < min(num_committed, draft_len)
+        return self.num_right < self.num_judged or silent
+
 
 @dataclass(slots=True)
 class DrafterStats:

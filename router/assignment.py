@@ -91,6 +91,12 @@ class Positions:
             tuple(n + (i < num_right) for i, n in enumerate(right)),
         )
 
+    def up_to(self, draft_len: int) -> "Positions":
+        """Without those that no draft of so many tokens reaches."""
+        if len(self.num_reached) <= draft_len:
+            return self
+        return Positions(self.num_reached[:draft_len], self.num_right[:draft_len])
+
 
 NO_POSITIONS = Positions()
 

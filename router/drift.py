@@ -61,6 +61,17 @@ class _Drafted:
     num_right: int
 
 
+def _drafted(seen: Observation) -> _Drafted | None:
+    """None where no proposal came in time: that says nothing of what it drafts, and is its planner's concern."""
+    positions = seen.positions
+    if positions.num_reached:
+        return _Drafted(seen.request_id, sum(positions.num_reached), sum(positions.num_right))
+    if not seen.num_proposed:
+        return None
+    num_right = max(0, seen.num_committed - seen.num_rounds)
+    return _Drafted(seen.request_id, seen.num_rounds + num_right, num_right)
+
+
 @dataclass(slots=True)
 class _Member:
     standing: Standing = Standing.OPEN
@@ -99,11 +110,11 @@ class CollapseWatch:
                     member.standing, member.trial = Standing.ON_TRIAL, Usual()
         slot: dict[str, list[_Drafted]] = {}
         for seen in lessons(observations):
-            num_right = sum(seen.positions.num_right) or seen.num_committed - seen.num_rounds
-            num_tried = sum(seen.positions.num_reached) or seen.num_rounds + num_right
-            slot.setdefault(seen.drafter, []).append(_Drafted(seen.request_id, num_tried, num_right))
-        for name, drafted in slot.items():
-            self._add(name, drafted)
+            drafted = _drafted(seen)
+            if drafted is not None:
+                slot.setdefault(seen.drafter, []).append(drafted)
+        for name, of_member in slot.items():
+            self._add(name, of_member)
 
     def judge(self, member: PoolMember) -> PoolMember:
         """With its standing."""

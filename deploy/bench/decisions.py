@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from actors.router import Router
-from actors.target import SlotReport
 from cluster.config import (
     CollapseConfig,
     EpsilonGreedyPolicy,
@@ -36,6 +34,7 @@ from router.features import prompt_features
 from router.plan import Capacity, DrafterView, SequenceView
 from router.planner import StepPlanner
 from router.policies import build_policy
+from router.slot import Router, SlotReport
 
 NUM_REQUESTS = 1000
 NUM_DRAFTERS = 8

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from actors.router import Router, RouterActor
-from actors.target import SlotReport
+from actors.router import RouterActor
 from actors.threads import set_threads
 from cluster.client import EngineClient
 from cluster.config import ApiConfig, Config, ModelConfig
@@ -31,6 +30,7 @@ from engine.models.prepare import ensure_model
 from engine.round import TargetLoop
 from profiler.prompts import choose_prompts
 from router.policies import build_policy, build_pool
+from router.slot import Router, SlotReport
 
 NUM_STREAMS = 8
 MAX_TEXT_TOKENS = 1_000_000  # of a prompt before it is cut

@@ -45,10 +45,10 @@ class Agreement:
 
     def positions(self, bases: NDArray[np.int64], draft_len: int) -> Positions:
         """Counts over the drafts at ``bases``, as `router.assignment.Positions` defines them."""
-        at = np.minimum(bases, len(self.right) - 1)
-        right = np.minimum(np.frombuffer(self.right, np.uint8)[at], draft_len)
+        right = np.minimum(np.frombuffer(self.right, np.uint8)[bases], draft_len)
         num_right = len(right) - np.cumsum(np.bincount(right, minlength=draft_len + 1))[:draft_len]
-        num_reached = np.concatenate([[len(right)], num_right[:-1]])
+        wrong = right[bases + right < len(self.right)]  # at the end of the answer none is
+        num_reached = num_right + np.bincount(wrong, minlength=draft_len + 1)[:draft_len]
         return Positions(tuple(num_reached.tolist()), tuple(num_right.tolist()))
 
 

@@ -9,12 +9,9 @@ from numpy.typing import NDArray
 from cluster.config import FixedPolicy, PolicyConfig
 from profiler.simulator.agreement import Agreement, Answer, SimulatedRequest
 from profiler.simulator.simulation import ClusterSpec, Outcome, in_turn, simulate
-from router.policies import build_policy
+from router.policies import build_policy, uses_scores
 
 Floats = NDArray[np.float64]
-
-# Policies that learn from what drafters would have drafted; to others it would say nothing.
-FULL_INFORMATION = frozenset({"hedge"})
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def compete(
     hindsight, best = max(found, key=lambda one: one[0].goodput)
     outcomes: dict[str, Outcome] = {}
     for policy in policies:
-        informed = replace(spec, scores=policy.kind in FULL_INFORMATION, in_step=policy.kind in FULL_INFORMATION)
+        informed = replace(spec, scores=uses_scores(policy), in_step=uses_scores(policy))
         outcomes[policy.kind] = simulate(informed, build_policy(policy), in_turn(requests, concurrency), seed, until_s)
     return Contest(single, best, hindsight, outcomes)
 

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from cluster import strict_yaml
 from cluster.config import (
     ChainPolicy,
+    CollapseConfig,
     Count,
     EpsilonGreedyPolicy,
     GreedyLengthPolicy,
@@ -151,6 +152,7 @@ class ServingScenario(_Pool):
     max_output_len: Count = 2048
     duration_s: Seconds = 600.0
     max_hold_ms: NonNegative = 50.0
+    collapse: CollapseConfig = CollapseConfig()
     policies: tuple[PolicyConfig, ...] = (HedgePolicy(), LbssPolicy(), EpsilonGreedyPolicy(), GreedyLengthPolicy())
 
     @model_validator(mode="after")

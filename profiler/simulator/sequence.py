@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from cluster.types import FinishReason, Slo
 from profiler.drafter_stats import Judgement
 from profiler.simulator.agreement import SimulatedRequest
 from profiler.simulator.drafter import SimulatedProposal
-from router.assignment import Chain, Observation
+from router.assignment import NO_POSITIONS, Chain, Observation
 from router.plan import SequenceView
 
 _MAX_TOLD = 8  # as engine.sequences.MAX_TOLD
@@ -127,15 +125,25 @@ class SimulatedSequence:
 class SlotCounts:
     """What a drafter did for a request since the router last asked."""
 
-    __slots__ = ("bases", "elapsed_s", "num_accepted", "num_committed", "num_proposed", "num_rounds", "request")
+    __slots__ = (
+        "bases",
+        "elapsed_s",
+        "num_accepted",
+        "num_committed",
+        "num_proposed",
+        "num_rounds",
+        "positions",
+        "request",
+    )
 
     def __init__(self, request: SimulatedRequest) -> None:
         self.request = request
         self.num_rounds = self.num_proposed = self.num_accepted = self.num_committed = 0
         self.elapsed_s = 0.0
+        self.positions = NO_POSITIONS
         self.bases: list[int] = []  # where its drafts began
 
-    def observation(self, drafter: str, draft_len: int) -> Observation:
+    def observation(self, drafter: str) -> Observation:
         return Observation(
             self.request.id,
             drafter,
@@ -144,7 +152,7 @@ class SlotCounts:
             self.num_accepted,
             self.num_committed,
             self.elapsed_s,
-            self.request.answer.of(drafter).positions(np.array(self.bases, np.int64), draft_len),
+            self.positions,
         )
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from cluster.config import FixedPolicy, PolicyConfig
 from cluster.errors import InvalidField
 from profiler.simulator.agreement import SimulatedRequest
-from profiler.simulator.contest import FULL_INFORMATION
 from profiler.simulator.plots import Panel
 from profiler.simulator.scenario import ServingScenario
 from profiler.simulator.simulation import ClusterSpec, DrafterSpec, Load, Outcome, simulate
@@ -19,7 +18,7 @@ from profiler.simulator.study import Cell, Said, Study, StudyTable
 from profiler.simulator.target import TargetLimits
 from profiler.simulator.timing import DraftByCost, PackedPass
 from router.planner import PlannerSettings, StepPlanner
-from router.policies import build_policy
+from router.policies import build_policy, uses_scores
 
 BLOCK_LEN = 16
 TARGET_ALONE = "target alone"
@@ -33,7 +32,7 @@ def run(scenario: ServingScenario, said: Said = lambda what: None) -> Study:
     for name, policy in policies.items():
         said(name)
         load = Load(requests(scenario))
-        spec = _cluster(scenario, policy.kind in FULL_INFORMATION)
+        spec = _cluster(scenario, uses_scores(policy))
         outcomes[name] = simulate(spec, build_policy(policy), load, scenario.seed)
     return _study(scenario, outcomes, perf_counter() - begun_s)
 
@@ -120,6 +119,7 @@ def _cluster(scenario: ServingScenario, informed: bool) -> ClusterSpec:
         scores=informed,
         in_step=informed,
         jitter=scenario.jitter,
+        collapse=scenario.collapse,
     )
 
 

@@ -6,6 +6,7 @@ from itertools import islice
 
 import numpy as np
 
+from cluster.config import CollapseConfig
 from cluster.types import FinishReason
 from profiler.simulator.agreement import SimulatedRequest
 from profiler.simulator.drafter import SimulatedDrafter
@@ -15,10 +16,12 @@ from profiler.simulator.sequence import Finished
 from profiler.simulator.target import SimulatedTarget, TargetLimits
 from profiler.simulator.timing import DraftTimer, Jitter, PassTimer
 from router.assignment import AssignmentPolicy, Chain, MemberCosts, PoolMember, member_name
-from router.chains import PassTime, pass_times
+from router.chains import pass_times
 from router.cost_model import CostModel, relative_draft_cost
+from router.drift import CollapseWatch
 from router.plan import StepPlan
 from router.planner import Planner
+from router.slot import build_router
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -43,9 +46,11 @@ class ClusterSpec:
     Args:
         cost: what planners and policies believe; timers tell what it takes.
         link_s: of a message, one way.
-        scores: every drafter tells what it would have drafted: learning from full information.
+        scores: every drafter tells what it would have drafted: learning from full information; but companions, which have
+            no time to spare.
         in_step: every drafter keeps in step with every request in its spare time: switches cost nothing.
         jitter: spread of durations, as the standard deviation of their logarithm.
+        collapse: when a drafter is quarantined; None: never.
     """
 
     cost: CostModel
@@ -60,6 +65,7 @@ class ClusterSpec:
     scores: bool = False
     in_step: bool = False
     jitter: float = 0.0
+    collapse: CollapseConfig | None = None
 
     def pool(self) -> list[PoolMember]:
         """As policies see it, with what a profile would say."""
@@ -80,6 +86,7 @@ class ClusterSpec:
                     max_draft_len=spec.max_draft_len,
                     costs=costs if relative is not None else None,
                     verifies=spec.verifies,
+                    leads=not spec.companion,
                 )
                 for replica in range(spec.replicas)
             ]
@@ -178,16 +185,16 @@ class Simulation:
             )
 
         shared = [drafter(d, replica) for d in spec.drafters if not d.companion for replica in range(d.replicas)]
+        pool = spec.pool()
+        watch = None if spec.collapse is None else CollapseWatch(spec.collapse, spec.slot_s)
         self._router = SimulatedRouter(
-            policy,
-            spec.pool(),
-            max_draft_len,
-            spec.scores,
+            build_router(policy, pool, max_draft_len, watch, spec.scores),
+            {member.name: member.max_draft_len for member in pool},
             spec.draft_timer.take_levels,
-            lambda num_context: PassTime(pass_times(spec.cost, num_context)),
+            lambda num_context: pass_times(spec.cost, num_context),
             self._note_slot,
         )
-        table = self._router.first_table()
+        table = self._router.table
         self._drafters = list(shared)
         self._targets: list[SimulatedTarget] = []
         for number in range(spec.num_targets):

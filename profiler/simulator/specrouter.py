@@ -8,7 +8,7 @@ agree, is held against what the simulation took.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
@@ -26,7 +26,7 @@ from profiler.simulator.timing import PackedPass
 from router.assignment import Chain
 from router.chains import PROPOSAL_LEN, Level, PassTime, predict, simplified_per_token_s
 from router.planner import PlannerSettings, StepPlanner
-from router.policies import build_policy
+from router.policies import build_policy, uses_scores
 
 # Table 2: speed-up over the target alone with two levels, with three, and with chains that SpecRouter chooses.
 PAPER = {
@@ -70,7 +70,8 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
 
     def serve(config: PolicyConfig, verification: str = "all") -> list[Outcome]:
         """Set after set; what a policy has learned of one it knows of the next."""
-        spec, policy = _cluster(scenario, batch, verification), build_policy(config)
+        spec = replace(_cluster(scenario, batch, verification), scores=uses_scores(config))
+        policy = build_policy(config)
         return [simulate(spec, policy, in_turn(requests, batch), scenario.seed, scenario.horizon_s) for requests in sets]
 
     plain = serve(FixedPolicy(chain=()))

@@ -395,6 +395,8 @@ class SimulatedTarget:
             slot.elapsed_s += elapsed_s
             if judgement is not None:
                 slot.bases.append(base)
+                failed = judgement.failed(num_new, self.table.max_draft_len, finished)
+                slot.positions = slot.positions.plus(judgement.num_right, failed)
             if not finished and request.max_tokens - sequence.position > 1:
                 self._extend(sequence, drafter)
                 sequence.await_proposal(now_s)

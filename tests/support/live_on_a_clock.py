@@ -10,20 +10,20 @@ from heapq import heappop, heappush
 
 from cluster.messages import CommitRound, Hello, Message, Role, SubmitRound
 from cluster.transport.base import LinkUp, Mailbox, Received
-from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
+from cluster.types import ModelInfo, Request, SamplingParams
 from drafters.loop import DrafterLoop
 from drafters.protocol import Demand, Draft
 from drafters.roster import RosterLimits
 from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
 from profiler.simulator.agreement import SimulatedRequest
-from profiler.simulator.router import NEXT_REQUEST
 from profiler.simulator.simulation import ClusterSpec, DrafterSpec
 from profiler.simulator.timing import Work
-from router.assignment import TARGET_ONLY, AssignmentPolicy, RequestView
+from router.assignment import AssignmentPolicy
+from router.drift import CollapseWatch
 from router.plan import Capacity, StepPlan
 from router.planner import Planner
-from router.table import next_table
+from router.slot import SlotReport, build_router
 
 VOCAB_SIZE = 50
 EOS = 0
@@ -267,10 +267,9 @@ def run_live(
     gateway = Actor(Mailbox())
     gateway.called = True  # nobody runs it
     planner = Noting(spec.planner())
-    pool = spec.pool()
     max_draft_len = max(drafter.max_draft_len for drafter in spec.drafters)
-    next_request = RequestView(NEXT_REQUEST, 0, 0, TARGET_ONLY)
-    first = RoutingTable(1, {}, (policy.assign([next_request], pool)[NEXT_REQUEST],), max_draft_len)
+    watch = None if spec.collapse is None else CollapseWatch(spec.collapse, spec.slot_s)
+    router = build_router(policy, spec.pool(), max_draft_len, watch)
     engine = FakeTarget(world, target, spec, known)
     loop = TargetLoop(
         engine,
@@ -278,7 +277,7 @@ def run_live(
         target.mailbox,
         spec.cost,
         planner,
-        first,
+        router.first_table(),
         spec.limits.max_waiting,
         clock=lambda: world.now_s,
     )
@@ -320,16 +319,12 @@ def run_live(
         submitted = Request(request.id, (1,) * request.prompt_len, sampling, request.arrival_s, chain=request.chain)
         return lambda: world.deliver(target, Received(there, SubmitRound(submits=(submitted,))))
 
-    table = first
+    names = tuple(drafter.name for drafter in spec.drafters)
 
     def slot() -> None:
-        nonlocal table
-        policy.observe(loop.take_observations())
-        live = loop.requests()
-        chains = policy.assign([*live, next_request], pool)
-        found = next_table(table, live, chains, (chains[NEXT_REQUEST],), [loop.status().table_version])
-        if found is not table:
-            table = found
+        report = SlotReport(loop.requests(), loop.take_observations(), loop.status().table_version, names)
+        table = router.slot([report])
+        if table is not None:
             loop.publish_table(table)
             world.call(target)
         world.at(world.now_s + spec.slot_s, STEP, slot)

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from actors.chain_scheduler import ChainScheduler
-from actors.target import SlotReport
 from cluster.config import ChainPolicy
 from cluster.messages import LevelReport, Verified
 from router.assignment import TARGET_ONLY, MemberCosts, Observation, PoolMember, Positions, RequestView, Score
 from router.chains import PassTime
 from router.policies.chain import ModelChains
+from router.slot import ChainScheduler, SlotReport
 
 TARGET = PassTime(((1, 0.025), (65, 0.057)))
 

@@ -62,6 +62,16 @@ def test_what_varies_as_usual_is_no_collapse(rate: float) -> None:
         assert watched.standing("d") is Standing.OPEN
 
 
+def test_drafts_that_come_too_late_are_no_collapse() -> None:
+    """Whoever is slow, or catches up, has drafted nothing wrong."""
+    watched, random = watch(), Random(4)
+    for _ in range(200):
+        watched.observe(slot(random, 0.6))
+    for number in range(400):
+        watched.observe([Observation(f"late-{number}-{i}", "d", 10, 0, 0, 10, 0.3) for i in range(4)])
+        assert watched.standing("d") is Standing.OPEN
+
+
 def test_harder_requests_are_no_collapse() -> None:
     watched, random = watch(), Random(3)
     for _ in range(400):

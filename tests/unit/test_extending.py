@@ -11,8 +11,6 @@ from typing import Literal
 import pytest
 from pydantic import JsonValue
 
-from actors.router import Router
-from actors.target import SlotReport
 from cluster.config import DrafterConfig, NgramOptions, Section
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.transport.base import Mailbox, Received
@@ -27,6 +25,7 @@ from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, Reque
 from router.cost_model import TableCost
 from router.policies import POLICIES, build_policy
 from router.policies.room import Room
+from router.slot import Router, SlotReport
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, choose, plain_run
 
 TARGET = "memory://target"

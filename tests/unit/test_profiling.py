@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from actors.router import Router
-from actors.target import SlotReport
 from cluster.config import (
     CascadeOptions,
     ChainOptions,
@@ -46,6 +44,7 @@ from profiler.online_cost import OnlineCost
 from profiler.profile import pool_costs
 from profiler.profile_store import save_profile
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView, Score
+from router.slot import Router, SlotReport
 from tests.support.dspark import write_dspark
 
 LEAST = ProfileEffort(Effort(min_visits=2, budget_s=0.0), max_rows=64, max_batch=4, num_trip_turns=1)

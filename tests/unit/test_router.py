@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 from pydantic import JsonValue
 
-from actors.router import Router
 from actors.router_memory import SAVE_PERIOD_S, RouterMemory
-from actors.target import SlotReport
 from cluster.config import (
     CollapseConfig,
     Config,
@@ -39,6 +37,7 @@ from router.cost_model import TableCost
 from router.drift import CollapseWatch
 from router.policies import build_policy, member_costs
 from router.policies.fixed import Fixed
+from router.slot import Router, SlotReport
 
 EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
 OTHER = DrafterConfig(name="suffix", options=SuffixOptions())
@@ -203,6 +202,21 @@ def test_scores_of_all_targets_reach_the_policy() -> None:
     table = router.slot([replace(report(*views, seen=wrong), scores=scores)])
     assert table is not None
     assert set(table.chains.values()) == {("b",)}
+
+
+def test_the_longest_draft_of_a_drafter_is_not_taken_for_silence() -> None:
+    """A target has one longest draft for all; of a drafter with a shorter one it sees its tokens end."""
+    pool = (PoolMember("a", 8, 0.1, max_draft_len=2), PoolMember("b", 8, 0.2, max_draft_len=4))
+    told: list[Observation] = []
+
+    class Listening(Fixed):
+        def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+            told.extend(observations)
+
+    right_up_to_its_end = Positions((5, 5, 5), (5, 5))
+    seen = tuple(Observation("r", name, 5, 10, 10, 15, 1.0, right_up_to_its_end) for name in ("a", "b"))
+    Router(Listening(FixedPolicy()), pool, 4).slot([report(view("r"), seen=seen)])
+    assert [one.positions for one in told] == [Positions((5, 5), (5, 5)), right_up_to_its_end]
 
 
 def test_a_drafter_whose_acceptance_collapses_is_left_and_tried_again() -> None:

@@ -160,10 +160,19 @@ def test_slots_come_as_long_as_there_is_work() -> None:
     assert outcome.slots[-1][0] <= outcome.end_s + 0.1
 
 
+def test_companions_have_no_time_to_score_and_ride_ahead_of_nobody() -> None:
+    spec = cluster(drafters=(DrafterSpec("small"), DrafterSpec("large", companion=True)))
+    assert [member.leads for member in spec.pool()] == [True, False]
+
+
 class TestAgreement:
     def test_positions_count_what_was_reached_and_right(self) -> None:
-        agreement = Agreement(bytes([3, 0, 2]), bytes([3, 0, 1]))
+        agreement = Agreement(bytes([3, 0, 2, 2]), bytes([3, 0, 1, 0]))
         assert agreement.positions(np.array([0, 1, 2]), 3) == Positions((3, 2, 1), (2, 1, 1))
+
+    def test_at_the_end_of_the_answer_nothing_was_wrong(self) -> None:
+        agreement = Agreement(bytes([3, 3, 3]), bytes([3, 2, 1]))
+        assert agreement.positions(np.array([0, 1, 2]), 4) == Positions((3, 2, 1, 0), (3, 2, 1, 0))
 
     def test_nothing_is_right_on_what_is_not_the_answer(self) -> None:
         agreement = Agreement(bytes([3, 2]), bytes([2, 1]), flat=(0.5,) * 4)

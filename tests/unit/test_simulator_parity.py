@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from cluster.config import EpsilonGreedyPolicy, FixedPolicy, PolicyConfig
+from cluster.config import EpsilonGreedyPolicy, FixedPolicy, HedgePolicy, PolicyConfig
 from profiler.simulator.agreement import SimulatedRequest
 from profiler.simulator.simulation import ClusterSpec, DrafterSpec, Load, Simulation
 from profiler.simulator.synthetic import DrafterFamily, Family
 from profiler.simulator.target import TargetLimits
 from profiler.simulator.timing import DraftByCost, PackedPass
 from router.cost_model import TableCost
+from router.features import prompt_features
 from router.plan import StepPlan
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy
@@ -54,7 +55,12 @@ def requests(num: int, seed: int) -> list[SimulatedRequest]:
         prompt_len, output_len = int(random.integers(4, 30)), int(random.integers(5, 50))
         answer = FAMILY.answer(random, output_len, 6)
         chain = None if i % 5 else ("slow",)
-        found.append(SimulatedRequest(f"r{i}", float(arrivals[i]), prompt_len, output_len + i % 3, answer, chain=chain))
+        features = prompt_features((1,) * prompt_len) if chain is None else ()
+        found.append(
+            SimulatedRequest(
+                f"r{i}", float(arrivals[i]), prompt_len, output_len + i % 3, answer, features=features, chain=chain
+            )
+        )
     return found
 
 
@@ -73,13 +79,22 @@ def simulated(
     ("cluster", "policy"),
     [
         (spec(), EpsilonGreedyPolicy(epsilon=0.2)),
+        (spec(), HedgePolicy(exploration=0.2)),
         (spec(num_blocks=18), EpsilonGreedyPolicy(epsilon=0.2)),
         (spec(verification="all"), FixedPolicy(chain=("slow",))),
         (spec(ahead_len=4), FixedPolicy(chain=("slow",))),
         (spec(max_hold_s=0.0), FixedPolicy(chain=("slow",))),
         (spec(), FixedPolicy(chain=())),
     ],
-    ids=["two drafters, router", "preemption", "verify all", "drafting ahead", "no holds", "target alone"],
+    ids=[
+        "two drafters, router",
+        "hedge",
+        "preemption",
+        "verify all",
+        "drafting ahead",
+        "no holds",
+        "target alone",
+    ],
 )
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_simulator_plans_as_the_live_loop_does(cluster: ClusterSpec, policy: PolicyConfig, seed: int) -> None:

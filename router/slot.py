@@ -1,0 +1,167 @@
+"""A router's slot: reports of targets in, a table out. The code of the live router and of the simulator's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from cluster.messages import LevelReport
+from cluster.types import RoutingTable
+from router.assignment import (
+    TARGET_ONLY,
+    AssignmentPolicy,
+    MemberCosts,
+    Observation,
+    PoolMember,
+    RequestView,
+    Score,
+    drafter_of,
+)
+from router.chains import PassTime
+from router.drift import CollapseWatch
+from router.policies.chain import ModelChains
+from router.table import next_table
+
+# Stands for whatever request comes next: what the policy would choose for it is the default of the table.
+NEXT_REQUEST = RequestView("\0next", 0, 0, TARGET_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReport:
+    """What the router learns of a target in a slot."""
+
+    requests: tuple[RequestView, ...]
+    observations: tuple[Observation, ...]
+    table_version: int
+    drafters: tuple[str, ...]  # that are linked now
+    draft_costs: Mapping[str, float] = field(default_factory=dict)  # as of PoolMember, of those that were measured here
+    member_costs: Mapping[str, MemberCosts] = field(default_factory=dict)  # of the same
+    scores: tuple[Score, ...] = ()  # of drafters in step with requests that others drafted for
+    levels: tuple[LevelReport, ...] = ()  # what models in chains did
+    target_passes: tuple[tuple[int, float], ...] = ()  # (rows, seconds), ascending, as measured here; (): not known
+
+
+class Router:
+    """One slot's decision: no Ray, no clock.
+
+    A drafter is healthy when every target that reports is linked with it. It costs what a target's profile says, else what
+    the pool does. One whose acceptance collapses is quarantined, where there is a ``watch``.
+    """
+
+    def __init__(
+        self,
+        policy: AssignmentPolicy,
+        pool: Sequence[PoolMember],
+        max_draft_len: int,
+        watch: CollapseWatch | None = None,
+        scores: bool = False,
+    ) -> None:
+        self._policy = policy
+        self._scores = scores
+        self._watch = watch
+        self._pool = tuple(pool)
+        self._draft_lens = {member.name: member.max_draft_len for member in self._pool}
+        self._table = RoutingTable(version=0, max_draft_len=max_draft_len)
+        self._draining: frozenset[str] = frozenset()
+
+    @property
+    def policy(self) -> AssignmentPolicy:
+        return self._policy
+
+    def set_draining(self, names: frozenset[str]) -> None:
+        self._draining = names
+
+    def first_table(self) -> RoutingTable:
+        """Before any target has reported: for requests to come, with the pool as it is configured."""
+        chain = self._policy.assign([NEXT_REQUEST], self._pool)[NEXT_REQUEST.request_id]
+        defaults, scorers = (chain,), self._scorers(self._pool)
+        self._table = RoutingTable(1, {}, defaults, self._table.max_draft_len, scorers)
+        return self._table
+
+    def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:
+        """The table for the slot that follows, or None: the targets have it already.
+
+        Its version is above any that a target has, so that a router that was restarted is heard.
+        """
+        if not reports:
+            return None
+        observations = [self._within(seen) for report in reports for seen in report.observations]
+        scores = [score for report in reports for score in report.scores]
+        if self._watch is not None:
+            self._watch.observe(observations)
+        self._policy.observe(observations, scores)
+        pool = self._judged_pool(reports)
+        requests = [request for report in reports for request in report.requests]
+        chains = self._policy.assign([*requests, NEXT_REQUEST], pool)
+        versions = [report.table_version for report in reports]
+        defaults = (chains[NEXT_REQUEST.request_id],)
+        table = next_table(self._table, requests, chains, defaults, versions, self._scorers(pool))
+        if table is self._table:
+            return None
+        self._table = table
+        return table
+
+    def _within(self, seen: Observation) -> Observation:
+        """A target, which has one longest draft for all drafters, takes the end of a shorter one for silence."""
+        draft_len = self._draft_lens.get(seen.drafter)
+        if draft_len is None or len(seen.positions.num_reached) <= draft_len:
+            return seen
+        return replace(seen, positions=seen.positions.up_to(draft_len))
+
+    def _scorers(self, pool: Sequence[PoolMember]) -> tuple[str, ...]:
+        """One member of each drafter, where the policy learns from scores; those in the target's own process have no time
+        to spare."""
+        if not self._scores:
+            return ()
+        members = {drafter_of(member.name): member.name for member in reversed(pool) if member.is_open and member.leads}
+        return tuple(sorted(members.values()))
+
+    def _judged_pool(self, reports: Sequence[SlotReport]) -> list[PoolMember]:
+        """As it is now, for the targets that report."""
+        linked = set[str].intersection(*(set(report.drafters) for report in reports))
+        shares = {name: cost for report in reports for name, cost in report.draft_costs.items()}
+        costs = {name: cost for report in reports for name, cost in report.member_costs.items()}
+        pool = [
+            replace(
+                member,
+                healthy=member.name in linked,
+                draining=member.name in self._draining,
+                cost=shares.get(drafter_of(member.name), member.cost),
+                costs=costs.get(drafter_of(member.name), member.costs),
+            )
+            for member in self._pool
+        ]
+        return pool if self._watch is None else [self._watch.judge(member) for member in pool]
+
+
+class ChainScheduler(Router):
+    """A router whose policy assigns chains, and is told what happened within them."""
+
+    def __init__(
+        self,
+        policy: ModelChains,
+        pool: Sequence[PoolMember],
+        max_draft_len: int,
+        watch: CollapseWatch | None = None,
+        scores: bool = False,
+    ) -> None:
+        super().__init__(policy, pool, max_draft_len, watch, scores)
+        self._chains = policy
+
+    def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:
+        levels = [level for report in reports for level in report.levels]
+        passes = next((report.target_passes for report in reports if report.target_passes), ())
+        if reports:
+            self._chains.learn(levels, PassTime(passes) if passes else None)
+        return super().slot(reports)
+
+
+def build_router(
+    policy: AssignmentPolicy,
+    pool: Sequence[PoolMember],
+    max_draft_len: int,
+    watch: CollapseWatch | None = None,
+    scores: bool = False,
+) -> Router:
+    """Of the kind that the policy needs."""
+    if isinstance(policy, ModelChains):
+        return ChainScheduler(policy, pool, max_draft_len, watch, scores)
+    return Router(policy, pool, max_draft_len, watch, scores)
