@@ -51,12 +51,20 @@ def verify_goodput(
             num_useful = useful_len(sequence, capacity)
         survivals.append(survival if len(survival) == num_useful else _survival(sequence, num_useful, drafters))
     flat = np.fromiter(chain.from_iterable(survivals), np.float64)
-    # Stable, so of equals the earlier token of a proposal comes first.
-    order = np.argsort(-flat, kind="stable")[: max(0, capacity.max_pass_tokens - num_ready)]
-    expected = np.concatenate([[num_ready], num_ready + np.cumsum(flat[order])])
+    likeliest = np.sort(flat)[::-1][: max(0, capacity.max_pass_tokens - num_ready)]
+    expected = np.empty(len(likeliest) + 1)
+    expected[0] = num_ready
+    np.cumsum(likeliest, out=expected[1:])
+    expected[1:] += num_ready
     num_best = _best_number(expected, lambda num_joined: cost.step_s(num_ready + num_joined, context))
+    if not num_best:
+        return dict.fromkeys([sequence.request_id for sequence in ready], 0)
+    joined = flat > likeliest[num_best - 1]
+    # Of equals, the earlier token of a proposal comes first, and the proposals in their order.
+    equals = np.flatnonzero(flat == likeliest[num_best - 1])
+    joined[equals[: num_best - np.count_nonzero(joined)]] = True
     owners = np.repeat(np.arange(num_ready), np.fromiter(map(len, survivals), np.intp, num_ready))
-    lengths = np.bincount(owners[order[:num_best]], minlength=num_ready)
+    lengths = np.bincount(owners[joined], minlength=num_ready)
     return dict(zip([sequence.request_id for sequence in ready], lengths.tolist(), strict=True))
 
 
