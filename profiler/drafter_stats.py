@@ -65,7 +65,8 @@ class DrafterStats:
         if at_least_s is not None and self.reply_s is not None:
             reply_s = min(max(self.reply_s, at_least_s), reply_s)
         self.reply_s = reply_s if self.reply_s is None else running_mean(self.reply_s, reply_s)
-        self.view = replace(self.view, reply_s=self.reply_s)
+        view = self.view
+        self.view = DrafterView(self.reply_s, view.accepted_per_round, view.acceptance)
 
     def restarted(self) -> None:
         """A new process answers under the name: how fast is not known yet."""
@@ -93,5 +94,5 @@ class DrafterStats:
         accepted_per_round = view.accepted_per_round
         if num_verified or not judgement.num_judged:  # of one that was not verified it is not known how far it was right
             accepted_per_round = running_mean(accepted_per_round, float(min(judgement.num_right, num_verified)))
-        self.view = replace(view, accepted_per_round=accepted_per_round, acceptance=acceptance)
+        self.view = DrafterView(view.reply_s, accepted_per_round, acceptance)
         self.calibration.record(judgement.confidences, judgement.num_right)

@@ -82,14 +82,16 @@ class Positions:
 
     def plus(self, num_right: int, failed: bool) -> "Positions":
         """One draft more: ``num_right`` tokens right, and then one that was not, or only the end of what is known."""
-        num_reached = num_right + failed
-        size = max(len(self.num_reached), num_reached)
-        reached = (*self.num_reached, *(0,) * (size - len(self.num_reached)))
-        right = (*self.num_right, *(0,) * (size - len(self.num_right)))
-        return Positions(
-            tuple(n + (i < num_reached) for i, n in enumerate(reached)),
-            tuple(n + (i < num_right) for i, n in enumerate(right)),
-        )
+        reached, right = list(self.num_reached), list(self.num_right)
+        new = [0] * (num_right + failed - len(reached))
+        reached += new
+        right += new
+        for i in range(num_right):
+            reached[i] += 1
+            right[i] += 1
+        if failed:
+            reached[num_right] += 1
+        return Positions(tuple(reached), tuple(right))
 
     def up_to(self, draft_len: int) -> "Positions":
         """Without those that no draft of so many tokens reaches."""

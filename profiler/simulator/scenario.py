@@ -13,6 +13,7 @@ from cluster.config import (
     CollapseConfig,
     Count,
     EpsilonGreedyPolicy,
+    FixedPolicy,
     GreedyLengthPolicy,
     HedgePolicy,
     LbssPolicy,
@@ -160,6 +161,9 @@ class ServingScenario(_Pool):
         self.known_devices(self.target.device)
         for text in self.texts.values():
             self.known_drafters(text.family)
+        for policy in self.policies:
+            if isinstance(policy, ChainPolicy) or (isinstance(policy, FixedPolicy) and len(policy.chain or ()) > 1):
+                raise ValueError("policies must not form chains: what those take, only the study specrouter models")
         return self
 
 

@@ -1,6 +1,7 @@
-"""`epsilon-greedy`: mostly the best drafter known, sometimes any (SPIN, section V, the second baseline).
+"""`epsilon-greedy`: mostly the best drafter known, sometimes any (SPIN, section VI, the second baseline).
 
-SPIN estimates per pool; here the estimate is per request, shrunk to the pool's.
+SPIN estimates per pool; here the estimate is per request, shrunk to the pool's. SPIN's epsilon, 0.2, is the probability of
+the best drafter; here it is, as usual, that of a random one, so that 0.8 is the baseline of the paper.
 """
 
 from collections.abc import Mapping, Sequence

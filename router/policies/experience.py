@@ -109,10 +109,13 @@ class Experience:
         self._widen(int(columns.max()) + 1)
         return self._noise[rows[:, None], columns]
 
-    def draw_explorers(self, worth: Floats, config: HedgePolicy) -> tuple[Ints, Ints]:
-        """Who tries a drafter, and which: the one of least ``worth``, if that is hardly above what the prior is worth."""
+    def draw_explorers(self, rows: Ints, worth: Floats, config: HedgePolicy) -> tuple[Ints, Ints]:
+        """Who tries a drafter, and which: the one of least ``worth``, if that is hardly above what the prior is worth.
+
+        Nothing is committed of what stands for requests to come, and it tries nothing: many would follow it.
+        """
         least = worth.argmin(axis=1)
-        unknown = worth.min(axis=1) < 2.0 * config.request_rounds
+        unknown = (worth.min(axis=1) < 2.0 * config.request_rounds) & (self._context[rows] > 0)
         tries = np.flatnonzero(unknown & (self._random.random(len(worth)) < config.exploration))
         return tries, least[tries]
 

@@ -10,7 +10,10 @@ from router.policies.room import Room
 
 
 class Fixed:
-    """Learns nothing. Requests that are seated rightly stay; the others take what is left, in their order."""
+    """Learns nothing. Requests that are seated rightly stay; the others take what is left, in their order.
+
+    A chain runs in the process of its last drafter: that alone needs a place, and the others only to be open.
+    """
 
     def __init__(self, config: FixedPolicy) -> None:
         self._chain = config.chain
@@ -33,12 +36,19 @@ class Fixed:
             if request.opted_out:
                 continue
             here = tuple(drafter_of(member) for member in request.chain)
-            seat = room.seat_chain(here, request.chain) if here and here in choices else None
+            seat = _seat(room, here, request.chain) if here in choices else None
             if seat is None:
                 unseated.append(request)
             else:
                 chains[request.request_id] = seat
         for request in unseated:
-            seats = (room.seat_chain(choice, request.chain) for choice in choices)
+            seats = (_seat(room, choice, request.chain) for choice in choices)
             chains[request.request_id] = next((seat for seat in seats if seat is not None), TARGET_ONLY)
         return chains
+
+
+def _seat(room: Room, chain: Chain, current: Chain) -> Chain | None:
+    if not chain or not set(chain).issubset(room.drafters):
+        return None
+    seat = room.seat(chain[-1], current[-1:])
+    return None if seat is None else (*chain[:-1], *seat)

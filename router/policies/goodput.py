@@ -31,7 +31,7 @@ class Tally:
 
 
 class Means:
-    """Goodput: committed tokens, the bonus token with them, per second (SPIN's definition, section III).
+    """Goodput: committed tokens, the bonus token with them, per second (SPIN's definition, section IV.A).
 
     Of a request with a drafter what was seen of the two, or where nothing was, of the drafter with all requests. A drafter
     that nobody has tried counts as the mean of those that were.
@@ -62,6 +62,7 @@ class Means:
     def restore(self, snapshot: JsonValue) -> None:
         """Raises ValueError for anything that `snapshot` does not give."""
         self._pool = {drafter: Tally(*sums) for drafter, sums in _SNAPSHOT.validate_python(snapshot).items()}
+        self._own = Seen()  # of requests with drafters that the snapshot may not know
 
     def of_pool(self, drafters: Sequence[str]) -> dict[str, float]:
         """Tokens per second of each drafter over all requests; all 0 before the first observation."""

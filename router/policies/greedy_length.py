@@ -1,4 +1,4 @@
-"""`greedy-length`: the shorter a prompt, the smaller its drafter (SPIN, section V, the baseline "Greedy")."""
+"""`greedy-length`: the shorter a prompt, the smaller its drafter (SPIN, section VI, the baseline "Greedy")."""
 
 from bisect import bisect_left
 from collections import deque

@@ -132,7 +132,7 @@ class Hedge:
         values *= 1.0 - np.minimum(self._switching(requests, drafters, here) / self._config.payback_s, 1.0)
         stays = np.flatnonzero(placed & (here != NOWHERE))
         values[stays, here[stays]] *= 1.0 + self._config.hysteresis
-        tries, least = self._own.draw_explorers(worth, self._config)
+        tries, least = self._own.draw_explorers(rows, worth, self._config)
         values[tries, least] = np.maximum(values[tries, least], (1.0 + self._config.hysteresis) * values[tries].max(axis=1))
         plain = 1.0 / round_s.min()  # one token a round, which takes no longer than the shortest
         gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))

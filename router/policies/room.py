@@ -55,18 +55,3 @@ class Room:
                 return None
         self._free[chosen] -= 1
         return (chosen,)
-
-    def seat_chain(self, drafters: Chain, current: Chain) -> Chain | None:
-        """Takes a place at every level of a chain, or none at all.
-
-        A chain names each drafter once, so that a level never competes with another for the last place.
-        """
-        if any(self.num_free(drafter) <= 0 for drafter in drafters):
-            return None
-        at = {drafter_of(member): member for member in current}
-        seats: list[str] = []
-        for drafter in drafters:
-            seat = self.seat(drafter, (at[drafter],) if drafter in at else ())
-            assert seat is not None  # there was room a line above
-            seats.extend(seat)
-        return tuple(seats)

@@ -29,6 +29,7 @@ from router.assignment import (
     Positions,
     RequestView,
     Score,
+    drafter_of,
     member_name,
 )
 from router.features import prompt_features
@@ -146,8 +147,9 @@ def test_capacity_openness_opt_out_and_completeness(
         assert chains == twin.assign(requests, pool)  # same history, same decision
         assert set(chains) == {request.request_id for request in requests}
         assert all(chains[request.request_id] == TARGET_ONLY for request in requests if request.opted_out)
-        load = Counter(name for chain in chains.values() for name in chain)
+        load = Counter(chain[-1] for chain in chains.values() if chain)  # the others ride in its process
         room = {one.name: one.capacity for one in pool if one.healthy and not one.draining and not one.quarantined}
+        assert {name for chain in chains.values() for name in chain[:-1]} <= {drafter_of(name) for name in room}
         assert all(load[name] <= room[name] for name in load)
         willing = [chains[request.request_id] for request in requests if not request.opted_out]
         drops = isinstance(config, LbssPolicy | ChainPolicy)  # SPIN, algorithm 2, line 9; where nothing is faster
@@ -207,6 +209,17 @@ def test_what_says_nothing_of_a_drafter_teaches_nothing(config: PolicyConfig) ->
         assert chains == fresh.assign(requests, pool)
         requests = [replace(request, chain=chains[request.request_id]) for request in requests]
     assert taught.snapshot() == fresh.snapshot()
+
+
+@pytest.mark.parametrize("config", LEARNERS, ids=repr)
+def test_another_ones_memory_can_be_taken_over_while_requests_live(config: PolicyConfig) -> None:
+    policy, (snapshot, pool) = build_policy(config), learned(config, "d1", num_drafters=2)
+    requests = [RequestView(f"r{i}", 5, 100, (f"d{i}",)) for i in range(3)]
+    more = [*pool, PoolMember("d2", 8, 0.1)]
+    policy.assign(requests, more)
+    policy.observe([Observation(r.request_id, r.chain[0], 10, 70, 20, 30, 0.5) for r in requests])
+    policy.restore(snapshot)
+    assert set(policy.assign(requests, more)) == {"r0", "r1", "r2"}
 
 
 def learned(config: PolicyConfig, best: str, num_drafters: int = 3) -> tuple[JsonValue, list[PoolMember]]:

@@ -220,6 +220,16 @@ def test_without_scores_a_small_share_tries_what_it_has_not_seen() -> None:
     assert Counter(policy.assign(requests, pool).values())["d1",] == 0  # seen well enough
 
 
+def test_requests_to_come_try_nothing() -> None:
+    """What stands for them is given to all that come during a slot."""
+    policy = build_policy(HedgePolicy(exploration=1.0))
+    pool = [PoolMember("d0", 8, 0.1), PoolMember("d1", 8, 0.1)]
+    seen = [Observation("r", "d1", 50, 200, 150, 200, 1.0), Observation("r", "d0", 50, 200, 0, 50, 1.0)]
+    policy.observe(seen)
+    for _ in range(4):
+        assert policy.assign([RequestView("next", 0, 0, ())], pool) == {"next": ("d1",)}
+
+
 def test_what_is_remembered_of_requests_is_bounded_by_those_that_live() -> None:
     policy = build_policy(HedgePolicy())
     experience = policy._own  # type: ignore[attr-defined]

@@ -58,6 +58,16 @@ def test_a_fixed_chain_is_all_or_nothing() -> None:
     assert set(build_policy(FixedPolicy(chain=())).assign(requests, pool_of(3)).values()) == {TARGET_ONLY}
 
 
+def test_a_fixed_chain_takes_a_place_at_its_last_drafter_alone() -> None:
+    """Who rides ahead does so in that drafter's process, under its configured name."""
+    pool = [PoolMember("d0", 1, 0.1), PoolMember("d0/1", 1, 0.1), PoolMember("d1", 3, 0.2), PoolMember("d1/1", 1, 0.2)]
+    requests = [view("stays", ("d0", "d1/1")), *(view(f"r{i}") for i in range(4))]
+    chains = build_policy(FixedPolicy(chain=("d0", "d1"))).assign(requests, pool)
+    assert list(chains.values()) == [("d0", "d1/1"), *[("d0", "d1")] * 3, TARGET_ONLY]
+    closed = [replace(one, draining=one.name.startswith("d0")) for one in pool]
+    assert set(build_policy(FixedPolicy(chain=("d0", "d1"))).assign(requests, closed).values()) == {TARGET_ONLY}
+
+
 def test_a_fixed_chain_stays_at_its_replica() -> None:
     pool = [PoolMember("d0", 1, 0.1), PoolMember("d0/1", 9, 0.1)]
     requests = [view("a", ("d0",)), view("b", ("d0/1",))]

@@ -1,5 +1,6 @@
 """Recordings and scenarios as files: what is read is sound, and what is not is refused with a reason."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,7 +83,9 @@ def test_what_is_recorded_is_what_a_replay_gets() -> None:
         (lambda r: replace(r, header=r.header.model_copy(update={"kinds": ("ngram",)})), "kinds"),
     ],
 )
-def test_a_recording_that_disagrees_with_itself_is_refused(tmp_path: Path, change, reason: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_recording_that_disagrees_with_itself_is_refused(
+    tmp_path: Path, change: Callable[[AgreementRecording], AgreementRecording], reason: str
+) -> None:
     change(recorded()).save(tmp_path / "r.npz")
     with pytest.raises(InvalidField, match=reason):
         read_recording(tmp_path / "r.npz")
@@ -173,3 +176,11 @@ def test_a_trace_sets_arrivals_and_lengths(tmp_path: Path) -> None:
     path.write_text("arrival_s,prompt_tokens,output_tokens\n1,10,3\n0.5,1,1\n")
     with pytest.raises(InvalidField, match="must not fall"):
         list(read_trace(path))
+
+
+@pytest.mark.parametrize("policy", ["{kind: chain}", "{kind: fixed, chain: [small-160m, large-7b]}"])
+def test_a_serving_cluster_is_not_asked_for_chains_that_it_does_not_model(tmp_path: Path, policy: str) -> None:
+    text = simulate.find("a100-70b").read_text()
+    (tmp_path / "s.yaml").write_text(f"{text}\npolicies: [{policy}]\n")
+    with pytest.raises(ConfigError, match="must not form chains"):
+        read_scenario(tmp_path / "s.yaml")
