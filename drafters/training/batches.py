@@ -31,15 +31,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """``max_rows`` of packed sequences; from each answer every ``1 / anchor_share``-th position or so is an anchor.
+    """``max_rows`` of packed sequences, and of drafted positions at most ``max_positions`` (one per answer at least), which
+    bound the memory of the logits.
 
     The blocks of a batch are equally long. Their length is drawn for each batch: a position follows with probability
-    ``persistence``. So what is spent on a position falls like the chance that drafting comes to it.
+    ``persistence``, so what is spent on a position falls like the chance that drafting comes to it. A batch of shorter
+    blocks has more of them.
     """
 
     max_rows: int
-    anchor_share: float
-    max_anchors: int  # of a batch: they bound the memory of the logits
+    max_positions: int
     block_size: int = 1
     persistence: float = 1.0
 
@@ -56,28 +57,30 @@ def epoch(answers: Sequence[Answer], plan: BatchPlan, seed: int, number: int) ->
     order = list(answers)
     rng.shuffle(order)
     part: list[Answer] = []
-    rows, anchors = 0, 0.0
+    rows = 0
     for answer in order:
-        num_rows, num_anchors = len(answer.token_ids), _num_anchors(answer, plan)
-        if part and (rows + num_rows > plan.max_rows or anchors + num_anchors > plan.max_anchors):
+        num_rows = len(answer.token_ids)
+        if part and rows + num_rows > plan.max_rows:
             yield part, rng.getrandbits(48)
-            part, rows, anchors = [], 0, 0.0
+            part, rows = [], 0
         part.append(answer)
         rows += num_rows
-        anchors += num_anchors
     if part:
         yield part, rng.getrandbits(48)
 
 
 def assemble(answers: Sequence[Answer], readings: Readings, plan: BatchPlan, seed: int, device: torch.device) -> Batch:
+    """``seed`` decides how long the blocks are, and which positions are anchors: of every answer the same share."""
     rng = random.Random(seed)
     read = readings.of(answers)
+    block_len = plan.draw_block_len(rng)
+    share = min(1.0, plan.max_positions / block_len / sum(len(answer.answer_token_ids) for answer in answers))
     anchors: list[int] = []
     ends: list[int] = []
     start = 0
     for answer in answers:
         first, end = start + answer.prompt_len - 1, start + len(answer.token_ids)
-        chosen = sorted(rng.sample(range(first, end - 1), _num_anchors(answer, plan)))
+        chosen = sorted(rng.sample(range(first, end - 1), max(1, int(share * (end - 1 - first)))))
         anchors += chosen
         ends += [end] * len(chosen)
         start = end
@@ -89,10 +92,5 @@ def assemble(answers: Sequence[Answer], readings: Readings, plan: BatchPlan, see
         normalisers=torch.cat([reading.normalisers for reading in read]),
         anchors=torch.tensor(anchors, device=device),
         ends=torch.tensor(ends, device=device),
-        block_len=plan.draw_block_len(rng),
+        block_len=block_len,
     )
-
-
-def _num_anchors(answer: Answer, plan: BatchPlan) -> int:
-    """At least one: an answer holds at least one token."""
-    return min(plan.max_anchors, max(1, round(plan.anchor_share * len(answer.answer_token_ids))))

@@ -104,6 +104,7 @@ class Distillation:
             ],
             lr=schedule.learning_rate,
             betas=_BETAS,
+            fused=True,
         )
         self._average = Average(self._parameters)
         self.progress = Progress()

@@ -17,7 +17,7 @@ from engine.models.int8 import WeightsKind
 DrafterKind = Literal["dspark", "layers", "table"]
 KINDS: tuple[DrafterKind, ...] = ("dspark", "layers", "table")
 STORED: WeightsKind = "int8"  # matrices of a trained drafter
-PERSISTENCE = 0.75  # of a block in training, see BatchPlan: somewhat above what is accepted of each position
+PERSISTENCE = 0.45  # of a block in training, see BatchPlan: somewhat above what is accepted of each position
 HELD_OUT = 0.08  # of the prompts
 MIN_HELD_OUT, MAX_HELD_OUT = 8, 80  # prompts; the first as far as they are a third at most
 
@@ -36,7 +36,7 @@ class TrainOptions:
     num_tokens: int = 1_000_000
     max_answer_tokens: int = 192
     num_epochs: int = 4
-    learning_rate: float = 6e-4
+    learning_rate: float = 2.5e-4
     num_layers: int = 2
     block_size: int = 7
     vocabulary: int = 16384
@@ -97,18 +97,17 @@ class Times:
 
 
 def batch_plan(options: TrainOptions, device: torch.device) -> BatchPlan:
-    """Positions of one answer are much alike, so a batch takes few from each of many. A block costs as much as a dozen rows
-    of a drafter of layers."""
+    """Positions of one answer are much alike, so a batch takes a few from each of many."""
     on_gpu = device.type == "cuda"
     if options.drafter == "dspark":
-        max_rows, max_anchors = (16384, 2048) if on_gpu else (4096, 320)
-        return BatchPlan(max_rows, 0.15, max_anchors, options.block_size, PERSISTENCE)
-    return BatchPlan(16384, 1.0, 8192) if on_gpu else BatchPlan(1024, 1.0, 512)
+        max_rows, max_positions = (16384, 8192) if on_gpu else (4096, 900)
+        return BatchPlan(max_rows, max_positions, options.block_size, PERSISTENCE)
+    return BatchPlan(16384, 8192) if on_gpu else BatchPlan(1024, 512)
 
 
 def regression_plan(plan: BatchPlan) -> BatchPlan:
     """Positions cost little there, adding up the moments of a batch more."""
-    return replace(plan, anchor_share=1.0, max_anchors=8 * plan.max_anchors, persistence=1.0)
+    return replace(plan, max_positions=plan.max_rows * plan.block_size, persistence=1.0)
 
 
 def schedule(options: TrainOptions, device: torch.device, max_seconds: float | None) -> Schedule:

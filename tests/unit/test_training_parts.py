@@ -157,7 +157,7 @@ def test_answers_are_held_out_by_prompt() -> None:
 
 
 def test_anchors_begin_at_the_last_prompt_token_and_have_a_truth(answers: list[Answer], readings: Readings) -> None:
-    plan = BatchPlan(max_rows=100, anchor_share=1.0, max_anchors=40)
+    plan = BatchPlan(max_rows=100, max_positions=40)
     seen: list[str] = []
     for part, seed in epoch(answers, plan, 5, 0):
         batch = assemble(part, readings, plan, seed, CPU)
@@ -175,10 +175,10 @@ def test_anchors_begin_at_the_last_prompt_token_and_have_a_truth(answers: list[A
 
 
 def test_blocks_are_as_long_as_drafting_comes_far() -> None:
-    plan, rng = BatchPlan(100, 1.0, 40, block_size=4, persistence=0.5), random.Random(3)
+    plan, rng = BatchPlan(100, 40, block_size=4, persistence=0.5), random.Random(3)
     lens = [plan.draw_block_len(rng) for _ in range(4000)]
     assert [lens.count(n) / 4000 for n in range(1, 5)] == pytest.approx([0.5, 0.25, 0.125, 0.125], abs=0.03)
-    assert {BatchPlan(100, 1.0, 40, block_size=4).draw_block_len(rng) for _ in range(20)} == {4}
+    assert {BatchPlan(100, 40, block_size=4).draw_block_len(rng) for _ in range(20)} == {4}
 
 
 def test_readings_are_the_targets_own_states_however_they_are_grouped(target: FrozenTarget, answers: list[Answer]) -> None:
@@ -217,7 +217,7 @@ def test_a_saved_dspark_drafter_computes_on_raw_features_what_was_trained_on_sta
     target: FrozenTarget, readings: Readings, answers: list[Answer], tmp_path: Path
 ) -> None:
     mine = student(target, readings, answers)
-    plan = BatchPlan(4096, 0.5, 4096, block_size=4)
+    plan = BatchPlan(4096, 4096, block_size=4)
     batch = assemble(answers, readings, plan, 1, CPU)
     torch.nn.init.normal_(mine.network.fc.bias)
     mine.save(tmp_path / "saved", target.folder)
@@ -233,7 +233,7 @@ def test_a_saved_dspark_drafter_computes_on_raw_features_what_was_trained_on_sta
 def test_the_regression_predicts_better_than_chance_before_any_step(
     target: FrozenTarget, readings: Readings, answers: list[Answer]
 ) -> None:
-    batch = assemble(answers, readings, BatchPlan(4096, 1.0, 4096, block_size=4), 1, CPU)
+    batch = assemble(answers, readings, BatchPlan(4096, 16384, block_size=4), 1, CPU)
     mine = student(target, readings, answers)
     with torch.no_grad():
         before = mine(batch, 1.0)
@@ -249,7 +249,7 @@ def test_all_layers_of_the_target_are_its_perfect_drafter(
     """Trained or not: with every layer and the whole head nothing is lost, in training as where it is served."""
     mine = LayersStudent(target.folder, (0, 1), target_rows(target), None)
     mine.initialise(target.folder)
-    batch = assemble(answers, readings, BatchPlan(4096, 1.0, 4096, block_size=4), 1, CPU)
+    batch = assemble(answers, readings, BatchPlan(4096, 16384, block_size=4), 1, CPU)
     with torch.no_grad():
         assert float(mine(batch, 1.0).acceptance.min()) > 0.999
     mine.save(tmp_path / "saved", target.folder)
