@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 
 from cluster.types import Slo
 
+# Nobody changes a SequenceView or a Span once it is made. They are not frozen all the same: a round makes hundreds of each,
+# and that takes three times as long then.
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class SequenceView:
     """One live request as the planner sees it.
 
@@ -57,7 +60,7 @@ class Capacity:
     max_model_len: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """What the next pass computes of one sequence: ``num_compute`` committed tokens from computed_len on, then, if these
     reach the end of what is committed, ``num_verify`` draft tokens."""
