@@ -14,15 +14,13 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from cluster.config import DrafterConfig
-from cluster.types import Request, SamplingParams
 from deploy.bench.accepted import accepted
-from deploy.bench.pace import Speedup, sample, speedups
+from deploy.bench.draft_cost import draft_cost
+from deploy.bench.pace import NEAR, Race, Speedup, Turns
 from deploy.bench.pool import pool
 from deploy.bench.report import BenchOptions, BenchResult, Cell, Table
 from deploy.bench.stable import Stable
-from drafters.protocol import Demand, Draft, Drafter
-from drafters.replay import Recording, Round, replay
-from engine.target import SpanInput
+from drafters.replay import Recording, Round
 from profiler.calibration import Records
 from profiler.online_calibration import OnlineSurvival
 from profiler.prompts import Prompt, choose_prompts, load_prompts
@@ -32,24 +30,45 @@ DRAFT_LENS = (7, 4)
 BATCHES = (1, 4, 8, 16)
 TEMPERATURES = (0.0, 0.8)
 MAX_PER_DOMAIN = 40
-NUM_COST_ANSWERS = 12  # of which drafts are timed
 MIN_CASES = 30  # of a position before its calibration error means anything
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
+    """``max_s``: from the beginning, after which drafters near the best are not measured more often than others."""
+
     num_synthetic: int
     max_per_domain: int
     num_prompts: int | None  # in all; None: no bound
     num_new_tokens: int
     num_cost_rounds: int
-    num_groups: Mapping[int, int]  # of requests whose speed is measured, by how many run at once
-    temperatures: tuple[float, ...]  # of the speed-ups
+    turns: Mapping[tuple[float, int], Turns]  # of the speed-ups, by temperature and batch
+    max_s: float
 
 
-QUICK = Effort(18, 2, 24, 32, 24, {1: 3, 4: 1, 8: 1, 16: 1}, (0.0,))
-# At batch 1 twice as many requests as the prompts of Spec-Bench and the like have domains: they differ most.
-FULL = Effort(120, MAX_PER_DOMAIN, None, 128, 120, {1: 26, 4: 4, 8: 2, 16: 2}, TEMPERATURES)
+QUICK = Effort(
+    18, 2, 24, 32, 24, {(0.0, 1): Turns(3, 3, 32)} | {(0.0, batch): Turns(1, 1, 32) for batch in BATCHES[1:]}, 240.0
+)
+# At batch 1 as many requests as twice the domains of Spec-Bench and the like: they differ most. Answers of large batches are
+# shorter, for they take longer, those of drafters that do not pay most of all.
+FULL = Effort(
+    120,
+    MAX_PER_DOMAIN,
+    None,
+    128,
+    120,
+    {
+        (0.0, 1): Turns(4, 26, 128),
+        (0.0, 4): Turns(2, 4, 96),
+        (0.0, 8): Turns(1, 3, 64),
+        (0.0, 16): Turns(1, 2, 64),
+        (0.8, 1): Turns(3, 13, 128),
+        (0.8, 4): Turns(1, 3, 96),
+        (0.8, 8): Turns(1, 2, 64),
+        (0.8, 16): Turns(1, 1, 64),
+    },
+    25 * 60.0,
+)
 
 
 @dataclass(slots=True)
@@ -63,26 +82,59 @@ class Findings:
 
 def run(options: BenchOptions) -> BenchResult:
     effort = QUICK if options.quick else FULL
+    elapsed_s = _stopwatch()
     console = Console(stderr=True)
+
+    def tell(what: str) -> None:
+        minutes, seconds = divmod(int(elapsed_s()), 60)
+        console.print(f"drafters: {minutes}:{seconds:02} {what}", highlight=False)
+
     configs = pool(options.model)
     stable = Stable(options.model, configs, effort.num_new_tokens)
     prompts = _prompts(options, effort)
-    rounds, recordings = accepted(
-        stable, configs, prompts, DRAFT_LENS, TEMPERATURES, lambda what: console.print(f"drafters: {what}", highlight=False)
-    )
+    rounds, recordings = accepted(stable, configs, prompts, DRAFT_LENS, TEMPERATURES, tell)
     found = {config.name: Findings() for config in configs}
     for (name, temperature, draft_len), of_drafter in rounds.items():
         found[name].rounds[temperature, draft_len] = of_drafter
     for config, draft_len in itertools.product(configs, DRAFT_LENS):
-        console.print(f"drafters: cost of {config.name}, K = {draft_len}", highlight=False)
-        cost = _draft_cost(stable, config, recordings[0.0], draft_len, effort.num_cost_rounds)
+        tell(f"cost of {config.name}, K = {draft_len}")
+        cost = draft_cost(stable, config, recordings[0.0], draft_len, effort.num_cost_rounds)
         found[config.name].costs[draft_len] = cost
-    for temperature, batch in itertools.product(effort.temperatures, BATCHES):
-        console.print(f"drafters: speed at batch {batch}, temperature {temperature}", highlight=False)
-        paces = speedups(stable, configs, recordings[temperature], batch, effort.num_groups[batch])
+    for key, paces in _speedups(stable, configs, recordings, effort, elapsed_s, tell).items():
         for name, pace in paces.items():
-            found[name].paces[temperature, batch] = pace
+            found[name].paces[key] = pace
+    tell("done")
     return result(found, len(prompts), effort)
+
+
+def _stopwatch() -> Callable[[], float]:
+    began_s = time.monotonic()
+    return lambda: time.monotonic() - began_s
+
+
+def _speedups(
+    stable: Stable,
+    configs: Sequence[DrafterConfig],
+    recordings: Mapping[float, Sequence[Recording]],
+    effort: Effort,
+    elapsed_s: Callable[[], float],
+    tell: Callable[[str], None],
+) -> dict[tuple[float, int], dict[str, Speedup]]:
+    """By temperature and batch. First all drafters everywhere, then those near the best, as long as there is time."""
+    races: dict[tuple[float, int], Race] = {}
+    for (temperature, batch), turns in effort.turns.items():
+        tell(f"speed of all at batch {batch}, temperature {temperature}")
+        race = races[temperature, batch] = Race(stable, configs, recordings[temperature], batch, turns)
+        while not race.all_had_turns:
+            race.step()
+    while under_way := [key for key, race in races.items() if not race.is_over]:
+        for temperature, batch in under_way:
+            if elapsed_s() > effort.max_s:
+                tell("speed of the best: no time is left for more")
+                return {key: race.speedups() for key, race in races.items()}
+            tell(f"speed of the best at batch {batch}, temperature {temperature}")
+            races[temperature, batch].step()
+    return {key: race.speedups() for key, race in races.items()}
 
 
 def _prompts(options: BenchOptions, effort: Effort) -> list[Prompt]:
@@ -91,58 +143,6 @@ def _prompts(options: BenchOptions, effort: Effort) -> list[Prompt]:
     if effort.num_prompts is not None:
         return choose_prompts(options.prompts, effort.num_prompts)
     return load_prompts(options.prompts, effort.max_per_domain)
-
-
-# ---- what a draft costs
-
-
-class _Timed:
-    """A drafter whose drafts are timed, each beside a one-row step of the target."""
-
-    def __init__(self, drafter: Drafter, step: Callable[[], None]) -> None:
-        self._drafter, self._step = drafter, step
-        self.open, self.extend, self.release = drafter.open, drafter.extend, drafter.release
-        self.check_integrity = drafter.check_integrity
-        self.draft_s: list[float] = []
-        self.step_s: list[float] = []
-
-    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        start_s = time.perf_counter()
-        drafts = self._drafter.propose(demands)
-        middle_s = time.perf_counter()
-        self._step()
-        self.draft_s.append(middle_s - start_s)
-        self.step_s.append(time.perf_counter() - middle_s)
-        return drafts
-
-
-def _draft_cost(
-    stable: Stable, config: DrafterConfig, recordings: Sequence[Recording], draft_len: int, num_rounds: int
-) -> float:
-    """Of a draft for one request, as a share of a one-row target step."""
-    request = Request("step", (0,), SamplingParams(max_tokens=1, temperature=0.0), arrival_s=0.0)
-    stable.plain.open(request, request.prompt_token_ids)
-    lens = itertools.count()
-
-    def step() -> None:
-        stable.plain.execute([SpanInput(request.id, next(lens), (0,))])
-
-    timed = _Timed(stable.make(config), step)
-    chosen, _ = sample(recordings, NUM_COST_ANSWERS)
-    with stable.holding(chosen):
-        for recording in chosen:
-            for _ in itertools.islice(replay(timed, [recording], draft_len), -(-num_rounds // len(chosen))):
-                pass
-            timed.release(recording.name)  # which was left half-way
-    stable.plain.release(request.id)
-    return _typical_s(timed.draft_s) / _typical_s(timed.step_s)
-
-
-def _typical_s(times_s: Sequence[float]) -> float:
-    """The mean without the outer tenths: a cascade's drafts are of two kinds, so a median would show one of them alone."""
-    ordered = sorted(times_s)
-    cut = len(ordered) // 10
-    return statistics.fmean(ordered[cut : len(ordered) - cut])
 
 
 # ---- the report
@@ -162,10 +162,10 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
             figures[f"draft_cost.{name}.k{draft_len}"] = cost
         for (temperature, batch), pace in findings.paces.items():
             figures[f"speedup.{name}.{_suffix(f'batch_{batch}', temperature)}"] = pace.value
-            if batch == 1 and pace.error is not None:
+            if pace.error is not None:
                 figures[f"speedup_error.{name}.{_suffix(f'batch_{batch}', temperature)}"] = pace.error
         figures |= {f"{key}.{name}": value for key, value in confidence_figures(findings.rounds[0.0, DRAFT_LENS[0]]).items()}
-    for temperature, batch in itertools.product(effort.temperatures, BATCHES):
+    for temperature, batch in effort.turns:
         best = max(findings.paces[temperature, batch].value for findings in found.values())
         figures[f"speedup.best.{_suffix(f'batch_{batch}', temperature)}"] = best
     return BenchResult(
@@ -174,15 +174,16 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
         tables=(
             *(_length_table(found, temperature, draft_len) for temperature in TEMPERATURES for draft_len in DRAFT_LENS),
             _position_table(found),
-            _cost_table(found, effort),
+            _cost_table(found),
+            _speed_table(found, effort),
         ),
         notes=(
             f"{num_prompts} prompts, {effort.num_new_tokens} new tokens; accepted lengths count the bonus token, and are "
             "means over all rounds.",
-            "speed-ups: seconds of the same answers plainly over those with the drafter, prefill left out; at batch "
-            + ", ".join(f"{batch} of {batch * num}" for batch, num in effort.num_groups.items())
-            + " answers, drawn at random from all domains alike, whatever their length.",
-            "speedup_error: the standard error that the choice of answers and the machine leave.",
+            "speed-ups: seconds of the same answers plainly over those with the drafter, prefill left out; answers drawn at "
+            "random from all domains alike, whatever their length. First all drafters, then those within "
+            f"{NEAR:.0%} of the best on more answers as long as there is time.",
+            "speedup_error: the standard error that the choice of answers and the machine leave; none of a single batch.",
             "best: the largest of the drafters', so a little lucky. t0.8 in a name: at temperature 0.8.",
             "ece, auroc: of the survival of prefixes at K = 7, temperature 0; ece_online: as the target learns it.",
         ),
@@ -263,14 +264,24 @@ def _position_table(found: Mapping[str, Findings]) -> Table:
     )
 
 
-def _cost_table(found: Mapping[str, Findings], effort: Effort) -> Table:
-    keys = list(itertools.product(effort.temperatures, BATCHES))
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (name, *(f.costs[draft_len] for draft_len in DRAFT_LENS), *(f.paces[key].value for key in keys))
-        for name, f in found.items()
-    )
+def _cost_table(found: Mapping[str, Findings]) -> Table:
     return Table(
-        "cost of a draft over a one-row target step, and speed-up over plain decoding",
-        ("drafter", *(f"cost K={k}" for k in DRAFT_LENS), *(f"T={t:g}, batch {b}" for t, b in keys)),
-        rows,
+        "cost of a draft over a one-row target step",
+        ("drafter", *(f"K={draft_len}" for draft_len in DRAFT_LENS)),
+        tuple((name, *(findings.costs[draft_len] for draft_len in DRAFT_LENS)) for name, findings in found.items()),
     )
+
+
+def _speed_table(found: Mapping[str, Findings], effort: Effort) -> Table:
+    """A row for each temperature and batch."""
+    rows: list[tuple[Cell, ...]] = []
+    for (temperature, batch), turns in effort.turns.items():
+        cells = [_speed_cell(findings.paces[temperature, batch], batch) for findings in found.values()]
+        rows.append((f"T={temperature:g}, batch {batch}", turns.num_tokens, *cells))
+    title = "speed-up over plain decoding, its standard error, and on how many answers"
+    return Table(title, ("", "tokens", *found), tuple(rows))
+
+
+def _speed_cell(pace: Speedup, batch: int) -> str:
+    error = "" if pace.error is None else f" ±{pace.error:.2f}"
+    return f"{pace.value:.2f}{error} ({pace.num_groups * batch})"

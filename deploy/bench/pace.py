@@ -4,11 +4,12 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from cluster.config import DrafterConfig
+from cluster.config import ChainOptions, DrafterConfig
 from cluster.types import Request, RoutingTable
+from deploy.bench.accepted import learns
 from deploy.bench.stable import Stable, as_request
 from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
 from drafters.following import key_of
@@ -19,6 +20,8 @@ from router.planner import StepPlanner
 
 DRAFT_LEN = 7
 NUM_SERVED_BEFORE = 8  # answers that a drafter has seen when its speed is measured
+NEAR = 0.15  # below the best: about what the choice of a few answers does to a speed-up
+_GOLDEN = 0.618  # multiples of it, taken modulo 1, are spread evenly however many they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,40 +38,90 @@ class Speedup:
 
     value: float
     error: float | None
+    num_groups: int  # batches of answers that it was measured on
 
 
-def speedups(
-    stable: Stable, configs: Sequence[DrafterConfig], recordings: Sequence[Recording], batch: int, num_groups: int
-) -> dict[str, Speedup]:
-    """Of each drafter over the plain target, in seconds for the same answers, ``num_groups`` batches of them.
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """How many batches of answers speed is measured on: with every drafter, and, while there is time, with those near the
+    best. ``num_tokens``: of an answer, at most."""
+
+    every: int
+    near_best: int
+    num_tokens: int
+
+
+class Race:
+    """Each drafter against the plain target, in seconds for the same answers, a batch of them at a time.
 
     The answers are drawn at random, all domains alike, whatever their length; those of a batch are of like lengths. The
     plain target (twice) and the drafters take turns at every batch, each time in another order, so that what else the
-    machine does hits all alike. Drafters have served other answers before, as any but the first minute of a server's life
-    has seen.
+    machine does hits all alike. Drafters that learn have served other answers before, as any but the first minute of a
+    server's life has seen. Once all have had their turns, only those near the best go on.
     """
-    chosen, served = sample(recordings, batch * num_groups)
-    groups = in_batches(chosen, batch)
-    drafters: dict[str | None, Drafter | None] = {config.name: stable.make(config, time.monotonic) for config in configs}
-    for drafter in filter(None, drafters.values() if served else ()):
-        measure(stable, [as_request(recording, order * 1e-6) for order, recording in enumerate(served)], drafter)
-    half = len(configs) // 2
-    names = [None, *(c.name for c in configs[:half]), None, *(c.name for c in configs[half:])]
-    drafters[None] = None
-    plain: list[Pace] = []
-    paces: dict[str, list[Pace]] = {config.name: [] for config in configs}
-    for number, group in enumerate(groups):
-        requests = [as_request(recording, order * 1e-6) for order, recording in enumerate(group)]
-        turn = number * len(names) // len(groups)
+
+    def __init__(
+        self, stable: Stable, configs: Sequence[DrafterConfig], recordings: Sequence[Recording], batch: int, turns: Turns
+    ) -> None:
+        self._stable, self._turns = stable, turns
+        chosen, served = sample(recordings, batch * turns.near_best)
+        groups = in_batches(chosen, batch)
+        self._groups = random.Random(0).sample(groups, len(groups))  # the first of them hold answers of all lengths
+        self._racing: dict[str, Drafter] = {config.name: stable.make(config, time.monotonic) for config in configs}
+        for config in configs:
+            if served and (learns(config) or isinstance(config.options, ChainOptions)):  # a chain's proposer learns
+                measure(stable, self._requests(served), self._racing[config.name])
+        self._plain: list[Pace] = []
+        self._paces: dict[str, list[Pace]] = {config.name: [] for config in configs}
+
+    @property
+    def all_had_turns(self) -> bool:
+        return len(self._plain) >= min(self._turns.every, len(self._groups))
+
+    @property
+    def is_over(self) -> bool:
+        return len(self._plain) == len(self._groups)
+
+    def step(self) -> None:
+        """One batch, with whoever still races."""
+        number = len(self._plain)
+        requests = self._requests(self._groups[number])
         own = []
-        for name in (*names[turn:], *names[:turn]):
-            pace = measure(stable, requests, drafters[name])
-            if name is None:
-                own.append(pace)
-            else:
-                paces[name].append(pace)
-        plain.append(Pace(sum(p.num_tokens for p in own), sum(p.seconds for p in own)))
-    return {name: Speedup(ratio(plain, found), jackknife(plain, found)) for name, found in paces.items()}
+        for name in in_turn(list(self._racing), number):
+            pace = measure(self._stable, requests, None if name is None else self._racing[name])
+            (own if name is None else self._paces[name]).append(pace)
+        self._plain.append(Pace(sum(p.num_tokens for p in own), sum(p.seconds for p in own)))
+        if len(self._plain) == self._turns.every:
+            near = near_best({name: speedup.value for name, speedup in self.speedups().items()})
+            self._racing = {name: self._racing[name] for name in near}
+
+    def speedups(self) -> dict[str, Speedup]:
+        found = {}
+        for name, drafted in self._paces.items():
+            plain = self._plain[: len(drafted)]
+            found[name] = Speedup(ratio(plain, drafted), jackknife(plain, drafted), len(drafted))
+        return found
+
+    def _requests(self, recordings: Sequence[Recording]) -> list[Request]:
+        requests = [as_request(recording, order * 1e-6) for order, recording in enumerate(recordings)]
+        return [replace(r, sampling=replace(r.sampling, max_tokens=self._max_tokens(r))) for r in requests]
+
+    def _max_tokens(self, request: Request) -> int:
+        return min(request.sampling.max_tokens, self._turns.num_tokens)
+
+
+def in_turn(names: Sequence[str], number: int) -> list[str | None]:
+    """The drafters and, twice, half of them apart, the plain target (None); each number begins elsewhere."""
+    half = len(names) // 2
+    ring = [None, *names[:half], None, *names[half:]]
+    start = int(number * _GOLDEN % 1 * len(ring))
+    return [*ring[start:], *ring[:start]]
+
+
+def near_best(values: Mapping[str, float]) -> list[str]:
+    """Which drafters may be the fastest, as far as a few batches can tell."""
+    best = max(values.values())
+    return [name for name, value in values.items() if value >= (1 - NEAR) * best]
 
 
 def jackknife(plain: Sequence[Pace], drafted: Sequence[Pace]) -> float | None:

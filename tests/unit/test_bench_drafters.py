@@ -7,6 +7,7 @@ import pytest
 
 from deploy.bench import drafters as bench
 from deploy.bench.drafters import QUICK, conditional_acceptance, confidence_figures, mean_accepted_len
+from deploy.bench.pace import Turns
 from deploy.bench.pool import pool
 from deploy.bench.report import BenchOptions
 from drafters import shipped
@@ -46,13 +47,17 @@ def test_the_pool_holds_what_is_shipped_and_combinations_of_it(tmp_path: Path, m
     assert [config.name for config in pool("another")] == ["ngram", "suffix", "table", "cascade"]
 
 
-def test_everything_is_measured_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_measured_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
     monkeypatch.setattr(shipped, "MODEL", str(target))
     write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(257))
     write_dspark(tmp_path / "shipped" / "dspark", target, block_size=5)
-    effort = replace(QUICK, num_synthetic=6, num_new_tokens=12, num_cost_rounds=4)
+    effort = replace(
+        QUICK, num_synthetic=6, num_new_tokens=12, num_cost_rounds=4, turns=QUICK.turns | {(0.0, 1): Turns(1, 3, 12)}
+    )
     monkeypatch.setattr(bench, "QUICK", effort)
     result = bench.run(BenchOptions(quick=True, model=str(target)))
     figures = result.figures
@@ -64,7 +69,25 @@ def test_everything_is_measured_and_named(tmp_path: Path, monkeypatch: pytest.Mo
         assert all(figures[f"speedup.{name}.batch_{batch}"] > 0.0 for batch in (1, 4, 8, 16))
     domains = {key.split(".")[3] for key in figures if key.startswith("accepted_len.dspark.k7.")}
     assert {"mean", "code", "prose", "copying"} <= domains
-    assert figures["speedup_error.cascade.batch_1"] >= 0.0
+    best = max(names, key=lambda name: figures[f"speedup.{name}.batch_1"])
+    assert figures["speedup.best.batch_1"] == figures[f"speedup.{best}.batch_1"]
+    speeds = next(table for table in result.tables if table.title.startswith("speed-up"))
+    measured = dict(zip(speeds.columns, speeds.rows[0], strict=True))
+    assert sum("(3)" in str(cell) and "±" in str(cell) for cell in measured.values()) >= 1, "the best went on"
+    assert all("(3)" in str(measured[name]) or "(1)" in str(measured[name]) for name in names)
     assert figures["accepted_len.layers-2.k7.mean"] > 1.6, "the first token is always right: it is the model itself"
     assert figures["speedup.best.batch_8"] == max(figures[f"speedup.{name}.batch_8"] for name in names)
     assert result.to_json()
+    assert "drafters: 0:" in capsys.readouterr().err, "it says how far it is"
+
+
+def test_without_time_left_everybody_has_been_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
+    turns = {(0.0, batch): Turns(1, 3, 8) for batch in (1, 4, 8, 16)}
+    effort = replace(QUICK, num_synthetic=6, num_new_tokens=8, num_cost_rounds=4, turns=turns, max_s=0.0)
+    monkeypatch.setattr(bench, "QUICK", effort)
+    result = bench.run(BenchOptions(quick=True, model=str(target)))
+    speeds = next(table for table in result.tables if table.title.startswith("speed-up"))
+    assert all(str(cell).endswith("(1)") for cell in speeds.rows[0][2:])
+    assert not [key for key in result.figures if key.startswith("speedup_error")]
+    assert all(result.figures[f"speedup.{name}.batch_4"] > 0.0 for name in ("ngram", "suffix", "table", "cascade"))

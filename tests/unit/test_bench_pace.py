@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.types import SamplingParams
-from deploy.bench.pace import NUM_SERVED_BEFORE, Pace, in_batches, jackknife, ratio, sample
+from deploy.bench.pace import NUM_SERVED_BEFORE, Pace, in_batches, in_turn, jackknife, near_best, ratio, sample
 from drafters.replay import Recording
 
 
@@ -49,3 +49,15 @@ def test_the_error_is_that_of_the_choice_of_answers() -> None:
     error = jackknife(plain, [Pace(100, 5.0), Pace(100, 10.0)] * 2)
     assert error == pytest.approx(0.257, abs=0.01)  # of the seconds: 2.5 / sqrt(3) / 7.5, times the ratio 1.33
     assert jackknife(plain[:1], [Pace(100, 5.0)]) is None
+
+
+def test_everybody_has_a_turn_and_plain_two_in_an_order_that_changes() -> None:
+    orders = [in_turn(["a", "b", "c", "d"], number) for number in range(6)]
+    assert all(sorted(order, key=str) == [None, None, "a", "b", "c", "d"] for order in orders)
+    assert len({order[0] for order in orders}) >= 4, "nobody is always the first"
+    assert orders[0] == [None, "a", "b", None, "c", "d"]
+
+
+def test_those_near_the_best_are_measured_on() -> None:
+    assert near_best({"a": 1.8, "b": 1.55, "c": 1.5, "d": 0.6}) == ["a", "b"]
+    assert near_best({"a": 0.7}) == ["a"]
