@@ -19,17 +19,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from cluster.config import ChainPolicy
 from cluster.messages import LevelReport
 from router.acceptance import AcceptanceTable
-from router.assignment import (
-    TARGET_ONLY,
-    Chain,
-    Observation,
-    PoolMember,
-    RequestView,
-    Score,
-    drafter_of,
-    lessons,
-    opted_out,
-)
+from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score, drafter_of, lessons, opted_out
 from router.chains import PROPOSAL_LEN, Level, PassTime, candidates, fastest, predict
 from router.features import PromptClusters
 from router.matching import Floats, Ints

@@ -10,16 +10,7 @@ from random import Random
 from pydantic import JsonValue
 
 from cluster.config import EpsilonGreedyPolicy
-from router.assignment import (
-    TARGET_ONLY,
-    Chain,
-    Observation,
-    PoolMember,
-    RequestView,
-    Score,
-    drafter_of,
-    opted_out,
-)
+from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score, drafter_of, opted_out
 from router.policies.goodput import ShrunkMeans
 from router.policies.room import Room
 from router.policies.seen import Seen

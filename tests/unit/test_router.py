@@ -23,16 +23,7 @@ from cluster.state import Document, MemoryStateStore, StateUnavailable
 from cluster.types import Commit, FinishReason, RoutingTable
 from engine.telemetry import Telemetry
 from profiler.drafter_stats import Judgement
-from router.assignment import (
-    AssignmentPolicy,
-    Chain,
-    MemberCosts,
-    Observation,
-    PoolMember,
-    Positions,
-    RequestView,
-    Score,
-)
+from router.assignment import AssignmentPolicy, Chain, MemberCosts, Observation, PoolMember, Positions, RequestView, Score
 from router.cost_model import TableCost
 from router.drift import CollapseWatch
 from router.policies import build_policy, member_costs
