@@ -113,7 +113,7 @@ class Hedge:
             self._prices = dict(zip(room.drafters, matching.prices.tolist(), strict=True))
             places = matching.place.tolist()
             chains |= room.seat_all((r, room.drafters[j]) for r, j in zip(willing, places, strict=True) if j != NOWHERE)
-        return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
+        return dict.fromkeys([request.request_id for request in requests], TARGET_ONLY) | chains
 
     def _values(self, requests: Sequence[RequestView], rows: Ints, pool: Sequence[PoolMember], room: Room) -> Floats:
         """(requests, drafters of the room): what a place there is worth above decoding plainly."""
@@ -127,7 +127,7 @@ class Hedge:
         noise = self._own.noise(rows, columns) / (self._config.learning_rate * worth)
         round_s = self._times.of(drafters)
         values: Floats = np.maximum(lens + noise, 0.0) / round_s
-        here = self._here(requests, room)
+        here = self._here(requests, pool, room)
         placed = self._own.place(rows)
         values *= 1.0 - np.minimum(self._switching(requests, drafters, here) / self._config.payback_s, 1.0)
         stays = np.flatnonzero(placed & (here != NOWHERE))
@@ -139,11 +139,10 @@ class Hedge:
         return gains
 
     @staticmethod
-    def _here(requests: Sequence[RequestView], room: Room) -> Ints:
+    def _here(requests: Sequence[RequestView], pool: Sequence[PoolMember], room: Room) -> Ints:
         columns = {drafter: j for j, drafter in enumerate(room.drafters)}
-        return np.array(
-            [columns.get(drafter_of(r.chain[0]), NOWHERE) if len(r.chain) == 1 else NOWHERE for r in requests], np.int64
-        )
+        at = {(member.name,): columns.get(drafter_of(member.name), NOWHERE) for member in pool}
+        return np.array([at.get(request.chain, NOWHERE) for request in requests], np.int64)
 
     @staticmethod
     def _switching(requests: Sequence[RequestView], drafters: Sequence[PoolMember], here: Ints) -> Floats:
