@@ -1,5 +1,6 @@
 """What a supervisor keeps alive: processes through all their lives, and the seam to whoever makes them."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,6 +18,7 @@ class State(StrEnum):
     DOWN = "down"
     DRAINING = "draining"
     QUARANTINED = "quarantined"
+    UNLOADED = "unloaded"  # not in memory; loaded when it is wanted and there is room
 
 
 class ProcessEnded(OutriderError):
@@ -46,6 +48,9 @@ class Spawner(Protocol):
 
     async def router(self) -> Process: ...
 
+    async def end_drafter(self, name: str) -> None:
+        """Ends a drafter that another supervisor left running; returns when it is dead, if there was one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Directory:
@@ -71,6 +76,7 @@ class Member:
     pid: int | None = None
     start_at_s: float = 0.0
     reason: str | None = None  # why it is not ready, or was not when it last ended
+    task: asyncio.Task[None] | None = None  # that keeps it
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.drafter import DrafterActor
+from actors.homes import Homes
 from actors.members import Directory, Process, ProcessEnded
 from actors.router import RouterActor
 from actors.supervisor import Supervisor
@@ -41,6 +42,7 @@ class Deployment:
     groups: Mapping[str, PlacementGroup]
     folder: str  # for the sockets of the data plane
     token: str
+    homes: Homes | None = None
 
     def target_address(self, name: str) -> str:
         transport = self.config.transport
@@ -115,6 +117,13 @@ class RaySpawner:
         options = self._placed(drafter_name(config.name), replica)
         args = (config, name, model, addresses, d.token, d.config.proposers_of(config.name))
         return self._found_or_made(DrafterActor, drafter_name(name), options, *args)
+
+    async def end_drafter(self, name: str) -> None:
+        try:
+            handle = ray.get_actor(drafter_name(name))
+        except ValueError:
+            return
+        await RayProcess(handle).kill()
 
     async def router(self) -> Process:
         from actors.chain_scheduler import ModelChainScheduler
@@ -193,7 +202,7 @@ class PoolSupervisor:
     """The Supervisor as an asyncio actor. Ray restarts it; it then finds its members by name and goes on."""
 
     def __init__(self, deployment: Deployment) -> None:
-        self._supervisor = Supervisor(deployment.config, RaySpawner(deployment))
+        self._supervisor = Supervisor(deployment.config, RaySpawner(deployment), deployment.homes)
         self._started = False
 
     async def start(self) -> Directory:

@@ -79,6 +79,14 @@ class RouterActor(LoopActor[RouterInfo]):
         self._router.set_draining(names)
         self._wake.set()
 
+    def set_offered(self, names: frozenset[str], on_fallback: frozenset[str]) -> None:
+        """As of `router.slot.Router`."""
+        self._router.set_offered(names, on_fallback)
+
+    def wishes(self) -> dict[str, int]:
+        """How many requests would be with each drafter that is not in memory, by the last slot."""
+        return dict(self._router.wishes)
+
     def _forget(self) -> None:
         if self._memory is not None:
             self._memory.close()

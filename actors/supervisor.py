@@ -5,12 +5,14 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from actors.drafter import DrafterInfo
+from actors.homes import Homes
 from actors.members import Directory, Member, Pool, Process, ProcessEnded, Spawner, State
+from actors.model_keeper import SILENT, ModelKeeper
 from actors.restarts import RestartPolicy
 from actors.target import DrafterCounts, TargetInfo, TargetReport
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
@@ -28,14 +30,13 @@ DRAIN_POLL_S = 0.1
 REPORT_DEADLINE_S = 1.0
 
 
-SILENT = "silent"  # the state of a target that should be ready and tells nothing
-
-
 class Supervisor:
     """One task per member, which starts it, watches it, and starts it again. Used from one event loop."""
 
-    def __init__(self, config: Config, spawner: Spawner) -> None:
+    def __init__(self, config: Config, spawner: Spawner, homes: Homes | None = None) -> None:
+        """``homes``: of the drafters that share devices; the others are simply kept alive."""
         self._config = config
+        self._keeper = ModelKeeper(homes or Homes(), config.memory.min_residence_s)
         self._spawner = spawner
         self._pool = Pool()
         self._kinds = {member_name(d.name, i): d for d in config.drafters for i in range(d.replicas)}
@@ -63,7 +64,7 @@ class Supervisor:
             )
             self._pool.targets[name] = member
             self._unsettled.add(name)
-            self._own(self._keep(member), f"keep {name}")
+            self._begin(member)
 
     async def ready(self) -> Directory:
         """Waits until every target is ready or has failed to start, which is bounded by the deadline of a start.
@@ -95,7 +96,7 @@ class Supervisor:
 
     async def status(self) -> ClusterStatus:
         """Of everything, as far as it answers within the health deadline."""
-        reports = await self._reports()
+        reports = await self.reports()
         counts: dict[str, list[DrafterCounts]] = {}
         for one in (one for report in reports for one in report.drafters):
             counts.setdefault(one.name, []).append(one)
@@ -130,7 +131,7 @@ class Supervisor:
         end_s = time.monotonic() + deadline_s
         await asyncio.gather(*(self._ask(process, "drain", deadline_s=deadline_s) for process in targets))
         while time.monotonic() < end_s:
-            statuses = [report.status for report in await self._reports()]
+            statuses = [report.status for report in await self.reports()]
             if not any(s.num_running + s.num_waiting or s.state == SILENT for s in statuses):
                 return True
             await asyncio.sleep(DRAIN_POLL_S)
@@ -146,8 +147,11 @@ class Supervisor:
 
     # ---- one member
 
+    def _begin(self, member: Member) -> None:
+        member.task = self._own(self._keep(member), f"keep {member.name}")
+
     async def _keep(self, member: Member) -> None:
-        while not self._stopping:
+        while not self._stopping and self._keeper.has_place(member.name):
             await asyncio.sleep(max(0.0, member.start_at_s - time.monotonic()))
             member.state = State.STARTING
             await self._notify()
@@ -214,6 +218,8 @@ class Supervisor:
             self._failed_start = f"{member.name} did not start: {reason}"
         member.start_at_s = restart.at_s
         member.state = State.QUARANTINED if restart.quarantined else State.DOWN
+        if self._keeper.keeps(member.name) and self._kinds[member.name].load == "lazy":
+            self._keeper.models.failed(member.name, restart.at_s)  # loaded again when it is wanted again, and not before
         pause_s = restart.at_s - time.monotonic()
         logger.warning(
             "%s is down: %s; %s in %.1f s",
@@ -238,26 +244,32 @@ class Supervisor:
             self._start_followers(info.model)
 
     def _start_followers(self, model: ModelInfo) -> None:
+        self._keeper.models.start(time.monotonic())
         for name, config in self._kinds.items():
             if config.is_companion:
                 continue  # lives and dies with each target
             member = Member(
                 name,
                 lambda name=name, config=config: self._spawner.drafter(  # type: ignore[misc]
-                    name, config, model, self._directory.addresses
+                    name, self._keeper.where_it_is(name, config), model, self._directory.addresses
                 ),
                 self._drafter_ready,
                 RestartPolicy(self._config.supervision, may_quarantine=True),
             )
             self._pool.drafters[name] = member
-            self._own(self._keep(member), f"keep {name}")
+            if self._keeper.has_place(name):
+                self._begin(member)
+            else:
+                member.state = State.UNLOADED
         self._pool.router = Member(
             "router",
             self._spawner.router,
             self._router_ready,
             RestartPolicy(self._config.supervision, may_quarantine=False),
         )
-        self._own(self._keep(self._pool.router), "keep router")
+        self._begin(self._pool.router)
+        if self._keeper.models.tenants:
+            self._own(self._keeper.run(self, self._config.router.slot_ms / 1e3), "keep the models")
 
     async def _drafter_ready(self, member: Member, info: DrafterInfo) -> None:
         """It may be one of a supervisor before this, and know addresses of then."""
@@ -278,12 +290,40 @@ class Supervisor:
     async def _tell_router(self) -> None:
         router = self._pool.router
         if router is not None and router.process is not None and router.state is State.READY:
-            await self._ask(router.process, "set_draining", frozenset(self._draining))
+            models = self._keeper.models
+            await self._ask(router.process, "set_draining", frozenset(self._draining) | models.retiring)
+            if models.tenants:
+                offered = models.offered(time.monotonic()) - self._draining
+                await self._ask(router.process, "set_offered", offered, models.on_fallback)
+
+    # ---- who is in memory: `actors.model_keeper.Members`
+
+    async def reports(self) -> list[TargetReport]:
+        return await asyncio.gather(*(self._report(member) for member in self._pool.targets.values()))
+
+    async def wishes(self) -> Mapping[str, int]:
+        router = self._pool.router
+        if router is None or router.process is None or router.state is not State.READY:
+            return {}
+        return await self._ask(router.process, "wishes") or {}
+
+    def load(self, name: str) -> None:
+        self._begin(self._pool.drafters[name])
+
+    async def unload(self, name: str) -> None:
+        member = self._pool.drafters[name]
+        if member.task is not None:
+            member.task.cancel()
+            await asyncio.gather(member.task, return_exceptions=True)
+        await self._end(member)
+        await self._spawner.end_drafter(name)  # its task may have been about to start one
+        member.state, member.pid, member.reason = State.UNLOADED, None, None
+
+    async def pool_changed(self) -> None:
+        await self._tell_router()
+        await self._notify()
 
     # ---- small things
-
-    async def _reports(self) -> list[TargetReport]:
-        return await asyncio.gather(*(self._report(member) for member in self._pool.targets.values()))
 
     async def _report(self, member: Member) -> TargetReport:
         silent = TargetReport(TargetStatus(member.name, member.state, 0, 0, 0, 0, 0.0, 0.0))
@@ -296,11 +336,12 @@ class Supervisor:
         member = self._pool.drafters.get(name)
         state = member.state if member is not None else State.READY if counts else State.STARTING
         replies = [one.reply_s for one in counts if one.reply_s is not None]
-        config = self._kinds[name]
+        config, models = self._kinds[name], self._keeper.models
+        leaves = name in self._draining or name in models.retiring
         return DrafterStatus(
             name=name,
             kind=config.options.kind,
-            state=State.DRAINING if name in self._draining and state is State.READY else state,
+            state=State.DRAINING if leaves and state is State.READY else state,
             num_requests=sum(one.num_requests for one in counts),
             num_proposed=sum(one.num_proposed for one in counts),
             num_accepted=sum(one.num_accepted for one in counts),
@@ -309,6 +350,11 @@ class Supervisor:
             reason=member.reason if member is not None and state is not State.READY else None,
             verifies=can_verify(config.options),
             proposers=tuple(one.name for one in self._config.proposers_of(config.name)),
+            device=models.resident.get(name),
+            num_bytes=models.bytes_of(name) if self._keeper.keeps(name) else None,
+            num_loads=models.num_loads.get(name, 0),
+            num_evictions=models.num_evictions.get(name, 0),
+            num_fallbacks=models.num_fallbacks.get(name, 0),
         )
 
     async def _ask(self, process: Process, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
@@ -328,12 +374,13 @@ class Supervisor:
             await self._ask(process, "stop")
             await process.kill()
 
-    def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Tasks of this object never end but by `stop`; one that does has met a mistake in this file, and says so."""
         task = asyncio.ensure_future(work)
         task.set_name(name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

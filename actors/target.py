@@ -1,8 +1,8 @@
 """A target replica as a process: the round on a thread of its own, links on others, and a few questions answered beside."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from actors.mailbox import WatchedMailbox
 from actors.threads import set_threads
@@ -43,6 +43,7 @@ class TargetReport:
     status: TargetStatus
     drafters: tuple[DrafterCounts, ...] = ()
     table_version: int = 0
+    named: Mapping[str, int] = field(default_factory=dict)  # requests that chose the drafter themselves
 
 
 class TargetActor(LoopActor[TargetInfo]):
@@ -149,6 +150,7 @@ class TargetActor(LoopActor[TargetInfo]):
                 for name, stats in tuple(telemetry.drafters.items())
             ),
             table_version=status.table_version,
+            named=self._loop.named(),
         )
 
     def drain(self) -> None:

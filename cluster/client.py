@@ -20,6 +20,11 @@ class DrafterStatus:
     reason: str | None = None  # why it is not ready, where that is known
     verifies: bool = False  # others can ride ahead of it
     proposers: tuple[str, ...] = ()  # drafters that can, smallest first
+    device: str | None = None  # where it is in memory; None: nowhere, or it is not known
+    num_bytes: int | None = None  # of its device that count as its; None: not counted
+    num_loads: int = 0
+    num_evictions: int = 0
+    num_fallbacks: int = 0  # loads on a CPU, for want of room on its own device
 
 
 @dataclass(frozen=True, slots=True)

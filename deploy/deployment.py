@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
+from actors.homes import find_homes
 from actors.members import Directory
 from actors.ray_pool import Deployment, start_supervisor
 from cluster.config import Config
@@ -21,7 +22,7 @@ from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.state import open_store
 from cluster.types import ModelInfo
-from deploy.groups import make_groups, read_inventory
+from deploy.groups import make_groups, read_inventory, with_gpu_memory
 from deploy.local_ray import LaunchError, LocalRay, start
 from deploy.serve_app import APP, Gateway, run_application
 
@@ -51,9 +52,13 @@ class DeployedCluster:
         inventory = read_inventory(ray.nodes())
         config = self._config = resolve(self._config, inventory)
         open_store(config.cluster.state, config.cluster.namespace).close()  # a folder that cannot be used is known now
-        self._groups = make_groups(place(config, inventory))
+        plan = place(config, inventory)
+        if config.memory.gpu_gb is None and any(d.device == "cuda" and not d.is_companion for d in config.drafters):
+            inventory = with_gpu_memory(inventory)
+        homes = find_homes(config, plan, inventory)
+        self._groups = make_groups(plan)
         token = read_token(config)
-        self._supervisor = start_supervisor(Deployment(config, self._groups, str(self._folder), token))
+        self._supervisor = start_supervisor(Deployment(config, self._groups, str(self._folder), token, homes))
         try:
             start_s = config.supervision.start_timeout_s
             directory: Directory = ray.get(self._supervisor.start.remote(), timeout=start_s + SPAWN_S)

@@ -1,17 +1,22 @@
 """The seam between Ray's nodes and placement groups, and `cluster.placement`, which knows no Ray."""
 
+import subprocess
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import ray
 from ray.util import placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.inventory import Inventory, Node
 from cluster.placement import Group, PlacementPlan
 from deploy.local_ray import LaunchError
 
 GROUP_DEADLINE_S = 60.0
+GPUS_DEADLINE_S = 20.0
 # A bundle must ask for something; this is Ray's smallest unit.
 SMALLEST_SHARE = 0.0001
 
@@ -21,10 +26,45 @@ def read_inventory(nodes: list[dict[str, Any]]) -> Inventory:
     alive = sorted((n for n in nodes if n["Alive"]), key=lambda n: "node:__internal_head__" not in n["Resources"])
     return Inventory(
         tuple(
-            Node(n["NodeID"], n["Resources"].get("CPU", 0.0), n["Resources"].get("GPU", 0.0), dict(n.get("Labels") or {}))
+            Node(
+                n["NodeID"],
+                n["Resources"].get("CPU", 0.0),
+                n["Resources"].get("GPU", 0.0),
+                dict(n.get("Labels") or {}),
+                memory_bytes=int(n["Resources"]["memory"]) if "memory" in n["Resources"] else None,
+            )
             for n in alive
         )
     )
+
+
+def with_gpu_memory(inventory: Inventory) -> Inventory:
+    """With what the GPUs of each node have, as the driver there tells; of a node that does not answer in time: not known."""
+    asked = {
+        _ask_gpus.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote(): node.name
+        for node in inventory.nodes
+        if node.num_gpus
+    }
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=GPUS_DEADLINE_S) if asked else ([], [])
+    found = {asked[answer]: ray.get(answer) for answer in answered}
+    return Inventory(tuple(replace(node, gpu_bytes=found.get(node.name)) for node in inventory.nodes))
+
+
+@ray.remote(num_cpus=0, num_gpus=0, max_retries=0)
+def _ask_gpus() -> int | None:
+    """Bytes of the smallest GPU of this node; None: there is no driver that tells."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=GPUS_DEADLINE_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return smallest_gpu(told.stdout)
+
+
+def smallest_gpu(told: str) -> int | None:
+    """Bytes of the smallest of the MiB that are told, one a line; one that tells nothing of use is left out."""
+    sizes = [int(line) for line in told.split() if line.isdigit()]
+    return min(sizes) * 2**20 if sizes else None
 
 
 def make_groups(plan: PlacementPlan) -> dict[str, PlacementGroup]:

@@ -16,7 +16,14 @@ from cluster.errors import OutriderError
 
 PATH = "/v1/outrider/status"  # answers dataclasses.asdict(ClusterStatus)
 DEADLINE_S = 5.0
-STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "down": "red", "quarantined": "red"}
+STATE_STYLES = {
+    "ready": "green",
+    "starting": "yellow",
+    "draining": "yellow",
+    "down": "red",
+    "quarantined": "red",
+    "unloaded": "dim",
+}
 UNKNOWN = "-"
 
 _STATUS = TypeAdapter(ClusterStatus)
@@ -136,7 +143,9 @@ def _targets(targets: tuple[TargetStatus, ...]) -> Table:
 
 
 def _drafters(drafters: tuple[DrafterStatus, ...], before: tuple[DrafterStatus, ...]) -> Table:
-    table = _table("drafter", "state", "requests", "drafted", "accepted", "just now", "reply ms", "restarts")
+    counted = any(drafter.num_bytes is not None for drafter in drafters)
+    memory = ("memory", "loads") if counted else ()
+    table = _table("drafter", "state", "requests", "drafted", "accepted", "just now", "reply ms", "restarts", *memory)
     earlier = {drafter.name: drafter for drafter in before}
     for drafter in drafters:
         table.add_row(
@@ -148,8 +157,16 @@ def _drafters(drafters: tuple[DrafterStatus, ...], before: tuple[DrafterStatus, 
             _just_now(drafter, earlier.get(drafter.name)),
             UNKNOWN if drafter.reply_ms is None else f"{drafter.reply_ms:.1f}",
             f"{drafter.num_restarts}",
+            *((_memory(drafter), f"{drafter.num_loads}") if counted else ()),
         )
     return table
+
+
+def _memory(drafter: DrafterStatus) -> str:
+    """How much it takes, and of which kind of device."""
+    if drafter.device is None or not drafter.num_bytes:
+        return UNKNOWN
+    return f"{drafter.num_bytes / 2**30:.2f} GB {drafter.device.rpartition('/')[2]}"
 
 
 def _just_now(drafter: DrafterStatus, before: DrafterStatus | None) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -131,6 +132,10 @@ class TargetLoop:
             for s in self._sequences.snapshot()
             if s.request.chain is None
         )
+
+    def named(self) -> dict[str, int]:
+        """How many live requests are with each drafter by their own choice, be it there or not."""
+        return Counter(s.drafter for s in self._sequences.snapshot() if s.request.chain and s.drafter is not None)
 
     def take_observations(self) -> tuple[Observation, ...]:
         return self.telemetry.take_observations()

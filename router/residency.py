@@ -87,6 +87,11 @@ class ModelPool:
         return {name: known.device for name, known in self._known.items() if known.device is not None}
 
     @property
+    def is_settled(self) -> bool:
+        """Whether everybody is where they should be, whatever is wanted."""
+        return not self.on_fallback and len(self.resident) == len(self._known)
+
+    @property
     def retiring(self) -> frozenset[str]:
         return frozenset(name for name, known in self._known.items() if known.num_retiring is not None)
 

@@ -1,6 +1,6 @@
 """A router's slot: reports of targets in, a table out. The code of the live router and of the simulator's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from cluster.messages import LevelReport
@@ -19,7 +19,10 @@ from router.chains import PassTime
 from router.drift import CollapseWatch
 from router.policies.chain import ModelChains
 from router.table import next_table
+from router.wishes import settle
 
+# Of a draft token on a CPU over one on a GPU, until rounds tell: the memory of the one is read so much faster.
+FALLBACK_COST = 20.0
 # Stands for whatever request comes next: what the policy would choose for it is the default of the table.
 NEXT_REQUEST = RequestView("\0next", 0, 0, TARGET_ONLY)
 
@@ -43,7 +46,8 @@ class Router:
     """One slot's decision: no Ray, no clock.
 
     A drafter is healthy when every target that reports is linked with it. It costs what a target's profile says, else what
-    the pool does. One whose acceptance collapses is quarantined, where there is a ``watch``.
+    the pool does. One whose acceptance collapses is quarantined, where there is a ``watch``. One that is offered, for it
+    could be loaded, may be wished for: ``wishes`` are how many requests would be with it.
     """
 
     def __init__(
@@ -61,6 +65,9 @@ class Router:
         self._draft_lens = {member.name: member.max_draft_len for member in self._pool}
         self._table = RoutingTable(version=0, max_draft_len=max_draft_len)
         self._draining: frozenset[str] = frozenset()
+        self._offered: frozenset[str] = frozenset()
+        self._on_fallback: frozenset[str] = frozenset()
+        self.wishes: Mapping[str, int] = {}  # of the last slot
 
     @property
     def policy(self) -> AssignmentPolicy:
@@ -68,6 +75,10 @@ class Router:
 
     def set_draining(self, names: frozenset[str]) -> None:
         self._draining = names
+
+    def set_offered(self, names: frozenset[str], on_fallback: frozenset[str]) -> None:
+        """``names`` are not in memory, and may be wished for; those ``on_fallback`` draft on a CPU in the place of a GPU."""
+        self._offered, self._on_fallback = names, on_fallback
 
     def first_table(self) -> RoutingTable:
         """Before any target has reported: for requests to come, with the pool as it is configured."""
@@ -88,9 +99,13 @@ class Router:
         if self._watch is not None:
             self._watch.observe(observations)
         self._policy.observe(observations, scores)
-        pool = self._judged_pool(reports)
+        linked = set[str].intersection(*(set(report.drafters) for report in reports))
+        absent = self._offered - linked
+        pool = self._judged_pool(reports, linked | absent)
         requests = [request for report in reports for request in report.requests]
-        chains = self._policy.assign([*requests, NEXT_REQUEST], pool)
+        every = [*requests, NEXT_REQUEST]
+        chains, self.wishes = settle(self._policy.assign(every, pool), every, pool, absent)
+        pool = [member for member in pool if member.name not in absent]
         versions = [report.table_version for report in reports]
         defaults = (chains[NEXT_REQUEST.request_id],)
         table = next_table(self._table, requests, chains, defaults, versions, self._scorers(pool))
@@ -114,20 +129,23 @@ class Router:
         members = {drafter_of(member.name): member.name for member in reversed(pool) if member.is_open and member.leads}
         return tuple(sorted(members.values()))
 
-    def _judged_pool(self, reports: Sequence[SlotReport]) -> list[PoolMember]:
-        """As it is now, for the targets that report."""
-        linked = set[str].intersection(*(set(report.drafters) for report in reports))
+    def _judged_pool(self, reports: Sequence[SlotReport], there: Set[str]) -> list[PoolMember]:
+        """As it is now, for the targets that report. What was measured of a drafter does not hold on its fallback."""
         shares = {name: cost for report in reports for name, cost in report.draft_costs.items()}
         costs = {name: cost for report in reports for name, cost in report.member_costs.items()}
         pool = [
             replace(
                 member,
-                healthy=member.name in linked,
+                healthy=member.name in there,
                 draining=member.name in self._draining,
                 cost=shares.get(drafter_of(member.name), member.cost),
                 costs=costs.get(drafter_of(member.name), member.costs),
             )
             for member in self._pool
+        ]
+        pool = [
+            replace(member, cost=FALLBACK_COST * member.cost, costs=None) if member.name in self._on_fallback else member
+            for member in pool
         ]
         return pool if self._watch is None else [self._watch.judge(member) for member in pool]
 

@@ -10,11 +10,11 @@ from router.policies.room import Room
 def settle(
     chains: Mapping[str, Chain], requests: Sequence[RequestView], pool: Sequence[PoolMember], absent: Set[str]
 ) -> tuple[dict[str, Chain], dict[str, int]]:
-    """The chains with those of ``absent`` members replaced, and how many requests wished for each of these.
+    """The chains with those of ``absent`` members replaced, and how many requests under way wished for each of these.
 
     A request that is to be with an absent member stays where it is, or takes the emptiest place that is left.
     """
-    wishing = [r for r in requests if absent.intersection(chains.get(r.request_id, TARGET_ONLY))]
+    wishing = [r for r in requests if absent.intersection(chains.get(r.request_id, TARGET_ONLY))] if absent else []
     if not wishing:
         return dict(chains), {}
     settled = dict(chains)
@@ -26,7 +26,8 @@ def settle(
                 room.seat(drafter_of(member), (member,))
     wishes: Counter[str] = Counter()
     for request in wishing:
-        wishes.update(absent.intersection(chains[request.request_id]))
+        if request.committed_len:
+            wishes.update(absent.intersection(chains[request.request_id]))
         here = request.chain[-1:]
         seat = room.seat(drafter_of(here[0]), here) if here else None
         if seat is None and room.drafters:

@@ -99,6 +99,26 @@ class _StatusCollector(Collector):
             "outrider_drafter_accepted", "Draft tokens accepted", [(d.name, d.num_accepted) for d in drafters], "drafter"
         )
         yield _gauge("outrider_drafter_restarts", "Since the start", [(d.name, d.num_restarts) for d in drafters], "drafter")
+        memory = GaugeMetricFamily(
+            "outrider_drafter_memory_bytes", "Of the device that it is on, that count as its", labels=("drafter", "device")
+        )
+        for one in drafters:
+            if one.device is not None and one.num_bytes is not None:
+                memory.add_metric((one.name, one.device), float(one.num_bytes))
+        yield memory
+        yield _gauge("outrider_drafter_loads", "Into memory", [(d.name, d.num_loads) for d in drafters], "drafter")
+        yield _gauge(
+            "outrider_drafter_evictions",
+            "For want of room for others",
+            [(d.name, d.num_evictions) for d in drafters],
+            "drafter",
+        )
+        yield _gauge(
+            "outrider_drafter_fallbacks",
+            "Loads on a CPU for want of room on its GPU",
+            [(d.name, d.num_fallbacks) for d in drafters],
+            "drafter",
+        )
         yield _gauge(
             "outrider_drafter_reply_seconds",
             "Mean time of a reply",

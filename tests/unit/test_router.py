@@ -28,7 +28,7 @@ from router.cost_model import TableCost
 from router.drift import CollapseWatch
 from router.policies import build_policy, member_costs
 from router.policies.fixed import Fixed
-from router.slot import Router, SlotReport
+from router.slot import FALLBACK_COST, Router, SlotReport
 
 EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
 OTHER = DrafterConfig(name="suffix", options=SuffixOptions())
@@ -69,6 +69,39 @@ def test_a_drafter_that_one_target_lost_or_that_drains_gets_nobody() -> None:
     table = router.slot([report(view("r", "b")), report(drafters=("b",))])
     assert table is not None
     assert table.chains == {"r": ()}
+
+
+def test_a_drafter_that_could_be_loaded_is_wished_for_and_its_requests_are_served_on() -> None:
+    pool = (*POOL, PoolMember("lazy", 8, 0.01))
+    router = Router(Fixed(FixedPolicy(chain=("lazy",))), pool, 4)
+    table = router.slot([report(view("r", "a"), view("s"))])
+    assert table is not None
+    assert table.chains == {"r": (), "s": ()}, "what nobody offers cannot be had"
+    router.set_offered(frozenset({"lazy"}), frozenset())
+    table = router.slot([report(view("r", "a"), view("s"))])
+    assert table is not None
+    assert router.wishes == {"lazy": 2}
+    assert table.chains["r"] == ("a",)
+    assert "lazy" not in {*table.chains["s"], *table.defaults[0]}
+    table = router.slot([report(view("r", "a"), view("s", "b"), drafters=("a", "b", "lazy"))])
+    assert table is not None
+    assert (table.chains, router.wishes) == ({"r": ("lazy",), "s": ("lazy",)}, {})
+
+
+def test_what_was_measured_of_a_drafter_does_not_hold_on_its_fallback() -> None:
+    costs = MemberCosts(((1, 0.001),))
+
+    class Watched(Fixed):
+        def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
+            seen.append({member.name: (member.cost, member.costs) for member in pool})
+            return super().assign(requests, pool)
+
+    seen: list[dict[str, tuple[float, MemberCosts | None]]] = []
+    router = Router(Watched(FixedPolicy()), POOL, 4)
+    reported = replace(report(view("r")), draft_costs={"a": 0.3, "b": 0.3}, member_costs={"a": costs, "b": costs})
+    router.set_offered(frozenset(), frozenset({"b"}))
+    router.slot([reported])
+    assert seen[0] == {"a": (0.3, costs), "b": (pytest.approx(0.3 * FALLBACK_COST), None)}
 
 
 def test_a_router_that_starts_over_is_heard() -> None:

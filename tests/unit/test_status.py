@@ -34,10 +34,11 @@ STATUS = ClusterStatus(
 
 
 def shown(*pictures: object, width: int = 120) -> str:
-    console = Console(file=io.StringIO(), width=width)
+    said = io.StringIO()
+    console = Console(file=said, width=width)
     for picture in pictures:
         console.print(picture)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return said.getvalue()
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -61,6 +62,15 @@ def test_the_table_says_all_of_the_status() -> None:
     assert found["target-0"] == ["ready", "3", "1", "25%", "of", "2,000", "123", "25.0"]
     assert found["ngram"] == ["ready", "2", "1,000", "40%", "-", "0.6", "0"]
     assert found["small"] == ["(model)", "down", "0", "0", "-", "-", "-", "4"]
+
+
+def test_what_drafters_take_of_memory_is_shown_where_it_is_counted() -> None:
+    loaded = dataclasses.replace(STATUS.drafters[1], state="ready", device="node/cpu", num_bytes=3 * 2**29, num_loads=2)
+    absent = dataclasses.replace(loaded, name="big", state="unloaded", device=None, num_bytes=0)
+    found = rows(shown(render(dataclasses.replace(STATUS, drafters=(loaded, absent)))))
+    assert found["small"][-4:] == ["1.50", "GB", "cpu", "2"]
+    assert found["big"][-2:] == ["-", "2"]
+    assert found["big"][1] == "unloaded"
 
 
 def test_the_reason_of_a_drafter_that_is_not_ready_is_shown() -> None:
@@ -125,7 +135,7 @@ def test_nobody_there() -> None:
 
 
 def test_a_server_that_goes_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[ClusterStatus | Exception] = [STATUS, StatusUnavailable("gone"), STATUS, KeyboardInterrupt()]  # type: ignore[list-item]
+    answers: list[ClusterStatus | BaseException] = [STATUS, StatusUnavailable("gone"), STATUS, KeyboardInterrupt()]
 
     def next_answer(client: httpx.Client) -> ClusterStatus:
         answer = answers.pop(0)
@@ -134,10 +144,11 @@ def test_a_server_that_goes_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
         raise answer
 
     monkeypatch.setattr(status_module, "fetch", next_answer)
-    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    said = io.StringIO()
+    console = Console(file=said, width=120, force_terminal=True)
     watch("http://server", None, once=False, json=False, interval_s=0.001, console=console)
     assert answers == []
-    assert "gone" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "gone" in said.getvalue()
 
 
 def test_the_command_prints_json_for_programs() -> None:

@@ -1,0 +1,111 @@
+"""Where each drafter of a deployment lives, what it takes there, and what its devices have: the tenants of a `ModelPool`."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.config import Config, DrafterConfig, ModelOptions
+from cluster.errors import ModelUnavailable
+from cluster.inventory import Inventory
+from cluster.placement import Bundle, PlacementPlan, drafter_name, target_name
+from drafters.footprint import Footprint, footprint
+from router.assignment import member_name
+from router.devices import GB, Stay, Tenant, check_fits
+
+logger = logging.getLogger(__name__)
+
+RESERVE = 0.1  # of a device, that nobody may count on: fragments, passes under way
+CONTROL_BYTES = 1 * GB  # of the API, the router, the supervisor and Ray, somewhere on each machine
+# Rough, to compare drafters by: a process with torch, and reading its files.
+START_S = 3.0
+READ_BYTES_PER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """``limits`` are bytes by device; one that is missing there has no limit that is known."""
+
+    tenants: tuple[Tenant, ...] = ()
+    limits: dict[str, int] = field(default_factory=dict)
+
+
+def find_homes(config: Config, plan: PlacementPlan, inventory: Inventory) -> Homes:
+    """Of a resolved configuration that was placed by ``plan``. A drafter whose files are not on this machine counts nothing.
+
+    Raises:
+        InvalidField: a drafter does not fit its device; says how much it takes and how much there is.
+    """
+    tenants = tuple(_tenants(config, plan))
+    limits = _limits(config, plan, inventory)
+    check_fits(tenants, limits)
+    return Homes(tenants, limits)
+
+
+def _tenants(config: Config, plan: PlacementPlan) -> Iterable[Tenant]:
+    for drafter in config.drafters:
+        if drafter.is_companion:
+            continue
+        bundles = plan.group(drafter_name(drafter.name)).bundles
+        on_gpu = drafter.device == "cuda"
+        proposers = config.proposers_of(drafter.name)
+        size = _footprint(config, drafter, str(drafter.device), proposers)
+        slow = _footprint(config, drafter, "cpu", proposers) if on_gpu else Footprint()
+        # Without a model it is so small that nothing is gained by its end.
+        stay = Stay.PINNED if drafter.load == "start" and not drafter.has_model else Stay(drafter.load)
+        for replica, bundle in enumerate(bundles):
+            yield Tenant(
+                name=member_name(drafter.name, replica),
+                device=_gpu(bundle) if on_gpu else _cpu(bundle.node),
+                num_bytes=size.total,
+                stay=stay,
+                fallback=_cpu(bundle.node) if on_gpu else None,
+                fallback_bytes=slow.total,
+                reload_s=START_S + size.stored_bytes / READ_BYTES_PER_S,
+            )
+
+
+def _footprint(config: Config, drafter: DrafterConfig, device: str, proposers: Sequence[DrafterConfig] = ()) -> Footprint:
+    try:
+        return footprint(drafter, device, config.model.max_model_len, proposers, config.model.name)
+    except ModelUnavailable as missing:
+        logger.warning("what %s will take is not known: %s", drafter.name, missing)
+        return Footprint()
+
+
+def _limits(config: Config, plan: PlacementPlan, inventory: Inventory) -> dict[str, int]:
+    limits = {}
+    for node in inventory.nodes:
+        if config.memory.cpu_gb is not None:
+            limits[_cpu(node.name)] = int(config.memory.cpu_gb * GB)
+        elif node.memory_bytes is not None:
+            targets = _target_bytes(config, plan, node.name)
+            limits[_cpu(node.name)] = max(0, int(node.memory_bytes * (1 - RESERVE)) - targets - CONTROL_BYTES)
+    gpu_bytes = {node.name: node.gpu_bytes for node in inventory.nodes}
+    for group in plan.groups:
+        for bundle in group.bundles:
+            own = gpu_bytes.get(bundle.node)
+            if bundle.gpu is None:
+                continue
+            if config.memory.gpu_gb is not None:
+                limits[_gpu(bundle)] = int(config.memory.gpu_gb * GB)
+            elif own is not None:
+                limits[_gpu(bundle)] = int(own * (1 - RESERVE))
+    return limits
+
+
+def _target_bytes(config: Config, plan: PlacementPlan, node: str) -> int:
+    """Weights and KV caches of the targets on a machine's CPUs."""
+    if config.target.device != "cpu":
+        return 0
+    options = ModelOptions(model=config.model.name, dtype=config.target.dtype, kv_cache_gb=config.target.kv_cache_gb)
+    one = _footprint(config, DrafterConfig(name="target", options=options, spare_share=0), "cpu").total
+    replicas = [plan.group(target_name(replica)) for replica in range(config.target.replicas)]
+    return one * sum(bundle.node == node for group in replicas for bundle in group.bundles)
+
+
+def _cpu(node: str) -> str:
+    return f"{node}/cpu"
+
+
+def _gpu(bundle: Bundle) -> str:
+    return f"{bundle.node}/gpu-{bundle.gpu}"
