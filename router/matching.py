@@ -65,16 +65,17 @@ def _sweep(worth: Floats, limits: Ints, known: Floats) -> Floats:
     """Prices near those that clear: each in turn is set to where as many want a place as there are, given the others."""
     num_requests = len(worth)
     prices = np.append(known, 0.0)
-    net = worth - prices
+    worth = np.ascontiguousarray(worth.T)  # a maximum over a few long rows takes a tenth of that over many short ones
+    net = worth - prices[:, None]
     scarce = np.flatnonzero(limits[:-1] < num_requests).tolist()
     for _ in range(NUM_SWEEPS):
         before = prices.copy()
         for j in scarce:
-            net[:, j] = -np.inf
-            bids = worth[:, j] - net.max(axis=1)
+            net[j] = -np.inf
+            bids = worth[j] - net.max(axis=0)
             limit = limits[j]
             prices[j] = max(0.0, -np.partition(-bids, limit)[limit])
-            net[:, j] = worth[:, j] - prices[j]
+            net[j] = worth[j] - prices[j]
         if np.abs(prices - before).max() <= _SETTLED * np.abs(prices).max():
             break
     return prices

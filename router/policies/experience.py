@@ -130,11 +130,11 @@ class Experience:
         """
         self._widen(int(columns.max()) + 1)
         context = np.searchsorted(CONTEXT_LENS, self._context[rows], side="right")
-        kinds, kind = np.unique(np.stack([self._cluster[rows] + 1, context]), axis=1, return_inverse=True)
-        by_kind = prior[columns][:, kinds[0], kinds[1]].swapaxes(0, 1)  # (kinds, drafters, positions)
+        kind = (self._cluster[rows] + 1) * prior.shape[2] + context
+        by_kind = prior[columns].reshape(len(columns), -1, NUM_POSITIONS).swapaxes(0, 1)  # (kinds, drafters, positions)
         at = (rows[:, None], columns)
         reached = self._reached[at] + strength
-        rates = (self._right[at] + strength * by_kind[kind.ravel()]) / reached
+        rates = (self._right[at] + strength * by_kind[kind]) / reached
         survival = np.cumprod(rates, axis=2, out=rates)
         lens = 1.0 + survival @ np.ones(NUM_POSITIONS)
         for j, draft_len in enumerate(draft_lens):
