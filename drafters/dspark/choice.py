@@ -50,7 +50,8 @@ def choose_plain(
         temperatures: [rows].
     """
     if not temperatures.any():
-        return token_ids[logits.argmax(-1).cpu().numpy()].tolist()  # type: ignore[no-any-return]
+        largest: list[int] = token_ids[logits.argmax(-1).cpu().numpy()].tolist()
+        return largest
     found = logits.topk(min(NUM_CANDIDATES, logits.shape[-1]))
     candidates = token_ids[found.indices.cpu().numpy()]
     below = found.values.float().cpu().numpy()
@@ -62,4 +63,5 @@ def choose_plain(
         below / np.maximum(temperatures, 1e-6)[:, None] + noise,
         np.where(below == 0.0, -candidates.astype(np.float64), -np.inf),
     )
-    return candidates[np.arange(len(candidates)), scores.argmax(-1)].tolist()  # type: ignore[no-any-return]
+    chosen: list[int] = candidates[np.arange(len(candidates)), scores.argmax(-1)].tolist()
+    return chosen

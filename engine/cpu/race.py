@@ -55,4 +55,5 @@ class CpuRace:
             len(logits),
             torch.get_num_threads(),
         )
-        return self._token_ids[columns].tolist()  # type: ignore[no-any-return]
+        chosen: list[int] = self._token_ids[columns].tolist()
+        return chosen

@@ -131,7 +131,9 @@ def test_a_stream_says_what_the_whole_answer_says(served: Served) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
-    assert last.usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
+    assert last.usage is not None
+    assert whole.usage is not None
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
 
 
 def test_a_completion_whole_and_streamed(served: Served) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -128,8 +129,8 @@ def test_a_stop_string_that_ends_unarmed_is_text(text: str, stops: list[str], un
     assert released == (text if expected is None else text[:expected])
 
 
-def choice_of(details: bool = True, **sampling: object) -> Choice:
-    params = SamplingParams(max_tokens=64, **sampling)  # type: ignore[arg-type]
+def choice_of(details: bool = True, **sampling: Any) -> Choice:
+    params = SamplingParams(max_tokens=64, **sampling)
     return Choice(0, Request("r", (1, 2), params, 0.0), tokenizer(), model_info(), details=details)
 
 

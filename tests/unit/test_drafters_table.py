@@ -1,6 +1,7 @@
 """What the table knows, learns, forgets and stores."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ def draft(drafter: TableDrafter, num_tokens: int = 4, ahead: tuple[int, ...] = (
     return drafter.propose([Demand("r", num_tokens, ahead)])[0]
 
 
-def opened(table: HabitTable, tokens: tuple[int, ...], sampling: SamplingParams = GREEDY, **options: float) -> TableDrafter:
-    drafter = TableDrafter(table, **options)  # type: ignore[arg-type]
+def opened(table: HabitTable, tokens: tuple[int, ...], sampling: SamplingParams = GREEDY, **options: Any) -> TableDrafter:
+    drafter = TableDrafter(table, **options)
     drafter.open("r", tokens, len(tokens), sampling)
     return drafter
 

@@ -143,8 +143,8 @@ class ByTheBook:
                 for head, query in enumerate(self.heads(x, layer, "q", anchor + k)):
                     scores = torch.stack([query @ key[head // group] for key in keys]) / self.raw["head_dim"] ** 0.5
                     weights = scores.softmax(0)
-                    attended.append(sum(p * value[head // group] for p, value in zip(weights, values, strict=True)))
-                block[k] = block[k] + self.w[f"{layer}.self_attn.o_proj.weight"] @ torch.cat(attended)  # type: ignore[arg-type]
+                    attended.append(weights @ torch.stack([value[head // group] for value in values]))
+                block[k] = block[k] + self.w[f"{layer}.self_attn.o_proj.weight"] @ torch.cat(attended)
             for k, x in enumerate(block):
                 y = self.norm(x, f"{layer}.post_attention_layernorm")
                 gate, up = (self.w[f"{layer}.mlp.{name}_proj.weight"] @ y for name in ("gate", "up"))

@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -12,14 +13,15 @@ from cluster.errors import LinkClosed, Overloaded
 from cluster.types import Commit, FinishReason, Request, SamplingParams
 from deploy.embedded import EmbeddedCluster, PoolEntry
 from drafters.roster import RosterLimits
+from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
 from tests.support.toys import MODEL, ToyDrafter, ToyTarget, plain_run
 
 COST = TableCost((1, 32), (0.02, 0.03))
 
 
-def request(i: int, max_tokens: int = 20, **parameters: object) -> Request:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=i, ignore_eos=True, **parameters)  # type: ignore[arg-type]
+def request(i: int, max_tokens: int = 20, **parameters: Any) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=i, ignore_eos=True, **parameters)
     return Request(f"r{i}", (1, 2, i % 12), sampling, arrival_s=float(i))
 
 
@@ -114,7 +116,7 @@ def test_a_draining_target_refuses_and_finishes(cluster: EmbeddedCluster) -> Non
 
 
 class _FailingTarget(ToyTarget):
-    def execute(self, spans: object) -> list[object]:  # type: ignore[override]
+    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         raise FloatingPointError("the device is gone")
 
 

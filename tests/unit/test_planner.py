@@ -1,6 +1,7 @@
 """What the planner decides, and what it may never do."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ QUICK = DrafterView(reply_s=0.0005, accepted_per_round=2.0, acceptance=0.8)
 DEAD = DrafterView(reply_s=5.0, accepted_per_round=2.0, acceptance=0.8)
 
 
-def view(name: str = "a", **changes: object) -> SequenceView:
+def view(name: str = "a", **changes: Any) -> SequenceView:
     decoding = SequenceView(
         request_id=name,
         committed_len=20,
@@ -37,7 +38,7 @@ def view(name: str = "a", **changes: object) -> SequenceView:
         awaiting_since_s=None,
         max_new_tokens=50,
     )
-    return replace(decoding, **changes)  # type: ignore[arg-type]
+    return replace(decoding, **changes)
 
 
 def plan(
@@ -45,9 +46,9 @@ def plan(
     drafter: DrafterView = QUICK,
     capacity: Capacity = CAPACITY,
     now_s: float = 1.0,
-    **settings_: object,
+    **settings_: Any,
 ) -> StepPlan:
-    planner = StepPlanner(PlannerSettings(**settings_))  # type: ignore[arg-type]
+    planner = StepPlanner(PlannerSettings(**settings_))
     return planner.plan(sequences, {"d": drafter}, capacity, FLAT, now_s)
 
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,8 +57,8 @@ class Bench:
         self.loop = DrafterLoop("d", drafter, self.mailbox, RosterLimits(**{"max_draft_len": MAX_DRAFT_LEN, **limits}))
         self.mailbox.put(LinkUp(self.link))
 
-    def mail(self, **content: object) -> None:
-        self.mailbox.put(Received(self.link, DraftRound(1, **content)))  # type: ignore[arg-type]
+    def mail(self, **content: Any) -> None:
+        self.mailbox.put(Received(self.link, DraftRound(1, **content)))
 
     def open(self, name: str, token_ids: Sequence[int], sampling: SamplingParams, budget: int) -> None:
         self.mail(

@@ -1,5 +1,7 @@
 """When a sequence ends, and which proposals it takes."""
 
+from typing import Any
+
 import pytest
 
 from cluster.types import FinishReason, ModelInfo, Proposal, Request, SamplingParams
@@ -10,9 +12,9 @@ from router.plan import Span
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=20, eos_token_ids=(9,), tokenizer_fingerprint="f")
 
 
-def start(**parameters: object) -> tuple[Sequences, LiveSequence]:
+def start(**parameters: Any) -> tuple[Sequences, LiveSequence]:
     sequences = Sequences(MODEL)
-    sampling = SamplingParams(**{"max_tokens": 10, **parameters})  # type: ignore[arg-type]
+    sampling = SamplingParams(**{"max_tokens": 10, **parameters})
     sequence = sequences.add(Request("r", (1, 2, 3), sampling, 0.0))
     sequence.running, sequence.computed_len, sequence.drafter = True, 2, "d"
     return sequences, sequence

@@ -1,6 +1,7 @@
 """What a simulation promises: it follows from its seed, loses and doubles nothing, and agrees with what is known."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ class Alike(Cost):
 COST = Cost((1, 8, 64), (0.02, 0.022, 0.05), 1e-7)
 
 
-def cluster(cost: TableCost = COST, **how: object) -> ClusterSpec:
+def cluster(cost: TableCost = COST, **how: Any) -> ClusterSpec:
     spec = ClusterSpec(
         cost,
         PackedPass(cost),
@@ -50,7 +51,7 @@ def cluster(cost: TableCost = COST, **how: object) -> ClusterSpec:
         (DrafterSpec("small", 8, 4), DrafterSpec("large", 8, 4)),
         lambda: StepPlanner(PlannerSettings()),
     )
-    return replace(spec, **how)  # type: ignore[arg-type]
+    return replace(spec, **how)
 
 
 def requests(num: int, rate: float, seed: int = 0, output_len: int = 40) -> list[SimulatedRequest]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from drafters.shipped import kind_of
 from drafters.training.distributed import World
 from drafters.training.manifest import WorkFolder, exclusively
 from drafters.training.pipeline import Result, train
-from drafters.training.recipe import TrainOptions
+from drafters.training.recipe import DrafterKind, TrainOptions
 from tests.support.wordy_model import write_wordy_model
 
 HERE = World(0, 1, torch.device("cpu"))
@@ -37,10 +38,10 @@ def wordy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_wordy_model(tmp_path_factory.mktemp("wordy") / "model")
 
 
-def options(model: Path, folder: Path, drafter: str = "dspark", **changes: object) -> TrainOptions:
+def options(model: Path, folder: Path, drafter: DrafterKind = "dspark", **changes: Any) -> TrainOptions:
     small = TrainOptions(
         model=str(model),
-        drafter=drafter,  # type: ignore[arg-type]
+        drafter=drafter,
         out=folder / drafter,
         work=folder / "work",
         num_prompts=24,
@@ -55,7 +56,7 @@ def options(model: Path, folder: Path, drafter: str = "dspark", **changes: objec
         checkpoint_minutes=0.0,
         dtype="float32",
     )
-    return replace(small, **changes)  # type: ignore[arg-type]
+    return replace(small, **changes)
 
 
 # Runs the pipeline and kills its own process in the middle of a step, where a step tells how far it is.
@@ -103,7 +104,8 @@ def trained(wordy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     """One work folder, one drafter of each kind."""
     folder = tmp_path_factory.mktemp("trained")
     found = {}
-    for drafter in ("layers", "table"):
+    kinds: tuple[DrafterKind, ...] = ("layers", "table")
+    for drafter in kinds:
         result = train(options(wordy, folder, drafter), HERE, Silent())
         assert result is not None
         found[drafter] = result
