@@ -22,7 +22,7 @@ from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.state import open_store
 from cluster.types import ModelInfo
-from deploy.groups import make_groups, read_inventory, with_gpu_memory
+from deploy.groups import as_made, make_groups, read_inventory, with_gpu_memory
 from deploy.local_ray import LaunchError, LocalRay, start
 from deploy.serve_app import APP, Gateway, run_application
 
@@ -55,8 +55,8 @@ class DeployedCluster:
         plan = place(config, inventory)
         if config.memory.gpu_gb is None and any(d.device == "cuda" and not d.is_companion for d in config.drafters):
             inventory = with_gpu_memory(inventory)
-        homes = find_homes(config, plan, inventory)
         self._groups = make_groups(plan)
+        homes = find_homes(config, as_made(plan, self._groups), inventory)
         token = read_token(config)
         self._supervisor = start_supervisor(Deployment(config, self._groups, str(self._folder), token, homes))
         try:

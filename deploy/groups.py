@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util import placement_group, remove_placement_group
+from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -86,6 +86,17 @@ def make_groups(plan: PlacementPlan) -> dict[str, PlacementGroup]:
                 "cluster's resources; see `ray status`"
             )
     return groups
+
+
+def as_made(plan: PlacementPlan, groups: Mapping[str, PlacementGroup]) -> PlacementPlan:
+    """The plan with the nodes that Ray has really chosen."""
+    made = []
+    for group in plan.groups:
+        nodes = placement_group_table(groups[group.name])["bundles_to_node_id"]
+        made.append(
+            replace(group, bundles=tuple(replace(b, node=nodes.get(i, b.node)) for i, b in enumerate(group.bundles)))
+        )
+    return PlacementPlan(tuple(made))
 
 
 def _make(group: Group) -> PlacementGroup:

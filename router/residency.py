@@ -128,11 +128,11 @@ class ModelPool:
         """What to do now that ``demands`` was seen; what is missing there wants nothing and has no requests."""
         for name, known in self._known.items():
             self._see(known, demands.get(name, Demand()), now_s)
+        self._drop_claims({known.tenant.name for known in self._wanted(now_s)} | (self.on_fallback & self.retiring))
         evict = tuple(name for name, known in self._known.items() if self._may_go(known))
         for name in evict:
             self._evict(self._known[name])
-        wanted = sorted((known for known in self._known.values() if self._is_wanted(known, now_s)), key=lambda k: -k.want)
-        self._drop_claims({known.tenant.name for known in wanted} | (self.on_fallback & self.retiring))
+        wanted = self._wanted(now_s)
         load = tuple(self._load(known, room, now_s) for known in wanted if (room := self._place(known, now_s)))
         self._go_home(now_s)
         return Moves(evict, load)
@@ -169,8 +169,10 @@ class ModelPool:
         if known.num_offered > MAX_OFFERED and known.tenant.name not in self._claims.values():
             known.num_offered, known.want, known.closed_until_s = 0, 0.0, now_s + self.min_residence_s
 
-    def _is_wanted(self, known: _Known, now_s: float) -> bool:
-        return known.device is None and known.want >= 1.0 and now_s >= known.closed_until_s
+    def _wanted(self, now_s: float) -> list[_Known]:
+        """Those who are to be loaded if they can, most wanted first."""
+        absent = [known for known in self._known.values() if known.device is None and now_s >= known.closed_until_s]
+        return sorted((known for known in absent if known.want >= 1.0), key=lambda known: -known.want)
 
     @staticmethod
     def _may_go(known: _Known) -> bool:

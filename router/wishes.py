@@ -1,14 +1,14 @@
 """Assignments to drafters that are not in memory are wishes: the requests go elsewhere meanwhile."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 from router.assignment import TARGET_ONLY, Chain, PoolMember, RequestView, drafter_of
 from router.policies.room import Room
 
 
 def settle(
-    chains: Mapping[str, Chain], requests: Sequence[RequestView], pool: Sequence[PoolMember], absent: Set[str]
+    chains: Mapping[str, Chain], requests: Sequence[RequestView], pool: Sequence[PoolMember], absent: frozenset[str]
 ) -> tuple[dict[str, Chain], dict[str, int]]:
     """The chains with those of ``absent`` members replaced, and how many requests under way wished for each of these.
 
