@@ -96,7 +96,7 @@ class LedModel:
         num_lost = self._verifier.num_lost - self._num_lost
         verified = tuple(Verified(one, seen.num_reached, seen.num_right) for one, seen in self._positions.items())
         found = []
-        if self._num_passes or num_lost:
+        if self._num_passes:
             found.append(LevelReport(name, self._num_passes, self._num_rows, self._busy_s, num_lost, verified))
         self._num_passes = self._num_rows = 0
         self._num_lost, self._busy_s, self._positions = self._verifier.num_lost, 0.0, {}

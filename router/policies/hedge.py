@@ -141,7 +141,7 @@ class Hedge:
     @staticmethod
     def _here(requests: Sequence[RequestView], pool: Sequence[PoolMember], room: Room) -> Ints:
         columns = {drafter: j for j, drafter in enumerate(room.drafters)}
-        at = {(member.name,): columns.get(drafter_of(member.name), NOWHERE) for member in pool}
+        at: dict[Chain, int] = {(member.name,): columns.get(drafter_of(member.name), NOWHERE) for member in pool}
         return np.array([at.get(request.chain, NOWHERE) for request in requests], np.int64)
 
     @staticmethod
