@@ -11,11 +11,14 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback only
 
+from cluster.config import PlannerConfig
 from deploy.bench.server import ServerProcess
 from tests.support.settings import small_config
 
 
 @pytest.fixture(scope="session")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(small_config(str(model_folder), tmp_path_factory.mktemp("state"))) as server:
+    """All that is proposed is verified: who drafts shows in the figures, whatever the drafts are worth on this machine."""
+    config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
+    with ServerProcess(config.model_copy(update={"planner": PlannerConfig(verify="all")})) as server:
         yield server

@@ -7,8 +7,8 @@ import pytest
 
 from cluster.config import ChainPolicy, DrafterConfig, FixedPolicy, LayersOptions, ModelOptions, NgramOptions, RouterConfig
 from deploy.bench.server import ServerProcess
-from tests.cluster.test_server_faults import Streamed, run
 from tests.support.settings import small_config
+from tests.support.streaming import another_takes_over, run
 from tests.support.waiting import eventually, gauge
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
@@ -26,19 +26,7 @@ def chained(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def test_a_killed_chain_scheduler_changes_no_token_and_another_takes_over(chained: ServerProcess) -> None:
-    plain = run(chained, kill=None)
-    assert not plain.errors
-    killed = chained.workers("ModelChainScheduler")[0].pid
-    disturbed = run(chained, kill="ModelChainScheduler")
-    assert (disturbed.texts, disturbed.errors) == (plain.texts, {})
-    with chained.client() as http:
-        version = gauge(http, "outrider_routing_table_version")
-        eventually(lambda: [p.pid for p in chained.workers("ModelChainScheduler")] not in ([], [killed]))
-        streamed = Streamed(chained.url, 200)
-        streamed.start(2)
-        eventually(lambda: gauge(http, "outrider_routing_table_version") > version)
-        streamed.wait_end()
-        assert not streamed.errors
+    another_takes_over(chained, "ModelChainScheduler")
 
 
 def test_killed_drafters_of_chains_change_no_token_and_come_back(chained: ServerProcess) -> None:

@@ -1,0 +1,91 @@
+"""Streams of a real server, and processes of it that are killed while they flow."""
+
+import threading
+from dataclasses import dataclass, field
+
+import openai
+
+from deploy.bench.server import ServerProcess
+from tests.support.waiting import eventually, gauge
+
+MODEL = "smollm2-135m"
+PROMPT = "The lighthouse keeper wrote the same line every day: the sea is calm and the lamp is lit. The lighthouse keeper"
+
+
+@dataclass
+class Streamed:
+    """Completions on threads of their own, as they come."""
+
+    url: str
+    max_tokens: int
+    texts: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, openai.OpenAIError] = field(default_factory=dict)
+    flowing: list[threading.Event] = field(default_factory=list)
+
+    def start(self, num_streams: int) -> None:
+        self.flowing = [threading.Event() for _ in range(num_streams)]
+        self.threads = [threading.Thread(target=self._stream, args=(i,)) for i in range(num_streams)]
+        for thread in self.threads:
+            thread.start()
+
+    def wait_flowing(self) -> None:
+        for event in self.flowing:
+            assert event.wait(60), "a stream did not begin"
+
+    def wait_end(self) -> None:
+        for thread in self.threads:
+            thread.join(120)
+            assert not thread.is_alive(), "a stream did not end"
+
+    def _stream(self, i: int) -> None:
+        with openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+            try:
+                stream = client.completions.create(
+                    model=MODEL,
+                    prompt=PROMPT,
+                    max_tokens=self.max_tokens,
+                    temperature=0.8 * (i % 2),
+                    seed=i,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
+                )
+                pieces = []
+                for chunk in stream:
+                    pieces.append(chunk.choices[0].text if chunk.choices else "")
+                    if len(pieces) == 5:
+                        self.flowing[i].set()
+                self.texts[i] = "".join(pieces)
+            except openai.OpenAIError as error:
+                self.errors[i] = error
+
+
+def run(server: ServerProcess, kill: str | None, max_tokens: int = 80) -> Streamed:
+    """Four streams; the process of an actor class dies once all of them flow."""
+    streamed = Streamed(server.url, max_tokens)
+    streamed.start(4)
+    streamed.wait_flowing()
+    if kill is not None:
+        workers = server.workers(kill)
+        assert workers, f"there is no process of {kill}"
+        for worker in workers:
+            worker.kill()
+    streamed.wait_end()
+    return streamed
+
+
+def another_takes_over(server: ServerProcess, actor: str) -> None:
+    """A process of an actor class is killed under load: no token changes, and what the next one decides is heard."""
+    plain = run(server, kill=None)
+    assert not plain.errors
+    killed = server.workers(actor)[0].pid
+    disturbed = run(server, kill=actor)
+    assert (disturbed.texts, disturbed.errors) == (plain.texts, {})
+    with server.client() as http:
+        version = gauge(http, "outrider_routing_table_version")
+        eventually(lambda: [p.pid for p in server.workers(actor)] not in ([], [killed]))
+        # A restarted one is heard only if it goes on from the version that the targets have.
+        streamed = Streamed(server.url, 200)
+        streamed.start(2)
+        eventually(lambda: gauge(http, "outrider_routing_table_version") > version)
+        streamed.wait_end()
+        assert not streamed.errors
