@@ -18,6 +18,7 @@ from profiler.online_calibration import OnlineSurvival
 
 _PACE_MEMORY = 0.01  # weight of the newest round in the tokens per step
 _MIN_SURVIVAL = 0.02  # what is less likely to survive is not handed out
+_MIN_SHARE = 0.5  # nor what survives less often than this share of what a row costs: what is believed of either may be off
 _MAX_SPLICES = 3  # of one draft
 _WORTH_SPLICING = 0.04  # survival under which nobody is asked what comes next
 
@@ -46,7 +47,8 @@ class _Guess:
     token_ids: tuple[int, ...]
     confidences: tuple[float, ...]  # as the member gave them
     survival: tuple[float, ...]
-    expected_len: float  # sum of the survival
+    num_worth: int  # tokens that survive often enough for their rows
+    expected_len: float  # sum of their survival, less what their rows cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,10 @@ class _Asked:
 class _Round:
     """The last guesses for a request, until the commit that answers them."""
 
+    row_price: float
     guesses: list[_Guess] = field(default_factory=list)
     asked: list[_Asked] = field(default_factory=list)
-    cost: float = 0.0
+    cost: float = 0.0  # of the drafts that all have waited for
 
     @property
     def best(self) -> _Guess:
@@ -85,9 +88,10 @@ class _Followed:
 class CascadeDrafter:
     """Members from the cheapest to the dearest; all follow every request.
 
-    A dear member is asked when the tokens that it is known to add are more than would be decoded in the time that it takes
-    (the rule that maximises tokens per second in the long run). Lookups go on where a draft ends, and take over a model's
-    draft from where they promise more than the rest of it.
+    A dear member is asked for those requests of a batch for which the tokens that it is known to add, less what their rows
+    cost, are together more than all would decode in the time that it takes (the rule that maximises tokens per second in
+    the long run). Lookups go on where a draft ends, and take over a model's draft from where they promise more than the
+    rest of it.
 
     Args:
         clock: in seconds, of which only differences count: by it is learned what the members cost. None: as configured.
@@ -135,18 +139,19 @@ class CascadeDrafter:
         followed.round = None
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        rounds = [_Round() for _ in demands]
+        rounds = [_Round(demand.row_price) for demand in demands]
         for index, member in enumerate(self._members):
-            asked = [i for i, demand in enumerate(demands) if self._is_asked(index, demand, rounds[i])]
+            asked = self._asked(index, demands, rounds)
             if not asked:
                 continue
-            cost, drafts = self._drafts_of(index, [demands[i] for i in asked])
+            cost, drafts = self._drafts_of(index, [demands[i] for i in asked], len(demands))
             survivals = self._survival[index].survival([draft.confidences for draft in drafts])
             for i, draft, survival in zip(asked, drafts, survivals, strict=True):
                 if member.cost > 0.0 and rounds[i].guesses:
                     rounds[i].asked.append(_Asked(index, rounds[i].best))
-                rounds[i].guesses.append(_Guess(index, draft.token_ids, draft.confidences, survival, sum(survival)))
-                rounds[i].cost += cost
+                rounds[i].guesses.append(_guess(index, draft, survival, rounds[i].row_price))
+            for round_ in rounds if cost else ():
+                round_.cost += cost
         settled = [self._settle(demand, round_) for demand, round_ in zip(demands, rounds, strict=True)]
         if self._clock is not None and not all(demand.ahead for demand in demands):
             self._proposed_s = self._clock()
@@ -161,24 +166,28 @@ class CascadeDrafter:
         for member in self._members:
             member.drafter.check_integrity()
 
-    def _drafts_of(self, index: int, demands: Sequence[Demand]) -> tuple[float, list[Draft]]:
+    def _drafts_of(self, index: int, demands: Sequence[Demand], num_all: int) -> tuple[float, list[Draft]]:
         """Of a member, and what they cost."""
-        drafter = self._members[index].drafter
+        drafter, num = self._members[index].drafter, len(demands)
         if index not in self._worth:
             return 0.0, drafter.propose(demands)
         if self._clock is None:
-            return self._costs.of(index), drafter.propose(demands)
+            return self._costs.of(index, num, num_all), drafter.propose(demands)
         start_s = self._clock()
         drafts = drafter.propose(demands)
-        self._costs.drafted(index, self._clock() - start_s)
-        return self._costs.of(index), drafts
+        self._costs.drafted(index, num, self._clock() - start_s)
+        return self._costs.of(index, num, num_all), drafts
 
-    def _is_asked(self, index: int, demand: Demand, round_: _Round) -> bool:
-        if index not in self._worth or not round_.guesses:
-            return True
-        price = self._costs.of(index) * self._tokens_per_round / self._cost_per_round
-        own = self._followed[demand.request_id].own[index]
-        return self._worth[index].is_worth(price, round_.best.expected_len, own)
+    def _asked(self, index: int, demands: Sequence[Demand], rounds: Sequence[_Round]) -> Sequence[int]:
+        """For which demands a member is asked."""
+        if index not in self._worth or not rounds or not rounds[0].guesses:
+            return range(len(demands))
+        forgone = len(demands) * self._tokens_per_round / self._cost_per_round  # by the batch, in a round's time
+        at_hand = [
+            (round_.best.expected_len, self._followed[demand.request_id].own[index])
+            for demand, round_ in zip(demands, rounds, strict=True)
+        ]
+        return self._worth[index].choose(at_hand, lambda num: forgone * self._costs.of(index, num, len(demands)))
 
     def _learn(self, followed: _Followed, round_: _Round, token_ids: Sequence[int]) -> None:
         """What was committed says of every guess how far it was right, and no more than so far."""
@@ -186,8 +195,8 @@ class CascadeDrafter:
             self._survival[guess.member].record(guess.confidences[: len(token_ids)], _num_right(guess, token_ids))
         for asked in round_.asked:
             until = next(i for i, guess in enumerate(round_.guesses) if guess.member == asked.member)
-            chosen = _Round(round_.guesses[: until + 1]).best
-            gain = _num_right(chosen, token_ids) - _num_right(asked.at_hand, token_ids)
+            chosen = _Round(round_.row_price, round_.guesses[: until + 1]).best
+            gain = _worth(chosen, token_ids, round_.row_price) - _worth(asked.at_hand, token_ids, round_.row_price)
             self._worth[asked.member].learn(gain, asked.at_hand.expected_len, followed.own[asked.member])
         self._tokens_per_round += _PACE_MEMORY * (len(token_ids) - self._tokens_per_round)
         self._cost_per_round += _PACE_MEMORY * (1.0 + round_.cost - self._cost_per_round)
@@ -199,7 +208,8 @@ class CascadeDrafter:
             followed.round = round_
             followed.num_drafts[best.member] = followed.num_drafts.get(best.member, 0) + 1
         token_ids, survival = self._spliced(demand, best)
-        kept = sum(probability >= _MIN_SURVIVAL for probability in survival)  # survival never rises
+        least = max(_MIN_SURVIVAL, _MIN_SHARE * demand.row_price)
+        kept = sum(probability >= least for probability in survival)  # survival never rises
         before = (1.0, *survival)
         confidences = tuple(min(1.0, survival[i] / before[i]) for i in range(kept))
         return Draft(demand.request_id, token_ids[:kept], confidences)
@@ -210,8 +220,9 @@ class CascadeDrafter:
         token_ids, survival = guess.token_ids, guess.survival
         place = len(token_ids) if self._members[guess.member].splices else 1
         num_splices = 0
+        least = max(_WORTH_SPLICING, _MIN_SHARE * demand.row_price)
         while token_ids and place <= len(token_ids) and place < demand.num_tokens and num_splices < _MAX_SPLICES:
-            if survival[place - 1] < _WORTH_SPLICING:
+            if survival[place - 1] < least:
                 break
             rest = self._lookup(demand, token_ids[:place], survival[place - 1])
             if sum(rest[1]) > sum(survival[place:]):
@@ -234,6 +245,16 @@ class CascadeDrafter:
                 if sum(found) > sum(best[1]):
                     best = (draft.token_ids, found)
         return best
+
+
+def _guess(member: int, draft: Draft, survival: tuple[float, ...], row_price: float) -> _Guess:
+    worth = [probability for probability in survival if probability > row_price]
+    return _Guess(member, draft.token_ids, draft.confidences, survival, len(worth), sum(worth) - len(worth) * row_price)
+
+
+def _worth(guess: _Guess, token_ids: Sequence[int], row_price: float) -> float:
+    """Right tokens among those worth their rows, less what these cost."""
+    return min(_num_right(guess, token_ids), guess.num_worth) - guess.num_worth * row_price
 
 
 def _num_right(guess: _Guess, token_ids: Sequence[int]) -> int:

@@ -12,11 +12,15 @@ from drafters.shadow import Stopping
 @dataclass(frozen=True, slots=True)
 class Demand:
     """Draft ``num_tokens`` tokens that follow the committed tokens of a request and then ``ahead``, tokens not verified yet:
-    what the drafter proposed before (drafting ahead), or what its chain's verifier made of that."""
+    what the drafter proposed before (drafting ahead), or what its chain's verifier made of that.
+
+    ``row_price``: a token that is less likely to survive than about this will not be verified, and need not be drafted.
+    """
 
     request_id: str
     num_tokens: int
     ahead: tuple[int, ...] = ()
+    row_price: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

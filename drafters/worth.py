@@ -1,8 +1,10 @@
 """What it brings to ask a dear drafter when cheaper ones have spoken, and what it costs: learned from what came of it."""
 
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from router.running import UNUSUAL, RunningMean
 
 _EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # of the tokens that are expected of what is at hand; between them it is alike
 _FIRST_TRIALS = 6  # in each of them, at any price
@@ -10,62 +12,74 @@ _MEMORY = 200.0  # trials of all requests that count
 _OWN_MEMORY = 12.0  # of one request
 _OWN_DOUBT = 8.0  # trials of a request's own before they count for half
 _COST_MEMORY = 100.0  # times that count
-_COST_DOUBT = 2.0  # times that what was configured weighs as much as
-_FEW_TIMES = 5  # before it is known what is usual
-_UNUSUAL = 3.0
-_EXPLORE_EVERY = 48  # refusals: after so many the drafter is asked all the same, or its luck could never turn
+_COST_DOUBT = 2.0  # times that what was configured weighs as much
+_ALIKE = 0.05  # squared, relative: batches that differ by less say little of what one request more takes
+_EXPLORE_EVERY = 48  # rounds without it: after so many the drafter is asked all the same, or its luck could never turn
 
 
 @dataclass(slots=True)
-class _Mean:
-    """A running mean that remembers ``memory`` trials."""
+class _DraftTimes:
+    """A line through what drafts for so many requests took."""
 
-    value: float
-    num: float
+    seconds: RunningMean = field(default_factory=RunningMean)
+    batch: RunningMean = field(default_factory=RunningMean)
+    square: RunningMean = field(default_factory=RunningMean)
+    product: RunningMean = field(default_factory=RunningMean)
 
-    def add(self, sample: float, memory: float) -> None:
-        self.num = min(self.num + 1.0, memory)
-        self.value += (sample - self.value) / self.num
+    def add(self, batch: int, seconds: float) -> None:
+        if self.seconds.is_known:
+            seconds = min(seconds, UNUSUAL * self.at(batch))
+        for mean, sample in zip(
+            (self.seconds, self.batch, self.square, self.product),
+            (seconds, batch, batch * batch, batch * seconds),
+            strict=True,
+        ):
+            mean.add(sample, _COST_MEMORY)
+
+    def at(self, batch: int) -> float:
+        """Never less for more requests. Each takes its share, as far as batches have been too alike to say."""
+        usual, share = self.batch.value, self.seconds.value / self.batch.value
+        alike = _ALIKE * usual * usual
+        spread = self.square.value - usual * usual + alike
+        slope = (self.product.value - usual * self.seconds.value + alike * share) / spread
+        slope = min(max(slope, 0.0), share)
+        return self.seconds.value + slope * (batch - usual)
 
 
 class Costs:
-    """Of one draft of each dear drafter, in rounds of the target as they are without it.
+    """Of a batch of drafts of each dear drafter, in rounds of the target as they are without it.
 
-    As configured until times are given; then more and more what these say: mean seconds of a draft over mean seconds of a
-    round. Of a draft for several requests the time counts as a whole, for all of them wait for it. A time far above what
-    is usual (a prompt that was computed in the same pass, another program) counts as a few times as long.
+    As configured, for the whole batch, until times are given; then more and more what these say: seconds of a draft for so
+    many requests, on a line through those that were made, over mean seconds of a round. A draft's time counts as a whole,
+    for all wait for it.
     """
 
     def __init__(self, configured: Mapping[int, float]) -> None:
         self._configured = configured
-        self._drafts = {member: _Mean(0.0, 0.0) for member in configured}
-        self._round = _Mean(0.0, 0.0)
+        self._drafts = {member: _DraftTimes() for member in configured}
+        self._round = RunningMean()
 
-    def of(self, member: int) -> float:
-        configured, draft = self._configured[member], self._drafts[member]
-        if self._round.num < _FEW_TIMES or not self._round.value:
+    def of(self, member: int, num_asked: int = 1, num_all: int = 1) -> float:
+        """Of drafts for ``num_asked`` of a batch of ``num_all`` requests."""
+        configured, drafts = self._configured[member] * num_asked / num_all, self._drafts[member]
+        num = drafts.seconds.num
+        if not self._round.is_known or not self._round.value or not num:
             return configured
-        measured = draft.value / self._round.value
-        return (_COST_DOUBT * configured + draft.num * measured) / (_COST_DOUBT + draft.num)
+        return (_COST_DOUBT * configured + num * drafts.at(num_asked) / self._round.value) / (_COST_DOUBT + num)
 
-    def drafted(self, member: int, seconds: float) -> None:
-        _add_time(self._drafts[member], seconds)
+    def drafted(self, member: int, batch: int, seconds: float) -> None:
+        self._drafts[member].add(batch, seconds)
 
     def came_true(self, seconds: float) -> None:
         """The target's round on drafts took so long."""
-        _add_time(self._round, seconds)
-
-
-def _add_time(mean: _Mean, seconds: float) -> None:
-    usual = mean.value if mean.num >= _FEW_TIMES else seconds
-    mean.add(min(seconds, _UNUSUAL * usual), _COST_MEMORY)
+        self._round.add(self._round.usual(seconds), _COST_MEMORY)
 
 
 class OwnGain:
     """By how much a drafter does better for one request than for others."""
 
     def __init__(self) -> None:
-        self._mean = _Mean(0.0, 0.0)
+        self._mean = RunningMean()
 
     @property
     def value(self) -> float:
@@ -79,26 +93,40 @@ class Worth:
     """Of one drafter: accepted tokens that asking it has added to what was at hand."""
 
     def __init__(self) -> None:
-        self._gains = [_Mean(0.0, 0.0) for _ in range(len(_EDGES) + 1)]
+        self._gains = [RunningMean() for _ in range(len(_EDGES) + 1)]
         self._num_refused = [0] * len(self._gains)
 
-    def is_worth(self, price: float, expected_len: float, own: OwnGain) -> bool:
-        """Whether to ask it, at a price in accepted tokens, when ``expected_len`` are expected of what is at hand.
+    def choose(self, at_hand: Sequence[tuple[float, OwnGain]], price: Callable[[int], float]) -> list[int]:
+        """Which requests of a round to ask it for, ascending; together, for all wait for it, and the first is the dearest.
 
-        A refusal is counted: now and then it is worth any price to know better.
+        A round without it is counted: now and then it is worth any price to know better.
+
+        Args:
+            at_hand: for each request that it could be asked for, the tokens that are expected without it.
+            price: in tokens that the whole batch forgoes while it drafts for so many.
         """
-        at = bisect_right(_EDGES, expected_len)
-        mean = self._gains[at]
-        if mean.num < _FIRST_TRIALS or mean.value + own.value > price:
-            return True
-        self._num_refused[at] += 1
-        if self._num_refused[at] < _EXPLORE_EVERY:
-            return False
-        self._num_refused[at] = 0
-        return True
+        places = [bisect_right(_EDGES, expected_len) for expected_len, _ in at_hand]
+        curious = {at for at in set(places) if self._is_curious(at)}
+        chosen = [i for i, at in enumerate(places) if at in curious]
+        gains = [self._gains[at].value + own.value for at, (_, own) in zip(places, at_hand, strict=True)]
+        others = sorted((i for i, at in enumerate(places) if at not in curious), key=lambda i: -gains[i])
+        surplus, most, num_best = 0.0, 0.0, 0
+        free = price(len(chosen)) if chosen else 0.0
+        for num, i in enumerate(others, 1):
+            surplus += gains[i]
+            if surplus - (price(len(chosen) + num) - free) > most:
+                most, num_best = surplus - (price(len(chosen) + num) - free), num
+        chosen = sorted((*chosen, *others[:num_best]))
+        asked = {places[i] for i in chosen}
+        for at in set(places):
+            self._num_refused[at] = 0 if at in asked else self._num_refused[at] + 1
+        return chosen
 
     def learn(self, gain: float, expected_len: float, own: OwnGain) -> None:
         """It was asked, and ``gain`` more tokens were accepted than of what was at hand alone."""
         mean = self._gains[bisect_right(_EDGES, expected_len)]
         own.add(gain - mean.value)
         mean.add(gain, _MEMORY)
+
+    def _is_curious(self, at: int) -> bool:
+        return self._gains[at].num < _FIRST_TRIALS or self._num_refused[at] + 1 >= _EXPLORE_EVERY

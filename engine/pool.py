@@ -1,6 +1,7 @@
 """The drafters as the round sees them: who is linked, who follows which request, what they are told and what they say."""
 
 import logging
+from collections.abc import Sequence
 
 from cluster.errors import LinkClosed
 from cluster.messages import ProposalRound
@@ -9,7 +10,9 @@ from cluster.types import Commit, RoutingTable
 from engine.ports import DrafterPort
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
+from router.asking import Asking, saved_s
 from router.assignment import Chain, drafter_of
+from router.cost_model import CostModel
 from router.plan import DrafterView
 
 logger = logging.getLogger(__name__)
@@ -18,12 +21,16 @@ logger = logging.getLogger(__name__)
 class Pool:
     """Not thread-safe: the round owns it. A request whose drafter is not linked is decoded plainly until it is."""
 
-    def __init__(self, sequences: Sequences, telemetry: Telemetry, table: RoutingTable) -> None:
+    def __init__(
+        self, sequences: Sequences, telemetry: Telemetry, table: RoutingTable, companions: Sequence[str] = ()
+    ) -> None:
         self.table = table
         self._sequences = sequences
         self._telemetry = telemetry
         self._ports: dict[str, DrafterPort] = {}
         self._num_routed = 0
+        self._asking = {name: Asking() for name in companions}
+        self._batch = 1  # requests that the last choice was for
 
     def views(self) -> dict[str, DrafterView]:
         """What is known of each linked drafter."""
@@ -109,6 +116,32 @@ class Pool:
             else:
                 port.release(request_id)
 
+    # ---- whether companions are asked: the target waits while they draft
+
+    def is_asked(self, name: str) -> bool:
+        """One that is not is told nothing meanwhile: its port keeps what it is to be told."""
+        asking = self._asking.get(name)
+        return asking is None or asking.is_asked or not self._sequences
+
+    def choose(self, batch: int) -> None:
+        """Who is asked for the drafts of the next round of ``batch`` requests."""
+        for asking in self._asking.values():
+            asking.decide(batch)
+        self._batch = batch
+
+    def drafted(self, name: str, seconds: float) -> None:
+        """The companion took so long, to follow what was committed and to draft."""
+        self._asking[name].drafted(self._batch, seconds)
+
+    def weigh(self, commits: Sequence[Commit], batch: int, num_context: int, cost: CostModel) -> None:
+        """What companions' drafts have saved in a pass over ``batch`` sequences."""
+        for name, asking in self._asking.items():
+            own = [commit for commit in commits if commit.drafter == name]
+            if own:
+                num_verified = sum(commit.num_proposed for commit in own)
+                num_accepted = sum(commit.num_accepted for commit in own)
+                asking.came_true(batch, saved_s(batch, num_verified, num_accepted, num_context, cost))
+
     # ---- who follows whom
 
     def follow(self, table: RoutingTable) -> None:
@@ -148,7 +181,7 @@ class Pool:
             for one in self._ports.values():
                 if commit.request_id in one.followed:
                     one.extend(commit.request_id, commit.base_len, commit.token_ids)
-            if port is not None:
+            if port is not None and self.is_asked(port.link.peer.name):
                 sequence.await_proposal(now_s)
 
     def release(self, sequence: LiveSequence) -> None:
@@ -161,8 +194,10 @@ class Pool:
                 port.release(request_id)
 
     def flush(self) -> None:
-        """Sends every drafter what it is to be told."""
-        for port in tuple(self._ports.values()):
+        """Sends every drafter what it is to be told now."""
+        for name, port in tuple(self._ports.items()):
+            if not self.is_asked(name):
+                continue
             try:
                 port.flush(self.table.version)
             except LinkClosed as gone:

@@ -18,6 +18,7 @@ from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry
 from profiler.online_cost import OnlineCost
+from router.asking import Pace
 from router.assignment import Observation, RequestView, Score
 from router.cost_model import CostModel
 from router.plan import StepPlan
@@ -53,6 +54,8 @@ class LoopStatus:
 class Companion(Protocol):
     """The loop of a drafter that reads the target's own hidden states, and so lives in its process and thread."""
 
+    row_price: float  # in tokens: a draft token less likely to survive is not worth verifying
+
     @property
     def name(self) -> str: ...
 
@@ -70,7 +73,8 @@ class TargetLoop:
     Args:
         companions: drafters linked to ``mailbox`` as any others, stepped at the end of each round on this thread, when what
             was committed has been sent to them: what they read of the engine is then exactly what is committed, and their
-            proposals are there before the next round.
+            proposals are there before the next round. One whose drafts save less time than making them takes is told
+            nothing, and asked nothing, but now and then.
     """
 
     def __init__(
@@ -95,9 +99,11 @@ class TargetLoop:
         self._max_waiting = max_waiting
         self._clock = clock
         self._companions = list(companions)
+        self._pace = Pace()
+        self._last_round_s: float | None = None  # when it began, if it passed
         self._sequences = Sequences(model)
         self._newest_table = table or RoutingTable(version=0)
-        self._pool = Pool(self._sequences, self.telemetry, self._newest_table)
+        self._pool = Pool(self._sequences, self.telemetry, self._newest_table, [one.name for one in companions])
         self._callers = Callers(self._end)
         self._draining = False
         self._unread_since_s: float | None = None  # when the last pass began, if the last step had one
@@ -166,6 +172,9 @@ class TargetLoop:
         """Mail, plan, one pass, the word spread of what it committed, and the companions' drafts on top of that."""
         report = self._round(now_s)
         for companion in tuple(self._companions):
+            if not self._pool.is_asked(companion.name):
+                continue
+            start_s = self._clock() if self._clock is not None else now_s
             try:
                 while companion.step(now_s):
                     pass
@@ -173,12 +182,15 @@ class TargetLoop:
                 logger.exception("drafter %s failed, and is left out from now on", companion.name)
                 self._companions.remove(companion)
                 self._pool.leave_out(companion.name, f"{type(error).__name__}: {error}")
+            if self._clock is not None and report.executed:
+                self._pool.drafted(companion.name, self._clock() - start_s)
         return report
 
     def _round(self, now_s: float) -> StepReport:
         self._pool.follow(self._newest_table)
         self._take_mail(now_s)
         self._unread_since_s = None
+        last_round_s, self._last_round_s = self._last_round_s, None
         if not self._sequences:
             self._flush()
             return StepReport(executed=False)
@@ -191,7 +203,13 @@ class TargetLoop:
         self._unread_since_s = now_s
         spans, outcomes = self._execute(plan)
         end_s = self._clock() if self._clock is not None else now_s
+        num_sampled = sum(span.samples for span in spans) if self._companions and self._clock is not None else 0
+        if num_sampled:
+            self._pool.choose(num_sampled)
         commits = self._apply(spans, outcomes, end_s)
+        if num_sampled:
+            self._weigh(spans, commits, None if last_round_s is None else now_s - last_round_s)
+        self._last_round_s = now_s
         self.telemetry.record(sum(len(s.token_ids) for s in spans), commits, end_s - now_s, end_s)
         self._flush()
         if not self._sequences:
@@ -284,6 +302,19 @@ class TargetLoop:
             if drift is not None:
                 logger.info("passes of about %d rows now take %.2f times what was measured", drift.num_rows, drift.ratio)
         return outcomes
+
+    def _weigh(self, spans: Sequence[SpanInput], commits: Sequence[Commit], round_s: float | None) -> None:
+        """What the companions' drafts have saved in this pass, and what a row costs at the pace of the last ones.
+
+        ``round_s``: since the round before began, what companions took included; None: there was a pause."""
+        sampled = [span for span in spans if span.samples]
+        num_rows, context = sum(1 + span.num_drafts for span in sampled), sum(span.base_len for span in sampled)
+        self._pool.weigh(commits, len(sampled), context, self._cost)
+        if round_s is not None:
+            self._pace.note(sum(len(commit.token_ids) for commit in commits), round_s)
+        price = self._pace.row_price(num_rows, context, self._cost)
+        for companion in self._companions:
+            companion.row_price = price
 
     def _preempt(self, sequence: LiveSequence) -> None:
         """Gives up the blocks; what was committed stays, and is recomputed later to the same tokens (DESIGN idea 1)."""

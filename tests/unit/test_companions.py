@@ -147,6 +147,42 @@ def test_the_targets_own_thread_reads_features_of_what_is_committed(
         assert cluster.loop.telemetry.drafter("dspark").num_proposed >= before
 
 
+class _Wrong:
+    """Drafts what the target never says."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.lengths: dict[str, int] = {}
+
+    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+        self.lengths[request_id] = len(token_ids)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self.lengths[request_id] += len(token_ids)
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        self.num_asked += 1
+        return [Draft(demand.request_id, (0,) * demand.num_tokens, (0.5,) * demand.num_tokens) for demand in demands]
+
+    def release(self, request_id: str) -> None:
+        self.lengths.pop(request_id, None)
+
+    def check_integrity(self) -> None: ...
+
+
+def test_one_that_is_not_worth_its_time_is_hardly_asked_and_told_of_it_all_later(
+    target: Path, plain: list[list[int]]
+) -> None:
+    engine, model = engine_of(target, (0, 2))
+    drafter = _Wrong()
+    with EmbeddedCluster(engine, model, COST, {"wrong": PoolEntry(drafter, companion=True)}) as cluster:
+        for _ in range(3):
+            assert outputs(cluster.complete(requests(6))) == plain
+        num_rounds = cluster.loop.telemetry.num_passes
+    assert 0 < drafter.num_asked < num_rounds / 2
+    assert not drafter.lengths, "what has ended is forgotten"
+
+
 class _Failing:
     """Drafts once, then fails."""
 

@@ -309,11 +309,11 @@ def test_what_a_member_costs_is_learned_from_how_long_it_takes(configured: float
 
 def test_costs_are_those_configured_until_enough_times_are_known() -> None:
     costs = Costs({1: 0.2})
-    costs.drafted(1, 0.03)
+    costs.drafted(1, 1, 0.03)
     costs.came_true(0.01)
     assert costs.of(1) == 0.2
     for _ in range(500):
-        costs.drafted(1, 0.005)
+        costs.drafted(1, 1, 0.005)
         costs.came_true(0.02)
     assert costs.of(1) == pytest.approx((2 * 0.2 + 100 * 0.25) / 102, rel=0.05)
     before = costs.of(1)
