@@ -86,7 +86,7 @@ class Race:
         """One batch, with whoever still races."""
         number = len(self._plain)
         requests = self._requests(self._groups[number])
-        own = []
+        own: list[Pace] = []
         for name in in_turn(list(self._racing), number):
             pace = measure(self._stable, requests, None if name is None else self._racing[name])
             (own if name is None else self._paces[name]).append(pace)

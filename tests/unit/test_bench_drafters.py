@@ -56,7 +56,7 @@ def test_everything_is_measured_and_named(
     write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(257))
     write_dspark(tmp_path / "shipped" / "dspark", target, block_size=5)
     effort = replace(
-        QUICK, num_synthetic=6, num_new_tokens=12, num_cost_rounds=4, turns=QUICK.turns | {(0.0, 1): Turns(1, 3, 12)}
+        QUICK, num_synthetic=6, num_new_tokens=12, num_cost_rounds=4, turns={**QUICK.turns, (0.0, 1): Turns(1, 3, 12)}
     )
     monkeypatch.setattr(bench, "QUICK", effort)
     result = bench.run(BenchOptions(quick=True, model=str(target)))

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from pydantic import JsonValue
 
 from cluster.config import (
     CascadeOptions,
@@ -21,7 +22,7 @@ from cluster.config import (
 )
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
-from cluster.state import Document, MemoryStateStore, StateConflict, StateStore
+from cluster.state import MemoryStateStore, StateConflict, StateStore
 from cluster.state_file import FileStateStore
 from profiler.interleaved import Timing
 from profiler.latency import Kind
@@ -193,7 +194,7 @@ def test_two_that_measure_at_once_both_keep_what_they_found() -> None:
 
         was_quicker = False
 
-        def put(self, key: str, value: Document, expected_version: int | None = None) -> int:
+        def put(self, key: str, value: JsonValue, expected_version: int | None = None) -> int:
             if not self.was_quicker:
                 self.was_quicker = True
                 super().put(key, first.to_json())
@@ -208,7 +209,7 @@ def test_two_that_measure_at_once_both_keep_what_they_found() -> None:
 
 def test_a_store_in_which_others_write_all_the_time_is_given_up() -> None:
     class Hostile(MemoryStateStore):
-        def put(self, key: str, value: Document, expected_version: int | None = None) -> int:
+        def put(self, key: str, value: JsonValue, expected_version: int | None = None) -> int:
             raise StateConflict(key, 0, 1)
 
     with pytest.raises(StateConflict):

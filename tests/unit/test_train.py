@@ -103,7 +103,7 @@ def test_killed_in_every_step_it_ends_as_if_nothing_had_happened(wordy: Path, tm
 def trained(wordy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Result]]:
     """One work folder, one drafter of each kind."""
     folder = tmp_path_factory.mktemp("trained")
-    found = {}
+    found: dict[str, Result] = {}
     kinds: tuple[DrafterKind, ...] = ("layers", "table")
     for drafter in kinds:
         result = train(options(wordy, folder, drafter), HERE, Silent())
