@@ -20,6 +20,7 @@ from engine.models.tokenizer import fingerprint
 from engine.native import NativeLimits, NativeTarget
 from engine.offline import generate
 from engine.target import SpanInput
+from profiler.online_cost import OnlineCost
 from profiler.prompts import Prompt
 
 MAX_PROMPT_LEN = 1024
@@ -44,7 +45,7 @@ class Stable:
         self.plain = NativeTarget(network, limits)
         layers = feature_layers(drafters)
         self.target = NativeTarget(network, limits, feature_layers=layers) if layers else self.plain
-        self.cost = measure_cost(self.plain)
+        self.cost = OnlineCost(measure_cost(self.plain))  # as a served target corrects it
         self._max_new_tokens = max_new_tokens
 
     def make(self, drafter: DrafterConfig, clock: Callable[[], float] | None = None) -> Drafter:
