@@ -2,10 +2,12 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from deploy.bench.server import ServerProcess
 from tests.support.waiting import eventually, gauge
@@ -27,17 +29,17 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
 
 
 def test_a_chat_knows_the_capital_of_france(client: openai.OpenAI) -> None:
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
-    answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=24)  # type: ignore[arg-type]
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=24)
     assert "Paris" in (answer.choices[0].message.content or "")
     assert answer.usage is not None
     assert answer.usage.completion_tokens <= 24
 
 
 def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
-    ask = {"model": MODEL, "prompt": REPETITIVE, "max_tokens": 40, "temperature": 0.8, "seed": 11}
-    whole = client.completions.create(**ask)  # type: ignore[call-overload]
-    stream = client.completions.create(**ask, stream=True, stream_options={"include_usage": True})  # type: ignore[call-overload]
+    ask: dict[str, Any] = {"model": MODEL, "prompt": REPETITIVE, "max_tokens": 40, "temperature": 0.8, "seed": 11}
+    whole = client.completions.create(**ask)
+    stream = client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
     assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
@@ -52,9 +54,16 @@ def test_drafts_are_accepted_and_counted(client: openai.OpenAI) -> None:
 
 
 def test_choices_logprobs_stop_and_seed(client: openai.OpenAI) -> None:
-    ask = {"model": MODEL, "prompt": "One, two, three,", "max_tokens": 12, "temperature": 0.8, "seed": 5, "n": 2}
-    two = client.completions.create(**ask, logprobs=2)  # type: ignore[call-overload]
-    again = client.completions.create(**ask)  # type: ignore[call-overload]
+    ask: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": "One, two, three,",
+        "max_tokens": 12,
+        "temperature": 0.8,
+        "seed": 5,
+        "n": 2,
+    }
+    two = client.completions.create(**ask, logprobs=2)
+    again = client.completions.create(**ask)
     assert [choice.text for choice in two.choices] == [choice.text for choice in again.choices]
     assert two.choices[0].text != two.choices[1].text
     assert len(two.choices[0].logprobs.tokens) == len(two.choices[0].logprobs.token_logprobs) <= 12
@@ -79,7 +88,11 @@ def test_eight_at_once_get_what_each_gets_alone(client: openai.OpenAI) -> None:
         return answer.choices[0].text
 
     together: dict[int, str] = {}
-    threads = [threading.Thread(target=lambda i=i: together.update({i: ask(i)})) for i in range(8)]  # type: ignore[misc]
+
+    def answer(i: int) -> None:
+        together[i] = ask(i)
+
+    threads = [threading.Thread(target=answer, args=(i,)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
