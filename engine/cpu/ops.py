@@ -1,4 +1,5 @@
-"""Operators on a CPU: matrix products by oneDNN with weights laid out for it once, everything else by ``kernels.c``."""
+"""Operators on a CPU: matrix products with weights laid out for it once, by the C files beside this where they know the type
+and the CPU, else by oneDNN; everything else by ``kernels.c``."""
 
 import ctypes
 from pathlib import Path
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from engine.cpu.bf16 import Bf16Linear
 from engine.cpu.build import load_library
 from engine.cpu.int8 import Int8Linear
 from engine.cpu.race import CpuRace
@@ -57,10 +59,14 @@ class CpuOps:
         return fits and dtype in (torch.bfloat16, torch.float32)
 
     def linear(self, weight: LinearWeight) -> Linear:
-        return Int8Linear(self._library, weight, self._dtype) if self._int8 else packed_linear(weight)
+        if self._int8:
+            return Int8Linear(self._library, weight, self._dtype)
+        if self._dtype == torch.bfloat16 and Bf16Linear.supports(self._library, weight):
+            return Bf16Linear(self._library, weight)
+        return packed_linear(weight)
 
     def logits(self, weight: LinearWeight) -> Logits:
-        return Int8Linear(self._library, weight, self._dtype).logits if self._int8 else plain_logits(packed_linear(weight))
+        return Int8Linear(self._library, weight, self._dtype).logits if self._int8 else plain_logits(self.linear(weight))
 
     def race(self, token_ids: NDArray[np.int64]) -> CpuRace:
         """The choice among logits of ``token_ids``, ascending."""
@@ -149,7 +155,7 @@ class CpuOps:
 
 
 def packed_linear(weight: LinearWeight) -> Linear:
-    """The fastest product of few rows with ``weight`` on this CPU.
+    """The fastest product of few rows with ``weight`` where there is no kernel of ours.
 
     oneDNN with the weight in its own blocked layout takes about 0.6 of the time of ``F.linear``, in bf16 and fp32, at
     1 to 64 rows, and no more than it at 512. Without oneDNN it is ``F.linear``.

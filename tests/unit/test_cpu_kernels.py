@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.cpu import build
+from engine.cpu.bf16 import Bf16Linear
 from engine.cpu.ops import CpuOps, packed_linear
 from engine.factory import make_ops
 from engine.layout import PackedSpan, lay_out
@@ -108,6 +109,28 @@ def test_packed_products(rows: int, biased: bool, dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         ours.double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=5e-2 if dtype == torch.bfloat16 else 1e-4
     )
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12, 13, 70])
+@pytest.mark.parametrize(("num_out", "num_in"), [(37, 100), (64, 576), (48, 101)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_of_a_row_do_not_depend_on_the_others(
+    ops: tuple[CpuOps, TorchOps], rows: int, num_out: int, num_in: int, biased: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(rows)
+    weight, x = torch.randn(num_out, num_in).to(dtype), torch.randn(rows, num_in).to(dtype)
+    bias = torch.randn(num_out).to(dtype) if biased else None
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    linear = ops[0].linear(LinearWeight(weight, bias))
+    ours = linear(x)
+    low = dtype == torch.bfloat16
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-2 if low else 1e-5, atol=5e-2 if low else 1e-4)
+    if isinstance(linear, Bf16Linear):
+        assert all(torch.equal(linear(x[i : i + 1]), ours[i : i + 1]) for i in range(rows))
+        broken = x.clone()
+        broken[-1, 3] = torch.nan
+        assert linear(broken)[-1].isnan().all()
+        assert torch.equal(linear(broken)[:-1], ours[:-1])
 
 
 def test_blocks_that_the_kernels_cannot_read_are_refused(ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:

@@ -1,0 +1,53 @@
+"""Products in bfloat16 on a CPU that makes them: what ``bf16.c`` computes, of weights laid out for it once."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from engine.models.weights import LinearWeight
+
+_PANEL, _PAIR = 32, 2  # as in bf16.c
+
+
+class _Product(ctypes.Structure):
+    _fields_ = [
+        ("num_in", ctypes.c_int64),
+        ("num_out", ctypes.c_int64),
+        ("weights", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    ]
+
+
+class Bf16Linear:
+    """``engine.ops.Linear``. A row's result depends on nothing else in the batch, not even in the last bit.
+
+    On a CPU with AVX-512 BF16 it takes 0.6 to 0.75 of oneDNN's time at 1 to 24 rows, and no more than it at 256.
+    """
+
+    def __init__(self, library: ctypes.CDLL, weight: LinearWeight) -> None:
+        self._function = library.bf16_product
+        self._function.argtypes = (ctypes.c_void_p,) * 3 + (ctypes.c_int64, ctypes.c_int)
+        self._function.restype = None
+        self._num_out, self._num_in = weight.weight.shape
+        filled = torch.nn.functional.pad(weight.weight, (0, 0, 0, -self._num_out % _PANEL))
+        self._weights = filled.view(-1, _PANEL, self._num_in // _PAIR, _PAIR).transpose(1, 2).contiguous()
+        self._bias = (
+            None if weight.bias is None else torch.nn.functional.pad(weight.bias.float(), (0, -self._num_out % _PANEL))
+        )
+        bias_at = None if self._bias is None else self._bias.data_ptr()
+        self._product = _Product(self._num_in, self._num_out, self._weights.data_ptr(), bias_at)
+        self._at = ctypes.byref(self._product)
+
+    @staticmethod
+    def supports(library: ctypes.CDLL, weight: LinearWeight) -> bool:
+        """Whether this CPU and the library, which must be for activations in bfloat16, make such products."""
+        is_bf16 = weight.weight.dtype == torch.bfloat16 and weight.weight.shape[1] % _PAIR == 0
+        return is_bf16 and bool(library.has_bf16_products())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """bf16 [rows, in] -> bf16 [rows, out]"""
+        x = x.contiguous()
+        out = torch.empty(x.shape[0], self._num_out, dtype=torch.bfloat16)
+        self._function(self._at, x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads())
+        return out
