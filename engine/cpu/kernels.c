@@ -123,10 +123,15 @@ void rotate_and_store(const elem *qkv, const float *q_norm, const float *k_norm,
 /* Attention. A tile is up to TILE queries of one span that share a KV head; keys come in chunks, each softmaxed by itself,
  * and chunks are folded together by their maxima and sums (Dao et al., arXiv 2205.14135). Chunks lie at multiples of CHUNK
  * positions and are folded in order, so what a query gets does not depend on the batch or on threads. */
-enum { TILE = 4, CHUNK = 512, MAX_D = 512, AHEAD = 4 };
+#if __AVX512F__
+enum { TILE = 12 }; /* with two vectors of sums for each, a vector of keys or values and a factor, 32 registers are full */
+#else
+enum { TILE = 4 };
+#endif
+enum { CHUNK = 512, MAX_D = 512, AHEAD = 4 };
 
 typedef struct {
-    const float *query[TILE];
+    float query[MAX_D][TILE];
     int64_t num_keys[TILE]; /* of the chunk, that this query sees */
     float scores[TILE][CHUNK];
     float max[TILE], sum[TILE];   /* over the chunks so far */
@@ -173,8 +178,8 @@ static inline __attribute__((always_inline)) void score(Tile *tile, const int nu
                     const vf k0 = load16(k + i * B), k1 = load16(k + i * B + LANES);
                     __builtin_prefetch(next + t + i * B, 0, 2);
                     for (int q = 0; q < num; q++) {
-                        a[q] += k0 * tile->query[q][i];
-                        b[q] += k1 * tile->query[q][i];
+                        a[q] += k0 * tile->query[i][q];
+                        b[q] += k1 * tile->query[i][q];
                     }
                 }
                 for (int q = 0; q < num; q++) {
@@ -186,7 +191,7 @@ static inline __attribute__((always_inline)) void score(Tile *tile, const int nu
                 for (int64_t i = 0; i < D; i++) {
                     const vf k0 = load16(k + i * B);
                     __builtin_prefetch(next + t + i * B, 0, 2);
-                    for (int q = 0; q < num; q++) a[q] += k0 * tile->query[q][i];
+                    for (int q = 0; q < num; q++) a[q] += k0 * tile->query[i][q];
                 }
                 for (int q = 0; q < num; q++) storef(to + q * CHUNK, a[q]);
             }
@@ -252,7 +257,8 @@ static inline __attribute__((always_inline)) void add_chunk(Tile *tile, const in
     score(tile, num, at, start, num_keys);
     if (!at->products_only) soften(tile, num, num_keys, D);
     int64_t d = 0;
-    for (; d + 64 <= D; d += 64) mix(tile, num, 4, at, start, num_keys, d);
+    if (num <= TILE / 2)
+        for (; d + 64 <= D; d += 64) mix(tile, num, 4, at, start, num_keys, d);
     for (; d + 32 <= D; d += 32) mix(tile, num, 2, at, start, num_keys, d);
     for (; d < D; d += 16) mix(tile, num, 1, at, start, num_keys, d);
 }
@@ -291,7 +297,8 @@ int attention(const float *queries, const elem *keys, const elem *values, const 
             int64_t last_row = 0;
             for (int q = 0; q < num; q++) {
                 last_row = (first + q) / group;
-                tile.query[q] = queries + ((starts[s] + last_row) * heads + kv_head * group + (first + q) % group) * D;
+                const float *query = queries + ((starts[s] + last_row) * heads + kv_head * group + (first + q) % group) * D;
+                for (int64_t i = 0; i < D; i++) tile.query[i][q] = query[i];
                 tile.max[q] = -INFINITY;
                 tile.sum[q] = 0;
                 memset(tile.out[q], 0, D * sizeof(float));
@@ -307,6 +314,16 @@ int attention(const float *queries, const elem *keys, const elem *values, const 
                     case 1: add_chunk(&tile, 1, &at, start, num_keys); break;
                     case 2: add_chunk(&tile, 2, &at, start, num_keys); break;
                     case 3: add_chunk(&tile, 3, &at, start, num_keys); break;
+#if __AVX512F__
+                    case 4: add_chunk(&tile, 4, &at, start, num_keys); break;
+                    case 5: add_chunk(&tile, 5, &at, start, num_keys); break;
+                    case 6: add_chunk(&tile, 6, &at, start, num_keys); break;
+                    case 7: add_chunk(&tile, 7, &at, start, num_keys); break;
+                    case 8: add_chunk(&tile, 8, &at, start, num_keys); break;
+                    case 9: add_chunk(&tile, 9, &at, start, num_keys); break;
+                    case 10: add_chunk(&tile, 10, &at, start, num_keys); break;
+                    case 11: add_chunk(&tile, 11, &at, start, num_keys); break;
+#endif
                     default: add_chunk(&tile, TILE, &at, start, num_keys);
                 }
             }
