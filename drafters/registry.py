@@ -37,7 +37,7 @@ COSTS = {
     "ngram": 0.0,
     "suffix": 0.0,
     "table": 0.0,
-    "dspark": 0.2,
+    "dspark": 0.15,
     "layers": 0.35,
     "model": 1.0,
     "chain": 1.0,

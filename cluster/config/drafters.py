@@ -106,7 +106,7 @@ class CascadeOptions(Section):
     kind: Literal["cascade"] = "cascade"
     members: Annotated[tuple["DrafterOptions", ...], Field(min_length=1, max_length=16)]  # cheapest first
     # Of one draft of each member, in one-row steps of the target, until the cascade has measured it; one that costs 0 is
-    # always asked. None: 0 for lookups, 0.2 for dspark, 0.35 for layers, 1 for other models.
+    # always asked. None: 0 for lookups, 0.15 for dspark, 0.35 for layers, 1 for other models.
     costs: tuple[Annotated[float, Field(ge=0, le=100)], ...] | None = None
 
     @model_validator(mode="after")
