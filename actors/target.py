@@ -75,11 +75,14 @@ class TargetActor(LoopActor[TargetInfo]):
         from cluster.transport.factory import listen
         from engine.loading import stored_profile
         from engine.round import TargetLoop
+        from engine.threads import in_own_thread
         from profiler.profile import pool_costs
         from router.planner import StepPlanner
         from router.policies import member_costs
 
-        self._engine, self._model, cost, companions = load_with_companions(config, stored_profile(config))
+        self._engine, self._model, cost, companions = in_own_thread(
+            lambda: load_with_companions(config, stored_profile(config))
+        )
         self._draft_costs = pool_costs(config, cost)
         self._member_costs = member_costs(config, cost)
         self._cost = cost

@@ -111,10 +111,11 @@ class EmbeddedCluster:
         from drafters.registry import make_drafter, make_led
         from engine.loading import load_target
         from engine.models.prepare import ensure_model
+        from engine.threads import in_own_thread
 
         config = config if profile is None else with_measured_costs(config, profile)
         companions = [drafter for drafter in config.drafters if drafter.is_companion]
-        engine, model, cost = load_target(config, feature_layers(companions), profile)
+        engine, model, cost = in_own_thread(lambda: load_target(config, feature_layers(companions), profile))
         host = Host(engine, ensure_model(config.model.name))
         pool = {
             drafter.name: PoolEntry(

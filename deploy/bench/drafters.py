@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from rich.console import Console
 
@@ -21,6 +22,7 @@ from deploy.bench.pool import pool
 from deploy.bench.report import BenchOptions, BenchResult, Cell, Table
 from deploy.bench.stable import Stable
 from drafters.replay import Recording, Round
+from engine.threads import in_own_thread
 from profiler.calibration import Records
 from profiler.online_calibration import OnlineSurvival
 from profiler.prompts import Prompt, choose_prompts, load_prompts
@@ -90,16 +92,16 @@ def run(options: BenchOptions) -> BenchResult:
         console.print(f"drafters: {minutes}:{seconds:02} {what}", highlight=False)
 
     configs = pool(options.model)
-    stable = Stable(options.model, configs, effort.num_new_tokens)
+    stable = in_own_thread(lambda: Stable(options.model, configs, effort.num_new_tokens))
     prompts = _prompts(options, effort)
-    rounds, recordings = accepted(stable, configs, prompts, DRAFT_LENS, TEMPERATURES, tell)
+    rounds, recordings = in_own_thread(lambda: accepted(stable, configs, prompts, DRAFT_LENS, TEMPERATURES, tell))
     found = {config.name: Findings() for config in configs}
     for (name, temperature, draft_len), of_drafter in rounds.items():
         found[name].rounds[temperature, draft_len] = of_drafter
     for config, draft_len in itertools.product(configs, DRAFT_LENS):
         tell(f"cost of {config.name}, K = {draft_len}")
-        cost = draft_cost(stable, config, recordings[0.0], draft_len, effort.num_cost_rounds)
-        found[config.name].costs[draft_len] = cost
+        measure = partial(draft_cost, stable, config, recordings[0.0], draft_len, effort.num_cost_rounds)
+        found[config.name].costs[draft_len] = in_own_thread(measure)
     for key, paces in _speedups(stable, configs, recordings, effort, elapsed_s, tell).items():
         for name, pace in paces.items():
             found[name].paces[key] = pace

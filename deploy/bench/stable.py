@@ -20,6 +20,7 @@ from engine.models.tokenizer import fingerprint
 from engine.native import NativeLimits, NativeTarget
 from engine.offline import generate
 from engine.target import SpanInput
+from engine.threads import in_own_thread
 from profiler.online_cost import OnlineCost
 from profiler.prompts import Prompt
 
@@ -50,7 +51,8 @@ class Stable:
 
     def make(self, drafter: DrafterConfig, clock: Callable[[], float] | None = None) -> Drafter:
         """A new one each time, for most of them learn: nobody shall know an answer from having seen it before."""
-        return make_drafter(drafter, self.info, Host(self.target, self._folder) if drafter.is_companion else None, clock)
+        host = Host(self.target, self._folder) if drafter.is_companion else None
+        return in_own_thread(lambda: make_drafter(drafter, self.info, host, clock))
 
     def record(
         self, prompts: Sequence[Prompt], temperatures: Sequence[float]
