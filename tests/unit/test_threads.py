@@ -16,7 +16,7 @@ num = lambda: len(os.listdir("/proc/self/task"))
 def compute():
     torch.ones(4_000_000).exp()
     return num()
-in_own_thread(num)
+in_own_thread(num)  # what a first thread brings for good
 before = num()
 inside = in_own_thread(compute)
 until = time.monotonic() + 30
@@ -35,7 +35,7 @@ def test_no_team_is_left_behind() -> None:
     first, last = ran.stdout.splitlines()
     before, inside, after = map(int, first.split())
     assert inside > before + 1, "there was no team to be left"
-    assert after == before
+    assert after <= before
     assert int(last) > before, "on the main thread it stays"
 
 
