@@ -52,13 +52,14 @@ class DrafterActor(LoopActor[DrafterInfo]):
         if config.has_model:
             set_threads(config.resources.threads)
         from drafters.registry import make_led
+        from engine.threads import in_own_thread
 
         limits = RosterLimits(
             capacity=config.capacity,
             max_draft_len=config.max_draft_len,
             max_shadows=4 * config.capacity if config.spare_share else 0,
         )
-        drafter = make_led(config, self._proposers, self._target)
+        drafter = in_own_thread(lambda: make_led(config, self._proposers, self._target))
         loop = DrafterLoop(
             self._name, drafter, self._mailbox, limits, ahead_len=config.ahead_len, spare_share=config.spare_share
         )

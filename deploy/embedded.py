@@ -115,20 +115,25 @@ class EmbeddedCluster:
 
         config = config if profile is None else with_measured_costs(config, profile)
         companions = [drafter for drafter in config.drafters if drafter.is_companion]
-        engine, model, cost = in_own_thread(lambda: load_target(config, feature_layers(companions), profile))
-        host = Host(engine, ensure_model(config.model.name))
-        pool = {
-            drafter.name: PoolEntry(
-                make_drafter(drafter, model, host)
-                if drafter.is_companion
-                else make_led(drafter, config.proposers_of(drafter.name), model),
-                drafter.max_draft_len,
-                drafter.ahead_len,
-                drafter.capacity,
-                drafter.is_companion,
-            )
-            for drafter in config.drafters
-        }
+
+        def load() -> tuple[TargetEngine, ModelInfo, CostModel, dict[str, PoolEntry]]:
+            engine, model, cost = load_target(config, feature_layers(companions), profile)
+            host = Host(engine, ensure_model(config.model.name))
+            pool = {
+                drafter.name: PoolEntry(
+                    make_drafter(drafter, model, host)
+                    if drafter.is_companion
+                    else make_led(drafter, config.proposers_of(drafter.name), model),
+                    drafter.max_draft_len,
+                    drafter.ahead_len,
+                    drafter.capacity,
+                    drafter.is_companion,
+                )
+                for drafter in config.drafters
+            }
+            return engine, model, cost, pool
+
+        engine, model, cost, pool = in_own_thread(load)
         return cls(
             engine,
             model,

@@ -9,8 +9,9 @@ import pytest
 from engine.threads import in_own_thread
 
 CODE = """
-import os, time, torch
+import os, torch
 from engine.threads import in_own_thread
+from tests.support.waiting import eventually
 torch.set_num_threads(3)
 num = lambda: len(os.listdir("/proc/self/task"))
 def compute():
@@ -19,9 +20,7 @@ def compute():
 in_own_thread(num)  # what a first thread brings for good
 before = num()
 inside = in_own_thread(compute)
-until = time.monotonic() + 30
-while num() > before and time.monotonic() < until:  # they end by themselves, soon after
-    time.sleep(0.01)
+eventually(lambda: num() <= before)  # they end by themselves, soon after
 print(before, inside, num())
 compute()
 print(num())
