@@ -53,7 +53,7 @@ def run(*, out: Path, work: Path | None, drafter: Any, device: str, **fields: An
 
 
 def _show(result: Result, console: Console) -> None:
-    table = Table("temperature", "draft tokens", "accepted length", "untrained", "by position", title="held-out answers")
+    table = Table("temperature", "draft tokens", "accepted length", "before", "by position", title="held-out answers")
     untrained = {(a.temperature, a.draft_len): f"{a.accepted_len:.2f}" for a in result.untrained}
     for one in result.trained:
         table.add_row(

@@ -54,13 +54,14 @@ def _what(data: CardData) -> str:
 
 
 def _figures(data: CardData) -> str:
+    before_training = "with random weights" if data.options.begin_with is None else "before"
     lines = [
         "## Figures",
         "",
         f"On {len(data.held_out)} answers to {len({a.key for a in data.held_out})} prompts that it never saw. The accepted "
         "length counts the bonus token; acceptance is that of each position, given that those before were right.",
         "",
-        "| temperature | draft tokens | accepted length | with random weights | acceptance by position |",
+        f"| temperature | draft tokens | accepted length | {before_training} | acceptance by position |",
         "|---:|---:|---:|---:|---|",
     ]
     untrained = {(a.temperature, a.draft_len): a.accepted_len for a in data.untrained}
@@ -89,9 +90,12 @@ def _training(data: CardData) -> str:
     if options.drafter == "table":
         asked = {"seed": options.seed}
     rows = [f"| {name} | {value} |" for name, value in (asked | data.recipe).items()]
+    beginning = "as a ridge regression of the target's final hidden states"
+    if options.begin_with is not None:
+        beginning = f"as the drafter {options.begin_with.name}"
     how = {
         "dspark": f"{_DISTILLED}, and the confidence head on the expected acceptance (DSpark, equations 8 to 12). It "
-        "began as a ridge regression of the target's final hidden states. Weights are a moving average, stored as int8 "
+        f"began {beginning}. Weights are a moving average, stored as int8 "
         "with a scale per row.",
         "layers": f"{_DISTILLED}. It began with the target's own layers. Weights are a moving average, stored as int8 "
         "with a scale per row.",

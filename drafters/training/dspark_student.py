@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from drafters.dspark.checkpoint import TargetRows, new_network, save_network
+from drafters.dspark.checkpoint import TargetRows, load_network, new_network, save_network
 from drafters.dspark.config import DSparkConfig
 from drafters.dspark.network import DSparkNetwork
 from drafters.training.batches import Batch
+from drafters.training.folding import fold, unfold
 from drafters.training.frozen import FrozenTarget
 from drafters.training.losses import Losses, TargetDistribution, distillation, position_weights
 from drafters.training.readings import Rows
 from drafters.training.recipe import STORED
 from drafters.training.target_layers import read_final_norm, read_layers
 from drafters.training.vocabulary import positions_in
-from engine.models.int8 import quantise
 
 _RIDGE = 0.1  # of the Gram matrix's own diagonal: inputs are of very different sizes
 
@@ -93,6 +93,17 @@ class DSparkStudent(nn.Module):
             _set_markov(network, previous_map, self.places)
         network.norm.weight.mul_(self._shrinkage(sample))
 
+    @torch.no_grad()
+    def begin_with(self, folder: Path, rows: Rows) -> None:
+        """Begin as a saved drafter of the same configuration.
+
+        Raises:
+            ModelUnavailable: half-written.
+        """
+        network = load_network(folder, TargetRows(rows.embedding, rows.head))
+        self.network.load_state_dict(network.state_dict())
+        unfold(self.network, self.mean, self.std)
+
     def _shrinkage(self, batch: Batch) -> float:
         """How large the predictions are, over the states that they predict: the final norm brings all to full size, as if
         nothing were uncertain."""
@@ -120,7 +131,7 @@ class DSparkStudent(nn.Module):
 
     def save(self, folder: Path, target_folder: Path) -> None:
         network = copy.deepcopy(self.network)
-        _fold(network, self.mean, self.std)
+        fold(network, self.mean, self.std)
         save_network(network, folder, json.loads((target_folder / "config.json").read_text()), STORED)
 
 
@@ -216,20 +227,3 @@ def _copy_layers(network: DSparkNetwork, target: FrozenTarget) -> None:
         layer.load_state_dict(weights, strict=False)
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)
-
-
-@torch.no_grad()
-def _fold(network: DSparkNetwork, mean: Tensor, std: Tensor) -> None:
-    """Rewrites a network over standardised features as one over raw ones. Weights are rounded as they will be stored before
-    the means are taken out: some features have means far from zero, which would turn the rounding into an error of the
-    bias."""
-    size = network.config.feature_size
-    network.fc.weight.copy_(quantise(network.fc.weight / std, uneven=True).dequantised())
-    network.fc.bias -= network.fc.weight @ mean
-    module = network.anchor_input
-    if module is not None:
-        first = module.maps if isinstance(module.reduce, nn.Identity) else module.reduce
-        first.weight[:, :size] /= std
-        first.weight.copy_(quantise(first.weight, uneven=True).dequantised())
-        shift = first.weight[:, :size] @ mean
-        module.maps.bias -= shift if first is module.maps else quantise(module.maps.weight).dequantised() @ shift

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from cluster.errors import InvalidField
+from drafters.dspark.config import load_dspark_config
 from drafters.shipped import kind_of
 from drafters.table import FILE as TABLE_FILE
 from drafters.table import count_habits
 from drafters.training.batches import Batch, assemble, epoch
+from drafters.training.begun import going_on
 from drafters.training.card import CardData, write_card
 from drafters.training.corpus import Answer, evaluation_fingerprints, read_given
 from drafters.training.distil import Distillation, Point, Progress
@@ -57,7 +59,8 @@ MAX_KEPT_BYTES = {"cpu": 24 * 2**30, "cuda": 32 * 2**30}  # of readings: on disk
 MAX_PASS_TOKENS = {"cpu": 1, "cuda": 16384}
 CHECK_ANSWERS = 16  # held-out answers that a checkpoint is tried on
 MAX_MODEL_LEN = 2048
-_UNTOLD = ("out", "work", "device", "quick", "checkpoint_minutes")  # do not change what training does
+# Do not change what training does, except for the last, which is told where it is given.
+_UNTOLD = ("out", "work", "device", "quick", "checkpoint_minutes", "begin_with")
 
 
 class Reporter(Protocol):
@@ -71,7 +74,8 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """``untrained`` is the same drafter with random weights, on the same held-out answers; none for a table."""
+    """``untrained`` is the same drafter with random weights, or the one that training began with, on the same held-out
+    answers; none for a table."""
 
     folder: Path
     trained: tuple[Acceptance, ...]
@@ -92,6 +96,8 @@ def train(options: TrainOptions, world: World, reporter: Reporter) -> Result | N
     options = options.resolved()
     given = read_given(options.prompts, options.data_folder)
     target = FrozenTarget(ensure_model(options.model), device=world.device, dtype=options.dtype, max_model_len=MAX_MODEL_LEN)
+    if options.begin_with is not None:
+        options = going_on(options, target)
     identity = {"target": target.info.name, "tokenizer": target.info.tokenizer_fingerprint, "seed": options.seed}
     work = WorkFolder(options.work, identity, writes=world.is_first)
     times = Times.of(options.budget_minutes, options.num_prompts)
@@ -139,6 +145,7 @@ class _Run:
         self._options, self._world, self._reporter = options, world, reporter
         self._target, self._work = target, work
         self._learned, self._held_out = learned, held_out
+        self._begun = None if options.begin_with is None else load_dspark_config(options.begin_with)
         self._layers = feature_layers(target.model.config.num_layers)
         kind = world.device.type
         kept: Kept = InMemory(MAX_KEPT_BYTES[kind])
@@ -160,13 +167,23 @@ class _Run:
 
     def network(self, max_seconds: float | None) -> Result | None:
         options, world = self._options, self._world
-        vocabulary = choose_vocabulary(
-            self._learned, options.vocabulary, self._target.info.vocab_size, self._target.info.eos_token_ids
-        )
+        vocabulary = self._vocabulary()
         rows = target_rows(self._target)
         torch.manual_seed(options.seed)
         student = self._student(vocabulary, rows).to(world.device)
         fresh, latest = self._folder / "untrained", self._folder / "latest"
+        settings = {
+            "options": {k: str(v) for k, v in asdict(options).items() if k not in _UNTOLD},
+            "answers": len(self._learned),
+            "processes": world.size,
+        }
+        if options.begin_with is not None:
+            settings["begin_with"] = str(options.begin_with)
+        step = f"train {options.out.name}"
+        if not self._work.begin(step, settings) and world.is_first:
+            (self._folder / "checkpoint.pt").unlink(missing_ok=True)
+            shutil.rmtree(fresh, ignore_errors=True)
+        world.barrier()
         if world.is_first and kind_of(fresh) is None:
             student.save(fresh, self._target.folder)
         plan = batch_plan(options, world.device)
@@ -181,14 +198,6 @@ class _Run:
             options.seed,
             evaluate=lambda: self._try(student, latest, rows),
         )
-        settings = {
-            "options": {k: str(v) for k, v in asdict(options).items() if k not in _UNTOLD},
-            "answers": len(self._learned),
-            "processes": world.size,
-        }
-        step = f"train {options.out.name}"
-        if not self._work.begin(step, settings):
-            (self._folder / "checkpoint.pt").unlink(missing_ok=True)
         if not training.restore():
             self._initialise(student)
             training.restart()
@@ -210,11 +219,23 @@ class _Run:
         sample = self._learned[:: max(1, len(self._learned) // 64)]
         pairs = zip(self._readings.of(sample), sample, strict=True)
         mean, std = standardisation([reading.features[answer.prompt_len - 1 :] for reading, answer in pairs])
-        shape = dspark_config(options, config, vocabulary, self._target.info.tokenizer_fingerprint)
-        return DSparkStudent(shape, rows, mean, std)
+        shape = self._begun or dspark_config(options, config, vocabulary, self._target.info.tokenizer_fingerprint)
+        student = DSparkStudent(shape, rows, mean, std)
+        if options.begin_with is not None:
+            student.begin_with(options.begin_with, rows)
+        return student
+
+    def _vocabulary(self) -> Tensor | None:
+        if self._begun is not None:
+            token_ids = self._begun.draft_token_ids
+            return None if token_ids is None else torch.tensor(token_ids)
+        info = self._target.info
+        return choose_vocabulary(self._learned, self._options.vocabulary, info.vocab_size, info.eos_token_ids)
 
     def _initialise(self, student: DSparkStudent | LayersStudent) -> None:
-        """The same in each process: all see the same answers."""
+        """The same in each process: all see the same answers. A drafter that training begins with is there already."""
+        if self._begun is not None:
+            return
         if isinstance(student, LayersStudent):
             student.initialise(self._target.folder)
             return

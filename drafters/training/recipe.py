@@ -25,7 +25,8 @@ MIN_HELD_OUT, MAX_HELD_OUT = 8, 80  # prompts; the first as far as they are a th
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
     """``num_prompts``: self-written ones. ``num_tokens``: of answers. ``budget_minutes`` bounds writing and
-    training together, and what is written then depends on the machine."""
+    training together, and what is written then depends on the machine. With ``begin_with`` the shape of the drafter
+    is that of the one that it goes on with (``drafters.training.begun``)."""
 
     model: str
     drafter: DrafterKind
@@ -48,6 +49,7 @@ class TrainOptions:
     seed: int = 0
     device: str = "auto"
     dtype: str = "bfloat16"
+    begin_with: Path | None = None  # a trained drafter, by its folder or by the name of a shipped one
     data_folder: Path | None = None  # whose ``prompts`` are the evaluation sets, never to be trained on
 
     def __post_init__(self) -> None:
@@ -56,6 +58,10 @@ class TrainOptions:
         for field, low in (("num_tokens", 1), ("num_prompts", 0), ("num_epochs", 1), ("num_layers", 1), ("vocabulary", 2)):
             if getattr(self, field) < low:
                 raise InvalidField(field, getattr(self, field), f"must be at least {low}")
+        if self.learning_rate <= 0:
+            raise InvalidField("learning_rate", self.learning_rate, "must be more than 0")
+        if self.begin_with is not None and self.drafter != "dspark":
+            raise InvalidField("begin_with", self.begin_with.name, f"is for dspark, and cannot go on with {self.drafter}")
         if self.budget_minutes is not None and self.budget_minutes <= 0:
             raise InvalidField("budget_minutes", self.budget_minutes, "must be more than 0")
         if not self.prompts and not self.num_prompts:
@@ -65,12 +71,17 @@ class TrainOptions:
         """Quick: a rehearsal of every step that ends in minutes on a CPU."""
         if not self.quick:
             return self
-        return replace(
+        short = replace(
             self,
             num_prompts=min(self.num_prompts, 48),
             num_tokens=min(self.num_tokens, 6000),
             max_answer_tokens=min(self.max_answer_tokens, 64),
             num_epochs=2,
+        )
+        if self.begin_with is not None:
+            return short
+        return replace(
+            short,
             num_layers=1,
             vocabulary=min(self.vocabulary, 4096),
             markov_rank=min(self.markov_rank, 64),

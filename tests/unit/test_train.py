@@ -141,6 +141,52 @@ def test_what_was_written_serves_every_drafter(trained: tuple[Path, dict[str, Re
     assert all(step["done"] for step in manifest["steps"].values())
 
 
+class Listing(Silent):
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def step(self, name: str, total: float) -> Callable[[float], None]:
+        self.steps.append(name)
+        return super().step(name, total)
+
+
+@pytest.mark.timeout(200)
+def test_training_goes_on_with_a_trained_drafter(wordy: Path, tmp_path: Path) -> None:
+    """The run begins with what that drafter is, resumes as any, and says so in the card."""
+    first = train(options(wordy, tmp_path, num_epochs=4), HERE, Silent())
+    assert first is not None
+    wanted = TrainOptions(
+        model=str(wordy),
+        drafter="dspark",
+        out=tmp_path / "further",
+        work=tmp_path / "work",
+        num_prompts=24,
+        num_tokens=900,
+        max_answer_tokens=24,
+        num_epochs=2,
+        dtype="float32",
+        begin_with=first.folder,
+    )
+    listing = Listing()
+    second = train(wanted, HERE, listing)
+    assert second is not None
+    assert "training" in listing.steps
+    assert "regression" not in listing.steps
+    assert second.untrained == first.trained
+    weights = (second.folder / "model.safetensors").read_bytes()
+    assert weights != (first.folder / "model.safetensors").read_bytes()
+    assert (second.folder / "config.json").read_bytes() == (first.folder / "config.json").read_bytes()
+    card = (second.folder / "README.md").read_text()
+    assert "It began as the drafter dspark." in card
+    assert "| accepted length | before |" in card
+    assert "| block | 4 |" in card
+    assert str(tmp_path) not in card
+    again = Listing()
+    assert train(wanted, HERE, again) is not None
+    assert "training" not in again.steps
+    assert (second.folder / "model.safetensors").read_bytes() == weights
+
+
 def test_evaluation_prompts_are_refused(tmp_path: Path) -> None:
     held_back = tmp_path / "data" / "prompts"
     held_back.mkdir(parents=True)

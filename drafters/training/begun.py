@@ -1,0 +1,72 @@
+"""Going on with a drafter that is trained already, for other texts or with more of them: its shape stays what it is."""
+
+from dataclasses import fields, replace
+
+from cluster.errors import InvalidField
+from drafters.dspark.config import DSparkConfig, load_dspark_config
+from drafters.shipped import find_drafter, kind_of
+from drafters.training.frozen import FrozenTarget
+from drafters.training.recipe import TrainOptions, feature_layers
+from engine.models.config import ModelConfig
+
+
+def going_on(options: TrainOptions, target: FrozenTarget) -> TrainOptions:
+    """The options with the folder of ``begin_with`` found, and with the shape of the drafter in it.
+
+    Raises:
+        InvalidField: the folder holds another kind of drafter or one for another target, or the options ask for another
+            shape.
+        ModelUnavailable: there is no drafter, or half of one.
+    """
+    folder = find_drafter(str(options.begin_with))
+    if kind_of(folder) != options.drafter:
+        raise InvalidField("begin_with", folder.name, f"must be the folder of a drafter of kind {options.drafter}")
+    config = load_dspark_config(folder)
+    reason = _misfit(config, target)
+    if reason is not None:
+        raise InvalidField("begin_with", folder.name, reason)
+    shape = {
+        "num_layers": config.shape.num_layers,
+        "block_size": config.block_size,
+        "vocabulary": config.num_outputs,
+        "markov_rank": config.markov_rank,
+        "anchor_rank": config.anchor_input_rank or config.feature_size + config.shape.hidden_size,
+    }
+    defaults = {field.name: field.default for field in fields(TrainOptions)}
+    for name, value in shape.items():
+        asked = getattr(options, name)
+        if asked not in (value, defaults[name]):
+            raise InvalidField(name, asked, f"must be left out, or {value} as the drafter in {folder.name} has it")
+    return replace(
+        options,
+        begin_with=folder,
+        num_layers=shape["num_layers"],
+        block_size=shape["block_size"],
+        vocabulary=shape["vocabulary"],
+        markov_rank=shape["markov_rank"],
+        anchor_rank=shape["anchor_rank"],
+    )
+
+
+def _misfit(config: DSparkConfig, target: FrozenTarget) -> str | None:
+    """Why a drafter cannot be trained on for a target; None: it can."""
+    own = target.model.config
+    if _layer_shape(config.shape) != _layer_shape(own) or config.num_target_layers != own.num_layers:
+        return (
+            f"must be a drafter for {target.info.name}, with {own.num_layers} layers of width {own.hidden_size} and "
+            f"{own.vocab_size} tokens; it is for {config.num_target_layers} of width {config.shape.hidden_size} and "
+            f"{config.shape.vocab_size} tokens"
+        )
+    if config.tokenizer_fingerprint not in (None, target.info.tokenizer_fingerprint):
+        return f"must have been trained with the tokenizer of {target.info.name}"
+    wanted = feature_layers(own.num_layers)
+    if config.target_layer_ids != wanted:
+        return f"must read the layers {list(wanted)} of its target, not {list(config.target_layer_ids)}"
+    if not (config.shares_embedding and config.fc_bias):
+        return "must be a drafter that `outrider train` made, which shares its target's rows"
+    return None
+
+
+def _layer_shape(shape: ModelConfig) -> ModelConfig:
+    """What a drafter's own layers have from its target."""
+    return replace(shape, num_layers=1, tied_embeddings=False, eos_token_ids=())
