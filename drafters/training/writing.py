@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from cluster.types import Request, SamplingParams
+from drafters.training.composed import compose
 from drafters.training.corpus import (
     Answer,
     GivenPrompt,
@@ -139,10 +140,9 @@ class Writer:
             progress(int(usable))
 
     def tasks(self, num_prompts: int, given: Sequence[GivenPrompt], left_out: frozenset[str]) -> list[AnswerTask]:
-        """What is to be answered, each at each temperature: the first num_prompts self-written prompts and the given ones,
-        without duplicates and without those whose fingerprint is ``left_out``. The domains take turns, for the first
-        answers are those that are used."""
-        found: dict[str, GivenPrompt] = {}
+        """What is to be answered, each at each temperature: the first num_prompts self-written prompts, the given ones, and
+        some composed of both, without duplicates and without those whose fingerprint is ``left_out``. The domains of each
+        source take turns, for the first answers are those that are used."""
         written = {w.index: w for w in self._written()}
         sizes = {index: int(w.prompt is not None) for index, w in written.items()}
         used = {
@@ -151,17 +151,26 @@ class Writer:
             for i in _Front(share.attempts(num_prompts), sizes).first(share.part(num_prompts))
         }
         chosen = [written[index] for index in sorted(used)]
-        self_written = [GivenPrompt(w.domain, w.prompt) for w in chosen if w.prompt is not None]
-        for prompt in (*self_written, *given):
-            key = fingerprint(prompt.prompt)
-            if key not in left_out and is_usable(prompt.prompt):
-                found.setdefault(key, prompt)
-        by_domain: dict[str, list[AnswerTask]] = {}
-        for key, prompt in found.items():
-            for temperature in ANSWER_TEMPERATURES:
-                task = AnswerTask(key, prompt.domain, prompt.prompt, temperature)
-                by_domain.setdefault(prompt.domain, []).append(task)
-        return [task for turn in itertools.zip_longest(*(by_domain[d] for d in sorted(by_domain))) for task in turn if task]
+        known: set[str] = set()
+
+        def new(prompts: Iterable[GivenPrompt]) -> list[GivenPrompt]:
+            found = []
+            for prompt in prompts:
+                key = fingerprint(prompt.prompt)
+                if key not in left_out and key not in known and is_usable(prompt.prompt):
+                    known.add(key)
+                    found.append(prompt)
+            return found
+
+        self_written = new(GivenPrompt(w.domain, w.prompt) for w in chosen if w.prompt is not None)
+        given = new(given)
+        queues: dict[tuple[int, str], list[AnswerTask]] = {}
+        for source, prompts in enumerate((self_written, given, new(compose([*self_written, *given], self._seed)))):
+            for prompt in prompts:
+                key = fingerprint(prompt.prompt)
+                tasks = (AnswerTask(key, prompt.domain, prompt.prompt, t) for t in ANSWER_TEMPERATURES)
+                queues.setdefault((source, prompt.domain), []).extend(tasks)
+        return [task for turn in itertools.zip_longest(*(queues[q] for q in sorted(queues))) for task in turn if task]
 
     def write_answers(
         self,
