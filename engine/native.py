@@ -64,7 +64,8 @@ class NativeTarget:
             model.config, feature_layers, limits.num_blocks, limits.block_len, model.dtype, model.device
         )
         self._ledger = Ledger(limits.num_blocks, limits.block_len, prefix_cache)
-        self._sampler = Sampler(model.config.vocab_size, model.config.eos_token_ids)
+        vocab_size = model.config.vocab_size
+        self._sampler = Sampler(vocab_size, model.config.eos_token_ids, model.ops.race(np.arange(vocab_size)))
         self._states: dict[str, SamplingState] = {}
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from engine.layout import Layout
 from engine.models.config import ModelConfig
@@ -29,6 +31,27 @@ def plain_logits(linear: Linear) -> Logits:
     return logits
 
 
+class Race(Protocol):
+    """The choice of one token per row: argmax_v(z_v / T + G(key, v)), the lowest of equal ones."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        keys: NDArray[np.int64],
+        temperatures: NDArray[np.float32],
+        floors: NDArray[np.float32] | None = None,
+        /,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The token of each row, and its largest logit: where that is not finite (NaN if one is) the token says nothing.
+
+        Args:
+            logits: [rows, columns] in the dtype of the operators or fp32; each row contiguous.
+            keys: of the noise, [rows]; ``engine.noise.noise_keys``.
+            temperatures: [rows]; 0 takes the most probable token.
+            floors: [rows], of (z - max z) / T: what is below is not chosen.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Norms over each head of queries and keys (Qwen3), fp32 [head_dim]."""
@@ -48,6 +71,9 @@ class Ops(Protocol):
 
     def logits(self, weight: LinearWeight) -> Logits:
         """As ``linear``, for what is chosen from."""
+
+    def race(self, token_ids: NDArray[np.int64]) -> Race | None:
+        """A kernel for the choice among logits of ``token_ids``, ascending; None: there is none, plain torch does it."""
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         """``residual`` [rows, hidden] += delta, in place; returns its RMS norm (arXiv 1910.07467) in the dtype."""
@@ -80,6 +106,9 @@ class TorchOps:
 
     def logits(self, weight: LinearWeight) -> Logits:
         return plain_logits(self.linear(weight))
+
+    def race(self, token_ids: NDArray[np.int64]) -> None:
+        return None
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         if delta is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from cluster.types import SamplingParams, TokenLogprobs
 from engine.logits import Bias, Edits, Filters, TokenCounts, edit, floors
 from engine.noise import noise_keys
+from engine.ops import Race
 from engine.race import first_arrivals, greedy, peaks, probabilities
 
 
@@ -95,11 +96,16 @@ class Chosen:
 
 
 class Sampler:
-    """Chooses tokens. Stateless: what it knows of a request comes with the span."""
+    """Chooses tokens. Stateless: what it knows of a request comes with the span.
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    Args:
+        race: a kernel for the choice among all tokens, on the device and of the dtype of the logits; None: plain torch.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], race: Race | None = None) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
+        self._race = race
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, spans: Sequence[SampleSpan], want_confidences: bool = False) -> list[Chosen]:
@@ -120,11 +126,12 @@ class Sampler:
         logits = logits[:, : self.vocab_size]
         members = [self._member(span, start) for span, start in zip(spans, ends, strict=False)]
         picks = _Picks(np.full(ends[-1], self.vocab_size), np.full(ends[-1], np.nan), np.zeros(ends[-1]))
+        race = None if want_confidences else self._race
         for edited in (False, True):
-            for noisy in (False, True):
-                alike = [m for m in members if m.error is None and m.is_edited == edited and m.is_noisy == noisy]
+            for noisy in (False, True) if race is None else (None,):
+                alike = [m for m in members if m.error is None and m.is_edited == edited and noisy in (None, m.is_noisy)]
                 if alike:
-                    _pick(logits, alike, picks, want_confidences)
+                    _pick(logits, alike, picks, want_confidences, race)
         logprobs = _raw_logprobs(logits, members, picks)
         return [_chosen(member, picks, logprobs, want_confidences) for member in members]
 
@@ -161,6 +168,11 @@ class _Member:
     def is_noisy(self) -> bool:
         return self.span.state.sampling.temperature > 0
 
+    @property
+    def is_filtered(self) -> bool:
+        s = self.span.state.sampling
+        return self.is_noisy and (s.top_k is not None or s.top_p < 1.0 or s.min_p > 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class _Picks:
@@ -171,8 +183,8 @@ class _Picks:
     confidences: NDArray[np.float64]
 
 
-def _pick(logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confidences: bool) -> None:
-    """Choose for the rows of spans that are alike, and note it in ``picks``."""
+def _pick(logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confidences: bool, race: Race | None) -> None:
+    """Choose for the rows of spans that are alike, and note it in ``picks``. ``race`` takes noisy rows and others together."""
     rows = np.concatenate([np.arange(member.rows.start, member.rows.stop) for member in members])
     is_all = len(rows) == len(logits)
     x = logits if is_all else logits[torch.from_numpy(rows).to(logits.device)]
@@ -184,11 +196,14 @@ def _pick(logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confid
             if member.edits is not None:
                 edit(x[start:end], member.edits)
             start = end
+    if race is not None:
+        picks.token_ids[rows], picks.highest[rows] = _raced(x, members, race)
+        return
     at = peaks(x)
     temperatures = torch.ones_like(at.rows)
     floor = None
     if members[0].is_noisy:
-        temperatures = torch.from_numpy(_by_row(members, lambda s: s.temperature, np.float32)).to(x.device)
+        temperatures = torch.from_numpy(_temperatures(members)).to(x.device)
         floor = floors(x, at, temperatures, _filters(members))
         token_ids = first_arrivals(x, at, temperatures, floor, torch.from_numpy(_keys(members)).to(x.device))
     else:
@@ -201,6 +216,21 @@ def _pick(logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confid
     picks.highest[rows] = found[1]
     if want_confidences:
         picks.confidences[rows] = found[2]
+
+
+def _raced(x: Tensor, members: Sequence[_Member], race: Race) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    temperatures = _temperatures(members)
+    if not temperatures.any():
+        return race(x, np.zeros(len(x), np.int64), temperatures)
+    floor = None
+    if any(member.is_filtered for member in members):
+        tempered = torch.from_numpy(np.where(temperatures > 0, temperatures, np.float32(1.0)))
+        floor = floors(x, peaks(x), tempered, _filters(members)).numpy()
+    return race(x, _keys(members), temperatures, floor)
+
+
+def _temperatures(members: Sequence[_Member]) -> NDArray[np.float32]:
+    return _by_row(members, lambda s: s.temperature, np.float32)
 
 
 def _filters(members: Sequence[_Member]) -> Filters:

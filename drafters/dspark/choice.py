@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.cpu.ops import CpuOps
 from engine.noise import gumbel
-from engine.ops import Ops
+from engine.ops import Ops, Race
 from engine.sampling import SamplingState
 
 NUM_CANDIDATES = 64
@@ -36,7 +35,13 @@ def make_choice(ops: Ops, token_ids: NDArray[np.int64]) -> Choice:
     Args:
         token_ids: that the columns of the logits are for, ascending.
     """
-    return ops.race(token_ids) if isinstance(ops, CpuOps) else partial(choose_plain, token_ids)
+    race = ops.race(token_ids)
+    return partial(choose_plain, token_ids) if race is None else partial(_choose, race)
+
+
+def _choose(race: Race, logits: Tensor, keys: NDArray[np.int64], temperatures: NDArray[np.float32]) -> list[int]:
+    chosen: list[int] = race(logits, keys, temperatures)[0].tolist()
+    return chosen
 
 
 def choose_plain(

@@ -2,7 +2,8 @@
  * result does not depend on what else is in the batch or on threads.
  *
  * Weights lie as [panel of 32 outputs][pair of inputs][output][input of the pair]. A panel is read from memory once, ahead of
- * its use, and multiplied with all rows while it is in the cache: with few rows, reading is all that takes time.
+ * its use, and multiplied with all rows while it is in the cache: with few rows, reading is all that takes time. With more
+ * than one group of rows the next panel is read while all of them are multiplied with this one.
  */
 #include "vectors.h"
 #if __x86_64__
@@ -19,17 +20,25 @@ typedef struct {
 /* AHEAD: elements. What stays in registers is the sums of ROWS rows, and a pair of inputs of a panel. */
 enum { PAIR = 2, PARTS = 2, PANEL = PARTS * LANES, ROWS = 12, AHEAD = 2048 };
 
+/* What is read from memory meanwhile: ``stride`` bytes further at each pair of inputs. */
+typedef struct {
+    const char *from;
+    int64_t stride;
+} Ahead;
+
+enum { LINE = 64, PAIR_BYTES = PANEL * PAIR * (int)sizeof(elem) };
+
 /* ``num``: of rows, a constant. */
 static inline __attribute__((always_inline)) void multiply(const int num, const elem *weights, const elem *x, int64_t num_in,
-                                                           vf sums[ROWS][PARTS]) {
+                                                           Ahead ahead, vf sums[ROWS][PARTS]) {
     __m512 s[ROWS][PARTS];
     for (int r = 0; r < num; r++)
         for (int p = 0; p < PARTS; p++) s[r][p] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < num_in; i += PAIR, weights += PANEL * PAIR) {
+    for (int64_t i = 0; i < num_in; i += PAIR, weights += PANEL * PAIR, ahead.from += ahead.stride) {
         __m512bh w[PARTS];
         for (int p = 0; p < PARTS; p++) {
             w[p] = (__m512bh)_mm512_loadu_si512(weights + p * LANES * PAIR);
-            __builtin_prefetch(weights + p * LANES * PAIR + AHEAD, 0, 3);
+            __builtin_prefetch(ahead.from + p * LINE, 0, 3);
         }
         for (int r = 0; r < num; r++) {
             int32_t pair;
@@ -42,20 +51,20 @@ static inline __attribute__((always_inline)) void multiply(const int num, const 
         for (int p = 0; p < PARTS; p++) sums[r][p] = (vf)s[r][p];
 }
 
-static void multiply_rows(int num, const elem *weights, const elem *x, int64_t num_in, vf sums[ROWS][PARTS]) {
+static void multiply_rows(int num, const elem *weights, const elem *x, int64_t num_in, Ahead ahead, vf sums[ROWS][PARTS]) {
     switch (num) {
-        case 1: multiply(1, weights, x, num_in, sums); break;
-        case 2: multiply(2, weights, x, num_in, sums); break;
-        case 3: multiply(3, weights, x, num_in, sums); break;
-        case 4: multiply(4, weights, x, num_in, sums); break;
-        case 5: multiply(5, weights, x, num_in, sums); break;
-        case 6: multiply(6, weights, x, num_in, sums); break;
-        case 7: multiply(7, weights, x, num_in, sums); break;
-        case 8: multiply(8, weights, x, num_in, sums); break;
-        case 9: multiply(9, weights, x, num_in, sums); break;
-        case 10: multiply(10, weights, x, num_in, sums); break;
-        case 11: multiply(11, weights, x, num_in, sums); break;
-        default: multiply(ROWS, weights, x, num_in, sums);
+        case 1: multiply(1, weights, x, num_in, ahead, sums); break;
+        case 2: multiply(2, weights, x, num_in, ahead, sums); break;
+        case 3: multiply(3, weights, x, num_in, ahead, sums); break;
+        case 4: multiply(4, weights, x, num_in, ahead, sums); break;
+        case 5: multiply(5, weights, x, num_in, ahead, sums); break;
+        case 6: multiply(6, weights, x, num_in, ahead, sums); break;
+        case 7: multiply(7, weights, x, num_in, ahead, sums); break;
+        case 8: multiply(8, weights, x, num_in, ahead, sums); break;
+        case 9: multiply(9, weights, x, num_in, ahead, sums); break;
+        case 10: multiply(10, weights, x, num_in, ahead, sums); break;
+        case 11: multiply(11, weights, x, num_in, ahead, sums); break;
+        default: multiply(ROWS, weights, x, num_in, ahead, sums);
     }
 }
 
@@ -68,22 +77,37 @@ static inline void put(elem *to, vf value, int64_t num) {
 
 int has_bf16_products(void) { return 1; }
 
+/* One panel times all rows. ``is_read``: the thread has just multiplied the panel before, and read this one meanwhile. */
+static void multiply_panel(const Bf16Product *p, int64_t panel, const elem *x, elem *out, int64_t rows, int is_read) {
+    const int64_t column = panel * PANEL, num_groups = (rows + ROWS - 1) / ROWS;
+    const int64_t size = p->num_in / PAIR * PAIR_BYTES;
+    const elem *weights = p->weights + column * p->num_in;
+    const vf *bias = p->bias ? (const vf *)(p->bias + column) : NULL;
+    for (int64_t group = 0, row = 0; group < num_groups; group++) {
+        const int num = (int)((rows - row) / (num_groups - group)); /* groups of like sizes */
+        Ahead ahead = {(const char *)(weights + AHEAD), PAIR_BYTES};
+        if (num_groups > 1 && (is_read || group))
+            ahead = (Ahead){(const char *)weights + size + size * group / num_groups, PAIR_BYTES / num_groups};
+        vf sums[ROWS][PARTS];
+        multiply_rows(num, weights, x + row * p->num_in, p->num_in, ahead, sums);
+        for (int i = 0; i < num; i++, row++)
+            for (int part = 0; part < PARTS; part++) {
+                const int64_t first = column + part * LANES, left = p->num_out - first;
+                if (left > 0) put(out + row * p->num_out + first, bias ? sums[i][part] + bias[part] : sums[i][part], left);
+            }
+    }
+}
+
 /* x [rows][num_in] -> out [rows][num_out] */
 void bf16_product(const Bf16Product *p, const elem *x, elem *out, int64_t rows, int num_threads) {
-    const int64_t num_panels = (p->num_out + PANEL - 1) / PANEL, num_groups = (rows + ROWS - 1) / ROWS;
-#pragma omp parallel for schedule(static) num_threads(threads_for(p->num_in *p->num_out / 4, num_threads))
-    for (int64_t panel = 0; panel < num_panels; panel++) {
-        const int64_t column = panel * PANEL;
-        const vf *bias = p->bias ? (const vf *)(p->bias + column) : NULL;
-        for (int64_t group = 0, row = 0; group < num_groups; group++) {
-            const int num = (int)((rows - row) / (num_groups - group)); /* groups of like sizes */
-            vf sums[ROWS][PARTS];
-            multiply_rows(num, p->weights + column * p->num_in, x + row * p->num_in, p->num_in, sums);
-            for (int i = 0; i < num; i++, row++)
-                for (int part = 0; part < PARTS; part++) {
-                    const int64_t first = column + part * LANES, left = p->num_out - first;
-                    if (left > 0) put(out + row * p->num_out + first, bias ? sums[i][part] + bias[part] : sums[i][part], left);
-                }
+    const int64_t num_panels = (p->num_out + PANEL - 1) / PANEL;
+#pragma omp parallel num_threads(threads_for(p->num_in *p->num_out / 4, num_threads))
+    {
+        int64_t before = -2;
+#pragma omp for schedule(static)
+        for (int64_t panel = 0; panel < num_panels; panel++) {
+            multiply_panel(p, panel, x, out, rows, before + 1 == panel);
+            before = panel;
         }
     }
 }

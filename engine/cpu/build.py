@@ -17,7 +17,7 @@ import torch
 
 from cluster.errors import OutriderError
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "bf16.c", "products.c", "race.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "attention.c", "bf16.c", "products.c", "race.c"))
 HEADERS = (Path(__file__).with_name("vectors.h"),)
 COMPILE_TIMEOUT_S = 120.0
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fno-math-errno")

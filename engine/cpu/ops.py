@@ -1,5 +1,5 @@
 """Operators on a CPU: matrix products with weights laid out for it once, by the C files beside this where they know the type
-and the CPU, else by oneDNN; everything else by ``kernels.c``."""
+and the CPU, else by oneDNN; everything else by ``attention.c`` and ``kernels.c``."""
 
 import ctypes
 from pathlib import Path
@@ -70,7 +70,7 @@ class CpuOps:
 
     def race(self, token_ids: NDArray[np.int64]) -> CpuRace:
         """The choice among logits of ``token_ids``, ascending."""
-        return CpuRace(self._library, token_ids)
+        return CpuRace(self._library, self._dtype, token_ids)
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         rows, size = residual.shape

@@ -56,5 +56,29 @@ static inline float sum_lanes(vf x) {
     return sum;
 }
 
+/* e^x to about 2 ulp: 2^n times a polynomial on |r| <= ln(2)/2. Below -87 it is 0, which holds for -inf too. */
+static inline vf exp16(vf x) {
+    vi tiny = x < -87.0f;
+    x = choose(tiny, splat(-87.0f), x);
+    x = choose(x > 88.0f, splat(88.0f), x);
+    vf shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to the nearest integer, held in the low bits */
+    vf n = shifted - 12582912.0f;
+    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    vi scale = ((vi)shifted - 0x4b400000 + 127) << 23;
+    return choose(tiny, splat(0), p * (vf)scale);
+}
+
 /* Threads cost more than they save on little work, and most of all on a machine that is busy. */
 static inline int threads_for(int64_t num_elements, int num_threads) { return num_elements < 32768 ? 1 : num_threads; }
+
+/* Of a model's attention; block_len: tokens in a block of the KV cache. */
+typedef struct {
+    int64_t heads, kv_heads, head_dim, block_len;
+} Shape;

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from cluster.types import SamplingParams
 from engine import race
+from engine.cpu import build
+from engine.cpu.race import CpuRace
 from engine.noise import gumbel, noise_keys
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 
@@ -84,10 +86,14 @@ def states(vocab_size: int) -> st.SearchStrategy[tuple[SamplingParams, list[int]
     )
 
 
-@pytest.mark.parametrize("num_first_blocks", [1, 8])
+def raced(logits: Tensor, vocab_size: int) -> CpuRace:
+    return CpuRace(build.load_library(logits.dtype), logits.dtype, np.arange(vocab_size))
+
+
+@pytest.mark.parametrize(("num_first_blocks", "kernel"), [(1, False), (8, False), (8, True)])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_choices_equal_the_naive_sampler(num_first_blocks: int, data: st.DataObject) -> None:
+def test_choices_equal_the_naive_sampler(num_first_blocks: int, kernel: bool, data: st.DataObject) -> None:
     vocab_size = data.draw(st.sampled_from(VOCAB_SIZES))
     eos = (vocab_size // 2,)
     requests = data.draw(st.lists(states(vocab_size), min_size=1, max_size=5))
@@ -106,7 +112,7 @@ def test_choices_equal_the_naive_sampler(num_first_blocks: int, data: st.DataObj
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(race, "_NUM_FIRST_BLOCKS", num_first_blocks)
-        chosen = Sampler(vocab_size, eos).choose(logits, spans)
+        chosen = Sampler(vocab_size, eos, raced(logits, vocab_size) if kernel else None).choose(logits, spans)
 
     assert torch.equal(logits, before)
     row = 0
@@ -129,7 +135,9 @@ def test_choices_equal_the_naive_sampler(num_first_blocks: int, data: st.DataObj
 def assert_equal_to_naive(logits: Tensor, sampling: SamplingParams) -> list[int]:
     """Of as many seeds as there are rows, which are all alike. The tokens chosen."""
     states = [SamplingState(replace(sampling, seed=seed), [1], 1) for seed in range(len(logits))]
-    chosen = Sampler(logits.shape[1], ()).choose(logits, [SampleSpan(state, (), 1) for state in states])
+    spans = [SampleSpan(state, (), 1) for state in states]
+    chosen = Sampler(logits.shape[1], ()).choose(logits, spans)
+    assert Sampler(logits.shape[1], (), raced(logits, logits.shape[1])).choose(logits, spans) == chosen
     token_ids = [c.token_ids[0] for c in chosen]
     assert token_ids == [naive(logits[0], [1], 1, state.sampling, ()) for state in states]
     return token_ids
@@ -254,7 +262,11 @@ def test_a_request_without_a_choice_fails_alone() -> None:
     rows.append(one_nan)
     for sampling in (PLAIN, GREEDY, replace(PLAIN, top_p=0.5), replace(PLAIN, top_k=2), replace(PLAIN, top_logprobs=3)):
         spans = [SampleSpan(SamplingState(sampling, [0], 1), (1,), 2) for _ in rows]
-        whole, masked, nan, infinite, again, half = Sampler(10, ()).choose(torch.cat(rows), spans, want_confidences=True)
+        logits = torch.cat(rows)
+        chosen = Sampler(10, ()).choose(logits, spans, want_confidences=True)
+        by_kernel = Sampler(10, (), raced(logits, 10)).choose(logits, spans)
+        assert [(c.token_ids, c.error) for c in by_kernel] == [(c.token_ids, c.error) for c in chosen]
+        whole, masked, nan, infinite, again, half = chosen
         assert whole.error is None
         assert len(whole.token_ids) == 2
         assert again == whole
