@@ -17,7 +17,7 @@ from itertools import chain
 import numpy as np
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from router.assignment import Observation, Positions
+from router.assignment import Positions
 from router.matching import NOWHERE, Floats, Ints
 
 NUM_POSITIONS = 8  # told apart; those behind share the last
@@ -200,14 +200,3 @@ def _padded(counts: Sequence[tuple[int, ...]]) -> Floats:
     at = np.repeat(np.arange(len(counts)), lens) * NUM_POSITIONS + position
     sums = np.bincount(at, flat, len(counts) * NUM_POSITIONS).astype(np.float64)
     return sums.reshape(-1, NUM_POSITIONS)
-
-
-def counts_of_totals(observations: Sequence[Observation]) -> tuple[Floats, Floats]:
-    """As `counts_of`, where only totals were recorded: as if every position had the same rate a = A / (A + R) with A
-    accepted tokens in R rounds, of which a^i reach position i."""
-    rounds = np.array([seen.num_rounds for seen in observations], np.float64)[:, None]
-    accepted = np.maximum([seen.num_committed - seen.num_rounds for seen in observations], 0.0)[:, None]
-    rate = accepted / (accepted + rounds)
-    reached = rounds * rate ** np.arange(NUM_POSITIONS)
-    reached[:, -1:] /= 1.0 - rate  # all that lie behind
-    return reached, reached * rate

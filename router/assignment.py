@@ -117,8 +117,13 @@ class Observation:
     num_accepted: int
     num_committed: int  # accepted and bonus tokens
     elapsed_s: float  # from commit to commit, waits for proposals included
-    positions: Positions = NO_POSITIONS  # empty: not recorded, and taken from the totals
+    positions: Positions = NO_POSITIONS  # of drafts that were there in time; empty: none was
     teaches: bool = True
+
+    @property
+    def num_in_time(self) -> int:
+        """Rounds in which a draft was at hand: each reaches the first position."""
+        return min(self.num_rounds, self.positions.num_reached[0]) if self.positions.num_reached else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +160,7 @@ class AssignmentPolicy(Protocol):
 
 
 def lessons(observations: Iterable[Observation]) -> Iterator[Observation]:
-    """Those that something can be learned of."""
+    """Those that something can be learned of: time of all, what drafts are worth of those whose ``positions`` say it."""
     return (seen for seen in observations if seen.teaches and seen.num_rounds > 0 and seen.elapsed_s > 0.0)
 
 

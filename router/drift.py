@@ -63,13 +63,8 @@ class _Drafted:
 
 def _drafted(seen: Observation) -> _Drafted | None:
     """None where no proposal came in time: that says nothing of what it drafts, and is its planner's concern."""
-    positions = seen.positions
-    if positions.num_reached:
-        return _Drafted(seen.request_id, sum(positions.num_reached), sum(positions.num_right))
-    if not seen.num_proposed:
-        return None
-    num_right = max(0, seen.num_committed - seen.num_rounds)
-    return _Drafted(seen.request_id, seen.num_rounds + num_right, num_right)
+    reached, right = seen.positions.num_reached, seen.positions.num_right
+    return _Drafted(seen.request_id, sum(reached), sum(right)) if reached else None
 
 
 @dataclass(slots=True)

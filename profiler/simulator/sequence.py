@@ -141,7 +141,7 @@ class SlotCounts:
         self.num_rounds = self.num_proposed = self.num_accepted = self.num_committed = 0
         self.elapsed_s = 0.0
         self.positions = NO_POSITIONS
-        self.bases: list[int] = []  # where its drafts began
+        self.bases: list[int] = []  # where its rounds began
 
     def observation(self, drafter: str) -> Observation:
         return Observation(

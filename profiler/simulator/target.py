@@ -393,8 +393,8 @@ class SimulatedTarget:
             slot.num_accepted += num_accepted
             slot.num_committed += num_new
             slot.elapsed_s += elapsed_s
+            slot.bases.append(base)
             if judgement is not None:
-                slot.bases.append(base)
                 failed = judgement.failed(num_new, self.table.max_draft_len, finished)
                 slot.positions = slot.positions.plus(judgement.num_right, failed)
             if not finished and request.max_tokens - sequence.position > 1:

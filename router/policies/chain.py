@@ -18,12 +18,13 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from cluster.config import ChainPolicy
 from cluster.messages import LevelReport
-from router.acceptance import AcceptanceTable
+from router.acceptance import AcceptanceTable, counts_of
 from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score, drafter_of, lessons, opted_out
 from router.chains import PROPOSAL_LEN, Level, PassTime, candidates, fastest, predict
 from router.features import PromptClusters
 from router.matching import Floats, Ints
-from router.policies.experience import Experience, count_drafts
+from router.policies.experience import Experience
+from router.policies.in_time import InTime
 from router.policies.room import Room
 from router.similarity import Depths, Paces, Similarities, guess
 
@@ -46,6 +47,7 @@ class ModelChains:
         self._clusters = PromptClusters(config.num_clusters)
         self._table = AcceptanceTable(config.num_clusters, config.cluster_rounds, config.memory_rounds)
         self._own = Experience(np.random.default_rng(0))
+        self._in_time = InTime(config.memory_rounds)
         self._similarities = Similarities(config.memory_rounds)
         self._paces = Paces(config.time_weight)
         self._depths = Depths(config.max_levels - 1, config.calm_slots)
@@ -74,11 +76,12 @@ class ModelChains:
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
         drafted = list(lessons(observations))
-        scored = [score for score in scores if score.teaches and score.positions.num_reached]
-        seen: list[Observation | Score] = [*drafted, *scored]
+        self._in_time.observe(drafted)
+        told: list[Observation | Score] = [*drafted, *(score for score in scores if score.teaches)]
+        seen = [one for one in told if one.positions.num_reached]
         if seen:
             drafters = np.array([self._table.row(drafter_of(one.drafter)) for one in seen])
-            reached, right = count_drafts(drafted, scored)
+            reached, right = counts_of([one.positions for one in seen])
             rows = self._own.rows_of([one.request_id for one in seen])
             self._table.add(drafters, *self._own.kinds(rows), reached, right)
             self._own.add(rows, drafters, reached, right)
@@ -167,6 +170,7 @@ class ModelChains:
         lens, _ = self._own.expected_lens(
             rows, columns, self._table.means(), self._config.request_rounds, [m.max_draft_len for m in drafters]
         )
+        lens = 1.0 + self._in_time.shares(names) * (lens - 1.0)
         per_token_s: Floats = np.array([self._round_s[name] for name in names]) / lens
         closed = [j for j, name in enumerate(names) if self._depths.of(name) == 0]
         per_token_s[:, closed] = np.inf

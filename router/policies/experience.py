@@ -6,23 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.config import HedgePolicy
-from router.acceptance import CONTEXT_LENS, NUM_POSITIONS, counts_of, counts_of_totals
-from router.assignment import Observation, RequestView, Score
+from router.acceptance import CONTEXT_LENS, NUM_POSITIONS
+from router.assignment import RequestView
 from router.features import PromptClusters
 from router.matching import NOWHERE, Floats, Ints
 from router.policies.seen import GENERATION_SLOTS
 
 MEMORY_ROUNDS = 100.0  # a request's text changes as it goes on
 _GROWTH = 256
-
-
-def count_drafts(drafted: Sequence[Observation], scored: Sequence[Score]) -> tuple[Floats, Floats]:
-    """Reached and right by position, of the drafted ones and then the scored."""
-    reached, right = counts_of([seen.positions for seen in drafted] + [score.positions for score in scored])
-    totals = [i for i, seen in enumerate(drafted) if not seen.positions.num_reached]
-    if totals:
-        reached[totals], right[totals] = counts_of_totals([drafted[i] for i in totals])
-    return reached, right
 
 
 class Experience:

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from cluster.config import HedgePolicy
-from router.acceptance import AcceptanceTable
+from router.acceptance import AcceptanceTable, counts_of
 from router.assignment import (
     TARGET_ONLY,
     Chain,
@@ -25,7 +25,8 @@ from router.assignment import (
 )
 from router.features import PromptClusters
 from router.matching import NOWHERE, Floats, Ints, match
-from router.policies.experience import Experience, count_drafts
+from router.policies.experience import Experience
+from router.policies.in_time import InTime
 from router.policies.room import Room
 from router.policies.round_times import RoundTimes
 
@@ -45,15 +46,16 @@ class _Snapshot(BaseModel):
 class Hedge:
     """Each slot, for request i and drafter j:
 
-        v_ij = (L_ij + G_ij / (eta n_ij)) / T_j
+        v_ij = (1 + s_j (L_ij - 1) + G_ij / (eta n_ij)) / T_j
 
-    L_ij: expected tokens of a round, from i's own drafts and scores position by position, shrunk to what such prompts (their
-    cluster, at this context length) and all requests saw of j (`router.acceptance`). T_j: seconds of a round with j. G_ij: a
-    Gumbel draw that stays for the life of i, n_ij the rounds that L_ij rests on. So i would go to j with a probability
-    proportional to exp(eta n_ij L_ij), which is Hedge, and its perturbed leader where places are scarce (Kalai and Vempala).
-    Drafters of which i has seen little keep a larger draw. Without scores that does not suffice to find what is best for a
-    request that is unlike the others: so a small share tries, for a slot, the drafter of which it has seen least. Where
-    scores come, every drafter has been seen, and nobody does.
+    L_ij: expected tokens of a round that has a draft, from i's own drafts and scores position by position, shrunk to what
+    such prompts (their cluster, at this context length) and all requests saw of j (`router.acceptance`). s_j: the share of
+    rounds whose draft was there in time (`router.policies.in_time`). T_j: seconds of a round with j, waits and those
+    without a draft included. G_ij: a Gumbel draw that stays for the life of i, n_ij the rounds that L_ij rests on. So where
+    drafts are in time i would go to j with a probability proportional to exp(eta n_ij L_ij), which is Hedge, and its
+    perturbed leader where places are scarce (Kalai and Vempala). Drafters of which i has seen little keep a larger draw.
+    Without scores that does not suffice to find what is best for a request that is unlike the others: so a small share
+    tries, for a slot, the drafter of which it has seen least. Where scores come, every drafter has been seen: nobody does.
 
     Where i is, v counts more by the hysteresis; elsewhere less, by what catching up there costs, spread over ``payback_s``.
     Places go by the greatest sum of v (`router.matching`), from the prices of the last slot.
@@ -64,18 +66,20 @@ class Hedge:
         self._clusters = PromptClusters(config.num_clusters)
         self._table = AcceptanceTable(config.num_clusters, config.cluster_rounds, config.memory_rounds)
         self._times = RoundTimes(config.memory_rounds)
+        self._in_time = InTime(config.memory_rounds)
         self._own = Experience(np.random.default_rng(config.seed))
         self._prices: dict[str, float] = {}
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
         drafted = list(lessons(observations))
-        scored = [score for score in scores if score.teaches and score.positions.num_reached]
         self._times.observe(drafted)
-        if not drafted and not scored:
+        self._in_time.observe(drafted)
+        told: list[Observation | Score] = [*drafted, *(score for score in scores if score.teaches)]
+        seen = [one for one in told if one.positions.num_reached]
+        if not seen:
             return
-        seen: list[Observation | Score] = [*drafted, *scored]
         drafters = np.array([self._table.row(drafter_of(one.drafter)) for one in seen])
-        reached, right = count_drafts(drafted, scored)
+        reached, right = counts_of([one.positions for one in seen])
         rows = self._own.rows_of([one.request_id for one in seen])
         self._table.add(drafters, *self._own.kinds(rows), reached, right)
         self._own.add(rows, drafters, reached, right)
@@ -124,6 +128,7 @@ class Hedge:
         lens, worth = self._own.expected_lens(
             rows, columns, prior, self._config.request_rounds, [member.max_draft_len for member in drafters]
         )
+        lens = 1.0 + self._in_time.shares(room.drafters) * (lens - 1.0)
         noise = self._own.noise(rows, columns) / (self._config.learning_rate * worth)
         round_s = self._times.of(drafters)
         values: Floats = np.maximum(lens + noise, 0.0) / round_s

@@ -35,6 +35,7 @@ from router.assignment import (
 from router.features import prompt_features
 from router.policies import POLICIES, build_policy
 from router.policies.seen import GENERATION_SLOTS
+from tests.support.observing import right_at
 
 CONFIGS: list[PolicyConfig] = [
     FixedPolicy(),
@@ -217,7 +218,7 @@ def test_another_ones_memory_can_be_taken_over_while_requests_live(config: Polic
     requests = [RequestView(f"r{i}", 5, 100, (f"d{i}",)) for i in range(3)]
     more = [*pool, PoolMember("d2", 8, 0.1)]
     policy.assign(requests, more)
-    policy.observe([Observation(r.request_id, r.chain[0], 10, 70, 20, 30, 0.5) for r in requests])
+    policy.observe([Observation(r.request_id, r.chain[0], 10, 70, 20, 30, 0.5, right_at(10, 20)) for r in requests])
     policy.restore(snapshot)
     assert set(policy.assign(requests, more)) == {"r0", "r1", "r2"}
 
@@ -229,8 +230,9 @@ def learned(config: PolicyConfig, best: str, num_drafters: int = 3) -> tuple[Jso
     requests = [RequestView(f"r{i}", 5, 100, (f"d{i}",), prompt_features([i] * 5)) for i in range(num_drafters)]
     policy.assign(requests, pool)
     for _ in range(30):
+        num_right = [(r, 30 if r.chain[0] == best else 2) for r in requests]
         policy.observe(
-            [Observation(r.request_id, r.chain[0], 10, 70, 0, 40 if r.chain[0] == best else 12, 0.5) for r in requests]
+            [Observation(r.request_id, r.chain[0], 10, 70, 0, 10 + n, 0.5, right_at(10, n)) for r, n in num_right]
         )
     return policy.snapshot(), pool
 

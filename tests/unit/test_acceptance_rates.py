@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from router.acceptance import NUM_POSITIONS, AcceptanceTable, Lesson, Rates, counts_of_totals
-from router.assignment import Observation, Positions
+from router.acceptance import NUM_POSITIONS, AcceptanceTable, Lesson, Rates
+from router.assignment import Positions
 from router.features import NUM_FEATURES, PromptClusters, prompt_features
 
 
@@ -91,16 +91,6 @@ def test_the_uncertainty_of_a_length_is_that_of_drawn_rates() -> None:
         expected, spread = Rates(mean, std).expected_len(draft_len)
         assert expected == pytest.approx(lens.mean(), rel=0.005)
         assert spread == pytest.approx(lens.std(), rel=0.05)
-
-
-def test_totals_stand_for_equal_positions() -> None:
-    reached, right = counts_of_totals(
-        [Observation("r", "d", 100, 700, 200, 300, 1.0), Observation("r", "d", 5, 0, 0, 5, 1.0)]
-    )
-    assert right[0].sum() == pytest.approx(200.0)
-    assert np.allclose(right[0] / reached[0], 2 / 3)
-    assert reached[0, 0] == 100.0
-    assert (reached[1].tolist(), right[1].sum()) == ([5.0, *[0.0] * 7], 0.0)
 
 
 # ---- what is known of a prompt

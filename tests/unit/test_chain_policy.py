@@ -112,6 +112,17 @@ def test_what_a_request_itself_saw_decides_for_it() -> None:
     assert chains["prose"][-1] == "small"
 
 
+def test_drafts_that_come_too_late_are_not_waited_for_and_are_not_wrong() -> None:
+    found = taught(policy(), small=0.6, middle=0.1, large=0.9)
+    best = chosen(found)
+    assert best[-1] == "large"
+    before = found.snapshot()
+    for _ in range(50):
+        found.observe([Observation("r", "large", 20, 0, 0, 20, 1.0)])
+    assert chosen(found, POOL, *best) == ("small",)
+    assert found.snapshot() == before
+
+
 def test_a_small_gain_moves_nobody() -> None:
     pool = [member("a", 0.00100), member("b", 0.00103)]
     found = taught(policy(), a=0.8, b=0.8)

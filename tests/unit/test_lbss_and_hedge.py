@@ -21,7 +21,9 @@ from router.assignment import (
 from router.features import prompt_features
 from router.policies import build_policy
 from router.policies.experience import Experience
+from router.policies.in_time import InTime
 from router.policies.seen import GENERATION_SLOTS
+from tests.support.observing import right_at
 
 TEN_RIGHT = Positions((10, 9, 8, 7), (9, 8, 7, 6))
 TEN_WRONG = Positions((10,), (0,))
@@ -36,7 +38,9 @@ def views(num: int) -> list[RequestView]:
 
 
 def seen(request_id: str, drafter: str, tokens_per_round: float, rounds: int = 10) -> Observation:
-    return Observation(request_id, drafter, rounds, 7 * rounds, 0, round(tokens_per_round * rounds), rounds * 0.1)
+    num_tokens = round(tokens_per_round * rounds)
+    positions = right_at(rounds, num_tokens - rounds)
+    return Observation(request_id, drafter, rounds, 7 * rounds, 0, num_tokens, rounds * 0.1, positions)
 
 
 def step(policy: AssignmentPolicy, requests: list[RequestView], pool: list[PoolMember]) -> list[RequestView]:
@@ -160,6 +164,58 @@ def test_how_long_rounds_take_counts_as_much_as_what_they_bring() -> None:
     assert policy.assign([RequestView("r", 5, 5, ())], pool_of(4, 4)) == {"r": ("d1",)}
 
 
+def test_a_drafter_that_is_late_is_left_for_its_lateness_and_is_thought_no_less_right() -> None:
+    """Where it would be right is known from scores, and where nothing came nothing was wrong."""
+    policy = build_policy(HedgePolicy(exploration=0.0, learning_rate=100))
+    requests, pool = [replace(request, chain=("d0",)) for request in views(8)], pool_of(8, 8)
+    policy.assign(requests, pool)
+
+    def slot(late: bool, num_slots: int) -> set[Chain]:
+        for _ in range(num_slots):
+            here = [
+                Observation(r.request_id, "d0", 10, 0, 0, 10, 1.0) if late else seen(r.request_id, "d0", 4.0)
+                for r in requests
+            ]
+            policy.observe(here, [Score(r.request_id, "d1", right_at(10, 8)) for r in requests])
+        return set(policy.assign(requests, pool).values())
+
+    assert slot(late=False, num_slots=5) == {("d0",)}  # four tokens a round for less than two
+    assert slot(late=True, num_slots=30) == {("d1",)}
+    assert slot(late=False, num_slots=10) == {("d0",)}  # at once, for nothing is to be unlearned
+
+
+def test_lateness_is_forgotten_while_others_draft_so_that_it_is_tried_again() -> None:
+    in_time = InTime(memory_rounds=100.0)
+    assert in_time.shares(["d0", "d1"]).tolist() == [1.0, 1.0]
+    for _ in range(20):
+        in_time.observe([Observation("r", "d0/1", 10, 0, 0, 10, 1.0), seen("q", "d1", 2.0)])
+    late, punctual = in_time.shares(["d0", "d1"]).tolist()
+    assert late < 0.1
+    assert punctual == 1.0
+    shares = []
+    for _ in range(800):
+        in_time.observe([seen("q", "d1", 2.0)])
+        shares.append(in_time.shares(["d0"]).item())
+    assert shares == sorted(shares)
+    assert shares[40] < 0.15  # by and by
+    assert shares[-1] > 0.9
+
+
+def test_only_late_drafts_are_no_wrong_ones() -> None:
+    policy = build_policy(HedgePolicy())
+    policy.observe([Observation(f"r{i}", "d0", 10, 0, 0, 10, 1.0) for i in range(9)])
+    known = policy.snapshot()
+    assert known is None  # nothing was drafted, so nothing is known of what drafts are worth
+    policy.observe([seen("r", "d0", 3.0)])
+    once = policy.snapshot()
+    policy.observe([Observation("r", "d0", 10, 0, 0, 10, 1.0)])
+    again = policy.snapshot()
+    assert isinstance(once, dict)
+    assert isinstance(again, dict)
+    assert once["acceptance"] == again["acceptance"]
+    assert once["times"] != again["times"]  # but how long its rounds take is learned of these, too
+
+
 def test_a_prompt_of_a_known_kind_goes_where_its_kind_did_well() -> None:
     policy = build_policy(HedgePolicy(exploration=0.0, learning_rate=100, num_clusters=2))
     kinds = {"x": prompt_features([1, 2, 3] * 20), "y": prompt_features(range(4000, 4060))}
@@ -224,8 +280,7 @@ def test_requests_to_come_try_nothing() -> None:
     """What stands for them is given to all that come during a slot."""
     policy = build_policy(HedgePolicy(exploration=1.0))
     pool = [PoolMember("d0", 8, 0.1), PoolMember("d1", 8, 0.1)]
-    seen = [Observation("r", "d1", 50, 200, 150, 200, 1.0), Observation("r", "d0", 50, 200, 0, 50, 1.0)]
-    policy.observe(seen)
+    policy.observe([seen("r", "d1", 4.0, rounds=50), seen("r", "d0", 1.0, rounds=50)])
     for _ in range(4):
         assert policy.assign([RequestView("next", 0, 0, ())], pool) == {"next": ("d1",)}
 

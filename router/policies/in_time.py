@@ -1,0 +1,40 @@
+"""How often a drafter's draft is there when its round begins: one that comes late is not wrong, but of no use."""
+
+from collections.abc import Sequence
+from math import exp
+
+import numpy as np
+
+from router.assignment import Observation, drafter_of
+from router.matching import Floats
+
+PRIOR_ROUNDS = 8.0  # in time, that a drafter is thought to have had before its first
+# Of a round with another drafter, as a share of a round of its own, in what it makes forget: so one that was left because it
+# was late is thought better of with time, until the first request tries it, and seldom enough for that to cost little.
+_ELSEWHERE = 1 / 16
+
+
+class InTime:
+    """Fading sums of rounds, and of those with a draft, by drafter."""
+
+    def __init__(self, memory_rounds: float) -> None:
+        self._memory_rounds = memory_rounds
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        new = dict.fromkeys(self._sums, (0, 0))
+        for seen in observations:
+            drafter = drafter_of(seen.drafter)
+            rounds, in_time = new.get(drafter, (0, 0))
+            new[drafter] = (rounds + seen.num_rounds, in_time + seen.num_in_time)
+        total = sum(rounds for rounds, _ in new.values())
+        for drafter, (rounds, in_time) in new.items():
+            known_rounds, known_in_time = self._sums.get(drafter, (0.0, 0.0))
+            kept = exp(-(rounds + _ELSEWHERE * (total - rounds)) / self._memory_rounds)
+            self._sums[drafter] = (known_rounds * kept + rounds, known_in_time * kept + in_time)
+
+    def shares(self, drafters: Sequence[str]) -> Floats:
+        """Of each, from 0 to 1."""
+        known = np.array([self._sums.get(drafter, (0.0, 0.0)) for drafter in drafters])
+        found: Floats = (known[:, 1] + PRIOR_ROUNDS) / (known[:, 0] + PRIOR_ROUNDS)
+        return found
