@@ -64,6 +64,7 @@ class DrafterLoop:
         self.name = name
         self.row_price = 0.0  # of a draft token, for a drafter that is told (``Demand``)
         self._drafter = drafter
+        self._chaining = drafter if isinstance(drafter, Chaining) else None
         self._mailbox = mailbox
         self._roster = Roster(name, drafter, limits or RosterLimits())
         self._ahead_len = ahead_len
@@ -211,10 +212,10 @@ class DrafterLoop:
 
     def _take_levels(self, now_s: float) -> tuple[LevelReport, ...]:
         """What the models of this drafter's chains did, once in a while and to one of the targets: the router asks all."""
-        if not isinstance(self._drafter, Chaining) or now_s < self._next_report_s:
+        if self._chaining is None or now_s < self._next_report_s:
             return ()
         self._next_report_s = now_s + REPORT_PERIOD_S
-        return tuple(self._drafter.take_levels(drafter_of(self.name)))
+        return tuple(self._chaining.take_levels(drafter_of(self.name)))
 
     def _proposal(self, followed: Followed) -> Proposal:
         followed.answered = True

@@ -35,7 +35,10 @@ class Telemetry:
     _taking: threading.Lock = field(default_factory=threading.Lock)  # guards the three above
 
     def drafter(self, name: str) -> DrafterStats:
-        return self.drafters.setdefault(name, DrafterStats())
+        stats = self.drafters.get(name)
+        if stats is None:  # made only then: it holds maps of thousands of numbers
+            stats = self.drafters[name] = DrafterStats()
+        return stats
 
     def record(self, num_rows: int, commits: Iterable[Commit], step_s: float, now_s: float) -> None:
         self.num_passes += 1
