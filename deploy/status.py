@@ -124,7 +124,7 @@ def _reason(drafter: DrafterStatus) -> Text:
 def _acceptance(drafters: tuple[DrafterStatus, ...]) -> str:
     num_proposed = sum(drafter.num_proposed for drafter in drafters)
     num_accepted = sum(drafter.num_accepted for drafter in drafters)
-    return f"{_share(num_accepted, num_proposed)} of {num_proposed:,} drafts accepted"
+    return f"{_share(num_accepted, num_proposed)} of {num_proposed:,} verified drafts accepted"
 
 
 def _targets(targets: tuple[TargetStatus, ...]) -> Table:
@@ -145,7 +145,7 @@ def _targets(targets: tuple[TargetStatus, ...]) -> Table:
 def _drafters(drafters: tuple[DrafterStatus, ...], before: tuple[DrafterStatus, ...]) -> Table:
     counted = any(drafter.num_bytes is not None for drafter in drafters)
     memory = ("memory", "loads") if counted else ()
-    table = _table("drafter", "state", "requests", "drafted", "accepted", "just now", "reply ms", "restarts", *memory)
+    table = _table("drafter", "state", "requests", "verified", "accepted", "just now", "reply ms", "restarts", *memory)
     earlier = {drafter.name: drafter for drafter in before}
     for drafter in drafters:
         table.add_row(

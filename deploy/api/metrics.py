@@ -93,10 +93,13 @@ class _StatusCollector(Collector):
             "outrider_drafter_requests", "Requests it drafts for", [(d.name, d.num_requests) for d in drafters], "drafter"
         )
         yield _gauge(
-            "outrider_drafter_proposed", "Draft tokens verified", [(d.name, d.num_proposed) for d in drafters], "drafter"
+            "outrider_drafter_verified",
+            "Draft tokens that a target verified",
+            [(d.name, d.num_proposed) for d in drafters],
+            "drafter",
         )
         yield _gauge(
-            "outrider_drafter_accepted", "Draft tokens accepted", [(d.name, d.num_accepted) for d in drafters], "drafter"
+            "outrider_drafter_accepted", "Of these, those accepted", [(d.name, d.num_accepted) for d in drafters], "drafter"
         )
         yield _gauge("outrider_drafter_restarts", "Since the start", [(d.name, d.num_restarts) for d in drafters], "drafter")
         memory = GaugeMetricFamily(

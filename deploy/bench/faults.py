@@ -179,9 +179,9 @@ def drafts_again(drafter: str) -> Callable[[Metrics], bool]:
         nonlocal first
         if metrics.get(("outrider_drafter_restarts", drafter), 0.0) < 1 or not metrics["outrider_drafter_ready", drafter]:
             return False
-        proposed = metrics["outrider_drafter_proposed", drafter]
-        first = proposed if first is None else first
-        return proposed > first
+        verified = metrics["outrider_drafter_verified", drafter]
+        first = verified if first is None else first
+        return verified > first
 
     return recovered
 

@@ -60,7 +60,7 @@ def test_three_levels_serve_the_targets_own_tokens(model_folder: Path, tmp_path:
         with ServerProcess(config.model_copy(update=changes)) as server:
             streamed = run(server, kill=None, max_tokens=120)
             with server.client() as http:
-                assert not chain or gauge(http, "outrider_drafter_proposed", chain[-1]) > 0
+                assert not chain or gauge(http, "outrider_drafter_verified", chain[-1]) > 0
             assert not streamed.errors
             return streamed.texts
 

@@ -19,9 +19,9 @@ def test_killed_drafters_change_no_token_and_come_back(server: ServerProcess) ->
         assert (disturbed.texts, disturbed.errors) == (plain.texts, {})
         eventually(lambda: gauge(http, "outrider_drafter_restarts") == restarts + 2)
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
-        proposed = gauge(http, "outrider_drafter_proposed", "ngram")
+        verified = gauge(http, "outrider_drafter_verified", "ngram")
         assert run(server, kill=None).texts == plain.texts
-        assert gauge(http, "outrider_drafter_proposed", "ngram") > proposed, "the new process does not draft"
+        assert gauge(http, "outrider_drafter_verified", "ngram") > verified, "the new process does not draft"
 
 
 def test_without_a_router_the_last_table_serves_and_another_takes_over(server: ServerProcess) -> None:

@@ -57,7 +57,7 @@ def answering(answer: Callable[[httpx.Request], httpx.Response]) -> httpx.Client
 
 def test_the_table_says_all_of_the_status() -> None:
     text = shown(render(STATUS))
-    assert text.startswith("smollm2-135m   routed by epsilon-greedy, table 12   40% of 1,000 drafts accepted\n")
+    assert text.startswith("smollm2-135m   routed by epsilon-greedy, table 12   40% of 1,000 verified drafts accepted\n")
     found = rows(text)
     assert found["target-0"] == ["ready", "3", "1", "25%", "of", "2,000", "123", "25.0"]
     assert found["ngram"] == ["ready", "2", "1,000", "40%", "-", "0.6", "0"]
