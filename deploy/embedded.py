@@ -92,7 +92,8 @@ class EmbeddedCluster:
         self._drafters: dict[str, _RunningDrafter] = {}
         for name, entry in pool.items():
             self.start_drafter(name, entry)
-        self._target = LoopThread("target", self.loop, self._mailbox.wake, on_end=self._listener.close)
+        self._is_paused = False
+        self._target = self._start_target()
         self.client = LinkClient("embedded", model, [self.address], self._status)
         if not self.client.wait_linked(START_S):
             raise TimeoutError(f"the embedded target did not answer within {START_S} s")
@@ -143,6 +144,17 @@ class EmbeddedCluster:
             RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=config.max_draft_len),
         )
 
+    def pause(self) -> None:
+        """The target's thread ends: one that has made products slows those of others even while it waits (engine.threads).
+        Nothing may be under way. What the loop has learned stays."""
+        self._is_paused = True
+        self._target.stop()
+
+    def resume(self) -> None:
+        """After ``pause``, on a new thread."""
+        self._is_paused = False
+        self._target = self._start_target()
+
     def start_drafter(self, name: str, entry: PoolEntry) -> None:
         """Also takes the place of a drafter of that name. A companion is one from the beginning: it is only linked again."""
         loop, mailbox = self._companions[name] if entry.companion else _loop(name, entry)
@@ -181,6 +193,7 @@ class EmbeddedCluster:
         """Raises RuntimeError when the target's loop has failed meanwhile; its own error is in the log."""
         asyncio.run(self.client.close())
         self._target.stop()
+        self._listener.close()
         for name in tuple(self._drafters):
             self.kill_drafter(name)
         end = self._target.wait_end()
@@ -221,6 +234,13 @@ class EmbeddedCluster:
                 )
             )
         return ClusterStatus(self.model.name, "fixed", status.table_version, (target,), tuple(drafters))
+
+    def _start_target(self) -> LoopThread:
+        return LoopThread("target", self.loop, self._mailbox.wake, on_end=self._hang_up)
+
+    def _hang_up(self) -> None:
+        if not self._is_paused:
+            self._listener.close()
 
     def _hello(self, role: Role, name: str) -> Hello:
         return Hello(role, name, self.model.vocab_size, self.model.tokenizer_fingerprint)

@@ -184,7 +184,7 @@ class _Picks:
 
 
 def _pick(logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confidences: bool, race: Race | None) -> None:
-    """Choose for the rows of spans that are alike, and note it in ``picks``. ``race`` takes noisy rows and others together."""
+    """Choose for the rows of spans that are alike, and note it in ``picks``. To ``race`` all rows are alike in noise."""
     rows = np.concatenate([np.arange(member.rows.start, member.rows.stop) for member in members])
     is_all = len(rows) == len(logits)
     x = logits if is_all else logits[torch.from_numpy(rows).to(logits.device)]

@@ -9,6 +9,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -124,18 +125,20 @@ def _speedups(
 ) -> dict[tuple[float, int], dict[str, Speedup]]:
     """By temperature and batch. First all drafters everywhere, then those near the best, as long as there is time."""
     races: dict[tuple[float, int], Race] = {}
-    for (temperature, batch), turns in effort.turns.items():
-        tell(f"speed of all at batch {batch}, temperature {temperature}")
-        race = races[temperature, batch] = Race(stable, configs, recordings[temperature], batch, turns)
-        while not race.all_had_turns:
-            race.step()
-    while under_way := [key for key, race in races.items() if not race.is_over]:
-        for temperature, batch in under_way:
-            if elapsed_s() > effort.max_s:
-                tell("speed of the best: no time is left for more")
-                return {key: race.speedups() for key, race in races.items()}
-            tell(f"speed of the best at batch {batch}, temperature {temperature}")
-            races[temperature, batch].step()
+    with ExitStack() as opened:
+        for (temperature, batch), turns in effort.turns.items():
+            tell(f"speed of all at batch {batch}, temperature {temperature}")
+            race = races[temperature, batch] = Race(stable, configs, recordings[temperature], batch, turns)
+            opened.callback(race.close)
+            while not race.all_had_turns:
+                race.step()
+        while under_way := [key for key, race in races.items() if not race.is_over]:
+            for temperature, batch in under_way:
+                if elapsed_s() > effort.max_s:
+                    tell("speed of the best: no time is left for more")
+                    return {key: race.speedups() for key, race in races.items()}
+                tell(f"speed of the best at batch {batch}, temperature {temperature}")
+                races[temperature, batch].step()
     return {key: race.speedups() for key, race in races.items()}
 
 

@@ -7,9 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.config import ChainOptions, DrafterConfig
+from cluster.config import DrafterConfig
 from cluster.types import Request, RoutingTable
-from deploy.bench.accepted import learns
 from deploy.bench.stable import Stable, as_request
 from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
 from drafters.following import key_of
@@ -19,7 +18,7 @@ from profiler.prompts import spread
 from router.planner import StepPlanner
 
 DRAFT_LEN = 7
-NUM_SERVED_BEFORE = 8  # answers that a drafter has seen when its speed is measured
+NUM_SERVED_BEFORE = 8  # answers at least that a cluster has served when its speed is measured
 NEAR = 0.15  # below the best: about what the choice of a few answers does to a speed-up
 _GOLDEN = 0.618  # multiples of it, taken modulo 1, are spread evenly however many they are
 
@@ -56,23 +55,30 @@ class Race:
 
     The answers are drawn at random, all domains alike, whatever their length; those of a batch are of like lengths. The
     plain target (twice) and the drafters take turns at every batch, each time in another order, so that what else the
-    machine does hits all alike. Drafters that learn have served other answers before, as any but the first minute of a
-    server's life has seen. Once all have had their turns, only those near the best go on.
+    machine does hits all alike. Each has a cluster of its own, which has served other answers in such batches before: what a
+    drafter, and the target's loop, learn of it is known after the first minute of a server's life. Once all have had their
+    turns, only those near the best go on. Close it in the end.
     """
 
     def __init__(
         self, stable: Stable, configs: Sequence[DrafterConfig], recordings: Sequence[Recording], batch: int, turns: Turns
     ) -> None:
-        self._stable, self._turns = stable, turns
-        chosen, served = sample(recordings, batch * turns.near_best)
+        self._turns = turns
+        chosen, served = sample(recordings, batch * turns.near_best, max(NUM_SERVED_BEFORE, batch))
         groups = in_batches(chosen, batch)
         self._groups = random.Random(0).sample(groups, len(groups))  # the first of them hold answers of all lengths
-        self._racing: dict[str, Drafter] = {config.name: stable.make(config, time.monotonic) for config in configs}
-        for config in configs:
-            if served and (learns(config) or isinstance(config.options, ChainOptions)):  # a chain's proposer learns
-                measure(stable, self._requests(served), self._racing[config.name])
+        self._served = _Served(stable, None, batch)
+        self._racing = {config.name: _Served(stable, stable.make(config, time.monotonic), batch) for config in configs}
+        self._open = [self._served, *self._racing.values()]
+        for warm in in_batches(served, batch):
+            for one in self._open:
+                one.measure(self._requests(warm))
         self._plain: list[Pace] = []
         self._paces: dict[str, list[Pace]] = {config.name: [] for config in configs}
+
+    def close(self) -> None:
+        for one in self._open:
+            one.close()
 
     @property
     def all_had_turns(self) -> bool:
@@ -88,7 +94,7 @@ class Race:
         requests = self._requests(self._groups[number])
         own: list[Pace] = []
         for name in in_turn(list(self._racing), number):
-            pace = measure(self._stable, requests, None if name is None else self._racing[name])
+            pace = (self._served if name is None else self._racing[name]).measure(requests)
             (own if name is None else self._paces[name]).append(pace)
         self._plain.append(Pace(sum(p.num_tokens for p in own), sum(p.seconds for p in own)))
         if len(self._plain) == self._turns.every:
@@ -139,10 +145,10 @@ def ratio(plain: Sequence[Pace], drafted: Sequence[Pace]) -> float:
     return sum(a.seconds for a in plain) / took_s
 
 
-def sample(recordings: Sequence[Recording], num: int) -> tuple[list[Recording], list[Recording]]:
-    """``num`` answers drawn from all domains alike, and up to NUM_SERVED_BEFORE others; where there are too few, fewer."""
+def sample(recordings: Sequence[Recording], num: int, num_others: int = 0) -> tuple[list[Recording], list[Recording]]:
+    """``num`` answers drawn from all domains alike, and up to ``num_others`` others; where there are too few, fewer."""
     usable = [recording for recording in recordings if len(recording.output_token_ids) > 2] or list(recordings)
-    drawn = spread(random.Random(0).sample(usable, len(usable)), num + NUM_SERVED_BEFORE)
+    drawn = spread(random.Random(0).sample(usable, len(usable)), num + num_others)
     return drawn[:num], drawn[num:]
 
 
@@ -152,21 +158,33 @@ def in_batches(recordings: Sequence[Recording], batch: int) -> list[list[Recordi
     return [ordered[start : start + batch] for start in range(0, len(ordered), batch)]
 
 
-def measure(stable: Stable, requests: Sequence[Request], drafter: Drafter | None) -> Pace:
-    """Of ``requests`` at once. Prefill, which is the same with and without drafts, is left out: the clock runs from when all
-    of them have their first token until the first of them ends.
+class _Served:
+    """A target with one drafter, or none, in a cluster that rests between measurements.
 
     The drafter runs on the target's thread, so both have the machine to themselves in turn.
     """
-    engine = stable.target if drafter is not None else stable.plain
-    pool = {} if drafter is None else {"drafter": PoolEntry(drafter, DRAFT_LEN, capacity=len(requests), companion=True)}
-    table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=DRAFT_LEN)
-    with EmbeddedCluster(engine, stable.info, stable.cost, pool, StepPlanner(), table) as cluster:
-        completions = cluster.complete(requests)
-    if drafter is not None:
-        for request in requests:  # the last word of the target may not have come before its end
-            drafter.release(key_of(0, request.id))
-    return _window(completions)
+
+    def __init__(self, stable: Stable, drafter: Drafter | None, batch: int) -> None:
+        engine = stable.target if drafter is not None else stable.plain
+        pool = {} if drafter is None else {"drafter": PoolEntry(drafter, DRAFT_LEN, capacity=batch, companion=True)}
+        table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=DRAFT_LEN)
+        self._drafter = drafter
+        self._cluster = EmbeddedCluster(engine, stable.info, stable.cost, pool, StepPlanner(), table)
+        self._cluster.pause()
+
+    def measure(self, requests: Sequence[Request]) -> Pace:
+        """Of ``requests`` at once. Prefill, which is the same with and without drafts, is left out: the clock runs from when
+        all of them have their first token until the first of them ends."""
+        self._cluster.resume()
+        completions = self._cluster.complete(requests)
+        self._cluster.pause()
+        if self._drafter is not None:
+            for request in requests:  # the last word of the target may not have come before its end
+                self._drafter.release(key_of(0, request.id))
+        return _window(completions)
+
+    def close(self) -> None:
+        self._cluster.close()
 
 
 def _window(completions: Sequence[Completion]) -> Pace:

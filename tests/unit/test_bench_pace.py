@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.types import SamplingParams
-from deploy.bench.pace import NUM_SERVED_BEFORE, Pace, in_batches, in_turn, jackknife, near_best, ratio, sample
+from deploy.bench.pace import Pace, in_batches, in_turn, jackknife, near_best, ratio, sample
 from drafters.replay import Recording
 
 
@@ -18,11 +18,11 @@ def recordings(**lens: tuple[int, ...]) -> list[Recording]:
 
 def test_a_sample_holds_all_domains_alike_whatever_the_length_of_their_answers() -> None:
     known = recordings(qa=(3, 4, 5) * 10, chat=(64,) * 50, code=(64,) * 20)
-    chosen, served = sample(known, 6)
+    chosen, served = sample(known, 6, 8)
     assert sorted(r.domain for r in chosen) == ["chat", "chat", "code", "code", "qa", "qa"]
-    assert len(served) == NUM_SERVED_BEFORE
+    assert len(served) == 8
     assert not {r.name for r in chosen} & {r.name for r in served}, "nobody has seen what is measured"
-    assert sample(known, 6) == (chosen, served)
+    assert sample(known, 6, 8) == (chosen, served)
 
 
 def test_an_answer_without_a_draft_is_not_chosen_while_there_are_others() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -70,6 +71,18 @@ def test_a_killed_drafter_changes_no_token_and_its_successor_drafts_again(cluste
     again = [request(i + 100) for i in range(8)]
     assert [tuple(c.token_ids) for c in cluster.complete(again)] == [plain_run(r) for r in again]
     assert cluster.loop.telemetry.drafter("a").num_accepted > before
+
+
+def test_a_cluster_that_rested_goes_on_with_what_it_knows(cluster: EmbeddedCluster) -> None:
+    assert [tuple(c.token_ids) for c in cluster.complete([request(1)])] == [plain_run(request(1))]
+    known = cluster.loop.telemetry.drafter("a").num_accepted
+    cluster.pause()
+    assert not any(thread.name == "target" for thread in threading.enumerate())
+    cluster.resume()
+    requests = [request(i + 2) for i in range(8)]
+    assert [tuple(c.token_ids) for c in cluster.complete(requests)] == [plain_run(r) for r in requests]
+    assert cluster.loop.telemetry.drafter("a").num_accepted > known > 0
+    cluster.pause()  # and may be closed like that
 
 
 def test_closing_the_iterator_aborts_the_request(cluster: EmbeddedCluster) -> None:
