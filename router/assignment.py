@@ -107,7 +107,7 @@ NO_POSITIONS = Positions()
 class Observation:
     """What one drafter did for one request during the last slot, totals over ``num_rounds`` verifications.
 
-    ``teaches``: False where the tokens say nothing of the drafter, as those that a grammar dictates.
+    Of a request whose tokens say nothing of drafters there are none, nor scores (`cluster.types.Request.teaches`).
     """
 
     request_id: str
@@ -118,7 +118,6 @@ class Observation:
     num_committed: int  # accepted and bonus tokens
     elapsed_s: float  # from commit to commit, waits for proposals included
     positions: Positions = NO_POSITIONS  # of drafts that were there in time; empty: none was
-    teaches: bool = True
 
     @property
     def num_in_time(self) -> int:
@@ -136,7 +135,6 @@ class Score:
     request_id: str
     drafter: str
     positions: Positions
-    teaches: bool = True
 
 
 class AssignmentPolicy(Protocol):
@@ -161,7 +159,7 @@ class AssignmentPolicy(Protocol):
 
 def lessons(observations: Iterable[Observation]) -> Iterator[Observation]:
     """Those that something can be learned of: time of all, what drafts are worth of those whose ``positions`` say it."""
-    return (seen for seen in observations if seen.teaches and seen.num_rounds > 0 and seen.elapsed_s > 0.0)
+    return (seen for seen in observations if seen.num_rounds > 0 and seen.elapsed_s > 0.0)
 
 
 def opted_out(requests: Iterable[RequestView]) -> dict[str, Chain]:

@@ -77,7 +77,7 @@ class ModelChains:
     def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
         drafted = list(lessons(observations))
         self._in_time.observe(drafted)
-        told: list[Observation | Score] = [*drafted, *(score for score in scores if score.teaches)]
+        told: list[Observation | Score] = [*drafted, *scores]
         seen = [one for one in told if one.positions.num_reached]
         if seen:
             drafters = np.array([self._table.row(drafter_of(one.drafter)) for one in seen])

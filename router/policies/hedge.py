@@ -74,7 +74,7 @@ class Hedge:
         drafted = list(lessons(observations))
         self._times.observe(drafted)
         self._in_time.observe(drafted)
-        told: list[Observation | Score] = [*drafted, *(score for score in scores if score.teaches)]
+        told: list[Observation | Score] = [*drafted, *scores]
         seen = [one for one in told if one.positions.num_reached]
         if not seen:
             return

@@ -147,18 +147,6 @@ def test_a_replica_is_judged_by_what_is_usual_for_its_drafter() -> None:
     assert watched.standing("d") is Standing.OPEN
 
 
-def test_what_a_grammar_dictates_does_not_count() -> None:
-    watched, random = watch(), Random(9)
-    for _ in range(100):
-        watched.observe(slot(random, 0.6))
-    for i in range(200):
-        watched.observe([Observation(f"g{i}", "d", 10, 80, 0, 10, 0.3, Positions((10,), (0,)), teaches=False)])
-    assert watched.standing("d") is Standing.OPEN
-    for i in range(200):
-        watched.observe([Observation(f"g{i}", "d", 10, 80, 0, 10, 0.3, Positions((10,), (0,)))])
-    assert watched.standing("d") is not Standing.OPEN
-
-
 def test_requests_that_differ_much_are_no_collapse() -> None:
     """Half of them are of a kind that hardly anything is right of, and the same ones stay for long."""
     watched, random = watch(), Random(10)
