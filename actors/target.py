@@ -83,7 +83,7 @@ class TargetActor(LoopActor[TargetInfo]):
         self._engine, self._model, cost, companions = in_own_thread(
             lambda: load_with_companions(config, stored_profile(config))
         )
-        self._draft_costs = pool_costs(config, cost)
+        self._draft_costs = lambda: pool_costs(config, cost)
         self._member_costs = member_costs(config, cost)
         self._cost = cost
         self._loop = TargetLoop(
@@ -126,7 +126,7 @@ class TargetActor(LoopActor[TargetInfo]):
             observations=self._loop.take_observations(),
             table_version=status.table_version,
             drafters=tuple(name for name, _ in status.followed),
-            draft_costs=self._draft_costs,
+            draft_costs=self._draft_costs(),  # relative to what passes take now
             member_costs=self._member_costs,
             scores=self._loop.take_scores(),
             levels=self._loop.take_levels(),

@@ -58,7 +58,7 @@ class Drift:
 
 
 class OnlineCost:
-    """``router.cost_model.CostModel``: ``base``, corrected. Owned by the thread that plans and passes.
+    """``router.cost_model.CostModel``: ``base``, corrected. Owned by the thread that plans and passes; others may ask it.
 
     Regions are about the ``knots``, in octaves by default; between two of them the correction is interpolated, and the
     corrected times never fall. A region without passes of its own has the mean of the others, weighted by what is known.
@@ -70,8 +70,7 @@ class OnlineCost:
         self._log_ratio = [0.0] * len(knots)
         self._num = [0] * len(knots)
         self._tests = [PageHinkley() for _ in knots]
-        self._context: int | None = None  # that _slice is for
-        self._slice = TableCost((1,), (0.0,))
+        self._slice: tuple[int, TableCost] | None = None  # the corrected table at a context; None: to be made anew
         self.num_drifts = 0
 
     @property
@@ -79,9 +78,10 @@ class OnlineCost:
         return self._base
 
     def step_s(self, num_rows: int, num_context: int) -> float:
-        if num_context != self._context:
-            self._slice_at(num_context)
-        return self._slice.step_s(num_rows, 0)
+        known = self._slice  # one read: another thread may put the table of another context there
+        if known is None or known[0] != num_context:
+            known = self._slice = (num_context, self._corrected(num_context))
+        return known[1].step_s(num_rows, 0)
 
     def prefill_s(self, num_rows: int, num_context: int) -> float:
         return self._base.prefill_s(num_rows, num_context) * exp(self._mean())
@@ -108,11 +108,12 @@ class OnlineCost:
         self._num[at] += 1
         step = max(-LARGEST_EVIDENCE, min(LARGEST_EVIDENCE, residual))
         self._log_ratio[at] += step * max(WEIGHT, 1.0 / (PRIOR_PASSES + self._num[at]))
-        self._context = None
+        self._slice = None
         moved = self._tests[at].add(residual) if self._num[at] * WEIGHT > 1.0 else None
         if moved is None:
             return None
         self._log_ratio[at] += moved
+        self._slice = None
         self._num[at] = int(0.5 / WEIGHT)  # learn fast for a while, and test again when it is settled
         self.num_drifts += 1
         return Drift(self._knots[at], exp(self._log_ratio[at]))
@@ -131,12 +132,11 @@ class OnlineCost:
         total = sum(weights)
         return sum(w * r for w, r in zip(weights, self._log_ratio, strict=True)) / total if total else 0.0
 
-    def _slice_at(self, num_context: int) -> None:
-        """The corrected table over rows at a context; it is asked for many numbers of rows in a row."""
+    def _corrected(self, num_context: int) -> TableCost:
+        """The table over rows at a context; it is asked for many numbers of rows in a row."""
         mean = self._mean()
         seconds: list[float] = []
         for knot, log_ratio, num in zip(self._knots, self._log_ratio, self._num, strict=True):
             corrected = self._base.step_s(knot, num_context) * exp(log_ratio if num else mean)
             seconds.append(max(corrected, seconds[-1]) if seconds else corrected)
-        self._slice = TableCost(self._knots, tuple(seconds))
-        self._context = num_context
+        return TableCost(self._knots, tuple(seconds))

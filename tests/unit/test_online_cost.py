@@ -5,7 +5,7 @@ import random
 import pytest
 
 from profiler.online_cost import OnlineCost, PageHinkley
-from router.cost_model import TableCost
+from router.cost_model import TableCost, relative_draft_cost
 
 BASE = TableCost((1, 8, 64, 512), (0.02, 0.025, 0.06, 0.4), 1e-6)
 ROWS = (1, 2, 5, 8, 12, 40, 64, 200, 512)
@@ -34,6 +34,17 @@ def test_it_comes_to_what_passes_take_and_other_regions_follow() -> None:
     assert cost.ratio(8) == pytest.approx(1.3, rel=0.03)
     assert cost.step_s(8, 1000) == pytest.approx(1.3 * BASE.step_s(8, 1000), rel=0.03)
     assert cost.step_s(512, 0) == pytest.approx(1.3 * BASE.step_s(512, 0), rel=0.03)  # has seen none of its own
+
+
+def test_what_a_draft_costs_is_relative_to_what_passes_take_now() -> None:
+    class Drafting(TableCost):
+        def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
+            return 0.002 * draft_len
+
+    cost = OnlineCost(Drafting(BASE.rows, BASE.step_s_at, BASE.per_context_s), knots=BASE.rows)
+    assert relative_draft_cost(cost, "d", 4) == pytest.approx(0.1)
+    passes(cost, 2.0, 400, rows=(1,))
+    assert relative_draft_cost(cost, "d", 4) == pytest.approx(0.05, rel=0.05)
 
 
 def test_regions_have_ratios_of_their_own_and_the_steps_never_fall() -> None:
