@@ -5,18 +5,20 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
+from actors.cluster_status import cluster_status
 from actors.drafter import DrafterInfo
 from actors.homes import Homes
 from actors.members import Directory, Member, Pool, Process, ProcessEnded, Spawner, State
 from actors.model_keeper import SILENT, ModelKeeper
 from actors.restarts import RestartPolicy
-from actors.target import DrafterCounts, TargetInfo, TargetReport
-from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
-from cluster.config import Config, can_verify
+from actors.target import TargetInfo, TargetReport
+from actors.watching import ask, started, watched
+from cluster.client import ClusterStatus, TargetStatus
+from cluster.config import Config
 from cluster.errors import InvalidField
 from cluster.types import ModelInfo
 from router.assignment import member_name
@@ -96,18 +98,10 @@ class Supervisor:
 
     async def status(self) -> ClusterStatus:
         """Of everything, as far as it answers within the health deadline."""
-        reports = await self.reports()
-        counts: dict[str, list[DrafterCounts]] = {}
-        for one in (one for report in reports for one in report.drafters):
-            counts.setdefault(one.name, []).append(one)
-        model = self._directory.model
-        return ClusterStatus(
-            model=model.name if model is not None else self._config.model.name,
-            policy=self._config.router.policy.kind,
-            table_version=max((report.table_version for report in reports), default=0),
-            targets=tuple(report.status for report in reports),
-            drafters=tuple(self._drafter_status(name, counts.get(name, [])) for name in self._kinds),
-        )
+        reports, model = await self.reports(), self._directory.model
+        name = model.name if model is not None else self._config.model.name
+        drafters, models = self._pool.drafters, self._keeper.models
+        return cluster_status(self._config, name, reports, self._kinds, drafters, models, self._draining)
 
     def pids(self) -> dict[str, int]:
         """Of the processes that are ready, by member."""
@@ -156,9 +150,9 @@ class Supervisor:
             member.state = State.STARTING
             await self._notify()
             try:
-                member.process = await member.spawn()
-                await self._await_ready(member)
-                reason = await self._watch(member, member.process)
+                process = member.process = await member.spawn()
+                await self._has_begun(member, await started(process, self._config.supervision.start_timeout_s))
+                reason = await watched(process, self._config.supervision, member.patience)
             except ProcessEnded as ended:
                 reason = str(ended)
             except Exception as error:
@@ -167,42 +161,13 @@ class Supervisor:
                 reason = f"{type(error).__name__}: {error}"
             await self._failed(member, reason)
 
-    async def _await_ready(self, member: Member) -> None:
-        """Models are loaded meanwhile."""
-        assert member.process is not None
-        timeout_s = self._config.supervision.start_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                info = await member.process.call("start")
-        except TimeoutError as late:
-            raise ProcessEnded(f"it was not ready after {timeout_s:g} s (supervision.start_timeout_s)") from late
+    async def _has_begun(self, member: Member, info: Any) -> None:
         member.pid = info.pid
         member.state = State.READY
         member.reason = None
         logger.info("%s is ready (process %d)", member.name, info.pid)
         await member.on_ready(member, info)
         await self._notify()
-
-    async def _watch(self, member: Member, process: Process) -> str:
-        """Returns why the process must be replaced. Death is told at once; silence is found by asking."""
-        config = self._config.supervision
-        timeout_s = config.health_timeout_ms * member.patience / 1e3
-        ended = asyncio.ensure_future(process.ended())
-        try:
-            while True:
-                done, _ = await asyncio.wait({ended}, timeout=config.health_period_ms / 1e3)
-                if done:
-                    return ended.result()
-                try:
-                    # Not `wait_for`, which in Python 3.11 loses a cancellation that meets the answer: `stop` would hang.
-                    async with asyncio.timeout(timeout_s):
-                        unread_s = await process.unread_s()
-                except TimeoutError:
-                    return f"it did not answer within {timeout_s:g} s"
-                if unread_s > timeout_s:
-                    return f"it has not read its mail for {unread_s:.1f} s"
-        finally:
-            ended.cancel()
 
     async def _failed(self, member: Member, reason: str) -> None:
         if member.process is not None:
@@ -332,40 +297,8 @@ class Supervisor:
         report: TargetReport | None = await self._ask(member.process, "report", deadline_s=REPORT_DEADLINE_S)
         return report or TargetReport(replace(silent.status, state=SILENT))
 
-    def _drafter_status(self, name: str, counts: Sequence[DrafterCounts]) -> DrafterStatus:
-        member = self._pool.drafters.get(name)
-        state = member.state if member is not None else State.READY if counts else State.STARTING
-        replies = [one.reply_s for one in counts if one.reply_s is not None]
-        config, models = self._kinds[name], self._keeper.models
-        leaves = name in self._draining or name in models.retiring
-        return DrafterStatus(
-            name=name,
-            kind=config.options.kind,
-            state=State.DRAINING if leaves and state is State.READY else state,
-            num_requests=sum(one.num_requests for one in counts),
-            num_proposed=sum(one.num_proposed for one in counts),
-            num_accepted=sum(one.num_accepted for one in counts),
-            reply_ms=1e3 * sum(replies) / len(replies) if replies else None,
-            num_restarts=member.restarts.num_restarts if member is not None else 0,
-            reason=member.reason if member is not None and state is not State.READY else None,
-            verifies=can_verify(config.options),
-            proposers=tuple(one.name for one in self._config.proposers_of(config.name)),
-            device=models.resident.get(name),
-            num_bytes=models.bytes_of(name) if self._keeper.keeps(name) else None,
-            num_loads=models.num_loads.get(name, 0),
-            num_evictions=models.num_evictions.get(name, 0),
-            num_fallbacks=models.num_fallbacks.get(name, 0),
-        )
-
     async def _ask(self, process: Process, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
-        """The answer, or None of a process that is dead or silent: its own task sees to that."""
-        timeout_s = min(deadline_s, self._config.supervision.health_timeout_ms / 1e3)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await process.call(method, *args)
-        except (ProcessEnded, TimeoutError) as unanswered:
-            logger.warning("no answer to %s: %s", method, str(unanswered) or f"within {timeout_s:g} s")
-            return None
+        return await ask(process, self._config.supervision, method, *args, deadline_s=deadline_s)
 
     async def _end(self, member: Member) -> None:
         process, member.process = member.process, None

@@ -1,0 +1,69 @@
+"""What a supervisor tells people: the state of its members, and what targets report of drafters."""
+
+from collections.abc import Mapping, Sequence, Set
+
+from actors.members import Member, State
+from actors.target import DrafterCounts, TargetReport
+from cluster.client import ClusterStatus, DrafterStatus
+from cluster.config import Config, DrafterConfig, can_verify
+from router.residency import ModelPool
+
+
+def cluster_status(
+    config: Config,
+    model: str,
+    reports: Sequence[TargetReport],
+    drafters: Mapping[str, DrafterConfig],
+    members: Mapping[str, Member],
+    models: ModelPool,
+    draining: Set[str],
+) -> ClusterStatus:
+    """Args:
+    drafters: of every member of the pool, by its name.
+    members: those that have a process of their own.
+    """
+    counts: dict[str, list[DrafterCounts]] = {name: [] for name in drafters}
+    for one in (one for report in reports for one in report.drafters):
+        counts.setdefault(one.name, []).append(one)
+    leaving = draining | models.retiring
+    return ClusterStatus(
+        model=model,
+        policy=config.router.policy.kind,
+        table_version=max((report.table_version for report in reports), default=0),
+        targets=tuple(report.status for report in reports),
+        drafters=tuple(
+            _drafter(config, name, one, members.get(name), counts[name], models, name in leaving)
+            for name, one in drafters.items()
+        ),
+    )
+
+
+def _drafter(
+    config: Config,
+    name: str,
+    drafter: DrafterConfig,
+    member: Member | None,
+    counts: Sequence[DrafterCounts],
+    models: ModelPool,
+    leaves: bool,
+) -> DrafterStatus:
+    state = member.state if member is not None else State.READY if counts else State.STARTING
+    replies = [one.reply_s for one in counts if one.reply_s is not None]
+    return DrafterStatus(
+        name=name,
+        kind=drafter.options.kind,
+        state=State.DRAINING if leaves and state is State.READY else state,
+        num_requests=sum(one.num_requests for one in counts),
+        num_proposed=sum(one.num_proposed for one in counts),
+        num_accepted=sum(one.num_accepted for one in counts),
+        reply_ms=1e3 * sum(replies) / len(replies) if replies else None,
+        num_restarts=member.restarts.num_restarts if member is not None else 0,
+        reason=member.reason if member is not None and state is not State.READY else None,
+        verifies=can_verify(drafter.options),
+        proposers=tuple(one.name for one in config.proposers_of(drafter.name)),
+        device=models.resident.get(name),
+        num_bytes=models.bytes_of(name) if name in models.num_loads else None,
+        num_loads=models.num_loads.get(name, 0),
+        num_evictions=models.num_evictions.get(name, 0),
+        num_fallbacks=models.num_fallbacks.get(name, 0),
+    )
