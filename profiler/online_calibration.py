@@ -5,14 +5,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from profiler.online_scaling import OnlineScaling
+
 Floats = NDArray[np.float64]
 
 _EDGES = np.concatenate([[0.0], 1.0 / (1.0 + np.exp(-np.linspace(-4.0, 4.0, 15))), [1.0]])
 _NUM_BINS = len(_EDGES) - 1
 _STEPS = 1000
 _GRID = np.linspace(0.0, 1.0, _STEPS + 1)
+_EARLY = 200.0  # records after which a correction is trusted against odds of e that it was none so far
+_LEAST = 1e-3  # what came to pass had at least this chance, whatever was told
 # Records: what the maps cost to fit, half a millisecond, is shared by so many. The more are known, the less a few change.
-_FIRST_AT_ONCE = 32
+_FIRST_AT_ONCE = 16
 _MOST_AT_ONCE = 128
 
 
@@ -20,26 +24,34 @@ class OnlineSurvival:
     """Follows one drafter: how often tokens of a confidence came true at each position, given that those before them did.
 
     Survival is the product of these (as in Kaplan and Meier's estimator), so drafts of which only a part was verified, for
-    whatever reason, teach as far as they were. A bin starts at what the position before found, the first at what it
-    was told, worth ``doubt`` verifications, so few or one-sided records are never taken for certainty; what is old fades
-    with every new verification of its bin, so a drafter that changes is followed. Memory is constant: 16 bins for each of
-    ``num_positions`` positions, later ones share the last. Between bins it is linear, and monotone: at a position the more
-    confident token stays the more probable one.
+    whatever reason, teach as far as they were. A slope and an offset for each position correct what is wrong with all of its
+    confidences alike (``OnlineScaling``); bins of what that gives correct the rest. A bin starts at what the position before
+    found, the first at what it was given, worth ``doubt`` verifications, so few or one-sided records are never taken for
+    certainty; what is old fades with every new verification, so a drafter that changes is followed.
+
+    Of a drafter that tells the truth the first records teach noise. So what was told and what is made of it are averaged,
+    each by how well it foresaw what came true (Bayesian model averaging), the correction gaining with the records.
+
+    Memory is constant: 16 bins for each of ``num_positions`` positions, later ones share the last. Between bins it is
+    linear, and monotone: at a position the more confident token stays the more probable one.
 
     Args:
         num_positions: told apart.
-        memory: verifications that a bin remembers at the most.
-        doubt: verifications that what was believed before is worth.
+        memory: verifications that a bin, and the scaling of a position, remembers at the most.
+        doubt: verifications that what was believed before is worth to a bin.
     """
 
-    def __init__(self, num_positions: int = 8, memory: float = 500.0, doubt: float = 8.0) -> None:
+    def __init__(self, num_positions: int = 8, memory: float = 500.0, doubt: float = 60.0) -> None:
         self._keep = 1.0 - 1.0 / memory
         self._doubt = doubt
         shape = (num_positions, _NUM_BINS)
         self._weight = np.zeros(shape)
-        self._told = np.zeros(shape)  # sum of confidences
+        self._scaled = np.zeros(shape)  # sum of scaled confidences
         self._true = np.zeros(shape)  # how many came true
-        self._maps = [_GRID.tolist()] * num_positions  # what a confidence in steps means at a position
+        self._scaling = OnlineScaling(num_positions, memory)
+        self._corrected = np.tile(_GRID, (num_positions, 1))  # what a confidence in steps would mean at a position
+        self._maps = [_GRID.tolist()] * num_positions  # and what it is taken for
+        self._evidence = 0.0  # log odds of what came true, by the corrected over by the told confidences
         self._pending: list[tuple[tuple[float, ...], int]] = []
         self.num_records = 0
 
@@ -68,11 +80,18 @@ class OnlineSurvival:
                 self._take_up()
 
     def _take_up(self) -> None:
-        tried = [(k, confidence, k < num) for row, num in self._pending for k, confidence in enumerate(row)]
+        last = len(self._weight) - 1
+        tried = [(min(k, last), confidence, k < num) for row, num in self._pending for k, confidence in enumerate(row)]
         self._pending.clear()
+        positions = np.array([position for position, _, _ in tried])
         told = np.array([confidence for _, confidence, _ in tried])
-        bins = np.minimum(np.searchsorted(_EDGES, told, side="right") - 1, _NUM_BINS - 1)
-        at = self._positions(1 + max(k for k, _, _ in tried))[[k for k, _, _ in tried]] * _NUM_BINS + bins
+        came_true = np.array([true for _, _, true in tried])
+        corrected = self._corrected[positions, (told * _STEPS).round().astype(np.intp)]
+        self._evidence *= self._keep ** len(tried)
+        self._evidence += _log_chance(corrected, came_true) - _log_chance(told, came_true)
+        scaled = self._scaling(told, positions)
+        bins = np.minimum(np.searchsorted(_EDGES, scaled, side="right") - 1, _NUM_BINS - 1)
+        at = positions * _NUM_BINS + bins
 
         def sums(values: ArrayLike | None = None) -> Floats:
             return np.bincount(at, values, self._weight.size).reshape(self._weight.shape).astype(np.float64)
@@ -80,24 +99,32 @@ class OnlineSurvival:
         num = sums()
         kept = self._keep**num
         self._weight = self._weight * kept + num
-        self._told = self._told * kept + sums(told)
-        self._true = self._true * kept + sums([came_true for _, _, came_true in tried])
+        self._scaled = self._scaled * kept + sums(scaled)
+        self._true = self._true * kept + sums(came_true)
+        self._scaling.learn(told, positions, came_true)
+        grids = self._scaling(_GRID, np.arange(last + 1)[:, None])
+        trust = 1.0 / (1.0 + np.exp(-np.clip(self._evidence + self.num_records / _EARLY, -50.0, 50.0)))
         before = _GRID
-        for position in range(len(self._maps)):
+        for position, grid in enumerate(grids):
             before = self._fitted(position, before)
-            self._maps[position] = before.tolist()
-
-    def _positions(self, num: int) -> NDArray[np.intp]:
-        return np.minimum(np.arange(num), len(self._weight) - 1)
+            self._corrected[position] = np.interp(grid, _GRID, before)
+            self._maps[position] = (_GRID + trust * (self._corrected[position] - _GRID)).tolist()
 
     def _fitted(self, position: int, before: Floats) -> Floats:
-        """What each of _STEPS + 1 confidences means at a position, (_STEPS + 1,); ``before``: at the position before it."""
-        weight, told = self._weight[position], self._told[position]
+        """What each of _STEPS + 1 scaled confidences means at a position, (_STEPS + 1,); ``before``: at the position before
+        it."""
+        weight, scaled = self._weight[position], self._scaled[position]
         middle = (_EDGES[:-1] + _EDGES[1:]) / 2
-        xs = np.clip(np.where(weight > 0, told / np.maximum(weight, 1e-12), middle), _EDGES[:-1], _EDGES[1:])
-        told_before = np.interp(xs, _GRID, before)
-        ys = (self._true[position] + self._doubt * told_before) / (weight + self._doubt)
+        xs = np.clip(np.where(weight > 0, scaled / np.maximum(weight, 1e-12), middle), _EDGES[:-1], _EDGES[1:])
+        found_before = np.interp(xs, _GRID, before)
+        ys = (self._true[position] + self._doubt * found_before) / (weight + self._doubt)
         return np.interp(_GRID, xs, _pooled(ys, weight + 1.0))
+
+
+def _log_chance(foreseen: Floats, came_true: NDArray[np.bool_]) -> float:
+    """The logarithm of the probability of what came true."""
+    chances = np.where(came_true, foreseen, 1.0 - foreseen)
+    return float(np.log(np.maximum(chances, _LEAST)).sum())
 
 
 def _pooled(values: Floats, weights: Floats) -> Floats:

@@ -19,6 +19,7 @@ from profiler.calibration import (
     save_scaling,
 )
 from profiler.online_calibration import OnlineSurvival
+from profiler.online_scaling import OnlineScaling
 from profiler.reliability import auroc, expected_calibration_error, plot_reliability
 
 Floats = NDArray[np.float64]
@@ -177,6 +178,93 @@ def test_online_order_is_kept_whatever_was_seen() -> None:
     survival = np.array(online.survival([(p, 0.5, 0.5, 0.5) for p in grid]))
     assert np.all(np.diff(survival[:, 0]) >= 0.0)
     assert np.all(np.diff(survival, axis=1) <= 0.0)
+
+
+def shifted(records: Records, offset: float) -> Records:
+    """The same told with ``offset`` added on the logit scale."""
+    odds = np.exp(offset) * records.confidences / (1 - records.confidences)
+    return Records(odds / (1 + odds), records.num_verified, records.num_accepted)
+
+
+@pytest.mark.parametrize("offset", [1.0, -1.0])
+def test_online_what_is_wrong_with_all_confidences_is_known_after_a_few_dozen_drafts(offset: float) -> None:
+    """When most bins are still empty."""
+    test = shifted(drafts(10_000, 1.0, seed=1), offset)
+    before, after = [], []
+    for seed in range(10):
+        online = OnlineSurvival()
+        before.append(worst_ece(np.array(online.survival(test.confidences.tolist())), test))
+        for confidences, num_accepted in as_list(shifted(drafts(64, 1.0, seed=10 + seed), offset)):
+            online.record(confidences, num_accepted)
+        after.append(worst_ece(np.array(online.survival(test.confidences.tolist())), test))
+    assert np.mean(before) > 0.15
+    assert np.mean(after) < 0.09
+
+
+def test_online_a_drafter_that_tells_the_truth_is_believed_from_the_start() -> None:
+    """The first four hundred drafts are foreseen nearly as well as by what it tells: in the mean over drafters to within
+    three units of log likelihood in all, of some eight hundred."""
+    losses = []
+    for seed in range(20):
+        online = OnlineSurvival()
+        lost = 0.0
+        for confidences, num_accepted in as_list(drafts(400, 1.0, seed)):
+            foreseen = np.array([1.0, *online.survival([confidences])[0], 0.0])
+            told = np.array([1.0, *np.cumprod(confidences), 0.0])
+            lost += np.log(
+                (told[num_accepted] - told[num_accepted + 1]) / (foreseen[num_accepted] - foreseen[num_accepted + 1])
+            )
+            online.record(confidences, num_accepted)
+        losses.append(lost)
+    assert np.mean(losses) < 3.0
+
+
+@pytest.mark.parametrize("confidence", [0.0, 1.0])
+def test_online_the_surest_confidences_are_corrected_without_overshooting(confidence: float) -> None:
+    online, found = OnlineSurvival(), []
+    for i in range(320):
+        online.record((confidence,), i % 2)
+        found.append(online.survival([(confidence,)])[0][0])
+    wrong = np.abs(np.array(found) - 0.5)
+    assert np.all(wrong[100:] < 0.1)
+    assert np.all(np.diff(wrong) < 0.05)
+
+
+# ---- slope and offset
+
+
+def told_and_true(num: int, slope: float, offset: float, seed: int = 0) -> tuple[Floats, NDArray[np.bool_]]:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0.0, 1.5, num)
+    return 1 / (1 + np.exp(-logits)), rng.random(num) < 1 / (1 + np.exp(-slope * logits - offset))
+
+
+def test_slope_and_offset_are_found_at_the_positions_that_were_seen() -> None:
+    scaling = OnlineScaling(num_positions=3, memory=1e9)
+    for part in range(60):
+        told, came_true = told_and_true(100, 0.5, 0.8, seed=part)
+        scaling.learn(told, np.ones(100, np.intp), came_true)
+    grid = np.linspace(0.05, 0.95, 19)
+    wanted = 1 / (1 + np.exp(-0.5 * np.log(grid / (1 - grid)) - 0.8))
+    np.testing.assert_allclose(scaling(grid, np.array([1])), wanted, atol=0.03)
+    np.testing.assert_allclose(scaling(grid, np.array([[0], [2]])), [grid, grid])
+
+
+def test_what_was_learned_fades() -> None:
+    scaling = OnlineScaling(num_positions=1, memory=100)
+    for offset in (2.0, -2.0):
+        for part in range(10):
+            told, came_true = told_and_true(50, 1.0, offset, seed=part)
+            scaling.learn(told, np.zeros(50, np.intp), came_true)
+        (found,) = scaling(np.array([0.5]), np.array([0]))
+        assert (found > 0.75) if offset > 0 else (found < 0.25)
+
+
+def test_the_order_of_confidences_is_kept_whatever_came_true() -> None:
+    scaling = OnlineScaling(num_positions=1, memory=500)
+    told = np.random.default_rng(0).random(500)
+    scaling.learn(told, np.zeros(500, np.intp), told < 0.5)
+    assert np.all(np.diff(scaling(np.linspace(0.01, 0.99, 50), np.array([0]))) > 0.0)
 
 
 # ---- measures
