@@ -3,6 +3,8 @@
 One table serves all requests, is bounded, costs no model, and goes on learning from what the target commits. No torch.
 """
 
+import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 from cluster.errors import InvalidField, ModelUnavailable
 from cluster.types import SamplingParams
 from drafters.protocol import Demand, Draft
-from engine.noise import gumbel, noise_keys
+from engine.noise import gumbel_of_few
 
 FILE = "table.npz"  # in a drafter's folder
 CONTEXT_LENS = (4, 3, 2, 1)  # the longest known context speaks
@@ -52,8 +54,9 @@ class HabitTable:
 
     def find(self, key: int) -> list[tuple[int, float]]:
         """(token, probability) of a context, likeliest first; nothing if it is not known."""
-        row = int(np.searchsorted(self.keys, np.uint64(key)))
-        if row == len(self.keys) or int(self.keys[row]) != key:
+        keys = memoryview(self.keys)  # of Python's integers: one number is found sooner so than by numpy
+        row = bisect_left(keys, key)
+        if row == len(keys) or keys[row] != key:
             return []
         found = zip(self.token_ids[row].tolist(), self.probabilities[row].tolist(), strict=True)
         return [(token_id, probability) for token_id, probability in found if probability > 0.0]
@@ -206,9 +209,12 @@ class TableDrafter:
         for n in CONTEXT_LENS[:-1]:  # single tokens are followed by too much to be learned one by one
             if n <= len(before):
                 key = context_key(before[len(before) - n :])
-                learned = self._learned.setdefault(key, _Learned())
+                learned = self._learned.get(key)
+                if learned is None:
+                    learned = self._learned[key] = _Learned()
+                else:
+                    self._learned.move_to_end(key)
                 learned.count(token_id)
-                self._learned.move_to_end(key)
         while len(self._learned) > self._max_learned:
             self._learned.popitem(last=False)
 
@@ -255,7 +261,7 @@ def _choose(candidates: Sequence[tuple[int, float]], sampling: SamplingParams, p
     """The candidate that the target's rule would choose if these were its probabilities (DESIGN idea 1)."""
     if sampling.temperature == 0.0 or len(candidates) == 1:
         return max(candidates, key=lambda c: c[1])
-    keys = noise_keys(np.array([sampling.seed], np.uint64), np.array([position], np.int64))
-    noise = gumbel(keys, np.array([token_id for token_id, _ in candidates], np.int64))
-    scores = np.log([share for _, share in candidates]) / sampling.temperature + noise
-    return candidates[int(np.argmax(scores))]
+    noise = gumbel_of_few(sampling.seed, position, [token_id for token_id, _ in candidates])
+    logs = [math.log(share) if share else -math.inf for _, share in candidates]  # what was learned may fade to nothing
+    scores = [log / sampling.temperature + g for log, g in zip(logs, noise, strict=True)]
+    return candidates[scores.index(max(scores))]

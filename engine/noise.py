@@ -25,6 +25,7 @@ sampling" (2014), for noise whose maximum comes first.
 """
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -70,9 +71,18 @@ def block_gumbel(keys: "Array", block_ids: "Array", offsets: "Array") -> Any:
     return _minus_log(first_s[..., None] + later_s * (offsets != first_offset[..., None]))
 
 
+def gumbel_of_few(seed: int, position: int, token_ids: Iterable[int]) -> list[float]:
+    """Noise of a few tokens at one position, float32 values. In plain Python: arrays do not pay below about twenty."""
+    key = _reference_mix(_reference_mix(seed + _GAMMA) + position * _GAMMA)
+    return [_reference_gumbel(key, token_id) for token_id in token_ids]
+
+
 def reference_gumbel(seed: int, position: int, token_id: int) -> float:
     """The definition, in plain Python: what every other way to compute the noise must equal. A float32 value."""
-    key = _reference_mix(_reference_mix(seed + _GAMMA) + position * _GAMMA)
+    return gumbel_of_few(seed, position, (token_id,))[0]
+
+
+def _reference_gumbel(key: int, token_id: int) -> float:
     block_id, offset = divmod(token_id, BLOCK_LEN)
     block_bits = _reference_mix(key + (_FIRST_BLOCK_COUNTER + block_id) * _GAMMA)
     arrival = _reference_exponential(block_bits) / BLOCK_LEN

@@ -76,6 +76,14 @@ def test_a_changed_habit_is_unlearned() -> None:
     assert draft(drafter, 1).token_ids == (7,)
 
 
+def test_what_has_not_followed_for_long_is_not_guessed_at_any_temperature() -> None:
+    drafter = opened(EMPTY, (1, 2), SamplingParams(max_tokens=9, temperature=2.0))
+    drafter.extend("r", (9, 1, 2))
+    for _ in range(15_000):  # the share of 9 is 0 by then, as far as floats can say
+        drafter.extend("r", (3, 1, 2))
+    assert draft(drafter, 1).token_ids == (3,)
+
+
 def test_at_a_temperature_it_guesses_with_the_targets_noise() -> None:
     """If the table's shares are the target's probabilities, its guess is the target's choice, surprises included."""
     rng = np.random.default_rng(0)
