@@ -81,7 +81,8 @@ def test_what_has_not_followed_for_long_is_not_guessed_at_any_temperature() -> N
     drafter.extend("r", (9, 1, 2))
     for _ in range(15_000):  # the share of 9 is 0 by then, as far as floats can say
         drafter.extend("r", (3, 1, 2))
-    assert draft(drafter, 1).token_ids == (3,)
+    drafter.extend("r", (5, 1, 2))  # before (1, 2) stands what never stood there
+    assert draft(drafter, 1).token_ids in {(3,), (5,)}
 
 
 def test_at_a_temperature_it_guesses_with_the_targets_noise() -> None:
