@@ -77,7 +77,7 @@ def test_a_changed_habit_is_unlearned() -> None:
 
 
 def test_what_has_not_followed_for_long_is_not_guessed_at_any_temperature() -> None:
-    drafter = opened(EMPTY, (1, 2), SamplingParams(max_tokens=9, temperature=2.0))
+    drafter = opened(EMPTY, (1, 2), SamplingParams(max_tokens=9, temperature=2.0), min_confidence=0.0)
     drafter.extend("r", (9, 1, 2))
     for _ in range(15_000):  # the share of 9 is 0 by then, as far as floats can say
         drafter.extend("r", (3, 1, 2))
