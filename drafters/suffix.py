@@ -25,16 +25,7 @@ class _Place:
 
     def after(self, token_ids: Sequence[int]) -> "_Place":
         """The longest match of the text with ``token_ids`` behind it."""
-        automaton, state, match_len = self.automaton, self.state, self.match_len
-        for token_id in token_ids:
-            while (follower := automaton.step(state, token_id)) is None:
-                shorter = automaton.suffix(state)
-                if shorter is None:
-                    break
-                state, match_len = shorter, automaton.substring_len(shorter)
-            if follower is not None:
-                state, match_len = follower, match_len + 1
-        return _Place(automaton, state, match_len)
+        return _Place(self.automaton, *self.automaton.walk(self.state, self.match_len, token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +82,23 @@ class _SharedMemory:
 
     def place(self, tail: Sequence[int]) -> _Place | None:
         """Where the longest end of ``tail`` occurred, preferably lately."""
-        places = [_Place(segment, ROOT, 0).after(tail) for segment in reversed(self._segments)]
+        places = [_longest_end(segment, tail) for segment in reversed(self._segments)]
         return max(places, key=lambda place: place.match_len, default=None)
 
     def check_integrity(self) -> None:
         for segment in self._segments:
             segment.check_integrity()
             assert segment.num_tokens <= self._segment_len, "a segment outgrew its bound"
+
+
+def _longest_end(automaton: SuffixAutomaton, tail: Sequence[int]) -> _Place:
+    """Of ``tail``, as far as it occurs. Mostly that is short, so it is sought in longer and longer ends."""
+    num = 2
+    while True:
+        place = _Place(automaton, ROOT, 0).after(tail[-num:])
+        if place.match_len < num:
+            return place
+        num *= 2
 
 
 class SuffixDrafter:
@@ -187,12 +188,7 @@ class SuffixDrafter:
         confidences: list[float] = []
         survival, expected_len = 1.0, 0.0
         while len(token_ids) < num_tokens and match_len >= self._min_match_len:
-            most = total = 0
-            for token_id, follower in automaton.followers(state):
-                count = automaton.count(follower)
-                total += count
-                if count >= most:  # of equals, the one seen last
-                    most, best, best_state = count, token_id, follower
+            token_id, follower, most, total = automaton.likeliest(state)
             if not total:  # the end of a text: its end may have occurred before
                 state = automaton.suffix(state) or ROOT
                 match_len = automaton.substring_len(state)
@@ -202,7 +198,7 @@ class SuffixDrafter:
             if survival < self._min_survival:
                 break
             expected_len += survival
-            token_ids.append(best)
+            token_ids.append(token_id)
             confidences.append(confidence)
-            state, match_len = best_state, match_len + 1
+            state, match_len = follower, match_len + 1
         return _Guess(tuple(token_ids), tuple(confidences), expected_len)

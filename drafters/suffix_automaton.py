@@ -74,6 +74,42 @@ class SuffixAutomaton:
             yield self._token[state], self._next[state]
             yield from self._more.get(state, {}).items()
 
+    def walk(self, state: int, match_len: int, token_ids: Iterable[int]) -> tuple[int, int]:
+        """From where the last ``match_len`` tokens of a text stand: the state and the length of its longest end that
+        occurs when ``token_ids`` are behind it."""
+        first, following, more, link = self._token, self._next, self._more, self._link
+        for token_id in token_ids:
+            while True:
+                if first[state] == token_id:
+                    state, match_len = following[state], match_len + 1
+                    break
+                others = more.get(state)
+                follower = None if others is None else others.get(token_id)
+                if follower is not None:
+                    state, match_len = follower, match_len + 1
+                    break
+                if state == ROOT:
+                    break
+                state = link[state]
+                match_len = self._len[state]
+        return state, match_len
+
+    def likeliest(self, state: int) -> tuple[int, int, int, int]:
+        """The token that followed most often, of equals the one seen last: (token, its state, how often it followed, how
+        often any token did), the last of which is 0 where none did."""
+        token_id, follower, count = self._token[state], self._next[state], self._count
+        if token_id == _NONE:
+            return _NONE, _NONE, 0, 0
+        most = total = count[follower]
+        others = self._more.get(state)
+        if others is not None:
+            for other_id, other in others.items():
+                num = count[other]
+                total += num
+                if num >= most:
+                    most, token_id, follower = num, other_id, other
+        return token_id, follower, most, total
+
     @property
     def last(self) -> int:
         """The state of the whole text read since ``begin``."""
@@ -99,13 +135,12 @@ class SuffixAutomaton:
         else:
             self._last = current = self._add(self._len[last] + 1)
             walker = last
-            while walker != _NONE and self.step(walker, token_id) is None:
+            while walker != _NONE and (follower := self.step(walker, token_id)) is None:
                 self._set(walker, token_id, current)
                 walker = self._link[walker]
             if walker == _NONE:
                 self._link[current] = ROOT
             else:
-                follower = self.step(walker, token_id)
                 assert follower is not None
                 exact = self._len[follower] == self._len[walker] + 1
                 self._link[current] = follower if exact else self._split(walker, token_id, follower)
