@@ -69,14 +69,6 @@ def encode_message(message: Message, max_bytes: int) -> bytes:
     return data
 
 
-def decode_message(data: bytes) -> Message:
-    """As ``decode``, of a frame that can only be a message."""
-    frame = decode(data)
-    if not isinstance(frame, Message):
-        raise WireError(f"a {type(frame).__name__} came where a message was due")
-    return frame
-
-
 # The handshake and the heartbeat.
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from cluster.errors import InvalidField, LinkClosed, LinkFull
 from cluster.messages import Hello, Message
 from cluster.transport.base import Event, Limits, LinkDown, LinkUp, Mailbox, Received
-from cluster.transport.codec import decode_message, encode_message
+from cluster.transport.codec import encode_message
 from cluster.transport.handshake import refusal
 
 SCHEME = "memory://"
@@ -39,12 +39,13 @@ class MemoryLink:
         return self._peer
 
     def send(self, message: Message) -> None:
-        # Encoded as on a real link: what cannot travel is found out here, and what travels is rounded.
-        frame = encode_message(message, self._limits.max_message_bytes)
+        # Encoded as on a real link, so that what cannot travel is found out here. What arrives is the message itself: nobody
+        # can change it, and to decode it again would take longer than all else that is done to it.
+        encode_message(message, self._limits.max_message_bytes)
         if self._closed is not None:
             raise LinkClosed(f"the link to {self._peer.role} {self._peer.name!r} is closed: {self._closed}")
         self.other.reserve()
-        self._network.carry(self.other, frame)
+        self._network.carry(self.other, message)
 
     def close(self) -> None:
         if self.shut("closed here"):
@@ -67,9 +68,8 @@ class MemoryLink:
                 )
             self._num_under_way += 1
 
-    def arrive(self, frame: bytes) -> None:
+    def arrive(self, message: Message) -> None:
         """A message that was reserved for has come."""
-        message = decode_message(frame)
         with self._lock:
             self._num_under_way -= 1
             if self._closed is None:
@@ -166,9 +166,9 @@ class LocalNetwork:
         near.open()
         return near
 
-    def carry(self, to: MemoryLink, frame: bytes) -> None:
+    def carry(self, to: MemoryLink, message: Message) -> None:
         """Bring a message to an end that has reserved room for it."""
-        to.arrive(frame)
+        to.arrive(message)
 
     def carry_end(self, to: MemoryLink, reason: str) -> None:
         """Tell an end that the other has closed, behind the messages under way."""

@@ -11,6 +11,7 @@ import weakref
 from dataclasses import dataclass
 
 from cluster.errors import InvalidField, LinkFull
+from cluster.messages import Message
 from cluster.transport.memory import LocalNetwork, MemoryLink
 
 
@@ -48,7 +49,7 @@ class MemoryNetwork(LocalNetwork):
         self.now_s = now_s
         self._rng = rng
         self._sequence = itertools.count()  # what is due at the same time arrives in the order of sending
-        self._under_way: list[tuple[float, int, MemoryLink, bytes | str]] = []  # a heap; str: the link's end, and why
+        self._under_way: list[tuple[float, int, MemoryLink, Message | str]] = []  # a heap; str: the link's end, and why
         self._last_due_s: weakref.WeakKeyDictionary[MemoryLink, float] = weakref.WeakKeyDictionary()
         self._broken: weakref.WeakSet[MemoryLink] = weakref.WeakSet()
 
@@ -80,7 +81,7 @@ class MemoryNetwork(LocalNetwork):
                 self._broken.add(end)
                 self._send_off(end, f"the link to {end.peer.role} {end.peer.name!r} was cut", overtakes=True)
 
-    def carry(self, to: MemoryLink, frame: bytes) -> None:
+    def carry(self, to: MemoryLink, message: Message) -> None:
         faults, chance = self.faults, self._rng.random
         # Every message draws the same number of times, so that changing one probability leaves the other draws alone.
         is_cut, is_dropped = chance() < faults.cut, chance() < faults.drop
@@ -90,19 +91,19 @@ class MemoryNetwork(LocalNetwork):
         if to in self._broken or is_dropped:
             to.lose()
             return
-        self._send_off(to, frame, overtakes)
+        self._send_off(to, message, overtakes)
         if is_doubled:
             try:
                 to.reserve()
             except LinkFull:
                 return  # no room for a second copy
-            self._send_off(to, frame, overtakes)
+            self._send_off(to, message, overtakes)
 
     def carry_end(self, to: MemoryLink, reason: str) -> None:
         if to not in self._broken:
             self._send_off(to, reason, overtakes=False)
 
-    def _send_off(self, to: MemoryLink, what: bytes | str, overtakes: bool) -> None:
+    def _send_off(self, to: MemoryLink, what: Message | str, overtakes: bool) -> None:
         due_s = self.now_s + self._rng.uniform(self.faults.min_delay_s, self.faults.max_delay_s)
         if not overtakes:
             due_s = max(due_s, self._last_due_s.get(to, due_s))
