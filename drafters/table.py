@@ -54,7 +54,7 @@ class HabitTable:
 
     def find(self, key: int) -> list[tuple[int, float]]:
         """(token, probability) of a context, likeliest first; nothing if it is not known."""
-        keys = memoryview(self.keys)  # of Python's integers: one number is found sooner so than by numpy
+        keys = self.keys.data  # Python looks one number up sooner than numpy
         row = bisect_left(keys, key)
         if row == len(keys) or keys[row] != key:
             return []
