@@ -15,9 +15,14 @@ class ChainDrafter:
     """A model that is always led by the same proposer, which may itself be a chain. Arguments are as in ``LedModel``."""
 
     def __init__(
-        self, proposer: Drafter, verifier: SmallModel, proposal_len: int = PROPOSAL_LEN, min_confidence: float = 0.0
+        self,
+        proposer: Drafter,
+        verifier: SmallModel,
+        proposal_len: int = PROPOSAL_LEN,
+        min_confidence: float = 0.0,
+        min_survival: float = 0.0,
     ) -> None:
-        self._led = LedModel(verifier, dict.fromkeys(_PROPOSER, proposer), proposal_len, min_confidence)
+        self._led = LedModel(verifier, dict.fromkeys(_PROPOSER, proposer), proposal_len, min_confidence, min_survival)
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self._led.open(request_id, token_ids, prompt_len, sampling)

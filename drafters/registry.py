@@ -99,9 +99,8 @@ def _make_level(options: DrafterOptions, below: Mapping[str, Drafter], site: Sit
     from drafters.led import LedModel
 
     assert isinstance(options, ModelOptions | LayersOptions)
-    min_survival = options.min_survival if isinstance(options, LayersOptions) else 0.0
-    led = LedModel(_small_model(options, site), below, min_survival=min_survival, clock=site.clock)
-    return _calibrated(led, options) if isinstance(options, LayersOptions) else led
+    led = LedModel(_small_model(options, site), below, min_survival=_min_survival(options), clock=site.clock)
+    return _calibrated(led, options)
 
 
 def make(options: DrafterOptions, site: Site) -> Drafter:
@@ -167,9 +166,7 @@ def _make_table(options: TableOptions, site: Site) -> Drafter:
 def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
     from drafters.model import ModelDrafter
 
-    if isinstance(options, LayersOptions):
-        return _calibrated(ModelDrafter(_small_model(options, site), min_survival=options.min_survival), options)
-    return ModelDrafter(_small_model(options, site))
+    return _calibrated(ModelDrafter(_small_model(options, site), min_survival=_min_survival(options)), options)
 
 
 def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
@@ -196,7 +193,9 @@ def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
 def _make_chain(options: ChainOptions, site: Site) -> Drafter:
     from drafters.chain import ChainDrafter
 
-    return ChainDrafter(make(options.proposer, site), _small_model(options.verifier, site))
+    verifier = options.verifier
+    chain = ChainDrafter(make(options.proposer, site), _small_model(verifier, site), min_survival=_min_survival(verifier))
+    return _calibrated(chain, verifier)
 
 
 def _small_model(options: ModelOptions | LayersOptions, site: Site) -> "SmallModel":
@@ -235,18 +234,24 @@ def _load(options: ModelOptions | LayersOptions, site: Site) -> "tuple[CausalMod
     return load_model(folder, options.dtype, site.device, options.num_layers), None
 
 
-def _calibrated(drafter: Foreseeing, options: LayersOptions) -> Drafter:
-    """With calibrated confidences, where the drafter's folder says how."""
-    from drafters.calibrated import CalibratedChaining, CalibratedForeseeing
+def _min_survival(options: ModelOptions | LayersOptions) -> float:
+    return options.min_survival if isinstance(options, LayersOptions) else 0.0
+
+
+def _calibrated(drafter: Drafter, options: ModelOptions | LayersOptions) -> Drafter:
+    """With calibrated confidences, where the folder of the model that they are from says how."""
+    from drafters.calibrated import CalibratedChaining, CalibratedDrafter, CalibratedForeseeing
     from drafters.led import LedModel
     from drafters.shipped import find_drafter
     from profiler.calibration import FILE, load_scaling
 
-    path = find_drafter(options.path) / FILE
-    if not path.is_file():
+    path = find_drafter(options.path) / FILE if isinstance(options, LayersOptions) else None
+    if path is None or not path.is_file():
         return drafter
     scaling = load_scaling(path)
-    return CalibratedChaining(drafter, scaling) if isinstance(drafter, LedModel) else CalibratedForeseeing(drafter, scaling)
+    if isinstance(drafter, LedModel):
+        return CalibratedChaining(drafter, scaling)
+    return CalibratedForeseeing(drafter, scaling) if isinstance(drafter, Foreseeing) else CalibratedDrafter(drafter, scaling)
 
 
 _FACTORIES: Mapping[str, Callable[[Any, Site], Drafter]] = {

@@ -19,12 +19,13 @@ from cluster.config import (
     TableOptions,
 )
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
-from cluster.types import ModelInfo
+from cluster.types import ModelInfo, SamplingParams
 from drafters.calibrated import CalibratedDrafter
 from drafters.cascade import CascadeDrafter
 from drafters.chain import ChainDrafter
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
+from drafters.protocol import Demand, Draft
 from drafters.registry import make_drafter
 from drafters.suffix import SuffixDrafter
 from drafters.table import FILE as TABLE_FILE
@@ -71,6 +72,36 @@ def test_makes_the_trained_kinds(folder: Path, tmp_path: Path) -> None:
     count_habits([((1, 2, 3), 0)] * 3, 10).save(tmp_path / "table" / TABLE_FILE)
     for path in (None, str(tmp_path / "table"), str(tmp_path / "table" / TABLE_FILE)):
         assert isinstance(made(TableOptions(path=path), target), TableDrafter)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_chain_drafts_what_its_verifier_would_by_itself_and_is_as_sure_of_it(
+    folder: Path, tmp_path: Path, temperature: float
+) -> None:
+    """Where its draft ends, and how its confidences are calibrated, is the verifier's to say."""
+    target = target_of(folder)
+    trained = write_tiny_layers(tmp_path / "trained", folder, range(0, 250, 2), num_layers=1)
+    alone = LayersOptions(path=str(trained), dtype="float32", kv_cache_gb=0.001, min_survival=0.3)
+    endless = alone.model_copy(update={"min_survival": 0.0})
+    sampling = SamplingParams(max_tokens=200, temperature=temperature, seed=3, ignore_eos=True)
+    prompts = {f"r{i}": tuple(range(20 + i, 50 + i)) for i in range(6)}
+
+    def drafts(options: DrafterOptions) -> list[Draft]:
+        drafter = make_drafter(DrafterConfig(name="d", options=options), target)
+        for name, prompt in prompts.items():
+            drafter.open(name, prompt, len(prompt), sampling)
+        return drafter.propose([Demand(name, 7) for name in prompts])
+
+    raw = drafts(ChainOptions(proposer=NgramOptions(), verifier=endless))
+    save_scaling(TemperatureScaling((2.0, 0.5, 1.5)), trained / CALIBRATION_FILE)
+    expected = drafts(alone)
+    for proposer in (NgramOptions(), endless):
+        found = drafts(ChainOptions(proposer=proposer, verifier=alone))
+        assert [draft.token_ids for draft in found] == [draft.token_ids for draft in expected]
+        for draft, own in zip(found, expected, strict=True):
+            assert draft.confidences == pytest.approx(own.confidences, rel=1e-4)
+    assert sum(len(draft.token_ids) for draft in expected) < sum(len(draft.token_ids) for draft in raw), "none ended early"
+    assert all(own.confidences[0] != pytest.approx(whole.confidences[0]) for own, whole in zip(expected, raw, strict=True))
 
 
 def test_refuses_trained_drafters_that_cannot_work(folder: Path, tmp_path: Path) -> None:
