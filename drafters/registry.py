@@ -160,6 +160,7 @@ def _make_table(options: TableOptions, site: Site) -> Drafter:
     if options.path is not None:
         path = find_drafter(options.path)
         table = HabitTable.load(path / FILE if path.is_dir() else path)
+        table.check_serves(site.target)
     return TableDrafter(table, options.max_learned, options.min_confidence)
 
 

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.errors import InvalidField, ModelUnavailable
-from cluster.types import SamplingParams
+from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
+from cluster.types import ModelInfo, SamplingParams
 from drafters.protocol import Demand, Draft
 from engine.noise import gumbel_of_few
 
@@ -42,12 +43,15 @@ class HabitTable:
     """N contexts with their likeliest next tokens, as counted once; immutable.
 
     Shapes: keys (N,) uint64 ascending; token_ids (N, 4) int32, the likeliest first; probabilities (N, 4) float32, 0 where
-    a context has fewer.
+    a context has fewer. ``vocab_size`` and ``tokenizer_fingerprint`` are those of the target that it was counted for (as in
+    ``cluster.types.ModelInfo``); None: it does not say.
     """
 
     keys: NDArray[np.uint64]
     token_ids: NDArray[np.int32]
     probabilities: NDArray[np.float32]
+    vocab_size: int | None = None
+    tokenizer_fingerprint: str | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -61,20 +65,38 @@ class HabitTable:
         found = zip(self.token_ids[row].tolist(), self.probabilities[row].tolist(), strict=True)
         return [(token_id, probability) for token_id, probability in found if probability > 0.0]
 
+    def check_serves(self, target: ModelInfo) -> None:
+        """Raises IncompatibleTokenizer: its tokens are not the target's."""
+        if self.tokenizer_fingerprint not in (None, target.tokenizer_fingerprint):
+            raise IncompatibleTokenizer(
+                f"the habit table was counted for a target with another tokenizer than that of {target.name}: "
+                "train one for this target with `outrider train`"
+            )
+        largest = int(self.token_ids.max(initial=-1))
+        if largest >= target.vocab_size:
+            raise IncompatibleTokenizer(
+                f"the habit table holds token {largest}, but {target.name} has only {target.vocab_size} tokens: "
+                "train one for this target with `outrider train`"
+            )
+
     def save(self, path: Path) -> None:
         """Probabilities are kept to 1/255; vocabularies beyond 65536 tokens take four bytes a token instead of two."""
         narrow = int(self.token_ids.max(initial=0)) < 2**16
-        np.savez_compressed(
-            path,
-            format=np.array(_FORMAT),
-            keys=self.keys,
-            token_ids=self.token_ids.astype(np.uint16 if narrow else np.int32),
-            probabilities=np.rint(self.probabilities * 255).astype(np.uint8),
-        )
+        arrays: dict[str, NDArray[Any]] = {
+            "format": np.array(_FORMAT),
+            "keys": self.keys,
+            "token_ids": self.token_ids.astype(np.uint16 if narrow else np.int32),
+            "probabilities": np.rint(self.probabilities * 255).astype(np.uint8),
+        }
+        if self.vocab_size is not None:
+            arrays["vocab_size"] = np.array(self.vocab_size)
+        if self.tokenizer_fingerprint is not None:
+            arrays["tokenizer_fingerprint"] = np.array(self.tokenizer_fingerprint)
+        np.savez_compressed(path, allow_pickle=False, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> "HabitTable":
-        """Raises ModelUnavailable when the file is missing or is no such table."""
+        """Raises ModelUnavailable when the file is missing or damaged, or is no such table."""
         try:
             with np.load(BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
                 if int(arrays["format"]) != _FORMAT:
@@ -83,12 +105,27 @@ class HabitTable:
                     arrays["keys"].astype(np.uint64),
                     arrays["token_ids"].astype(np.int32),
                     arrays["probabilities"].astype(np.float32) / 255,
+                    int(arrays["vocab_size"]) if "vocab_size" in arrays else None,
+                    str(arrays["tokenizer_fingerprint"]) if "tokenizer_fingerprint" in arrays else None,
                 )
-        except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
+        except (OSError, EOFError, KeyError, TypeError, ValueError, BadZipFile) as error:
             raise ModelUnavailable(f"{path} is not a habit table: {error}; train one with `outrider train`") from error
-        if not (len(table.keys) == len(table.token_ids) == len(table.probabilities)) or np.any(np.diff(table.keys) == 0):
-            raise ModelUnavailable(f"{path} is damaged: its arrays disagree; train it again with `outrider train`")
+        damage = table._damage()
+        if damage is not None:
+            raise ModelUnavailable(f"{path} is damaged: {damage}; train it again with `outrider train`")
         return table
+
+    def _damage(self) -> str | None:
+        """What cannot be true of a table that was counted."""
+        shape = (self.keys.size, NUM_CANDIDATES)
+        if self.keys.ndim != 1 or self.token_ids.shape != shape or self.probabilities.shape != shape:
+            return "its arrays disagree"
+        if np.any(self.keys[1:] <= self.keys[:-1]):
+            return "its contexts do not ascend"
+        largest = int(self.token_ids.max(initial=-1))
+        if self.token_ids.min(initial=0) < 0 or (self.vocab_size is not None and largest >= self.vocab_size):
+            return "it holds tokens that are not in its vocabulary"
+        return None
 
 
 EMPTY = HabitTable(np.zeros(0, np.uint64), np.zeros((0, 4), np.int32), np.zeros((0, 4), np.float32))

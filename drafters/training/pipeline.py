@@ -6,7 +6,7 @@ from which it goes on; one whose settings changed begins anew, except that what 
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
@@ -160,7 +160,10 @@ class _Run:
             return None
         tell = self._reporter.step("counting", 1)
         texts = ((answer.token_ids, answer.prompt_len) for answer in self._learned)
-        count_habits(texts, MAX_TABLE_CONTEXTS).save(self._folder / TABLE_FILE)
+        info = self._target.info
+        table = count_habits(texts, MAX_TABLE_CONTEXTS)
+        table = replace(table, vocab_size=info.vocab_size, tokenizer_fingerprint=info.tokenizer_fingerprint)
+        table.save(self._folder / TABLE_FILE)
         tell(1)
         rows = target_rows(self._target)
         return self._conclude(rows, self._folder, None, [], {})

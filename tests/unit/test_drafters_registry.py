@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,10 @@ def test_refuses_trained_drafters_that_cannot_work(folder: Path, tmp_path: Path)
     (trained / "config.json").write_text(json.dumps(config | {"tokenizer_fingerprint": "0"}))
     with pytest.raises(IncompatibleTokenizer, match="another tokenizer"):
         made(LayersOptions(path=str(trained), dtype="float32"), target)
+    table = tmp_path / TABLE_FILE
+    replace(count_habits([((1, 2, 3), 0)] * 3, 10), vocab_size=257, tokenizer_fingerprint="0").save(table)
+    with pytest.raises(IncompatibleTokenizer, match="another tokenizer"):
+        made(CascadeOptions(members=(NgramOptions(), TableOptions(path=str(table)))), target)
 
 
 def test_refuses_what_cannot_work(folder: Path) -> None:

@@ -1,13 +1,15 @@
 """What the table knows, learns, forgets and stores."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cluster.errors import ModelUnavailable
-from cluster.types import SamplingParams
+from cluster.errors import IncompatibleTokenizer, ModelUnavailable
+from cluster.types import ModelInfo, SamplingParams
 from drafters.protocol import Demand, Draft
 from drafters.table import EMPTY, HabitTable, TableDrafter, context_key, count_habits
 
@@ -107,6 +109,41 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.keys, table.keys)
     np.testing.assert_array_equal(again.token_ids, table.token_ids)
     np.testing.assert_allclose(again.probabilities, table.probabilities, atol=1 / 255)
+    assert (again.vocab_size, again.tokenizer_fingerprint) == (None, None)
+    replace(table, vocab_size=50_000, tokenizer_fingerprint="f").save(tmp_path / "table.npz")
+    again = HabitTable.load(tmp_path / "table.npz")
+    assert (again.vocab_size, again.tokenizer_fingerprint) == (50_000, "f")
+
+
+def test_a_table_serves_no_target_whose_tokens_are_others() -> None:
+    table = replace(count_habits([((1, 2, 60), 0)] * 3, 100), vocab_size=100, tokenizer_fingerprint="f")
+    target = ModelInfo("m", vocab_size=61, max_model_len=20, eos_token_ids=(9,), tokenizer_fingerprint="f")
+    table.check_serves(target)
+    EMPTY.check_serves(target)
+    with pytest.raises(IncompatibleTokenizer, match=r"another tokenizer than that of m: .*outrider train"):
+        table.check_serves(replace(target, tokenizer_fingerprint="g"))
+    untold = replace(table, tokenizer_fingerprint=None)
+    untold.check_serves(replace(target, tokenizer_fingerprint="g"))
+    with pytest.raises(IncompatibleTokenizer, match="token 60, but m has only 60 tokens"):
+        untold.check_serves(replace(target, vocab_size=60))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda t: replace(t, keys=t.keys[::-1]), "do not ascend"),
+        (lambda t: replace(t, keys=np.repeat(t.keys[:1], len(t))), "do not ascend"),
+        (lambda t: replace(t, keys=t.keys[1:]), "disagree"),
+        (lambda t: replace(t, token_ids=t.token_ids[:, :3], probabilities=t.probabilities[:, :3]), "disagree"),
+        (lambda t: replace(t, vocab_size=9), "not in its vocabulary"),
+    ],
+)
+def test_a_damaged_table_is_not_loaded(tmp_path: Path, change: Callable[[HabitTable], HabitTable], reason: str) -> None:
+    table = count_habits([((1, 2, 9), 0)] * 3, 100)
+    assert len(table) > 1
+    change(table).save(tmp_path / "table.npz")
+    with pytest.raises(ModelUnavailable, match=f"damaged: .*{reason}"):
+        HabitTable.load(tmp_path / "table.npz")
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a table", b"PK\x03\x04broken"])

@@ -1,5 +1,6 @@
 """The trained drafters that come with the program, and the configurations that get them."""
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from cluster.config import (
     load,
 )
 from drafters import shipped
-from drafters.shipped import shipped_options, with_shipped
+from drafters.shipped import kind_of, shipped_options, with_shipped
+from drafters.table import FILE as TABLE_FILE
+from drafters.table import HabitTable
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
@@ -73,3 +76,20 @@ def test_whoever_names_drafters_or_another_model_gets_no_others(full_folder: Pat
 def test_a_wheel_holds_what_is_shipped() -> None:
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert shipped.FOLDER.relative_to(ROOT).parts[0] in wheel["packages"]
+
+
+def test_what_is_shipped_is_small_enough_to_come_with_every_copy() -> None:
+    num_bytes = sum(path.stat().st_size for path in shipped.FOLDER.rglob("*") if path.is_file())
+    assert 0 < num_bytes <= 48e6
+
+
+def test_all_that_is_shipped_says_the_same_tokenizer() -> None:
+    folders = [shipped.FOLDER / name for name in shipped.shipped_names()]
+    tables = [HabitTable.load(folder / TABLE_FILE) for folder in folders if kind_of(folder) == "table"]
+    configs = [json.loads((f / "config.json").read_text()) for f in folders if kind_of(f) != "table"]
+    assert tables
+    assert configs
+    fingerprints = {table.tokenizer_fingerprint for table in tables} | {c["tokenizer_fingerprint"] for c in configs}
+    assert len(fingerprints) == 1
+    assert None not in fingerprints
+    assert {table.vocab_size for table in tables} == {config["vocab_size"] for config in configs}

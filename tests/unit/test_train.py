@@ -17,10 +17,14 @@ from typer.testing import CliRunner
 from cluster.errors import InvalidField
 from deploy.cli import app
 from drafters.shipped import kind_of
+from drafters.table import FILE as TABLE_FILE
+from drafters.table import HabitTable
 from drafters.training.distributed import World
 from drafters.training.manifest import WorkFolder, exclusively
 from drafters.training.pipeline import Result, train
 from drafters.training.recipe import DrafterKind, TrainOptions
+from engine.models.config import load_config
+from engine.models.tokenizer import fingerprint
 from tests.support.wordy_model import write_wordy_model
 
 HERE = World(0, 1, torch.device("cpu"))
@@ -122,6 +126,11 @@ def test_every_kind_leaves_a_folder_with_card_and_curves(trained: tuple[Path, di
         assert (result.folder / "acceptance.png").read_bytes().startswith(b"\x89PNG")
         assert result.trained[0].num_rounds > 20
     assert (found["layers"].folder / "losses.png").exists()
+
+
+def test_a_table_says_for_whose_tokens_it_was_counted(trained: tuple[Path, dict[str, Result]], wordy: Path) -> None:
+    table = HabitTable.load(trained[1]["table"].folder / TABLE_FILE)
+    assert (table.vocab_size, table.tokenizer_fingerprint) == (load_config(wordy).vocab_size, fingerprint(wordy))
 
 
 def test_layers_learn_from_their_target(trained: tuple[Path, dict[str, Result]]) -> None:
