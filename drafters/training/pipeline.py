@@ -31,6 +31,7 @@ from drafters.training.frozen import FrozenTarget
 from drafters.training.kept import InMemory, OnDisk
 from drafters.training.layers_student import LayersStudent
 from drafters.training.manifest import WorkFolder
+from drafters.training.places import check_replaceable, replace_folder
 from drafters.training.plots import plot_acceptance, plot_losses
 from drafters.training.readings import Kept, Readings, Rows, target_rows
 from drafters.training.recipe import (
@@ -90,10 +91,12 @@ def train(options: TrainOptions, world: World, reporter: Reporter) -> Result | N
     """The whole pipeline; the first process returns the result, others None.
 
     Raises:
-        InvalidField: options that contradict each other, prompts that must not be trained on, a work folder of another run.
+        InvalidField: options that contradict each other, prompts that must not be trained on, a work folder of another run,
+            a place for the drafter where something else is.
         ModelUnavailable: the target is missing or not supported.
     """
     options = options.resolved()
+    check_replaceable(options.out)
     given = read_given(options.prompts, options.data_folder)
     target = FrozenTarget(ensure_model(options.model), device=world.device, dtype=options.dtype, max_model_len=MAX_MODEL_LEN)
     if options.begin_with is not None:
@@ -296,9 +299,7 @@ class _Run:
             part,
             CardData(self._options, self._target.info.name, self._learned, self._held_out, trained, fresh, recipe),
         )
-        shutil.rmtree(out, ignore_errors=True)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        part.rename(out)
+        replace_folder(part, out)
         return Result(out, trained, fresh)
 
     @property

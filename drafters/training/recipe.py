@@ -11,6 +11,7 @@ from cluster.errors import InvalidField
 from drafters.dspark.config import DSparkConfig
 from drafters.training.batches import BatchPlan
 from drafters.training.distil import Schedule
+from drafters.training.places import check_apart
 from engine.models.config import ModelConfig
 from engine.models.int8 import WeightsKind
 
@@ -58,6 +59,7 @@ class TrainOptions:
         for field, low in (("num_tokens", 1), ("num_prompts", 0), ("num_epochs", 1), ("num_layers", 1), ("vocabulary", 2)):
             if getattr(self, field) < low:
                 raise InvalidField(field, getattr(self, field), f"must be at least {low}")
+        check_apart(self.out, self.work)
         if self.learning_rate <= 0:
             raise InvalidField("learning_rate", self.learning_rate, "must be more than 0")
         if self.begin_with is not None and self.drafter != "dspark":
