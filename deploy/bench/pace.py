@@ -12,7 +12,6 @@ from cluster.types import Request, RoutingTable
 from deploy.bench.stable import Stable, as_request
 from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
 from drafters.following import key_of
-from drafters.protocol import Drafter
 from drafters.replay import Recording
 from profiler.prompts import spread
 from router.planner import StepPlanner
@@ -68,7 +67,7 @@ class Race:
         groups = in_batches(chosen, batch)
         self._groups = random.Random(0).sample(groups, len(groups))  # the first of them hold answers of all lengths
         self._served = _Served(stable, None, batch)
-        self._racing = {config.name: _Served(stable, stable.make(config, time.monotonic), batch) for config in configs}
+        self._racing = {config.name: _Served(stable, config, batch) for config in configs}
         self._open = [self._served, *self._racing.values()]
         for warm in in_batches(served, batch):
             for one in self._open:
@@ -161,11 +160,13 @@ def in_batches(recordings: Sequence[Recording], batch: int) -> list[list[Recordi
 class _Served:
     """A target with one drafter, or none, in a cluster that rests between measurements.
 
-    The drafter runs on the target's thread, so both have the machine to themselves in turn.
+    The drafter runs on the target's thread, so both have the machine to themselves in turn. The target keeps its hidden
+    states where the drafter reads them, and is the plain one for all others.
     """
 
-    def __init__(self, stable: Stable, drafter: Drafter | None, batch: int) -> None:
-        engine = stable.target if drafter is not None else stable.plain
+    def __init__(self, stable: Stable, config: DrafterConfig | None, batch: int) -> None:
+        engine = stable.target if config is not None and config.is_companion else stable.plain
+        drafter = None if config is None else stable.make(config, time.monotonic)
         pool = {} if drafter is None else {"drafter": PoolEntry(drafter, DRAFT_LEN, capacity=batch, companion=True)}
         table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=DRAFT_LEN)
         self._drafter = drafter

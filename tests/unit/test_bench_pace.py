@@ -1,10 +1,19 @@
 """Whose speed is compared, and how."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 
+from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
 from cluster.types import SamplingParams
-from deploy.bench.pace import Pace, in_batches, in_turn, jackknife, near_best, ratio, sample
+from deploy.bench.pace import Pace, Race, Turns, in_batches, in_turn, jackknife, near_best, ratio, sample
+from deploy.bench.stable import Stable
 from drafters.replay import Recording
+from engine.target import SpanInput, SpanOutcome
+from profiler.prompts import choose_prompts
+from tests.support.dspark import write_dspark
+from tests.support.tiny_model import write_tiny_model
 
 
 def recordings(**lens: tuple[int, ...]) -> list[Recording]:
@@ -61,3 +70,32 @@ def test_everybody_has_a_turn_and_plain_two_in_an_order_that_changes() -> None:
 def test_those_near_the_best_are_measured_on() -> None:
     assert near_best({"a": 1.8, "b": 1.55, "c": 1.5, "d": 0.6}) == ["a", "b"]
     assert near_best({"a": 0.7}) == ["a"]
+
+
+def test_only_who_reads_the_targets_features_races_on_a_target_that_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeping them takes time, which is not the others'."""
+    folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
+    path = write_dspark(tmp_path / "dspark", folder)
+    dspark = DrafterConfig(name="dspark", options=DSparkOptions(path=str(path)))
+    ngram = DrafterConfig(name="ngram", options=NgramOptions())
+    stable = Stable(str(folder), [ngram, dspark], 8)
+    (part,) = stable.record(choose_prompts((), 3), [0.0])
+    passes: list[int] = []
+    execute = stable.target.execute
+
+    def counted(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        passes.append(len(spans))
+        return execute(spans)
+
+    monkeypatch.setattr(stable.target, "execute", counted)
+    num_passes = {}
+    for config in (ngram, dspark):
+        passes.clear()
+        race = Race(stable, [config], part[0.0], 1, Turns(1, 1, 8))
+        race.step()
+        race.close()
+        num_passes[config.name] = len(passes)
+    assert num_passes["ngram"] == 0
+    assert num_passes["dspark"] > 0
