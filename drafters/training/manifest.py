@@ -20,23 +20,35 @@ class WorkFolder:
         writes: of several processes only one.
 
     Raises:
-        InvalidField: the folder belongs to another target or seed.
+        InvalidField: the folder belongs to another target or seed, or does not say to which.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any], writes: bool = True) -> None:
         self.path = path
         self._writes = writes
         path.mkdir(parents=True, exist_ok=True)
-        self._content = self._read(dict(identity))
+        self.identity = dict(identity)
+        self._content = self._read(self.identity)
 
     def begin(self, step: str, settings: Mapping[str, Any]) -> bool:
         """Returns whether what the step left before was made with these settings, so that it can be gone on with."""
         entry = self._content["steps"].get(step)
         same = entry is not None and entry["settings"] == dict(settings)
         if not same:
-            self._content["steps"][step] = {"settings": dict(settings), "done": False, "figures": {}}
+            self._content["steps"][step] = {"settings": dict(settings), "done": False, "spent_s": 0.0, "figures": {}}
             self._write()
         return same
+
+    def is_done(self, step: str) -> bool:
+        return bool(self._content["steps"][step]["done"])
+
+    def spent_s(self, step: str) -> float:
+        """How long it was under way in earlier runs, as far as was noted."""
+        return float(self._content["steps"][step]["spent_s"])
+
+    def note_spent(self, step: str, seconds: float) -> None:
+        self._content["steps"][step]["spent_s"] = seconds
+        self._write()
 
     def finish(self, step: str, **figures: Any) -> None:
         self._content["steps"][step] |= {"done": True, "figures": figures}
@@ -47,11 +59,15 @@ class WorkFolder:
         if not file.exists():
             return {"format": _FORMAT, "identity": identity, "steps": {}}
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if content["format"] != _FORMAT or content["identity"] != identity:
-            differing = [key for key, value in identity.items() if content["identity"].get(key) != value]
-            raise InvalidField(
-                "work", str(self.path), f"was begun with another {', '.join(differing) or 'version'}: choose another folder"
-            )
+        known = content.get("identity", {})
+        missing = [key for key in identity if key not in known]
+        if content.get("format") != _FORMAT or missing:
+            reason = f"was begun by another version, which did not note its {', '.join(missing) or 'steps'} as this one does"
+            raise InvalidField("work", str(self.path), f"{reason}: choose another folder")
+        differing = [key for key, value in identity.items() if known[key] != value]
+        if differing:
+            reason = f"was begun with another {', '.join(differing)}"
+            raise InvalidField("work", str(self.path), f"{reason}: choose another folder")
         return content
 
     def _write(self) -> None:

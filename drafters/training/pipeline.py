@@ -4,11 +4,11 @@ A step is done when the manifest of the work folder says so. A step that was cut
 from which it goes on; one whose settings changed begins anew, except that what the target wrote is always kept.
 """
 
+import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from time import monotonic
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from drafters.dspark.config import load_dspark_config
 from drafters.shipped import kind_of
 from drafters.table import FILE as TABLE_FILE
 from drafters.table import count_habits
+from drafters.training.allowance import Allowance
 from drafters.training.batches import Batch, assemble, epoch
 from drafters.training.begun import going_on
 from drafters.training.card import CardData, write_card
@@ -28,7 +29,7 @@ from drafters.training.distributed import World
 from drafters.training.dspark_student import DSparkStudent
 from drafters.training.evaluation import DRAFT_LENS, Acceptance, acceptance, evaluate, hold_out, standardisation
 from drafters.training.frozen import FrozenTarget
-from drafters.training.kept import InMemory, OnDisk
+from drafters.training.kept import InMemory, OnDisk, sweep
 from drafters.training.layers_student import LayersStudent
 from drafters.training.manifest import WorkFolder
 from drafters.training.places import check_replaceable, replace_folder
@@ -48,7 +49,8 @@ from drafters.training.recipe import (
     schedule,
 )
 from drafters.training.vocabulary import choose_vocabulary, coverage
-from drafters.training.writing import Expired, Share, Writer
+from drafters.training.writing import Share, Writer
+from engine.models.identity import model_fingerprint
 from engine.models.prepare import ensure_model
 from profiler.calibration import FILE as CALIBRATION_FILE
 from profiler.calibration import Records, fit_temperatures, save_scaling
@@ -101,25 +103,36 @@ def train(options: TrainOptions, world: World, reporter: Reporter) -> Result | N
     target = FrozenTarget(ensure_model(options.model), device=world.device, dtype=options.dtype, max_model_len=MAX_MODEL_LEN)
     if options.begin_with is not None:
         options = going_on(options, target)
-    identity = {"target": target.info.name, "tokenizer": target.info.tokenizer_fingerprint, "seed": options.seed}
+    identity = {
+        "target": target.info.name,
+        "tokenizer": target.info.tokenizer_fingerprint,
+        "weights": model_fingerprint(target.folder),
+        "dtype": target.dtype_name,
+        "seed": options.seed,
+    }
     work = WorkFolder(options.work, identity, writes=world.is_first)
+    if world.is_first:
+        sweep(work.path / "readings")  # others read nothing before all have answers
     times = Times.of(options.budget_minutes, options.num_prompts)
     writer = Writer(target, work.path, options.seed, Share(world.rank, world.size))
     reporter.say(f"target {target.info.name} on {world.device}, work in {work.path}")
 
+    by_whom = {"processes": world.size, "budget_minutes": options.budget_minutes}
     if options.num_prompts:
-        work.begin("prompts", {"num_prompts": options.num_prompts})
+        is_over = _begin(work, "prompts", {"num_prompts": options.num_prompts} | by_whom, times.prompts_s)
         tell = reporter.step("prompts", options.num_prompts)
-        writer.write_prompts(options.num_prompts, _adding(tell), _timer(times.prompts_s))
+        writer.write_prompts(options.num_prompts, _adding(tell), is_over)
         world.barrier()
     tasks = writer.tasks(options.num_prompts, given, evaluation_fingerprints(options.data_folder))
     if options.num_prompts:
         work.finish("prompts", num_to_answer=len({task.key for task in tasks}))
     if not tasks:
         raise InvalidField("prompts", len(given), "nothing is left to be answered: give more prompts, or more time")
-    work.begin("answers", {"num_tokens": options.num_tokens, "max_answer_tokens": options.max_answer_tokens})
+    bounds = {"num_tokens": options.num_tokens, "max_answer_tokens": options.max_answer_tokens}
+    of_tasks = {"tasks": _digest(task.name for task in tasks)}
+    is_over = _begin(work, "answers", bounds | of_tasks | by_whom, times.answers_s)
     tell = reporter.step("answers", options.num_tokens)
-    writer.write_answers(tasks, options.num_tokens, options.max_answer_tokens, _adding(tell), _timer(times.answers_s))
+    writer.write_answers(tasks, options.num_tokens, options.max_answer_tokens, _adding(tell), is_over)
     world.barrier()
     answers = [a for a in writer.answers(tasks, options.num_tokens) if len(a.answer_token_ids) > 1]
     num_answered = len({a.key for a in answers})
@@ -153,7 +166,8 @@ class _Run:
         kind = world.device.type
         kept: Kept = InMemory(MAX_KEPT_BYTES[kind])
         if kind == "cpu":
-            kept = OnDisk(work.path / "readings", self._layers, MAX_KEPT_BYTES[kind])
+            of_target = f"{work.identity['weights']} {work.identity['dtype']}"
+            kept = OnDisk(work.path / "readings", self._layers, of_target, MAX_KEPT_BYTES[kind], world.size)
         self._readings = Readings(target, self._layers, kept, MAX_PASS_TOKENS[kind])
         self._folder = work.path / options.out.name  # of what is under way
         self._folder.mkdir(exist_ok=True)
@@ -180,7 +194,7 @@ class _Run:
         fresh, latest = self._folder / "untrained", self._folder / "latest"
         settings = {
             "options": {k: str(v) for k, v in asdict(options).items() if k not in _UNTOLD},
-            "answers": len(self._learned),
+            "answers": _digest(f"{answer.key} {answer.temperature}" for answer in self._learned),
             "processes": world.size,
         }
         if options.begin_with is not None:
@@ -332,8 +346,11 @@ def _adding(tell: Callable[[float], None]) -> Callable[[int], None]:
     return add
 
 
-def _timer(seconds: float | None) -> Expired:
-    if seconds is None:
-        return lambda: False
-    end_s = monotonic() + seconds
-    return lambda: monotonic() > end_s
+def _begin(work: WorkFolder, step: str, settings: Mapping[str, Any], seconds: float | None) -> Allowance:
+    """Goes on with a step of these settings. One that ended for want of time gets no more: what follows is made of it."""
+    is_same = work.begin(step, settings)
+    return Allowance(work, step, seconds, is_done=is_same and work.is_done(step))
+
+
+def _digest(names: Iterable[str]) -> str:
+    return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()

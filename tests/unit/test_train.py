@@ -217,6 +217,8 @@ def test_a_work_folder_belongs_to_one_target_and_seed(tmp_path: Path) -> None:
     assert not WorkFolder(tmp_path, {"target": "a", "seed": 0}).begin("answers", {"num_tokens": 6})
     with pytest.raises(InvalidField, match="another seed: choose another folder"):
         WorkFolder(tmp_path, {"target": "a", "seed": 1})
+    with pytest.raises(InvalidField, match="another version, which did not note its weights"):
+        WorkFolder(tmp_path, {"target": "a", "seed": 0, "weights": "x"})
 
 
 def test_two_runs_in_one_work_folder_are_one_too_many(tmp_path: Path) -> None:

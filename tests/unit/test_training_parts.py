@@ -203,15 +203,16 @@ def test_readings_on_disk_serve_the_next_run_and_are_bounded(
 ) -> None:
     expected = Readings(target, (0, 1), InMemory(0), max_pass_tokens=1).of(answers)
     room = sum(reading.num_bytes for reading in expected[:10])
-    Readings(target, (0, 1), OnDisk(tmp_path, (0, 1), room), max_pass_tokens=1).of(answers)
-    again = OnDisk(tmp_path, (0, 1), room)
+    Readings(target, (0, 1), OnDisk(tmp_path, (0, 1), "mine", room), max_pass_tokens=1).of(answers)
+    again = OnDisk(tmp_path, (0, 1), "mine", room)
     found = [again.find(answer) for answer in answers]
     assert 0 < sum(reading is not None for reading in found) <= 10
     for reading, wanted in zip(found, expected, strict=True):
         if reading is not None:
             assert torch.equal(reading.features, wanted.features)
             torch.testing.assert_close(reading.normalisers, wanted.normalisers, rtol=0, atol=0, equal_nan=True)
-    assert OnDisk(tmp_path, (1,), room).find(answers[0]) is None, "other layers are another reading"
+    assert OnDisk(tmp_path, (1,), "mine", room).find(answers[0]) is None, "other layers are another reading"
+    assert OnDisk(tmp_path, (0, 1), "yours", room).find(answers[0]) is None, "another target's states are others"
     for path in tmp_path.iterdir():
         path.write_bytes(b"damaged")
     assert all(again.find(answer) is None for answer in answers)

@@ -1,0 +1,97 @@
+"""A run with a budget goes on where it was: time spent is spent, and what was written is what is learned from."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from drafters.training import allowance
+from drafters.training.allowance import Allowance
+from drafters.training.manifest import WorkFolder
+from drafters.training.pipeline import train
+from tests.support.wordy_model import write_wordy_model
+from tests.unit.test_train import HERE, Silent, options
+
+
+class Cut(Exception):
+    """A run that was cut off."""
+
+
+class Cutting(Silent):
+    """Cuts a run off at the given telling of a step, and keeps what was told."""
+
+    def __init__(self, name: str = "", moment: int = 0) -> None:
+        self._at = (name, moment)
+        self.told: dict[str, list[float]] = {}
+
+    def step(self, name: str, total: float) -> Callable[[float], None]:
+        told = self.told.setdefault(name, [])
+
+        def tell(done: float) -> None:
+            told.append(done)
+            if (name, len(told)) == self._at:
+                raise Cut
+
+        return tell
+
+
+def clock(monkeypatch: pytest.MonkeyPatch, tick_s: float) -> None:
+    """From here on time passes by being asked for."""
+    times = itertools.count(0.0, tick_s)
+    monkeypatch.setattr(allowance, "monotonic", lambda: next(times))
+
+
+def test_time_that_was_spent_is_not_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock(monkeypatch, 10.0)
+
+    def run(seconds: float | None = 100.0, **settings: int) -> int:
+        """Returns how often it may be asked before the time is over, at most twenty times."""
+        work = WorkFolder(tmp_path, {"target": "a"})
+        work.begin("answers", settings)
+        is_over = Allowance(work, "answers", seconds, is_done=work.is_done("answers"))
+        return sum(1 for _ in itertools.takewhile(lambda _: not is_over(), range(20)))
+
+    work = WorkFolder(tmp_path, {"target": "a"})
+    work.begin("answers", {})
+    is_over = Allowance(work, "answers", 100.0, is_done=False)
+    assert not any(is_over() for _ in range(6))  # and then it is killed
+    assert run() == 3
+    assert run() == 0
+    assert run(num_tokens=5) == 9, "with other settings it begins anew"
+    assert run(seconds=None, num_tokens=5) == 20
+
+
+def test_a_step_that_ended_gets_no_more_time(tmp_path: Path) -> None:
+    work = WorkFolder(tmp_path, {"target": "a"})
+    work.begin("answers", {})
+    work.finish("answers")
+    assert Allowance(work, "answers", 100.0, is_done=work.is_done("answers"))()
+
+
+@pytest.mark.timeout(200)
+def test_a_run_whose_time_ended_its_writing_goes_on_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with more prompts, not with more answers, and so not with a new beginning."""
+    model = write_wordy_model(tmp_path / "model")
+    given = tmp_path / "given.jsonl"
+    syllables = ("ba", "do", "ki", "lu", "me", "na", "po", "ra", "si", "tu")
+    lines = [f"{a}{b} {b}{a} {a}{a}" for a, b in itertools.product(syllables, repeat=2)][:60]
+    given.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
+    asked = options(model, tmp_path, prompts=(given,), num_tokens=20_000, budget_minutes=10.0)
+    written = [tmp_path / "work" / f"{kind}-0.jsonl" for kind in ("prompts", "answers")]
+
+    clock(monkeypatch, 4.0)
+    first = Cutting("training", 5)
+    with pytest.raises(Cut):
+        train(asked, HERE, first)
+    assert max(first.told["prompts"]) < asked.num_prompts, "the time is to end it early"
+    assert max(first.told["answers"]) < asked.num_tokens, "the time is to end it early"
+    before = [path.read_bytes() for path in written]
+
+    clock(monkeypatch, 4.0)
+    second = Cutting()
+    assert train(asked, HERE, second) is not None
+    assert [path.read_bytes() for path in written] == before
+    assert "regression" not in second.told
+    assert second.told["training"][0] > first.told["training"][0]
