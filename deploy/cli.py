@@ -228,6 +228,7 @@ def train(
     budget_minutes: Annotated[
         float | None, typer.Option(min=0.1, help="for all of it, divided between writing and training")
     ] = None,
+    head: Annotated[str, typer.Option(help="of dspark, over the tokens of a block: markov, gated or rnn")] = "markov",
     quick: Annotated[bool, typer.Option("--quick", help="a rehearsal of every step, in minutes on a CPU")] = False,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; several GPUs: start it with torchrun")] = "auto",
@@ -257,6 +258,7 @@ def train(
         budget_minutes=budget_minutes,
         quick=quick,
         seed=seed,
+        head=head,
         device=device,
         dtype=dtype,
         data_folder=data,

@@ -1,12 +1,13 @@
 """Going on with a drafter that is trained already, for other texts or with more of them: its shape stays what it is."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 from cluster.errors import InvalidField
 from drafters.dspark.config import DSparkConfig, load_dspark_config
 from drafters.shipped import find_drafter, kind_of
 from drafters.training.frozen import FrozenTarget
-from drafters.training.recipe import TrainOptions, feature_layers
+from drafters.training.recipe import HEADS, TrainOptions, feature_layers
 from engine.models.config import ModelConfig
 
 
@@ -25,10 +26,11 @@ def going_on(options: TrainOptions, target: FrozenTarget) -> TrainOptions:
     reason = _misfit(config, target)
     if reason is not None:
         raise InvalidField("begin_with", folder.name, reason)
-    shape = {
+    shape: dict[str, Any] = {
         "num_layers": config.shape.num_layers,
         "block_size": config.block_size,
         "vocabulary": config.num_outputs,
+        "head": next(head for head, kind in HEADS.items() if kind == config.markov_kind),
         "markov_rank": config.markov_rank,
         "anchor_rank": config.anchor_input_rank or config.feature_size + config.shape.hidden_size,
     }
@@ -37,15 +39,7 @@ def going_on(options: TrainOptions, target: FrozenTarget) -> TrainOptions:
         asked = getattr(options, name)
         if asked not in (value, defaults[name]):
             raise InvalidField(name, asked, f"must be left out, or {value} as the drafter in {folder.name} has it")
-    return replace(
-        options,
-        begin_with=folder,
-        num_layers=shape["num_layers"],
-        block_size=shape["block_size"],
-        vocabulary=shape["vocabulary"],
-        markov_rank=shape["markov_rank"],
-        anchor_rank=shape["anchor_rank"],
-    )
+    return replace(options, begin_with=folder, **shape)
 
 
 def _misfit(config: DSparkConfig, target: FrozenTarget) -> str | None:

@@ -80,7 +80,7 @@ def _figures(data: CardData) -> str:
 
 def _training(data: CardData) -> str:
     options = data.options
-    asked = {
+    asked: dict[str, object] = {
         "seed": options.seed,
         "layers": options.num_layers,
         "block": options.block_size,
@@ -89,6 +89,8 @@ def _training(data: CardData) -> str:
     }
     if options.drafter == "table":
         asked = {"seed": options.seed}
+    if options.drafter == "dspark":
+        asked["head"] = options.head
     rows = [f"| {name} | {value} |" for name, value in (asked | data.recipe).items()]
     beginning = "as a ridge regression of the target's final hidden states"
     if options.begin_with is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from drafters.dspark.checkpoint import TargetRows, load_network, new_network, save_network
 from drafters.dspark.config import DSparkConfig
+from drafters.dspark.heads import GatedMarkovHead, MarkovHead, RecurrentHead
 from drafters.dspark.network import DSparkNetwork
 from drafters.training.batches import Batch
 from drafters.training.folding import fold, unfold
@@ -22,6 +23,7 @@ from drafters.training.target_layers import read_final_norm, read_layers
 from drafters.training.vocabulary import positions_in
 
 _RIDGE = 0.1  # of the Gram matrix's own diagonal: inputs are of very different sizes
+_LINEAR = 0.25  # of inputs of size 1, tanh makes so little else than they are
 
 
 class DSparkStudent(nn.Module):
@@ -89,8 +91,8 @@ class DSparkStudent(nn.Module):
         assert sample is not None, "nothing to begin from"
         maps, previous_map = moments.solve()
         _set_anchor_input(network, maps, moments)
-        if network.markov_head is not None and previous_map is not None:
-            _set_markov(network, previous_map, self.places)
+        if network.markov_head is not None:
+            _set_sequential(network, network.markov_head, previous_map, self.places)
         network.norm.weight.mul_(self._shrinkage(sample))
 
     @torch.no_grad()
@@ -107,14 +109,15 @@ class DSparkStudent(nn.Module):
     def _shrinkage(self, batch: Batch) -> float:
         """How large the predictions are, over the states that they predict: the final norm brings all to full size, as if
         nothing were uncertain."""
-        has_context = torch.ones_like(batch.anchors, dtype=torch.bool)
+        features = self.standardised(batch.features)
         x = self.network._block_inputs(
-            self.standardised(batch.features), batch.token_ids, batch.anchors, has_context, self.config.block_size
+            features, batch.token_ids, batch.anchors, _has_context(batch, batch.anchors), self.config.block_size
         )
         return float(x.square().mean(-1).sqrt().mean())
 
     def _regression(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Of blocks that are whole: inputs [A, n] (the features before the anchor; its embedding), embeddings of the tokens
+        """Of blocks that are whole: inputs [A, n] (the features before the anchor, 0 where nothing stands there; its
+        embedding), embeddings of the tokens
         before each position [A, gamma, d], hidden states to predict (before the final norm's weights, so of size 1) less
         what the network adds by itself [A, gamma, d]."""
         block = self.config.block_size
@@ -126,8 +129,8 @@ class DSparkStudent(nn.Module):
         embedded = network.embed_tokens(batch.token_ids[rows])
         own = network.embed_tokens.weight[self.config.mask_token_id].expand_as(embedded).clone()
         own[:, 0] = embedded[:, 0]
-        x = torch.cat([self.standardised(batch.features[anchors - 1]), embedded[:, 0]], dim=-1)
-        return x, embedded, wanted - own
+        before = self.standardised(batch.features[(anchors - 1).clamp_min(0)]) * _has_context(batch, anchors)[:, None]
+        return torch.cat([before, embedded[:, 0]], dim=-1), embedded, wanted - own
 
     def save(self, folder: Path, target_folder: Path) -> None:
         network = copy.deepcopy(self.network)
@@ -202,10 +205,12 @@ def _set_anchor_input(network: DSparkNetwork, maps: Tensor, moments: _Moments) -
     module.maps.weight.copy_(vectors * scale.T)
 
 
-def _set_markov(network: DSparkNetwork, previous_map: Tensor, places: Tensor) -> None:
-    """B(x, .) = head (w * (E[x] A)) by its ``rank`` strongest directions. Tokens outside the vocabulary have none."""
-    head = network.markov_head
-    assert head is not None
+def _set_sequential(network: DSparkNetwork, head: MarkovHead, previous_map: Tensor | None, places: Tensor) -> None:
+    """B(x, .) = head (w * (E[x] A)) by its ``rank`` strongest directions, for any head. Tokens outside the vocabulary have
+    none. No map, for blocks of one position: B begins at 0."""
+    if previous_map is None:
+        head.markov_w2.weight.zero_()
+        return
     embedding = network.embed_tokens.weight
     through = previous_map * network.norm.weight  # as if the final norm let it pass
     known = (places >= 0).nonzero().squeeze(1)
@@ -216,6 +221,38 @@ def _set_markov(network: DSparkNetwork, previous_map: Tensor, places: Tensor) ->
     head.markov_w1.weight.zero_()
     head.markov_w1.weight[places[known]] = mapped @ directions.T / balance
     head.markov_w2.weight.copy_(network.lm_head.weight @ directions.T * balance)
+    if isinstance(head, GatedMarkovHead):
+        _open_gate(head)
+    elif isinstance(head, RecurrentHead):
+        _pass_through(head)
+
+
+def _open_gate(head: GatedMarkovHead) -> None:
+    """Half open at every position: the bias is what it is without a gate."""
+    nn.init.zeros_(head.gate_proj.weight)
+    nn.init.zeros_(head.gate_proj.bias)
+    head.markov_w2.weight.mul_(2.0)
+
+
+def _pass_through(head: RecurrentHead) -> None:
+    """The bias is nearly what it is without a state, which remembers the tokens of the block, each half as well as the next,
+    and is not read yet. W_1 is brought to size 1 in every dimension, so that its part of W_o does not drown in int8 what the
+    rest of a row learns."""
+    rank = head.rank
+    size = head.markov_w1.weight.square().mean(0).sqrt().clamp_min(1e-6)
+    head.markov_w1.weight.div_(size)
+    head.markov_w2.weight.mul_(size / _LINEAR)
+    nn.init.zeros_(head.joint_proj.weight)
+    nn.init.zeros_(head.joint_proj.bias)
+    _, candidate, output = head.joint_proj.weight[:, rank : 2 * rank].chunk(3)
+    candidate.fill_diagonal_(1.0)
+    output.fill_diagonal_(_LINEAR)
+
+
+def _has_context(batch: Batch, anchors: Tensor) -> Tensor:
+    """Whether anything stands before each anchor in its sequence, bool [A]."""
+    starts = torch.tensor([0, *batch.lens[:-1]], device=anchors.device).cumsum(0)
+    return ~torch.isin(anchors, starts)
 
 
 def _copy_layers(network: DSparkNetwork, target: FrozenTarget) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cluster.errors import InvalidField
-from drafters.dspark.config import DSparkConfig
+from drafters.dspark.config import DSparkConfig, MarkovKind
 from drafters.training.batches import BatchPlan
 from drafters.training.distil import Schedule
 from drafters.training.places import check_apart
@@ -17,6 +17,8 @@ from engine.models.int8 import WeightsKind
 
 DrafterKind = Literal["dspark", "layers", "table"]
 KINDS: tuple[DrafterKind, ...] = ("dspark", "layers", "table")
+HeadKind = Literal["markov", "gated", "rnn"]
+HEADS: dict[HeadKind, MarkovKind] = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}  # as config.json names them
 STORED: WeightsKind = "int8"  # matrices of a trained drafter
 PERSISTENCE = 0.45  # of a block in training, see BatchPlan: somewhat above what is accepted of each position
 HELD_OUT = 0.08  # of the prompts
@@ -42,6 +44,7 @@ class TrainOptions:
     num_layers: int = 2
     block_size: int = 7
     vocabulary: int = 16384
+    head: HeadKind = "markov"  # the sequential one, of dspark
     markov_rank: int = 128
     anchor_rank: int = 512
     budget_minutes: float | None = None
@@ -56,6 +59,8 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.drafter not in KINDS:
             raise InvalidField("drafter", self.drafter, f"must be one of {', '.join(KINDS)}")
+        if self.head not in HEADS:
+            raise InvalidField("head", self.head, f"must be one of {', '.join(HEADS)}")
         for field, low in (("num_tokens", 1), ("num_prompts", 0), ("num_epochs", 1), ("num_layers", 1), ("vocabulary", 2)):
             if getattr(self, field) < low:
                 raise InvalidField(field, getattr(self, field), f"must be at least {low}")
@@ -165,6 +170,7 @@ def dspark_config(options: TrainOptions, target: ModelConfig, vocabulary: Tensor
         mask_token_id=0,
         target_layer_ids=layers,
         markov_rank=min(options.markov_rank, target.hidden_size),
+        markov_kind=HEADS[options.head],
         has_confidence=True,
         confidence_with_markov=True,
         shares_embedding=True,

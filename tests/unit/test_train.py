@@ -22,7 +22,7 @@ from drafters.table import HabitTable
 from drafters.training.distributed import World
 from drafters.training.manifest import WorkFolder, exclusively
 from drafters.training.pipeline import Result, train
-from drafters.training.recipe import DrafterKind, TrainOptions
+from drafters.training.recipe import KINDS, DrafterKind, HeadKind, TrainOptions
 from engine.models.config import load_config
 from engine.models.tokenizer import fingerprint
 from tests.support.wordy_model import write_wordy_model
@@ -108,8 +108,7 @@ def trained(wordy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     """One work folder, one drafter of each kind."""
     folder = tmp_path_factory.mktemp("trained")
     found: dict[str, Result] = {}
-    kinds: tuple[DrafterKind, ...] = ("layers", "table")
-    for drafter in kinds:
+    for drafter in KINDS:
         result = train(options(wordy, folder, drafter), HERE, Silent())
         assert result is not None
         found[drafter] = result
@@ -125,7 +124,20 @@ def test_every_kind_leaves_a_folder_with_card_and_curves(trained: tuple[Path, di
         assert "| seed | 0 |" in card
         assert (result.folder / "acceptance.png").read_bytes().startswith(b"\x89PNG")
         assert result.trained[0].num_rounds > 20
-    assert (found["layers"].folder / "losses.png").exists()
+        if drafter != "table":
+            assert (result.folder / "losses.png").read_bytes().startswith(b"\x89PNG")
+            assert (result.folder / "calibration.json").exists()
+
+
+@pytest.mark.parametrize("head", ["gated", "rnn"])
+def test_every_head_is_trained_and_served(wordy: Path, trained: tuple[Path, dict[str, Result]], head: HeadKind) -> None:
+    """The Markov head is the default. Whether heads learn is asked of distillation itself (``test_distillation``)."""
+    folder, _ = trained
+    result = train(options(wordy, folder, out=folder / head, head=head, num_epochs=2), HERE, Silent())
+    assert result is not None
+    assert json.loads((result.folder / "config.json").read_text())["markov_head_type"] == head
+    assert f"| head | {head} |" in (result.folder / "README.md").read_text()
+    assert result.trained[0].accepted_len > result.untrained[0].accepted_len
 
 
 def test_a_table_says_for_whose_tokens_it_was_counted(trained: tuple[Path, dict[str, Result]], wordy: Path) -> None:
@@ -146,7 +158,7 @@ def test_what_was_written_serves_every_drafter(trained: tuple[Path, dict[str, Re
     names = [(record["key"], record["temperature"]) for record in map(json.loads, lines)]
     assert len(names) == len(set(names))
     manifest = json.loads((folder / "work" / "manifest.json").read_text())
-    assert {"prompts", "answers", "train layers"} <= manifest["steps"].keys()
+    assert {"prompts", "answers", "train dspark", "train layers"} <= manifest["steps"].keys()
     assert all(step["done"] for step in manifest["steps"].values())
 
 
@@ -236,7 +248,7 @@ def test_nothing_to_learn_from_is_said(wordy: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.timeout(290)
+@pytest.mark.timeout(240)
 def test_quick_trains_a_drafter_that_beats_an_untrained_one(model_folder: Path, tmp_path: Path) -> None:
     """On the real model and a few thousand tokens. Of the rounds with each drafter a share has a right first draft token; if
     both were equally good, the shares would differ by more than two and a half standard errors in one of 160 runs."""

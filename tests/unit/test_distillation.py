@@ -1,0 +1,205 @@
+"""Distillation teaches: a student ends better than it was initialised, on positions that it never saw."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.errors import InvalidField
+from drafters.dspark.heads import GatedMarkovHead, RecurrentHead
+from drafters.training.batches import Batch, BatchPlan, assemble
+from drafters.training.begun import going_on
+from drafters.training.corpus import Answer
+from drafters.training.distil import Distillation, Schedule
+from drafters.training.distributed import World
+from drafters.training.dspark_student import DSparkStudent
+from drafters.training.evaluation import standardisation
+from drafters.training.frozen import FrozenTarget
+from drafters.training.kept import InMemory
+from drafters.training.layers_student import LayersStudent
+from drafters.training.readings import Readings, target_rows
+from drafters.training.recipe import HEADS, HeadKind, TrainOptions, dspark_config
+
+HERE = World(0, 1, torch.device("cpu"))
+BLOCK, MARKOV_RANK = 4, 16
+NUM_LEARNED = 200
+PLAN = BatchPlan(1024, 400, BLOCK, 0.45)
+WHOLE = replace(PLAN, max_positions=10**6, persistence=1.0)
+SCHEDULE = Schedule(num_epochs=10, learning_rate=2e-3)
+LEAST_GAIN = 0.015  # of the expected accepted length: half of what was seen, and a student that is not taught has none
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model_folder: Path) -> FrozenTarget:
+    return FrozenTarget(tiny_model_folder, device=HERE.device, dtype="float32", max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_model_folder: Path) -> list[Answer]:
+    """Sampled from the target, at temperature 1 so that they differ."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    prompts = torch.randint(0, 250, (NUM_LEARNED + 40, 4))
+    texts = model.generate(
+        inputs=prompts,
+        attention_mask=torch.ones_like(prompts),
+        pad_token_id=0,
+        do_sample=True,
+        top_k=0,
+        min_new_tokens=36,
+        max_new_tokens=36,
+    )
+    return [Answer(f"key{i}", "d", 1.0, 7, tuple(ids[:4]), tuple(ids[4:])) for i, ids in enumerate(texts.tolist())]
+
+
+@pytest.fixture(scope="module")
+def readings(target: FrozenTarget) -> Readings:
+    return Readings(target, (0, 1), InMemory(2**26), max_pass_tokens=1024)
+
+
+@pytest.fixture(scope="module")
+def learned(answers: list[Answer]) -> list[Answer]:
+    return answers[:NUM_LEARNED]
+
+
+@pytest.fixture(scope="module")
+def unseen(answers: list[Answer], readings: Readings) -> Batch:
+    return assemble(answers[NUM_LEARNED:], readings, WHOLE, 0, HERE.device)
+
+
+def dspark(
+    target: FrozenTarget,
+    readings: Readings,
+    answers: Sequence[Answer],
+    head: HeadKind,
+    anchor_rank: int = 8,
+    block: int = BLOCK,
+) -> DSparkStudent:
+    """Of so small a rank that the regression leaves something to be learned."""
+    options = TrainOptions(
+        "",
+        "dspark",
+        Path("out"),
+        Path("work"),
+        num_layers=1,
+        block_size=block,
+        head=head,
+        markov_rank=MARKOV_RANK,
+        anchor_rank=anchor_rank,
+    )
+    mean, std = standardisation([reading.features for reading in readings.of(answers)])
+    torch.manual_seed(0)
+    return DSparkStudent(dspark_config(options, target.model.config, None, ""), target_rows(target), mean, std)
+
+
+def regress(student: DSparkStudent, target: FrozenTarget, readings: Readings, answers: Sequence[Answer]) -> None:
+    student.initialise([assemble(answers, readings, WHOLE, 0, HERE.device)], target)
+
+
+@torch.no_grad()
+def expected_len(student: DSparkStudent | LayersStudent, batch: Batch) -> float:
+    """Accepted length with the bonus token that is to be expected of whole blocks, or of one token."""
+    acceptance = student(batch, 1.0).acceptance
+    whole = acceptance[:, None] if acceptance.dim() == 1 else acceptance[~acceptance.isnan().any(1)]
+    return 1.0 + float(whole.cumprod(1).sum(1).mean())
+
+
+def teach(student: DSparkStudent | LayersStudent, answers: Sequence[Answer], readings: Readings, path: Path) -> None:
+    plan = PLAN if isinstance(student, DSparkStudent) else BatchPlan(1024, 400)
+    training = Distillation(student, answers, readings, plan, SCHEDULE, HERE, path, seed=0)
+    training.run(lambda _, share: None)
+    training.use_average()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_dspark_learns_beyond_its_regression(
+    target: FrozenTarget, readings: Readings, learned: list[Answer], unseen: Batch, tmp_path: Path, head: HeadKind
+) -> None:
+    """With every head; and what that head has beyond the Markov head takes part. Saved, it is what it was."""
+    student = dspark(target, readings, learned, head)
+    random = expected_len(student, unseen)
+    regress(student, target, readings, learned)
+    begun = expected_len(student, unseen)
+    teach(student, learned, readings, tmp_path / "checkpoint.pt")
+    taught = expected_len(student, unseen)
+    assert begun > random + 0.2
+    assert taught > begun + LEAST_GAIN
+    own = student.network.markov_head
+    if isinstance(own, GatedMarkovHead):
+        assert float(own.gate_proj.weight.detach().abs().max()) > 0.01, "the gate looks at the position"
+    if isinstance(own, RecurrentHead):
+        of_state = own.joint_proj.weight.detach()[2 * MARKOV_RANK :, :MARKOV_RANK]
+        assert float(of_state.abs().max()) > 0.01, "the state is read"
+    student.save(tmp_path / "saved", target.folder)
+    again = dspark(target, readings, learned, head)
+    again.begin_with(tmp_path / "saved", target_rows(target))
+    assert expected_len(again, unseen) == pytest.approx(taught, abs=0.01)
+
+
+def test_layers_learn_beyond_the_targets_own(
+    target: FrozenTarget, readings: Readings, learned: list[Answer], unseen: Batch, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    student = LayersStudent(target.folder, (0,), target_rows(target), None)
+    student.initialise(target.folder)
+    begun = expected_len(student, unseen)
+    teach(student, learned, readings, tmp_path / "checkpoint.pt")
+    assert expected_len(student, unseen) > begun + LEAST_GAIN
+
+
+def test_every_head_begins_as_the_regression_has_it(
+    target: FrozenTarget, readings: Readings, learned: list[Answer], unseen: Batch
+) -> None:
+    lens = {}
+    for head in HEADS:
+        student = dspark(target, readings, learned, head)
+        regress(student, target, readings, learned)
+        lens[head] = expected_len(student, unseen)
+    assert lens["gated"] == pytest.approx(lens["markov"], abs=1e-5)
+    assert lens["rnn"] == pytest.approx(lens["markov"], abs=0.005)
+
+
+def test_a_block_of_one_position_begins_without_a_bias(
+    target: FrozenTarget, readings: Readings, learned: list[Answer]
+) -> None:
+    student = dspark(target, readings, learned, "rnn", block=1)
+    regress(student, target, readings, learned)
+    assert student.network.markov_head is not None
+    assert not student.network.markov_head.markov_w2.weight.any()
+
+
+def test_an_anchor_with_nothing_before_it_reads_no_other_sequence(
+    target: FrozenTarget, readings: Readings, learned: list[Answer]
+) -> None:
+    """The regression is the same however answers are packed. Their prompts are one token, which is an anchor, too."""
+    short = [
+        replace(a, key=f"short {a.key}", prompt_token_ids=a.token_ids[:1], answer_token_ids=a.token_ids[1:8])
+        for a in learned
+    ]
+    packed, single = (dspark(target, readings, short, "markov", anchor_rank=1000) for _ in range(2))
+    regress(packed, target, readings, short)
+    single.initialise((assemble([a], readings, WHOLE, 0, HERE.device) for a in short), target)
+    assert packed.network.anchor_input is not None
+    assert single.network.anchor_input is not None
+    torch.testing.assert_close(
+        packed.network.anchor_input.maps.weight, single.network.anchor_input.maps.weight, rtol=1e-3, atol=1e-4
+    )
+
+
+def test_a_drafter_keeps_its_head_when_training_goes_on(
+    target: FrozenTarget, readings: Readings, learned: list[Answer], tmp_path: Path
+) -> None:
+    dspark(target, readings, learned, "rnn").save(tmp_path / "mine", target.folder)
+    options = TrainOptions("", "dspark", Path("out"), Path("work"), begin_with=tmp_path / "mine")
+    assert going_on(options, target).head == "rnn"
+    with pytest.raises(InvalidField, match="head: must be left out, or rnn as the drafter in mine has it"):
+        going_on(replace(options, head="gated"), target)
+
+
+def test_a_head_that_there_is_not_is_refused() -> None:
+    with pytest.raises(InvalidField, match="head: must be one of markov, gated, rnn"):
+        TrainOptions("", "dspark", Path("out"), Path("work"), head="vanilla")  # type: ignore[arg-type]
