@@ -6,8 +6,9 @@ questions about passages that are no passages. The prompts at hand, given or sel
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from drafters.training.corpus import MAX_PROMPT_CHARS, GivenPrompt
+from drafters.training.corpus import MAX_PROMPT_CHARS, GivenPrompt, fingerprint
 
 _LANGUAGES = ("German", "French", "Spanish", "Italian", "Portuguese", "Russian", "Chinese", "Japanese")
 _TRANSLATIONS = (
@@ -36,41 +37,53 @@ _MAX_PASSAGES = 4
 _MARGIN = 100  # characters for the frame of passages
 
 
-def compose(prompts: Sequence[GivenPrompt], seed: int) -> list[GivenPrompt]:
-    """About as many of each kind as there are prompts in one domain, a function of the arguments."""
-    by_domain: dict[str, list[str]] = {}
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A text, and the fingerprint of the prompt that it was taken from."""
+
+    text: str
+    key: str
+
+
+def compose(prompts: Sequence[GivenPrompt], seed: int, num_each: int) -> list[GivenPrompt]:
+    """At most ``num_each`` of each kind, and no more than there are texts for it: a text in many tasks teaches little. A
+    function of the arguments."""
+    by_domain: dict[str, list[_Source]] = {}
     for prompt in prompts:
-        by_domain.setdefault(prompt.domain, []).append(prompt.prompt)
+        by_domain.setdefault(prompt.domain, []).append(_Source(prompt.prompt, fingerprint(prompt.prompt)))
 
-    def texts(lens: range, *domains: str) -> list[str]:
-        return [text for domain in domains for text in by_domain.get(domain, ()) if len(text) in lens]
+    def sources(lens: range, *domains: str) -> list[_Source]:
+        return [source for domain in domains for source in by_domain.get(domain, ()) if len(source.text) in lens]
 
-    num = max((len(of_domain) for of_domain in by_domain.values()), default=0)
     rng = random.Random(f"{seed} composed")
-    sentences = texts(_SENTENCE, "math", "how_to", "qa", "chat")
-    problems = texts(_SENTENCE, "math")
-    questions = texts(_SENTENCE, "qa", "how_to")
-    passages = [body for text in texts(_PASSAGE, "summarization", "rag") if len(body := _body(text)) in _PASSAGE]
+    sentences = sources(_SENTENCE, "math", "how_to", "qa", "chat")
+    problems = sources(_SENTENCE, "math")
+    questions = sources(_SENTENCE, "qa", "how_to")
+    bodies = [_Source(_body(source.text), source.key) for source in sources(_PASSAGE, "summarization", "rag")]
+    passages = [body for body in bodies if len(body.text) in _PASSAGE]
 
-    def translation() -> str:
-        return rng.choice(_TRANSLATIONS).format(rng.choice(_LANGUAGES), rng.choice(sentences))
+    def translation() -> GivenPrompt:
+        frame, language, sentence = rng.choice(_TRANSLATIONS), rng.choice(_LANGUAGES), rng.choice(sentences)
+        return GivenPrompt("translation", frame.format(language, sentence.text), (sentence.key,))
 
-    def multilingual() -> str:
-        return rng.choice(_MULTILINGUAL).format(rng.choice(problems))
+    def multilingual() -> GivenPrompt:
+        frame, problem = rng.choice(_MULTILINGUAL), rng.choice(problems)
+        return GivenPrompt("math_multilingual", frame.format(problem.text), (problem.key,))
 
-    def rag() -> str:
+    def rag() -> GivenPrompt:
         question = rng.choice(questions)
         some = rng.sample(passages, min(len(passages), rng.randint(1, _MAX_PASSAGES)))
-        while len(some) > 1 and sum(map(len, some)) > MAX_PROMPT_CHARS - len(question) - _MARGIN:
+        while len(some) > 1 and sum(len(one.text) for one in some) > MAX_PROMPT_CHARS - len(question.text) - _MARGIN:
             some.pop()
-        return rng.choice(_PASSAGES).format("\n\n".join(some), question)
+        text = rng.choice(_PASSAGES).format("\n\n".join(one.text for one in some), question.text)
+        return GivenPrompt("rag", text, (*(one.key for one in some), question.key))
 
-    kinds: list[tuple[str, Callable[[], str], bool]] = [
-        ("translation", translation, bool(sentences)),
-        ("math_multilingual", multilingual, bool(problems)),
-        ("rag", rag, bool(passages and questions)),
+    kinds: list[tuple[Callable[[], GivenPrompt], int]] = [
+        (translation, len(sentences)),
+        (multilingual, len(problems)),
+        (rag, min(len(passages), len(questions))),
     ]
-    return [GivenPrompt(domain, make()) for domain, make, is_possible in kinds if is_possible for _ in range(num)]
+    return [make() for make, num_texts in kinds for _ in range(min(num_each, num_texts))]
 
 
 def _body(text: str) -> str:

@@ -20,8 +20,11 @@ EVALUATION_FOLDER = "prompts"  # of the folder that holds the data: what is meas
 
 @dataclass(frozen=True, slots=True)
 class GivenPrompt:
+    """``sources``: fingerprints of the prompts that it was composed of."""
+
     domain: str
     prompt: str
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class WrittenPrompt:
 class Answer:
     """One dialogue turn as token ids: the prompt with its chat template, and what the target answered.
 
-    ``key`` names the prompt, and is the same at each temperature.
+    ``key`` names the prompt, and is the same at each temperature. ``sources`` are the keys of those that it was composed of.
     """
 
     key: str
@@ -46,6 +49,7 @@ class Answer:
     seed: int
     prompt_token_ids: tuple[int, ...]
     answer_token_ids: tuple[int, ...]
+    sources: tuple[str, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -82,6 +86,7 @@ def read_answers(paths: Iterable[Path]) -> Iterator[Answer]:
     for record in _records(paths):
         record["prompt_token_ids"] = tuple(record["prompt_token_ids"])
         record["answer_token_ids"] = tuple(record["answer_token_ids"])
+        record["sources"] = tuple(record.get("sources", ()))
         yield Answer(**record)
 
 

@@ -44,15 +44,6 @@ class Acceptance:
     by_domain: dict[str, float]  # accepted length
 
 
-def hold_out(answers: Sequence[Answer], share: float, at_least: int = 1) -> tuple[list[Answer], list[Answer]]:
-    """Answers to learn from and answers to evaluate on, divided by prompt. At least one prompt of two is held out; where a
-    share is less than ``at_least`` prompts, so many, but not more than a third."""
-    keys = sorted({answer.key for answer in answers})  # fingerprints: their order means nothing
-    num_held = max(1, round(share * len(keys)), min(at_least, len(keys) // 3))
-    held = set(keys[:num_held])
-    return [a for a in answers if a.key not in held], [a for a in answers if a.key in held]
-
-
 class ReplayedFeatures:
     """The target behind a replay: serves a drafter the hidden states that were read before."""
 

@@ -27,8 +27,9 @@ from drafters.training.corpus import Answer, evaluation_fingerprints, read_given
 from drafters.training.distil import Distillation, Point, Progress
 from drafters.training.distributed import World
 from drafters.training.dspark_student import DSparkStudent
-from drafters.training.evaluation import DRAFT_LENS, Acceptance, acceptance, evaluate, hold_out, standardisation
+from drafters.training.evaluation import DRAFT_LENS, Acceptance, acceptance, evaluate, standardisation
 from drafters.training.frozen import FrozenTarget
+from drafters.training.held_out import hold_out
 from drafters.training.kept import InMemory, OnDisk, sweep
 from drafters.training.layers_student import LayersStudent
 from drafters.training.manifest import WorkFolder
@@ -135,7 +136,7 @@ def train(options: TrainOptions, world: World, reporter: Reporter) -> Result | N
     writer.write_answers(tasks, options.num_tokens, options.max_answer_tokens, _adding(tell), is_over)
     world.barrier()
     answers = [a for a in writer.answers(tasks, options.num_tokens) if len(a.answer_token_ids) > 1]
-    num_answered = len({a.key for a in answers})
+    num_answered = len({a.key for a in answers if not a.sources})
     if num_answered < 2:
         raise InvalidField("num_tokens", options.num_tokens, "at least two prompts must be answered, one to evaluate on")
     work.finish("answers", num_answers=len(answers), num_tokens=sum(len(a.answer_token_ids) for a in answers))

@@ -8,8 +8,9 @@ and every answer has a name, a seed from it, and a line of its own, so that whoe
 import hashlib
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -74,6 +75,7 @@ class AnswerTask:
     domain: str
     prompt: str
     temperature: float
+    sources: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -140,9 +142,13 @@ class Writer:
             progress(int(usable))
 
     def tasks(self, num_prompts: int, given: Sequence[GivenPrompt], left_out: frozenset[str]) -> list[AnswerTask]:
-        """What is to be answered, each at each temperature: the first num_prompts self-written prompts, the given ones, and
-        some composed of both, without duplicates and without those whose fingerprint is ``left_out``. The domains of each
-        source take turns, for the first answers are those that are used."""
+        """What is to be answered, each at each temperature: the first num_prompts self-written prompts, some composed of
+        these and the given ones, and the given ones, without duplicates and without those whose fingerprint is ``left_out``.
+
+        The first answers are those that are used, so prompts take turns: a given one, then another, as long as there are
+        both; whoever gives prompts tells what the drafter is for, and the others keep it from being good for nothing else.
+        Among the given ones their domains take turns, among the others the domains of the self-written and the composed.
+        """
         written = {w.index: w for w in self._written()}
         sizes = {index: int(w.prompt is not None) for index, w in written.items()}
         used = {
@@ -164,13 +170,14 @@ class Writer:
 
         self_written = new(GivenPrompt(w.domain, w.prompt) for w in chosen if w.prompt is not None)
         given = new(given)
-        queues: dict[tuple[int, str], list[AnswerTask]] = {}
-        for source, prompts in enumerate((self_written, given, new(compose([*self_written, *given], self._seed)))):
-            for prompt in prompts:
-                key = fingerprint(prompt.prompt)
-                tasks = (AnswerTask(key, prompt.domain, prompt.prompt, t) for t in ANSWER_TEMPERATURES)
-                queues.setdefault((source, prompt.domain), []).extend(tasks)
-        return [task for turn in itertools.zip_longest(*(queues[q] for q in sorted(queues))) for task in turn if task]
+        num_each = max(Counter(prompt.domain for prompt in self_written).values(), default=0)
+        composed = new(compose([*self_written, *given], self._seed, num_each))
+        others = _in_turns([*_by_domain(self_written), *_by_domain(composed)])
+        return [
+            AnswerTask(fingerprint(prompt.prompt), prompt.domain, prompt.prompt, temperature, prompt.sources)
+            for prompt in _in_turns([_in_turns(_by_domain(given)), others])
+            for temperature in ANSWER_TEMPERATURES
+        ]
 
     def write_answers(
         self,
@@ -197,7 +204,7 @@ class Writer:
                 task = by_name[name]
                 token_ids = self._target.encode(self._before + task.prompt + self._after)
                 if len(token_ids) + max_tokens > self._target.info.max_model_len:
-                    append(path, Answer(task.key, task.domain, task.temperature, 0, (), ()))
+                    append(path, Answer(task.key, task.domain, task.temperature, 0, (), (), task.sources))
                     front.done(name, 0)
                     continue
                 seed = random.Random(f"{self._seed} answer {name}").getrandbits(63)
@@ -208,17 +215,19 @@ class Writer:
         for request, answer in self._generate(requests(), num_wanted // max_tokens + 1):
             task = by_name[request.id]
             seed = request.sampling.seed
-            append(path, Answer(task.key, task.domain, task.temperature, seed, request.prompt_token_ids, answer))
+            prompt_token_ids = request.prompt_token_ids
+            append(path, Answer(task.key, task.domain, task.temperature, seed, prompt_token_ids, answer, task.sources))
             front.done(task.name, len(answer))
             progress(len(answer))
 
     def answers(self, tasks: Sequence[AnswerTask], num_tokens: int) -> list[Answer]:
-        """The answers to the first of the tasks that together hold num_tokens, fewer if there are not so many."""
+        """The answers to the first of the tasks that together hold num_tokens, fewer if there are not so many. Sources are
+        as the tasks have them: files of older versions do not tell."""
         known = {_name(a): a for a in self._known()}
         sizes = {name: len(a.answer_token_ids) for name, a in known.items()}
         names = [task.name for task in tasks]
         used = {n for share in self._share.all() for n in _Front(share.of(names), sizes).first(share.part(num_tokens))}
-        return [known[name] for name in names if name in used]
+        return [replace(known[task.name], sources=task.sources) for task in tasks if task.name in used]
 
     def _written(self) -> list[WrittenPrompt]:
         return list(read_written(self._paths("prompts")))
@@ -284,6 +293,18 @@ class _Front(Generic[Name]):
         while self._num_done < len(self._names) and self._names[self._num_done] in self._sizes:
             self.size += self._sizes[self._names[self._num_done]]
             self._num_done += 1
+
+
+def _by_domain(prompts: Iterable[GivenPrompt]) -> list[list[GivenPrompt]]:
+    queues: dict[str, list[GivenPrompt]] = {}
+    for prompt in prompts:
+        queues.setdefault(prompt.domain, []).append(prompt)
+    return [queues[domain] for domain in sorted(queues)]
+
+
+def _in_turns(queues: Iterable[Sequence[GivenPrompt]]) -> list[GivenPrompt]:
+    """One of each, again and again, as long as a queue has any."""
+    return [prompt for turn in itertools.zip_longest(*queues) for prompt in turn if prompt is not None]
 
 
 def _number(name: str) -> int:

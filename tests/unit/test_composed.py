@@ -35,17 +35,26 @@ def prompts(num: int = 12) -> list[GivenPrompt]:
 
 
 def test_it_is_a_function_of_prompts_and_seed() -> None:
-    assert compose(prompts(), 3) == compose(prompts(), 3)
-    assert compose(prompts(), 3) != compose(prompts(), 4)
+    assert compose(prompts(), 3, 12) == compose(prompts(), 3, 12)
+    assert compose(prompts(), 3, 12) != compose(prompts(), 4, 12)
 
 
-def test_there_are_as_many_of_each_kind_as_prompts_in_a_domain() -> None:
-    assert Counter(p.domain for p in compose(prompts(), 0)) == dict.fromkeys(COMPOSED, 12)
+def test_there_are_as_many_of_each_kind_as_are_wanted_and_as_there_are_texts() -> None:
+    assert Counter(p.domain for p in compose(prompts(), 0, 7)) == dict.fromkeys(COMPOSED, 7)
+    found = Counter(p.domain for p in compose(prompts(), 0, 1000))
+    assert (found["translation"], found["math_multilingual"], found["rag"]) == (24, 12, 12)
+
+
+def test_it_says_of_which_texts_a_prompt_is_made() -> None:
+    known = {fingerprint(prompt.prompt): prompt.prompt.removeprefix("Read this.\n\n") for prompt in prompts()}
+    for prompt in compose(prompts(), 0, 12):
+        held = {key for key, text in known.items() if text in prompt.prompt}
+        assert held == set(prompt.sources)
 
 
 def test_what_is_composed_is_short_enough_to_be_used() -> None:
     """Also where the passages are the longest that there are, and four of them would not fit."""
-    composed = [prompt for seed in range(20) for prompt in compose(prompts(), seed)]
+    composed = [prompt for seed in range(20) for prompt in compose(prompts(), seed, 12)]
     assert all(is_usable(prompt.prompt) for prompt in composed)
     longest = max(len(prompt.prompt) for prompt in composed if prompt.domain == "rag")
     assert LONGEST_PASSAGE < longest <= MAX_PROMPT_CHARS
@@ -54,7 +63,7 @@ def test_what_is_composed_is_short_enough_to_be_used() -> None:
 def test_only_texts_that_suit_the_task_are_in_it() -> None:
     """Problems are answered in another language, questions asked of passages, without what those were asked before; code
     is in none."""
-    for prompt in compose(prompts(), 0):
+    for prompt in compose(prompts(), 0, 12):
         assert "def" not in prompt.prompt
         assert "Read this." not in prompt.prompt
         held = {name for name in ("sum", "who", "passage") if f"{name}0" in prompt.prompt or f"{name}1" in prompt.prompt}
@@ -74,8 +83,8 @@ def test_only_texts_that_suit_the_task_are_in_it() -> None:
     ],
 )
 def test_without_the_texts_of_a_task_it_is_not_composed(domain: str, num_chars: int, expected: set[str]) -> None:
-    assert {p.domain for p in compose([GivenPrompt(domain, text("word", num_chars))], 0)} == expected
-    assert compose([], 0) == []
+    assert {p.domain for p in compose([GivenPrompt(domain, text("word", num_chars))], 0, 5)} == expected
+    assert compose([], 0, 5) == []
 
 
 @pytest.fixture(scope="module")
@@ -83,28 +92,36 @@ def target(tiny_model_folder: Path) -> FrozenTarget:
     return FrozenTarget(tiny_model_folder, device=torch.device("cpu"), dtype="float32", max_model_len=256)
 
 
-def test_every_domain_of_every_source_takes_its_turn(target: FrozenTarget, tmp_path: Path) -> None:
-    """However many prompts the others have: the first answers are those that are used."""
+def test_given_prompts_take_every_other_turn_until_there_are_none(target: FrozenTarget, tmp_path: Path) -> None:
+    """However many the others are: the first answers are those that are used. Among the given ones their domains take turns,
+    among the others those of what was self-written and of what was composed."""
     for i in range(40):
         append(tmp_path / "prompts-0.jsonl", WrittenPrompt(i, ("math", "chat")[i % 2], text(f"own{i}x", 80)))
-    given = [GivenPrompt("math", text(f"given{i}x", 80)) for i in range(5)] + [GivenPrompt("mine", text("minex", 80))]
+    given = [GivenPrompt("math", text(f"given{i}x", 80)) for i in range(9)] + [GivenPrompt("mine", text("minex", 80))]
     tasks = Writer(target, tmp_path, 0).tasks(40, given, frozenset())
-    own, others = {fingerprint(text(f"own{i}x", 80)) for i in range(40)}, {fingerprint(p.prompt) for p in given}
-
-    def source(key: str) -> str:
-        return "own" if key in own else "given" if key in others else "composed"
-
-    first = Counter((source(task.key), task.domain) for task in tasks[: 6 * len(ANSWER_TEMPERATURES)])
-    queues = [("own", "chat"), ("own", "math"), ("given", "math"), ("given", "mine")]
-    queues += [("composed", "math_multilingual"), ("composed", "translation")]
-    assert first == dict.fromkeys(queues, len(ANSWER_TEMPERATURES))
+    assert [task.temperature for task in tasks[:4]] == [*ANSWER_TEMPERATURES, *ANSWER_TEMPERATURES]
     assert len({task.name for task in tasks}) == len(tasks)
+    keys = list(dict.fromkeys(task.key for task in tasks))
+    is_given = {fingerprint(prompt.prompt) for prompt in given}
+    assert [key in is_given for key in keys] == [True, False] * 10 + [False] * (len(keys) - 20)
+    domains = {task.key: task.domain for task in tasks}
+    assert [domains[key] for key in keys[:6:2]] == ["math", "mine", "math"]
+    assert [domains[key] for key in keys[1:8:2]] == ["chat", "math", "math_multilingual", "translation"]
+    sources = {task.key: task.sources for task in tasks}
+    own = is_given | {fingerprint(text(f"own{i}x", 80)) for i in range(40)}
+    assert all(set(sources[key]) <= own and bool(sources[key]) == (key not in own) for key in keys)
+
+
+def test_given_prompts_alone_are_answered_as_they_are(target: FrozenTarget, tmp_path: Path) -> None:
+    tasks = Writer(target, tmp_path, 0).tasks(0, prompts(), frozenset())
+    assert {task.key for task in tasks} == {fingerprint(prompt.prompt) for prompt in prompts()}
 
 
 def test_nothing_is_composed_from_what_is_left_out(target: FrozenTarget, tmp_path: Path) -> None:
-    given = prompts()
-    secret = [p for p in given if "3x" in p.prompt or "7x" in p.prompt]
-    tasks = Writer(target, tmp_path, 0).tasks(0, given, frozenset(fingerprint(p.prompt) for p in secret))
+    for i, prompt in enumerate(prompts()):
+        append(tmp_path / "prompts-0.jsonl", WrittenPrompt(i, prompt.domain, prompt.prompt))
+    secret = [prompt for prompt in prompts() if "3x" in prompt.prompt or "7x" in prompt.prompt]
+    tasks = Writer(target, tmp_path, 0).tasks(48, [], frozenset(fingerprint(p.prompt) for p in secret))
     assert {task.domain for task in tasks} >= set(COMPOSED)
     assert not [task for task in tasks if any(f"{name}{i}x" in task.prompt for name in ("sum", "who") for i in (3, 7))]
     assert not [task for task in tasks if "passage3x" in task.prompt or "passage7x" in task.prompt]

@@ -15,10 +15,21 @@ from drafters.layers import load_layers
 from drafters.replay import Round
 from drafters.training.batches import BatchPlan, assemble, epoch
 from drafters.training.begun import going_on
-from drafters.training.corpus import Answer, WrittenPrompt, append, fingerprint, is_usable, read_given, read_written, repair
+from drafters.training.corpus import (
+    Answer,
+    WrittenPrompt,
+    append,
+    fingerprint,
+    is_usable,
+    read_answers,
+    read_given,
+    read_written,
+    repair,
+)
 from drafters.training.dspark_student import DSparkStudent
-from drafters.training.evaluation import acceptance, hold_out, standardisation
+from drafters.training.evaluation import acceptance, standardisation
 from drafters.training.frozen import FrozenTarget
+from drafters.training.held_out import hold_out
 from drafters.training.kept import InMemory, OnDisk
 from drafters.training.layers_student import LayersStudent
 from drafters.training.losses import TargetDistribution, distillation, position_weights
@@ -158,6 +169,34 @@ def test_answers_are_held_out_by_prompt() -> None:
     assert not {a.key for a in learned} & {a.key for a in held_out}
     assert [len(part) for part in hold_out(both[:4], 0.1)] == [2, 2]
     assert [len(part) for part in hold_out(both, 0.1, at_least=8)] == [28, 12]
+
+
+def test_what_is_composed_of_held_out_texts_is_not_learned_from() -> None:
+    """Nor is all of it evaluated on: where most tasks hold some held-out text, they would take the place of all others."""
+    texts = [answer(f"k{i:02}", 2, 3, t) for i in range(40) for t in (0.0, 0.7)]
+    rng = random.Random(0)
+    composed = [
+        replace(answer(f"c{i:02}", 2, 3), sources=tuple(f"k{j:02}" for j in rng.sample(range(40), 4))) for i in range(50)
+    ]
+    learned, held_out = hold_out([*texts, *composed], 0.1)
+    held = {a.key for a in held_out if not a.sources}
+    assert len(held) == 4
+    assert not {a.key for a in learned} & {a.key for a in held_out}
+    assert all(held.isdisjoint(a.sources) for a in learned)
+    tasks = [a for a in held_out if a.sources]
+    assert len(tasks) == 5
+    assert not any(held.isdisjoint(a.sources) for a in tasks)
+    assert len(learned) + sum(not held.isdisjoint(a.sources) for a in composed) + 8 == len(texts) + len(composed)
+
+
+def test_answers_of_older_files_do_not_tell_their_sources(tmp_path: Path) -> None:
+    new, old = replace(answer("new", 2, 3), sources=("a", "b")), answer("old", 2, 3)
+    append(tmp_path / "answers-0.jsonl", new)
+    append(tmp_path / "answers-0.jsonl", old)
+    lines = [json.loads(line) for line in (tmp_path / "answers-0.jsonl").read_text().splitlines()]
+    del lines[1]["sources"]
+    (tmp_path / "answers-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert list(read_answers([tmp_path / "answers-0.jsonl"])) == [new, old]
 
 
 def test_anchors_begin_at_the_last_prompt_token_and_have_a_truth(answers: list[Answer], readings: Readings) -> None:
