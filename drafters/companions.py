@@ -22,7 +22,7 @@ from engine.kv_cache import num_blocks_for
 from engine.models.weights import open_weights
 from engine.native import NativeTarget
 from engine.sampling import Sampler
-from profiler.calibration import FILE, load_scaling
+from profiler.calibration import FILE, TemperatureScaling, load_scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,12 @@ def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSpark
         num_blocks = num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), dtype)
     except ValueError as error:
         raise InvalidField("kv_cache_gb", options.kv_cache_gb, str(error)) from error
-    scaling = folder / FILE
-    temperatures = load_scaling(scaling).temperatures if scaling.is_file() else (1.0,)
+    fitted = folder / FILE
+    scaling = load_scaling(fitted) if fitted.is_file() else TemperatureScaling()
     sampler = Sampler(target.vocab_size, target.eos_token_ids)
     return DSparkDrafter(
         Backbone(network, dtype, model.device, int8=int8),
-        SequentialStage(network, dtype, model.device, sampler, temperatures, options.min_survival, int8=int8),
+        SequentialStage(network, dtype, model.device, sampler, scaling, options.min_survival, int8=int8),
         HostFeatures(host.engine, config.target_layer_ids),
         num_blocks=num_blocks,
         eos_token_ids=target.eos_token_ids,

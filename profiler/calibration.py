@@ -12,20 +12,21 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import isotonic_regression
+from scipy.optimize import isotonic_regression, minimize
 
 from cluster.errors import ModelUnavailable
-from profiler.reliability import expected_calibration_error
+from profiler.reliability import auroc, expected_calibration_error
 
 Floats = NDArray[np.float64]
 
 FILE = "calibration.json"  # in a drafter's folder
 _FORMAT = 1
 _EPS = 1e-6  # confidences are kept this far from 0 and 1
-MIN_RECORDS = 64  # that reach a position before it is fitted
-# A geometric grid that holds 1: fitting what was fitted before on the same records finds 1 again, exactly.
-TEMPERATURES = np.exp(np.arange(-60, 61) * 0.04)
-_TIE = 1e-9  # ECEs nearer to each other than this are equal: the temperature nearest to 1 wins
+MIN_RECORDS = 64  # that come to a position with all before it right, before it is fitted
+# Standard deviations of what a fit expects: of the logarithm of a temperature and of an offset, at the first position around
+# 1 and 0, and at each later one around those of the position before, for neighbours err alike and late ones are rarely seen.
+_FIRST_SPREAD = (0.3, 0.5)
+_NEXT_SPREAD = (0.1, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +85,27 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TemperatureScaling:
-    """c -> sigmoid(logit(c) / T_k), with a temperature for each position; later positions have that of the last."""
+    """c -> sigmoid(logit(c) / T_k + b_k), with a temperature and an offset for each position; later positions have those of
+    the last."""
 
     temperatures: tuple[float, ...] = (1.0,)
+    offsets: tuple[float, ...] = (0.0,)
+
+    def at(self, position: int) -> tuple[float, float]:
+        """Temperature and offset."""
+        last_temperature, last_offset = len(self.temperatures) - 1, len(self.offsets) - 1
+        return self.temperatures[min(position, last_temperature)], self.offsets[min(position, last_offset)]
 
     def conditional(self, confidences: Sequence[float], first: int = 0) -> tuple[float, ...]:
         """Of one draft whose first token stands at position ``first``: calibrated conditional confidences."""
-        last = len(self.temperatures) - 1
-        ts = [self.temperatures[min(first + i, last)] for i in range(len(confidences))]
-        return tuple(_scaled(np.asarray(confidences, np.float64), np.array(ts)).tolist())
+        return tuple(self._scaled(np.asarray(confidences, np.float64), first).tolist())
 
     def survival(self, confidences: ArrayLike) -> Floats:
-        table = np.asarray(confidences, np.float64)
-        last = len(self.temperatures) - 1
-        ts = np.array([self.temperatures[min(k, last)] for k in range(table.shape[-1])])
-        return np.asarray(np.cumprod(_scaled(table, ts), axis=-1), np.float64)
+        return np.asarray(np.cumprod(self._scaled(np.asarray(confidences, np.float64), 0), axis=-1), np.float64)
+
+    def _scaled(self, confidences: Floats, first: int) -> Floats:
+        of_positions = np.array([self.at(first + k) for k in range(confidences.shape[-1])]).reshape(-1, 2)
+        return _sigmoid(_logit(confidences) / of_positions[:, 0] + of_positions[:, 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +127,47 @@ class IsotonicScaling:
 
 
 def fit_temperatures(records: Records) -> TemperatureScaling:
-    """Sequential Temperature Scaling (DSpark, section 3.2.1): from the first position to the last, the temperature that
-    minimises the expected calibration error of the cumulative product, the positions before it kept as they were fitted.
+    """Sequential temperature scaling (DSpark, section 3.2.1), from the first position to the last, each on the drafts whose
+    tokens before it were all right.
 
-    A position that fewer than MIN_RECORDS drafts reach keeps the temperature of the one before, the first 1.
+    Two things differ. What the paper searches for, the temperature of least calibration error of the product, is noise where
+    a few hundred drafts come to a position; here it is the most probable one, given the outcomes and that neighbouring
+    positions err alike. And an offset is fitted beside it: no temperature mends confidences that are too high throughout.
+
+    A position that fewer than MIN_RECORDS such drafts reach keeps what the one before has, the first leaves confidences as
+    they are.
     """
-    temperatures: list[float] = []
-    before = np.ones(len(records))
+    found: list[tuple[float, float]] = []
+    before, spread = (0.0, 0.0), _FIRST_SPREAD
     for k in range(records.max_len):
-        reached = records.reaching(k)
-        if reached.sum() < MIN_RECORDS:
+        tried = records.reaching(k) & (records.num_accepted >= k)
+        if tried.sum() < MIN_RECORDS:
             break
-        logits = _logit(records.confidences[reached, k])
-        outcomes = records.survived(k)[reached]
-        errors = [expected_calibration_error(before[reached] * _sigmoid(logits / t), outcomes) for t in TEMPERATURES]
-        near = np.flatnonzero(np.array(errors) <= min(errors) + _TIE)
-        best = near[np.argmin(np.abs(near - len(TEMPERATURES) // 2))]
-        temperatures.append(float(TEMPERATURES[best]))
-        before = before * _scaled(records.confidences[:, k], np.array(temperatures[-1]))
-    return TemperatureScaling(tuple(temperatures) or (1.0,))
+        before = _most_probable(_logit(records.confidences[tried, k]), records.survived(k)[tried], before, spread)
+        found.append(before)
+        spread = _NEXT_SPREAD
+    if not found:
+        return TemperatureScaling()
+    return TemperatureScaling(tuple(float(np.exp(log_t)) for log_t, _ in found), tuple(offset for _, offset in found))
+
+
+def _most_probable(
+    logits: Floats, outcomes: NDArray[np.bool_], expected: tuple[float, float], spread: tuple[float, float]
+) -> tuple[float, float]:
+    """Logarithm of the temperature, and offset: of the largest posterior density under independent normal priors."""
+    signs = np.where(outcomes, -1.0, 1.0)
+    mean, deviation = np.array(expected), np.array(spread)
+
+    def loss(x: Floats) -> tuple[float, Floats]:
+        scaled = logits * np.exp(-x[0])
+        margins = signs * (scaled + x[1])
+        slopes = signs * _sigmoid(margins)  # of log(1 + exp(margin))
+        away = (x - mean) / deviation
+        gradient = np.array([-(slopes * scaled).sum(), slopes.sum()]) + away / deviation
+        return float(np.logaddexp(0.0, margins).sum() + 0.5 * (away**2).sum()), gradient
+
+    log_t, offset = minimize(loss, mean, jac=True, method="BFGS").x.tolist()
+    return log_t, offset
 
 
 def fit_isotonic(records: Records) -> IsotonicScaling:
@@ -158,9 +187,36 @@ def fit_isotonic(records: Records) -> IsotonicScaling:
     return IsotonicScaling(tuple(maps))
 
 
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Of predicted survival. Means over the positions that at least MIN_RECORDS drafts reach with all before it right."""
+
+    ece: float | None
+    auroc: float | None  # of positions where both outcomes were seen
+
+
+def quality(survival: ArrayLike, records: Records) -> Quality:
+    """``survival`` (N, K) is what was predicted of the records."""
+    table = np.asarray(survival, np.float64)
+    errors, rankings = [], []
+    for k in range(records.max_len):
+        reached = records.reaching(k)
+        if (reached & (records.num_accepted >= k)).sum() >= MIN_RECORDS:
+            predicted, outcomes = table[reached, k], records.survived(k)[reached]
+            errors.append(expected_calibration_error(predicted, outcomes))
+            ranking = auroc(predicted, outcomes)
+            rankings += [] if ranking is None else [ranking]
+    return Quality(float(np.mean(errors)) if errors else None, float(np.mean(rankings)) if rankings else None)
+
+
 def save_scaling(scaling: TemperatureScaling, path: Path, **figures: float) -> None:
     """As JSON. ``figures`` (ECE, AUROC, number of records) stand beside it for readers."""
-    content = {"format": _FORMAT, "temperatures": list(scaling.temperatures), "figures": figures}
+    content = {
+        "format": _FORMAT,
+        "temperatures": list(scaling.temperatures),
+        "offsets": list(scaling.offsets),
+        "figures": figures,
+    }
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -171,11 +227,14 @@ def load_scaling(path: Path) -> TemperatureScaling:
         if content["format"] != _FORMAT:
             raise ValueError(f"it has format {content['format']}, not {_FORMAT}")
         temperatures = tuple(float(t) for t in content["temperatures"])
+        offsets = tuple(float(b) for b in content.get("offsets", (0.0,)))
         if not temperatures or not all(0.0 < t < np.inf for t in temperatures):
             raise ValueError("it needs positive temperatures")
+        if not offsets or not np.all(np.isfinite(offsets)):
+            raise ValueError("it needs finite offsets")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelUnavailable(f"{path} is not a calibration ({error!r}); `outrider train` writes them") from error
-    return TemperatureScaling(temperatures)
+    return TemperatureScaling(temperatures, offsets)
 
 
 def _corners(ys: Floats) -> NDArray[np.int64]:
@@ -183,10 +242,6 @@ def _corners(ys: Floats) -> NDArray[np.int64]:
     keep = np.ones(len(ys), np.bool_)
     keep[1:-1] = (ys[1:-1] != ys[:-2]) | (ys[1:-1] != ys[2:])
     return np.flatnonzero(keep)
-
-
-def _scaled(confidences: Floats, temperatures: Floats) -> Floats:
-    return _sigmoid(_logit(confidences) / temperatures)
 
 
 def _logit(confidences: Floats) -> Floats:

@@ -21,9 +21,11 @@ from engine.factory import make_ops
 from engine.models.weights import LinearWeight
 from engine.noise import noise_keys
 from engine.sampling import Sampler, SampleSpan, SamplingState
+from profiler.calibration import TemperatureScaling
 
 Floats = NDArray[np.float32]
 
+_UNSCALED = TemperatureScaling()
 _LEAST = 1e-6  # a confidence is never quite 0 or 1
 
 
@@ -72,7 +74,7 @@ class SequentialStage:
 
     Args:
         network: read once, here; its weights may be laid out anew.
-        temperatures: of the confidences, by position, as sequential temperature scaling fitted them; the last one holds on.
+        scaling: of the confidences, by position.
         min_survival: a draft ends before a token that is less likely than this to be reached and right.
         int8: products with int8 forms of the weights, where there are such products.
     """
@@ -83,7 +85,7 @@ class SequentialStage:
         dtype: torch.dtype,
         device: torch.device,
         sampler: Sampler,
-        temperatures: Sequence[float] = (1.0,),
+        scaling: TemperatureScaling = _UNSCALED,
         min_survival: float = 0.0,
         *,
         int8: bool = False,
@@ -92,7 +94,7 @@ class SequentialStage:
         ops = make_ops(config.shape, dtype, device, int8=int8)
         self._device = device
         self._sampler = sampler
-        self._temperatures = tuple(temperatures)
+        self._scaling = scaling
         self._min_survival = min_survival
         self._head = ops.logits(LinearWeight(network.lm_head.weight.detach().to(device, dtype)))
         self._rows = markov_rows(config).numpy()
@@ -127,8 +129,7 @@ class SequentialStage:
                 latents, state = self._markov.step(embeddings, hidden[:, k], state)
             confidences: Sequence[float | None] = [None] * len(blocks)
             if self._confidence is not None and of_hidden is not None:
-                temperature = self._temperatures[min(k, len(self._temperatures) - 1)]
-                confidences = self._confidence.of_step(of_hidden[k], rows, temperature)
+                confidences = self._confidence.of_step(of_hidden[k], rows, *self._scaling.at(k))
             for block, confidence in zip(blocks, confidences, strict=True):
                 block.done |= confidence is not None and block.wants(k) and block.survival * confidence < self._min_survival
             active = [i for i, block in enumerate(blocks) if block.wants(k)]
@@ -193,12 +194,12 @@ class _Confidence:
         logits: list[list[float]] = (hidden.float() @ self._of_hidden + self._offset).T.tolist()
         return logits
 
-    def of_step(self, of_hidden: Sequence[float], rows: NDArray[np.int64], temperature: float) -> list[float]:
+    def of_step(self, of_hidden: Sequence[float], rows: NDArray[np.int64], temperature: float, offset: float) -> list[float]:
         """Of one position of each block: ``of_hidden`` [blocks], rows of W_1 [blocks]."""
         logits = of_hidden
         if self._of_row is not None:
             logits = [a + b for a, b in zip(of_hidden, self._of_row[rows].tolist(), strict=True)]
-        return [_sigmoid(logit / temperature) for logit in logits]
+        return [_sigmoid(logit / temperature + offset) for logit in logits]
 
 
 @dataclass(frozen=True, slots=True)

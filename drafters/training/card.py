@@ -2,11 +2,12 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from drafters.training.confidences import DIAGRAM
 from drafters.training.corpus import Answer
 from drafters.training.evaluation import Acceptance
 from drafters.training.recipe import TrainOptions
@@ -28,12 +29,19 @@ class CardData:
     trained: Sequence[Acceptance]
     untrained: Sequence[Acceptance]
     recipe: dict[str, Any]
+    confidences: Mapping[str, float]  # as of ``drafters.training.confidences.calibrate``; empty without calibration
 
 
 def write_card(folder: Path, data: CardData) -> None:
-    figures = {"trained": [asdict(a) for a in data.trained], "untrained": [asdict(a) for a in data.untrained]}
+    figures: dict[str, Any] = {
+        "trained": [asdict(a) for a in data.trained],
+        "untrained": [asdict(a) for a in data.untrained],
+        "confidences": dict(data.confidences),
+    }
     (folder / FIGURES).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    sections = (_what(data), _figures(data), _training(data), _data(data), _limits(data))
+    sections = [_what(data), _figures(data), _training(data), _data(data), _limits(data)]
+    if data.confidences:
+        sections.insert(2, _confidences(data))
     (folder / CARD).write_text("\n\n".join(sections) + "\n", encoding="utf-8")
 
 
@@ -76,6 +84,31 @@ def _figures(data: CardData) -> str:
     by_domain = ", ".join(f"{domain} {length:.2f}" for domain, length in best.by_domain.items())
     lines += ["", f"By domain, {best.draft_len} draft tokens, temperature {best.temperature:g}: {by_domain}."]
     return "\n".join(lines)
+
+
+def _confidences(data: CardData) -> str:
+    shares = [
+        f"| {title} | {_figure(data.confidences.get(f'ece_{key}'))} | {_figure(data.confidences.get(f'auroc_{key}'))} |"
+        for key, title in (("before", "as they are"), ("after", "calibrated"), ("isotonic", "by isotonic maps"))
+    ]
+    lines = [
+        "## Confidences",
+        "",
+        f"Of {data.confidences['records']:g} drafts at temperature {min(a.temperature for a in data.trained):g}, each half "
+        "of the prompts foreseen by what was fitted on the other; `calibration.json` is fitted on both. Calibration error "
+        "and AUROC are of the survival of prefixes, and means over the positions that enough drafts reach.",
+        "",
+        "| confidences | ECE | AUROC |",
+        "|---|---:|---:|",
+        *shares,
+        "",
+        f"![reliability]({DIAGRAM})",
+    ]
+    return "\n".join(lines)
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def _training(data: CardData) -> str:

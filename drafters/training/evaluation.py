@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cluster.config import DSparkOptions, LayersOptions
 from cluster.types import SamplingParams
 from drafters.dspark.backbone import Backbone
 from drafters.dspark.checkpoint import TargetRows, load_network
@@ -24,6 +25,7 @@ from drafters.table import HabitTable, TableDrafter
 from drafters.training.corpus import Answer
 from drafters.training.frozen import FrozenTarget
 from drafters.training.readings import Readings, Rows
+from engine.factory import DTYPES
 from engine.sampling import Sampler
 
 DRAFT_LENS = (4, 7)
@@ -81,13 +83,15 @@ def evaluate(
 
 
 def open_drafter(folder: Path, target: FrozenTarget, rows: Rows, features: ReplayedFeatures) -> Drafter:
-    """The drafter in a folder that training wrote, with all of its drafts and its own confidences."""
+    """The drafter in a folder that training wrote, with weights of the kind that it is served with where nothing else is
+    asked for, with all of its drafts and its own confidences."""
     kind = kind_of(folder)
     if kind == "table":
         return TableDrafter(HabitTable.load(folder / TABLE_FILE), max_learned=0)
     info, num_blocks = target.info, _CACHE_TOKENS // _BLOCK_LEN
     if kind == "layers":
-        model, output_ids = load_layers(folder, target.folder, target.dtype_name, str(target.device))
+        served_as = LayersOptions(path=str(folder)).dtype
+        model, output_ids = load_layers(folder, target.folder, served_as, str(target.device))
         small = SmallModel(
             model,
             num_blocks=num_blocks,
@@ -96,11 +100,13 @@ def open_drafter(folder: Path, target: FrozenTarget, rows: Rows, features: Repla
             output_ids=output_ids,
         )
         return ModelDrafter(small)
-    network = load_network(folder, TargetRows(rows.embedding, rows.head), target.dtype)
+    served_as = DSparkOptions(path=str(folder)).dtype
+    dtype, int8 = DTYPES[served_as], served_as == "int8"
+    network = load_network(folder, TargetRows(rows.embedding, rows.head), dtype)
     sampler = Sampler(info.vocab_size, info.eos_token_ids)
     return DSparkDrafter(
-        Backbone(network, target.dtype, target.device),
-        SequentialStage(network, target.dtype, target.device, sampler),
+        Backbone(network, dtype, target.device, int8=int8),
+        SequentialStage(network, dtype, target.device, sampler, int8=int8),
         features,
         num_blocks=num_blocks,
         eos_token_ids=info.eos_token_ids,

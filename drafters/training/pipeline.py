@@ -23,6 +23,7 @@ from drafters.training.allowance import Allowance
 from drafters.training.batches import Batch, assemble, epoch
 from drafters.training.begun import going_on
 from drafters.training.card import CardData, write_card
+from drafters.training.confidences import Halves, calibrate, in_halves
 from drafters.training.corpus import Answer, evaluation_fingerprints, read_given
 from drafters.training.distil import Distillation, Point, Progress
 from drafters.training.distributed import World
@@ -53,8 +54,6 @@ from drafters.training.vocabulary import choose_vocabulary, coverage
 from drafters.training.writing import Share, Writer
 from engine.models.identity import model_fingerprint
 from engine.models.prepare import ensure_model
-from profiler.calibration import FILE as CALIBRATION_FILE
-from profiler.calibration import Records, fit_temperatures, save_scaling
 
 MAX_TABLE_CONTEXTS = 400_000
 MAX_REGRESSION_ROWS = 300_000
@@ -64,7 +63,7 @@ MAX_PASS_TOKENS = {"cpu": 1, "cuda": 16384}
 CHECK_ANSWERS = 16  # held-out answers that a checkpoint is tried on
 MAX_MODEL_LEN = 2048
 # Do not change what training does, except for the last, which is told where it is given.
-_UNTOLD = ("out", "work", "device", "quick", "checkpoint_minutes", "begin_with")
+_UNTOLD = ("out", "work", "device", "quick", "checkpoint_minutes", "asked", "begin_with")
 
 
 class Reporter(Protocol):
@@ -286,34 +285,32 @@ class _Run:
     def _conclude(
         self, rows: Rows, folder: Path, untrained: Path | None, points: Sequence[Point], recipe: dict[str, Any]
     ) -> Result:
-        """Evaluation, calibration, and the folder at its place, at once."""
+        """Evaluation, calibration, and the folder at its place, at once. Calibration is for the lowest temperature: higher
+        ones are not told apart when a drafter is served, and of their drafts fewer survive."""
         folders = [f for f in (folder, untrained) if f is not None]
         temperatures = sorted({answer.temperature for answer in self._held_out})
         cases = [(f, t, n) for f in folders for t in temperatures for n in DRAFT_LENS]
         tell = self._reporter.step("evaluation", len(cases))
         found: dict[Path, list[Acceptance]] = {f: [] for f in folders}
-        drafts: list[tuple[Sequence[float], int]] = []
+        drafts: Halves = ([], [])
         for i, (f, temperature, draft_len) in enumerate(cases):
             answers = [a for a in self._held_out if a.temperature == temperature]
-            rounds = evaluate(f, self._target, rows, self._readings, answers, draft_len)
-            found[f].append(acceptance(rounds, draft_len, temperature))
-            if f is folder and draft_len == DRAFT_LENS[-1]:
-                drafts += [(one.confidences, one.num_accepted) for one in rounds]
+            first, second = (evaluate(f, self._target, rows, self._readings, half, draft_len) for half in in_halves(answers))
+            found[f].append(acceptance([*first, *second], draft_len, temperature))
+            if (f, temperature, draft_len) == (folder, temperatures[0], DRAFT_LENS[-1]):
+                drafts = first, second
             tell(i + 1)
         out = self._options.out
         part = out.with_name(f".{out.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         shutil.copytree(folder, part, ignore=shutil.ignore_patterns("untrained", "latest", "checkpoint.*"))
-        if self._options.drafter != "table":
-            save_scaling(fit_temperatures(Records.of(drafts)), part / CALIBRATION_FILE, records=len(drafts))
+        confidences = {} if self._options.drafter == "table" else calibrate(drafts, part)
         trained, fresh = tuple(found[folder]), tuple(found[untrained]) if untrained is not None else ()
         if points:
             plot_losses(points, part / "losses.png")
         plot_acceptance(trained, part / "acceptance.png")
-        write_card(
-            part,
-            CardData(self._options, self._target.info.name, self._learned, self._held_out, trained, fresh, recipe),
-        )
+        of_run = (self._options, self._target.info.name, self._learned, self._held_out)
+        write_card(part, CardData(*of_run, trained, fresh, recipe, confidences))
         replace_folder(part, out)
         return Result(out, trained, fresh)
 

@@ -10,12 +10,14 @@ from cluster.errors import ModelUnavailable
 from profiler.calibration import (
     FILE,
     IsotonicScaling,
+    Quality,
     Records,
     Scaling,
     TemperatureScaling,
     fit_isotonic,
     fit_temperatures,
     load_scaling,
+    quality,
     save_scaling,
 )
 from profiler.online_calibration import OnlineSurvival
@@ -60,11 +62,49 @@ def test_temperatures_are_found_again() -> None:
 
 
 def test_what_was_fitted_needs_no_fitting() -> None:
-    records = drafts(4_000, 2.0)
+    records = drafts(20_000, 2.0)
     survival = fit_temperatures(records).survival(records.confidences)
     conditional = np.concatenate([survival[:, :1], survival[:, 1:] / survival[:, :-1]], axis=1)
     again = fit_temperatures(Records(conditional, records.num_verified, records.num_accepted))
-    np.testing.assert_allclose(again.temperatures, 1.0)
+    np.testing.assert_allclose(again.temperatures, 1.0, atol=0.05)
+    np.testing.assert_allclose(again.offsets, 0.0, atol=0.05)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_honest_drafts_of_which_few_survive_are_left_as_they_are(seed: int) -> None:
+    """At a mean acceptance of 0.4 about twenty of twelve thousand drafts come to the last position."""
+    rng = np.random.default_rng(seed)
+    told = 1 / (1 + np.exp(-rng.normal(-0.5, 1.2, (12_000, K))))
+    num_accepted = np.cumprod(rng.random(told.shape) < told, axis=1).sum(1)
+    records = Records(told, np.full(len(told), K), num_accepted)
+    assert 0.35 < records.survived(0).mean() < 0.45
+    found = fit_temperatures(records)
+    assert len(found.temperatures) < K, "too few come so far"
+    assert all(0.8 < t < 1.25 for t in found.temperatures)
+    assert all(abs(offset) < 0.15 for offset in found.offsets)
+
+
+def test_confidences_that_are_too_high_throughout_are_lowered() -> None:
+    """What no temperature does: at a confidence of one half it changes nothing."""
+    found = fit_temperatures(shifted(drafts(10_000, 1.0), 0.6))
+    assert found.offsets == pytest.approx((-0.6,) * K, abs=0.2)
+    assert found.temperatures == pytest.approx((1.0,) * K, abs=0.2)
+    test = shifted(drafts(20_000, 1.0, seed=1), 0.6)
+    assert worst_ece(np.cumprod(test.confidences, axis=1), test) > 0.1
+    assert worst_ece(found.survival(test.confidences), test) < 0.02
+
+
+def test_quality_is_a_mean_over_positions() -> None:
+    test = drafts(5_000, 2.0)
+    survival = np.cumprod(test.confidences, axis=1)
+    errors = [expected_calibration_error(survival[:, k], test.survived(k)) for k in range(K)]
+    found = quality(survival, test)
+    assert found.ece == pytest.approx(np.mean(errors))
+    assert found.auroc is not None
+    assert 0.7 < found.auroc < 0.95
+    assert quality(np.zeros((0, 0)), Records.of([])) == Quality(None, None)
+    blind = Records.of([((0.9, 0.5, 0.1), 0), ((0.9, 0.5, 0.1), 3)] * 100)
+    assert quality(np.cumprod(blind.confidences, axis=1), blind).auroc == 0.5, "that late prefixes survive less is no merit"
 
 
 @pytest.mark.parametrize("fit", [fit_temperatures, fit_isotonic])
@@ -108,7 +148,7 @@ def test_a_draft_cannot_be_more_right_than_long() -> None:
 
 
 def test_one_draft_at_a_time_gives_what_the_table_gives() -> None:
-    scaling = TemperatureScaling((2.0, 1.5))
+    scaling = TemperatureScaling((2.0, 1.5), (0.3, -0.2))
     whole = scaling.conditional((0.9, 0.8, 0.7))
     np.testing.assert_allclose(np.cumprod(whole), scaling.survival([[0.9, 0.8, 0.7]])[0])
     assert scaling.conditional((0.7,), first=2) == pytest.approx(whole[2:])
@@ -118,6 +158,8 @@ def test_a_scaling_survives_its_file(tmp_path: Path) -> None:
     scaling = fit_temperatures(drafts(2_000, 2.0))
     save_scaling(scaling, tmp_path / FILE, ece=0.01, num_records=2000)
     assert load_scaling(tmp_path / FILE) == scaling
+    (tmp_path / FILE).write_text('{"format": 1, "temperatures": [2.0, 1.5]}')
+    assert load_scaling(tmp_path / FILE) == TemperatureScaling((2.0, 1.5)), "those without offsets are read on"
 
 
 @pytest.mark.parametrize(
