@@ -26,6 +26,10 @@ class IncompatibleTokenizer(OutriderError):
     """A drafter's token ids do not mean what the target's mean."""
 
 
+class GenerationFailed(OutriderError):
+    """The target refused a request of an offline generation, or failed on it."""
+
+
 class Overloaded(OutriderError):
     """A bounded queue is full; try again after ``retry_after_s``."""
 

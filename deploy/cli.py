@@ -222,13 +222,15 @@ def train(
     ] = None,
     epochs: Annotated[int, typer.Option(min=1)] = 4,
     learning_rate: Annotated[float, typer.Option(help="lower to go on with a drafter")] = 2.5e-4,
-    layers: Annotated[int, typer.Option(min=1, help="of the drafter")] = 2,
-    block: Annotated[int, typer.Option(min=1, max=64, help="tokens that dspark drafts at once")] = 7,
-    vocabulary: Annotated[int, typer.Option(min=2, help="tokens that can be drafted")] = 16384,
+    layers: Annotated[int | None, typer.Option(min=1, help="of the drafter; 2 by default")] = None,
+    block: Annotated[int | None, typer.Option(min=1, max=64, help="tokens that dspark drafts at once; 7 by default")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=2, help="tokens that can be drafted; 16384 by default")] = None,
     budget_minutes: Annotated[
         float | None, typer.Option(min=0.1, help="for all of it, divided between writing and training")
     ] = None,
-    head: Annotated[str, typer.Option(help="of dspark, over the tokens of a block: markov, gated or rnn")] = "markov",
+    head: Annotated[
+        str | None, typer.Option(help="of dspark, over the tokens of a block: markov, gated or rnn; markov by default")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="a rehearsal of every step, in minutes on a CPU")] = False,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; several GPUs: start it with torchrun")] = "auto",

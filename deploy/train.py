@@ -29,14 +29,16 @@ class _Bars:
 
 
 def run(*, out: Path, work: Path | None, drafter: Any, device: str, **fields: Any) -> None:
-    """Raises what ``drafters.training.pipeline.train`` raises."""
+    """Fields that are None have their default. Raises what ``drafters.training.pipeline.train`` raises."""
+    given = {name: value for name, value in fields.items() if value is not None}
     out = out.expanduser().absolute()
     options = TrainOptions(
         out=out,
         work=(work or out.with_name(f"{out.name}-work")).expanduser().absolute(),
         drafter=drafter,
         device=device,
-        **fields,
+        asked=frozenset(given),
+        **given,
     )
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)

@@ -59,7 +59,7 @@ def save_layers(
     token_ids: Tensor | None,
     weights: WeightsKind = "bf16",
 ) -> None:
-    """Writes a folder that ``load_layers`` reads.
+    """Writes a folder that ``load_layers`` reads. Each file appears whole or not at all.
 
     Args:
         tensors: by their Hugging Face names, the layers counted from 0; rows of embedding and head are left out.
@@ -79,8 +79,12 @@ def save_layers(
     }
     raw.pop("layer_types", None)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(kept, folder / SINGLE, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    partial = folder / f"{SINGLE}.partial"
+    save_file(kept, partial, metadata={"format": "pt"})
+    partial.replace(folder / SINGLE)
+    partial = folder / "config.json.partial"
+    partial.write_text(json.dumps(raw, indent=2) + "\n")
+    partial.replace(folder / "config.json")
 
 
 class _SharedRows:

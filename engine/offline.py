@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 
+from cluster.errors import GenerationFailed
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.transport.base import Mailbox, Received
 from cluster.transport.memory import LocalNetwork
@@ -23,7 +24,7 @@ def generate(
     A None among them means: none for now, ask again after the next pass. With nothing under way it ends the generation.
 
     Raises:
-        ValueError: the target refused a request, or failed on it; says why.
+        GenerationFailed: the target refused a request, or failed on it; says why.
     """
     network, mailbox, inbox = LocalNetwork(), Mailbox(), Mailbox(capacity=2**20)
     loop = TargetLoop(engine, model, mailbox, cost, max_waiting=max_in_flight)
@@ -50,7 +51,7 @@ def generate(
                     if commit.finish is None:
                         continue
                     if commit.finish not in (FinishReason.STOP, FinishReason.LENGTH):
-                        raise ValueError(f"request {request.id}: {commit.error or commit.finish}")
+                        raise GenerationFailed(f"request {request.id}: {commit.error or commit.finish}")
                     del live[commit.request_id]
                     yield request, tuple(token_ids)
     finally:

@@ -37,7 +37,7 @@ def going_on(options: TrainOptions, target: FrozenTarget) -> TrainOptions:
     defaults = {field.name: field.default for field in fields(TrainOptions)}
     for name, value in shape.items():
         asked = getattr(options, name)
-        if asked not in (value, defaults[name]):
+        if asked != value and (asked != defaults[name] or name in options.asked):
             raise InvalidField(name, asked, f"must be left out, or {value} as the drafter in {folder.name} has it")
     return replace(options, begin_with=folder, **shape)
 

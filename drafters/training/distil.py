@@ -116,10 +116,12 @@ class Distillation:
         return self._num_steps
 
     def restore(self) -> bool:
-        """Go on from the checkpoint. Returns whether there is one."""
+        """Go on from the checkpoint. Returns whether there is one, and of this version."""
         if not self._path.exists():
             return False
         state: dict[str, Any] = torch.load(self._path, map_location=self._world.device, weights_only=True)
+        if state.get("format") != _FORMAT:
+            return False
         self._load(state["parameters"])
         self._average.values = {name: value.float() for name, value in state["average"].items()}
         self._optimizer.load_state_dict(state["optimizer"])

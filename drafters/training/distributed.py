@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cluster.errors import InvalidField
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -51,8 +53,13 @@ def join_world(device: str) -> Iterator[World]:
     """The processes that torchrun started (``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``), else this one alone.
 
     NCCL on GPUs, gloo elsewhere. ``device``: auto takes a GPU where there is one.
+
+    Raises:
+        InvalidField: a GPU is asked for, and torch finds none.
     """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InvalidField("device", device, "must be cpu here: torch finds no GPU that it can use")
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     at = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if kind == "cuda" else kind)
     if at.type == "cuda":

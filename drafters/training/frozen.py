@@ -82,7 +82,8 @@ class FrozenTarget:
         return NativeTarget(self.model, limits)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        """As where it is served: a chat template writes the special tokens itself, without one the tokenizer adds them."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=not self.tokenizer.chat_template))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))

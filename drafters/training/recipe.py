@@ -23,6 +23,7 @@ STORED: WeightsKind = "int8"  # matrices of a trained drafter
 PERSISTENCE = 0.45  # of a block in training, see BatchPlan: somewhat above what is accepted of each position
 HELD_OUT = 0.08  # of the prompts
 MIN_HELD_OUT, MAX_HELD_OUT = 8, 80  # prompts; the first as far as they are a third at most
+DTYPES = ("bfloat16", "float32")  # of the target: in int8 it would teach its rounding, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class TrainOptions:
     device: str = "auto"
     dtype: str = "bfloat16"
     begin_with: Path | None = None  # a trained drafter, by its folder or by the name of a shipped one
+    asked: frozenset[str] = frozenset()  # fields of the shape that were named, though they be as by default
     data_folder: Path | None = None  # whose ``prompts`` are the evaluation sets, never to be trained on
 
     def __post_init__(self) -> None:
@@ -64,6 +66,10 @@ class TrainOptions:
         for field, low in (("num_tokens", 1), ("num_prompts", 0), ("num_epochs", 1), ("num_layers", 1), ("vocabulary", 2)):
             if getattr(self, field) < low:
                 raise InvalidField(field, getattr(self, field), f"must be at least {low}")
+        if self.dtype not in DTYPES:
+            raise InvalidField("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise InvalidField("device", self.device, "must be auto, cpu or cuda; CUDA_VISIBLE_DEVICES says which GPU")
         check_apart(self.out, self.work)
         if self.learning_rate <= 0:
             raise InvalidField("learning_rate", self.learning_rate, "must be more than 0")

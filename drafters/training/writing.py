@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from cluster.errors import GenerationFailed
 from cluster.types import Request, SamplingParams
 from drafters.training.composed import compose
 from drafters.training.corpus import (
@@ -243,7 +244,13 @@ class Writer:
         """As many at once as the target can hold, and no more than may be needed: the last to be asked for may not count."""
         target = self._target
         max_in_flight = max(1, min(target.limits.max_in_flight, num_enough))
-        return generate(target.new_engine(), target.info, WRITING_COST, requests, max_in_flight=max_in_flight)
+        try:
+            yield from generate(target.new_engine(), target.info, WRITING_COST, requests, max_in_flight=max_in_flight)
+        except GenerationFailed as error:
+            raise GenerationFailed(
+                f"the target could not write: {error}; what it wrote so far is kept in {self._folder}: mend the cause, and "
+                "run the same command again"
+            ) from error
 
 
 class _Front(Generic[Name]):

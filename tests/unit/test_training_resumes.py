@@ -2,17 +2,30 @@
 
 import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from drafters.training import allowance
 from drafters.training.allowance import Allowance
+from drafters.training.batches import BatchPlan
+from drafters.training.distil import Distillation, Schedule
+from drafters.training.frozen import FrozenTarget
+from drafters.training.kept import InMemory
+from drafters.training.layers_student import LayersStudent
 from drafters.training.manifest import WorkFolder
 from drafters.training.pipeline import train
+from drafters.training.readings import Readings, target_rows
 from tests.support.wordy_model import write_wordy_model
 from tests.unit.test_train import HERE, Silent, options
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model_folder: Path) -> FrozenTarget:
+    return FrozenTarget(tiny_model_folder, device=HERE.device, dtype="float32", max_model_len=256)
 
 
 class Cut(Exception):
@@ -68,6 +81,30 @@ def test_a_step_that_ended_gets_no_more_time(tmp_path: Path) -> None:
     work.begin("answers", {})
     work.finish("answers")
     assert Allowance(work, "answers", 100.0, is_done=work.is_done("answers"))()
+
+
+def test_a_checkpoint_of_another_version_is_not_gone_on_with(target: FrozenTarget, tmp_path: Path) -> None:
+    readings = Readings(target, (0, 1), InMemory(0), max_pass_tokens=1)
+    plan, timing, path = BatchPlan(100, 10), Schedule(num_epochs=1, learning_rate=1e-3), tmp_path / "checkpoint.pt"
+
+    def training() -> Distillation:
+        return Distillation(torch.nn.Linear(2, 2), [], readings, plan, timing, HERE, path, seed=0)
+
+    assert not training().restore()
+    training().save()
+    assert training().restore()
+    torch.save(torch.load(path, weights_only=True) | {"format": 0}, path)
+    assert not training().restore()
+
+
+def test_drafters_of_layers_are_replaced_by_whole_files_alone(target: FrozenTarget, tmp_path: Path) -> None:
+    """They are saved every few minutes, and may be served meanwhile."""
+    mine, folder = LayersStudent(target.folder, (0,), target_rows(target), None), tmp_path / "mine"
+    mine.save(folder, target.folder)
+    with (folder / "model.safetensors").open("rb") as served:
+        mine.save(folder, target.folder)
+        assert os.fstat(served.fileno()).st_nlink == 0, "the file that is mapped stays what it was"
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
 @pytest.mark.timeout(200)
