@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from router.cost_model import CostModel
 from router.plan import UNKNOWN_DRAFTER, Capacity, DrafterView, SequenceView
+
+FEW = 64  # draft tokens of a pass, up to which plain Python is faster than numpy
 
 VerificationPolicy = Callable[
     [Sequence[SequenceView], Mapping[str, DrafterView], Capacity, CostModel],
@@ -50,31 +51,60 @@ def verify_goodput(
         if num_useful >= sequence.max_new_tokens or num_useful + sequence.committed_len >= capacity.max_model_len:
             num_useful = useful_len(sequence, capacity)
         survivals.append(survival if len(survival) == num_useful else _survival(sequence, num_useful, drafters))
-    flat = np.fromiter(chain.from_iterable(survivals), np.float64)
-    likeliest = np.sort(flat)[::-1][: max(0, capacity.max_pass_tokens - num_ready)]
-    expected = np.empty(len(likeliest) + 1)
-    expected[0] = num_ready
-    np.cumsum(likeliest, out=expected[1:])
-    expected[1:] += num_ready
+    room = max(0, capacity.max_pass_tokens - num_ready)
+    few = sum(map(len, survivals)) <= FEW
+    likeliest, expected = (_in_order_of_few if few else _in_order)(survivals, room)
     num_best = _best_number(expected, lambda num_joined: cost.step_s(num_ready + num_joined, context))
     if not num_best:
         return dict.fromkeys([sequence.request_id for sequence in ready], 0)
-    joined = flat > likeliest[num_best - 1]
-    # Of equals, the earlier token of a proposal comes first, and the proposals in their order.
-    equals = np.flatnonzero(flat == likeliest[num_best - 1])
+    lengths = (_lens_of_few if few else _lens)(survivals, likeliest[num_best - 1], num_best)
+    return dict(zip([sequence.request_id for sequence in ready], lengths, strict=True))
+
+
+def _in_order(survivals: Sequence[Sequence[float]], room: int) -> tuple[list[float], list[float]]:
+    """How likely draft tokens are to survive, the likeliest first, as many as there is room for; and the tokens that a pass
+    is expected to bring with the first of them, from none on: one of each proposal, and those."""
+    likeliest = np.sort(np.fromiter(chain.from_iterable(survivals), np.float64))[::-1][:room]
+    expected = np.cumsum(likeliest) + len(survivals)
+    return likeliest.tolist(), [float(len(survivals)), *expected.tolist()]
+
+
+def _in_order_of_few(survivals: Sequence[Sequence[float]], room: int) -> tuple[list[float], list[float]]:
+    likeliest = sorted(chain.from_iterable(survivals), reverse=True)[:room]
+    num = len(survivals)
+    return likeliest, [float(num), *[num + total for total in accumulate(likeliest)]]
+
+
+def _lens(survivals: Sequence[Sequence[float]], least: float, num_best: int) -> list[int]:
+    """How many tokens of each proposal are among the ``num_best`` likeliest, the last of which survives with ``least``.
+
+    Of equals, the earlier token of a proposal comes first, and the proposals in their order.
+    """
+    flat = np.fromiter(chain.from_iterable(survivals), np.float64)
+    joined = flat > least
+    equals = np.flatnonzero(flat == least)
     joined[equals[: num_best - np.count_nonzero(joined)]] = True
-    owners = np.repeat(np.arange(num_ready), np.fromiter(map(len, survivals), np.intp, num_ready))
-    lengths = np.bincount(owners[joined], minlength=num_ready)
-    return dict(zip([sequence.request_id for sequence in ready], lengths.tolist(), strict=True))
+    owners = np.repeat(np.arange(len(survivals)), np.fromiter(map(len, survivals), np.intp, len(survivals)))
+    lengths: list[int] = np.bincount(owners[joined], minlength=len(survivals)).tolist()
+    return lengths
 
 
-def _best_number(expected: NDArray[np.float64], step_s: Callable[[int], float]) -> int:
-    """The n that maximises ``expected[n] / step_s(n)``, both of which never fall; the fewest where several do.
+def _lens_of_few(survivals: Sequence[Sequence[float]], least: float, num_best: int) -> list[int]:
+    lengths = [sum([survival > least for survival in one]) for one in survivals]
+    num_equals = num_best - sum(lengths)
+    for i, one in enumerate(survivals):
+        num = min(num_equals, one.count(least))
+        lengths[i] += num
+        num_equals -= num
+    return lengths
+
+
+def _best_number(tokens: Sequence[float], step_s: Callable[[int], float]) -> int:
+    """The n that maximises ``tokens[n] / step_s(n)``, both of which never fall; the fewest where several do.
 
     Of a range of numbers none has a greater goodput than the tokens of its last over the time of its first. The range that
     promises most is halved, until none promises more than was found: of a thousand numbers about a hundred are looked at.
     """
-    tokens = expected.tolist()
     last = len(tokens) - 1
     first_s = step_s(0)
     best, best_goodput = 0, tokens[0] / first_s

@@ -5,8 +5,9 @@ That is all that a simulation needs to know of tokens.
 Position p of an answer is that of its token p; a draft at p extends the prompt and p tokens of output.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,13 +44,22 @@ class Agreement:
             return num, right, self.flat[:num]
         return num, right, tuple((self.confidences[at, :num] / CONFIDENCE_STEPS).tolist())
 
-    def positions(self, bases: NDArray[np.int64], draft_len: int) -> Positions:
+    def num_drafted(self, position: int, num_tokens: int) -> int:
+        """Tokens of `draft`."""
+        return min(self.drafted[min(position, len(self.drafted) - 1)], num_tokens)
+
+    def positions(self, bases: Sequence[int], draft_len: int) -> Positions:
         """Counts over the drafts at ``bases``, as `router.assignment.Positions` defines them."""
-        right = np.minimum(np.frombuffer(self.right, np.uint8)[bases], draft_len)
-        num_right = len(right) - np.cumsum(np.bincount(right, minlength=draft_len + 1))[:draft_len]
-        wrong = right[bases + right < len(self.right)]  # at the end of the answer none is
-        num_reached = num_right + np.bincount(wrong, minlength=draft_len + 1)[:draft_len]
-        return Positions(tuple(num_reached.tolist()), tuple(num_right.tolist()))
+        # In plain Python: they are too few for numpy to pay.
+        num_ended, num_wrong = [0] * (draft_len + 1), [0] * (draft_len + 1)
+        for base in bases:
+            right = min(self.right[base], draft_len)
+            num_ended[right] += 1
+            if base + right < len(self.right):  # at the end of the answer none is wrong
+                num_wrong[right] += 1
+        num_right = [len(bases) - total for total in accumulate(num_ended[:draft_len])]
+        num_reached = [right + wrong for right, wrong in zip(num_right, num_wrong, strict=False)]
+        return Positions(tuple(num_reached), tuple(num_right))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

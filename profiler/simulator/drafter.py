@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from profiler.simulator.agreement import SimulatedRequest
+from profiler.simulator.agreement import Agreement, SimulatedRequest
 from profiler.simulator.events import MAIL, STEP, Events
 from profiler.simulator.timing import DraftTimer, Jitter, Work
 from router.assignment import Chain
@@ -12,9 +12,12 @@ from router.assignment import Chain
 Confidences = tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SimulatedProposal:
-    """``base``: tokens of output that it extends; the first ``num_right`` of ``num_tokens`` are the answer's."""
+    """``base``: tokens of output that it extends; the first ``num_right`` of ``num_tokens`` are the answer's.
+
+    Nobody changes one; it is not frozen because that takes three times as long to make.
+    """
 
     request_id: str
     base: int
@@ -48,6 +51,7 @@ class _Followed:
     """As `drafters.following.Followed`."""
 
     __slots__ = (
+        "agreement",
         "ahead",
         "answered",
         "budget",
@@ -62,8 +66,11 @@ class _Followed:
         "target",
     )
 
-    def __init__(self, request: SimulatedRequest, target: Hears, position: int, num_computed: int, budget: int) -> None:
+    def __init__(
+        self, request: SimulatedRequest, agreement: Agreement, target: Hears, position: int, num_computed: int, budget: int
+    ) -> None:
         self.request = request
+        self.agreement = agreement
         self.target = target
         self.position = position  # committed tokens of output
         self.num_computed = num_computed  # of prompt and output, in the drafter's cache
@@ -226,7 +233,7 @@ class SimulatedDrafter:
         works = []
         for f, num_asked in batch:
             position = f.position + f.ahead
-            num_tokens = f.request.answer.of(self.name).draft(position, num_asked)[0]
+            num_tokens = f.agreement.num_drafted(position, num_asked)
             works.append(Work(f.request, position, num_asked, num_tokens, max(0, f.num_behind), f.lead))
             f.num_computed = max(f.num_computed, f.request.prompt_len + f.position)
         self.num_batches += 1
@@ -235,7 +242,7 @@ class SimulatedDrafter:
     def _finish(self, batch: list[tuple[_Followed, int]], further: bool) -> None:
         for f, num_asked in batch:
             is_right = f.num_right == f.ahead
-            num, right, confidences = f.request.answer.of(self.name).draft(f.position + f.ahead, num_asked, is_right)
+            num, right, confidences = f.agreement.draft(f.position + f.ahead, num_asked, is_right)
             f.ahead += num
             f.num_right += right
             f.confidences += confidences
@@ -297,7 +304,10 @@ class SimulatedDrafter:
             self._refuse(target, request, position)
         else:
             known = request.prompt_len + position if self._in_step and position else 0
-            self._followed[request.id] = _Followed(request, target, position, known, min(budget, self.max_draft_len))
+            agreement = request.answer.of(self.name)
+            self._followed[request.id] = _Followed(
+                request, agreement, target, position, known, min(budget, self.max_draft_len)
+            )
 
     def _refuse(self, target: Hears, request: SimulatedRequest, position: int) -> None:
         self._refused[request.id] = (target, request, position)

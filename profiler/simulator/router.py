@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from cluster.messages import LevelReport
 from cluster.types import RoutingTable
 from profiler.simulator.sequence import SlotCounts
@@ -81,9 +79,8 @@ class SimulatedRouter:
         for (request_id, drafter), slot in slots.items():
             if not slot.bases:
                 continue
-            at = np.array(slot.bases, np.int64)
             for other, draft_len in scorers:
                 if other != drafter_of(drafter):
-                    positions = slot.request.answer.of(other).positions(at, draft_len)
+                    positions = slot.request.answer.of(other).positions(slot.bases, draft_len)
                     scores.append(Score(request_id, other, positions))
         return scores

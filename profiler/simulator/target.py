@@ -161,7 +161,8 @@ class SimulatedTarget:
             self._finish_step()
             return
         views = [sequence.view() for sequence in self._live.values()]
-        drafters = {name: stats.view for name, stats in self._stats.items()}
+        wanted = {sequence.drafter for sequence in self._live.values()}
+        drafters = {name: self._stats[name].view for name in wanted if name in self._stats}
         plan = self._planner.plan(views, drafters, self._capacity(), self._cost, now_s)
         if self._planned is not None:
             self._planned(now_s, plan)

@@ -169,11 +169,11 @@ def test_companions_have_no_time_to_score_and_ride_ahead_of_nobody() -> None:
 class TestAgreement:
     def test_positions_count_what_was_reached_and_right(self) -> None:
         agreement = Agreement(bytes([3, 0, 2, 2]), bytes([3, 0, 1, 0]))
-        assert agreement.positions(np.array([0, 1, 2]), 3) == Positions((3, 2, 1), (2, 1, 1))
+        assert agreement.positions([0, 1, 2], 3) == Positions((3, 2, 1), (2, 1, 1))
 
     def test_at_the_end_of_the_answer_nothing_was_wrong(self) -> None:
         agreement = Agreement(bytes([3, 3, 3]), bytes([3, 2, 1]))
-        assert agreement.positions(np.array([0, 1, 2]), 4) == Positions((3, 2, 1, 0), (3, 2, 1, 0))
+        assert agreement.positions([0, 1, 2], 4) == Positions((3, 2, 1, 0), (3, 2, 1, 0))
 
     def test_nothing_is_right_on_what_is_not_the_answer(self) -> None:
         agreement = Agreement(bytes([3, 2]), bytes([2, 1]), flat=(0.5,) * 4)

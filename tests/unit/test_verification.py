@@ -5,13 +5,15 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.types import ModelInfo, Proposal, Request, SamplingParams, Slo
 from engine.sequences import Sequences
 from profiler.drafter_stats import MIN_RECORDS, DrafterStats, Judgement
 from router.cost_model import TableCost
 from router.plan import Capacity, DrafterView, SequenceView
-from router.verification import verify_goodput
+from router.verification import _in_order, _in_order_of_few, _lens, _lens_of_few, verify_goodput
 
 CAPACITY = Capacity(
     block_len=4, num_blocks=100, num_free_blocks=100, max_num_sequences=16, max_pass_tokens=64, max_model_len=200
@@ -61,6 +63,20 @@ def test_no_other_lengths_give_more_tokens_per_second(seed: int) -> None:
     every = itertools.product(*(range(len(s.survival) + 1) for s in batch))
     allowed = [lengths for lengths in every if len(batch) + sum(lengths) <= capacity.max_pass_tokens]
     assert goodput(tuple(chosen[s.request_id] for s in batch)) == pytest.approx(max(map(goodput, allowed)))
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([0.05, 0.3, 0.5, 0.5001, 0.9, 0.97]), max_size=6), min_size=1, max_size=6),
+    st.integers(0, 30),
+)
+def test_a_few_drafts_are_put_in_order_as_many_are(drawn: list[list[float]], room: int) -> None:
+    survivals = [tuple(sorted(one, reverse=True)) for one in drawn]
+    likeliest, expected = _in_order(survivals, room)
+    assert _in_order_of_few(survivals, room) == (likeliest, expected)
+    for num in range(1, len(likeliest) + 1):
+        lens = _lens(survivals, likeliest[num - 1], num)
+        assert _lens_of_few(survivals, likeliest[num - 1], num) == lens
+        assert sum(lens) == num
 
 
 def test_what_is_likely_to_survive_is_preferred_to_what_is_not() -> None:
