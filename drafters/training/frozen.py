@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 WRITING_COST: CostModel = TableCost(rows=(1, 512), step_s_at=(0.025, 0.4))
 
 
+_MAX_CACHE_GB = 24.0
+_CACHE_SHARE = 0.5  # of what a GPU has left: activations, graphs and logits take the rest
+
+
 @dataclass(frozen=True, slots=True)
 class WritingLimits:
     """How much is written at once."""
@@ -32,11 +36,25 @@ class WritingLimits:
     kv_cache_gb: float
 
 
-def writing_limits(device: torch.device) -> WritingLimits:
-    """A CPU's pass costs no less per row beyond 128 rows; a large GPU's does up to a thousand."""
-    if device.type == "cuda":
-        return WritingLimits(max_in_flight=1024, max_pass_tokens=8192, kv_cache_gb=24.0)
-    return WritingLimits(max_in_flight=96, max_pass_tokens=512, kv_cache_gb=1.5)
+def writing_limits(free_bytes: int | None) -> WritingLimits:
+    """A CPU's pass costs no less per row beyond 128 rows; a large GPU's does up to a thousand, if it has room.
+
+    Args:
+        free_bytes: of the GPU, beside the weights; None: there is none.
+    """
+    if free_bytes is None:
+        return WritingLimits(max_in_flight=96, max_pass_tokens=512, kv_cache_gb=1.5)
+    kv_cache_gb = min(_MAX_CACHE_GB, _CACHE_SHARE * free_bytes / 2**30)
+    share = kv_cache_gb / _MAX_CACHE_GB
+    return WritingLimits(max(16, int(1024 * share)), max(512, int(8192 * share)), kv_cache_gb)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that a GPU has left, those that torch holds in reserve among them; None: no GPU."""
+    if device.type != "cuda":
+        return None
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserve
 
 
 class FrozenTarget:
@@ -51,7 +69,7 @@ class FrozenTarget:
         self.device = device
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
         self.model: CausalModel = load_model(folder, dtype, str(device))
-        self.limits = writing_limits(device)
+        self.limits = writing_limits(free_memory(device))
         config = self.model.config
         self.info = ModelInfo(
             name=folder.name,

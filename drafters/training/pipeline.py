@@ -29,7 +29,7 @@ from drafters.training.distil import Distillation, Point, Progress
 from drafters.training.distributed import World
 from drafters.training.dspark_student import DSparkStudent
 from drafters.training.evaluation import DRAFT_LENS, Acceptance, acceptance, evaluate, standardisation
-from drafters.training.frozen import FrozenTarget
+from drafters.training.frozen import FrozenTarget, free_memory
 from drafters.training.held_out import hold_out
 from drafters.training.kept import InMemory, OnDisk, sweep
 from drafters.training.layers_student import LayersStudent
@@ -58,6 +58,7 @@ from engine.models.prepare import ensure_model
 MAX_TABLE_CONTEXTS = 400_000
 MAX_REGRESSION_ROWS = 300_000
 MAX_KEPT_BYTES = {"cpu": 24 * 2**30, "cuda": 32 * 2**30}  # of readings: on disk, in the GPU's memory
+KEPT_SHARE = 0.3  # of the memory that the GPU has left, at most
 # On a CPU an answer is read as fast alone, and then its reading does not depend on others, not even in the last bit.
 MAX_PASS_TOKENS = {"cpu": 1, "cuda": 16384}
 CHECK_ANSWERS = 16  # held-out answers that a checkpoint is tried on
@@ -164,8 +165,10 @@ class _Run:
         self._begun = None if options.begin_with is None else load_dspark_config(options.begin_with)
         self._layers = feature_layers(target.model.config.num_layers)
         kind = world.device.type
-        kept: Kept = InMemory(MAX_KEPT_BYTES[kind])
-        if kind == "cpu":
+        free_bytes = free_memory(world.device)
+        if free_bytes is not None:
+            kept: Kept = InMemory(min(MAX_KEPT_BYTES[kind], int(KEPT_SHARE * free_bytes)))
+        else:
             of_target = f"{work.identity['weights']} {work.identity['dtype']}"
             kept = OnDisk(work.path / "readings", self._layers, of_target, MAX_KEPT_BYTES[kind], world.size)
         self._readings = Readings(target, self._layers, kept, MAX_PASS_TOKENS[kind])
