@@ -9,10 +9,9 @@ import hashlib
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from cluster.errors import GenerationFailed
 from cluster.types import Request, SamplingParams
@@ -28,11 +27,11 @@ from drafters.training.corpus import (
     read_written,
     repair,
 )
+from drafters.training.front import Front
 from drafters.training.frozen import WRITING_COST, FrozenTarget
 from drafters.training.starters import STARTERS
 from engine.offline import generate
 
-Name = TypeVar("Name", bound=Hashable)
 Progress = Callable[[int], None]  # told of tokens or prompts as they are written
 Expired = Callable[[], bool]  # whether the time for this step is over
 
@@ -100,7 +99,7 @@ class Writer:
         """Until the first attempts hold num_prompts that came to something."""
         path = self._share.path(self._folder, "prompts")
         done = {written.index: int(written.prompt is not None) for written in self._written()}
-        front = _Front(self._share.attempts(num_prompts), done)
+        front = Front(self._share.attempts(num_prompts), done)
         num_wanted = self._share.part(num_prompts)
         progress(front.size)
         starters: dict[str, tuple[int, str, str]] = {}
@@ -155,7 +154,7 @@ class Writer:
         used = {
             i
             for share in self._share.all()
-            for i in _Front(share.attempts(num_prompts), sizes).first(share.part(num_prompts))
+            for i in Front(share.attempts(num_prompts), sizes).first(share.part(num_prompts))
         }
         chosen = [written[index] for index in sorted(used)]
         known: set[str] = set()
@@ -192,7 +191,7 @@ class Writer:
         the target the answer is empty."""
         path = self._share.path(self._folder, "answers")
         by_name = {task.name: task for task in tasks}
-        front = _Front(self._share.of(by_name), {_name(a): len(a.answer_token_ids) for a in self._known()})
+        front = Front(self._share.of(by_name), {_name(a): len(a.answer_token_ids) for a in self._known()})
         num_wanted = self._share.part(num_tokens)
         progress(front.size)
 
@@ -227,7 +226,7 @@ class Writer:
         known = {_name(a): a for a in self._known()}
         sizes = {name: len(a.answer_token_ids) for name, a in known.items()}
         names = [task.name for task in tasks]
-        used = {n for share in self._share.all() for n in _Front(share.of(names), sizes).first(share.part(num_tokens))}
+        used = {n for share in self._share.all() for n in Front(share.of(names), sizes).first(share.part(num_tokens))}
         return [replace(known[task.name], sources=task.sources) for task in tasks if task.name in used]
 
     def _written(self) -> list[WrittenPrompt]:
@@ -251,55 +250,6 @@ class Writer:
                 f"the target could not write: {error}; what it wrote so far is kept in {self._folder}: mend the cause, and "
                 "run the same command again"
             ) from error
-
-
-class _Front(Generic[Name]):
-    """Things to be done in an order, each of some size: what is done up to the first that is missing.
-
-    What is done behind that does not count, for it depends on what was under way when a run ended.
-    """
-
-    def __init__(self, names: Sequence[Name], sizes: Mapping[Name, int]) -> None:
-        self._names = names
-        self._sizes = dict(sizes)
-        self._num_done = 0
-        self._total = sum(sizes.get(name, 0) for name in names)
-        self._num_finished = sum(name in sizes for name in names)
-        self._begun: set[Name] = set()
-        self.size = 0
-        self._advance()
-
-    def missing(self) -> Iterator[Name]:
-        return (name for name in self._names if name not in self._sizes)
-
-    def begin(self, name: Name) -> None:
-        self._begun.add(name)
-
-    def has_enough_under_way(self, size: int) -> bool:
-        """Whether what has begun will probably do, if it comes out like what is done."""
-        mean = self._total / self._num_finished if self._num_finished else 0.0
-        return bool(self._begun) and self._total + len(self._begun) * mean >= size
-
-    def done(self, name: Name, size: int) -> None:
-        self._sizes[name] = size
-        self._total += size
-        self._num_finished += 1
-        self._begun.discard(name)
-        self._advance()
-
-    def first(self, size: int) -> Iterator[Name]:
-        """The first that together are of that size, or all that count."""
-        total = 0
-        for name in self._names[: self._num_done]:
-            if total >= size:
-                return
-            total += self._sizes[name]
-            yield name
-
-    def _advance(self) -> None:
-        while self._num_done < len(self._names) and self._names[self._num_done] in self._sizes:
-            self.size += self._sizes[self._names[self._num_done]]
-            self._num_done += 1
 
 
 def _by_domain(prompts: Iterable[GivenPrompt]) -> list[list[GivenPrompt]]:
