@@ -6,9 +6,8 @@ new drafter, for most learn while they serve.
 """
 
 import itertools
-import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,19 +20,16 @@ from deploy.bench.draft_cost import draft_cost
 from deploy.bench.pace import NEAR, Race, Speedup, Turns
 from deploy.bench.pool import pool
 from deploy.bench.report import BenchOptions, BenchResult, Cell, Table
+from deploy.bench.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
 from deploy.bench.stable import Stable
 from drafters.replay import Recording, Round
 from engine.threads import in_own_thread
-from profiler.calibration import Records
-from profiler.online_calibration import OnlineSurvival
 from profiler.prompts import Prompt, choose_prompts, load_prompts
-from profiler.reliability import auroc, expected_calibration_error
 
 DRAFT_LENS = (7, 4)
 BATCHES = (1, 4, 8, 16)
 TEMPERATURES = (0.0, 0.8)
 MAX_PER_DOMAIN = 40
-MIN_CASES = 30  # of a position before its calibration error means anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +155,11 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
         for (temperature, draft_len), rounds in findings.rounds.items():
             if rounds:
                 figures[f"accepted_len.{name}.k{draft_len}.{_suffix('mean', temperature)}"] = mean_accepted_len(rounds)
+        for temperature in TEMPERATURES:
+            shares = conditional_acceptance(findings.rounds[temperature, DRAFT_LENS[0]], DRAFT_LENS[0])
+            for position, share in enumerate(shares, start=1):
+                if share is not None:
+                    figures[f"acceptance.{name}.{_suffix(f'position_{position}', temperature)}"] = share
         longest = findings.rounds[0.0, DRAFT_LENS[0]]
         for domain in sorted({r.domain for r in longest}):
             of_domain = [r for r in longest if r.domain == domain]
@@ -178,7 +179,8 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
         figures=figures,
         tables=(
             *(_length_table(found, temperature, draft_len) for temperature in TEMPERATURES for draft_len in DRAFT_LENS),
-            _position_table(found),
+            *(_position_table(found, temperature) for temperature in TEMPERATURES),
+            *(_domain_table(found, temperature) for temperature in TEMPERATURES),
             _cost_table(found),
             _speed_table(found, effort),
         ),
@@ -190,55 +192,16 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
             f"{NEAR:.0%} of the best on more answers as long as there is time.",
             "speedup_error: the standard error that the choice of answers and the machine leave; none of a single batch.",
             "best: the largest of the drafters', so a little lucky. t0.8 in a name: at temperature 0.8.",
-            "ece, auroc: of the survival of prefixes at K = 7, temperature 0; ece_online: as the target learns it.",
+            "ece, auroc: of the survival of prefixes at K = 7, temperature 0, means over the positions; ece_online: as the "
+            "target learns it; auroc_pooled: over prefixes of all lengths together, of which short ones survive more often.",
+            "acceptance.position_n: how often the nth token of a draft was right, K = 7, given that it was drafted and all "
+            "before it were right.",
         ),
     )
 
 
 def _suffix(name: str, temperature: float) -> str:
     return name if temperature == 0.0 else f"{name}.t{temperature}"
-
-
-def mean_accepted_len(rounds: Sequence[Round]) -> float:
-    return statistics.fmean(r.num_committed for r in rounds)
-
-
-def conditional_acceptance(rounds: Iterable[Round], num_positions: int) -> list[float | None]:
-    """Of each position: how often its token was right, given that it was drafted and those before it were right."""
-    tried, right = [0] * num_positions, [0] * num_positions
-    for r in rounds:
-        for position in range(min(len(r.confidences), r.num_accepted + 1, num_positions)):
-            tried[position] += 1
-            right[position] += position < r.num_accepted
-    return [r / t if t else None for r, t in zip(right, tried, strict=True)]
-
-
-def confidence_figures(rounds: Sequence[Round]) -> dict[str, float]:
-    """``ece``: mean over the positions of the calibration error of survival, as the drafter tells it; ``ece_online``: as
-    verification corrects it, each draft judged before it was learned from; ``auroc``: over all prefixes."""
-    drafted = [r for r in rounds if r.confidences]
-    if not drafted:
-        return {}
-    online = OnlineSurvival()
-    foreseen = []
-    for r in drafted:
-        foreseen.append((online.survival([r.confidences])[0], r.num_accepted))
-        online.record(r.confidences, r.num_accepted)
-    records = Records.of([(r.confidences, r.num_accepted) for r in drafted])
-    told = records.confidences.cumprod(axis=1)
-    corrected = Records.of(foreseen).confidences
-    cases = [k for k in range(records.max_len) if records.reaching(k).sum() >= MIN_CASES]
-    figures = {}
-    for key, survival in (("ece", told), ("ece_online", corrected)):
-        errors = [
-            expected_calibration_error(survival[records.reaching(k), k], records.survived(k)[records.reaching(k)])
-            for k in cases
-        ]
-        if errors:
-            figures[key] = statistics.fmean(errors)
-    pairs = [(told[records.reaching(k), k], records.survived(k)[records.reaching(k)]) for k in cases]
-    ranking = auroc([p for ps, _ in pairs for p in ps], [y for _, ys in pairs for y in ys])
-    return figures if ranking is None else figures | {"auroc": ranking}
 
 
 def _length_table(found: Mapping[str, Findings], temperature: float, draft_len: int) -> Table:
@@ -253,20 +216,38 @@ def _length_table(found: Mapping[str, Findings], temperature: float, draft_len: 
     return Table(f"mean accepted length, K = {draft_len}, temperature {temperature}", ("domain", *found), tuple(rows))
 
 
-def _position_table(found: Mapping[str, Findings]) -> Table:
-    longest = DRAFT_LENS[0]
+def _position_table(found: Mapping[str, Findings], temperature: float) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for name, findings in found.items():
-        rounds = findings.rounds[0.0, longest]
-        shares = conditional_acceptance(rounds, longest)
+        rounds = findings.rounds[temperature, DRAFT_LENS[0]]
         num_drafted = sum(len(r.confidences) for r in rounds) / max(1, len(rounds))
-        rows.append((name, num_drafted, *("-" if share is None else share for share in shares)))
-    positions = (str(position + 1) for position in range(longest))
+        rows.append((name, num_drafted, *_shares(rounds)))
     return Table(
-        f"conditional acceptance by position, K = {longest}, temperature 0",
-        ("drafter", "drafted a round", *positions),
+        f"conditional acceptance by position, K = {DRAFT_LENS[0]}, temperature {temperature:g}",
+        ("drafter", "drafted a round", *_positions()),
         tuple(rows),
     )
+
+
+def _domain_table(found: Mapping[str, Findings], temperature: float) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for name, findings in found.items():
+        rounds = findings.rounds[temperature, DRAFT_LENS[0]]
+        for domain in sorted({r.domain for r in rounds}):
+            rows.append((name, domain, *_shares([r for r in rounds if r.domain == domain])))
+    return Table(
+        f"the same by domain, K = {DRAFT_LENS[0]}, temperature {temperature:g}",
+        ("drafter", "domain", *_positions()),
+        tuple(rows),
+    )
+
+
+def _positions() -> tuple[str, ...]:
+    return tuple(str(position + 1) for position in range(DRAFT_LENS[0]))
+
+
+def _shares(rounds: Sequence[Round]) -> tuple[Cell, ...]:
+    return tuple("-" if share is None else share for share in conditional_acceptance(rounds, DRAFT_LENS[0]))
 
 
 def _cost_table(found: Mapping[str, Findings]) -> Table:

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from deploy.bench import drafters as bench
-from deploy.bench.drafters import QUICK, Findings, conditional_acceptance, confidence_figures, mean_accepted_len
+from deploy.bench.drafters import QUICK, Findings
 from deploy.bench.pace import Speedup, Turns
 from deploy.bench.pool import pool
 from deploy.bench.report import BenchOptions
+from deploy.bench.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
 from drafters import shipped
 from drafters.replay import Round
 from tests.support.dspark import write_dspark
@@ -31,6 +32,7 @@ def test_confidences_that_come_true_have_no_error() -> None:
     figures = confidence_figures(rounds)
     assert figures["ece"] == pytest.approx(0.0)
     assert figures["auroc"] == pytest.approx(0.5)
+    assert figures["auroc_pooled"] == pytest.approx(0.5)
     assert confidence_figures([Round("d", (), 0, 1)]) == {}
 
 
@@ -67,6 +69,39 @@ def test_figures_say_what_was_found() -> None:
     }
     assert {key: figures[key] for key in expected} == expected
     assert not [key for key in figures if key.startswith("speedup_error") and "batch_4" in key], "of one batch there is none"
+
+
+def test_acceptance_by_position_is_told_for_each_temperature_and_domain() -> None:
+    of_a = findings((0, 3, 6), 0.02, 1.5, 0.8)
+    of_a.rounds[0.8, 7] = [*rounds_of(1, 0, drafted=2), Round("e", (0.5,), 1, 2)]
+    effort = replace(QUICK, turns={(0.0, 1): Turns(1, 3, 8), (0.8, 4): Turns(1, 1, 8)})
+    result = bench.result({"a": of_a}, 3, effort)
+    by_position = {key: value for key, value in result.figures.items() if key.startswith("acceptance.")}
+    greedy = (2 / 3, 1.0, 1.0, 1 / 2, 1.0, 1.0, 0.0)
+    assert by_position == {
+        **{f"acceptance.a.position_{i}": pytest.approx(share) for i, share in enumerate(greedy, start=1)},
+        "acceptance.a.position_1.t0.8": pytest.approx(2 / 3),
+        "acceptance.a.position_2.t0.8": 0.0,
+    }
+    tables = {table.title: table.rows for table in result.tables}
+    assert tables["conditional acceptance by position, K = 7, temperature 0.8"] == (
+        ("a", pytest.approx(5 / 3), pytest.approx(2 / 3), 0.0, "-", "-", "-", "-", "-"),
+    )
+    assert tables["the same by domain, K = 7, temperature 0.8"] == (
+        ("a", "d", 0.5, 0.0, "-", "-", "-", "-", "-"),
+        ("a", "e", 1.0, "-", "-", "-", "-", "-", "-"),
+    )
+
+
+def test_confidences_that_tell_nothing_but_the_position_rank_nothing() -> None:
+    """Though short prefixes survive more often, which they say: that is what is pooled over positions."""
+    figures = confidence_figures(rounds_of(*[0, 1, 2, 3] * 50, drafted=3, confidence=0.7))
+    assert figures["auroc"] == 0.5
+    assert figures["auroc_pooled"] > 0.6
+
+
+def test_a_drafter_without_enough_drafts_has_no_confidence_figures() -> None:
+    assert confidence_figures(rounds_of(1, 0, drafted=1)) == {}
 
 
 def test_the_pool_holds_what_is_shipped_and_combinations_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

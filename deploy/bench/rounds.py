@@ -1,0 +1,59 @@
+"""What replayed rounds of a drafter say of it: accepted lengths, acceptance by position, and its confidences."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from drafters.replay import Round
+from profiler.calibration import Records
+from profiler.online_calibration import OnlineSurvival
+from profiler.reliability import auroc, expected_calibration_error
+
+MIN_CASES = 30  # of a position before its calibration error means anything
+
+
+def mean_accepted_len(rounds: Sequence[Round]) -> float:
+    return statistics.fmean(r.num_committed for r in rounds)
+
+
+def conditional_acceptance(rounds: Iterable[Round], num_positions: int) -> list[float | None]:
+    """Of each position: how often its token was right, given that it was drafted and those before it were right."""
+    tried, right = [0] * num_positions, [0] * num_positions
+    for r in rounds:
+        for position in range(min(len(r.confidences), r.num_accepted + 1, num_positions)):
+            tried[position] += 1
+            right[position] += position < r.num_accepted
+    return [r / t if t else None for r, t in zip(right, tried, strict=True)]
+
+
+def confidence_figures(rounds: Sequence[Round]) -> dict[str, float]:
+    """Of the survival of prefixes, means over the positions that at least MIN_CASES drafts reach.
+
+    ``ece``: the calibration error, as the drafter tells it; ``ece_online``: as verification corrects it, each draft judged
+    before it was learned from; ``auroc``: how likely a prefix that survived was told surer than another of the same length
+    that did not; ``auroc_pooled``: of prefixes of all lengths together, where that short ones survive more often is
+    merit, too."""
+    drafted = [r for r in rounds if r.confidences]
+    if not drafted:
+        return {}
+    online = OnlineSurvival()
+    foreseen = []
+    for r in drafted:
+        foreseen.append((online.survival([r.confidences])[0], r.num_accepted))
+        online.record(r.confidences, r.num_accepted)
+    records = Records.of([(r.confidences, r.num_accepted) for r in drafted])
+    told = records.confidences.cumprod(axis=1)
+    corrected = Records.of(foreseen).confidences
+    reached = [(k, drafts) for k in range(records.max_len) if (drafts := records.reaching(k)).sum() >= MIN_CASES]
+    outcomes = [records.survived(k)[drafts] for k, drafts in reached]
+    figures: dict[str, float | None] = {}
+    for key, survival in (("ece", told), ("ece_online", corrected)):
+        errors = [
+            expected_calibration_error(survival[drafts, k], came_true)
+            for (k, drafts), came_true in zip(reached, outcomes, strict=True)
+        ]
+        figures[key] = statistics.fmean(errors) if errors else None
+    scores = [told[drafts, k] for k, drafts in reached]
+    rankings = [found for pair in zip(scores, outcomes, strict=True) if (found := auroc(*pair)) is not None]
+    figures["auroc"] = statistics.fmean(rankings) if rankings else None
+    figures["auroc_pooled"] = auroc([p for ps in scores for p in ps], [y for ys in outcomes for y in ys])
+    return {key: figure for key, figure in figures.items() if figure is not None}
