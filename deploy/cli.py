@@ -184,12 +184,16 @@ def bench(
 
 @app.command(no_args_is_help=True)
 def simulate(
-    scenario: Annotated[str, typer.Argument(help="spin, specrouter, a100-70b, h100-32b, or a YAML file")],
+    scenario: Annotated[str, typer.Argument(help="spin, specrouter, a100-70b, h100-32b, h100-405b, or a YAML file")],
     quick: Annotated[bool, typer.Option("--quick", help="less of it")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="PNG", help="where it is drawn; by default outrider-SCENARIO.png")
     ] = None,
     json: Annotated[str, typer.Option(metavar="PATH|-", help="where the JSON object goes; - is standard output")] = "-",
+    data: Annotated[
+        Path | None,
+        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="that has the trace which a scenario names"),
+    ] = None,
     expect: Annotated[
         list[str] | None,
         typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it holds (>= or <=); may be repeated"),
@@ -199,7 +203,7 @@ def simulate(
     from deploy.bench.report import Expectation
     from deploy.simulate import run
 
-    if not run(scenario, plot, json, [Expectation.parse(text) for text in expect or ()], quick):
+    if not run(scenario, plot, json, [Expectation.parse(text) for text in expect or ()], quick, data):
         raise typer.Exit(1)
 
 

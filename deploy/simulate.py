@@ -36,15 +36,26 @@ def find(scenario: str) -> Path:
     raise InvalidField("scenario", scenario, f"no such scenario, {hint}")
 
 
-def run(scenario: str, picture: Path | None, json: str, expectations: list[Expectation], quick: bool) -> bool:
-    """Returns whether the figures are as expected. ``picture``: by default outrider-NAME.png.
+def run(
+    scenario: str,
+    picture: Path | None,
+    json: str,
+    expectations: list[Expectation],
+    quick: bool,
+    data: Path | None = None,
+) -> bool:
+    """Returns whether the figures are as expected.
+
+    Args:
+        picture: by default outrider-NAME.png.
+        data: where a trace that the scenario names is found; without it arrivals are drawn.
 
     Raises:
         OutriderError: there is no such scenario, it cannot be used, or a file cannot be written.
     """
     path = find(scenario)
     console = Console(stderr=True, width=160)
-    study = simulated(path, console, quick)
+    study = simulated(path, console, quick, data)
     picture = picture or Path(f"outrider-{path.stem}.png")
     if study.panels:
         plot(study.panels, path.stem, picture)
@@ -62,7 +73,7 @@ def run(scenario: str, picture: Path | None, json: str, expectations: list[Expec
     return not unmet
 
 
-def simulated(path: Path, console: Console, quick: bool) -> Study:
+def simulated(path: Path, console: Console, quick: bool, data: Path | None = None) -> Study:
     scenario = read_scenario(path)
 
     def said(what: str) -> None:
@@ -79,4 +90,5 @@ def simulated(path: Path, console: Console, quick: bool) -> Study:
             return specrouter.run(scenario.model_copy(update=small) if quick else scenario, said)
         case ServingScenario():
             small = {"duration_s": min(30.0, scenario.duration_s)}
+            scenario = scenario.with_data(data)
             return serving.run(scenario.model_copy(update=small) if quick else scenario, said)

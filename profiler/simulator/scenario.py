@@ -138,6 +138,19 @@ class SpecRouterScenario(_Pool):
         return self
 
 
+class Recorded(Section):
+    """A trace in a folder of data, ``times`` as fast as it was. ``file`` is relative to that folder."""
+
+    file: Path
+    times: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _within(self) -> Self:
+        if self.file.is_absolute() or ".." in self.file.parts:
+            raise ValueError("file must be a path within the folder of data")
+        return self
+
+
 class ServingScenario(_Pool):
     """A cluster under a stream of requests, once for each policy, and once without drafting."""
 
@@ -149,6 +162,7 @@ class ServingScenario(_Pool):
     texts: Mapping[Name, Text]
     requests_per_s: Positive
     trace: Path | None = None  # arrivals and lengths from a file, ``requests_per_s`` times as fast as there
+    recorded: Recorded | None = None  # the trace where there is a folder of data; elsewhere arrivals are drawn
     max_prompt_len: Count = 8192  # what is longer in a trace is cut
     max_output_len: Count = 2048
     duration_s: Seconds = 600.0
@@ -165,6 +179,12 @@ class ServingScenario(_Pool):
             if isinstance(policy, ChainPolicy) or (isinstance(policy, FixedPolicy) and len(policy.chain or ()) > 1):
                 raise ValueError("policies must not form chains: what those take, only the study specrouter models")
         return self
+
+    def with_data(self, folder: Path | None) -> Self:
+        """With the arrivals that were recorded, if there is a folder of data and the scenario names some in it."""
+        if folder is None or self.recorded is None:
+            return self
+        return self.model_copy(update={"trace": folder / self.recorded.file, "requests_per_s": self.recorded.times})
 
 
 AnyScenario = SpinScenario | SpecRouterScenario | ServingScenario

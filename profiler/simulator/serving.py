@@ -138,6 +138,12 @@ def _cluster(scenario: ServingScenario, informed: bool) -> ClusterSpec:
     )
 
 
+def _arriving(scenario: ServingScenario) -> str:
+    if scenario.trace is None:
+        return f"{scenario.requests_per_s:g} requests a second by chance"
+    return f"requests as in {scenario.trace.name}, {scenario.requests_per_s:g} times as fast"
+
+
 def _study(scenario: ServingScenario, outcomes: dict[str, Outcome], real_s: float) -> Study:
     num_gpus = scenario.num_targets * scenario.target.parallelism + sum(d.replicas for d in scenario.drafters.values())
     plain = outcomes[TARGET_ALONE]
@@ -187,7 +193,7 @@ def _study(scenario: ServingScenario, outcomes: dict[str, Outcome], real_s: floa
         (StudyTable(f"simulated: {num_gpus} GPUs, {scenario.num_targets} targets", columns, tuple(rows)),),
         (Panel("time per token", series, x="ms", y="share of requests"),),
         (
-            "simulated: costs by a roofline, acceptance by families.",
+            f"simulated: costs by a roofline, acceptance by families, {_arriving(scenario)}.",
             f"{simulated_s / 3600:.2f} hours of {num_gpus} GPUs in {real_s:.0f} s.",
         ),
     )

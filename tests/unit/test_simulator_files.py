@@ -19,7 +19,7 @@ from drafters.agreement import agreement
 from drafters.registry import make_drafter
 from drafters.replay import Recording, replay
 from profiler.simulator.recording import AgreementRecording, Recorder, read_recording
-from profiler.simulator.scenario import ServingScenario, read_scenario
+from profiler.simulator.scenario import Recorded, ServingScenario, read_scenario
 from profiler.simulator.serving import read_trace, requests
 from router.cost_model import TableCost
 from router.features import prompt_features
@@ -176,6 +176,25 @@ def test_a_trace_sets_arrivals_and_lengths(tmp_path: Path) -> None:
     path.write_text("arrival_s,prompt_tokens,output_tokens\n1,10,3\n0.5,1,1\n")
     with pytest.raises(InvalidField, match="must not fall"):
         list(read_trace(path))
+
+
+def test_a_scenario_takes_recorded_arrivals_where_there_is_a_folder_of_data_and_draws_them_elsewhere(tmp_path: Path) -> None:
+    scenario = read_scenario(simulate.find("h100-405b"))
+    assert isinstance(scenario, ServingScenario)
+    assert scenario.recorded is not None
+    assert scenario.with_data(None) == scenario
+    assert next(requests(scenario)).arrival_s > 0.0
+    path = tmp_path / scenario.recorded.file.with_suffix("")  # as text: whether it is compressed, the name says
+    path.parent.mkdir()
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n0.5,10,3\n")
+    twice = scenario.model_copy(update={"recorded": Recorded(file=path.relative_to(tmp_path), times=2.0)})
+    assert [(r.arrival_s, r.prompt_len, r.output_len) for r in requests(twice.with_data(tmp_path))] == [(0.25, 10, 3)]
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "../elsewhere.csv", "traces/../../elsewhere.csv"])
+def test_what_is_recorded_lies_in_the_folder_of_data(file: str) -> None:
+    with pytest.raises(ValueError, match="within the folder of data"):
+        Recorded(file=Path(file))
 
 
 @pytest.mark.parametrize("policy", ["{kind: chain}", "{kind: fixed, chain: [small-160m, large-7b]}"])

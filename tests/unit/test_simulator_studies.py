@@ -71,6 +71,16 @@ def test_serving_is_compared_with_the_target_alone() -> None:
     assert study.figures["num_gpus"] == 2 * 2 + 8
 
 
+def test_hundreds_of_gpus_are_a_scenario() -> None:
+    scenario = read_scenario(simulate.find("h100-405b"))
+    assert isinstance(scenario, ServingScenario)
+    assert scenario.duration_s >= 3600.0
+    study = serving.run(scenario.model_copy(update={"duration_s": 1.0}))
+    assert study.figures["num_gpus"] == 222
+    assert study.figures["tpot_speedup.hedge"] > 1.0
+    assert "10 requests a second by chance" in study.notes[0]
+
+
 def test_figures_are_printed_drawn_and_held_to_what_is_expected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
