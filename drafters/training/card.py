@@ -57,7 +57,8 @@ def _what(data: CardData) -> str:
         "them, so it changes how fast answers come and never what they say. It works with this target alone.\n\n"
         "```yaml\ndrafters:\n"
         f"  - name: {data.options.out.name}\n"
-        f"    options: {{kind: {data.options.drafter}, path: {data.options.out.name}}}\n```"
+        f"    options: {{kind: {data.options.drafter}, path: ./{data.options.out.name}}}\n```\n\n"
+        "`path` is this folder, here as seen from the one that it lies in; a bare name means a shipped drafter first."
     )
 
 
@@ -122,6 +123,8 @@ def _training(data: CardData) -> str:
     }
     if options.drafter == "table":
         asked = {"seed": options.seed}
+    if options.drafter == "layers":
+        del asked["block"]
     if options.drafter == "dspark":
         asked["head"] = options.head
     rows = [f"| {name} | {value} |" for name, value in (asked | data.recipe).items()]
@@ -144,14 +147,25 @@ def _data(data: CardData) -> str:
     num_tokens = sum(len(a.answer_token_ids) for a in data.learned)
     domains = Counter(a.domain for a in data.learned)
     counted = ", ".join(f"{domain} {num}" for domain, num in sorted(domains.items()))
-    given = ", ".join(path.name for path in data.options.prompts) or "none"
     return (
         "## Data\n\n"
         f"{len(data.learned)} answers by the target, {num_tokens} tokens, at temperatures "
         f"{', '.join(f'{t:g}' for t in sorted({a.temperature for a in data.learned}))}. "
-        f"Prompts written by the target itself, and given files: {given}. Answers by domain: {counted}. "
-        "Prompts of the evaluation sets were left out."
+        f"{_origins(data)} Answers by domain: {counted}."
     )
+
+
+def _origins(data: CardData) -> str:
+    options = data.options
+    said = ["Prompts written by the target itself."] if options.num_prompts else []
+    if options.prompts:
+        files = ", ".join(path.name for path in options.prompts)
+        said.append(f"Prompts of given files: {files}; their licences are for whoever gave them to state.")
+    if num_composed := len({a.key for a in data.learned if a.sources}):
+        said.append(f"{num_composed} prompts composed of others: translations, questions about passages, problems in other languages.")
+    if options.data_folder is not None:
+        said.append("Prompts of the evaluation sets were left out.")
+    return " ".join(said)
 
 
 def _limits(data: CardData) -> str:

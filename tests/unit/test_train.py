@@ -120,7 +120,7 @@ def test_every_kind_leaves_a_folder_with_card_and_curves(trained: tuple[Path, di
     for drafter, result in found.items():
         assert kind_of(result.folder) == drafter
         card = (result.folder / "README.md").read_text()
-        assert f"kind: {drafter}, path: {drafter}" in card
+        assert f"kind: {drafter}, path: ./{drafter}" in card
         assert "| seed | 0 |" in card
         assert (result.folder / "acceptance.png").read_bytes().startswith(b"\x89PNG")
         assert result.trained[0].num_rounds > 20
