@@ -162,7 +162,8 @@ def _origins(data: CardData) -> str:
         files = ", ".join(path.name for path in options.prompts)
         said.append(f"Prompts of given files: {files}; their licences are for whoever gave them to state.")
     if num_composed := len({a.key for a in data.learned if a.sources}):
-        said.append(f"{num_composed} prompts composed of others: translations, questions about passages, problems in other languages.")
+        kinds = "translations, questions about passages, problems in other languages"
+        said.append(f"{num_composed} prompts composed of others: {kinds}.")
     if options.data_folder is not None:
         said.append("Prompts of the evaluation sets were left out.")
     return " ".join(said)
