@@ -1,8 +1,9 @@
 """The sequential stage as it is run: tokens of all blocks side by side, position after position.
 
-A block's base logits are made by one product before; a step then costs the product of W_2, the choice, and next to nothing
-for the confidence: of equation 7 the part of h is computed for the whole block at once, and the part of W_1[x] is one number
-per token, computed when the drafter is made. What does not depend on the tokens is computed for all steps before the first.
+Base logits are made for the blocks that are not done, on a CPU for a few positions at a time; beside them a step costs the
+product of W_2, the choice, and next to nothing for the confidence: of equation 7 the part of h is computed for the whole
+block at once, and the part of W_1[x] is one number per token, computed when the drafter is made. What does not depend on the
+tokens is computed for all steps before the first.
 """
 
 import math
@@ -20,12 +21,14 @@ from drafters.dspark.network import DSparkNetwork, markov_rows
 from engine.factory import make_ops
 from engine.models.weights import LinearWeight
 from engine.noise import noise_keys
+from engine.ops import Logits
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from profiler.calibration import TemperatureScaling
 
 Floats = NDArray[np.float32]
 
 _UNSCALED = TemperatureScaling()
+_CPU_ROWS = 12  # of a head's product: of fewer a row takes longer, of more it does not take less
 _LEAST = 1e-6  # a confidence is never quite 0 or 1
 
 
@@ -97,6 +100,7 @@ class SequentialStage:
         self._scaling = scaling
         self._min_survival = min_survival
         self._head = ops.logits(LinearWeight(network.lm_head.weight.detach().to(device, dtype)))
+        self._rows_at_once = _CPU_ROWS if device.type == "cpu" else None
         self._rows = markov_rows(config).numpy()
         self._markov, self._bias = network.markov_head, None
         if self._markov is not None:
@@ -117,7 +121,7 @@ class SequentialStage:
         """
         num_steps = max(block.end for block in blocks)
         hidden = hidden[:, :num_steps].contiguous()
-        base = self._head(hidden.flatten(0, 1)).unflatten(0, (len(blocks), num_steps))
+        base = _BaseLogits(self._head, hidden, blocks, self._rows_at_once)
         of_hidden = None if self._confidence is None else self._confidence.of_hidden(hidden)
         noise = _Noise.of(blocks, num_steps) if of_hidden is not None and all(is_plain(b.state) for b in blocks) else None
         state: Tensor | None = None
@@ -137,7 +141,7 @@ class SequentialStage:
                 if all(block.done or block.end <= k for block in blocks):
                     return
                 continue
-            logits = self._logits(base[:, k], latents, active)
+            logits = self._logits(base.at(k, active), latents, active)
             if noise is None:
                 self._sample(logits, [(blocks[i], confidences[i]) for i in active])
             else:
@@ -146,11 +150,12 @@ class SequentialStage:
                     blocks[i].add(token_id, confidences[i] or _LEAST)
 
     def _logits(self, base: Tensor, latents: Tensor | None, active: Sequence[int]) -> Tensor:
-        """Of the active blocks, fp32, contiguous."""
-        if len(active) < len(base):
-            rows = torch.tensor(active, device=self._device)
-            base, latents = base[rows], None if latents is None else latents[rows]
-        return base.contiguous() if latents is None or self._bias is None else self._bias(latents, base)
+        """Of the active blocks, fp32, contiguous. ``base``: theirs; ``latents``: of all blocks."""
+        if latents is None or self._bias is None:
+            return base.contiguous()
+        if len(active) < len(latents):
+            latents = latents[torch.tensor(active, device=self._device)]
+        return self._bias(latents, base)
 
     def _sample(self, logits: Tensor, active: Sequence[tuple[Block, float | None]]) -> None:
         """One token for each of the blocks, by the engine's sampler. A confidence of None: that which the token has."""
@@ -173,6 +178,41 @@ class SequentialStage:
         if len(self._full_logits) < len(logits):
             self._full_logits = self._full_logits.new_full((len(logits), self._full_logits.shape[1]), -torch.inf)
         return self._full_logits[: len(logits)].index_copy_(1, self._output_ids, logits)
+
+
+class _BaseLogits:
+    """The head's logits, made as they come to be wanted: most blocks end before the last position.
+
+    Args:
+        rows_at_once: as many positions are looked ahead as make so many rows; None: all.
+    """
+
+    def __init__(self, head: Logits, hidden: Tensor, blocks: Sequence[Block], rows_at_once: int | None) -> None:
+        self._head, self._hidden, self._blocks = head, hidden, blocks
+        self._rows_at_once = rows_at_once
+        self._start = self._stop = 0  # positions that are made
+        self._row_of: dict[int, int] = {}  # of a block that was not done then
+        self._logits = hidden  # [rows, positions, tokens]
+
+    def at(self, k: int, active: Sequence[int]) -> Tensor:
+        """Of active blocks at a position; those of a step come before those of the next. fp32 [active, tokens], rows may lie
+        apart."""
+        if k >= self._stop:
+            self._make(k)
+        logits = self._logits[:, k - self._start]
+        if len(active) == len(logits):
+            return logits
+        return logits[torch.tensor([self._row_of[i] for i in active], device=logits.device)]
+
+    def _make(self, k: int) -> None:
+        left = [i for i, block in enumerate(self._blocks) if not block.done and k < block.end]
+        stop = self._hidden.shape[1]
+        if self._rows_at_once is not None:
+            stop = min(stop, k + -(-self._rows_at_once // len(left)))
+        hidden = self._hidden[torch.tensor(left, device=self._hidden.device), k:stop]
+        self._logits = self._head(hidden.flatten(0, 1)).view(len(left), stop - k, -1)
+        self._start, self._stop = k, stop
+        self._row_of = {i: row for row, i in enumerate(left)}
 
 
 class _Confidence:
