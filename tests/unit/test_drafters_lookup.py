@@ -135,6 +135,19 @@ class TestSuffixAutomaton:
             assert automaton.count(state) == count
             followers = {token_id: automaton.count(follower) for token_id, follower in automaton.followers(state)}
             assert followers == {t: expected[(*substring, t)] for t in range(4) if expected[(*substring, t)]}
+            token_id, follower, most, total = automaton.likeliest(state)
+            assert (most, total) == (max(followers.values(), default=0), sum(followers.values()))
+            assert not total or (automaton.step(state, token_id), automaton.count(follower)) == (follower, most)
+
+    @given(texts, texts)
+    def test_walks_to_the_longest_end_that_occurs(self, text: list[int], walked: list[int]) -> None:
+        automaton = SuffixAutomaton()
+        automaton.extend(text)
+        occurring = {tuple(text[i:j]) for i in range(len(text)) for j in range(i, len(text) + 1)} | {()}
+        longest = max(n for n in range(len(walked) + 1) if tuple(walked[len(walked) - n :]) in occurring)
+        state, match_len = automaton.walk(ROOT, 0, walked)
+        assert match_len == longest
+        assert automaton.walk(ROOT, 0, walked[len(walked) - longest :]) == (state, longest)
 
     @given(texts.filter(bool))
     def test_the_link_of_the_whole_text_is_its_longest_end_that_occurred_before(self, text: list[int]) -> None:
