@@ -35,10 +35,8 @@ class Telemetry:
     _taking: threading.Lock = field(default_factory=threading.Lock)  # guards the three above
 
     def drafter(self, name: str) -> DrafterStats:
-        stats = self.drafters.get(name)
-        if stats is None:  # made only then: it holds maps of thousands of numbers
-            stats = self.drafters[name] = DrafterStats()
-        return stats
+        stats = self.drafters.get(name)  # one is made only where there is none: it holds thousands of numbers
+        return self.drafters.setdefault(name, DrafterStats()) if stats is None else stats
 
     def record(self, num_rows: int, commits: Iterable[Commit], step_s: float, now_s: float) -> None:
         self.num_passes += 1
