@@ -49,7 +49,7 @@ QUICK = Effort(
     18, 2, 24, 32, 24, {(0.0, 1): Turns(3, 3, 32)} | {(0.0, batch): Turns(1, 1, 32) for batch in BATCHES[1:]}, 240.0
 )
 # At batch 1 as many requests as twice the domains of Spec-Bench and the like: they differ most. Answers of large batches are
-# shorter, for they take longer, those of drafters that do not pay most of all.
+# shorter, for they take longer. No drafter is judged by one batch alone: it may hold answers that end after a few rounds.
 FULL = Effort(
     120,
     MAX_PER_DOMAIN,
@@ -59,12 +59,12 @@ FULL = Effort(
     {
         (0.0, 1): Turns(4, 26, 128),
         (0.0, 4): Turns(2, 4, 96),
-        (0.0, 8): Turns(1, 3, 64),
-        (0.0, 16): Turns(1, 2, 64),
+        (0.0, 8): Turns(3, 4, 96),
+        (0.0, 16): Turns(2, 3, 96),
         (0.8, 1): Turns(3, 13, 128),
         (0.8, 4): Turns(1, 3, 96),
-        (0.8, 8): Turns(1, 2, 64),
-        (0.8, 16): Turns(1, 1, 64),
+        (0.8, 8): Turns(2, 3, 96),
+        (0.8, 16): Turns(2, 2, 96),
     },
     25 * 60.0,
 )
@@ -192,8 +192,8 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
             f"{NEAR:.0%} of the best on more answers as long as there is time.",
             "speedup_error: the standard error that the choice of answers and the machine leave; none of a single batch.",
             "best: the largest of the drafters', so a little lucky. t0.8 in a name: at temperature 0.8.",
-            "ece, auroc: of the survival of prefixes at K = 7, temperature 0, means over the positions; ece_online: as the "
-            "target learns it; auroc_pooled: over prefixes of all lengths together, of which short ones survive more often.",
+            "ece, auroc: of the survival of prefixes at K = 7, temperature 0; ece is a mean over the positions, ece_online as "
+            "the target learns it; auroc_by_position ranks prefixes of the same length only.",
             "acceptance.position_n: how often the nth token of a draft was right, K = 7, given that it was drafted and all "
             "before it were right.",
         ),

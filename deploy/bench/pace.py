@@ -63,7 +63,7 @@ class Race:
         self, stable: Stable, configs: Sequence[DrafterConfig], recordings: Sequence[Recording], batch: int, turns: Turns
     ) -> None:
         self._turns = turns
-        chosen, served = sample(recordings, batch * turns.near_best, max(NUM_SERVED_BEFORE, batch))
+        chosen, served = sample(recordings, batch * turns.near_best, max(NUM_SERVED_BEFORE, 2 * batch))
         groups = in_batches(chosen, batch)
         self._groups = random.Random(0).sample(groups, len(groups))  # the first of them hold answers of all lengths
         self._served = _Served(stable, None, batch)

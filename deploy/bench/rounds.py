@@ -29,9 +29,9 @@ def confidence_figures(rounds: Sequence[Round]) -> dict[str, float]:
     """Of the survival of prefixes, means over the positions that at least MIN_CASES drafts reach.
 
     ``ece``: the calibration error, as the drafter tells it; ``ece_online``: as verification corrects it, each draft judged
-    before it was learned from; ``auroc``: how likely a prefix that survived was told surer than another of the same length
-    that did not; ``auroc_pooled``: of prefixes of all lengths together, where that short ones survive more often is
-    merit, too."""
+    before it was learned from; ``auroc``: how likely a prefix that survived was told surer than another that did not,
+    whatever their lengths, so that knowing that short ones survive more often is merit, too; ``auroc_by_position``: the mean
+    over the positions of that among prefixes of the same length."""
     drafted = [r for r in rounds if r.confidences]
     if not drafted:
         return {}
@@ -54,6 +54,6 @@ def confidence_figures(rounds: Sequence[Round]) -> dict[str, float]:
         figures[key] = statistics.fmean(errors) if errors else None
     scores = [told[drafts, k] for k, drafts in reached]
     rankings = [found for pair in zip(scores, outcomes, strict=True) if (found := auroc(*pair)) is not None]
-    figures["auroc"] = statistics.fmean(rankings) if rankings else None
-    figures["auroc_pooled"] = auroc([p for ps in scores for p in ps], [y for ys in outcomes for y in ys])
+    figures["auroc_by_position"] = statistics.fmean(rankings) if rankings else None
+    figures["auroc"] = auroc([p for ps in scores for p in ps], [y for ys in outcomes for y in ys])
     return {key: figure for key, figure in figures.items() if figure is not None}

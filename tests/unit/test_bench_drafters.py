@@ -31,8 +31,8 @@ def test_confidences_that_come_true_have_no_error() -> None:
     rounds = rounds_of(*[1, 0] * 50, drafted=1)
     figures = confidence_figures(rounds)
     assert figures["ece"] == pytest.approx(0.0)
+    assert figures["auroc_by_position"] == pytest.approx(0.5)
     assert figures["auroc"] == pytest.approx(0.5)
-    assert figures["auroc_pooled"] == pytest.approx(0.5)
     assert confidence_figures([Round("d", (), 0, 1)]) == {}
 
 
@@ -96,8 +96,8 @@ def test_acceptance_by_position_is_told_for_each_temperature_and_domain() -> Non
 def test_confidences_that_tell_nothing_but_the_position_rank_nothing() -> None:
     """Though short prefixes survive more often, which they say: that is what is pooled over positions."""
     figures = confidence_figures(rounds_of(*[0, 1, 2, 3] * 50, drafted=3, confidence=0.7))
-    assert figures["auroc"] == 0.5
-    assert figures["auroc_pooled"] > 0.6
+    assert figures["auroc_by_position"] == 0.5
+    assert figures["auroc"] > 0.6
 
 
 def test_a_drafter_without_enough_drafts_has_no_confidence_figures() -> None:
