@@ -221,7 +221,7 @@ def train(
     num_prompts: Annotated[int, typer.Option(min=0, help="that the target writes itself")] = 2000,
     tokens: Annotated[int, typer.Option(min=1, help="of answers, at temperature 0 and 0.7")] = 1_000_000,
     begin_with: Annotated[
-        Path | None,
+        str | None,
         typer.Option(metavar="FOLDER", help="go on with a trained dspark drafter, of its shape; shipped ones by name"),
     ] = None,
     epochs: Annotated[int, typer.Option(min=1)] = 4,

@@ -146,9 +146,16 @@ class EmbeddedCluster:
 
     def pause(self) -> None:
         """The target's thread ends: one that has made products slows those of others even while it waits (engine.threads).
-        Nothing may be under way. What the loop has learned stays."""
+        Nothing may be under way. What the loop has learned stays.
+
+        Raises:
+            RuntimeError: the loop has failed meanwhile.
+        """
         self._is_paused = True
         self._target.stop()
+        end = self._target.wait_end()
+        if end != "stopped":
+            raise RuntimeError(f"the embedded target failed: {end}")
 
     def resume(self) -> None:
         """After ``pause``, on a new thread."""

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from drafters.shipped import find_drafter
 from drafters.training.distributed import join_world
 from drafters.training.manifest import exclusively
 from drafters.training.pipeline import Result, train
@@ -28,7 +29,7 @@ class _Bars:
         self._progress.console.print(line, highlight=False)
 
 
-def run(*, out: Path, work: Path | None, drafter: Any, device: str, **fields: Any) -> None:
+def run(*, out: Path, work: Path | None, drafter: Any, device: str, begin_with: str | None = None, **fields: Any) -> None:
     """Fields that are None have their default. Raises what ``drafters.training.pipeline.train`` raises."""
     given = {name: value for name, value in fields.items() if value is not None}
     out = out.expanduser().absolute()
@@ -37,6 +38,7 @@ def run(*, out: Path, work: Path | None, drafter: Any, device: str, **fields: An
         work=(work or out.with_name(f"{out.name}-work")).expanduser().absolute(),
         drafter=drafter,
         device=device,
+        begin_with=None if begin_with is None else find_drafter(begin_with),  # here, where ./NAME is no shipped one's name
         asked=frozenset(given),
         **given,
     )

@@ -201,7 +201,8 @@ class _Run:
             "processes": world.size,
         }
         if options.begin_with is not None:
-            settings["begin_with"] = str(options.begin_with)
+            begun = self._begun.draft_token_ids if self._begun is not None else None
+            settings["begin_with"] = [model_fingerprint(options.begin_with), _digest(map(str, begun or ()))]
         step = f"train {options.out.name}"
         if not self._work.begin(step, settings) and world.is_first:
             (self._folder / "checkpoint.pt").unlink(missing_ok=True)

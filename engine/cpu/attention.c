@@ -1,5 +1,5 @@
 /* Attention over a paged cache of keys and values. Rows of a pass r, positions t, head_dim D, tokens per block B (a multiple of
- * 16, as D):
+ * 16, as D, that divides CHUNK):
  *   keys    [block][kv_head][D][B]      values  [block][kv_head][B][D]
  *   queries [r][head][D], float, scaled by D^-1/2
  *
@@ -219,7 +219,7 @@ int attention(const float *queries, const elem *keys, const elem *values, const 
     if (!items) return 1;
     int64_t filled = 0;
     for (int64_t s = num_spans - 1; s >= 0; s--) /* of a span the last tiles, which see most, first */
-        for (int64_t n = (starts[s + 1] - starts[s]) * group, first = (n - 1) / TILE * TILE; first >= 0; first -= TILE)
+        for (int64_t n = (starts[s + 1] - starts[s]) * group, first = n > 0 ? (n - 1) / TILE * TILE : -1; first >= 0; first -= TILE)
             items[filled++] = (Item){(int32_t)s, (int32_t)first};
 #pragma omp parallel for num_threads(threads_for(num_scores * D / 4, num_threads)) schedule(dynamic, 1) collapse(2)
     for (int64_t i = 0; i < num_tiles; i++) {

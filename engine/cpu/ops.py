@@ -20,6 +20,7 @@ from engine.ops import HeadNorms, Linear, Logits, plain_logits
 
 _VECTOR_LEN = 16  # keys and head elements that the kernels take at once
 _MAX_HEAD_DIM = 512
+_CHUNK_LEN = 512  # keys, as in attention.c
 _PACKED_FOR_ROWS = 32  # the layout that oneDNN chooses for so many rows is as good for one
 
 
@@ -147,8 +148,10 @@ class CpuOps:
     def _shape(self, block_len: int) -> "ctypes._CArgObject":
         shape = self._shapes.get(block_len)
         if shape is None:
-            if block_len % _VECTOR_LEN:
-                raise ValueError(f"block_len must be a multiple of {_VECTOR_LEN} on a CPU, got {block_len}")
+            if block_len % _VECTOR_LEN or _CHUNK_LEN % block_len:
+                raise ValueError(
+                    f"block_len must be a multiple of {_VECTOR_LEN} that divides {_CHUNK_LEN} on a CPU, got {block_len}"
+                )
             c = self._config
             shape = self._shapes[block_len] = _Shape(c.num_heads, c.num_kv_heads, c.head_dim, block_len)
         return ctypes.byref(shape)

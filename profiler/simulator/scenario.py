@@ -181,8 +181,8 @@ class ServingScenario(_Pool):
         return self
 
     def with_data(self, folder: Path | None) -> Self:
-        """With the arrivals that were recorded, if there is a folder of data and the scenario names some in it."""
-        if folder is None or self.recorded is None:
+        """With the arrivals that were recorded, if there is a folder of data that holds those which the scenario names."""
+        if folder is None or self.recorded is None or not (folder / self.recorded.file).is_file():
             return self
         return self.model_copy(update={"trace": folder / self.recorded.file, "requests_per_s": self.recorded.times})
 

@@ -4,11 +4,13 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from csv import DictReader
+from csv import Error as CsvError
 from dataclasses import replace
 from gzip import open as open_gzip
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
+from zlib import error as ZlibError
 
 import numpy as np
 
@@ -100,7 +102,7 @@ def read_trace(path: Path) -> Iterator[tuple[float, int, int]]:
                     yield arrival_s, prompt_len, num_tokens
     except OSError as error:
         raise InvalidField("trace", str(path), f"cannot be read ({error.strerror or error})") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, EOFError, ZlibError, CsvError) as error:
         raise InvalidField("trace", f"{path}:{number}", f"is not as a trace is ({error})") from error
 
 

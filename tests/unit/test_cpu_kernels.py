@@ -133,10 +133,13 @@ def test_products_of_a_row_do_not_depend_on_the_others(
         assert torch.equal(linear(broken)[:-1], ours[:-1])
 
 
-def test_blocks_that_the_kernels_cannot_read_are_refused(ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:
-    layout = lay_out([PackedSpan(0, [0], np.zeros(1, np.int32))], 8, torch.tensor(inverse_frequencies(CONFIG)), CPU)
-    keys, values = torch.zeros(1, 2, 48, 8).to(dtype), torch.zeros(1, 2, 8, 48).to(dtype)
-    with pytest.raises(ValueError, match="multiple of 16 on a CPU, got 8"):
+@pytest.mark.parametrize("size", [8, 48])
+def test_blocks_that_the_kernels_cannot_read_are_refused(
+    size: int, ops: tuple[CpuOps, TorchOps], dtype: torch.dtype
+) -> None:
+    layout = lay_out([PackedSpan(0, [0], np.zeros(1, np.int32))], size, torch.tensor(inverse_frequencies(CONFIG)), CPU)
+    keys, values = torch.zeros(1, 2, 48, size).to(dtype), torch.zeros(1, 2, size, 48).to(dtype)
+    with pytest.raises(ValueError, match=f"multiple of 16 that divides 512 on a CPU, got {size}"):
         ops[0].rotate_and_store(torch.zeros(1, 14 * 48).to(dtype), None, layout, keys, values)
 
 

@@ -1,11 +1,14 @@
 """The trained drafters that come with the program, and the configurations that get them."""
 
 import json
+import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+import deploy.train
 from cluster.config import (
     CascadeOptions,
     Config,
@@ -16,6 +19,7 @@ from cluster.config import (
     TableOptions,
     load,
 )
+from deploy.cli import app
 from drafters import shipped
 from drafters.shipped import kind_of, shipped_options, with_shipped
 from drafters.table import FILE as TABLE_FILE
@@ -41,6 +45,19 @@ def full_folder(folder: Path, tmp_path: Path) -> Path:
     (folder / "table").mkdir()
     (folder / "table" / "table.npz").touch()
     return folder
+
+
+def test_training_goes_on_with_the_folder_that_was_named(
+    full_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(full_folder / "dspark", tmp_path / "dspark")
+    seen: list[Path | None] = []
+    monkeypatch.setattr(deploy.train, "train", lambda options, *_: seen.append(options.begin_with))
+    for name in ("dspark", "./dspark"):
+        arguments = ["train", "--begin-with", name, "--out", str(tmp_path / "out"), "--device", "cpu"]
+        assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    assert seen == [full_folder / "dspark", tmp_path / "dspark"]
 
 
 def members(config: Config) -> tuple[object, ...]:
