@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,7 +41,7 @@ class RouterActor(LoopActor[RouterInfo]):
     def __init__(self, config: Config, router: Router, targets: Targets, remembers: bool = False) -> None:
         super().__init__()
         self._config = config
-        self._router = router
+        self._router = deepcopy(router)  # arrays that Ray hands over are read-only, and a policy learns in place
         self._remembers = remembers
         self._memory: RouterMemory | None = None
         self._targets = targets
