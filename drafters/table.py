@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,7 @@ class _Learned:
 
 _FADE = 0.95
 _TRUST = 4.0  # occurrences that a counted table's shares weigh as much as
+_NUM_REMEMBERED = 65_536  # contexts, of which it is remembered what the counted table says, if anything
 _SCARCE = 1.0  # of a context that no counted table knows: an occurrence means little yet
 
 
@@ -214,7 +216,7 @@ class TableDrafter:
             raise InvalidField("max_learned", max_learned, "must not be negative")
         if not 0.0 <= min_confidence <= 1.0:
             raise InvalidField("min_confidence", min_confidence, "must lie between 0 and 1")
-        self._table = table
+        self._find = lru_cache(_NUM_REMEMBERED)(table.find)
         self._max_learned = max_learned
         self._min_confidence = min_confidence
         self._learned: OrderedDict[int, _Learned] = OrderedDict()
@@ -261,12 +263,14 @@ class TableDrafter:
         position = followed.length + len(demand.ahead)
         token_ids: list[int] = []
         confidences: list[float] = []
+        survival, least = 1.0, 0.5 * demand.row_price
         while len(token_ids) < demand.num_tokens:
             candidates = self._candidates(text)
             if not candidates:
                 break
             token_id, confidence = _choose(candidates, followed.sampling, position)
-            if confidence < self._min_confidence:
+            survival *= confidence
+            if confidence < self._min_confidence or survival < least:
                 break
             token_ids.append(token_id)
             confidences.append(confidence)
@@ -280,7 +284,7 @@ class TableDrafter:
             if n > len(text):
                 continue
             key = context_key(text[len(text) - n :])
-            counted = self._table.find(key)
+            counted = self._find(key)
             learned = self._learned.get(key)
             if learned is None:
                 if counted:

@@ -100,7 +100,7 @@ class TargetLoop:
         self._clock = clock
         self._companions = list(companions)
         self._pace = Pace()
-        self._last_round_s: float | None = None  # when it began, if it passed
+        self._last_round_s: float | None = None  # when it began, if it only decoded
         self._sequences = Sequences(model)
         self._newest_table = table or RoutingTable(version=0)
         self._pool = Pool(self._sequences, self.telemetry, self._newest_table, [one.name for one in companions])
@@ -209,7 +209,8 @@ class TargetLoop:
         commits = self._apply(spans, outcomes, end_s)
         if num_sampled:
             self._weigh(spans, commits, None if last_round_s is None else now_s - last_round_s)
-        self._last_round_s = now_s
+        if all(span.is_decode for span in spans):  # a prompt's rows say nothing of the pace at which answers grow
+            self._last_round_s = now_s
         self.telemetry.record(sum(len(s.token_ids) for s in spans), commits, end_s - now_s, end_s)
         self._flush()
         if not self._sequences:
@@ -306,7 +307,7 @@ class TargetLoop:
     def _weigh(self, spans: Sequence[SpanInput], commits: Sequence[Commit], round_s: float | None) -> None:
         """What the companions' drafts have saved in this pass, and what a row costs at the pace of the last ones.
 
-        ``round_s``: since the round before began, what companions took included; None: there was a pause."""
+        ``round_s``: since the round before began, what companions took included; None: that was no round that only decoded."""
         sampled = [span for span in spans if span.samples]
         num_rows, context = sum(1 + span.num_drafts for span in sampled), sum(span.base_len for span in sampled)
         self._pool.weigh(commits, len(sampled), context, self._cost)

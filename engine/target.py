@@ -25,6 +25,11 @@ class SpanInput:
     num_drafts: int = 0
     samples: bool = True
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it holds nothing of a prompt: the newest committed token, and drafts."""
+        return self.samples and len(self.token_ids) == 1 + self.num_drafts
+
 
 @dataclass(frozen=True, slots=True)
 class SpanOutcome:

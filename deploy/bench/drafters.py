@@ -171,9 +171,10 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
             if pace.error is not None:
                 figures[f"speedup_error.{name}.{_suffix(f'batch_{batch}', temperature)}"] = pace.error
         figures |= {f"{key}.{name}": value for key, value in confidence_figures(findings.rounds[0.0, DRAFT_LENS[0]]).items()}
-    for temperature, batch in effort.turns:
-        best = max(findings.paces[temperature, batch].value for findings in found.values())
-        figures[f"speedup.best.{_suffix(f'batch_{batch}', temperature)}"] = best
+    for key in effort.turns:
+        speedups = [findings.paces[key].value for findings in found.values() if key in findings.paces]
+        if speedups:
+            figures[f"speedup.best.{_suffix(f'batch_{key[1]}', key[0])}"] = max(speedups)
     return BenchResult(
         bench="drafters",
         figures=figures,
@@ -262,12 +263,14 @@ def _speed_table(found: Mapping[str, Findings], effort: Effort) -> Table:
     """A row for each temperature and batch."""
     rows: list[tuple[Cell, ...]] = []
     for (temperature, batch), turns in effort.turns.items():
-        cells = [_speed_cell(findings.paces[temperature, batch], batch) for findings in found.values()]
+        cells = [_speed_cell(findings.paces.get((temperature, batch)), batch) for findings in found.values()]
         rows.append((f"T={temperature:g}, batch {batch}", turns.num_tokens, *cells))
     title = "speed-up over plain decoding, its standard error, and on how many answers"
     return Table(title, ("", "tokens", *found), tuple(rows))
 
 
-def _speed_cell(pace: Speedup, batch: int) -> str:
+def _speed_cell(pace: Speedup | None, batch: int) -> str:
+    if pace is None:
+        return "-"
     error = "" if pace.error is None else f" ±{pace.error:.2f}"
     return f"{pace.value:.2f}{error} ({pace.num_groups * batch})"

@@ -72,8 +72,8 @@ class Race:
         for warm in in_batches(served, batch):
             for one in self._open:
                 one.measure(self._requests(warm))
-        self._plain: list[Pace] = []
-        self._paces: dict[str, list[Pace]] = {config.name: [] for config in configs}
+        self._plain: list[Pace | None] = []
+        self._paces: dict[str, list[Pace | None]] = {config.name: [] for config in configs}
 
     def close(self) -> None:
         for one in self._open:
@@ -91,20 +91,24 @@ class Race:
         """One batch, with whoever still races."""
         number = len(self._plain)
         requests = self._requests(self._groups[number])
-        own: list[Pace] = []
+        own: list[Pace | None] = []
         for name in in_turn(list(self._racing), number):
             pace = (self._served if name is None else self._racing[name]).measure(requests)
             (own if name is None else self._paces[name]).append(pace)
-        self._plain.append(Pace(sum(p.num_tokens for p in own), sum(p.seconds for p in own)))
+        known = [pace for pace in own if pace is not None]
+        whole = Pace(sum(p.num_tokens for p in known), sum(p.seconds for p in known))
+        self._plain.append(whole if len(known) == len(own) else None)
         if len(self._plain) == self._turns.every:
             near = near_best({name: speedup.value for name, speedup in self.speedups().items()})
             self._racing = {name: self._racing[name] for name in near}
 
     def speedups(self) -> dict[str, Speedup]:
+        """Without those of which no batch could be measured."""
         found = {}
-        for name, drafted in self._paces.items():
-            plain = self._plain[: len(drafted)]
-            found[name] = Speedup(ratio(plain, drafted), jackknife(plain, drafted), len(drafted))
+        for name, paces in self._paces.items():
+            pairs = measured(self._plain, paces)
+            if pairs:
+                found[name] = Speedup(ratio(pairs), jackknife(pairs), len(pairs))
         return found
 
     def _requests(self, recordings: Sequence[Recording]) -> list[Request]:
@@ -125,23 +129,28 @@ def in_turn(names: Sequence[str], number: int) -> list[str | None]:
 
 def near_best(values: Mapping[str, float]) -> list[str]:
     """Which drafters may be the fastest, as far as a few batches can tell."""
-    best = max(values.values())
+    best = max(values.values(), default=0.0)
     return [name for name, value in values.items() if value >= (1 - NEAR) * best]
 
 
-def jackknife(plain: Sequence[Pace], drafted: Sequence[Pace]) -> float | None:
+def measured(plain: Sequence[Pace | None], drafted: Sequence[Pace | None]) -> list[tuple[Pace, Pace]]:
+    """Of the batches that ``drafted`` is of, those in which both could be measured."""
+    return [(a, b) for a, b in zip(plain, drafted, strict=False) if a is not None and b is not None]
+
+
+def ratio(pairs: Sequence[tuple[Pace, Pace]]) -> float:
+    """Seconds for all tokens plainly over those with a drafter. Windows of both may hold a few tokens more or less."""
+    took_s = sum(plain.num_tokens * drafted.seconds / drafted.num_tokens for plain, drafted in pairs)
+    return sum(plain.seconds for plain, _ in pairs) / took_s
+
+
+def jackknife(pairs: Sequence[tuple[Pace, Pace]]) -> float | None:
     """The standard error of ``ratio``, from what it is without each batch (Tukey's jackknife)."""
-    num = len(plain)
+    num = len(pairs)
     if num < 2:
         return None
-    without = [ratio([*plain[:i], *plain[i + 1 :]], [*drafted[:i], *drafted[i + 1 :]]) for i in range(num)]
+    without = [ratio([*pairs[:i], *pairs[i + 1 :]]) for i in range(num)]
     return math.sqrt((num - 1) * statistics.pvariance(without))
-
-
-def ratio(plain: Sequence[Pace], drafted: Sequence[Pace]) -> float:
-    """Seconds for all tokens plainly over those with a drafter. Windows of both may hold a few tokens more or less."""
-    took_s = sum(a.num_tokens * b.seconds / b.num_tokens for a, b in zip(plain, drafted, strict=True))
-    return sum(a.seconds for a in plain) / took_s
 
 
 def sample(recordings: Sequence[Recording], num: int, num_others: int = 0) -> tuple[list[Recording], list[Recording]]:
@@ -173,9 +182,9 @@ class _Served:
         self._cluster = EmbeddedCluster(engine, stable.info, stable.cost, pool, StepPlanner(), table)
         self._cluster.pause()
 
-    def measure(self, requests: Sequence[Request]) -> Pace:
+    def measure(self, requests: Sequence[Request]) -> Pace | None:
         """Of ``requests`` at once. Prefill, which is the same with and without drafts, is left out: the clock runs from when
-        all of them have their first token until the first of them ends."""
+        all of them have their first token until the first of them ends. None: it ended before the last began."""
         self._cluster.resume()
         completions = self._cluster.complete(requests)
         self._cluster.pause()
@@ -188,11 +197,11 @@ class _Served:
         self._cluster.close()
 
 
-def _window(completions: Sequence[Completion]) -> Pace:
-    """Tokens, and the seconds in which they were committed, while the whole batch was decoding."""
+def _window(completions: Sequence[Completion]) -> Pace | None:
+    """Tokens, and the seconds in which they were committed, while the whole batch was decoding; None where it never did."""
     start_s = max(completion.arrived_s[0] for completion in completions)
     end_s = min(completion.arrived_s[-1] for completion in completions)
-    if end_s <= start_s:  # the answers are so short that one ended before the last began
-        start_s, end_s = (pick(c.arrived_s[i] for c in completions) for pick, i in ((min, 0), (max, -1)))
+    if end_s <= start_s:
+        return None
     commits = [pair for c in completions for pair in zip(c.arrived_s, c.commits, strict=True)]
     return Pace(sum(len(commit.token_ids) for at_s, commit in commits if start_s < at_s <= end_s), end_s - start_s)

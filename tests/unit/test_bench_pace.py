@@ -7,7 +7,7 @@ import pytest
 
 from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
 from cluster.types import SamplingParams
-from deploy.bench.pace import Pace, Race, Turns, in_batches, in_turn, jackknife, near_best, ratio, sample
+from deploy.bench.pace import Pace, Race, Turns, in_batches, in_turn, jackknife, measured, near_best, ratio, sample
 from deploy.bench.stable import Stable
 from drafters.replay import Recording
 from engine.target import SpanInput, SpanOutcome
@@ -48,16 +48,22 @@ def test_a_batch_holds_answers_of_like_lengths() -> None:
 def test_the_speed_up_is_that_of_all_answers_together() -> None:
     """A long answer counts for more than a short one; a window that held more tokens took longer for that."""
     plain = [Pace(100, 10.0), Pace(10, 1.0)]
-    assert ratio(plain, [Pace(100, 5.0), Pace(10, 1.0)]) == pytest.approx(11.0 / 6.0)
-    assert ratio(plain, [Pace(110, 5.5), Pace(10, 1.0)]) == pytest.approx(11.0 / 6.0)
+    assert ratio(measured(plain, [Pace(100, 5.0), Pace(10, 1.0)])) == pytest.approx(11.0 / 6.0)
+    assert ratio(measured(plain, [Pace(110, 5.5), Pace(10, 1.0)])) == pytest.approx(11.0 / 6.0)
+
+
+def test_a_batch_that_either_could_not_be_measured_in_does_not_count() -> None:
+    plain = [Pace(100, 10.0), None, Pace(10, 1.0)]
+    assert measured(plain, [Pace(100, 5.0), Pace(9, 3.0)]) == [(plain[0], Pace(100, 5.0))]
+    assert measured(plain, [None, None]) == []
 
 
 def test_the_error_is_that_of_the_choice_of_answers() -> None:
     plain = [Pace(100, 10.0)] * 4
-    assert jackknife(plain, [Pace(100, 5.0)] * 4) == pytest.approx(0.0)
-    error = jackknife(plain, [Pace(100, 5.0), Pace(100, 10.0)] * 2)
+    assert jackknife(measured(plain, [Pace(100, 5.0)] * 4)) == pytest.approx(0.0)
+    error = jackknife(measured(plain, [Pace(100, 5.0), Pace(100, 10.0)] * 2))
     assert error == pytest.approx(0.257, abs=0.01)  # of the seconds: 2.5 / sqrt(3) / 7.5, times the ratio 1.33
-    assert jackknife(plain[:1], [Pace(100, 5.0)]) is None
+    assert jackknife(measured(plain[:1], [Pace(100, 5.0)])) is None
 
 
 def test_everybody_has_a_turn_and_plain_two_in_an_order_that_changes() -> None:
@@ -70,6 +76,20 @@ def test_everybody_has_a_turn_and_plain_two_in_an_order_that_changes() -> None:
 def test_those_near_the_best_are_measured_on() -> None:
     assert near_best({"a": 1.8, "b": 1.55, "c": 1.5, "d": 0.6}) == ["a", "b"]
     assert near_best({"a": 0.7}) == ["a"]
+    assert near_best({}) == []
+
+
+def test_a_batch_of_answers_that_end_with_their_first_commit_is_not_measured(tmp_path: Path) -> None:
+    """Nobody was decoding while all were."""
+    folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
+    ngram = DrafterConfig(name="ngram", options=NgramOptions())
+    stable = Stable(str(folder), [ngram], 1)
+    (part,) = stable.record(choose_prompts((), 3), [0.0])
+    race = Race(stable, [ngram], part[0.0], 1, Turns(1, 1, 8))
+    race.step()
+    race.close()
+    assert race.speedups() == {}
+    assert race.is_over
 
 
 def test_only_who_reads_the_targets_features_races_on_a_target_that_keeps_them(
