@@ -307,7 +307,7 @@ class TargetLoop:
     def _weigh(self, spans: Sequence[SpanInput], commits: Sequence[Commit], round_s: float | None) -> None:
         """What the companions' drafts have saved in this pass, and what a row costs at the pace of the last ones.
 
-        ``round_s``: since the round before began, what companions took included; None: that was no round that only decoded."""
+        ``round_s``: since the round before began, what companions took included; None: it did not only decode."""
         sampled = [span for span in spans if span.samples]
         num_rows, context = sum(1 + span.num_drafts for span in sampled), sum(span.base_len for span in sampled)
         self._pool.weigh(commits, len(sampled), context, self._cost)
