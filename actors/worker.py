@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from engine.threads import spare_what_stays
+
 logger = logging.getLogger(__name__)
 
 STOP_DEADLINE_S = 5.0
@@ -76,6 +78,7 @@ class LoopActor(ABC, Generic[Info]):
         with self._starting:
             if self._thread is None:
                 self._thread = self._begin()
+                spare_what_stays()
                 self._began.set()
         return self._info()
 

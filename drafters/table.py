@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from io import BytesIO
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -28,6 +29,8 @@ NUM_CANDIDATES = 4  # likeliest tokens kept of a context
 _HASH = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 _FORMAT = 1
+
+Context = tuple[int, ...]  # the last few tokens
 
 
 def context_key(context: Sequence[int]) -> int:
@@ -216,10 +219,10 @@ class TableDrafter:
             raise InvalidField("max_learned", max_learned, "must not be negative")
         if not 0.0 <= min_confidence <= 1.0:
             raise InvalidField("min_confidence", min_confidence, "must lie between 0 and 1")
-        self._find = lru_cache(_NUM_REMEMBERED)(table.find)
+        self._counted = lru_cache(_NUM_REMEMBERED)(lambda context: table.find(context_key(context)))
         self._max_learned = max_learned
         self._min_confidence = min_confidence
-        self._learned: OrderedDict[int, _Learned] = OrderedDict()
+        self._learned: OrderedDict[Context, _Learned] = OrderedDict()
         self._followed: dict[str, _Followed] = {}
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
@@ -230,7 +233,7 @@ class TableDrafter:
         text = [*followed.tail, *token_ids]
         if self._max_learned:
             for position in range(len(followed.tail), len(text)):
-                self._learn(text[:position], text[position])
+                self._learn(text, position)
         followed.tail = text[-CONTEXT_LENS[0] :]
         followed.length += len(token_ids)
 
@@ -244,16 +247,17 @@ class TableDrafter:
         assert len(self._learned) <= self._max_learned, "more contexts were learned than there is room for"
         assert all(0 < len(f.tail) <= CONTEXT_LENS[0] for f in self._followed.values()), "a tail of the wrong length"
 
-    def _learn(self, before: Sequence[int], token_id: int) -> None:
+    def _learn(self, text: Sequence[int], position: int) -> None:
+        """The token at a position followed those before it."""
         for n in CONTEXT_LENS[:-1]:  # single tokens are followed by too much to be learned one by one
-            if n <= len(before):
-                key = context_key(before[len(before) - n :])
-                learned = self._learned.get(key)
+            if n <= position:
+                context = tuple(text[position - n : position])
+                learned = self._learned.get(context)
                 if learned is None:
-                    learned = self._learned[key] = _Learned()
+                    learned = self._learned[context] = _Learned()
                 else:
-                    self._learned.move_to_end(key)
-                learned.count(token_id)
+                    self._learned.move_to_end(context)
+                learned.count(text[position])
         while len(self._learned) > self._max_learned:
             self._learned.popitem(last=False)
 
@@ -283,9 +287,9 @@ class TableDrafter:
         for n in CONTEXT_LENS:
             if n > len(text):
                 continue
-            key = context_key(text[len(text) - n :])
-            counted = self._find(key)
-            learned = self._learned.get(key)
+            context = tuple(text[-n:])
+            counted = self._counted(context)
+            learned = self._learned.get(context)
             if learned is None:
                 if counted:
                     return counted
@@ -301,7 +305,7 @@ class TableDrafter:
 def _choose(candidates: Sequence[tuple[int, float]], sampling: SamplingParams, position: int) -> tuple[int, float]:
     """The candidate that the target's rule would choose if these were its probabilities (DESIGN idea 1)."""
     if sampling.temperature == 0.0 or len(candidates) == 1:
-        return max(candidates, key=lambda c: c[1])
+        return max(candidates, key=itemgetter(1))
     noise = gumbel_of_few(sampling.seed, position, [token_id for token_id, _ in candidates])
     logs = [math.log(share) if share else -math.inf for _, share in candidates]  # what was learned may fade to nothing
     scores = [log / sampling.temperature + g for log, g in zip(logs, noise, strict=True)]

@@ -13,6 +13,7 @@ from deploy.bench.stable import Stable, as_request
 from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
 from drafters.following import key_of
 from drafters.replay import Recording
+from engine.threads import spare_what_stays
 from profiler.prompts import spread
 from router.planner import StepPlanner
 
@@ -72,6 +73,7 @@ class Race:
         for warm in in_batches(served, batch):
             for one in self._open:
                 one.measure(self._requests(warm))
+        spare_what_stays()  # as a server's processes do
         self._plain: list[Pace | None] = []
         self._paces: dict[str, list[Pace | None]] = {config.name: [] for config in configs}
 

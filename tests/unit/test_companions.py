@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from drafters.registry import make_drafter
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
-from engine.target import SpanInput
+from engine.target import SpanInput, SpanOutcome
+from router.asking import Pace
 from router.assignment import member_name
 from router.cost_model import TableCost
 from router.planner import PlannerSettings, StepPlanner
@@ -181,6 +183,30 @@ def test_one_that_is_not_worth_its_time_is_hardly_asked_and_told_of_it_all_later
         num_rounds = cluster.loop.telemetry.num_passes
     assert 0 < drafter.num_asked < num_rounds / 2
     assert not drafter.lengths, "what has ended is forgotten"
+
+
+def test_only_rounds_without_a_prompt_tell_the_pace(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is worth what decoding forgoes for it: with the time of prompts in the pace it would seem cheap."""
+    engine, model = engine_of(target, (0, 2))
+    only_decode: list[bool] = []
+    execute, note = engine.execute, Pace.note
+    noted: list[float] = []
+
+    def executed(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        only_decode.append(all(span.is_decode for span in spans))
+        return execute(spans)
+
+    def noting(pace: Pace, num_tokens: int, seconds: float) -> None:
+        noted.append(seconds)
+        note(pace, num_tokens, seconds)
+
+    monkeypatch.setattr(engine, "execute", executed)
+    monkeypatch.setattr(Pace, "note", noting)
+    planner = StepPlanner(PlannerSettings(max_chunk_len=8))
+    with EmbeddedCluster(engine, model, COST, {"wrong": PoolEntry(_Wrong(), companion=True)}, planner) as cluster:
+        cluster.complete(requests(6))
+    assert not all(only_decode)
+    assert 0 < len(noted) <= sum(before for before, _ in pairwise(only_decode))
 
 
 class _Failing:
