@@ -176,7 +176,9 @@ class Pool:
         if port is not None:
             name = port.link.peer.name
             if sequence.request.teaches:
-                self._telemetry.observe(commit, name, now_s, sequence.judgement, self.table.max_draft_len)
+                late = sequence.judgement is None and sequence.awaiting_since_s is not None
+                self._telemetry.observe(commit, name, now_s, sequence.judgement, self.table.max_draft_len, late)
+        sequence.awaiting_since_s = None
         if commit.finish is None and sequence.max_new_tokens > 1:
             for one in self._ports.values():
                 if commit.request_id in one.followed:

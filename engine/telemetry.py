@@ -95,20 +95,29 @@ class Telemetry:
         return tuple(taken.values())
 
     def observe(
-        self, commit: Commit, drafter: str, now_s: float, judgement: Judgement | None = None, draft_len: int = 0
+        self,
+        commit: Commit,
+        drafter: str,
+        now_s: float,
+        judgement: Judgement | None = None,
+        draft_len: int = 0,
+        late: bool = False,
     ) -> None:
         """A round of a request that ``drafter`` follows, whether its proposal came in time or not.
 
         Args:
             judgement: of its proposal, where one was at hand.
             draft_len: the most that it may propose.
+            late: none was at hand, and one was waited for.
         """
         elapsed_s = now_s - self._committed_s.get(commit.request_id, now_s - (self.step_s or 0.0))
         self._committed_s[commit.request_id] = now_s
         with self._taking:
-            self._add(commit, drafter, elapsed_s, judgement, draft_len)
+            self._add(commit, drafter, elapsed_s, judgement, draft_len, late)
 
-    def _add(self, commit: Commit, drafter: str, elapsed_s: float, judgement: Judgement | None, draft_len: int) -> None:
+    def _add(
+        self, commit: Commit, drafter: str, elapsed_s: float, judgement: Judgement | None, draft_len: int, late: bool
+    ) -> None:
         key = (commit.request_id, drafter)
         known = self._observations.get(key)
         if known is None:
@@ -128,4 +137,5 @@ class Telemetry:
             known.num_committed + len(commit.token_ids),
             known.elapsed_s + elapsed_s,
             positions,
+            known.num_late + late,
         )

@@ -118,11 +118,18 @@ class Observation:
     num_committed: int  # accepted and bonus tokens
     elapsed_s: float  # from commit to commit, waits for proposals included
     positions: Positions = NO_POSITIONS  # of drafts that were there in time; empty: none was
+    num_late: int = 0  # rounds that began without the draft that was waited for
 
     @property
     def num_in_time(self) -> int:
         """Rounds in which a draft was at hand: each reaches the first position."""
-        return min(self.num_rounds, self.positions.num_reached[0]) if self.positions.num_reached else 0
+        return self.positions.num_reached[0] if self.positions.num_reached else 0
+
+    @property
+    def num_awaited(self) -> int:
+        """Rounds that a draft could have been there for: not a request's first token, its last alone, what comes before a
+        drafter has been told anything, and where it was not asked."""
+        return self.num_in_time + self.num_late
 
 
 @dataclass(frozen=True, slots=True)

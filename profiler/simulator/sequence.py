@@ -130,6 +130,7 @@ class SlotCounts:
         "elapsed_s",
         "num_accepted",
         "num_committed",
+        "num_late",
         "num_proposed",
         "num_rounds",
         "positions",
@@ -138,7 +139,7 @@ class SlotCounts:
 
     def __init__(self, request: SimulatedRequest) -> None:
         self.request = request
-        self.num_rounds = self.num_proposed = self.num_accepted = self.num_committed = 0
+        self.num_rounds = self.num_proposed = self.num_accepted = self.num_committed = self.num_late = 0
         self.elapsed_s = 0.0
         self.positions = NO_POSITIONS
         self.bases: list[int] = []  # where its rounds began
@@ -153,6 +154,7 @@ class SlotCounts:
             self.num_committed,
             self.elapsed_s,
             self.positions,
+            self.num_late,
         )
 
 

@@ -394,10 +394,12 @@ class SimulatedTarget:
             slot.num_accepted += num_accepted
             slot.num_committed += num_new
             slot.elapsed_s += elapsed_s
+            slot.num_late += judgement is None and sequence.awaiting_since_s is not None
             slot.bases.append(base)
             if judgement is not None:
                 failed = judgement.failed(num_new, self.table.max_draft_len, finished)
                 slot.positions = slot.positions.plus(judgement.num_right, failed)
+            sequence.awaiting_since_s = None
             if not finished and request.max_tokens - sequence.position > 1:
                 self._extend(sequence, drafter)
                 sequence.await_proposal(now_s)

@@ -49,11 +49,12 @@ class Hedge:
         v_ij = (1 + s_j (L_ij - 1) + G_ij / (eta n_ij)) / T_j
 
     L_ij: expected tokens of a round that has a draft, from i's own drafts and scores position by position, shrunk to what
-    such prompts (their cluster, at this context length) and all requests saw of j (`router.acceptance`). s_j: the share of
-    rounds whose draft was there in time (`router.policies.in_time`). T_j: seconds of a round with j, waits and those
-    without a draft included. G_ij: a Gumbel draw that stays for the life of i, n_ij the rounds that L_ij rests on. So where
-    drafts are in time i would go to j with a probability proportional to exp(eta n_ij L_ij), which is Hedge, and its
-    perturbed leader where places are scarce (Kalai and Vempala). Drafters of which i has seen little keep a larger draw.
+    such prompts (their cluster, at this context length) and all requests saw of j (`router.acceptance`). s_j: of the rounds
+    that a draft could have been there for, the share in which one was (`router.policies.in_time`). T_j: seconds of a round
+    with j, waits and those without a draft included. G_ij: a Gumbel draw that stays for the life of i, n_ij the rounds that
+    L_ij rests on. So where drafts are in time i would go to j with a probability proportional to exp(eta n_ij L_ij), which
+    is Hedge, and its perturbed leader where places are scarce (Kalai and Vempala). Drafters of which i has seen little keep
+    a larger draw.
     Without scores that does not suffice to find what is best for a request that is unlike the others: so a small share
     tries, for a slot, the drafter of which it has seen least. Where scores come, every drafter has been seen: nobody does.
 

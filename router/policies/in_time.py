@@ -1,4 +1,4 @@
-"""How often a drafter's draft is there when its round begins: one that comes late is not wrong, but of no use."""
+"""How often a drafter's draft is there when the round that waits for it begins: a late one is not wrong, but of no use."""
 
 from collections.abc import Sequence
 from math import exp
@@ -15,7 +15,7 @@ _ELSEWHERE = 1 / 16
 
 
 class InTime:
-    """Fading sums of rounds, and of those with a draft, by drafter."""
+    """Fading sums of the rounds that a draft could have been there for, and of those with one, by drafter."""
 
     def __init__(self, memory_rounds: float) -> None:
         self._memory_rounds = memory_rounds
@@ -26,7 +26,7 @@ class InTime:
         for seen in observations:
             drafter = drafter_of(seen.drafter)
             rounds, in_time = new.get(drafter, (0, 0))
-            new[drafter] = (rounds + seen.num_rounds, in_time + seen.num_in_time)
+            new[drafter] = (rounds + seen.num_awaited, in_time + seen.num_in_time)
         total = sum(rounds for rounds, _ in new.values())
         for drafter, (rounds, in_time) in new.items():
             known_rounds, known_in_time = self._sums.get(drafter, (0.0, 0.0))

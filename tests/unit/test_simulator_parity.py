@@ -1,5 +1,7 @@
 """The simulator against the live loops: from the same course of things the same plans."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -9,11 +11,13 @@ from profiler.simulator.simulation import ClusterSpec, DrafterSpec, Load, Simula
 from profiler.simulator.synthetic import DrafterFamily, Family
 from profiler.simulator.target import TargetLimits
 from profiler.simulator.timing import DraftByCost, PackedPass
+from router.assignment import AssignmentPolicy, Observation, Score
 from router.cost_model import TableCost
 from router.features import prompt_features
 from router.plan import StepPlan
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy
+from router.policies.fixed import Fixed
 from tests.support.live_on_a_clock import run_live
 
 FAMILY = Family(
@@ -64,13 +68,22 @@ def requests(num: int, seed: int) -> list[SimulatedRequest]:
     return found
 
 
+class Noting(Fixed):
+    """One drafter for all, whose observations are kept."""
+
+    def __init__(self, drafter: str) -> None:
+        super().__init__(FixedPolicy(chain=(drafter,)))
+        self.seen: list[Observation] = []
+
+    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+        self.seen.extend(observations)
+
+
 def simulated(
-    cluster: ClusterSpec, policy: PolicyConfig, load: list[SimulatedRequest]
+    cluster: ClusterSpec, policy: AssignmentPolicy, load: list[SimulatedRequest]
 ) -> tuple[list[tuple[float, StepPlan]], dict[str, int]]:
     plans: list[tuple[float, StepPlan]] = []
-    simulation = Simulation(
-        cluster, build_policy(policy), Load(iter(load)), planned=lambda _, now_s, plan: plans.append((now_s, plan))
-    )
+    simulation = Simulation(cluster, policy, Load(iter(load)), planned=lambda _, now_s, plan: plans.append((now_s, plan)))
     outcome = simulation.run()
     return plans, {one.request.id: one.num_tokens for one in outcome.finished}
 
@@ -100,7 +113,7 @@ def simulated(
 def test_the_simulator_plans_as_the_live_loop_does(cluster: ClusterSpec, policy: PolicyConfig, seed: int) -> None:
     load = requests(14, seed)
     live_plans, live_tokens = run_live(cluster, build_policy(policy), load)
-    plans, tokens = simulated(cluster, policy, load)
+    plans, tokens = simulated(cluster, build_policy(policy), load)
     assert tokens == live_tokens == {request.id: request.output_len for request in load}
     for number, (mine, live) in enumerate(zip(plans, live_plans, strict=False)):
         assert mine[1] == live[1], f"plan {number}, at {live[0]}"
@@ -108,8 +121,21 @@ def test_the_simulator_plans_as_the_live_loop_does(cluster: ClusterSpec, policy:
     assert len(plans) == len(live_plans)
 
 
+@pytest.mark.parametrize(("drafter", "num_blocks"), [("quick", 64), ("slow", 64), ("slow", 18)])
+def test_the_simulator_observes_what_the_live_loop_does(drafter: str, num_blocks: int) -> None:
+    load = requests(14, 1)
+    live, mine = Noting(drafter), Noting(drafter)
+    run_live(spec(num_blocks), live, load)
+    simulated(spec(num_blocks), mine, load)
+    found = [(o.request_id, o.num_rounds, o.num_in_time, o.num_late, o.num_proposed, o.num_accepted) for o in mine.seen]
+    seen = [(o.request_id, o.num_rounds, o.num_in_time, o.num_late, o.num_proposed, o.num_accepted) for o in live.seen]
+    assert found == seen
+    assert sum(o.num_in_time for o in mine.seen)
+    assert sum(o.num_awaited for o in mine.seen) < sum(o.num_rounds for o in mine.seen)
+
+
 def test_what_is_compared_is_not_trivial() -> None:
-    plans, _ = simulated(spec(num_blocks=18), EpsilonGreedyPolicy(epsilon=0.2), requests(14, 1))
+    plans, _ = simulated(spec(num_blocks=18), build_policy(EpsilonGreedyPolicy(epsilon=0.2)), requests(14, 1))
     assert any(plan.preempted for _, plan in plans)
     assert any(plan.held for _, plan in plans)
     assert any(span.num_verify for _, plan in plans for span in plan.spans)

@@ -1,0 +1,153 @@
+"""Whether a drafter's drafts come in time: only rounds count that a draft could have been there for."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from cluster.messages import Hello, Message, ProposalRound, Role
+from cluster.types import ModelInfo, Proposal, Request, RoutingTable, SamplingParams
+from engine.pool import Pool
+from engine.sequences import LiveSequence, Sequences
+from engine.target import SpanOutcome
+from engine.telemetry import Telemetry
+from router.assignment import Observation
+from router.plan import Span
+from router.policies.in_time import InTime
+
+MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
+TABLE = RoutingTable(version=0, defaults=(("d",),), max_draft_len=4)
+RIGHT, WRONG = 5, 6
+
+
+@dataclass(eq=False)
+class Link:
+    """The target's end of a link to a drafter whose mail the test writes."""
+
+    peer: Hello = field(default_factory=lambda: Hello(Role.DRAFTER, "d", 100, "fingerprint"))
+
+    def send(self, message: Message) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Target:
+    """Rounds of one request after another, each token of which is RIGHT."""
+
+    def __init__(self, companions: tuple[str, ...] = ()) -> None:
+        self.sequences, self.telemetry, self.link = Sequences(MODEL), Telemetry(step_s=0.1), Link()
+        self.pool = Pool(self.sequences, self.telemetry, TABLE, companions)
+        self.pool.link_up(self.link)
+        self.now_s = 0.0
+
+    def take(self, num_tokens: int, request_id: str = "r") -> LiveSequence:
+        sequence = self.sequences.add(Request(request_id, (1, 2, 3), SamplingParams(max_tokens=num_tokens), arrival_s=0.0))
+        self.pool.seat(sequence)
+        return sequence
+
+    def hear(self, sequence: LiveSequence, *token_ids: int) -> None:
+        """A proposal for what is committed."""
+        confidences = (0.5,) * len(token_ids)
+        proposal = Proposal(sequence.request.id, len(sequence.token_ids), token_ids, confidences, "d")
+        self.pool.hear(self.link, ProposalRound(0, (proposal,)), self.now_s)
+
+    def round(self, sequence: LiveSequence) -> None:
+        """Verifies what is at hand, and commits."""
+        self.now_s += 0.1
+        request_id = sequence.request.id
+        num_left = len(sequence.token_ids) - sequence.computed_len
+        span = self.sequences.span_input(Span(request_id, num_left, 4))
+        drafts = span.token_ids[len(span.token_ids) - span.num_drafts :]
+        num_right = next((i for i, token in enumerate(drafts) if token != RIGHT), len(drafts))
+        commit = self.sequences.apply(span, SpanOutcome(request_id, (RIGHT,) * (num_right + 1), num_right))
+        assert commit is not None
+        self.pool.tell(sequence, commit, self.now_s)
+        if commit.finish is not None:
+            self.sequences.remove(request_id)
+            self.pool.release(sequence)
+
+    def seen(self) -> Observation:
+        (seen,) = self.telemetry.take_observations()
+        return seen
+
+
+def share(target: Target) -> float:
+    in_time = InTime(memory_rounds=1000.0)
+    in_time.observe(target.telemetry.take_observations())
+    return float(in_time.shares(["d"]).item())
+
+
+@pytest.mark.parametrize("drafts", [(), (WRONG,), (RIGHT, WRONG), (RIGHT, RIGHT, RIGHT, RIGHT)])
+@pytest.mark.parametrize("num_tokens", [2, 3, 8])
+def test_a_punctual_drafter_of_short_requests_is_in_time(num_tokens: int, drafts: tuple[int, ...]) -> None:
+    target = Target()
+    for number in range(40):
+        sequence = target.take(num_tokens, f"r{number}")
+        target.round(sequence)
+        while sequence.finish is None:
+            if sequence.max_new_tokens > 1:  # for one token nobody asks for a draft
+                target.hear(sequence, *drafts)
+            target.round(sequence)
+    assert share(target) == 1.0
+
+
+def test_a_late_drafter_of_short_requests_is_not() -> None:
+    target = Target()
+    for number in range(40):
+        sequence = target.take(8, f"r{number}")
+        while sequence.finish is None:
+            target.round(sequence)
+    assert share(target) < 0.05
+
+
+def test_of_each_round_it_is_known_whether_a_draft_was_waited_for() -> None:
+    target = Target()
+    sequence = target.take(20)
+    target.round(sequence)  # of its first token: nothing was asked for yet
+    target.round(sequence)
+    target.hear(sequence, RIGHT, RIGHT, RIGHT)
+    target.round(sequence)
+    assert sequence.finish is None
+    assert (seen := target.seen()).num_rounds == 3
+    assert (seen.num_late, seen.num_in_time, seen.num_awaited) == (1, 1, 2)
+
+
+def test_nothing_is_waited_for_from_a_drafter_that_has_been_told_nothing() -> None:
+    """One that the request has come to, and one that was down."""
+    target = Target()
+    sequence = target.take(20)
+    target.round(sequence)
+    target.pool.follow(RoutingTable(1, {"r": ()}, max_draft_len=4))
+    target.round(sequence)
+    target.pool.follow(RoutingTable(2, {"r": ("d",)}, max_draft_len=4))
+    target.round(sequence)  # the first with it again
+    target.pool.link_down(target.link, "it was killed")
+    target.round(sequence)
+    target.link = Link()
+    target.pool.link_up(target.link)
+    target.round(sequence)  # the first with the new one
+    assert (seen := target.seen()).num_rounds == 3  # the two without a drafter are nobody's
+    assert seen.num_awaited == 0
+
+
+def test_a_companion_that_is_not_asked_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(companions=("d",))
+    sequence = target.take(20)
+    target.round(sequence)
+    monkeypatch.setattr(target.pool, "is_asked", lambda name: False)
+    target.round(sequence)  # it had been asked before this one
+    for _ in range(5):
+        target.round(sequence)
+    assert sequence.awaiting_since_s is None
+    assert (seen := target.seen()).num_rounds == 7
+    assert (seen.num_late, seen.num_in_time) == (1, 0)
+
+
+def test_a_late_draft_that_is_still_ahead_is_in_time_for_the_round_it_reaches() -> None:
+    target = Target()
+    sequence = target.take(20)
+    target.round(sequence)
+    target.round(sequence)
+    proposal = Proposal("r", len(sequence.token_ids) - 1, (RIGHT, RIGHT, RIGHT), (0.5,) * 3, "d")
+    target.pool.hear(target.link, ProposalRound(0, (proposal,)), target.now_s)
+    target.round(sequence)
+    assert ((seen := target.seen()).num_late, seen.num_in_time) == (1, 1)
