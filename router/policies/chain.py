@@ -24,7 +24,7 @@ from router.chains import PROPOSAL_LEN, Level, PassTime, candidates, fastest, pr
 from router.features import PromptClusters
 from router.matching import Floats, Ints
 from router.policies.experience import Experience
-from router.policies.in_time import InTime
+from router.policies.in_time import InTime, Sums
 from router.policies.room import Room
 from router.similarity import Depths, Paces, Similarities, guess
 
@@ -37,6 +37,7 @@ class _Snapshot(BaseModel):
 
     acceptance: dict[str, JsonValue]
     clusters: JsonValue
+    in_time: Sums = {}  # one of an older version has none
 
 
 class ModelChains:
@@ -88,7 +89,13 @@ class ModelChains:
 
     def snapshot(self) -> JsonValue:
         acceptance = self._table.snapshot()
-        return {"acceptance": acceptance, "clusters": self._clusters.snapshot()} if acceptance else None
+        if not acceptance:
+            return None
+        return {
+            "acceptance": acceptance,
+            "clusters": self._clusters.snapshot(),
+            "in_time": {drafter: list(sums) for drafter, sums in self._in_time.sums.items()},
+        }
 
     def restore(self, snapshot: JsonValue) -> None:
         found = _Snapshot.model_validate(snapshot)
@@ -96,6 +103,7 @@ class ModelChains:
         clusters.restore(found.clusters)
         self._table.restore(found.acceptance)
         self._clusters = clusters
+        self._in_time.sums = found.in_time
         self._own.clear()
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:

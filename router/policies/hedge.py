@@ -26,7 +26,7 @@ from router.assignment import (
 from router.features import PromptClusters
 from router.matching import NOWHERE, Floats, Ints, match
 from router.policies.experience import Experience
-from router.policies.in_time import InTime
+from router.policies.in_time import InTime, Sums
 from router.policies.room import Room
 from router.policies.round_times import RoundTimes
 
@@ -41,6 +41,7 @@ class _Snapshot(BaseModel):
     acceptance: dict[str, JsonValue]
     clusters: JsonValue
     times: _Times
+    in_time: Sums = {}  # one of an older version has none
 
 
 class Hedge:
@@ -93,6 +94,7 @@ class Hedge:
             "acceptance": acceptance,
             "clusters": self._clusters.snapshot(),
             "times": {drafter: list(sums) for drafter, sums in self._times.sums.items()},
+            "in_time": {drafter: list(sums) for drafter, sums in self._in_time.sums.items()},
         }
 
     def restore(self, snapshot: JsonValue) -> None:
@@ -102,6 +104,7 @@ class Hedge:
         self._table.restore(found.acceptance)
         self._clusters = clusters
         self._times.sums = found.times
+        self._in_time.sums = found.in_time
         self._own.clear()
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:

@@ -1,18 +1,23 @@
 """Whether a drafter's drafts come in time: only rounds count that a draft could have been there for."""
 
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from cluster.config import ChainPolicy, HedgePolicy
 from cluster.messages import Hello, Message, ProposalRound, Role
 from cluster.types import ModelInfo, Proposal, Request, RoutingTable, SamplingParams
 from engine.pool import Pool
 from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanOutcome
 from engine.telemetry import Telemetry
-from router.assignment import Observation
+from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
 from router.plan import Span
+from router.policies import build_policy
 from router.policies.in_time import InTime
+from tests.support.observing import right_at
 
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
 TABLE = RoutingTable(version=0, defaults=(("d",),), max_draft_len=4)
@@ -151,3 +156,65 @@ def test_a_late_draft_that_is_still_ahead_is_in_time_for_the_round_it_reaches() 
     target.pool.hear(target.link, ProposalRound(0, (proposal,)), target.now_s)
     target.round(sequence)
     assert ((seen := target.seen()).num_late, seen.num_in_time) == (1, 1)
+
+
+# ---- what outlives the policy
+
+CONFIGS = [HedgePolicy(exploration=0.0, learning_rate=1000.0), ChainPolicy()]
+POOL = [PoolMember("late", 8, 0.05), PoolMember("punctual", 8, 0.05)]
+
+
+def learned(config: HedgePolicy | ChainPolicy) -> AssignmentPolicy:
+    """The one is right, and late for all but a few rounds; the other is right less often."""
+    policy = build_policy(config)
+    for number in range(60):
+        policy.observe(
+            [
+                Observation(f"a{number}", "late", 20, 14, 14, 24, 1.0, right_at(2, 14), num_late=18),
+                Observation(f"b{number}", "punctual", 20, 140, 40, 60, 1.0, right_at(20, 40)),
+            ]
+        )
+    return policy
+
+
+def chosen(policy: AssignmentPolicy) -> str:
+    """The last drafter of a chain for a new request."""
+    return policy.assign([RequestView("new", 5, 5, ())], POOL)["new"][-1]
+
+
+def kept(policy: AssignmentPolicy) -> dict[str, Any]:
+    """As the store gives it back."""
+    found = json.loads(json.dumps(policy.snapshot()))
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_who_is_late_is_known_to_a_router_that_is_restarted(config: HedgePolicy | ChainPolicy) -> None:
+    before, fresh = learned(config), build_policy(config)
+    fresh.restore(kept(before))
+    assert chosen(fresh) == chosen(before) == "punctual"
+    assert kept(fresh) == kept(before)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_what_was_kept_before_lateness_was_is_taken_up_and_lateness_learned_anew(config: HedgePolicy | ChainPolicy) -> None:
+    older = kept(learned(config))
+    del older["in_time"]
+    policy = learned(config)
+    policy.restore(older)
+    assert kept(policy) == {**older, "in_time": {}}
+    assert chosen(policy) == "late"  # nobody has seen it be late
+    for number in range(60):
+        policy.observe([Observation(f"c{number}", "late", 20, 0, 0, 20, 1.0, num_late=20)])
+    assert chosen(policy) == "punctual"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+@pytest.mark.parametrize("damage", [None, [], {"late": 1}, {"late": [1]}, {"late": [-1, -1]}, {"late": [1, 2]}])
+def test_what_cannot_be_is_refused_and_changes_nothing(config: HedgePolicy | ChainPolicy, damage: Any) -> None:
+    policy = learned(config)
+    before = kept(policy)
+    with pytest.raises(ValueError, match="in_time"):
+        policy.restore({**before, "in_time": damage})
+    assert kept(policy) == before
