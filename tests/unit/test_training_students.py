@@ -1,0 +1,191 @@
+"""The drafters that are trained: their shape, their first state, and that they are served as they were trained."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.errors import InvalidField, ModelUnavailable
+from drafters.dspark.checkpoint import TargetRows, load_network
+from drafters.layers import load_layers
+from drafters.training.batches import BatchPlan, assemble
+from drafters.training.begun import going_on
+from drafters.training.corpus import Answer
+from drafters.training.dspark_student import DSparkStudent
+from drafters.training.evaluation import standardisation
+from drafters.training.frozen import FrozenTarget
+from drafters.training.kept import InMemory
+from drafters.training.layers_student import LayersStudent
+from drafters.training.readings import Readings, target_rows
+from drafters.training.recipe import TrainOptions, dspark_config, feature_layers, kept_layers
+from drafters.training.vocabulary import choose_vocabulary, coverage
+from engine.layout import PackedSpan
+from tests.support.made_answers import answer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model_folder: Path) -> FrozenTarget:
+    return FrozenTarget(tiny_model_folder, device=CPU, dtype="float32", max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[Answer]:
+    return [answer(f"key{i}", 3 + i % 5, 9 + i % 11) for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def readings(target: FrozenTarget) -> Readings:
+    return Readings(target, (0, 1), InMemory(2**24), max_pass_tokens=64)
+
+
+def student(
+    target: FrozenTarget, readings: Readings, answers: list[Answer], anchor_rank: int = 24, fingerprint: str = ""
+) -> DSparkStudent:
+    options = TrainOptions(
+        "", "dspark", Path("out"), Path("work"), num_layers=1, block_size=4, markov_rank=8, anchor_rank=anchor_rank
+    )
+    vocabulary = choose_vocabulary(answers, 150, 257)
+    config = dspark_config(options, target.model.config, vocabulary, fingerprint)
+    mean, std = standardisation([reading.features for reading in readings.of(answers)])
+    torch.manual_seed(0)
+    return DSparkStudent(config, target_rows(target), mean, std)
+
+
+def test_the_vocabulary_holds_what_is_said_most_then_the_lowest_ids() -> None:
+    said = [Answer("a", "d", 0.0, 0, (1,), (50, 50, 60, 60, 60, 70))]
+    vocabulary = choose_vocabulary(said, 5, 100, always=(99,))
+    assert vocabulary is not None
+    assert vocabulary.tolist() == [0, 50, 60, 70, 99]
+    assert coverage(vocabulary, [Answer("b", "d", 0.0, 0, (1,), (50, 71))]) == 0.5
+    assert choose_vocabulary(said, 100, 100) is None
+
+
+def test_layers_are_chosen_from_both_ends() -> None:
+    assert kept_layers(30, 2) == (0, 1)
+    assert kept_layers(30, 4) == (0, 1, 2, 29)
+    assert feature_layers(30) == (9, 19, 29)
+    assert feature_layers(2) == (0, 1)
+    with pytest.raises(InvalidField, match="num_layers"):
+        kept_layers(2, 3)
+
+
+def test_a_saved_dspark_drafter_computes_on_raw_features_what_was_trained_on_standardised_ones(
+    target: FrozenTarget, readings: Readings, answers: list[Answer], tmp_path: Path
+) -> None:
+    mine = student(target, readings, answers)
+    plan = BatchPlan(4096, 4096, block_size=4)
+    batch = assemble(answers, readings, plan, 1, CPU)
+    torch.nn.init.normal_(mine.network.fc.bias)
+    mine.save(tmp_path / "saved", target.folder)
+    rows = target_rows(target)
+    loaded = load_network(tmp_path / "saved", TargetRows(rows.embedding, rows.head))
+    with torch.no_grad():
+        trained = mine.network(mine.standardised(batch.features), batch.token_ids, batch.lens, batch.anchors)
+        served = loaded(batch.features, batch.token_ids, batch.lens, batch.anchors)
+    # int8 on disk: a percent for each product
+    assert float((trained - served).norm() / trained.norm()) < 0.04
+
+
+@pytest.mark.parametrize("anchor_rank", [24, 1000])
+def test_a_student_begun_with_a_saved_drafter_computes_what_that_does(
+    target: FrozenTarget, readings: Readings, answers: list[Answer], tmp_path: Path, anchor_rank: int
+) -> None:
+    """Whatever its own features' means and deviations are; and saved at once it is that drafter again."""
+    first = student(target, readings, answers, anchor_rank)
+    torch.nn.init.normal_(first.network.fc.bias)
+    assert first.network.anchor_input is not None
+    torch.nn.init.normal_(first.network.anchor_input.maps.bias)
+    first.save(tmp_path / "first", target.folder)
+    torch.manual_seed(5)
+    size, rows = len(first.mean), target_rows(target)
+    other = DSparkStudent(first.config, rows, 3 * torch.randn(size), 0.1 + torch.rand(size))
+    other.begin_with(tmp_path / "first", rows)
+    other.save(tmp_path / "again", target.folder)
+    batch = assemble(answers, readings, BatchPlan(4096, 4096, block_size=4), 1, CPU)
+    arguments = (batch.token_ids, batch.lens, batch.anchors)
+    served, again = (
+        load_network(tmp_path / name, TargetRows(rows.embedding, rows.head))(batch.features, *arguments).detach()
+        for name in ("first", "again")
+    )
+    begun = other.network(other.standardised(batch.features), *arguments).detach()
+    torch.testing.assert_close(begun, served, rtol=1e-3, atol=1e-3)
+    assert float((again - served).norm() / served.norm()) < 0.005
+
+
+def test_going_on_keeps_the_shape_of_the_drafter(
+    target: FrozenTarget, readings: Readings, answers: list[Answer], tmp_path: Path
+) -> None:
+    student(target, readings, answers).save(tmp_path / "mine", target.folder)
+    options = TrainOptions("", "dspark", Path("out"), Path("work"), begin_with=tmp_path / "mine")
+    for asked in (options, replace(options, block_size=4), replace(options, quick=True).resolved()):
+        found = going_on(asked, target)
+        assert (found.num_layers, found.block_size, found.vocabulary) == (1, 4, 150)
+        assert (found.markov_rank, found.anchor_rank, found.begin_with) == (8, 24, tmp_path / "mine")
+    with pytest.raises(InvalidField, match=r"block_size: must be left out, or 4 as the drafter in mine has it, got 5"):
+        going_on(replace(options, block_size=5), target)
+
+
+def test_going_on_with_what_does_not_fit_is_refused(
+    target: FrozenTarget, readings: Readings, answers: list[Answer], tmp_path: Path
+) -> None:
+    options = TrainOptions("", "dspark", Path("out"), Path("work"), begin_with=tmp_path / "mine")
+    with pytest.raises(ModelUnavailable, match="no folder of a trained drafter"):
+        going_on(options, target)
+    mine = student(target, readings, answers, fingerprint="another")
+    mine.save(tmp_path / "mine", target.folder)
+    with pytest.raises(InvalidField, match="begin_with: must have been trained with the tokenizer of model"):
+        going_on(options, target)
+    path = tmp_path / "mine" / "config.json"
+    raw = json.loads(path.read_text())
+    changes = (
+        ({"hidden_size": 64}, "must be a drafter for model, with 2 layers of width 32"),
+        ({"tokenizer_fingerprint": None, "target_layer_ids": [1]}, r"must read the layers \[0, 1\]"),
+        ({"tokenizer_fingerprint": None, "fc_bias": False}, "that `outrider train` made"),
+    )
+    for change, message in changes:
+        path.write_text(json.dumps(raw | change))
+        with pytest.raises(InvalidField, match=message):
+            going_on(options, target)
+    layers = LayersStudent(target.folder, (0,), target_rows(target), None)
+    layers.save(tmp_path / "layers", target.folder)
+    with pytest.raises(InvalidField, match="must be the folder of a drafter of kind dspark, got 'layers'"):
+        going_on(replace(options, begin_with=tmp_path / "layers"), target)
+    for kind in ("layers", "table"):
+        with pytest.raises(InvalidField, match=f"begin_with: is for dspark, and cannot go on with {kind}"):
+            replace(options, drafter=kind)
+
+
+def test_the_regression_predicts_better_than_chance_before_any_step(
+    target: FrozenTarget, readings: Readings, answers: list[Answer]
+) -> None:
+    batch = assemble(answers, readings, BatchPlan(4096, 16384, block_size=4), 1, CPU)
+    mine = student(target, readings, answers)
+    with torch.no_grad():
+        before = mine(batch, 1.0)
+        mine.initialise([batch], target)
+        after = mine(batch, 1.0)
+    assert after.acceptance[:, 0].nanmean() > before.acceptance[:, 0].nanmean() + 0.05
+    assert after.acceptance[:, 1:].nanmean() > before.acceptance[:, 1:].nanmean() + 0.01
+
+
+def test_all_layers_of_the_target_are_its_perfect_drafter(
+    target: FrozenTarget, readings: Readings, answers: list[Answer], tmp_path: Path
+) -> None:
+    """Trained or not: with every layer and the whole head nothing is lost, in training as where it is served."""
+    mine = LayersStudent(target.folder, (0, 1), target_rows(target), None)
+    mine.initialise(target.folder)
+    batch = assemble(answers, readings, BatchPlan(4096, 16384, block_size=4), 1, CPU)
+    with torch.no_grad():
+        assert float(mine(batch, 1.0).acceptance.min()) > 0.999
+    mine.save(tmp_path / "saved", target.folder)
+    model, token_ids = load_layers(tmp_path / "saved", target.folder, "float32", "cpu")
+    assert token_ids is None
+    span = PackedSpan(0, answers[0].token_ids, torch.arange(4, dtype=torch.int32).numpy())
+    hidden = model.forward([span], model.new_cache(4, 32))
+    (reading,) = readings.of(answers[:1])
+    # int8 on disk: a percent for each product
+    assert float((hidden - reading.features[:, -32:]).norm() / hidden.norm()) < 0.06
