@@ -1,7 +1,8 @@
 """A cascade: per request and round, of several drafters the one that promises most, the dear ones asked only when it pays.
 
 All that this needs is learned from what was committed. Every draft that was made is scored against it, whether it was handed
-out or not (full information): so confidences are calibrated for each member, and what asking a dear member adds is known.
+out or not (full information): so confidences are calibrated for each member, it is known what it means that members agree,
+and what asking a dear member adds.
 Drafting nothing is a choice, too: a round without a draft is a plain decode, which keeps large batches from losing.
 """
 
@@ -11,6 +12,7 @@ from itertools import pairwise
 
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
+from drafters.consensus import Consensus, Testimony
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.replay import common_prefix_len
 from drafters.worth import Costs, OwnGain, Worth
@@ -46,9 +48,13 @@ class _Guess:
     member: int
     token_ids: tuple[int, ...]
     confidences: tuple[float, ...]  # as the member gave them
-    survival: tuple[float, ...]
+    testimony: Testimony  # what they mean beside what the lookups drafted
     num_worth: int  # tokens that survive often enough for their rows
     expected_len: float  # sum of their survival, less what their rows cost
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        return self.testimony.survival
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +70,14 @@ class _Round:
     """The last guesses for a request, until the commit that answers them."""
 
     row_price: float
+    heard: tuple[tuple[int, ...], ...] = ()  # what the free members drafted
     guesses: list[_Guess] = field(default_factory=list)
     asked: list[_Asked] = field(default_factory=list)
     cost: float = 0.0  # of the drafts that all have waited for
 
     @property
     def best(self) -> _Guess:
-        """Of equals the first, which is the cheaper."""
-        best = self.guesses[0]
-        for guess in self.guesses:
-            if guess.expected_len > best.expected_len:
-                best = guess
-        return best
+        return _best_of(self.guesses)
 
 
 @dataclass(slots=True)
@@ -107,6 +109,8 @@ class CascadeDrafter:
             raise InvalidField("members", [m.name for m in members], "must stand in the order of their cost")
         self._members = tuple(members)
         self._survival = [OnlineSurvival() for _ in members]
+        self._num_free = sum(member.cost == 0.0 for member in members)
+        self._consensus = Consensus(len(members), self._num_free)
         self._worth = {i: Worth() for i, member in enumerate(members) if member.cost > 0.0}
         self._costs = Costs({i: members[i].cost for i in self._worth})
         self._clock = clock
@@ -140,17 +144,22 @@ class CascadeDrafter:
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
         rounds = [_Round(demand.row_price) for demand in demands]
-        for index, member in enumerate(self._members):
+        free = [self._drafts(index, demands) for index in range(self._num_free)]
+        for i, round_ in enumerate(rounds):
+            heard = [drafts[i] for drafts in free]
+            round_.heard = tuple(draft.token_ids for draft, _ in heard)
+            round_.guesses = [self._guess(index, round_, *found) for index, found in enumerate(heard)]
+        for index in range(self._num_free, len(self._members)):
             asked = self._asked(index, demands, rounds)
             if not asked:
                 continue
-            cost, drafts = self._drafts_of(index, [demands[i] for i in asked], len(demands))
-            survivals = self._survival[index].survival([draft.confidences for draft in drafts])
-            for i, draft, survival in zip(asked, drafts, survivals, strict=True):
-                if member.cost > 0.0 and rounds[i].guesses:
+            drafts = self._drafts(index, [demands[i] for i in asked])
+            for i, found in zip(asked, drafts, strict=True):
+                if rounds[i].guesses:
                     rounds[i].asked.append(_Asked(index, rounds[i].best))
-                rounds[i].guesses.append(_guess(index, draft, survival, rounds[i].row_price))
-            for round_ in rounds if cost else ():
+                rounds[i].guesses.append(self._guess(index, rounds[i], *found))
+            cost = self._costs.of(index, len(asked), len(demands))
+            for round_ in rounds:
                 round_.cost += cost
         settled = [self._settle(demand, round_) for demand, round_ in zip(demands, rounds, strict=True)]
         if self._clock is not None and not all(demand.ahead for demand in demands):
@@ -166,21 +175,26 @@ class CascadeDrafter:
         for member in self._members:
             member.drafter.check_integrity()
 
-    def _drafts_of(self, index: int, demands: Sequence[Demand], num_all: int) -> tuple[float, list[Draft]]:
-        """Of a member, and what they cost."""
-        drafter, num = self._members[index].drafter, len(demands)
-        if index not in self._worth:
-            return 0.0, drafter.propose(demands)
-        if self._clock is None:
-            return self._costs.of(index, num, num_all), drafter.propose(demands)
-        start_s = self._clock()
-        drafts = drafter.propose(demands)
-        self._costs.drafted(index, num, self._clock() - start_s)
-        return self._costs.of(index, num, num_all), drafts
+    def _drafts(self, index: int, demands: Sequence[Demand]) -> list[tuple[Draft, tuple[float, ...]]]:
+        """Of a member, with the survival of their prefixes. What those of a dear one take is learned."""
+        drafter = self._members[index].drafter
+        if self._clock is None or index not in self._worth:
+            drafts = drafter.propose(demands)
+        else:
+            start_s = self._clock()
+            drafts = drafter.propose(demands)
+            self._costs.drafted(index, len(demands), self._clock() - start_s)
+        return list(zip(drafts, self._survival[index].survival([d.confidences for d in drafts]), strict=True))
+
+    def _guess(self, index: int, round_: _Round, draft: Draft, survival: tuple[float, ...]) -> _Guess:
+        testimony = self._consensus.weigh(index, draft.token_ids, survival, round_.heard)
+        worth = [probability for probability in testimony.survival if probability > round_.row_price]
+        expected_len = sum(worth) - len(worth) * round_.row_price
+        return _Guess(index, draft.token_ids, draft.confidences, testimony, len(worth), expected_len)
 
     def _asked(self, index: int, demands: Sequence[Demand], rounds: Sequence[_Round]) -> Sequence[int]:
         """For which demands a member is asked."""
-        if index not in self._worth or not rounds or not rounds[0].guesses:
+        if not rounds or not rounds[0].guesses:
             return range(len(demands))
         forgone = len(demands) * self._tokens_per_round / self._cost_per_round  # by the batch, in a round's time
         at_hand = [
@@ -192,10 +206,12 @@ class CascadeDrafter:
     def _learn(self, followed: _Followed, round_: _Round, token_ids: Sequence[int]) -> None:
         """What was committed says of every guess how far it was right, and no more than so far."""
         for guess in round_.guesses:
-            self._survival[guess.member].record(guess.confidences[: len(token_ids)], _num_right(guess, token_ids))
+            num_right = _num_right(guess, token_ids)
+            self._survival[guess.member].record(guess.confidences[: len(token_ids)], num_right)
+            self._consensus.record(guess.testimony, len(token_ids), num_right)
         for asked in round_.asked:
             until = next(i for i, guess in enumerate(round_.guesses) if guess.member == asked.member)
-            chosen = _Round(round_.row_price, round_.guesses[: until + 1]).best
+            chosen = _best_of(round_.guesses[: until + 1])
             gain = _worth(chosen, token_ids, round_.row_price) - _worth(asked.at_hand, token_ids, round_.row_price)
             self._worth[asked.member].learn(gain, asked.at_hand.expected_len, followed.own[asked.member])
         self._tokens_per_round += _PACE_MEMORY * (len(token_ids) - self._tokens_per_round)
@@ -247,9 +263,13 @@ class CascadeDrafter:
         return best
 
 
-def _guess(member: int, draft: Draft, survival: tuple[float, ...], row_price: float) -> _Guess:
-    worth = [probability for probability in survival if probability > row_price]
-    return _Guess(member, draft.token_ids, draft.confidences, survival, len(worth), sum(worth) - len(worth) * row_price)
+def _best_of(guesses: Sequence[_Guess]) -> _Guess:
+    """Of equals the first, which is the cheaper."""
+    best = guesses[0]
+    for guess in guesses:
+        if guess.expected_len > best.expected_len:
+            best = guess
+    return best
 
 
 def _worth(guess: _Guess, token_ids: Sequence[int], row_price: float) -> float:

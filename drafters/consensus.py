@@ -1,0 +1,104 @@
+"""What it says of a draft token that others drafted the same there, or something else.
+
+A confidence tells how often a drafter is right when it is as sure as that. Beside other drafts of the same round it means
+more, or less: two lookups that found the same token in different places are hardly ever both wrong, and of two that differ
+one is. So the survival of drafts is corrected by how they compare, token by token, as verification finds it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from drafters.replay import common_prefix_len
+from profiler.online_scaling import OnlineScaling
+
+_NUM_WITNESSES = 4  # drafts that others are compared with, at most: each makes three times as many cases
+_MEMORY = 500.0  # tokens of a case that count
+_STEPS = 250
+_GRID = np.linspace(0.0, 1.0, _STEPS + 1)
+_FIRST_AT_ONCE = 64  # tokens; the more are known, the less a few change
+_MOST_AT_ONCE = 1024
+
+_SILENT, _SAME, _OTHER = range(3)  # a witness says nothing of a token, drafted it too, or another in its place
+
+
+@dataclass(frozen=True, slots=True)
+class Testimony:
+    """Of one draft. ``told``: how likely each token is to be right, given those before it, as far as its drafter knows;
+    ``cases``: how it compares with the witnesses; ``survival``: of its prefixes, corrected."""
+
+    told: tuple[float, ...]
+    cases: tuple[int, ...]
+    survival: tuple[float, ...]
+
+
+class Consensus:
+    """The first few drafters of a round are the witnesses: they draft for every request, and all are compared with them.
+
+    A case is a drafter, whether the token is the first of its draft, and what each witness says of it. Each has a slope and
+    an offset of its own for the log odds of what was told (``OnlineScaling``), which begin at 1 and 0.
+    """
+
+    def __init__(self, num_drafters: int, num_witnesses: int) -> None:
+        self.num_witnesses = min(num_witnesses, _NUM_WITNESSES)
+        self._num_cases = 3**self.num_witnesses  # of one drafter at one place
+        num_all = num_drafters * 2 * self._num_cases
+        self._scaling = OnlineScaling(num_all, _MEMORY)
+        self._maps = [_GRID.tolist()] * num_all
+        self._pending: list[tuple[int, float, bool]] = []
+        self._num_records = 0
+
+    def weigh(
+        self, drafter: int, token_ids: Sequence[int], survival: Sequence[float], witnesses: Sequence[tuple[int, ...]]
+    ) -> Testimony:
+        """
+        Args:
+            drafter: its number; of a witness its place among them.
+            survival: of the draft's prefixes, never rising.
+            witnesses: their drafts, its own among them if it is one.
+        """
+        if not token_ids:
+            return Testimony((), (), ())
+        cases = self._cases(drafter, token_ids, witnesses)
+        told, corrected, before, chance = [], [], 1.0, 1.0
+        for case, probability in zip(cases, survival, strict=True):
+            certain = probability / before if before > 0.0 else 0.0
+            before = probability
+            chance *= self._maps[case][round(certain * _STEPS)]
+            told.append(certain)
+            corrected.append(chance)
+        return Testimony(tuple(told), tuple(cases), tuple(corrected))
+
+    def record(self, testimony: Testimony, num_verified: int, num_right: int) -> None:
+        """Of the first ``num_verified`` tokens of a draft the first ``num_right`` were right."""
+        for place in range(min(num_right + 1, num_verified, len(testimony.told))):
+            self._pending.append((testimony.cases[place], testimony.told[place], place < num_right))
+        if len(self._pending) >= min(max(_FIRST_AT_ONCE, self._num_records // 8), _MOST_AT_ONCE):
+            self._take_up()
+
+    def _cases(self, drafter: int, token_ids: Sequence[int], witnesses: Sequence[tuple[int, ...]]) -> list[int]:
+        """Of each token. A witness that drafted another token before says nothing of those behind it."""
+        first, later = drafter * 2 * self._num_cases, (drafter * 2 + 1) * self._num_cases
+        cases = [first, *([later] * (len(token_ids) - 1))]
+        weight = 1
+        for witness, drafted in enumerate(witnesses[: self.num_witnesses]):
+            if witness != drafter and drafted:
+                num_same = common_prefix_len(token_ids, drafted)
+                for place in range(num_same):
+                    cases[place] += weight * _SAME
+                if num_same < min(len(token_ids), len(drafted)):
+                    cases[num_same] += weight * _OTHER
+            weight *= 3
+        return cases
+
+    def _take_up(self) -> None:
+        cases = np.array([case for case, _, _ in self._pending])
+        told = np.array([certain for _, certain, _ in self._pending])
+        came_true = np.array([right for _, _, right in self._pending])
+        self._num_records += len(self._pending)
+        self._pending.clear()
+        self._scaling.learn(told, cases, came_true)
+        changed = np.unique(cases)
+        for case, scaled in zip(changed.tolist(), self._scaling(_GRID, changed[:, None]).tolist(), strict=True):
+            self._maps[case] = scaled
