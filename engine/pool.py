@@ -175,7 +175,7 @@ class Pool:
         port = self._port_of(sequence)
         if port is not None:
             name = port.link.peer.name
-            if sequence.request.teaches:
+            if sequence.request.teaches and commit.error is None:  # a pass that failed says nothing
                 late = sequence.judgement is None and sequence.awaiting_since_s is not None
                 self._telemetry.observe(commit, name, now_s, sequence.judgement, self.table.max_draft_len, late)
         sequence.awaiting_since_s = None

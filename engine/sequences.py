@@ -166,7 +166,7 @@ class Sequences:
         """
         sequence = self._live[span.request_id]
         if outcome.error is not None:
-            sequence.finish = FinishReason.ERROR
+            sequence.finish, sequence.judgement = FinishReason.ERROR, None
             return Commit(span.request_id, len(sequence.token_ids), (), finish=sequence.finish, error=outcome.error)
         if not span.samples:
             sequence.computed_len = span.base_len + len(span.token_ids)

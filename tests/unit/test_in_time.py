@@ -70,6 +70,12 @@ class Target:
             self.sequences.remove(request_id)
             self.pool.release(sequence)
 
+    def fail(self, sequence: LiveSequence) -> None:
+        span = self.sequences.span_input(Span(sequence.request.id, 1, 0))
+        commit = self.sequences.apply(span, SpanOutcome(span.request_id, (), 0, error="no number among the logits"))
+        assert commit is not None
+        self.pool.tell(sequence, commit, self.now_s)
+
     def seen(self) -> Observation:
         (seen,) = self.telemetry.take_observations()
         return seen
@@ -156,6 +162,21 @@ def test_a_late_draft_that_is_still_ahead_is_in_time_for_the_round_it_reaches() 
     target.pool.hear(target.link, ProposalRound(0, (proposal,)), target.now_s)
     target.round(sequence)
     assert ((seen := target.seen()).num_late, seen.num_in_time) == (1, 1)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_pass_that_failed_says_nothing_of_a_drafter(is_late: bool) -> None:
+    target = Target()
+    sequence = target.take(20)
+    target.round(sequence)
+    target.hear(sequence, RIGHT, WRONG)
+    target.round(sequence)
+    if not is_late:
+        target.hear(sequence, RIGHT)
+    target.fail(sequence)
+    assert sequence.judgement is None
+    assert (seen := target.seen()).num_rounds == 2
+    assert (seen.num_late, seen.num_in_time) == (0, 1)
 
 
 # ---- what outlives the policy
