@@ -62,7 +62,7 @@ class NgramDrafter:
         InvalidField: not 1 <= min_match_len <= max_match_len.
     """
 
-    def __init__(self, max_match_len: int = 4, min_match_len: int = 2) -> None:
+    def __init__(self, max_match_len: int = 4, min_match_len: int = 1) -> None:
         if not 1 <= min_match_len <= max_match_len:
             raise InvalidField("min_match_len", min_match_len, f"must lie between 1 and max_match_len ({max_match_len})")
         self._match_lens = range(max_match_len, min_match_len - 1, -1)

@@ -17,7 +17,7 @@ class NgramOptions(Section):
 
     kind: Literal["ngram"] = "ngram"
     max_match_len: Count = 4
-    min_match_len: Count = 2
+    min_match_len: Count = 1
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
