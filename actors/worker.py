@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from engine.threads import spare_what_stays
+from engine.garbage import spare_what_stays
 
 logger = logging.getLogger(__name__)
 

@@ -105,8 +105,8 @@ class CascadeDrafter:
     def __init__(self, members: Sequence[Member], clock: Callable[[], float] | None = None) -> None:
         if not members:
             raise InvalidField("members", 0, "must hold at least one drafter")
-        if any(a.cost > b.cost for a, b in pairwise(members)):
-            raise InvalidField("members", [m.name for m in members], "must stand in the order of their cost")
+        if members[0].cost < 0.0 or any(a.cost > b.cost for a, b in pairwise(members)):
+            raise InvalidField("members", [m.name for m in members], "must stand in the order of their cost, from 0")
         self._members = tuple(members)
         self._survival = [OnlineSurvival() for _ in members]
         self._num_free = sum(member.cost == 0.0 for member in members)

@@ -1,8 +1,8 @@
 """What it says of a draft token that others drafted the same there, or something else.
 
 A confidence tells how often a drafter is right when it is as sure as that. Beside other drafts of the same round it means
-more, or less: two lookups that found the same token in different places are hardly ever both wrong, and of two that differ
-one is. So the survival of drafts is corrected by how they compare, token by token, as verification finds it.
+more, or less: two lookups that found the same token in different places are hardly ever both wrong, and of two that
+differ one at least is. So the survival of drafts is corrected by how they compare, token by token, as verification finds it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _MEMORY = 500.0  # tokens of a case that count
 _STEPS = 250
 _GRID = np.linspace(0.0, 1.0, _STEPS + 1)
 _FIRST_AT_ONCE = 64  # tokens; the more are known, the less a few change
-_MOST_AT_ONCE = 1024
+_MOST_AT_ONCE = 128
 
 _SILENT, _SAME, _OTHER = range(3)  # a witness says nothing of a token, drafted it too, or another in its place
 

@@ -34,8 +34,9 @@ PROCESS_BYTES = 110 * 2**20
 TORCH_BYTES = 350 * 2**20
 CUDA_BYTES = 600 * 2**20
 # Of a token of a request that is followed, measured: the list alone, an index of n-grams, an automaton.
-TOKEN_BYTES, NGRAM_BYTES, AUTOMATON_BYTES = 36, 440, 450
-LEARNED_BYTES = 400  # of a context that a table has learned
+TOKEN_BYTES, NGRAM_BYTES, AUTOMATON_BYTES = 36, 490, 450
+LEARNED_BYTES = 570  # of a context that a table has learned
+REMEMBERED_BYTES = 6 * 2**20  # of the contexts that a table has lately looked up
 COUNTED_BYTES = 40  # of one that it was made with
 DTYPE_BYTES: Mapping[str, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
 _STORED_BYTES = {"I8": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I32": 4, "I64": 8}
@@ -131,7 +132,7 @@ def _table(options: TableOptions, num_tokens: int) -> Footprint:
     return Footprint(
         stored,
         weight_bytes=num_counted * COUNTED_BYTES,
-        cache_bytes=options.max_learned * LEARNED_BYTES,
+        cache_bytes=options.max_learned * LEARNED_BYTES + (REMEMBERED_BYTES if options.path is not None else 0),
         request_bytes=num_tokens * TOKEN_BYTES,
     )
 

@@ -34,7 +34,8 @@ Context = tuple[int, ...]  # the last few tokens
 
 
 def context_key(context: Sequence[int]) -> int:
-    """64 bits that stand for a context; two of a million contexts share one with probability 3e-8."""
+    """64 bits that stand for a context. Of a million contexts two share one with probability 3e-8, but for those that begin
+    with the token of the same number as they have tokens: they have the keys of the contexts behind it."""
     key = len(context)
     for token_id in context:
         key = ((key ^ token_id) * _HASH) & _MASK
@@ -59,6 +60,10 @@ class HabitTable:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def after(self, context: Context) -> list[tuple[int, float]]:
+        """(token, probability), likeliest first; nothing if the context is not known."""
+        return self.find(context_key(context))
 
     def find(self, key: int) -> list[tuple[int, float]]:
         """(token, probability) of a context, likeliest first; nothing if it is not known."""
@@ -200,7 +205,7 @@ class _Learned:
 
 _FADE = 0.95
 _TRUST = 4.0  # occurrences that a counted table's shares weigh as much as
-_NUM_REMEMBERED = 65_536  # contexts, of which it is remembered what the counted table says, if anything
+NUM_REMEMBERED = 8192  # contexts, of which it is remembered what the counted table says, if anything
 _SCARCE = 1.0  # of a context that no counted table knows: an occurrence means little yet
 
 
@@ -210,7 +215,7 @@ class TableDrafter:
 
     Args:
         table: counted before; what is learned while serving comes on top.
-        max_learned: contexts that are learned at most, about 400 bytes each; the least recently used is forgotten. 0: none.
+        max_learned: contexts that are learned at most, about 570 bytes each; the least recently used is forgotten. 0: none.
         min_confidence: a draft ends before a token that is less probable.
     """
 
@@ -219,7 +224,7 @@ class TableDrafter:
             raise InvalidField("max_learned", max_learned, "must not be negative")
         if not 0.0 <= min_confidence <= 1.0:
             raise InvalidField("min_confidence", min_confidence, "must lie between 0 and 1")
-        self._counted = lru_cache(_NUM_REMEMBERED)(lambda context: table.find(context_key(context)))
+        self._counted = lru_cache(NUM_REMEMBERED)(table.after)
         self._max_learned = max_learned
         self._min_confidence = min_confidence
         self._learned: OrderedDict[Context, _Learned] = OrderedDict()
@@ -267,14 +272,12 @@ class TableDrafter:
         position = followed.length + len(demand.ahead)
         token_ids: list[int] = []
         confidences: list[float] = []
-        survival, least = 1.0, 0.5 * demand.row_price
         while len(token_ids) < demand.num_tokens:
             candidates = self._candidates(text)
             if not candidates:
                 break
             token_id, confidence = _choose(candidates, followed.sampling, position)
-            survival *= confidence
-            if confidence < self._min_confidence or survival < least:
+            if confidence < self._min_confidence:
                 break
             token_ids.append(token_id)
             confidences.append(confidence)

@@ -63,6 +63,15 @@ class Companion(Protocol):
         """Returns whether there was anything to do: if so, it is called again at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """Of a round: when it began, the tokens that it decoded, and the seconds that prompts took in its pass."""
+
+    began_s: float
+    num_tokens: int
+    prompts_s: float
+
+
 class TargetLoop:
     """Owns a target, its sequences, and its ends of the links to drafters and gateways.
 
@@ -100,7 +109,7 @@ class TargetLoop:
         self._clock = clock
         self._companions = list(companions)
         self._pace = Pace()
-        self._last_round_s: float | None = None  # when it began, if it only decoded
+        self._last_round: _Decoded | None = None  # if it decoded
         self._sequences = Sequences(model)
         self._newest_table = table or RoutingTable(version=0)
         self._pool = Pool(self._sequences, self.telemetry, self._newest_table, [one.name for one in companions])
@@ -190,7 +199,7 @@ class TargetLoop:
         self._pool.follow(self._newest_table)
         self._take_mail(now_s)
         self._unread_since_s = None
-        last_round_s, self._last_round_s = self._last_round_s, None
+        last_round, self._last_round = self._last_round, None
         if not self._sequences:
             self._flush()
             return StepReport(executed=False)
@@ -208,9 +217,10 @@ class TargetLoop:
             self._pool.choose(num_sampled)
         commits = self._apply(spans, outcomes, end_s)
         if num_sampled:
-            self._weigh(spans, commits, None if last_round_s is None else now_s - last_round_s)
-        if all(span.is_decode for span in spans):  # a prompt's rows say nothing of the pace at which answers grow
-            self._last_round_s = now_s
+            if last_round is not None:
+                self._pace.note(last_round.num_tokens, now_s - last_round.began_s - last_round.prompts_s)
+            self._weigh(spans, commits)
+            self._last_round = self._decoded(spans, commits, now_s)
         self.telemetry.record(sum(len(s.token_ids) for s in spans), commits, end_s - now_s, end_s)
         self._flush()
         if not self._sequences:
@@ -304,18 +314,24 @@ class TargetLoop:
                 logger.info("passes of about %d rows now take %.2f times what was measured", drift.num_rows, drift.ratio)
         return outcomes
 
-    def _weigh(self, spans: Sequence[SpanInput], commits: Sequence[Commit], round_s: float | None) -> None:
-        """What the companions' drafts have saved in this pass, and what a row costs at the pace of the last ones.
-
-        ``round_s``: since the round before began, what companions took included; None: it did not only decode."""
+    def _weigh(self, spans: Sequence[SpanInput], commits: Sequence[Commit]) -> None:
+        """What the companions' drafts have saved in this pass, and what a row costs at the pace of the last rounds."""
         sampled = [span for span in spans if span.samples]
         num_rows, context = sum(1 + span.num_drafts for span in sampled), sum(span.base_len for span in sampled)
         self._pool.weigh(commits, len(sampled), context, self._cost)
-        if round_s is not None:
-            self._pace.note(sum(len(commit.token_ids) for commit in commits), round_s)
         price = self._pace.row_price(num_rows, context, self._cost)
         for companion in self._companions:
             companion.row_price = price
+
+    def _decoded(self, spans: Sequence[SpanInput], commits: Sequence[Commit], began_s: float) -> "_Decoded | None":
+        """A row is worth what decoding forgoes for it: prompts, and their time as the cost model has it, do not count."""
+        decoding = {span.request_id: len(span.token_ids) for span in spans if span.is_decode}
+        num_tokens = sum(len(commit.token_ids) for commit in commits if commit.request_id in decoding)
+        if not num_tokens:
+            return None
+        context, num_rows = sum(span.base_len for span in spans), sum(len(span.token_ids) for span in spans)
+        decoding_s = self._cost.step_s(sum(decoding.values()), context)
+        return _Decoded(began_s, num_tokens, self._cost.step_s(num_rows, context) - decoding_s)
 
     def _preempt(self, sequence: LiveSequence) -> None:
         """Gives up the blocks; what was committed stays, and is recomputed later to the same tokens (DESIGN idea 1)."""

@@ -27,7 +27,7 @@ class SpanInput:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it holds nothing of a prompt: the newest committed token, and drafts."""
+        """Whether it holds the newest committed token and drafts, and of a prompt no more than its last token."""
         return self.samples and len(self.token_ids) == 1 + self.num_drafts
 
 

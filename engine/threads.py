@@ -1,6 +1,5 @@
-"""What is done before a loop begins, so that nothing else takes its time later: products of many threads, garbage."""
+"""Where products of many threads may be made before a loop makes them on a thread of its own."""
 
-import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -18,10 +17,3 @@ def in_own_thread(call: Callable[[], Result]) -> Result:
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="own") as executor:
         return executor.submit(call).result()
-
-
-def spare_what_stays() -> None:
-    """Garbage collections leave out what is there now. Of a process with torch these are 200,000 objects, all of which a
-    collection would look at, a tenth of a second in which no loop runs. For processes that serve until they end."""
-    gc.collect()
-    gc.freeze()

@@ -17,7 +17,7 @@ _EARLY = 200.0  # records after which a correction is trusted against odds of e 
 _LEAST = 1e-3  # what came to pass had at least this chance, whatever was told
 # Records: what the maps cost to fit, half a millisecond, is shared by so many. The more are known, the less a few change.
 _FIRST_AT_ONCE = 16
-_MOST_AT_ONCE = 512
+_MOST_AT_ONCE = 128
 
 
 class OnlineSurvival:

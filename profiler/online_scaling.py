@@ -31,20 +31,20 @@ class OnlineScaling:
 
     def learn(self, confidences: Floats, positions: NDArray[np.intp], came_true: NDArray[np.bool_]) -> None:
         """Of tokens before which all were right, each [n]."""
-        num_positions = len(self._lines)
         told = np.stack([_logit(confidences), np.ones_like(confidences)], axis=-1)
-        kept = (self._keep ** np.bincount(positions, minlength=num_positions))[:, None, None]
-        precision = kept * self._precision + (1.0 - kept) * self._before
-        weighed = kept * self._precision @ self._lines[:, :, None] + (1.0 - kept) * (self._before @ _UNCHANGED)[:, None]
+        at, positions, num = np.unique(positions, return_inverse=True, return_counts=True)  # the others stay as they are
+        kept = (self._keep**num)[:, None, None]
+        precision = kept * self._precision[at] + (1.0 - kept) * self._before
+        weighed = kept * self._precision[at] @ self._lines[at, :, None] + (1.0 - kept) * (self._before @ _UNCHANGED)[:, None]
         np.add.at(weighed[:, :, 0], positions, (came_true - 0.5)[:, None] * told)
-        lines = self._lines
+        lines = self._lines[at]
         for _ in range(_NUM_STEPS):
             bounded = precision.copy()
             curvature = _bound((told * lines[positions]).sum(-1))
             np.add.at(bounded, positions, curvature[:, None, None] * told[:, :, None] * told[:, None, :])
             lines = np.linalg.solve(bounded, weighed)[:, :, 0]
         lines[:, 0] = np.maximum(lines[:, 0], _LEAST_SLOPE)
-        self._lines, self._precision = lines, bounded
+        self._lines[at], self._precision[at] = lines, bounded
 
 
 def _bound(logits: Floats) -> Floats:

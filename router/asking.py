@@ -76,12 +76,15 @@ def saved_s(num_sequences: int, num_verified: int, num_accepted: int, num_contex
 
 
 class Pace:
-    """Tokens per second over the last rounds, all that a round takes included."""
+    """Tokens decoded per second over the last rounds, all that decoding takes included."""
 
     def __init__(self) -> None:
         self._tokens, self._seconds = RunningMean(), RunningMean()
 
     def note(self, num_tokens: int, seconds: float) -> None:
+        """Of a round. Not positive, the seconds were mistaken, and say nothing."""
+        if seconds <= 0.0:
+            return
         self._tokens.add(num_tokens, _MEMORY)
         self._seconds.add(self._seconds.usual(seconds), _MEMORY)
 

@@ -84,7 +84,7 @@ class TableOptions(Section):
 
     kind: Literal["table"] = "table"
     path: str | None = None  # of a counted table or its folder, or the name of a shipped one; None: only what is learned
-    max_learned: Annotated[int, Field(ge=0, le=2**31 - 1)] = 50_000  # contexts, about 400 bytes each
+    max_learned: Annotated[int, Field(ge=0, le=2**31 - 1)] = 50_000  # contexts, about 570 bytes each
     min_confidence: Fraction = 0.1  # a draft ends before a token less probable than this
 
 

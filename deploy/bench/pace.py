@@ -1,5 +1,6 @@
 """How fast answers come with drafters, and without: the whole engine, the real round, at a constant batch."""
 
+import gc
 import math
 import random
 import statistics
@@ -13,7 +14,6 @@ from deploy.bench.stable import Stable, as_request
 from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
 from drafters.following import key_of
 from drafters.replay import Recording
-from engine.threads import spare_what_stays
 from profiler.prompts import spread
 from router.planner import StepPlanner
 
@@ -73,13 +73,15 @@ class Race:
         for warm in in_batches(served, batch):
             for one in self._open:
                 one.measure(self._requests(warm))
-        spare_what_stays()  # as a server's processes do
+        gc.collect()
+        gc.freeze()  # as a server's processes do (`engine.garbage`)
         self._plain: list[Pace | None] = []
         self._paces: dict[str, list[Pace | None]] = {config.name: [] for config in configs}
 
     def close(self) -> None:
         for one in self._open:
             one.close()
+        gc.unfreeze()
 
     @property
     def all_had_turns(self) -> bool:
@@ -101,8 +103,9 @@ class Race:
         whole = Pace(sum(p.num_tokens for p in known), sum(p.seconds for p in known))
         self._plain.append(whole if len(known) == len(own) else None)
         if len(self._plain) == self._turns.every:
-            near = near_best({name: speedup.value for name, speedup in self.speedups().items()})
-            self._racing = {name: self._racing[name] for name in near}
+            values = {name: speedup.value for name, speedup in self.speedups().items()}
+            near = near_best(values)
+            self._racing = {name: one for name, one in self._racing.items() if name in near or name not in values}
 
     def speedups(self) -> dict[str, Speedup]:
         """Without those of which no batch could be measured."""

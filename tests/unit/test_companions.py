@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -185,19 +184,23 @@ def test_one_that_is_not_worth_its_time_is_hardly_asked_and_told_of_it_all_later
     assert not drafter.lengths, "what has ended is forgotten"
 
 
-def test_only_rounds_without_a_prompt_tell_the_pace(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row is worth what decoding forgoes for it: with the time of prompts in the pace it would seem cheap."""
+def test_a_row_has_its_price_also_where_prompts_come_in_nearly_every_pass(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of each round that decodes are noted, whatever of prompts is in it."""
     engine, model = engine_of(target, (0, 2))
-    only_decode: list[bool] = []
+    decoded: list[int] = []
     execute, note = engine.execute, Pace.note
-    noted: list[float] = []
+    noted: list[int] = []
 
     def executed(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
-        only_decode.append(all(span.is_decode for span in spans))
-        return execute(spans)
+        outcomes = execute(spans)
+        decoding = {span.request_id for span in spans if span.is_decode}
+        decoded.append(sum(len(outcome.token_ids) for outcome in outcomes if outcome.request_id in decoding))
+        return outcomes
 
     def noting(pace: Pace, num_tokens: int, seconds: float) -> None:
-        noted.append(seconds)
+        noted.append(num_tokens)
         note(pace, num_tokens, seconds)
 
     monkeypatch.setattr(engine, "execute", executed)
@@ -205,8 +208,11 @@ def test_only_rounds_without_a_prompt_tell_the_pace(target: Path, monkeypatch: p
     planner = StepPlanner(PlannerSettings(max_chunk_len=8))
     with EmbeddedCluster(engine, model, COST, {"wrong": PoolEntry(_Wrong(), companion=True)}, planner) as cluster:
         cluster.complete(requests(6))
-    assert not all(only_decode)
-    assert 0 < len(noted) <= sum(before for before, _ in pairwise(only_decode))
+    told = [num for num in decoded if num]
+    assert len(told) < len(decoded)
+    rest = iter(told)
+    assert all(any(num == other for other in rest) for num in noted), "each is a round's own, in their order"
+    assert len(noted) > len(told) / 2
 
 
 class _Failing:

@@ -336,3 +336,52 @@ def test_members_must_stand_in_order_of_cost() -> None:
         cascade((Scripted(1, 0.5), 1.0, False), (Scripted(1, 0.5), 0.0, False))
     with pytest.raises(InvalidField, match="at least one"):
         CascadeDrafter([])
+
+
+@dataclass
+class Sometimes:
+    """Of one token, the right one as often as ``rate`` says, half sure; its luck is its own."""
+
+    rate: float
+    wrong: int
+    luck: random.Random
+    last: int = 0
+    lengths: dict[str, int] = field(default_factory=dict)
+
+    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+        self.lengths[request_id] = len(token_ids)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self.lengths[request_id] += len(token_ids)
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        return [Draft(demand.request_id, (self._guess(demand),), (0.5,)) for demand in demands]
+
+    def release(self, request_id: str) -> None: ...
+
+    def check_integrity(self) -> None: ...
+
+    def _guess(self, demand: Demand) -> int:
+        is_right = self.luck.random() < self.rate
+        self.last = CONTENT[self.lengths[demand.request_id] % 800] if is_right else self.wrong
+        return self.last
+
+
+def test_of_lookups_that_agree_it_is_surer_than_of_those_that_differ() -> None:
+    """Each is right half of the time, and both wrong in ways of their own: where they agree they are right."""
+    one, other = Sometimes(0.5, 1, random.Random(1)), Sometimes(0.5, 2, random.Random(2))
+    drafter = CascadeDrafter([Member("a", one, 0.0), Member("b", other, 0.0)])
+    drafter.open("r", CONTENT[:3], 3, SAMPLING)
+    handed: dict[bool, list[float]] = {True: [], False: []}
+    for length in range(3, 1503):
+        (draft,) = drafter.propose([Demand("r", 1)])
+        if length > 1200 and draft.token_ids:
+            handed[one.last == other.last].append(draft.confidences[0])
+        drafter.extend("r", CONTENT[length % 800 : length % 800 + 1])
+    assert sum(handed[True]) / len(handed[True]) > 0.85
+    assert sum(handed[False]) / len(handed[False]) < 0.55
+
+
+def test_a_cost_below_nothing_is_refused() -> None:
+    with pytest.raises(InvalidField, match="from 0"):
+        CascadeDrafter([Member("a", Scripted(1, 0.5), -1.0), Member("b", Scripted(1, 0.5), 0.0)])

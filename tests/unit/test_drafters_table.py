@@ -78,16 +78,6 @@ def test_a_changed_habit_is_unlearned() -> None:
     assert draft(drafter, 1).token_ids == (7,)
 
 
-def test_a_draft_ends_where_a_token_would_not_be_worth_its_row() -> None:
-    table = count_habits([((1, 2, 3, token_id), 0) for token_id in (4, 4, 5, 5, 6, 6)], 100)
-    drafter = opened(table, (1, 2))
-    lens = {}
-    for price in (0.0, 0.9):
-        (found,) = drafter.propose([Demand("r", 2, (), price)])
-        lens[price] = len(found.token_ids)
-    assert lens == {0.0: 2, 0.9: 1}
-
-
 def test_what_has_not_followed_for_long_is_not_guessed_at_any_temperature() -> None:
     drafter = opened(EMPTY, (1, 2), SamplingParams(max_tokens=9, temperature=2.0), min_confidence=0.0)
     drafter.extend("r", (9, 1, 2))
