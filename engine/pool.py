@@ -53,7 +53,7 @@ class Pool:
         for sequence in self._sequences:
             if sequence.drafter == name:
                 port.open(sequence, self.table.max_draft_len)
-                sequence.awaiting_since_s = None
+                sequence.expect_nothing()
             elif name in self._scorers(sequence):
                 port.shadow(sequence)
         logger.info("drafter %s is up", name)
@@ -66,7 +66,7 @@ class Pool:
         del self._ports[name]
         for sequence in self._sequences:
             if sequence.drafter == name:
-                sequence.awaiting_since_s = None
+                sequence.expect_nothing()
                 self._telemetry.forget(sequence.request.id)
         logger.warning("drafter %s is down: %s", name, reason)
 
@@ -176,15 +176,17 @@ class Pool:
         if port is not None:
             name = port.link.peer.name
             if sequence.request.teaches and commit.error is None:  # a pass that failed says nothing
-                late = sequence.judgement is None and sequence.awaiting_since_s is not None
-                self._telemetry.observe(commit, name, now_s, sequence.judgement, self.table.max_draft_len, late)
-        sequence.awaiting_since_s = None
+                missed = sequence.judgement is None and sequence.can_have_draft
+                self._telemetry.observe(commit, name, now_s, sequence.judgement, self.table.max_draft_len, missed)
+        sequence.expect_nothing()
         if commit.finish is None and sequence.max_new_tokens > 1:
             for one in self._ports.values():
                 if commit.request_id in one.followed:
                     one.extend(commit.request_id, commit.base_len, commit.token_ids)
-            if port is not None and self.is_asked(port.link.peer.name):
-                sequence.await_proposal(now_s)
+            if port is not None:
+                sequence.can_have_draft = True
+                if self.is_asked(port.link.peer.name):
+                    sequence.await_proposal(now_s)
 
     def release(self, sequence: LiveSequence) -> None:
         """Nobody needs to follow it any more."""
@@ -218,7 +220,7 @@ class Pool:
         if moves:
             self._telemetry.forget(request_id)
             sequence.proposal = None
-            sequence.awaiting_since_s = None
+            sequence.expect_nothing()
             if former is not None:
                 if former.link.peer.name in self._scorers(sequence):
                     former.shift(request_id, 0)

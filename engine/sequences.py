@@ -26,6 +26,7 @@ class LiveSequence:
     chain: Chain = ()  # of pool members, nearest to the target last
     drafter: str | None = None  # the last of them, which follows it
     awaiting_since_s: float | None = None
+    can_have_draft: bool = False  # in its next round: a drafter followed it at its last commit, asked or not
     held: bool = False  # for its proposal, by the last plan
     told_s: dict[int, float] = field(default_factory=dict)  # committed length -> when the drafter was told of it
     proposal: Proposal | None = None
@@ -40,6 +41,11 @@ class LiveSequence:
     @property
     def max_new_tokens(self) -> int:
         return self.request.sampling.max_tokens - (len(self.token_ids) - self.prompt_len)
+
+    def expect_nothing(self) -> None:
+        """Of the drafter, which is yet to be told of the request, or of what is committed."""
+        self.awaiting_since_s = None
+        self.can_have_draft = False
 
     def await_proposal(self, now_s: float) -> None:
         """The drafter is being told of what is committed now."""

@@ -101,22 +101,22 @@ class Telemetry:
         now_s: float,
         judgement: Judgement | None = None,
         draft_len: int = 0,
-        late: bool = False,
+        missed: bool = False,
     ) -> None:
         """A round of a request that ``drafter`` follows, whether its proposal came in time or not.
 
         Args:
             judgement: of its proposal, where one was at hand.
             draft_len: the most that it may propose.
-            late: none was at hand, and one was waited for.
+            missed: none was at hand, and one could have been.
         """
         elapsed_s = now_s - self._committed_s.get(commit.request_id, now_s - (self.step_s or 0.0))
         self._committed_s[commit.request_id] = now_s
         with self._taking:
-            self._add(commit, drafter, elapsed_s, judgement, draft_len, late)
+            self._add(commit, drafter, elapsed_s, judgement, draft_len, missed)
 
     def _add(
-        self, commit: Commit, drafter: str, elapsed_s: float, judgement: Judgement | None, draft_len: int, late: bool
+        self, commit: Commit, drafter: str, elapsed_s: float, judgement: Judgement | None, draft_len: int, missed: bool
     ) -> None:
         key = (commit.request_id, drafter)
         known = self._observations.get(key)
@@ -137,5 +137,5 @@ class Telemetry:
             known.num_committed + len(commit.token_ids),
             known.elapsed_s + elapsed_s,
             positions,
-            known.num_late + late,
+            known.num_missed + missed,
         )

@@ -118,7 +118,7 @@ class Observation:
     num_committed: int  # accepted and bonus tokens
     elapsed_s: float  # from commit to commit, waits for proposals included
     positions: Positions = NO_POSITIONS  # of drafts that were there in time; empty: none was
-    num_late: int = 0  # rounds that began without the draft that was waited for
+    num_missed: int = 0  # rounds that a draft could have been there for and was not: it came late, or was not asked for
 
     @property
     def num_in_time(self) -> int:
@@ -127,9 +127,9 @@ class Observation:
 
     @property
     def num_awaited(self) -> int:
-        """Rounds that a draft could have been there for: not a request's first token, its last alone, what comes before a
-        drafter has been told anything, and where it was not asked."""
-        return self.num_in_time + self.num_late
+        """Rounds that a draft could have been there for: not a request's first token, its last alone, and what comes before
+        a drafter has been told of the request."""
+        return self.num_in_time + self.num_missed
 
 
 @dataclass(frozen=True, slots=True)

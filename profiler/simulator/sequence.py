@@ -18,6 +18,7 @@ class SimulatedSequence:
 
     __slots__ = (
         "awaiting_since_s",
+        "can_have_draft",
         "committed_len",
         "committed_s",
         "computed_len",
@@ -44,6 +45,7 @@ class SimulatedSequence:
         self.drafter: str | None = None
         self.lead: Chain = ()  # who rides ahead of it
         self.awaiting_since_s: float | None = None
+        self.can_have_draft = False
         self.committed_s: float | None = None  # when it last committed, if that was with this drafter
         self.first_token_s: float | None = None
         self.told_s: dict[int, float] = {}
@@ -97,8 +99,13 @@ class SimulatedSequence:
         self.awaiting_since_s = None
         return True
 
+    def expect_nothing(self) -> None:
+        self.awaiting_since_s = None
+        self.can_have_draft = False
+
     def await_proposal(self, now_s: float) -> None:
         self.awaiting_since_s = now_s
+        self.can_have_draft = True  # a companion is always asked
         self.told_s[self.position] = now_s
         if len(self.told_s) > _MAX_TOLD:
             del self.told_s[next(iter(self.told_s))]
@@ -130,7 +137,7 @@ class SlotCounts:
         "elapsed_s",
         "num_accepted",
         "num_committed",
-        "num_late",
+        "num_missed",
         "num_proposed",
         "num_rounds",
         "positions",
@@ -139,7 +146,7 @@ class SlotCounts:
 
     def __init__(self, request: SimulatedRequest) -> None:
         self.request = request
-        self.num_rounds = self.num_proposed = self.num_accepted = self.num_committed = self.num_late = 0
+        self.num_rounds = self.num_proposed = self.num_accepted = self.num_committed = self.num_missed = 0
         self.elapsed_s = 0.0
         self.positions = NO_POSITIONS
         self.bases: list[int] = []  # where its rounds began
@@ -154,7 +161,7 @@ class SlotCounts:
             self.num_committed,
             self.elapsed_s,
             self.positions,
-            self.num_late,
+            self.num_missed,
         )
 
 

@@ -286,7 +286,7 @@ class SimulatedTarget:
         self._release(sequence)
         sequence.drafter = drafter
         sequence.drop_proposal()
-        sequence.awaiting_since_s = None
+        sequence.expect_nothing()
         if drafter is not None and drafter in self._drafters:
             news = self._news_of(drafter)
             news.releases.discard(sequence.request.id)
@@ -394,12 +394,12 @@ class SimulatedTarget:
             slot.num_accepted += num_accepted
             slot.num_committed += num_new
             slot.elapsed_s += elapsed_s
-            slot.num_late += judgement is None and sequence.awaiting_since_s is not None
+            slot.num_missed += judgement is None and sequence.can_have_draft
             slot.bases.append(base)
             if judgement is not None:
                 failed = judgement.failed(num_new, self.table.max_draft_len, finished)
                 slot.positions = slot.positions.plus(judgement.num_right, failed)
-            sequence.awaiting_since_s = None
+            sequence.expect_nothing()
             if not finished and request.max_tokens - sequence.position > 1:
                 self._extend(sequence, drafter)
                 sequence.await_proposal(now_s)

@@ -1,4 +1,5 @@
-"""How often a drafter's draft is there when the round that waits for it begins: a late one is not wrong, but of no use."""
+"""How often a drafter's draft is there for a round that it could be there for: one that is late, or was not asked for, is
+not wrong, but of no use."""
 
 from collections.abc import Sequence
 from math import exp
@@ -12,7 +13,8 @@ from router.matching import Floats
 
 PRIOR_ROUNDS = 8.0  # in time, that a drafter is thought to have had before its first
 # Of a round with another drafter, as a share of a round of its own, in what it makes forget: so one that was left because it
-# was late is thought better of with time, until the first request tries it, and seldom enough for that to cost little.
+# was late, or seldom asked, is thought better of with time, until the first request tries it, and seldom enough for that to
+# cost little.
 _ELSEWHERE = 1 / 16
 
 

@@ -124,7 +124,7 @@ def test_drafts_that_come_too_late_are_not_waited_for_and_are_not_wrong() -> Non
     assert best[-1] == "large"
     before = acceptance_of(found)
     for _ in range(50):
-        found.observe([Observation("r", "large", 20, 0, 0, 20, 1.0, num_late=20)])
+        found.observe([Observation("r", "large", 20, 0, 0, 20, 1.0, num_missed=20)])
     assert chosen(found, POOL, *best) == ("small",)
     assert acceptance_of(found) == before
 

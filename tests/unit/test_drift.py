@@ -64,7 +64,7 @@ def test_drafts_that_come_too_late_are_no_collapse() -> None:
     for _ in range(200):
         watched.observe(slot(random, 0.6))
     for number in range(400):
-        watched.observe([Observation(f"late-{number}-{i}", "d", 10, 0, 0, 10, 0.3, num_late=10) for i in range(4)])
+        watched.observe([Observation(f"late-{number}-{i}", "d", 10, 0, 0, 10, 0.3, num_missed=10) for i in range(4)])
         assert watched.standing("d") is Standing.OPEN
 
 

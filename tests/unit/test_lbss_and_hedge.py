@@ -173,7 +173,7 @@ def test_a_drafter_that_is_late_is_left_for_its_lateness_and_is_thought_no_less_
     def slot(late: bool, num_slots: int) -> set[Chain]:
         for _ in range(num_slots):
             here = [
-                Observation(r.request_id, "d0", 10, 0, 0, 10, 1.0, num_late=10) if late else seen(r.request_id, "d0", 4.0)
+                Observation(r.request_id, "d0", 10, 0, 0, 10, 1.0, num_missed=10) if late else seen(r.request_id, "d0", 4.0)
                 for r in requests
             ]
             policy.observe(here, [Score(r.request_id, "d1", right_at(10, 8)) for r in requests])
@@ -188,7 +188,7 @@ def test_lateness_is_forgotten_while_others_draft_so_that_it_is_tried_again() ->
     in_time = InTime(memory_rounds=100.0)
     assert in_time.shares(["d0", "d1"]).tolist() == [1.0, 1.0]
     for _ in range(20):
-        in_time.observe([Observation("r", "d0/1", 10, 0, 0, 10, 1.0, num_late=10), seen("q", "d1", 2.0)])
+        in_time.observe([Observation("r", "d0/1", 10, 0, 0, 10, 1.0, num_missed=10), seen("q", "d1", 2.0)])
     late, punctual = in_time.shares(["d0", "d1"]).tolist()
     assert late < 0.1
     assert punctual == 1.0
@@ -203,12 +203,12 @@ def test_lateness_is_forgotten_while_others_draft_so_that_it_is_tried_again() ->
 
 def test_only_late_drafts_are_no_wrong_ones() -> None:
     policy = build_policy(HedgePolicy())
-    policy.observe([Observation(f"r{i}", "d0", 10, 0, 0, 10, 1.0, num_late=10) for i in range(9)])
+    policy.observe([Observation(f"r{i}", "d0", 10, 0, 0, 10, 1.0, num_missed=10) for i in range(9)])
     known = policy.snapshot()
     assert known is None  # nothing was drafted, so nothing is known of what drafts are worth
     policy.observe([seen("r", "d0", 3.0)])
     once = policy.snapshot()
-    policy.observe([Observation("r", "d0", 10, 0, 0, 10, 1.0, num_late=10)])
+    policy.observe([Observation("r", "d0", 10, 0, 0, 10, 1.0, num_missed=10)])
     again = policy.snapshot()
     assert isinstance(once, dict)
     assert isinstance(again, dict)

@@ -127,8 +127,8 @@ def test_the_simulator_observes_what_the_live_loop_does(drafter: str, num_blocks
     live, mine = Noting(drafter), Noting(drafter)
     run_live(spec(num_blocks), live, load)
     simulated(spec(num_blocks), mine, load)
-    found = [(o.request_id, o.num_rounds, o.num_in_time, o.num_late, o.num_proposed, o.num_accepted) for o in mine.seen]
-    seen = [(o.request_id, o.num_rounds, o.num_in_time, o.num_late, o.num_proposed, o.num_accepted) for o in live.seen]
+    found = [(o.request_id, o.num_rounds, o.num_in_time, o.num_missed, o.num_proposed, o.num_accepted) for o in mine.seen]
+    seen = [(o.request_id, o.num_rounds, o.num_in_time, o.num_missed, o.num_proposed, o.num_accepted) for o in live.seen]
     assert found == seen
     assert sum(o.num_in_time for o in mine.seen)
     assert sum(o.num_awaited for o in mine.seen) < sum(o.num_rounds for o in mine.seen)
