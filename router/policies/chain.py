@@ -88,14 +88,10 @@ class ModelChains:
             self._own.add(rows, drafters, reached, right)
 
     def snapshot(self) -> JsonValue:
-        acceptance = self._table.snapshot()
-        if not acceptance:
-            return None
-        return {
-            "acceptance": acceptance,
-            "clusters": self._clusters.snapshot(),
-            "in_time": {drafter: list(sums) for drafter, sums in self._in_time.sums.items()},
-        }
+        acceptance, in_time = self._table.snapshot(), self._in_time.snapshot()
+        if not acceptance and not in_time:
+            return None  # nothing is known of any drafter
+        return {"acceptance": acceptance, "clusters": self._clusters.snapshot(), "in_time": in_time}
 
     def restore(self, snapshot: JsonValue) -> None:
         found = _Snapshot.model_validate(snapshot)

@@ -6,7 +6,7 @@ from math import exp
 from typing import Annotated
 
 import numpy as np
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, JsonValue
 
 from router.assignment import Observation, drafter_of
 from router.matching import Floats
@@ -47,6 +47,10 @@ class InTime:
             known_rounds, known_in_time = self.sums.get(drafter, (0.0, 0.0))
             kept = exp(-(rounds + _ELSEWHERE * (total - rounds)) / self._memory_rounds)
             self.sums[drafter] = (known_rounds * kept + rounds, known_in_time * kept + in_time)
+
+    def snapshot(self) -> dict[str, JsonValue]:
+        """Of whom something is known."""
+        return {drafter: [rounds, in_time] for drafter, (rounds, in_time) in self.sums.items() if rounds}
 
     def shares(self, drafters: Sequence[str]) -> Floats:
         """Of each, from 0 to 1."""

@@ -254,6 +254,38 @@ def test_who_is_late_is_known_to_a_router_that_is_restarted(config: HedgePolicy 
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_drafters_of_which_nothing_but_their_lateness_is_known_are_known_for_it(config: HedgePolicy | ChainPolicy) -> None:
+    before, fresh = build_policy(config), build_policy(config)
+    assert before.snapshot() is None
+    for number in range(60):
+        before.observe([Observation(f"a{number}", "late", 20, 0, 0, 20, 1.0, num_missed=20)])
+    fresh.restore(kept(before))
+    assert kept(fresh) == kept(before)
+    assert kept(fresh)["acceptance"] == {}
+    for policy in (before, fresh):
+        assert chosen(policy) == "punctual"  # which nobody has tried
+    in_slot = [
+        Observation("c", "late", 20, 60, 60, 80, 1.0, right_at(20, 60)),
+        Observation("d", "punctual", 20, 60, 40, 60, 1.0, right_at(20, 40)),
+    ]
+    for policy in (before, fresh):
+        policy.observe(in_slot)
+    assert kept(fresh) == kept(before)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_of_a_drafter_that_could_have_drafted_for_no_round_no_lateness_is_kept(config: HedgePolicy | ChainPolicy) -> None:
+    policy = build_policy(config)
+    policy.observe([Observation("a", "new", 1, 0, 0, 1, 1.0)])  # a first token
+    if config.kind == "chain":
+        assert policy.snapshot() is None
+    else:
+        assert kept(policy)["times"] == {"new": [1.0, 1.0]}
+        assert kept(policy)["in_time"] == {}
+        build_policy(config).restore(kept(policy))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
 def test_what_was_kept_before_lateness_was_is_taken_up_and_lateness_learned_anew(config: HedgePolicy | ChainPolicy) -> None:
     older = kept(learned(config))
     del older["in_time"]

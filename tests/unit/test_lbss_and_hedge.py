@@ -205,7 +205,8 @@ def test_only_late_drafts_are_no_wrong_ones() -> None:
     policy = build_policy(HedgePolicy())
     policy.observe([Observation(f"r{i}", "d0", 10, 0, 0, 10, 1.0, num_missed=10) for i in range(9)])
     known = policy.snapshot()
-    assert known is None  # nothing was drafted, so nothing is known of what drafts are worth
+    assert isinstance(known, dict)
+    assert known["acceptance"] == {}  # nothing was drafted, so nothing is known of what drafts are worth
     policy.observe([seen("r", "d0", 3.0)])
     once = policy.snapshot()
     policy.observe([Observation("r", "d0", 10, 0, 0, 10, 1.0, num_missed=10)])
