@@ -47,8 +47,8 @@ def test_killed_drafters_of_chains_change_no_token_and_come_back(chained: Server
 
 
 def test_three_levels_serve_the_targets_own_tokens(model_folder: Path, tmp_path: Path) -> None:
+    """How many of a chain's drafts come in time is the machine's affair (`tests/unit/test_led.py` waits for them)."""
     config = small_config(str(model_folder), tmp_path)
-    # Cheap ones, and of the last all is handed on: a slow chain's few drafts would all come late on a busy machine.
     few = LayersOptions(path="layers-2", target=str(model_folder), min_survival=0.5, kv_cache_gb=0.1)
     trained = few.model_copy(update={"min_survival": 0.0})
     layers = (DrafterConfig(name="few", options=few), DrafterConfig(name="trained", options=trained))
@@ -60,7 +60,7 @@ def test_three_levels_serve_the_targets_own_tokens(model_folder: Path, tmp_path:
         with ServerProcess(config.model_copy(update=changes)) as server:
             streamed = run(server, kill=None, max_tokens=120)
             with server.client() as http:
-                assert not chain or gauge(http, "outrider_drafter_verified", chain[-1]) > 0
+                assert not chain or gauge(http, "outrider_drafter_reply_seconds", chain[-1]) > 0, "nothing was drafted"
             assert not streamed.errors
             return streamed.texts
 
