@@ -1,8 +1,8 @@
 """What it says of a draft token that others drafted the same there, or something else.
 
 A confidence tells how often a drafter is right when it is as sure as that. Beside other drafts of the same round it means
-more, or less: two lookups that found the same token in different places are hardly ever both wrong, and of two that
-differ one at least is. So the survival of drafts is corrected by how they compare, token by token, as verification finds it.
+more, or less: a token that others found too, in other places, is right more often, and of two that differ one at least is
+wrong. So the survival of drafts is corrected by how they compare, token by token, as verification finds it.
 """
 
 from collections.abc import Sequence

@@ -339,37 +339,23 @@ def test_members_must_stand_in_order_of_cost() -> None:
 
 
 @dataclass
-class Sometimes:
-    """Of one token, the right one as often as ``rate`` says, half sure; its luck is its own."""
+class Sometimes(Scripted):
+    """Of one token, the right one as often as ``rate`` says; its luck is its own."""
 
-    rate: float
-    wrong: int
-    luck: random.Random
+    rate: float = 0.5
+    wrong: int = 0
+    luck: random.Random = field(default_factory=random.Random)
     last: int = 0
-    lengths: dict[str, int] = field(default_factory=dict)
 
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        self.lengths[request_id] = len(token_ids)
-
-    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        self.lengths[request_id] += len(token_ids)
-
-    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        return [Draft(demand.request_id, (self._guess(demand),), (0.5,)) for demand in demands]
-
-    def release(self, request_id: str) -> None: ...
-
-    def check_integrity(self) -> None: ...
-
-    def _guess(self, demand: Demand) -> int:
+    def _draft(self, demand: Demand) -> Draft:
         is_right = self.luck.random() < self.rate
         self.last = CONTENT[self.lengths[demand.request_id] % 800] if is_right else self.wrong
-        return self.last
+        return Draft(demand.request_id, (self.last,), (self.confidence,))
 
 
 def test_of_lookups_that_agree_it_is_surer_than_of_those_that_differ() -> None:
     """Each is right half of the time, and both wrong in ways of their own: where they agree they are right."""
-    one, other = Sometimes(0.5, 1, random.Random(1)), Sometimes(0.5, 2, random.Random(2))
+    one, other = (Sometimes(1, 0.5, wrong=i, luck=random.Random(i)) for i in (1, 2))
     drafter = CascadeDrafter([Member("a", one, 0.0), Member("b", other, 0.0)])
     drafter.open("r", CONTENT[:3], 3, SAMPLING)
     handed: dict[bool, list[float]] = {True: [], False: []}
