@@ -307,7 +307,7 @@ class TargetLoop:
             return self._engine.execute(spans)
         start_s = self._clock()
         outcomes = self._engine.execute(spans)
-        if all(span.samples for span in spans):
+        if all(span.is_decode for span in spans):
             num_rows, context = sum(len(span.token_ids) for span in spans), sum(span.base_len for span in spans)
             drift = self._learning.observe(num_rows, context, self._clock() - start_s)
             if drift is not None:
