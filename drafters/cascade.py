@@ -20,7 +20,6 @@ from profiler.online_calibration import OnlineSurvival
 
 _PACE_MEMORY = 0.01  # weight of the newest round in the tokens per step
 _MIN_SURVIVAL = 0.02  # what is less likely to survive is not handed out
-_MIN_SHARE = 0.5  # nor what survives less often than this share of what a row costs: what is believed of either may be off
 _MAX_SPLICES = 3  # of one draft
 _WORTH_SPLICING = 0.04  # survival under which nobody is asked what comes next
 
@@ -224,7 +223,7 @@ class CascadeDrafter:
             followed.round = round_
             followed.num_drafts[best.member] = followed.num_drafts.get(best.member, 0) + 1
         token_ids, survival = self._spliced(demand, best)
-        least = max(_MIN_SURVIVAL, _MIN_SHARE * demand.row_price)
+        least = max(_MIN_SURVIVAL, demand.least_survival)
         kept = sum(probability >= least for probability in survival)  # survival never rises
         before = (1.0, *survival)
         confidences = tuple(min(1.0, survival[i] / before[i]) for i in range(kept))
@@ -236,7 +235,7 @@ class CascadeDrafter:
         token_ids, survival = guess.token_ids, guess.survival
         place = len(token_ids) if self._members[guess.member].splices else 1
         num_splices = 0
-        least = max(_WORTH_SPLICING, _MIN_SHARE * demand.row_price)
+        least = max(_WORTH_SPLICING, demand.row_price)  # what comes behind survives less often
         while token_ids and place <= len(token_ids) and place < demand.num_tokens and num_splices < _MAX_SPLICES:
             if survival[place - 1] < least:
                 break
@@ -252,7 +251,8 @@ class CascadeDrafter:
     def _lookup(self, demand: Demand, drafted: tuple[int, ...], survival: float) -> _Found:
         """What the most promising of the lookups says behind ``drafted``, which survives with probability ``survival``."""
         best: _Found = ((), ())
-        behind = Demand(demand.request_id, demand.num_tokens - len(drafted), (*demand.ahead, *drafted))
+        ahead, price = (*demand.ahead, *drafted), demand.row_price / survival
+        behind = Demand(demand.request_id, demand.num_tokens - len(drafted), ahead, price)
         for index, member in enumerate(self._members):
             if member.splices:
                 (draft,) = member.drafter.propose([behind])

@@ -98,8 +98,14 @@ class NgramDrafter:
             source += demand.ahead
             period = len(source)  # at least one: an n-gram is indexed when a token follows it
             source = [source[i % period] for i in range(demand.num_tokens)]
-        token_ids = tuple(source[: demand.num_tokens])
-        rates = [self._rates.at(match_len, place) for place in range(len(token_ids))]
+        rates, survival = [self._rates.at(match_len, 0)], 1.0
+        for place in range(1, demand.num_tokens):
+            rate = self._rates.at(match_len, place)
+            survival *= rates[-1].rate
+            if survival * rate.rate < demand.least_survival:
+                break
+            rates.append(rate)
+        token_ids = tuple(source[: len(rates)])
         text.guess = [*_trials_of(text.guess, demand.ahead), *zip(token_ids, rates, strict=True)]
         return Draft(demand.request_id, token_ids, tuple(rate.rate for rate in rates))
 

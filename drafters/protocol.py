@@ -8,6 +8,8 @@ from cluster.messages import LevelReport
 from cluster.types import SamplingParams
 from drafters.shadow import Stopping
 
+_PRICE_SHARE = 0.5  # of a price: what is believed of it, and of a draft, may be off
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -21,6 +23,11 @@ class Demand:
     num_tokens: int
     ahead: tuple[int, ...] = ()
     row_price: float = 0.0
+
+    @property
+    def least_survival(self) -> float:
+        """Where the tokens of a draft survive less often than this, it ends; its first may all the same say something."""
+        return _PRICE_SHARE * self.row_price
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,16 +178,16 @@ class SuffixDrafter:
         num_tail = self._max_match_len
         tail = [*text.token_ids[-num_tail:], *demand.ahead][-num_tail:]
         places = (text.place(demand.ahead), self._shared.place(tail))
-        guesses = [self._follow(place, demand.num_tokens) for place in places if place is not None]
+        guesses = [self._follow(place, demand) for place in places if place is not None]
         best = max(guesses, key=lambda guess: guess.expected_len)
         return Draft(demand.request_id, best.token_ids, best.confidences)
 
-    def _follow(self, place: _Place, num_tokens: int) -> _Guess:
+    def _follow(self, place: _Place, demand: Demand) -> _Guess:
         automaton, state, match_len = place.automaton, place.state, place.match_len
         token_ids: list[int] = []
         confidences: list[float] = []
         survival, expected_len = 1.0, 0.0
-        while len(token_ids) < num_tokens and match_len >= self._min_match_len:
+        while len(token_ids) < demand.num_tokens and match_len >= self._min_match_len:
             token_id, follower, most, total = automaton.likeliest(state)
             if not total:  # the end of a text: its end may have occurred before
                 state = automaton.suffix(state) or ROOT
@@ -195,7 +195,7 @@ class SuffixDrafter:
                 continue
             confidence = most / (total + self._doubt / match_len)
             survival *= confidence
-            if survival < self._min_survival:
+            if survival < (max(self._min_survival, demand.least_survival) if token_ids else self._min_survival):
                 break
             expected_len += survival
             token_ids.append(token_id)

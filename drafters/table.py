@@ -272,12 +272,14 @@ class TableDrafter:
         position = followed.length + len(demand.ahead)
         token_ids: list[int] = []
         confidences: list[float] = []
+        survival = 1.0
         while len(token_ids) < demand.num_tokens:
             candidates = self._candidates(text)
             if not candidates:
                 break
             token_id, confidence = _choose(candidates, followed.sampling, position)
-            if confidence < self._min_confidence:
+            survival *= confidence
+            if confidence < self._min_confidence or (token_ids and survival < demand.least_survival):
                 break
             token_ids.append(token_id)
             confidences.append(confidence)

@@ -17,7 +17,7 @@ _EARLY = 200.0  # records after which a correction is trusted against odds of e 
 _LEAST = 1e-3  # what came to pass had at least this chance, whatever was told
 # Records: what the maps cost to fit, half a millisecond, is shared by so many. The more are known, the less a few change.
 _FIRST_AT_ONCE = 16
-_MOST_AT_ONCE = 128
+_MOST_AT_ONCE = 512
 
 
 class OnlineSurvival:
@@ -76,7 +76,7 @@ class OnlineSurvival:
         if confidences:
             self.num_records += 1
             self._pending.append((tuple(confidences[: num_accepted + 1]), num_accepted))
-            if len(self._pending) >= min(max(_FIRST_AT_ONCE, self.num_records // 8), _MOST_AT_ONCE):
+            if len(self._pending) >= min(max(_FIRST_AT_ONCE, self.num_records // 4), _MOST_AT_ONCE):
                 self._take_up()
 
     def _take_up(self) -> None:

@@ -5,7 +5,9 @@ import subprocess
 import sys
 import tracemalloc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import pytest
@@ -286,6 +288,19 @@ class TestSuffix:
     def test_refuses_arguments_that_make_no_sense(self, field: str, arguments: dict[str, float]) -> None:
         with pytest.raises(InvalidField, match=field):
             suffix(**arguments)
+
+
+@pytest.mark.parametrize("make", [NgramDrafter, suffix])
+def test_where_rows_cost_a_draft_ends_where_it_is_not_worth_them(make: Callable[[], Drafter]) -> None:
+    drafter = make()
+    follow(drafter, [*range(10), *range(5)] * 2)
+    free = draft(drafter, 8)
+    survival = list(accumulate(free.confidences, mul))
+    assert len(free.token_ids) == 8
+    for price, num_tokens in ((2 * survival[4], 5), (2.0, 1)):
+        (dear,) = drafter.propose([Demand("a", 8, row_price=price)])
+        assert dear.token_ids == free.token_ids[:num_tokens], "as far as half of its price, and at least one"
+        assert dear.confidences == free.confidences[:num_tokens]
 
 
 def test_lookups_need_neither_torch_nor_numpy() -> None:

@@ -35,6 +35,13 @@ def test_it_says_what_followed_and_stops_where_it_knows_nothing() -> None:
     assert draft(opened(table, (7, 8))) == Draft("r", (), ())
 
 
+def test_where_rows_cost_it_ends_where_its_draft_is_not_worth_them() -> None:
+    drafter = opened(count_habits([((1, 2, 3, 4, 5), 0)] * 3, max_contexts=100), (9, 1, 2))
+    first, second, _ = draft(drafter).confidences
+    for price, token_ids in ((2 * first * second, (3, 4)), (2.0, (3,))):
+        assert drafter.propose([Demand("r", 4, row_price=price)])[0].token_ids == token_ids
+
+
 def test_prompts_predict_nothing_and_what_was_seen_once_is_left_out() -> None:
     assert len(count_habits([((1, 2, 3), 3)] * 5, 100)) == 0
     assert len(count_habits([((1, 2, 3), 0)], 100)) == 0
