@@ -45,7 +45,8 @@ class PoolMember:
     max_draft_len: int = 8  # tokens of its longest proposal
     costs: MemberCosts | None = None  # None: not measured
     verifies: bool = False  # others can ride ahead of it, in its process
-    leads: bool = True  # it can ride ahead of others
+    leads: bool = True  # it can ride ahead of others; one that cannot drafts in the target's own process
+    num_targets: int = 1  # that each have one of these in their process
 
     @property
     def is_open(self) -> bool:

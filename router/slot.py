@@ -140,6 +140,7 @@ class Router:
                 draining=member.name in self._draining,
                 cost=shares.get(drafter_of(member.name), member.cost),
                 costs=costs.get(drafter_of(member.name), member.costs),
+                num_targets=1 if member.leads else len(reports),
             )
             for member in self._pool
         ]

@@ -45,14 +45,17 @@ def compete(
     until_s: float | None = None,
 ) -> Contest:
     """What is best for a request in hindsight is judged by runs in which all were with one drafter, in three ways: the least
-    time per token that it took; the most tokens of a round, over the mean time of such a round; or the best single drafter
-    for all. Hindsight is whichever of the three commits most."""
+    time per token that it took; the most tokens of a round, over what such a round takes beside the prompts, which are to be
+    computed whoever drafts; or the best single drafter for all. Hindsight is whichever of the three commits most."""
     names = [drafter.name for drafter in spec.drafters]
     single = {name: _alone(spec, name, requests, concurrency, seed, until_s) for name in names}
     nobody = build_policy(FixedPolicy(chain=()))
+    prompts_s = sum(spec.pass_timer.seconds([], [(one.prompt_len, one.prompt_len)]) for one in requests) / spec.num_targets
     found: list[tuple[Outcome, list[str]]] = []
-    for speed in (_tokens_per_s, _tokens_per_mean_round):
-        speeds = {name: speed(outcome) for name, outcome in single.items()}
+    for speeds in (
+        {name: _tokens_per_s(outcome) for name, outcome in single.items()},
+        {name: _tokens_per_mean_round(outcome, prompts_s) for name, outcome in single.items()},
+    ):
         best = [max(names, key=lambda name: speeds[name].get(request.id, 0.0)) for request in requests]
         fixed = [replace(request, chain=(name,)) for request, name in zip(requests, best, strict=True)]
         found.append((simulate(spec, nobody, in_turn(fixed, concurrency), seed, until_s), best))
@@ -116,11 +119,11 @@ def _tokens_per_s(outcome: Outcome) -> dict[str, float]:
     return found | outcome.open_tokens_per_s
 
 
-def _tokens_per_mean_round(outcome: Outcome) -> dict[str, float]:
-    """Tokens of a round of each request that ended, over the mean time of a round of all."""
+def _tokens_per_mean_round(outcome: Outcome, prompts_s: float) -> dict[str, float]:
+    """Tokens of a round of each request that ended, over what a round of a request took of the run, its prompts left out."""
     ended = [one for one in outcome.served if one.num_rounds > 1]
-    round_s = sum(one.end_s - one.first_token_s for one in ended) / max(1, sum(one.num_rounds - 1 for one in ended))
-    return {one.request.id: (one.num_tokens - 1) / (one.num_rounds - 1) / max(1e-9, round_s) for one in ended}
+    round_s = max(1e-9, outcome.end_s - prompts_s) / max(1, sum(one.num_rounds - 1 for one in ended))
+    return {one.request.id: (one.num_tokens - 1) / (one.num_rounds - 1) / round_s for one in ended}
 
 
 def _curve(outcome: Outcome) -> tuple[Floats, Floats]:

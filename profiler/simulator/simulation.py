@@ -26,6 +26,7 @@ from router.planner import Planner
 from router.slot import build_router
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)  # of drafts that policies are told the time of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class ClusterSpec:
         members = []
         for spec in self.drafters:
             relative = relative_draft_cost(self.cost, spec.name, spec.max_draft_len)
-            draft_s = [(batch, self.cost.draft_s(spec.name, batch, spec.max_draft_len)) for batch in (1, 8, 64, 256)]
+            draft_s = [(batch, self.cost.draft_s(spec.name, batch, spec.max_draft_len)) for batch in _BATCHES]
             catch_up_s = self.cost.catch_up_s(spec.name, 256)
             costs = MemberCosts(
                 tuple((batch, seconds) for batch, seconds in draft_s if seconds is not None),

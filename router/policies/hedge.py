@@ -28,9 +28,10 @@ from router.matching import NOWHERE, Floats, Ints, match
 from router.policies.experience import Experience
 from router.policies.in_time import InTime, Sums
 from router.policies.room import Room
-from router.policies.round_times import RoundTimes
+from router.policies.round_times import RoundTimes, shares_target
 
 MAX_CYCLES = 64  # of a slot's matching: what is left to gain then is little, and the next slot begins nearer to it
+_MAX_PRICES = 8  # of a slot, of drafters that the requests with them pay for together
 _LEAST_GAIN = 1e-6  # of a place, as a share of its value: whoever could have one has one
 _Times = dict[str, tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]]
 
@@ -52,10 +53,10 @@ class Hedge:
     L_ij: expected tokens of a round that has a draft, from i's own drafts and scores position by position, shrunk to what
     such prompts (their cluster, at this context length) and all requests saw of j (`router.acceptance`). s_j: of the rounds
     that a draft could have been there for, the share in which one was (`router.policies.in_time`). T_j: seconds of a round
-    with j, waits and those without a draft included. G_ij: a Gumbel draw that stays for the life of i, n_ij the rounds that
-    L_ij rests on. So where drafts are in time i would go to j with a probability proportional to exp(eta n_ij L_ij), which
-    is Hedge, and its perturbed leader where places are scarce (Kalai and Vempala). Drafters of which i has seen little keep
-    a larger draw.
+    if all requests were with j, which share passes and wait for each other (`router.policies.round_times`). G_ij: a Gumbel
+    draw that stays for the life of i, n_ij the rounds that L_ij rests on. So where drafts are in time i would go to j with a
+    probability proportional to exp(eta n_ij L_ij), which is Hedge, and its perturbed leader where places are scarce (Kalai
+    and Vempala). Drafters of which i has seen little keep a larger draw.
     Without scores that does not suffice to find what is best for a request that is unlike the others: so a small share
     tries, for a slot, the drafter of which it has seen least. Where scores come, every drafter has been seen: nobody does.
 
@@ -67,7 +68,7 @@ class Hedge:
         self._config = config
         self._clusters = PromptClusters(config.num_clusters)
         self._table = AcceptanceTable(config.num_clusters, config.cluster_rounds, config.memory_rounds)
-        self._times = RoundTimes(config.memory_rounds)
+        self._times = RoundTimes()
         self._in_time = InTime(config.memory_rounds)
         self._own = Experience(np.random.default_rng(config.seed))
         self._prices: dict[str, float] = {}
@@ -88,7 +89,7 @@ class Hedge:
 
     def snapshot(self) -> JsonValue:
         acceptance, in_time = self._table.snapshot(), self._in_time.snapshot()
-        times: dict[str, JsonValue] = {drafter: list(sums) for drafter, sums in self._times.sums.items()}
+        times: dict[str, JsonValue] = {drafter: list(sums) for drafter, sums in self._times.snapshot().items()}
         if not acceptance and not in_time and not times:
             return None  # nothing is known of any drafter
         return {"acceptance": acceptance, "clusters": self._clusters.snapshot(), "times": times, "in_time": in_time}
@@ -99,7 +100,7 @@ class Hedge:
         clusters.restore(found.clusters)
         self._table.restore(found.acceptance)
         self._clusters = clusters
-        self._times.sums = found.times
+        self._times.restore(found.times)
         self._in_time.sums = found.in_time
         self._own.clear()
 
@@ -128,20 +129,39 @@ class Hedge:
         lens, worth = self._own.expected_lens(
             rows, columns, prior, self._config.request_rounds, [member.max_draft_len for member in drafters]
         )
-        lens = 1.0 + self._in_time.shares(room.drafters) * (lens - 1.0)
+        shares = self._in_time.shares(room.drafters)
+        lens = 1.0 + shares * (lens - 1.0)
         noise = self._own.noise(rows, columns) / (self._config.learning_rate * worth)
-        round_s = self._times.of(drafters)
-        values: Floats = np.maximum(lens + noise, 0.0) / round_s
         here = self._here(requests, pool, room)
         placed = self._own.place(rows)
-        values *= 1.0 - np.minimum(self._switching(requests, drafters, here) / self._config.payback_s, 1.0)
+        tokens = np.maximum(lens + noise, 0.0)
+        tokens *= 1.0 - np.minimum(self._switching(requests, drafters, here) / self._config.payback_s, 1.0)
         stays = np.flatnonzero(placed & (here != NOWHERE))
-        values[stays, here[stays]] *= 1.0 + self._config.hysteresis
+        tokens[stays, here[stays]] *= 1.0 + self._config.hysteresis
+        live = np.array([request.committed_len > 0 for request in requests])
+        round_s = self._round_s(drafters, room, shares, tokens[live])
+        values = tokens / round_s
         tries, least = self._own.draw_explorers(rows, worth, self._config)
         values[tries, least] = np.maximum(values[tries, least], (1.0 + self._config.hysteresis) * values[tries].max(axis=1))
         plain = 1.0 / round_s.min()  # one token a round, which takes no longer than the shortest
         gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))
         return gains
+
+    def _round_s(self, drafters: Sequence[PoolMember], room: Room, shares: Floats, tokens: Floats) -> Floats:
+        """Seconds of a round with each. What drafts take in the target's process is borne by the requests with that drafter:
+        by all, at first, then by those for whom it is best at that price, until they are no fewer than at the last."""
+        copies = [room.num_copies(drafter) for drafter in room.drafters]
+        num_requests = max(1, len(tokens))
+        users = np.full(len(drafters), float(num_requests))
+        shared = np.array([shares_target(member) for member in drafters])
+        for _ in range(_MAX_PRICES):
+            round_s = self._times.of(drafters, copies, shares, users, num_requests)
+            takers = np.bincount((tokens / round_s).argmax(axis=1), minlength=len(drafters))
+            fewer = np.where(shared, np.clip(takers, 1.0, users), users)
+            if (fewer == users).all():
+                break
+            users = fewer
+        return round_s
 
     @staticmethod
     def _here(requests: Sequence[RequestView], pool: Sequence[PoolMember], room: Room) -> Ints:

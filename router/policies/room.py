@@ -16,11 +16,20 @@ class Room:
         self._members: dict[str, list[str]] = {}
         for name in self._free:
             self._members.setdefault(drafter_of(name), []).append(name)
+        self._num_copies = {
+            drafter_of(member.name): len(self._members[drafter_of(member.name)]) * member.num_targets
+            for member in pool
+            if member.is_open
+        }
         self._capacity = {drafter: sum(map(self._free.__getitem__, names)) for drafter, names in self._members.items()}
         self.drafters = tuple(self._members)
 
     def num_free(self, drafter: str) -> int:
         return sum(map(self._free.__getitem__, self._members.get(drafter, ())))
+
+    def num_copies(self, drafter: str) -> int:
+        """Of the drafter, that draft at once."""
+        return self._num_copies[drafter]
 
     def seat_all(self, wishes: Iterable[tuple[RequestView, str]]) -> dict[str, Chain]:
         """A place for each request at the drafter that it is to have, none of which is wished for by more than it has free;

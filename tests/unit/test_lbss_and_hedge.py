@@ -167,7 +167,8 @@ def test_how_long_rounds_take_counts_as_much_as_what_they_bring() -> None:
 def test_a_drafter_that_is_late_is_left_for_its_lateness_and_is_thought_no_less_right() -> None:
     """Where it would be right is known from scores, and where nothing came nothing was wrong."""
     policy = build_policy(HedgePolicy(exploration=0.0, learning_rate=100))
-    requests, pool = [replace(request, chain=("d0",)) for request in views(8)], pool_of(8, 8)
+    requests = [replace(request, chain=("d0",)) for request in views(8)]
+    pool = [replace(member, cost=0.01) for member in pool_of(8, 8)]
     policy.assign(requests, pool)
 
     def slot(late: bool, num_slots: int) -> set[Chain]:

@@ -286,6 +286,20 @@ def test_what_catching_up_costs_reaches_the_policy() -> None:
     assert {member.name: member.costs for member in policy.pool} == {"a": costs, "b": None, "a/1": costs}
 
 
+def test_the_policy_knows_in_how_many_targets_a_companion_is() -> None:
+    class Shown(Fixed):
+        pool: Sequence[PoolMember] = ()
+
+        def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
+            self.pool = pool
+            return super().assign(requests, pool)
+
+    policy = Shown(FixedPolicy())
+    pool = (PoolMember("a", 8, 0.1), PoolMember("b", 8, 0.2, leads=False))
+    Router(policy, pool, 4).slot([report(view("r"), drafters=("a", "b")), report(view("q"), drafters=("a", "b"))])
+    assert {member.name: member.num_targets for member in policy.pool} == {"a": 1, "b": 2}
+
+
 def test_measured_costs_are_a_straight_line_through_what_was_measured() -> None:
     class Cost(TableCost):
         def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:

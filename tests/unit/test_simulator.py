@@ -239,3 +239,47 @@ def test_policies_lie_between_chance_and_hindsight() -> None:
     assert figures["goodput_over_hindsight.hedge"] > 0.85
     missed = regret(contest)
     assert missed["hedge"][1][-1] < missed["lbss"][1][-1]
+
+
+class Prompts(TableCost):
+    """Of a lookup and of a model in the target's process, where prompts take most of the time."""
+
+    def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
+        return {"lookup": 1e-5, "model": 0.001 + 0.0012 * batch}[drafter]
+
+    def catch_up_s(self, drafter: str, num_tokens: int) -> float | None:
+        return 0.0
+
+
+def prompts_and_short_answers(lookup: DrafterFamily, model: DrafterFamily) -> tuple[ClusterSpec, list[SimulatedRequest]]:
+    family = Family(drafters={"lookup": lookup, "model": model}, common=0.3)
+    random = np.random.default_rng(7)
+    load = []
+    for i in range(240):
+        num_tokens = int(random.integers(60, 120))
+        load.append(
+            SimulatedRequest(f"r{i}", 0.0, int(random.integers(50, 450)), num_tokens, family.answer(random, num_tokens, 4))
+        )
+    cost = Prompts((1, 16, 512), (0.011, 0.017, 0.36))
+    drafters = (DrafterSpec("lookup", 8, 4), DrafterSpec("model", 8, 4, companion=True))
+    return cluster(cost, drafters=drafters, limits=replace(LIMITS, max_pass_tokens=2048)), load
+
+
+def test_a_drafter_that_holds_up_all_is_not_taken_for_what_it_brings_to_one() -> None:
+    """The model's rounds bring a tenth more, and take a third longer for everybody."""
+    spec, load = prompts_and_short_answers(
+        DrafterFamily(acceptance=0.55, spread=0.2), DrafterFamily(acceptance=0.6, spread=0.2)
+    )
+    contest = compete(spec, [HedgePolicy()], load, 4)
+    assert contest.single["lookup"].goodput > 1.05 * contest.single["model"].goodput
+    assert contest.figures()["goodput_over_best_single.hedge"] > 0.97
+
+
+def test_hindsight_leaves_prompts_out_of_what_a_round_takes() -> None:
+    """Otherwise a model seems worth its time for more requests than it is."""
+    spec, load = prompts_and_short_answers(
+        DrafterFamily(acceptance=0.5, spread=0.8), DrafterFamily(acceptance=0.65, spread=0.8)
+    )
+    contest = compete(spec, [], load, 4)
+    assert contest.figures()["hindsight_over_best_single"] > 1.025
+    assert 0.3 < contest.best.count("model") / len(load) < 0.4
