@@ -115,7 +115,7 @@ class ModelChains:
         self._predict(drafters, batch)
         if willing:
             rows = self._own.follow(willing, self._clusters)
-            chains |= self._seat(willing, self._per_token_s(rows, drafters), batch, room)
+            chains |= self._seat(willing, self._per_token_s(rows, drafters, batch), batch, room)
         return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
 
     def _note_losses(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> None:
@@ -165,8 +165,9 @@ class ModelChains:
             points.append((batch, max(step_s, points[-1][1]) if points else step_s))
         return PassTime(tuple(points))
 
-    def _per_token_s(self, rows: Ints, drafters: Sequence[PoolMember]) -> Floats:
-        """(requests, drafters), each with the fastest chain below it."""
+    def _per_token_s(self, rows: Ints, drafters: Sequence[PoolMember], batch: int) -> Floats:
+        """(requests, drafters), each with the fastest chain below it. A round that its draft is late for is a plain one: it
+        brings one token, and takes no longer than that."""
         if not drafters:
             return np.zeros((len(rows), 0))
         names = [drafter_of(member.name) for member in drafters]
@@ -174,8 +175,9 @@ class ModelChains:
         lens, _ = self._own.expected_lens(
             rows, columns, self._table.means(), self._config.request_rounds, [m.max_draft_len for m in drafters]
         )
-        lens = 1.0 + self._in_time.shares(names) * (lens - 1.0)
-        per_token_s: Floats = np.array([self._round_s[name] for name in names]) / lens
+        in_time = self._in_time.shares(names)
+        round_s = in_time * [self._round_s[name] for name in names] + (1.0 - in_time) * self._target.at(batch)
+        per_token_s: Floats = round_s / (1.0 + in_time * (lens - 1.0))
         closed = [j for j, name in enumerate(names) if self._depths.of(name) == 0]
         per_token_s[:, closed] = np.inf
         return per_token_s

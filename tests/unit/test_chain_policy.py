@@ -129,6 +129,14 @@ def test_drafts_that_come_too_late_are_not_waited_for_and_are_not_wrong() -> Non
     assert acceptance_of(found) == before
 
 
+def test_a_late_draft_costs_no_more_than_none_so_a_chain_that_pays_is_not_given_up_for_it() -> None:
+    """Nor would it be found out without it that drafts have become punctual."""
+    for step_s, chain in ((0.010, ("large",)), (0.030, TARGET_ONLY)):
+        found = taught(policy(), large=0.9)
+        found.observe([Observation("r", "large", 400, 0, 0, 480, 1.0, num_missed=390)])
+        assert chosen(found, [member("large", step_s)]) == chain, "one that does not pay in time does not pay late"
+
+
 def test_a_small_gain_moves_nobody() -> None:
     pool = [member("a", 0.00100), member("b", 0.00103)]
     found = taught(policy(), a=0.8, b=0.8)
