@@ -131,12 +131,13 @@ class RoundTimes:
         counts = np.array([0.0 if one is None else one.num_rounds for one in known])
         means = np.array([0.0 if one is None else one.mean_s for one in known])
         mean_s = float(counts @ means / counts.sum()) if counts.any() else 0.0
-        # Drafters that nothing was measured of cost a share of what a round takes without them.
         drafts_s = np.array([self._draft_s(member, num) for member, num in zip(members, users.tolist(), strict=True)])
         in_s = shares * drafts_s * np.where(own, num_requests / users, 1.0)
+        # A profile that does not know a drafter knows what share of a round its kind takes.
         in_rounds = shares * np.array([0.0 if _is_measured(member) else _in_rounds(member) for member in members])
         if not counts.any():
-            return _step_s(members) * (1.0 + in_rounds) + in_s
+            unmeasured: Floats = _step_s(members) * (1.0 + in_rounds) + in_s
+            return unmeasured
         waited = np.where(own, 0.0, counts)
         base_s = (counts @ means - waited @ in_s) / (counts.sum() + waited @ in_rounds)
         base_s = max(base_s, mean_s / 2)
