@@ -236,11 +236,12 @@ class CascadeDrafter:
         place = len(token_ids) if self._members[guess.member].splices else 1
         num_splices = 0
         least = max(_WORTH_SPLICING, demand.row_price)  # what comes behind survives less often
+        kept = max(_MIN_SURVIVAL, demand.least_survival)
         while token_ids and place <= len(token_ids) and place < demand.num_tokens and num_splices < _MAX_SPLICES:
             if survival[place - 1] < least:
                 break
             rest = self._lookup(demand, token_ids[:place], survival[place - 1])
-            if sum(rest[1]) > sum(survival[place:]):
+            if _sum_of(rest[1], kept) > _sum_of(survival[place:], kept):
                 token_ids, survival = (*token_ids[:place], *rest[0]), (*survival[:place], *rest[1])
                 num_splices += 1
                 place = len(token_ids)
@@ -261,6 +262,11 @@ class CascadeDrafter:
                 if sum(found) > sum(best[1]):
                     best = (draft.token_ids, found)
         return best
+
+
+def _sum_of(survival: Sequence[float], least: float) -> float:
+    """Of a draft, without what is not handed out."""
+    return sum(probability for probability in survival if probability >= least)
 
 
 def _best_of(guesses: Sequence[_Guess]) -> _Guess:

@@ -26,7 +26,7 @@ class Demand:
 
     @property
     def least_survival(self) -> float:
-        """Where the tokens of a draft survive less often than this, it ends; its first may all the same say something."""
+        """Where the tokens of a draft survive less often than this, it ends. Lookups keep the first, for others to compare."""
         return _PRICE_SHARE * self.row_price
 
 

@@ -55,8 +55,8 @@ def num_blocks_for(config: ModelConfig, num_bytes: int, dtype: torch.dtype, bloc
 
 def cache_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """On a CPU in large pages where the system has them: blocks are scattered, and small pages would each cost a walk.
-    All are written here once, for the system to give them now: in a pass a first write takes 0.4 ms, and a new block
-    may lie in one that is new in every layer.
+    All pages are written here once, for the system to give them now: in a pass a first write takes 0.4 ms, and a new block
+    may lie in a page that is new in every layer.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

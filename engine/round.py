@@ -302,7 +302,7 @@ class TargetLoop:
         return [], []
 
     def _timed(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
-        """One pass. What it took corrects the cost model; one with prompts does not, for their rows are not sampled."""
+        """One pass. What it took corrects the cost model; one with prompts does not, for their rows are not all sampled."""
         if self._learning is None or self._clock is None:
             return self._engine.execute(spans)
         start_s = self._clock()

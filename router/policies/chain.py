@@ -129,7 +129,7 @@ class ModelChains:
     def _predict(self, drafters: Sequence[PoolMember], batch: int) -> None:
         """The fastest chain below each last drafter, and how long a round with it takes."""
         names = [drafter_of(member.name) for member in drafters]
-        known = (tuple(names), tuple(map(self._depths.of, names)), batch.bit_length())
+        known = (tuple(names), tuple(map(self._depths.of, names)), batch.bit_length(), self._target is UNMEASURED)
         if known == self._known and self._slot % REFRESH_SLOTS:
             return
         self._known = known
@@ -167,7 +167,8 @@ class ModelChains:
 
     def _per_token_s(self, rows: Ints, drafters: Sequence[PoolMember], batch: int) -> Floats:
         """(requests, drafters), each with the fastest chain below it. A round that its draft is late for is a plain one: it
-        brings one token, and takes no longer than that."""
+        brings one token, and takes no longer, but for what was waited (`router.planner` bounds that by what a draft is
+        worth)."""
         if not drafters:
             return np.zeros((len(rows), 0))
         names = [drafter_of(member.name) for member in drafters]

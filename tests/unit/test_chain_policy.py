@@ -137,6 +137,13 @@ def test_a_late_draft_costs_no_more_than_none_so_a_chain_that_pays_is_not_given_
         assert chosen(found, [member("large", step_s)]) == chain, "one that does not pay in time does not pay late"
 
 
+def test_once_the_target_is_measured_chains_are_foreseen_anew() -> None:
+    found = taught(ModelChains(ChainPolicy()), small=0.6)
+    chosen(found)
+    found.learn([], TARGET)
+    assert chosen(found) == ("small",)
+
+
 def test_a_small_gain_moves_nobody() -> None:
     pool = [member("a", 0.00100), member("b", 0.00103)]
     found = taught(policy(), a=0.8, b=0.8)
