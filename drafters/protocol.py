@@ -26,7 +26,7 @@ class Demand:
 
     @property
     def least_survival(self) -> float:
-        """Where the tokens of a draft survive less often than this, it ends. Lookups keep the first, for others to compare."""
+        """Where the tokens of a draft survive less often than this, it ends. Lookups keep the first, to be compared."""
         return _PRICE_SHARE * self.row_price
 
 

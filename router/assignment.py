@@ -75,8 +75,8 @@ class Positions:
 
     A drafter that ends a draft of its own accord has reached the position behind it, and was not right there; where
     something else ended it (the longest draft, the end of what was committed) the position was not reached. So it says what
-    a drafter knows, however little of that was verified, and holds alike for one that was only scored. Not so of one that was
-    told what a row costs (`drafters.protocol.Demand`) and ends its drafts by that: it passes for one that knows no more.
+    a drafter knows, however little of that was verified, and holds alike for one that was only scored. Not so of one that
+    was told what a row costs (`drafters.protocol.Demand`) and ends its drafts by that: it passes for one that knows no more.
     """
 
     num_reached: tuple[int, ...] = ()
