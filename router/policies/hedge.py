@@ -33,7 +33,8 @@ from router.policies.round_times import RoundTimes, shares_target
 MAX_CYCLES = 64  # of a slot's matching: what is left to gain then is little, and the next slot begins nearer to it
 _MAX_PRICES = 8  # of a slot, of drafters that the requests with them pay for together
 _LEAST_GAIN = 1e-6  # of a place, as a share of its value: whoever could have one has one
-_Times = dict[str, tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]]
+_Positive = Annotated[float, Field(gt=0)]
+_Times = dict[str, tuple[_Positive, _Positive, _Positive, _Positive]]
 
 
 class _Snapshot(BaseModel):
@@ -41,7 +42,8 @@ class _Snapshot(BaseModel):
 
     acceptance: dict[str, JsonValue]
     clusters: JsonValue
-    times: _Times
+    times: JsonValue = None  # of an older version, which kept other sums
+    rounds: _Times = {}
     in_time: Sums = {}  # one of an older version has none
 
 
@@ -89,10 +91,10 @@ class Hedge:
 
     def snapshot(self) -> JsonValue:
         acceptance, in_time = self._table.snapshot(), self._in_time.snapshot()
-        times: dict[str, JsonValue] = {drafter: list(sums) for drafter, sums in self._times.snapshot().items()}
-        if not acceptance and not in_time and not times:
+        rounds: dict[str, JsonValue] = {drafter: list(sums) for drafter, sums in self._times.snapshot().items()}
+        if not acceptance and not in_time and not rounds:
             return None  # nothing is known of any drafter
-        return {"acceptance": acceptance, "clusters": self._clusters.snapshot(), "times": times, "in_time": in_time}
+        return {"acceptance": acceptance, "clusters": self._clusters.snapshot(), "rounds": rounds, "in_time": in_time}
 
     def restore(self, snapshot: JsonValue) -> None:
         found = _Snapshot.model_validate(snapshot)
@@ -100,7 +102,7 @@ class Hedge:
         clusters.restore(found.clusters)
         self._table.restore(found.acceptance)
         self._clusters = clusters
-        self._times.restore(found.times)
+        self._times.restore(found.rounds)
         self._in_time.sums = found.in_time
         self._own.clear()
 

@@ -9,7 +9,8 @@ take. Who compares the mean rounds of drafters as they are is misled by both. He
 d_j: of a batch of j's drafts for all requests, as the profile says. s_j: the share of rounds with one. M_j: the mean of the
 rounds with j, and e_j its standard error, from how slots differ: what was measured counts instead of the profile as far as
 it is off by more than chance. Time that drafters took in the target's own process is in the rounds of all; so what each slot
-had of it, by the profile, is taken off them, and counts for these drafters alone. base: the mean round without drafts;
+had of it, by the profile, is taken off them, and counts for these drafters alone: theirs are then M_j - base for what the
+profile is off by, and d_j of who would be with j for what j takes. base: the mean round without drafts;
 shortest: that of the slots that had the shortest, for what prompts take is no part of what is chosen.
 """
 
@@ -28,6 +29,8 @@ _RECENT_SLOTS = 64  # of which the shortest tell what a round takes without prom
 _SHORTEST = 0.1  # of them
 _CERTAIN = 3.0  # standard errors, that a mean must be off to be believed
 _FORGOTTEN = 1e-3  # slots
+
+Sums = tuple[float, float, float, float]  # of a drafter: slots, rounds, seconds, and their squares over the rounds
 
 
 @dataclass(slots=True)
@@ -83,7 +86,7 @@ class RoundTimes:
             seconds[drafter] = seconds.get(drafter, 0.0) + seen.elapsed_s
             drafted[drafter] = drafted.get(drafter, 0) + seen.num_in_time
         total = sum(rounds.values())
-        num_requests = len({seen.request_id for seen in observations})
+        num_requests = _at_once(observations)
         shared_s = waits_s = 0.0
         for drafter, num in drafted.items():
             member = self._members.get(drafter)
@@ -103,15 +106,13 @@ class RoundTimes:
             self._rounds.setdefault(drafter, _Rounds()).add(num, seconds[drafter] - taken_s)
         self._rounds = {drafter: known for drafter, known in self._rounds.items() if known.num_slots >= _FORGOTTEN}
 
-    def snapshot(self) -> dict[str, tuple[float, float]]:
-        """Rounds and seconds; what is not known of it is by how much slots differ."""
-        return {drafter: (known.num_rounds, known.seconds) for drafter, known in self._rounds.items()}
+    def snapshot(self) -> dict[str, Sums]:
+        return {drafter: (r.num_slots, r.num_rounds, r.seconds, r.squares) for drafter, r in self._rounds.items()}
 
-    def restore(self, snapshot: Mapping[str, tuple[float, float]]) -> None:
+    def restore(self, snapshot: Mapping[str, Sums]) -> None:
+        """How long rounds take without prompts is learned anew."""
         self._bases.clear()
-        self._rounds = {drafter: _Rounds() for drafter in snapshot}
-        for drafter, (num_rounds, seconds) in snapshot.items():
-            self._rounds[drafter].add(num_rounds, seconds)
+        self._rounds = {drafter: _Rounds(*sums) for drafter, sums in snapshot.items()}
 
     def of(
         self, members: Sequence[PoolMember], copies: Sequence[int], shares: Floats, users: Floats, num_requests: int
@@ -152,10 +153,10 @@ class RoundTimes:
 
     @staticmethod
     def _errors(known: Sequence[_Rounds | None]) -> Floats:
-        """Of the mean of each, squared."""
+        """Of the mean of each, squared; from one slot nobody can tell."""
         some = [one for one in known if one is not None]
         num_free = sum(one.num_slots for one in some) - len(some)
-        per_round = sum(one.residue for one in some) / max(1.0, num_free)
+        per_round = sum(one.residue for one in some) / num_free if num_free >= 1.0 else np.inf
         return np.array([0.0 if one is None else per_round / one.num_rounds for one in known])
 
     def _draft_s(self, member: PoolMember, num_requests: float) -> float:
@@ -165,6 +166,15 @@ class RoundTimes:
         num = min(num_requests / self._copies[drafter_of(member.name)], member.capacity)
         batches, seconds = zip(*member.costs.draft_s, strict=True)
         return float(np.interp(num, batches, seconds)) * min(1.0, num)
+
+
+def _at_once(observations: Sequence[Observation]) -> float:
+    """Requests that were served at a time: in a slot some come and others end."""
+    elapsed_s: dict[str, float] = {}
+    for seen in observations:
+        elapsed_s[seen.request_id] = elapsed_s.get(seen.request_id, 0.0) + seen.elapsed_s
+    longest_s = max(elapsed_s.values())
+    return sum(elapsed_s.values()) / longest_s if longest_s > 0.0 else float(len(elapsed_s))
 
 
 def shares_target(member: PoolMember) -> bool:

@@ -280,7 +280,7 @@ def test_of_a_drafter_that_could_have_drafted_for_no_round_no_lateness_is_kept(c
     if config.kind == "chain":
         assert policy.snapshot() is None
     else:
-        assert kept(policy)["times"] == {"new": [1.0, 1.0]}
+        assert kept(policy)["rounds"] == {"new": [1.0, 1.0, 1.0, 1.0]}
         assert kept(policy)["in_time"] == {}
         build_policy(config).restore(kept(policy))
 
