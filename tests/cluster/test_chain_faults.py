@@ -47,12 +47,13 @@ def test_killed_drafters_of_chains_change_no_token_and_come_back(chained: Server
 
 
 def test_three_levels_serve_the_targets_own_tokens(model_folder: Path, tmp_path: Path) -> None:
-    """How many of a chain's drafts come in time is the machine's affair (`tests/unit/test_led.py` waits for them)."""
+    """How many drafts come in time is the machine's affair (`tests/unit/test_led.py` waits for them). Short ones of a chain
+    come soon enough, on a busy one too, for it to be known how long they take."""
     config = small_config(str(model_folder), tmp_path)
     few = LayersOptions(path="layers-2", target=str(model_folder), min_survival=0.5, kv_cache_gb=0.1)
     trained = few.model_copy(update={"min_survival": 0.0})
-    layers = (DrafterConfig(name="few", options=few), DrafterConfig(name="trained", options=trained))
-    drafters = (DrafterConfig(name="ngram", options=NgramOptions()), *layers)
+    pool = {"ngram": NgramOptions(), "few": few, "trained": trained}
+    drafters = tuple(DrafterConfig(name=name, options=options, max_draft_len=3) for name, options in pool.items())
 
     def texts(*chain: str) -> dict[int, str]:
         router = RouterConfig(policy=FixedPolicy(chain=chain), slot_ms=100)
@@ -60,7 +61,7 @@ def test_three_levels_serve_the_targets_own_tokens(model_folder: Path, tmp_path:
         with ServerProcess(config.model_copy(update=changes)) as server:
             streamed = run(server, kill=None, max_tokens=120)
             with server.client() as http:
-                assert not chain or gauge(http, "outrider_drafter_reply_seconds", chain[-1]) > 0, "nothing was drafted"
+                eventually(lambda: not chain or gauge(http, "outrider_drafter_reply_seconds", chain[-1]) > 0)
             assert not streamed.errors
             return streamed.texts
 
