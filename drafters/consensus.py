@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from drafters.replay import common_prefix_len
-from profiler.online_scaling import OnlineScaling
+from profiler.online_scaling import OnlineScaling, is_due
 
 _NUM_WITNESSES = 4  # drafts that others are compared with, at most: each makes three times as many cases
 _MEMORY = 500.0  # tokens of a case that count
 _STEPS = 250
 _GRID = np.linspace(0.0, 1.0, _STEPS + 1)
-_FIRST_AT_ONCE = 64  # tokens; the more are known, the less a few change
-_MOST_AT_ONCE = 512
+_FIRST_AT_ONCE = 64  # tokens
 
 _SILENT, _SAME, _OTHER = range(3)  # a witness says nothing of a token, drafted it too, or another in its place
 
@@ -74,7 +73,7 @@ class Consensus:
         """Of the first ``num_verified`` tokens of a draft the first ``num_right`` were right."""
         for place in range(min(num_right + 1, num_verified, len(testimony.told))):
             self._pending.append((testimony.cases[place], testimony.told[place], place < num_right))
-        if len(self._pending) >= min(max(_FIRST_AT_ONCE, self._num_records // 4), _MOST_AT_ONCE):
+        if is_due(len(self._pending), self._num_records, _FIRST_AT_ONCE):
             self._take_up()
 
     def _cases(self, drafter: int, token_ids: Sequence[int], witnesses: Sequence[tuple[int, ...]]) -> list[int]:

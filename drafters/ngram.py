@@ -98,11 +98,12 @@ class NgramDrafter:
             source += demand.ahead
             period = len(source)  # at least one: an n-gram is indexed when a token follows it
             source = [source[i % period] for i in range(demand.num_tokens)]
-        rates, survival = [self._rates.at(match_len, 0)], 1.0
+        rates = [self._rates.at(match_len, 0)]
+        survival = rates[0].rate
         for place in range(1, demand.num_tokens):
             rate = self._rates.at(match_len, place)
-            survival *= rates[-1].rate
-            if survival * rate.rate < demand.least_survival:
+            survival *= rate.rate
+            if survival < demand.least_survival:
                 break
             rates.append(rate)
         token_ids = tuple(source[: len(rates)])

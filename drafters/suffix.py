@@ -186,7 +186,7 @@ class SuffixDrafter:
         automaton, state, match_len = place.automaton, place.state, place.match_len
         token_ids: list[int] = []
         confidences: list[float] = []
-        survival, expected_len = 1.0, 0.0
+        survival, expected_len, least = 1.0, 0.0, self._min_survival
         while len(token_ids) < demand.num_tokens and match_len >= self._min_match_len:
             token_id, follower, most, total = automaton.likeliest(state)
             if not total:  # the end of a text: its end may have occurred before
@@ -195,8 +195,9 @@ class SuffixDrafter:
                 continue
             confidence = most / (total + self._doubt / match_len)
             survival *= confidence
-            if survival < (max(self._min_survival, demand.least_survival) if token_ids else self._min_survival):
+            if survival < least:
                 break
+            least = max(self._min_survival, demand.least_survival)  # of all but the first
             expected_len += survival
             token_ids.append(token_id)
             confidences.append(confidence)

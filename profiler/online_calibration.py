@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from profiler.online_scaling import OnlineScaling
+from profiler.online_scaling import OnlineScaling, is_due
 
 Floats = NDArray[np.float64]
 
@@ -15,9 +15,7 @@ _STEPS = 1000
 _GRID = np.linspace(0.0, 1.0, _STEPS + 1)
 _EARLY = 200.0  # records after which a correction is trusted against odds of e that it was none so far
 _LEAST = 1e-3  # what came to pass had at least this chance, whatever was told
-# Records: what the maps cost to fit, half a millisecond, is shared by so many. The more are known, the less a few change.
-_FIRST_AT_ONCE = 16
-_MOST_AT_ONCE = 512
+_FIRST_AT_ONCE = 16  # records
 
 
 class OnlineSurvival:
@@ -76,7 +74,7 @@ class OnlineSurvival:
         if confidences:
             self.num_records += 1
             self._pending.append((tuple(confidences[: num_accepted + 1]), num_accepted))
-            if len(self._pending) >= min(max(_FIRST_AT_ONCE, self.num_records // 4), _MOST_AT_ONCE):
+            if is_due(len(self._pending), self.num_records, _FIRST_AT_ONCE):
                 self._take_up()
 
     def _take_up(self) -> None:

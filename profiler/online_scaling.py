@@ -10,6 +10,13 @@ _DEVIATIONS = np.array([0.3, 0.5])  # of them among drafters, as far as nothing 
 _LEAST_SLOPE = 0.05  # the more confident token stays the more probable one
 _NUM_STEPS = 3
 _EPS = 1e-3  # confidences are kept this far from 0 and 1
+_MOST_AT_ONCE = 512
+
+
+def is_due(num_pending: int, num_known: int, num_first: int) -> bool:
+    """Whether so many new records are enough to fit anew, which takes half a millisecond that they share: ``num_first`` at
+    first; the more are known, the less a few change."""
+    return num_pending >= min(max(num_first, num_known // 4), _MOST_AT_ONCE)
 
 
 class OnlineScaling:

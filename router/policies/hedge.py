@@ -34,7 +34,8 @@ MAX_CYCLES = 64  # of a slot's matching: what is left to gain then is little, an
 _MAX_PRICES = 8  # of a slot, of drafters that the requests with them pay for together
 _LEAST_GAIN = 1e-6  # of a place, as a share of its value: whoever could have one has one
 _Positive = Annotated[float, Field(gt=0)]
-_Times = dict[str, tuple[_Positive, _Positive, _Positive, _Positive]]
+_Sum = Annotated[float, Field(ge=0)]
+_Times = dict[str, tuple[_Positive, _Positive, _Sum, _Sum]]
 
 
 class _Snapshot(BaseModel):

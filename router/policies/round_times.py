@@ -24,7 +24,7 @@ import numpy as np
 from router.assignment import Observation, PoolMember, drafter_of
 from router.matching import Floats
 
-MEMORY_SLOTS = 400.0
+MEMORY_SLOTS = 400.0  # of rounds, after which what they took counts 1/e
 _RECENT_SLOTS = 64  # of which the shortest tell what a round takes without prompts
 _SHORTEST = 0.1  # of them
 _CERTAIN = 3.0  # standard errors, that a mean must be off to be believed
