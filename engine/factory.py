@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from engine.cpu.build import NoCompiler
+from engine.compiling import NoCompiler
 from engine.cpu.ops import CpuOps
 from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN, num_blocks_for

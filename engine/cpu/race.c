@@ -2,9 +2,9 @@
  * defines it. As in engine/race.py, the largest noise of 64 consecutive tokens is known by one hash, so that few tokens are
  * looked at by themselves; here those of a reduced head too, of which a block of 64 holds fewer. z are float, differences and
  * quotients of them too, and scores double, as there: the winner is the same to the last bit. */
+#include "../noise.h"
 #include "vectors.h"
 
-enum { BLOCK_LEN = 64 };
 static const double LARGEST_NOISE = 27.05;
 static const double ROUNDING = 1e-5; /* more than a float32 of noise is off */
 static const float LOWEST_TEMPERATURE = 1e-6f;
@@ -15,21 +15,6 @@ typedef struct {
     const int64_t *blocks;    /* [num_blocks], token id / 64, ascending: those that hold a token of the head */
     const int64_t *starts;    /* [num_blocks + 1]: first column of each block */
 } Head;
-
-static inline uint64_t mix(uint64_t x) {
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-    return x ^ (x >> 31);
-}
-static inline uint64_t output(uint64_t key, uint64_t counter) { return mix(key + counter * 0x9E3779B97F4A7C15u); }
-static inline double exponential(uint64_t bits) { return -log(((double)(bits >> 32) + 0.5) / 4294967296.0); }
-static inline uint64_t block_bits(uint64_t key, int64_t block) { return output(key, (1ull << 32) + (uint64_t)block); }
-
-static double noise(uint64_t key, int64_t token_id, uint64_t bits) {
-    double arrival = exponential(bits) / BLOCK_LEN;
-    if ((int64_t)(bits % BLOCK_LEN) != token_id % BLOCK_LEN) arrival += exponential(output(key, (uint64_t)token_id));
-    return (float)-log(arrival);
-}
 
 /* Logits of one row: elements as they are compiled for, or floats. */
 typedef struct {

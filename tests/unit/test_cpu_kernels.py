@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine import compiling
 from engine.cpu import build
 from engine.cpu.bf16 import Bf16Linear
 from engine.cpu.ops import CpuOps, packed_linear
@@ -146,7 +147,7 @@ def test_blocks_that_the_kernels_cannot_read_are_refused(
 def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build.load_library(torch.float32, tmp_path)
     (library,) = tmp_path.iterdir()
-    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(compiling.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
     build.load_library(torch.float32, tmp_path)
     assert [library] == list(tmp_path.iterdir())
 
