@@ -11,7 +11,7 @@ Floats = NDArray[np.float64]
 
 _EDGES = np.concatenate([[0.0], 1.0 / (1.0 + np.exp(-np.linspace(-4.0, 4.0, 15))), [1.0]])
 _NUM_BINS = len(_EDGES) - 1
-_STEPS = 1000
+_STEPS = 250
 _GRID = np.linspace(0.0, 1.0, _STEPS + 1)
 _EARLY = 200.0  # records after which a correction is trusted against odds of e that it was none so far
 _LEAST = 1e-3  # what came to pass had at least this chance, whatever was told

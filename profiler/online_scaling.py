@@ -6,7 +6,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 _UNCHANGED = np.array([1.0, 0.0])  # slope, offset
-_DEVIATIONS = np.array([0.3, 0.5])  # of them among drafters, as far as nothing is known
+_DEVIATIONS = (0.3, 0.5)  # of them among drafters, as far as nothing is known
+_BEFORE = np.array([_DEVIATIONS[0] ** -2.0, 0.0, _DEVIATIONS[1] ** -2.0])  # their precision, a matrix as in ``_product``
 _LEAST_SLOPE = 0.05  # the more confident token stays the more probable one
 _NUM_STEPS = 3
 _EPS = 1e-3  # confidences are kept this far from 0 and 1
@@ -27,8 +28,7 @@ class OnlineScaling:
 
     def __init__(self, num_positions: int, memory: float) -> None:
         self._keep = 1.0 - 1.0 / memory
-        self._before = np.diag(_DEVIATIONS**-2.0)  # precision
-        self._precision = np.tile(self._before, (num_positions, 1, 1))
+        self._precision = np.tile(_BEFORE, (num_positions, 1))
         self._lines = np.tile(_UNCHANGED, (num_positions, 1))
 
     def __call__(self, confidences: Floats, positions: NDArray[np.intp]) -> Floats:
@@ -38,20 +38,40 @@ class OnlineScaling:
 
     def learn(self, confidences: Floats, positions: NDArray[np.intp], came_true: NDArray[np.bool_]) -> None:
         """Of tokens before which all were right, each [n]."""
-        told = np.stack([_logit(confidences), np.ones_like(confidences)], axis=-1)
+        logits = _logit(confidences)
         at, positions, num = np.unique(positions, return_inverse=True, return_counts=True)  # the others stay as they are
-        kept = (self._keep**num)[:, None, None]
-        precision = kept * self._precision[at] + (1.0 - kept) * self._before
-        weighed = kept * self._precision[at] @ self._lines[at, :, None] + (1.0 - kept) * (self._before @ _UNCHANGED)[:, None]
-        np.add.at(weighed[:, :, 0], positions, (came_true - 0.5)[:, None] * told)
+
+        def sums(values: Floats) -> Floats:
+            return np.bincount(positions, values, len(at))
+
+        kept = self._keep**num
+        precision = kept[:, None] * self._precision[at] + (1.0 - kept)[:, None] * _BEFORE
+        weighed = _product(kept[:, None] * self._precision[at], self._lines[at])
+        weighed += (1.0 - kept)[:, None] * _product(_BEFORE, _UNCHANGED)
+        surprise = came_true - 0.5
+        weighed += np.stack([sums(surprise * logits), sums(surprise)], axis=-1)
         lines = self._lines[at]
         for _ in range(_NUM_STEPS):
-            bounded = precision.copy()
-            curvature = _bound((told * lines[positions]).sum(-1))
-            np.add.at(bounded, positions, curvature[:, None, None] * told[:, :, None] * told[:, None, :])
-            lines = np.linalg.solve(bounded, weighed)[:, :, 0]
+            curvature = _bound(lines[positions, 0] * logits + lines[positions, 1])
+            sloped = curvature * logits
+            bounded = precision + np.stack([sums(sloped * logits), sums(sloped), sums(curvature)], axis=-1)
+            lines = _solved(bounded, weighed)
         lines[:, 0] = np.maximum(lines[:, 0], _LEAST_SLOPE)
         self._lines[at], self._precision[at] = lines, bounded
+
+
+def _product(matrix: Floats, vector: Floats) -> Floats:
+    """Of symmetric matrices (..., 3), given as their elements 00, 01 and 11, with vectors (..., 2)."""
+    a, b, c = matrix[..., 0], matrix[..., 1], matrix[..., 2]
+    x, y = vector[..., 0], vector[..., 1]
+    return np.stack([a * x + b * y, b * x + c * y], axis=-1)
+
+
+def _solved(matrix: Floats, vector: Floats) -> Floats:
+    """x of matrix x = vector; of positive definite matrices, as in ``_product``."""
+    a, b, c = matrix[..., 0], matrix[..., 1], matrix[..., 2]
+    inverse = np.stack([c, -b, a], axis=-1) / (a * c - b * b)[..., None]
+    return _product(inverse, vector)
 
 
 def _bound(logits: Floats) -> Floats:
