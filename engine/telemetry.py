@@ -16,6 +16,45 @@ MAX_LEVELS = 1024  # reports, of which each is a sum over a while
 
 
 @dataclass(slots=True)
+class _Tally:
+    """An observation as it grows: a round of a large batch adds to one of each request."""
+
+    num_rounds: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
+    num_committed: int = 0
+    elapsed_s: float = 0.0
+    num_missed: int = 0
+    num_reached: list[int] = field(default_factory=list)
+    num_right: list[int] = field(default_factory=list)
+
+    def judged(self, num_right: int, failed: bool) -> None:
+        """As ``Positions.plus``."""
+        reached, right = self.num_reached, self.num_right
+        while len(reached) < num_right + failed:
+            reached.append(0)
+            right.append(0)
+        for i in range(num_right):
+            reached[i] += 1
+            right[i] += 1
+        if failed:
+            reached[num_right] += 1
+
+    def observation(self, request_id: str, drafter: str) -> Observation:
+        return Observation(
+            request_id,
+            drafter,
+            self.num_rounds,
+            self.num_proposed,
+            self.num_accepted,
+            self.num_committed,
+            self.elapsed_s,
+            Positions(tuple(self.num_reached), tuple(self.num_right)),
+            self.num_missed,
+        )
+
+
+@dataclass(slots=True)
 class Telemetry:
     """The round owns it. Other threads may read single fields, and take observations."""
 
@@ -29,7 +68,7 @@ class Telemetry:
     _window_start_s: float | None = None
     _window_tokens: int = 0
     _committed_s: dict[str, float] = field(default_factory=dict)  # when a live request last committed
-    _observations: dict[tuple[str, str], Observation] = field(default_factory=dict)
+    _observations: dict[tuple[str, str], _Tally] = field(default_factory=dict)
     _scores: dict[tuple[str, str], Positions] = field(default_factory=dict)
     _levels: deque[LevelReport] = field(default_factory=lambda: deque(maxlen=MAX_LEVELS))
     _taking: threading.Lock = field(default_factory=threading.Lock)  # guards the three above
@@ -92,7 +131,7 @@ class Telemetry:
     def take_observations(self) -> tuple[Observation, ...]:
         with self._taking:
             taken, self._observations = self._observations, {}
-        return tuple(taken.values())
+        return tuple(tally.observation(*key) for key, tally in taken.items())
 
     def observe(
         self,
@@ -112,30 +151,19 @@ class Telemetry:
         """
         elapsed_s = now_s - self._committed_s.get(commit.request_id, now_s - (self.step_s or 0.0))
         self._committed_s[commit.request_id] = now_s
-        with self._taking:
-            self._add(commit, drafter, elapsed_s, judgement, draft_len, missed)
-
-    def _add(
-        self, commit: Commit, drafter: str, elapsed_s: float, judgement: Judgement | None, draft_len: int, missed: bool
-    ) -> None:
         key = (commit.request_id, drafter)
-        known = self._observations.get(key)
-        if known is None:
-            if len(self._observations) >= MAX_OBSERVATIONS:  # nobody collects: the oldest are the least missed
-                self._observations.pop(next(iter(self._observations)))
-            known = Observation(commit.request_id, drafter, 0, 0, 0, 0, 0.0)
-        positions = known.positions
-        if judgement is not None:
-            failed = judgement.failed(len(commit.token_ids), draft_len, ended=commit.finish is not None)
-            positions = positions.plus(judgement.num_right, failed)
-        self._observations[key] = Observation(
-            commit.request_id,
-            drafter,
-            known.num_rounds + 1,
-            known.num_proposed + commit.num_proposed,
-            known.num_accepted + commit.num_accepted,
-            known.num_committed + len(commit.token_ids),
-            known.elapsed_s + elapsed_s,
-            positions,
-            known.num_missed + missed,
-        )
+        with self._taking:
+            tally = self._observations.get(key)
+            if tally is None:
+                if len(self._observations) >= MAX_OBSERVATIONS:  # nobody collects: the oldest are the least missed
+                    self._observations.pop(next(iter(self._observations)))
+                tally = self._observations[key] = _Tally()
+            tally.num_rounds += 1
+            tally.num_proposed += commit.num_proposed
+            tally.num_accepted += commit.num_accepted
+            tally.num_committed += len(commit.token_ids)
+            tally.elapsed_s += elapsed_s
+            tally.num_missed += missed
+            if judgement is not None:
+                failed = judgement.failed(len(commit.token_ids), draft_len, ended=commit.finish is not None)
+                tally.judged(judgement.num_right, failed)
