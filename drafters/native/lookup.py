@@ -10,8 +10,8 @@ from drafters.protocol import Demand, Draft
 from engine.compiling import load_compiled
 
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / name for name in ("ngram.c", "suffix.c", "table.c"))
-_HEADERS = (_FOLDER / "lookup.h", _FOLDER.parents[1] / "engine" / "noise.h")
+_SOURCES = tuple(_FOLDER / name for name in ("automaton.c", "ngram.c", "suffix.c", "table.c"))
+_HEADERS = (_FOLDER / "automaton.h", _FOLDER / "lookup.h", _FOLDER.parents[1] / "engine" / "noise.h")
 _FLAGS = ("-ffp-contract=off",)  # a multiplication and an addition are rounded as Python rounds them
 
 _INT, _DOUBLE, _AT = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p

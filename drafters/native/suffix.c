@@ -1,0 +1,234 @@
+/* drafters/suffix.py in C: the same drafts, by what most often followed the end of the text, in the request itself and in
+ * recent answers to others. What it remembers, and when it forgets, is said there. */
+#include "automaton.h"
+
+enum { NUM_SEGMENTS = 4 }; /* the shared memory forgets a quarter of itself at a time */
+
+/* One request: its tokens, and the automaton over the last of them. The automaton of a followed one has memory. */
+typedef struct {
+    int followed;
+    int32_t *token_ids;
+    int64_t num_tokens, tokens_size;
+    int64_t opened_len; /* tokens behind it are news when it is released */
+    Automaton automaton;
+} Text;
+
+typedef struct {
+    int32_t *token_ids;
+    double *confidences;
+    int64_t len;
+    double expected_len; /* sum over the tokens of the probability that all up to it are right */
+} Guess;
+
+typedef struct {
+    int64_t max_match_len, min_match_len, segment_len, request_tokens;
+    double min_survival, doubt;
+    Text *texts; /* by slot */
+    int64_t num_texts;
+    Automaton segments[NUM_SEGMENTS]; /* the newest at (num_begun - 1) % NUM_SEGMENTS, the one before it before it */
+    int64_t num_begun;
+    int32_t *guessed; /* [stride]: the second guess, until it is known to be the better one */
+    double *guessed_confidences;
+    int64_t guessed_size, guessed_confidences_size;
+} Suffix;
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t num_segments(const Suffix *s) { return least(s->num_begun, NUM_SEGMENTS); }
+static inline Automaton *segment(Suffix *s, int64_t age) { return s->segments + (s->num_begun - 1 - age) % NUM_SEGMENTS; }
+
+static void forget(Text *text) {
+    free(text->token_ids);
+    automaton_free(&text->automaton);
+    *text = (Text){0};
+}
+
+static int remember_tokens(Text *text, const int32_t *token_ids, int64_t num) {
+    const int64_t num_tokens = text->num_tokens + num;
+    if (reserve((void **)&text->token_ids, &text->tokens_size, num_tokens, sizeof(int32_t))) return -1;
+    if (num) memcpy(text->token_ids + text->num_tokens, token_ids, (size_t)num * sizeof(int32_t));
+    text->num_tokens = num_tokens;
+    return 0;
+}
+
+/* The automaton of only the last tokens, half of the most. */
+static int read_again(Text *text, int64_t max_len) {
+    const int64_t num = least(text->num_tokens, max_len - max_len / 2);
+    if (automaton_empty(&text->automaton)) return -1;
+    return automaton_extend(&text->automaton, text->token_ids + text->num_tokens - num, num);
+}
+
+/* The segment for an answer's next part: a new one, for which the oldest is forgotten, where the newest is full. NULL if
+ * there is no memory. */
+static Automaton *segment_for(Suffix *s, int64_t part_len) {
+    if (s->num_begun && segment(s, 0)->num_tokens + part_len <= s->segment_len) return segment(s, 0);
+    if (automaton_empty(s->segments + s->num_begun % NUM_SEGMENTS)) return NULL;
+    s->num_begun++;
+    return segment(s, 0);
+}
+
+/* What there is no memory for is not remembered. */
+static void share(Suffix *s, const int32_t *token_ids, int64_t num) {
+    if (!s->segment_len) return;
+    for (int64_t start = 0; start < num; start += s->segment_len) {
+        const int64_t part_len = least(num - start, s->segment_len);
+        Automaton *newest = segment_for(s, part_len);
+        if (!newest) return;
+        automaton_begin(newest);
+        if (automaton_extend(newest, token_ids + start, part_len)) return;
+    }
+}
+
+/* A text and the tokens ahead of it. */
+typedef struct {
+    const Text *text;
+    const int32_t *ahead;
+    int64_t num_ahead;
+} Tail;
+
+/* The longest end of the last ``most`` tokens that occurs. Mostly that is short, so it is sought in longer and longer ends. */
+static Place longest_end(const Automaton *automaton, const Tail *tail, int64_t most) {
+    const Text *text = tail->text;
+    most = least(most, text->num_tokens + tail->num_ahead);
+    for (int64_t num = 2;; num *= 2) {
+        const int64_t len = least(num, most), num_ahead = least(len, tail->num_ahead), num_own = len - num_ahead;
+        Place place = {automaton, ROOT, 0};
+        place = automaton_walk(place, text->token_ids + text->num_tokens - num_own, num_own);
+        place = automaton_walk(place, tail->ahead + tail->num_ahead - num_ahead, num_ahead);
+        if (place.match_len < num) return place;
+    }
+}
+
+/* The end of the text, where it occurred before: what the suffix link of the whole text stands for. */
+static Place own_place(const Tail *tail) {
+    const Automaton *automaton = &tail->text->automaton;
+    return automaton_walk(automaton_suffix(automaton, automaton->last), tail->ahead, tail->num_ahead);
+}
+
+/* Where the longest end occurred, preferably lately. There is a segment. */
+static Place shared_place(Suffix *s, const Tail *tail) {
+    Place best = longest_end(segment(s, 0), tail, s->max_match_len);
+    for (int64_t age = 1; age < num_segments(s); age++) {
+        const Place place = longest_end(segment(s, age), tail, s->max_match_len);
+        if (place.match_len > best.match_len) best = place;
+    }
+    return best;
+}
+
+static void follow(const Suffix *s, Place at, int64_t num_tokens, double least_survival, Guess *guess) {
+    const double later_least = least_survival > s->min_survival ? least_survival : s->min_survival;
+    double survival = 1.0, least = s->min_survival; /* of the first token; later_least of the others */
+    guess->len = 0;
+    guess->expected_len = 0.0;
+    while (guess->len < num_tokens && at.match_len >= s->min_match_len) {
+        const Likeliest next = automaton_likeliest(at.automaton, at.state);
+        if (!next.total) { /* the end of a text: its end may have occurred before */
+            at = automaton_suffix(at.automaton, at.state);
+            continue;
+        }
+        const double confidence = (double)next.count / ((double)next.total + s->doubt / (double)at.match_len);
+        survival *= confidence;
+        if (survival < least) break;
+        least = later_least;
+        guess->expected_len += survival;
+        guess->token_ids[guess->len] = next.transition.token_id;
+        guess->confidences[guess->len++] = confidence;
+        at = (Place){at.automaton, next.transition.follower, at.match_len + 1};
+    }
+}
+
+void suffix_free(void *drafter) {
+    Suffix *s = drafter;
+    for (int64_t slot = 0; slot < s->num_texts; slot++) forget(s->texts + slot);
+    for (int i = 0; i < NUM_SEGMENTS; i++) automaton_free(s->segments + i);
+    free(s->texts);
+    free(s->guessed);
+    free(s->guessed_confidences);
+    free(s);
+}
+
+void *suffix_new(int64_t max_match_len, int64_t max_shared_tokens, int64_t min_match_len, double min_survival, double doubt,
+                 int64_t request_tokens) {
+    Suffix *s = calloc(1, sizeof(Suffix));
+    if (!s) return NULL;
+    s->max_match_len = max_match_len;
+    s->min_match_len = min_match_len;
+    s->segment_len = max_shared_tokens / NUM_SEGMENTS;
+    s->request_tokens = request_tokens;
+    s->min_survival = min_survival;
+    s->doubt = doubt;
+    return s;
+}
+
+int suffix_open(void *drafter, int64_t slot, const int32_t *token_ids, int64_t num, uint64_t seed, double temperature) {
+    (void)seed, (void)temperature; /* what follows most often is proposed however it is sampled */
+    Suffix *s = drafter;
+    const int64_t num_texts = s->num_texts;
+    if (reserve((void **)&s->texts, &s->num_texts, slot + 1, sizeof(Text))) return -1;
+    for (int64_t i = num_texts; i < s->num_texts; i++) s->texts[i] = (Text){0};
+    Text *text = s->texts + slot;
+    forget(text);
+    if (remember_tokens(text, token_ids, num) || read_again(text, s->request_tokens)) {
+        forget(text);
+        return -1;
+    }
+    text->opened_len = num;
+    text->followed = 1;
+    return 0;
+}
+
+int suffix_extend(void *drafter, int64_t slot, const int32_t *token_ids, int64_t num) {
+    Suffix *s = drafter;
+    Text *text = s->texts + slot;
+    if (remember_tokens(text, token_ids, num)) return -1;
+    if (text->automaton.num_tokens + num > s->request_tokens) /* half is forgotten: a constant share of time per token */
+        return read_again(text, s->request_tokens);
+    return automaton_extend(&text->automaton, token_ids, num);
+}
+
+int suffix_propose(void *drafter, const Demands *demands) {
+    Suffix *s = drafter;
+    const int64_t stride = demands->stride;
+    if (reserve((void **)&s->guessed, &s->guessed_size, stride, sizeof(int32_t))) return -1;
+    if (reserve((void **)&s->guessed_confidences, &s->guessed_confidences_size, stride, sizeof(double))) return -1;
+    for (int64_t i = 0; i < demands->num; i++) {
+        const int64_t num_tokens = demands->num_tokens[i];
+        const double least_survival = demands->least_survival[i];
+        Tail tail = {.text = s->texts + demands->slots[i]};
+        tail.ahead = ahead_of(demands, i, &tail.num_ahead);
+        Guess own = {.token_ids = demands->token_ids + i * stride, .confidences = demands->confidences + i * stride};
+        follow(s, own_place(&tail), num_tokens, least_survival, &own);
+        demands->lens[i] = own.len;
+        if (!s->num_begun) continue;
+        Guess shared = {.token_ids = s->guessed, .confidences = s->guessed_confidences};
+        follow(s, shared_place(s, &tail), num_tokens, least_survival, &shared);
+        if (shared.expected_len <= own.expected_len) continue;
+        memcpy(own.token_ids, shared.token_ids, (size_t)shared.len * sizeof(int32_t));
+        memcpy(own.confidences, shared.confidences, (size_t)shared.len * sizeof(double));
+        demands->lens[i] = shared.len;
+    }
+    return 0;
+}
+
+void suffix_release(void *drafter, int64_t slot) {
+    Suffix *s = drafter;
+    if (slot >= s->num_texts || !s->texts[slot].followed) return;
+    Text *text = s->texts + slot;
+    share(s, text->token_ids + text->opened_len, text->num_tokens - text->opened_len);
+    forget(text);
+}
+
+const char *suffix_check(void *drafter) {
+    Suffix *s = drafter;
+    const char *wrong = NULL;
+    for (int64_t age = 0; !wrong && age < num_segments(s); age++) {
+        wrong = automaton_check(segment(s, age));
+        if (!wrong && segment(s, age)->num_tokens > s->segment_len) wrong = "a segment outgrew its bound";
+    }
+    for (int64_t slot = 0; !wrong && slot < s->num_texts; slot++) {
+        const Text *text = s->texts + slot;
+        if (!text->followed) continue;
+        wrong = automaton_check(&text->automaton);
+        if (!wrong && text->automaton.num_tokens > s->request_tokens) wrong = "a text outgrew its bound";
+    }
+    return wrong;
+}
