@@ -1,0 +1,200 @@
+"""The members of a cascade that cost nothing, heard together: what their drafts mean beside each other, which promises most,
+and how lookups go on where a draft ends. All that this needs is learned from what was committed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from drafters.consensus import Consensus, Testimony
+from drafters.protocol import Demand, Draft, Drafter
+from drafters.replay import common_prefix_len
+from profiler.online_calibration import OnlineSurvival
+
+_MIN_SURVIVAL = 0.02  # what is less likely to survive is not handed out
+_MAX_SPLICES = 3  # of one draft
+_WORTH_SPLICING = 0.04  # survival under which nobody is asked what comes next
+
+_Found = tuple[tuple[int, ...], tuple[float, ...]]  # tokens, and the survival of each
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A member's draft, and what its confidences mean."""
+
+    member: int
+    token_ids: tuple[int, ...]
+    confidences: tuple[float, ...]  # as the member gave them
+    testimony: Testimony  # what they mean beside what the free members drafted
+    num_worth: int  # tokens that survive often enough for their rows
+    expected_len: float  # sum of their survival, less what their rows cost
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        return self.testimony.survival
+
+    def num_right(self, token_ids: Sequence[int]) -> int:
+        return common_prefix_len(self.token_ids, token_ids)
+
+    def worth(self, token_ids: Sequence[int], row_price: float) -> float:
+        """Right tokens among those worth their rows, less what these cost."""
+        return min(self.num_right(token_ids), self.num_worth) - self.num_worth * row_price
+
+
+def best_of(guesses: Sequence[Guess]) -> Guess:
+    """Of equals the first, which is the cheaper."""
+    best = guesses[0]
+    for guess in guesses:
+        if guess.expected_len > best.expected_len:
+            best = guess
+    return best
+
+
+class Hearing(Protocol):
+    """Demands are named by their place among those heard last."""
+
+    def hear(self, demands: Sequence[Demand]) -> list[float]:
+        """Asks the free members. Returns what the best of their drafts is expected to bring for each demand; nothing where
+        there are no such members. What demands without ``ahead`` heard is learned from when their tokens come."""
+
+    def best(self, place: int) -> Guess:
+        """The most promising of the free members' drafts."""
+
+    def weigh(self, place: int, member: int, draft: Draft) -> Guess:
+        """A dear member's draft, beside those of the free ones."""
+
+    def settle(self, places: Sequence[int]) -> list[tuple[int, Draft]]:
+        """For each: the member whose draft is best, and that draft as it is handed out, lookups having gone on with it."""
+
+    def spliced(self, place: int, guess: Guess) -> Draft:
+        """As ``settle``, of a dear member's draft: lookups take over from where they promise more than the rest of it."""
+
+    def learn(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """What was committed says of every draft how far it was right, and no more than so far."""
+
+    def judge(self, guess: Guess, token_ids: Sequence[int]) -> None:
+        """As ``learn``, of a dear member's draft."""
+
+    def forget(self, request_id: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Heard:
+    """For one demand."""
+
+    demand: Demand
+    drafted: tuple[tuple[int, ...], ...] = ()  # by the free members
+    guesses: list[Guess] = field(default_factory=list)
+
+
+class PlainHearing:
+    """``Hearing`` in Python, of any drafters.
+
+    Args:
+        free: the members that cost nothing, in their order; they are the first of all.
+        splicers: those that can be asked what comes behind another's draft, by their number among all.
+        survival: of all members.
+    """
+
+    def __init__(
+        self,
+        free: Sequence[Drafter],
+        splicers: dict[int, Drafter],
+        survival: Sequence[OnlineSurvival],
+        consensus: Consensus,
+    ) -> None:
+        self._free = free
+        self._splicers = splicers
+        self._survival = survival
+        self._consensus = consensus
+        self._heard: list[_Heard] = []
+        self._unanswered: dict[str, _Heard] = {}
+
+    def hear(self, demands: Sequence[Demand]) -> list[float]:
+        self._heard = [_Heard(demand) for demand in demands]
+        drafts = [drafter.propose(demands) for drafter in self._free]
+        for place, heard in enumerate(self._heard):
+            own = [drafts_of[place] for drafts_of in drafts]
+            heard.drafted = tuple(draft.token_ids for draft in own)
+            heard.guesses = [self._guess(heard, member, draft) for member, draft in enumerate(own)]
+            if not heard.demand.ahead:
+                self._unanswered[heard.demand.request_id] = heard
+        return [best_of(heard.guesses).expected_len for heard in self._heard] if self._free else []
+
+    def best(self, place: int) -> Guess:
+        return best_of(self._heard[place].guesses)
+
+    def weigh(self, place: int, member: int, draft: Draft) -> Guess:
+        return self._guess(self._heard[place], member, draft)
+
+    def settle(self, places: Sequence[int]) -> list[tuple[int, Draft]]:
+        best = [self.best(place) for place in places]
+        return [(guess.member, self.spliced(place, guess)) for place, guess in zip(places, best, strict=True)]
+
+    def spliced(self, place: int, guess: Guess) -> Draft:
+        demand = self._heard[place].demand
+        token_ids, survival = self._with_splices(demand, guess)
+        least = max(_MIN_SURVIVAL, demand.least_survival)
+        kept = sum(probability >= least for probability in survival)  # survival never rises
+        before = (1.0, *survival)
+        confidences = tuple(min(1.0, survival[i] / before[i]) for i in range(kept))
+        return Draft(demand.request_id, token_ids[:kept], confidences)
+
+    def learn(self, request_id: str, token_ids: Sequence[int]) -> None:
+        heard = self._unanswered.pop(request_id, None)
+        if heard is not None and token_ids:
+            for guess in heard.guesses:
+                self.judge(guess, token_ids)
+
+    def judge(self, guess: Guess, token_ids: Sequence[int]) -> None:
+        num_right = guess.num_right(token_ids)
+        self._survival[guess.member].record(guess.confidences[: len(token_ids)], num_right)
+        self._consensus.record(guess.testimony, len(token_ids), num_right)
+
+    def forget(self, request_id: str) -> None:
+        self._unanswered.pop(request_id, None)
+
+    def _guess(self, heard: _Heard, member: int, draft: Draft) -> Guess:
+        (survival,) = self._survival[member].survival([draft.confidences])
+        testimony = self._consensus.weigh(member, draft.token_ids, survival, heard.drafted)
+        price = heard.demand.row_price
+        worth = [probability for probability in testimony.survival if probability > price]
+        expected_len = sum(worth) - len(worth) * price
+        return Guess(member, draft.token_ids, draft.confidences, testimony, len(worth), expected_len)
+
+    def _with_splices(self, demand: Demand, guess: Guess) -> _Found:
+        """A model's first tokens, then a lookup's from where that promises more; and what lookups have to say behind the
+        end."""
+        token_ids, survival = guess.token_ids, guess.survival
+        place = len(token_ids) if guess.member in self._splicers else 1
+        num_splices = 0
+        least = max(_WORTH_SPLICING, demand.row_price)  # what comes behind survives less often
+        kept = max(_MIN_SURVIVAL, demand.least_survival)
+        while token_ids and place <= len(token_ids) and place < demand.num_tokens and num_splices < _MAX_SPLICES:
+            if survival[place - 1] < least:
+                break
+            rest = self._behind(demand, token_ids[:place], survival[place - 1])
+            if _sum_of(rest[1], kept) > _sum_of(survival[place:], kept):
+                token_ids, survival = (*token_ids[:place], *rest[0]), (*survival[:place], *rest[1])
+                num_splices += 1
+                place = len(token_ids)
+            else:
+                place += 1
+        return token_ids, survival
+
+    def _behind(self, demand: Demand, drafted: tuple[int, ...], survival: float) -> _Found:
+        """What the most promising of the lookups says behind ``drafted``, which survives with probability ``survival``."""
+        best: _Found = ((), ())
+        ahead, price = (*demand.ahead, *drafted), demand.row_price / survival
+        behind = Demand(demand.request_id, demand.num_tokens - len(drafted), ahead, price)
+        for member, drafter in self._splicers.items():
+            (draft,) = drafter.propose([behind])
+            (chances,) = self._survival[member].survival([draft.confidences])
+            found = tuple(survival * chance for chance in chances)
+            if sum(found) > sum(best[1]):
+                best = (draft.token_ids, found)
+        return best
+
+
+def _sum_of(survival: Sequence[float], least: float) -> float:
+    """Of a draft, without what is not handed out."""
+    return sum(probability for probability in survival if probability >= least)
