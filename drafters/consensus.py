@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from drafters.replay import common_prefix_len
-from profiler.online_scaling import OnlineScaling, is_due
+from profiler.online_scaling import Floats, OnlineScaling, num_due
 
 _NUM_WITNESSES = 4  # drafts that others are compared with, at most: each makes three times as many cases
 _MEMORY = 500.0  # tokens of a case that count
@@ -44,9 +45,15 @@ class Consensus:
         self._num_cases = 3**self.num_witnesses  # of one drafter at one place
         num_all = num_drafters * 2 * self._num_cases
         self._scaling = OnlineScaling(num_all, _MEMORY)
-        self._maps = [_GRID.tolist()] * num_all
+        self.table = np.tile(_GRID, (num_all, 1))  # what was told means; (cases, steps + 1), changed in place
+        self._maps: dict[int, list[float]] = {}  # the same of some, for looking up in Python
         self._pending: list[tuple[int, float, bool]] = []
         self._num_records = 0
+
+    @property
+    def num_due(self) -> int:
+        """So many tokens are taken up together."""
+        return num_due(self._num_records, _FIRST_AT_ONCE)
 
     def weigh(
         self, drafter: int, token_ids: Sequence[int], survival: Sequence[float], witnesses: Sequence[tuple[int, ...]]
@@ -64,7 +71,10 @@ class Consensus:
         for case, probability in zip(cases, survival, strict=True):
             certain = probability / before if before > 0.0 else 0.0
             before = probability
-            chance *= self._maps[case][round(certain * _STEPS)]
+            scaled = self._maps.get(case)
+            if scaled is None:
+                scaled = self._maps[case] = self.table[case].tolist()
+            chance *= scaled[round(certain * _STEPS)]
             told.append(certain)
             corrected.append(chance)
         return Testimony(tuple(told), tuple(cases), tuple(corrected))
@@ -73,8 +83,26 @@ class Consensus:
         """Of the first ``num_verified`` tokens of a draft the first ``num_right`` were right."""
         for place in range(min(num_right + 1, num_verified, len(testimony.told))):
             self._pending.append((testimony.cases[place], testimony.told[place], place < num_right))
-        if is_due(len(self._pending), self._num_records, _FIRST_AT_ONCE):
-            self._take_up()
+        if len(self._pending) >= self.num_due:
+            self.record_all(*self._taken())
+
+    def record_all(self, cases: NDArray[np.intp], told: Floats, came_true: NDArray[np.bool_]) -> None:
+        """As ``record``, of tokens, each [n]: in what case each was, how likely it was told to be right, and whether it was.
+        Together with those that wait."""
+        if self._pending:
+            pending = self._taken()
+            cases, told, came_true = (np.concatenate(pair) for pair in zip(pending, (cases, told, came_true), strict=True))
+        self._num_records += len(cases)
+        self._scaling.learn(told, cases, came_true)
+        changed = np.unique(cases)
+        self.table[changed] = self._scaling(_GRID, changed[:, None])
+        for case in changed.tolist():
+            self._maps.pop(case, None)
+
+    def _taken(self) -> tuple[NDArray[np.intp], Floats, NDArray[np.bool_]]:
+        cases, told, came_true = (np.array(column) for column in zip(*self._pending, strict=True))
+        self._pending.clear()
+        return cases, told, came_true
 
     def _cases(self, drafter: int, token_ids: Sequence[int], witnesses: Sequence[tuple[int, ...]]) -> list[int]:
         """Of each token. A witness that drafted another token before says nothing of those behind it."""
@@ -90,14 +118,3 @@ class Consensus:
                     cases[num_same] += weight * _OTHER
             weight *= 3
         return cases
-
-    def _take_up(self) -> None:
-        cases = np.array([case for case, _, _ in self._pending])
-        told = np.array([certain for _, certain, _ in self._pending])
-        came_true = np.array([right for _, _, right in self._pending])
-        self._num_records += len(self._pending)
-        self._pending.clear()
-        self._scaling.learn(told, cases, came_true)
-        changed = np.unique(cases)
-        for case, scaled in zip(changed.tolist(), self._scaling(_GRID, changed[:, None]).tolist(), strict=True):
-            self._maps[case] = scaled

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from profiler.online_scaling import OnlineScaling, is_due
+from profiler.online_scaling import OnlineScaling, num_due
 
 Floats = NDArray[np.float64]
 
@@ -48,10 +48,16 @@ class OnlineSurvival:
         self._true = np.zeros(shape)  # how many came true
         self._scaling = OnlineScaling(num_positions, memory)
         self._corrected = np.tile(_GRID, (num_positions, 1))  # what a confidence in steps would mean at a position
-        self._maps = [_GRID.tolist()] * num_positions  # and what it is taken for
+        self.table = self._corrected.copy()  # and what it is taken for; (num_positions, steps + 1), changed in place
+        self._maps: list[list[float]] | None = None  # the same, for looking up in Python
         self._evidence = 0.0  # log odds of what came true, by the corrected over by the told confidences
         self._pending: list[tuple[tuple[float, ...], int]] = []
         self.num_records = 0
+
+    @property
+    def num_due(self) -> int:
+        """So many records are taken up together."""
+        return num_due(self.num_records - len(self._pending), _FIRST_AT_ONCE)
 
     def survival(self, confidences: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
         """The probability that each prefix of each draft survives; it never rises along a draft."""
@@ -59,10 +65,11 @@ class OnlineSurvival:
 
     def _survival(self, confidences: Sequence[float]) -> tuple[float, ...]:
         """In plain Python: a draft is too short for numpy to pay."""
+        maps = self._maps = self._maps or self.table.tolist()
         survival, found = 1.0, []
-        last = len(self._maps) - 1
+        last = len(maps) - 1
         for position, confidence in enumerate(confidences):
-            survival *= self._maps[min(position, last)][round(confidence * _STEPS)]
+            survival *= maps[min(position, last)][round(confidence * _STEPS)]
             found.append(survival)
         return tuple(found)
 
@@ -74,18 +81,22 @@ class OnlineSurvival:
         if confidences:
             self.num_records += 1
             self._pending.append((tuple(confidences[: num_accepted + 1]), num_accepted))
-            if is_due(len(self._pending), self.num_records, _FIRST_AT_ONCE):
-                self._take_up()
+            if len(self._pending) >= self.num_due:
+                last = len(self._weight) - 1
+                tried = [(min(k, last), told, k < num) for row, num in self._pending for k, told in enumerate(row)]
+                self._pending.clear()
+                positions, told, came_true = (np.array(column) for column in zip(*tried, strict=True))
+                self._take_up(positions, told, came_true)
 
-    def _take_up(self) -> None:
-        last = len(self._weight) - 1
-        tried = [(min(k, last), confidence, k < num) for row, num in self._pending for k, confidence in enumerate(row)]
-        self._pending.clear()
-        positions = np.array([position for position, _, _ in tried])
-        told = np.array([confidence for _, confidence, _ in tried])
-        came_true = np.array([true for _, _, true in tried])
+    def record_all(self, num_records: int, positions: NDArray[np.intp], told: Floats, came_true: NDArray[np.bool_]) -> None:
+        """As ``record``, of ``num_records`` drafts: the tokens that were tried, each [n], at positions told apart."""
+        self.num_records += num_records
+        self._take_up(positions, told, came_true)
+
+    def _take_up(self, positions: NDArray[np.intp], told: Floats, came_true: NDArray[np.bool_]) -> None:
+        """Of tokens before which all were right."""
         corrected = self._corrected[positions, (told * _STEPS).round().astype(np.intp)]
-        self._evidence *= self._keep ** len(tried)
+        self._evidence *= self._keep ** len(told)
         self._evidence += _log_chance(corrected, came_true) - _log_chance(told, came_true)
         scaled = self._scaling(told, positions)
         bins = np.minimum(np.searchsorted(_EDGES, scaled, side="right") - 1, _NUM_BINS - 1)
@@ -100,13 +111,14 @@ class OnlineSurvival:
         self._scaled = self._scaled * kept + sums(scaled)
         self._true = self._true * kept + sums(came_true)
         self._scaling.learn(told, positions, came_true)
-        grids = self._scaling(_GRID, np.arange(last + 1)[:, None])
+        grids = self._scaling(_GRID, np.arange(len(self._weight))[:, None])
         trust = 1.0 / (1.0 + np.exp(-np.clip(self._evidence + self.num_records / _EARLY, -50.0, 50.0)))
         before = _GRID
         for position, grid in enumerate(grids):
             before = self._fitted(position, before)
             self._corrected[position] = np.interp(grid, _GRID, before)
-            self._maps[position] = (_GRID + trust * (self._corrected[position] - _GRID)).tolist()
+            self.table[position] = _GRID + trust * (self._corrected[position] - _GRID)
+        self._maps = None
 
     def _fitted(self, position: int, before: Floats) -> Floats:
         """What each of _STEPS + 1 scaled confidences means at a position, (_STEPS + 1,); ``before``: at the position before

@@ -14,10 +14,10 @@ _EPS = 1e-3  # confidences are kept this far from 0 and 1
 _MOST_AT_ONCE = 512
 
 
-def is_due(num_pending: int, num_known: int, num_first: int) -> bool:
-    """Whether so many new records are enough to fit anew, which takes half a millisecond that they share: ``num_first`` at
-    first; the more are known, the less a few change."""
-    return num_pending >= min(max(num_first, num_known // 4), _MOST_AT_ONCE)
+def num_due(num_known: int, num_first: int) -> int:
+    """How many new records are enough to fit anew, which takes half a millisecond that they share: ``num_first`` at first;
+    the more are known, the less a few change."""
+    return min(max(num_first, num_known // 4), _MOST_AT_ONCE)
 
 
 class OnlineScaling:
@@ -42,13 +42,13 @@ class OnlineScaling:
         at, positions, num = np.unique(positions, return_inverse=True, return_counts=True)  # the others stay as they are
 
         def sums(values: Floats) -> Floats:
-            return np.bincount(positions, values, len(at))
+            return np.asarray(np.bincount(positions, values, len(at)), np.float64)
 
         kept = self._keep**num
         precision = kept[:, None] * self._precision[at] + (1.0 - kept)[:, None] * _BEFORE
         weighed = _product(kept[:, None] * self._precision[at], self._lines[at])
         weighed += (1.0 - kept)[:, None] * _product(_BEFORE, _UNCHANGED)
-        surprise = came_true - 0.5
+        surprise = np.where(came_true, 0.5, -0.5)
         weighed += np.stack([sums(surprise * logits), sums(surprise)], axis=-1)
         lines = self._lines[at]
         for _ in range(_NUM_STEPS):
