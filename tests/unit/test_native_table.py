@@ -1,0 +1,102 @@
+"""The compiled table drafter says what the one in Python says, to the last bit."""
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import drafters.native
+from cluster.types import SamplingParams
+from drafters.native.lookup import NativeLookup
+from drafters.protocol import Demand
+from drafters.table import EMPTY, HabitTable, TableDrafter, count_habits
+from engine.compiling import NoCompiler, load_compiled
+from tests.support.side_by_side import SideBySide
+
+FOLDER = Path(drafters.native.__file__).parent
+HEADERS = (FOLDER / "lookup.h", FOLDER.parents[1] / "engine" / "noise.h")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    try:
+        return load_compiled("table", [FOLDER / "table.c"], HEADERS, ["-ffp-contract=off"], tmp_path_factory.mktemp("table"))
+    except NoCompiler as error:
+        pytest.skip(str(error))
+
+
+def both(
+    library: ctypes.CDLL, table: HabitTable, max_learned: int, min_confidence: float
+) -> tuple[TableDrafter, NativeLookup]:
+    arrays = [np.ascontiguousarray(array) for array in (table.keys, table.token_ids, table.probabilities)]
+    at = [array.ctypes.data for array in arrays]
+    native = NativeLookup(library, "table", len(table), *at, max_learned, min_confidence, keep=arrays)
+    return TableDrafter(table, max_learned, min_confidence), native
+
+
+def habits(rng: Random, vocab_size: int, num_texts: int) -> HabitTable:
+    texts = [([rng.randrange(vocab_size) for _ in range(30)], rng.randrange(10)) for _ in range(num_texts)]
+    return count_habits(texts, max_contexts=rng.choice((3, 50, 10_000)))
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    vocab_size=st.sampled_from((2, 3, 12, 300)),
+    num_texts=st.sampled_from((0, 1, 20)),
+    max_learned=st.sampled_from((0, 1, 2, 5, 30, 200, 50_000)),
+    min_confidence=st.sampled_from((0.0, 0.0, 0.1, 0.4, 1.0)),
+)
+def test_it_says_the_same(
+    library: ctypes.CDLL, seed: int, vocab_size: int, num_texts: int, max_learned: int, min_confidence: float
+) -> None:
+    rng = Random(seed)
+    drafters = both(library, habits(rng, vocab_size, num_texts), max_learned, min_confidence)
+    SideBySide(*drafters, rng, vocab_size).play(200)
+
+
+def test_among_shares_that_are_equal_or_none_it_chooses_the_same(library: ctypes.CDLL) -> None:
+    rng = Random(1)
+    table = habits(rng, 6, 20)
+    probabilities = np.round(table.probabilities * 4).astype(np.float32) / 4  # many are equal
+    probabilities[::5] = 0
+    drafters = both(library, replace(table, probabilities=probabilities), 40, 0.0)
+    assert SideBySide(*drafters, rng, 6).play(2000) > 1000
+
+
+def test_it_learns_thousands_of_contexts_and_forgets_the_same_ones(library: ctypes.CDLL) -> None:
+    rng = Random(2)
+    drafters = both(library, habits(rng, 30, 20), 3000, 0.0)
+    assert SideBySide(*drafters, rng, 30).play(4000) > 1000
+
+
+def test_what_faded_to_nothing_is_not_guessed(library: ctypes.CDLL) -> None:
+    drafters = both(library, EMPTY, 50, 0.0)
+    for drafter in drafters:
+        drafter.open("r", (1, 2), 2, SamplingParams(9, temperature=2.0))
+        drafter.extend("r", (9, 1, 2))
+        drafter.extend("r", (3, 1, 2) * 15_000)  # the share of 9 is 0 by then, as far as floats can say
+        drafter.extend("r", (5, 1, 2))
+    for position in range(200):
+        demand = Demand("r", 1, (*range(10, 10 + position), 1, 2))
+        wanted, found = (drafter.propose([demand]) for drafter in drafters)
+        assert found == wanted
+
+
+def test_contexts_of_one_key_are_told_apart_when_they_are_learned(library: ctypes.CDLL) -> None:
+    """One that begins with the token of the same number as it has tokens has the key of the context behind it."""
+    drafters = both(library, EMPTY, 50, 0.0)
+    sampling = SamplingParams(9, temperature=0.0)
+    for text, following in (((7, 4, 3, 1, 2), 8), ((7, 7, 3, 1, 2), 9), ((7, 7, 7, 3, 2), 6), ((3, 2, 5, 3, 2), 4)):
+        for drafter in drafters:
+            drafter.open("r", text, len(text), sampling)
+            drafter.extend("r", (following,))
+    for ahead in ((4, 3, 1, 2), (5, 3, 1, 2), (3, 1, 2), (1, 2), (4, 3, 3, 2), (3, 3, 2), (3, 2)):
+        wanted, found = (drafter.propose([Demand("r", 3, ahead)]) for drafter in drafters)
+        assert found == wanted
+        assert found[0].token_ids
