@@ -1,5 +1,5 @@
-/* drafters/suffix_automaton.py in C: the same states, counts and order of transitions. All numbers but those of tokens are
- * below 2^31, and token ids are not negative. */
+/* drafters/suffix_automaton.py in C: the same states, counts and order of transitions. States and places of the pool have
+ * numbers below 2^31; more of them count as no memory. Token ids are not negative. */
 #ifndef AUTOMATON_H
 #define AUTOMATON_H
 
@@ -67,7 +67,7 @@ static inline Place automaton_suffix(const Automaton *a, int32_t state) {
     return (Place){a, link, a->states[link].len};
 }
 
-/* The token that followed most often, of equals the one seen last, but for the first of all. */
+/* The token that followed most often, of equals the one that came to the state last. */
 Likeliest automaton_likeliest(const Automaton *a, int32_t state);
 
 const char *automaton_check(const Automaton *a);

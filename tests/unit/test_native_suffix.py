@@ -160,6 +160,13 @@ def test_states_of_any_number_of_transitions(library: ctypes.CDLL, alphabet: int
         both.check_integrity()
 
 
+def test_of_a_long_loop_as_many_places_are_counted(library: ctypes.CDLL) -> None:
+    both = Both(library)
+    both.open("a", [0] * 200 + [1, 0])
+    (draft,) = both.propose(Demand("a", 4))
+    assert draft.confidences[0] < 195 / 200, "short ends were counted without bound"
+
+
 def test_text_as_it_is_written(library: ctypes.CDLL) -> None:
     """Few tokens are frequent and many rare, and stretches come again: some of the text itself, some of other answers."""
     rng = random.Random(7)
