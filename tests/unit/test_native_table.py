@@ -63,7 +63,7 @@ def test_it_says_the_same(
 def test_among_shares_that_are_equal_or_none_it_chooses_the_same(library: ctypes.CDLL) -> None:
     rng = Random(1)
     table = habits(rng, 6, 20)
-    probabilities = np.round(table.probabilities * 4).astype(np.float32) / 4  # many are equal
+    probabilities = (np.round(table.probabilities * 4) / 4).astype(np.float32)  # many are equal
     probabilities[::5] = 0
     drafters = both(library, replace(table, probabilities=probabilities), 40, 0.0)
     assert SideBySide(*drafters, rng, 6).play(2000) > 1000
