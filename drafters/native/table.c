@@ -293,8 +293,8 @@ static int choose(const Candidates *candidates, const Followed *followed, int64_
         double score = candidates->shares[j];
         if (races) {
             const int64_t token_id = candidates->token_ids[j];
-            const double log_share = score ? log(score) : -INFINITY; /* what was learned may fade to nothing */
-            score = log_share / followed->temperature + noise(key, token_id, block_bits(key, token_id / BLOCK_LEN));
+            /* What was learned may fade to nothing, of which the logarithm is -INFINITY. */
+            score = log(score) / followed->temperature + noise(key, token_id, block_bits(key, token_id / BLOCK_LEN));
         }
         if (score > highest) {
             highest = score;

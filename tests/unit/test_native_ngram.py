@@ -75,3 +75,28 @@ def test_a_place_that_was_released_is_used_again_for_another_text(library: ctype
     drafter.open("new", [7, 7], 2, SAMPLING)
     assert drafter.propose([Demand("new", 3)])[0].token_ids == (7, 7, 7)
     drafter.check_integrity()
+
+
+def test_n_grams_of_one_hash_are_told_apart(library: ctypes.CDLL) -> None:
+    rng, seen = Random(4), dict[int, tuple[int, int]]()
+    for _ in range(1_000_000):
+        pair = rng.getrandbits(24), rng.getrandbits(24)
+        other = seen.setdefault(hash_of(pair), pair)
+        if other != pair:
+            break
+    else:
+        pytest.fail("no two n-grams have one hash")
+    drafter = both(library, 2, 2)[1]
+    drafter.open("r", [*pair, 5000, *other, 6000], 6, SAMPLING)
+    drafts = drafter.propose([Demand("r", 1, pair), Demand("r", 1, other)])
+    assert [draft.token_ids for draft in drafts] == [(5000,), (6000,)]
+    drafter.check_integrity()
+
+
+def hash_of(ngram: tuple[int, ...]) -> int:
+    """As in ngram.c."""
+    value = 0
+    for token_id in reversed(ngram):
+        value = ((value ^ token_id) * 0x9E3779B97F4A7C15) & (2**64 - 1)
+        value ^= value >> 29
+    return value >> 32
