@@ -14,6 +14,8 @@ from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.consensus import Consensus
 from drafters.hearing import Guess, Hearing, PlainHearing, best_of
+from drafters.native.hearing import MOST_MEMBERS, NativeHearing
+from drafters.native.lookup import NativeLookup
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.worth import Costs, OwnGain, Worth
 from profiler.online_calibration import OnlineSurvival
@@ -88,6 +90,7 @@ class CascadeDrafter:
         self._members = tuple(members)
         self._num_free = sum(member.cost == 0.0 for member in members)
         self._hearing = _hearing(members, self._num_free)
+        self._told: list[Hearing | Drafter] = [self._hearing, *(member.drafter for member in members[self._num_free :])]
         self._worth = {i: Worth() for i, member in enumerate(members) if member.cost > 0.0}
         self._costs = Costs({i: members[i].cost for i in self._worth})
         self._clock = clock
@@ -104,8 +107,8 @@ class CascadeDrafter:
         }
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        for member in self._members:
-            member.drafter.open(request_id, token_ids, prompt_len, sampling)
+        for drafter in self._told:
+            drafter.open(request_id, token_ids, prompt_len, sampling)
         self._followed[request_id] = _Followed({i: OwnGain() for i in self._worth})
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
@@ -113,9 +116,8 @@ class CascadeDrafter:
         if self._clock is not None and self._proposed_s is not None and followed.round is not None:
             self._costs.came_true(self._clock() - self._proposed_s)
             self._proposed_s = None  # what the same round committed for others comes with it
-        for member in self._members:
-            member.drafter.extend(request_id, token_ids)
-        self._hearing.learn(request_id, token_ids)
+        for drafter in self._told:
+            drafter.extend(request_id, token_ids)
         if followed.round is not None and token_ids:
             self._learn(followed, followed.round, token_ids)
         followed.round = None
@@ -144,14 +146,13 @@ class CascadeDrafter:
         return settled
 
     def release(self, request_id: str) -> None:
-        for member in self._members:
-            member.drafter.release(request_id)
-        self._hearing.forget(request_id)
+        for drafter in self._told:
+            drafter.release(request_id)
         self._followed.pop(request_id, None)
 
     def check_integrity(self) -> None:
-        for member in self._members:
-            member.drafter.check_integrity()
+        for drafter in self._told:
+            drafter.check_integrity()
 
     def _drafts(self, index: int, demands: Sequence[Demand]) -> list[Draft]:
         """Of a dear member. What they take is learned."""
@@ -206,9 +207,12 @@ class CascadeDrafter:
 
 
 def _hearing(members: Sequence[Member], num_free: int) -> Hearing:
-    return PlainHearing(
-        [member.drafter for member in members[:num_free]],
-        {i: member.drafter for i, member in enumerate(members) if member.splices},
-        [OnlineSurvival() for _ in members],
-        Consensus(len(members), num_free),
-    )
+    """In C where all that it takes is in C."""
+    survival, consensus = [OnlineSurvival() for _ in members], Consensus(len(members), num_free)
+    free = [member.drafter for member in members[:num_free]]
+    lookups = [drafter for drafter in free if isinstance(drafter, NativeLookup)]
+    all_splice = [member.splices for member in members] == [i < num_free for i in range(len(members))]
+    if 0 < len(lookups) == num_free <= MOST_MEMBERS and all_splice:
+        return NativeHearing(lookups[0].library, lookups, survival, consensus)
+    splicers = {i: member.drafter for i, member in enumerate(members) if member.splices}
+    return PlainHearing(free, splicers, survival, consensus)

@@ -51,9 +51,9 @@ class Consensus:
         self._num_records = 0
 
     @property
-    def num_due(self) -> int:
-        """So many tokens are taken up together."""
-        return num_due(self._num_records, _FIRST_AT_ONCE)
+    def num_missing(self) -> int:
+        """Tokens that are to be recorded until all are taken up together."""
+        return num_due(self._num_records, _FIRST_AT_ONCE) - len(self._pending)
 
     def weigh(
         self, drafter: int, token_ids: Sequence[int], survival: Sequence[float], witnesses: Sequence[tuple[int, ...]]
@@ -80,15 +80,20 @@ class Consensus:
         return Testimony(tuple(told), tuple(cases), tuple(corrected))
 
     def record(self, testimony: Testimony, num_verified: int, num_right: int) -> None:
-        """Of the first ``num_verified`` tokens of a draft the first ``num_right`` were right."""
+        """Of the first ``num_verified`` tokens of a draft the first ``num_right`` were right. Not taken up yet."""
         for place in range(min(num_right + 1, num_verified, len(testimony.told))):
             self._pending.append((testimony.cases[place], testimony.told[place], place < num_right))
-        if len(self._pending) >= self.num_due:
-            self.record_all(*self._taken())
 
-    def record_all(self, cases: NDArray[np.intp], told: Floats, came_true: NDArray[np.bool_]) -> None:
-        """As ``record``, of tokens, each [n]: in what case each was, how likely it was told to be right, and whether it was.
-        Together with those that wait."""
+    def take_up(self) -> None:
+        """What was recorded, when it is enough."""
+        if self.num_missing <= 0:
+            self.learn(*self._taken())
+
+    def learn(self, cases: NDArray[np.intp], told: Floats, came_true: NDArray[np.bool_]) -> None:
+        """From tokens, each [n]: in what case each was, how likely it was told to be right, and whether it was.
+
+        And from what was recorded.
+        """
         if self._pending:
             pending = self._taken()
             cases, told, came_true = (np.concatenate(pair) for pair in zip(pending, (cases, told, came_true), strict=True))

@@ -3,8 +3,9 @@ and how lookups go on where a draft ends. All that this needs is learned from wh
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
+from cluster.types import SamplingParams
 from drafters.consensus import Consensus, Testimony
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.replay import common_prefix_len
@@ -32,6 +33,29 @@ class Guess:
     def survival(self) -> tuple[float, ...]:
         return self.testimony.survival
 
+    @classmethod
+    def of(
+        cls,
+        member: int,
+        draft: Draft,
+        survival: OnlineSurvival,
+        consensus: Consensus,
+        heard: Sequence[tuple[int, ...]],
+        row_price: float,
+    ) -> Self:
+        """``heard``: what the free members drafted."""
+        (alone,) = survival.survival([draft.confidences])
+        testimony = consensus.weigh(member, draft.token_ids, alone, heard)
+        worth = [probability for probability in testimony.survival if probability > row_price]
+        expected_len = sum(worth) - len(worth) * row_price
+        return cls(member, draft.token_ids, draft.confidences, testimony, len(worth), expected_len)
+
+    def teach(self, token_ids: Sequence[int], survival: OnlineSurvival, consensus: Consensus) -> None:
+        """What was committed says how far it was right, and no more than so far."""
+        num_right = self.num_right(token_ids)
+        survival.record(self.confidences[: len(token_ids)], num_right)
+        consensus.record(self.testimony, len(token_ids), num_right)
+
     def num_right(self, token_ids: Sequence[int]) -> int:
         return common_prefix_len(self.token_ids, token_ids)
 
@@ -50,11 +74,20 @@ def best_of(guesses: Sequence[Guess]) -> Guess:
 
 
 class Hearing(Protocol):
-    """Demands are named by their place among those heard last."""
+    """The free members: told of each request what any drafter is told, they learn from what is committed. Demands are named
+    by their place among those heard last."""
+
+    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None: ...
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None: ...
+
+    def release(self, request_id: str) -> None: ...
+
+    def check_integrity(self) -> None: ...
 
     def hear(self, demands: Sequence[Demand]) -> list[float]:
         """Asks the free members. Returns what the best of their drafts is expected to bring for each demand; nothing where
-        there are no such members. What demands without ``ahead`` heard is learned from when their tokens come."""
+        there are no such members. From what is drafted for demands without ``ahead`` is learned when their tokens come."""
 
     def best(self, place: int) -> Guess:
         """The most promising of the free members' drafts."""
@@ -68,13 +101,8 @@ class Hearing(Protocol):
     def spliced(self, place: int, guess: Guess) -> Draft:
         """As ``settle``, of a dear member's draft: lookups take over from where they promise more than the rest of it."""
 
-    def learn(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """What was committed says of every draft how far it was right, and no more than so far."""
-
     def judge(self, guess: Guess, token_ids: Sequence[int]) -> None:
-        """As ``learn``, of a dear member's draft."""
-
-    def forget(self, request_id: str) -> None: ...
+        """What was committed says of a dear member's draft how far it was right."""
 
 
 @dataclass(slots=True)
@@ -109,6 +137,29 @@ class PlainHearing:
         self._heard: list[_Heard] = []
         self._unanswered: dict[str, _Heard] = {}
 
+    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+        self._unanswered.pop(request_id, None)
+        for drafter in self._free:
+            drafter.open(request_id, token_ids, prompt_len, sampling)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        for drafter in self._free:
+            drafter.extend(request_id, token_ids)
+        heard = self._unanswered.pop(request_id, None)
+        if heard is not None and token_ids:
+            for guess in heard.guesses:
+                guess.teach(token_ids, self._survival[guess.member], self._consensus)
+            self._consensus.take_up()
+
+    def release(self, request_id: str) -> None:
+        for drafter in self._free:
+            drafter.release(request_id)
+        self._unanswered.pop(request_id, None)
+
+    def check_integrity(self) -> None:
+        for drafter in self._free:
+            drafter.check_integrity()
+
     def hear(self, demands: Sequence[Demand]) -> list[float]:
         self._heard = [_Heard(demand) for demand in demands]
         drafts = [drafter.propose(demands) for drafter in self._free]
@@ -139,27 +190,13 @@ class PlainHearing:
         confidences = tuple(min(1.0, survival[i] / before[i]) for i in range(kept))
         return Draft(demand.request_id, token_ids[:kept], confidences)
 
-    def learn(self, request_id: str, token_ids: Sequence[int]) -> None:
-        heard = self._unanswered.pop(request_id, None)
-        if heard is not None and token_ids:
-            for guess in heard.guesses:
-                self.judge(guess, token_ids)
-
     def judge(self, guess: Guess, token_ids: Sequence[int]) -> None:
-        num_right = guess.num_right(token_ids)
-        self._survival[guess.member].record(guess.confidences[: len(token_ids)], num_right)
-        self._consensus.record(guess.testimony, len(token_ids), num_right)
-
-    def forget(self, request_id: str) -> None:
-        self._unanswered.pop(request_id, None)
+        guess.teach(token_ids, self._survival[guess.member], self._consensus)
+        self._consensus.take_up()
 
     def _guess(self, heard: _Heard, member: int, draft: Draft) -> Guess:
-        (survival,) = self._survival[member].survival([draft.confidences])
-        testimony = self._consensus.weigh(member, draft.token_ids, survival, heard.drafted)
-        price = heard.demand.row_price
-        worth = [probability for probability in testimony.survival if probability > price]
-        expected_len = sum(worth) - len(worth) * price
-        return Guess(member, draft.token_ids, draft.confidences, testimony, len(worth), expected_len)
+        survival, price = self._survival[member], heard.demand.row_price
+        return Guess.of(member, draft, survival, self._consensus, heard.drafted, price)
 
     def _with_splices(self, demand: Demand, guess: Guess) -> _Found:
         """A model's first tokens, then a lookup's from where that promises more; and what lookups have to say behind the

@@ -62,12 +62,19 @@ class NgramDrafter:
         InvalidField: not 1 <= min_match_len <= max_match_len.
     """
 
+    kind = "ngram"
+
     def __init__(self, max_match_len: int = 4, min_match_len: int = 1) -> None:
         if not 1 <= min_match_len <= max_match_len:
             raise InvalidField("min_match_len", min_match_len, f"must lie between 1 and max_match_len ({max_match_len})")
         self._match_lens = range(max_match_len, min_match_len - 1, -1)
         self._rates = HitRates(self._match_lens)
         self._texts: dict[str, _Text] = {}
+
+    @property
+    def settings(self) -> tuple[int, int]:
+        """max_match_len, min_match_len."""
+        return self._match_lens[0], self._match_lens[-1]
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self._texts[request_id] = _Text(token_ids, self._match_lens)

@@ -8,7 +8,7 @@ from cluster.messages import LevelReport
 from cluster.types import SamplingParams
 from drafters.shadow import Stopping
 
-_PRICE_SHARE = 0.5  # of a price: what is believed of it, and of a draft, may be off
+PRICE_SHARE = 0.5  # of a price: what is believed of it, and of a draft, may be off
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Demand:
     @property
     def least_survival(self) -> float:
         """Where the tokens of a draft survive less often than this, it ends. Lookups keep the first, to be compared."""
-        return _PRICE_SHARE * self.row_price
+        return PRICE_SHARE * self.row_price
 
 
 @dataclass(frozen=True, slots=True)

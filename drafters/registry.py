@@ -141,18 +141,21 @@ def _folder_of(target: ModelInfo) -> Path | None:
 
 
 def _make_ngram(options: NgramOptions, site: Site) -> Drafter:
+    from drafters.lookups import compiled
     from drafters.ngram import NgramDrafter
 
-    return NgramDrafter(options.max_match_len, options.min_match_len)
+    return compiled(NgramDrafter(options.max_match_len, options.min_match_len))
 
 
 def _make_suffix(options: SuffixOptions, site: Site) -> Drafter:
+    from drafters.lookups import compiled
     from drafters.suffix import SuffixDrafter
 
-    return SuffixDrafter(max_match_len=options.max_match_len, max_shared_tokens=options.max_shared_tokens)
+    return compiled(SuffixDrafter(max_match_len=options.max_match_len, max_shared_tokens=options.max_shared_tokens))
 
 
 def _make_table(options: TableOptions, site: Site) -> Drafter:
+    from drafters.lookups import compiled
     from drafters.shipped import find_drafter
     from drafters.table import EMPTY, FILE, HabitTable, TableDrafter
 
@@ -161,7 +164,7 @@ def _make_table(options: TableOptions, site: Site) -> Drafter:
         path = find_drafter(options.path)
         table = HabitTable.load(path / FILE if path.is_dir() else path)
         table.check_serves(site.target)
-    return TableDrafter(table, options.max_learned, options.min_confidence)
+    return compiled(TableDrafter(table, options.max_learned, options.min_confidence))
 
 
 def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:

@@ -125,6 +125,8 @@ class SuffixDrafter:
         InvalidField: an argument out of range.
     """
 
+    kind = "suffix"
+
     def __init__(
         self,
         *,
@@ -150,8 +152,21 @@ class SuffixDrafter:
         self._min_survival = min_survival
         self._doubt = doubt
         self._request_tokens = request_tokens
+        self._max_shared_tokens = max_shared_tokens
         self._shared = _SharedMemory(max_shared_tokens)
         self._texts: dict[str, _Text] = {}
+
+    @property
+    def settings(self) -> tuple[int, int, int, float, float, int]:
+        """max_match_len, max_shared_tokens, min_match_len, min_survival, doubt, request_tokens."""
+        return (
+            self._max_match_len,
+            self._max_shared_tokens,
+            self._min_match_len,
+            self._min_survival,
+            self._doubt,
+            self._request_tokens,
+        )
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self._texts[request_id] = _Text(token_ids, self._request_tokens)

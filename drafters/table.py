@@ -219,16 +219,25 @@ class TableDrafter:
         min_confidence: a draft ends before a token that is less probable.
     """
 
+    kind = "table"
+
     def __init__(self, table: HabitTable = EMPTY, max_learned: int = 50_000, min_confidence: float = 0.1) -> None:
         if max_learned < 0:
             raise InvalidField("max_learned", max_learned, "must not be negative")
         if not 0.0 <= min_confidence <= 1.0:
             raise InvalidField("min_confidence", min_confidence, "must lie between 0 and 1")
-        self._counted = lru_cache(NUM_REMEMBERED)(table.after)
+        self._arrays = [np.ascontiguousarray(one) for one in (table.keys, table.token_ids, table.probabilities)]
         self._max_learned = max_learned
         self._min_confidence = min_confidence
+        self._counted = lru_cache(NUM_REMEMBERED)(table.after)
         self._learned: OrderedDict[Context, _Learned] = OrderedDict()
         self._followed: dict[str, _Followed] = {}
+
+    @property
+    def settings(self) -> tuple[float, ...]:
+        """Contexts of the table and where its keys, token_ids and probabilities lie; max_learned, min_confidence."""
+        at = [one.ctypes.data for one in self._arrays]
+        return len(self._arrays[0]), *at, self._max_learned, self._min_confidence
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self._followed[request_id] = _Followed(list(token_ids[-CONTEXT_LENS[0] :]), len(token_ids), sampling)

@@ -1,7 +1,7 @@
 """What it brings to ask a dear drafter when cheaper ones have spoken, and what it costs: learned from what came of it."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from router.running import UNUSUAL, RunningMean
@@ -14,7 +14,8 @@ _OWN_DOUBT = 8.0  # trials of a request's own before they count for half
 _COST_MEMORY = 100.0  # times that count
 _COST_DOUBT = 2.0  # times that what was configured weighs as much
 _ALIKE = 0.05  # squared, relative: batches that differ by less say little of what one request more takes
-_EXPLORE_EVERY = 48  # rounds without it: after so many the drafter is asked all the same, or its luck could never turn
+_PAUSE = 48  # rounds without it: after so many the drafter is tried for one request, or its luck could never turn
+_LONGEST_PAUSE = 768  # twice as long whenever it was tried in vain
 
 
 @dataclass(slots=True)
@@ -95,6 +96,7 @@ class Worth:
     def __init__(self) -> None:
         self._gains = [RunningMean() for _ in range(len(_EDGES) + 1)]
         self._num_refused = [0] * len(self._gains)
+        self._pauses = [_PAUSE] * len(self._gains)
 
     def choose(self, at_hand: Sequence[tuple[float, OwnGain]], price: Callable[[int], float]) -> list[int]:
         """Which requests of a round to ask it for, ascending; together, for all wait for it, and the first is the dearest.
@@ -106,21 +108,23 @@ class Worth:
             price: in tokens that the whole batch forgoes while it drafts for so many.
         """
         places = [bisect_right(_EDGES, expected_len) for expected_len, _ in at_hand]
-        curious = {at for at in set(places) if self._is_curious(at)}
-        chosen = [i for i, at in enumerate(places) if at in curious]
+        num_trials = {at: self._num_trials(at) for at in set(places)}
+        tried = []
+        for i, at in enumerate(places):
+            if num_trials[at]:
+                num_trials[at] -= 1
+                tried.append(i)
         gains = [self._gains[at].value + own.value for at, (_, own) in zip(places, at_hand, strict=True)]
-        others = sorted((i for i, at in enumerate(places) if at not in curious), key=lambda i: -gains[i])
+        others = sorted(set(range(len(places))).difference(tried), key=lambda i: -gains[i])
         surplus, most, num_best = 0.0, 0.0, 0
-        free = price(len(chosen)) if chosen else 0.0
+        free = price(len(tried)) if tried else 0.0
         for num, i in enumerate(others, 1):
             surplus += gains[i]
-            if surplus - (price(len(chosen) + num) - free) > most:
-                most, num_best = surplus - (price(len(chosen) + num) - free), num
-        chosen = sorted((*chosen, *others[:num_best]))
-        asked = {places[i] for i in chosen}
-        for at in set(places):
-            self._num_refused[at] = 0 if at in asked else self._num_refused[at] + 1
-        return chosen
+            if surplus - (price(len(tried) + num) - free) > most:
+                most, num_best = surplus - (price(len(tried) + num) - free), num
+        best = others[:num_best]
+        self._note({places[i] for i in tried}, {places[i] for i in best}, set(places))
+        return sorted((*tried, *best))
 
     def learn(self, gain: float, expected_len: float, own: OwnGain) -> None:
         """It was asked, and ``gain`` more tokens were accepted than of what was at hand alone."""
@@ -128,5 +132,16 @@ class Worth:
         own.add(gain - mean.value)
         mean.add(gain, _MEMORY)
 
-    def _is_curious(self, at: int) -> bool:
-        return self._gains[at].num < _FIRST_TRIALS or self._num_refused[at] + 1 >= _EXPLORE_EVERY
+    def _num_trials(self, at: int) -> int:
+        """For how many requests of a kind it is asked at any price."""
+        if self._gains[at].num < _FIRST_TRIALS:
+            return _FIRST_TRIALS
+        return int(self._num_refused[at] + 1 >= self._pauses[at])
+
+    def _note(self, tried: Set[int], worth_it: Set[int], present: Set[int]) -> None:
+        for at in present:
+            if at in worth_it:
+                self._pauses[at] = _PAUSE
+            elif at in tried and self._num_refused[at]:
+                self._pauses[at] = min(2 * self._pauses[at], _LONGEST_PAUSE)
+            self._num_refused[at] = 0 if at in tried or at in worth_it else self._num_refused[at] + 1

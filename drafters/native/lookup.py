@@ -2,15 +2,16 @@
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cluster.types import SamplingParams
 from drafters.protocol import Demand, Draft
 from engine.compiling import load_compiled
 
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / name for name in ("automaton.c", "ngram.c", "suffix.c", "table.c"))
+_SOURCES = tuple(_FOLDER / name for name in ("automaton.c", "hearing.c", "ngram.c", "suffix.c", "table.c"))
 _HEADERS = (_FOLDER / "automaton.h", _FOLDER / "lookup.h", _FOLDER.parents[1] / "engine" / "noise.h")
 _FLAGS = ("-ffp-contract=off",)  # a multiplication and an addition are rounded as Python rounds them
 
@@ -38,99 +39,142 @@ class _Demands(ctypes.Structure):
     ]
 
 
-class NativeLookup:
-    """``drafters.protocol.Drafter`` by the functions of ``library`` that begin with ``kind``.
+class Drafts:
+    """Room for the drafts of a batch, which C fills: draft i lies at ``i * stride``."""
+
+    def __init__(self) -> None:
+        self.stride = 0
+        self.token_ids, self.confidences, self.lens = array("i"), array("d"), array("q")
+
+    def make_room(self, num: int, stride: int) -> None:
+        self.stride = stride
+        if num * stride > len(self.token_ids):
+            self.token_ids, self.confidences = array("i", [0]) * (num * stride), array("d", [0.0]) * (num * stride)
+        if num > len(self.lens):
+            self.lens = array("q", [0]) * num
+
+    def read(self, request_ids: Iterable[str]) -> list[Draft]:
+        stride, lens = self.stride, self.lens
+        token_ids, confidences = self.token_ids.tolist(), self.confidences.tolist()  # sooner than slice by slice
+        drafts = []
+        for place, request_id in enumerate(request_ids):
+            start = place * stride
+            end = start + lens[place]
+            drafts.append(Draft(request_id, tuple(token_ids[start:end]), tuple(confidences[start:end])))
+        return drafts
+
+
+class Batch:
+    """Demands, and room for their drafts, as C reads them."""
+
+    def __init__(self) -> None:
+        self.drafts = Drafts()
+        self._demands = _Demands()
+        self._arrays: tuple[array[int] | array[float], ...] = ()  # that the demands point to
+
+    def packed(self, demands: Sequence[Demand], slots: Mapping[str, int]) -> int:
+        """Returns where they lie, until the next call."""
+        num, stride = len(demands), max((demand.num_tokens for demand in demands), default=0)
+        self.drafts.make_room(num, stride)
+        ahead, ahead_ends = array("i"), array("q")
+        for demand in demands:
+            ahead.extend(demand.ahead)
+            ahead_ends.append(len(ahead))
+        self._arrays = (
+            array("q", [slots[demand.request_id] for demand in demands]),
+            array("q", [demand.num_tokens for demand in demands]),
+            array("d", [demand.least_survival for demand in demands]),
+            ahead,
+            ahead_ends,
+        )
+        to, drafts = self._demands, self.drafts
+        to.num, to.stride = num, stride
+        to.slots, to.num_tokens, to.least_survival, to.ahead, to.ahead_ends = (address(one) for one in self._arrays)
+        to.token_ids, to.confidences, to.lens = address(drafts.token_ids), address(drafts.confidences), address(drafts.lens)
+        return ctypes.addressof(to)
+
+
+def address(values: "array[int] | array[float]") -> int:
+    return values.buffer_info()[0]
+
+
+class Native:
+    """A drafter in C, by the functions of ``library`` that begin with ``kind``: whom it follows.
 
     Args:
-        arguments: of ``{kind}_new``, in the order of ``_NEW``.
-        keep: what these point to.
+        handle: what ``{kind}_new`` returned; freed with this.
+        keep: what it points to.
 
     Raises:
-        MemoryError: there is none for it.
+        MemoryError: there was none for it.
     """
 
-    def __init__(self, library: ctypes.CDLL, kind: str, *arguments: float | None, keep: object = None) -> None:
-        new = library[f"{kind}_new"]
-        new.argtypes, new.restype = _NEW[kind], _AT
-        self._free = library[f"{kind}_free"]
-        self._free.argtypes, self._free.restype = (_AT,), None
-        self._handle = new(*arguments)
+    def __init__(self, library: ctypes.CDLL, kind: str, handle: int | None, keep: object = None) -> None:
+        self.library, self.kind, self.handle = library, kind, handle
         self._keep = keep
-        if not self._handle:
+        self.slots: dict[str, int] = {}
+        self._free_slots: list[int] = []
+        if not handle:
             raise MemoryError(f"no memory for a {kind} drafter")
         slot, ids = (_AT, _INT), (_AT, _INT)
-        self._open = library[f"{kind}_open"]
-        self._open.argtypes = (*slot, *ids, ctypes.c_uint64, _DOUBLE)
-        self._extend = library[f"{kind}_extend"]
-        self._extend.argtypes = (*slot, *ids)
-        self._propose = library[f"{kind}_propose"]
-        self._propose.argtypes = (_AT, _AT)
-        self._release = library[f"{kind}_release"]
-        self._release.argtypes, self._release.restype = slot, None
-        self._check = library[f"{kind}_check"]
-        self._check.argtypes, self._check.restype = (_AT,), ctypes.c_char_p
-        self._slots: dict[str, int] = {}
-        self._free_slots: list[int] = []
-        self._demands = _Demands()
-        self._at = ctypes.addressof(self._demands)
-        self._token_ids, self._confidences, self._lens = array("i"), array("d"), array("q")
+        self._free = self.function("free", _AT, result=None)
+        self._open = self.function("open", *slot, *ids, ctypes.c_uint64, _DOUBLE)
+        self._extend = self.function("extend", *slot, *ids)
+        self._release = self.function("release", *slot, result=None)
+        self._check = self.function("check", _AT, result=ctypes.c_char_p)
 
     def __del__(self) -> None:
-        if self._handle:
-            self._free(self._handle)
+        if self.handle:
+            self._free(self.handle)
+
+    def function(self, name: str, *arguments: Any, result: Any = ctypes.c_int) -> Any:
+        """``{kind}_{name}`` of the library."""
+        found = self.library[f"{self.kind}_{name}"]  # an object of its own each time
+        found.argtypes, found.restype = arguments, result
+        return found
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        slot = self._slots.get(request_id)
+        slot = self.slots.get(request_id)
         if slot is None:
-            slot = self._slots[request_id] = self._free_slots.pop() if self._free_slots else len(self._slots)
+            slot = self.slots[request_id] = self._free_slots.pop() if self._free_slots else len(self.slots)
         ids = array("i", token_ids)
         at, num = ids.buffer_info()
-        if self._open(self._handle, slot, at, num, sampling.seed & 0xFFFFFFFFFFFFFFFF, sampling.temperature):
+        if self._open(self.handle, slot, at, num, sampling.seed & 0xFFFFFFFFFFFFFFFF, sampling.temperature):
             self.release(request_id)
             raise MemoryError(f"no memory to follow a request of {num} tokens")
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         ids = array("i", token_ids)
         at, num = ids.buffer_info()
-        if self._extend(self._handle, self._slots[request_id], at, num):
+        if self._extend(self.handle, self.slots[request_id], at, num):
             raise MemoryError(f"no memory for {num} more tokens of a request")
 
-    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        num, stride = len(demands), max((demand.num_tokens for demand in demands), default=0)
-        if num * stride > len(self._token_ids):
-            self._token_ids, self._confidences = array("i", [0]) * (num * stride), array("d", [0.0]) * (num * stride)
-        if num > len(self._lens):
-            self._lens = array("q", [0]) * num
-        slots = array("q", [self._slots[demand.request_id] for demand in demands])
-        num_tokens = array("q", [demand.num_tokens for demand in demands])
-        least = array("d", [demand.least_survival for demand in demands])
-        ahead, ahead_ends = array("i"), array("q")
-        for demand in demands:
-            ahead.extend(demand.ahead)
-            ahead_ends.append(len(ahead))
-        own = self._demands
-        own.num, own.stride = num, stride
-        own.slots, own.num_tokens = slots.buffer_info()[0], num_tokens.buffer_info()[0]
-        own.least_survival = least.buffer_info()[0]
-        own.ahead, own.ahead_ends = ahead.buffer_info()[0], ahead_ends.buffer_info()[0]
-        own.token_ids, own.confidences = self._token_ids.buffer_info()[0], self._confidences.buffer_info()[0]
-        own.lens = self._lens.buffer_info()[0]
-        if self._propose(self._handle, self._at):
-            raise MemoryError(f"no memory for {num} drafts")
-        drafts = []
-        for i, demand in enumerate(demands):
-            start = i * stride
-            end = start + self._lens[i]
-            token_ids, confidences = tuple(self._token_ids[start:end]), tuple(self._confidences[start:end])
-            drafts.append(Draft(demand.request_id, token_ids, confidences))
-        return drafts
-
     def release(self, request_id: str) -> None:
-        slot = self._slots.pop(request_id, None)
+        slot = self.slots.pop(request_id, None)
         if slot is not None:
-            self._release(self._handle, slot)
+            self._release(self.handle, slot)
             self._free_slots.append(slot)
 
     def check_integrity(self) -> None:
-        wrong = self._check(self._handle)
+        wrong = self._check(self.handle)
         assert wrong is None, wrong.decode()
+
+
+class NativeLookup(Native):
+    """``drafters.protocol.Drafter``: the C form of the drafter of that kind in Python.
+
+    Args:
+        arguments: of ``{kind}_new``, in the order of ``_NEW``.
+    """
+
+    def __init__(self, library: ctypes.CDLL, kind: str, *arguments: float | None, keep: object = None) -> None:
+        new = library[f"{kind}_new"]
+        new.argtypes, new.restype = _NEW[kind], _AT
+        super().__init__(library, kind, new(*arguments), keep)
+        self._propose = self.function("propose", _AT, _AT)
+        self._batch = Batch()
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        if self._propose(self.handle, self._batch.packed(demands, self.slots)):
+            raise MemoryError(f"no memory for {len(demands)} drafts")
+        return self._batch.drafts.read(demand.request_id for demand in demands)

@@ -18,6 +18,7 @@ def served(consensus: Consensus, num_rounds: int, right_if_same: float, right_if
         testimony = consensus.weigh(0, (7,), (TOLD,), witnesses)
         is_right = rng.random() < (right_if_same if is_same else right_if_other)
         consensus.record(testimony, 1, int(is_right))
+        consensus.take_up()
 
 
 def test_before_anything_is_known_a_draft_survives_as_it_is_told() -> None:
@@ -81,6 +82,8 @@ def test_tokens_that_were_not_verified_teach_nothing() -> None:
         witnesses = ((1, 2), (1, 2))
         taught.record(taught.weigh(0, (1, 2), (0.5, 0.25), witnesses), 1, 1)
         untaught.record(untaught.weigh(0, (1, 2), (0.5, 0.25), witnesses), 0, 0)
+        taught.take_up()
+        untaught.take_up()
     first, second = taught.weigh(0, (1, 2), (0.5, 0.25), ((1, 2), (1, 2))).survival
     assert first > 0.8
     assert second / first == pytest.approx(0.5, abs=0.01)

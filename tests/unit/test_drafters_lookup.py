@@ -1,5 +1,6 @@
 """Drafters without a model: what they find, what they forget, and that they need no torch."""
 
+import logging
 import random
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from cluster.config import SuffixOptions
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
+from drafters import lookups
 from drafters.hit_rates import HitRate
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
@@ -317,3 +320,22 @@ def test_lookups_need_neither_torch_nor_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_they_run_in_python_and_the_log_says_so(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", compiler)
+    if compiler == "no-such-compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    lookups._library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert isinstance(lookups.compiled(NgramDrafter()), NgramDrafter)
+            assert isinstance(lookups.compiled(suffix()), SuffixDrafter)
+    finally:
+        lookups._library.cache_clear()
+    assert len(caplog.records) == 1
+    assert "ten times longer" in caplog.text
