@@ -34,6 +34,8 @@ def load_compiled(
     headers: Sequence[Path] = (),
     flags: Sequence[str] = (),
     folder: Path | None = None,
+    *,
+    keeps_gil: bool = False,
 ) -> ctypes.CDLL:
     """The library of ``sources``, compiled if that has not been done on such a CPU.
 
@@ -41,6 +43,8 @@ def load_compiled(
         name: of its file, before what tells builds apart.
         headers: that the sources include.
         flags: of the compiler, beside the usual ones.
+        keeps_gil: other Python threads wait while its functions run. For such as take microseconds: who lets go of the
+            lock gets it back when another thread has had its turn.
 
     Raises:
         NoCompiler: no compiler is there, it failed, or the library does not load.
@@ -51,7 +55,7 @@ def load_compiled(
     try:
         if not path.exists():
             _compile(path, sources, all_flags, compiler)
-        return ctypes.CDLL(str(path))
+        return (ctypes.PyDLL if keeps_gil else ctypes.CDLL)(str(path))
     except OSError as error:
         raise NoCompiler(f"{path} cannot be built or loaded ({error})") from error
 

@@ -27,7 +27,7 @@ _NEW = {
 
 def load_library(folder: Path | None = None) -> ctypes.CDLL:
     """The compiled lookups. Raises ``engine.compiling.NoCompiler``."""
-    return load_compiled("lookups", _SOURCES, _HEADERS, _FLAGS, folder)
+    return load_compiled("lookups", _SOURCES, _HEADERS, _FLAGS, folder, keeps_gil=True)
 
 
 class _Demands(ctypes.Structure):
