@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from router.running import UNUSUAL, RunningMean
 
 _EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # of the tokens that are expected of what is at hand; between them it is alike
-_FIRST_TRIALS = 6  # in each of them, at any price
+_HOPED = 1.0  # tokens, of a drafter of which nothing is known there
+_HOPE = 3.0  # trials that this counts for
 _MEMORY = 200.0  # trials of all requests that count
 _OWN_MEMORY = 12.0  # of one request
 _OWN_DOUBT = 8.0  # trials of a request's own before they count for half
@@ -101,21 +102,18 @@ class Worth:
     def choose(self, at_hand: Sequence[tuple[float, OwnGain]], price: Callable[[int], float]) -> list[int]:
         """Which requests of a round to ask it for, ascending; together, for all wait for it, and the first is the dearest.
 
-        A round without it is counted: now and then it is worth any price to know better.
+        Rounds without it are counted: now and then it is worth any price to know better.
 
         Args:
             at_hand: for each request that it could be asked for, the tokens that are expected without it.
             price: in tokens that the whole batch forgoes while it drafts for so many.
         """
         places = [bisect_right(_EDGES, expected_len) for expected_len, _ in at_hand]
-        num_trials = {at: self._num_trials(at) for at in set(places)}
-        tried = []
-        for i, at in enumerate(places):
-            if num_trials[at]:
-                num_trials[at] -= 1
-                tried.append(i)
-        gains = [self._gains[at].value + own.value for at, (_, own) in zip(places, at_hand, strict=True)]
-        others = sorted(set(range(len(places))).difference(tried), key=lambda i: -gains[i])
+        due = {at for at in set(places) if self._num_refused[at] + 1 >= self._pauses[at]}
+        tried = [places.index(at) for at in due]
+        expected = {at: self._expected(at) for at in set(places)}
+        gains = [expected[at] + own.value for at, (_, own) in zip(places, at_hand, strict=True)]
+        others = sorted((i for i in range(len(places)) if i not in tried), key=lambda i: -gains[i])
         surplus, most, num_best = 0.0, 0.0, 0
         free = price(len(tried)) if tried else 0.0
         for num, i in enumerate(others, 1):
@@ -123,7 +121,7 @@ class Worth:
             if surplus - (price(len(tried) + num) - free) > most:
                 most, num_best = surplus - (price(len(tried) + num) - free), num
         best = others[:num_best]
-        self._note({places[i] for i in tried}, {places[i] for i in best}, set(places))
+        self._note(due, {places[i] for i in best}, set(places))
         return sorted((*tried, *best))
 
     def learn(self, gain: float, expected_len: float, own: OwnGain) -> None:
@@ -132,16 +130,15 @@ class Worth:
         own.add(gain - mean.value)
         mean.add(gain, _MEMORY)
 
-    def _num_trials(self, at: int) -> int:
-        """For how many requests of a kind it is asked at any price."""
-        if self._gains[at].num < _FIRST_TRIALS:
-            return _FIRST_TRIALS
-        return int(self._num_refused[at] + 1 >= self._pauses[at])
+    def _expected(self, at: int) -> float:
+        """What asking adds, hopefully as long as little is known."""
+        gain = self._gains[at]
+        return (_HOPE * _HOPED + gain.num * gain.value) / (_HOPE + gain.num)
 
     def _note(self, tried: Set[int], worth_it: Set[int], present: Set[int]) -> None:
         for at in present:
             if at in worth_it:
                 self._pauses[at] = _PAUSE
-            elif at in tried and self._num_refused[at]:
+            elif at in tried:
                 self._pauses[at] = min(2 * self._pauses[at], _LONGEST_PAUSE)
             self._num_refused[at] = 0 if at in tried or at in worth_it else self._num_refused[at] + 1
