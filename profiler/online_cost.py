@@ -15,6 +15,7 @@ LARGEST_STEP = log(4.0)  # a pass further off than this counts as so far off
 LARGEST_EVIDENCE = 0.5  # of one pass for a drift: it may have been disturbed
 TOLERANCE = 0.05  # drift of the logarithm that is none
 THRESHOLD = 2.0  # of the sum beyond it: eight passes that take 1.35 times as long, say, and five at the least
+STALE = 256.0  # passes elsewhere after which a region's own ratio counts for a third, and that of the others for the rest
 PRIOR_PASSES = 8  # that a region is thought to have seen as the profile says, before its first
 OCTAVES = tuple(2**i for i in range(14))
 
@@ -61,7 +62,9 @@ class OnlineCost:
     """``router.cost_model.CostModel``: ``base``, corrected. Owned by the thread that plans and passes; others may ask it.
 
     Regions are about the ``knots``, in octaves by default; between two of them the correction is interpolated, and the
-    corrected times never fall. A region without passes of its own has the mean of the others, weighted by what is known.
+    corrected times never fall. A region without passes of its own has the mean of the others, weighted by what is known; and
+    one that has had none for long comes to it. Else one that was found dear while something else ran would seem so for ever,
+    for plans would avoid it.
     """
 
     def __init__(self, base: CostModel, knots: Sequence[int] = OCTAVES) -> None:
@@ -69,6 +72,7 @@ class OnlineCost:
         self._knots = tuple(knots)
         self._log_ratio = [0.0] * len(knots)
         self._num = [0] * len(knots)
+        self._freshness = [0.0] * len(knots)  # of the ratios
         self._tests = [PageHinkley() for _ in knots]
         self._slice: tuple[int, TableCost] | None = None  # the corrected table at a context; None: to be made anew
         self.num_drifts = 0
@@ -94,8 +98,7 @@ class OnlineCost:
 
     def ratio(self, num_rows: int) -> float:
         """Of what passes of so many rows take lately to what was measured before."""
-        at = self._region(num_rows)
-        return exp(self._log_ratio[at] if self._num[at] else self._mean())
+        return exp(self._known(self._region(num_rows), self._mean()))
 
     def observe(self, num_rows: int, num_context: int, step_s: float) -> Drift | None:
         """A pass took ``step_s``. Returns what has changed if passes take another time than they did, all at once."""
@@ -103,6 +106,7 @@ class OnlineCost:
         if step_s <= 0.0 or expected_s <= 0.0:
             return None
         at = self._region(num_rows)
+        self._visit(at)
         found = log(step_s / expected_s)
         residual = max(-LARGEST_STEP, min(LARGEST_STEP, found - self._log_ratio[at]))
         self._num[at] += 1
@@ -118,6 +122,19 @@ class OnlineCost:
         self.num_drifts += 1
         return Drift(self._knots[at], exp(self._log_ratio[at]))
 
+    def _visit(self, at: int) -> None:
+        """A region that has not been visited for long begins with what is believed of it now."""
+        freshness = self._freshness[at]
+        if freshness < 0.5:
+            self._log_ratio[at] = self._known(at, self._mean())
+            self._num[at] = int(self._num[at] * freshness)
+            self._tests[at] = PageHinkley()
+        self._freshness = [known * (1.0 - 1.0 / STALE) for known in self._freshness]
+        self._freshness[at] = 1.0
+
+    def _known(self, at: int, mean: float) -> float:
+        return mean + self._freshness[at] * (self._log_ratio[at] - mean)
+
     def _region(self, num_rows: int) -> int:
         """Of the nearest knot, by ratio."""
         knots = self._knots
@@ -127,8 +144,8 @@ class OnlineCost:
         return len(knots) - 1
 
     def _mean(self) -> float:
-        """Over the regions that have seen passes, each counting as much as the EMA remembers of it."""
-        weights = [min(num, 1.0 / WEIGHT) for num in self._num]
+        """Over the regions that have seen passes, each counting as much as the EMA remembers of it, and as it is fresh."""
+        weights = [min(num, 1.0 / WEIGHT) * known for num, known in zip(self._num, self._freshness, strict=True)]
         total = sum(weights)
         return sum(w * r for w, r in zip(weights, self._log_ratio, strict=True)) / total if total else 0.0
 
@@ -136,7 +153,7 @@ class OnlineCost:
         """The table over rows at a context; it is asked for many numbers of rows in a row."""
         mean = self._mean()
         seconds: list[float] = []
-        for knot, log_ratio, num in zip(self._knots, self._log_ratio, self._num, strict=True):
-            corrected = self._base.step_s(knot, num_context) * exp(log_ratio if num else mean)
+        for at, knot in enumerate(self._knots):
+            corrected = self._base.step_s(knot, num_context) * exp(self._known(at, mean))
             seconds.append(max(corrected, seconds[-1]) if seconds else corrected)
         return TableCost(self._knots, tuple(seconds))
