@@ -21,6 +21,7 @@ class LiveSequence:
     request: Request
     token_ids: list[int]
     features: tuple[float, ...] = ()  # of the prompt, for the router
+    ends: frozenset[int] = frozenset()  # tokens that end it
     computed_len: int = 0
     running: bool = False
     chain: Chain = ()  # of pool members, nearest to the target last
@@ -106,7 +107,9 @@ class Sequences:
     def add(self, request: Request) -> LiveSequence:
         # The router does not choose for those that chose themselves.
         features = prompt_features(request.prompt_token_ids) if request.chain is None else ()
-        sequence = LiveSequence(request, list(request.prompt_token_ids), features)
+        sampling = request.sampling
+        ends = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else self.model.eos_token_ids)
+        sequence = LiveSequence(request, list(request.prompt_token_ids), features, ends)
         self._live[request.id] = sequence
         return sequence
 
@@ -218,13 +221,9 @@ class Sequences:
         return proposal.drafter
 
     def _until_end(self, sequence: LiveSequence, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
-        sampling = sequence.request.sampling
-        stops = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stops.update(self.model.eos_token_ids)
         room = min(sequence.max_new_tokens, self.model.max_model_len - len(sequence.token_ids))
         for i, token in enumerate(token_ids[:room]):
-            if token in stops:
+            if token in sequence.ends:
                 return tuple(token_ids[: i + 1]), FinishReason.STOP
         if len(token_ids) >= room:
             return tuple(token_ids[:room]), FinishReason.LENGTH

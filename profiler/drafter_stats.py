@@ -4,7 +4,7 @@ The live round and the simulator learn by the same code, so that from the same c
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from profiler.online_calibration import OnlineSurvival
 from router.plan import UNKNOWN_DRAFTER, DrafterView
@@ -49,9 +49,15 @@ class DrafterStats:
     num_stale: int = 0
     num_late: int = 0  # holds that ran out before the proposal came
     num_resyncs: int = 0
-    reply_s: float | None = None
-    view: DrafterView = UNKNOWN_DRAFTER
+    reply_s: float | None = None  # None: not known yet
+    accepted_per_round: float = UNKNOWN_DRAFTER.accepted_per_round
+    acceptance: float = UNKNOWN_DRAFTER.acceptance
     calibration: OnlineSurvival = field(default_factory=OnlineSurvival)
+
+    @property
+    def view(self) -> DrafterView:
+        reply_s = UNKNOWN_DRAFTER.reply_s if self.reply_s is None else self.reply_s
+        return DrafterView(reply_s, self.accepted_per_round, self.acceptance)
 
     def foresee(self, drafts: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
         """How far drafts of these confidences will be right, as far as can be known; (): not known yet."""
@@ -65,13 +71,10 @@ class DrafterStats:
         if at_least_s is not None and self.reply_s is not None:
             reply_s = min(max(self.reply_s, at_least_s), reply_s)
         self.reply_s = reply_s if self.reply_s is None else running_mean(self.reply_s, reply_s)
-        view = self.view
-        self.view = DrafterView(self.reply_s, view.accepted_per_round, view.acceptance)
 
     def restarted(self) -> None:
         """A new process answers under the name: how fast is not known yet."""
         self.reply_s = None
-        self.view = replace(self.view, reply_s=UNKNOWN_DRAFTER.reply_s)
 
     def late(self, waited_s: float) -> None:
         """No reply within ``waited_s``: all that is known of the reply time is that it is longer."""
@@ -79,20 +82,15 @@ class DrafterStats:
         known = self.reply_s if self.reply_s is not None else 0.0
         if known < 2 * waited_s:
             self.reply_s = running_mean(known, 2 * waited_s, 0.5)
-            self.view = replace(self.view, reply_s=self.reply_s)
 
     def judged(self, judgement: Judgement, num_verified: int) -> None:
         """A proposal was held against what was committed. Tokens that were not verified teach, too: else a drafter that is
         not worth verifying would never be found to have become so."""
-        view = self.view
-        acceptance = view.acceptance
         # Given that those before it were right: num_right successes, and one failure unless all were right.
-        for _ in range(judgement.num_right):
-            acceptance = running_mean(acceptance, 1.0, SMOOTHING / 4)
+        self.acceptance = 1.0 - (1.0 - self.acceptance) * (1.0 - SMOOTHING / 4) ** judgement.num_right
         if judgement.num_right < judgement.num_judged:
-            acceptance = running_mean(acceptance, 0.0, SMOOTHING / 4)
-        accepted_per_round = view.accepted_per_round
+            self.acceptance = running_mean(self.acceptance, 0.0, SMOOTHING / 4)
         if num_verified or not judgement.num_judged:  # of one that was not verified it is not known how far it was right
-            accepted_per_round = running_mean(accepted_per_round, float(min(judgement.num_right, num_verified)))
-        self.view = DrafterView(view.reply_s, accepted_per_round, acceptance)
+            num_accepted = float(min(judgement.num_right, num_verified))
+            self.accepted_per_round = running_mean(self.accepted_per_round, num_accepted)
         self.calibration.record(judgement.confidences, judgement.num_right)
