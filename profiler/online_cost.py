@@ -17,6 +17,7 @@ TOLERANCE = 0.05  # drift of the logarithm that is none
 THRESHOLD = 2.0  # of the sum beyond it: eight passes that take 1.35 times as long, say, and five at the least
 STALE = 256.0  # passes elsewhere after which a region's own ratio counts for a third, and that of the others for the rest
 PRIOR_PASSES = 8  # that a region is thought to have seen as the profile says, before its first
+ALIKE = 1 / 64  # contexts that differ by less than this share take the same time, as far as plans go
 OCTAVES = tuple(2**i for i in range(14))
 
 
@@ -83,7 +84,7 @@ class OnlineCost:
 
     def step_s(self, num_rows: int, num_context: int) -> float:
         known = self._slice  # one read: another thread may put the table of another context there
-        if known is None or known[0] != num_context:
+        if known is None or abs(num_context - known[0]) > ALIKE * known[0]:
             known = self._slice = (num_context, self._corrected(num_context))
         return known[1].step_s(num_rows, 0)
 
