@@ -133,6 +133,11 @@ class Pool:
         """The companion took so long, to follow what was committed and to draft."""
         self._asking[name].drafted(self._batch, seconds)
 
+    def handled(self, seconds: float) -> None:
+        """The round took so long beside the pass and what the companions did."""
+        for asking in self._asking.values():
+            asking.handled(self._batch, seconds)
+
     def weigh(self, commits: Sequence[Commit], batch: int, num_context: int, cost: CostModel) -> None:
         """What companions' drafts have saved in a pass over ``batch`` sequences."""
         for name, asking in self._asking.items():

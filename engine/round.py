@@ -110,6 +110,7 @@ class TargetLoop:
         self._companions = list(companions)
         self._pace = Pace()
         self._last_round: _Decoded | None = None  # if it decoded
+        self._pass_s = 0.0  # of the last pass
         self._sequences = Sequences(model)
         self._newest_table = table or RoutingTable(version=0)
         self._pool = Pool(self._sequences, self.telemetry, self._newest_table, [one.name for one in companions])
@@ -180,6 +181,7 @@ class TargetLoop:
     def step(self, now_s: float) -> StepReport:
         """Mail, plan, one pass, the word spread of what it committed, and the companions' drafts on top of that."""
         report = self._round(now_s)
+        drafting_s = 0.0
         for companion in tuple(self._companions):
             if not self._pool.is_asked(companion.name):
                 continue
@@ -193,6 +195,9 @@ class TargetLoop:
                 self._pool.leave_out(companion.name, f"{type(error).__name__}: {error}")
             if self._clock is not None and report.executed:
                 self._pool.drafted(companion.name, self._clock() - start_s)
+                drafting_s += self._clock() - start_s
+        if self._companions and self._clock is not None and report.executed:
+            self._pool.handled(self._clock() - now_s - self._pass_s - drafting_s)
         return report
 
     def _round(self, now_s: float) -> StepReport:
@@ -210,8 +215,10 @@ class TargetLoop:
             self._flush()
             return StepReport(executed=False, wake_s=plan.wake_s)
         self._unread_since_s = now_s
+        start_s = self._clock() if self._clock is not None else now_s
         spans, outcomes = self._execute(plan)
         end_s = self._clock() if self._clock is not None else now_s
+        self._pass_s = end_s - start_s
         num_sampled = sum(span.samples for span in spans) if self._companions and self._clock is not None else 0
         if num_sampled:
             self._pool.choose(num_sampled)

@@ -2,7 +2,8 @@
 
 The target waits while such a drafter drafts. Its drafts must save more time than making them takes: their accepted tokens
 would have been decoded plainly, and their rows make the pass longer. Both are measured, for each size of the batch: where a
-batch is large a row costs more, and a draft for all may take longer than a pass.
+batch is large a row costs more, and a draft for all may take longer than a pass. What the round has to do with drafts
+counts, too, once rounds without them have shown what it takes else.
 """
 
 from router.cost_model import CostModel
@@ -20,6 +21,7 @@ class _Known:
 
     def __init__(self) -> None:
         self.saved_s, self.cost_s = RunningMean(), RunningMean()
+        self.rest_s = {True: RunningMean(), False: RunningMean()}  # of rounds that it is asked in, and of others
         self.pause = _PAUSE
         self.num_paused = 0
         self.num_trials_left = _FIRST_ROUNDS
@@ -28,7 +30,7 @@ class _Known:
         if self.num_trials_left:
             self.num_trials_left -= 1
             return True
-        if self.saved_s.value > self.cost_s.value:
+        if self.saved_s.value > self.cost_s.value + self._handling_s:
             self.pause, self.num_paused = _PAUSE, 0
             return True
         self.num_paused += 1
@@ -39,6 +41,12 @@ class _Known:
         for mean in (self.saved_s, self.cost_s):
             mean.fade(_TRIAL_ROUNDS)
         return True
+
+    @property
+    def _handling_s(self) -> float:
+        """What its drafts take of a round beside the drafting: to be told, heard, planned and judged."""
+        asked, unasked = self.rest_s[True], self.rest_s[False]
+        return max(0.0, asked.value - unasked.value) if asked.is_known and unasked.is_known else 0.0
 
 
 class Asking:
@@ -58,6 +66,12 @@ class Asking:
         """It was asked, and the target waited so long. After a pause this is not what it usually takes: it caught up."""
         if self._was_asked:
             mean = self._of(batch).cost_s
+            mean.add(mean.usual(seconds), _MEMORY)
+
+    def handled(self, batch: int, seconds: float) -> None:
+        """A round took so long beside the pass and the drafting."""
+        if self._was_asked == self.is_asked:
+            mean = self._of(batch).rest_s[self.is_asked]
             mean.add(mean.usual(seconds), _MEMORY)
 
     def came_true(self, batch: int, saved_s: float) -> None:
