@@ -46,8 +46,13 @@ class FeatureCache:
     def write(self, spans: Sequence[PackedSpan], features: torch.Tensor) -> None:
         """``features``: of all rows of a pass over ``spans``."""
         if self._rows is not None:
-            slots = [self._slots(span.block_table, span.base_len, span.base_len + len(span.token_ids)) for span in spans]
-            self._rows.index_copy_(0, torch.from_numpy(np.concatenate(slots)).to(self._rows.device), features)
+            block_len = self._block_len
+            slots = [
+                int(span.block_table[position // block_len]) * block_len + position % block_len
+                for span in spans
+                for position in range(span.base_len, span.base_len + len(span.token_ids))
+            ]  # of a few rows each: sooner than by arrays
+            self._rows.index_copy_(0, torch.tensor(slots, device=self._rows.device), features)
 
     def read(self, block_table: NDArray[np.int32], start: int, stop: int) -> torch.Tensor:
         """Of positions ``start`` .. ``stop`` - 1 of the sequence: a copy, [stop - start, len(layers) * hidden]."""

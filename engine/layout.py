@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -56,12 +57,11 @@ def lay_out(spans: Sequence[PackedSpan], block_len: int, inverse_frequencies: to
     starts = np.zeros(num_spans + 1, np.int64)
     np.cumsum(lens, out=starts[1:])
     num_rows = int(starts[-1])
-    tables = np.zeros((num_spans, int(-(-(base_lens + lens).max() // block_len))), np.int32)
-    token_ids = np.empty(num_rows, np.int64)
-    for i, span in enumerate(spans):
-        num_blocks = -(-(span.base_len + len(span.token_ids)) // block_len)
-        tables[i, :num_blocks] = span.block_table[:num_blocks]
-        token_ids[starts[i] : starts[i + 1]] = span.token_ids
+    num_blocks = -(-(base_lens + lens) // block_len)
+    tables = np.zeros((num_spans, int(num_blocks.max())), np.int32)
+    for row, span, num in zip(tables, spans, num_blocks.tolist(), strict=True):
+        row[:num] = span.block_table[:num]
+    token_ids = np.fromiter(chain.from_iterable(span.token_ids for span in spans), np.int64, num_rows)
     span_of_row = np.repeat(np.arange(num_spans), lens)
     positions = np.arange(num_rows) + (base_lens - starts[:-1])[span_of_row]
     slots = tables[span_of_row, positions // block_len].astype(np.int64) * block_len + positions % block_len

@@ -153,8 +153,9 @@ class NativeTarget:
         sampled = [span for span in spans if span.samples]
         if not sampled:
             return [SpanOutcome(span.request_id, (), 0) for span in spans]
-        rows = _sampled_rows(spans)
-        logits = self._model.logits(hidden if len(rows) == len(hidden) else hidden[rows.to(hidden.device)])
+        if sum(span.num_drafts + 1 for span in sampled) < len(hidden):
+            hidden = hidden[_sampled_rows(spans).to(hidden.device)]
+        logits = self._model.logits(hidden)
         chosen = self._sampler.choose(
             logits,
             [SampleSpan(self._states[span.request_id], _drafts(span), span.num_drafts + 1) for span in sampled],

@@ -133,6 +133,9 @@ class Sampler:
                 if alike:
                     _pick(logits, alike, picks, want_confidences, race)
         logprobs = _raw_logprobs(logits, members, picks)
+        if not logprobs and not want_confidences and np.isfinite(picks.highest).all():
+            token_ids = picks.token_ids.tolist()
+            return [Chosen(tuple(token_ids[member.rows])) for member in members]
         return [_chosen(member, picks, logprobs, want_confidences) for member in members]
 
     def _member(self, span: SampleSpan, start: int) -> "_Member":
@@ -185,9 +188,12 @@ class _Picks:
 
 def _pick(logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confidences: bool, race: Race | None) -> None:
     """Choose for the rows of spans that are alike, and note it in ``picks``. To ``race`` all rows are alike in noise."""
-    rows = np.concatenate([np.arange(member.rows.start, member.rows.stop) for member in members])
-    is_all = len(rows) == len(logits)
-    x = logits if is_all else logits[torch.from_numpy(rows).to(logits.device)]
+    is_all = sum(member.span.num_rows for member in members) == len(logits)
+    rows: slice | NDArray[np.int64] = slice(None)
+    x = logits
+    if not is_all:
+        rows = np.concatenate([np.arange(member.rows.start, member.rows.stop) for member in members])
+        x = logits[torch.from_numpy(rows).to(logits.device)]
     if members[0].is_edited:
         x = x.to(torch.float32, copy=is_all)
         start = 0
@@ -255,8 +261,8 @@ def _keys(members: Sequence[_Member]) -> NDArray[np.int64]:
 
 def _raw_logprobs(logits: Tensor, members: Sequence[_Member], picks: _Picks) -> dict[int, TokenLogprobs]:
     """By row, where the request asks for them."""
-    wanted = [(row, m.span.state.sampling.top_logprobs) for m in members for row in range(m.rows.start, m.rows.stop)]
-    num_top = {row: num for row, num in wanted if num is not None}
+    asking = [(m, m.span.state.sampling.top_logprobs) for m in members]
+    num_top = {row: num for m, num in asking if num is not None for row in range(m.rows.start, m.rows.stop)}
     if not num_top:
         return {}
     rows = np.fromiter(num_top, np.int64)
