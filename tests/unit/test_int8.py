@@ -15,6 +15,7 @@ from cluster.types import SamplingParams
 from drafters.dspark.checkpoint import load_network, save_network
 from drafters.layers import load_layers
 from drafters.protocol import Demand
+from engine import compiling
 from engine.cpu import build
 from engine.cpu.int8 import Int8Linear
 from engine.cpu.race import CpuRace
@@ -67,7 +68,7 @@ def test_products_of_all_numbers_of_rows(num_out: int, num_in: int, dtype: torch
 def test_every_instruction_set_computes_the_same(
     cpu: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, *CPUS[cpu]))
+    monkeypatch.setattr(compiling, "_FLAGS", (*compiling._FLAGS, *CPUS[cpu]))
     torch.manual_seed(0)
     weight = random_weight(70, 130, uneven=True)
     x = torch.randn(9, 130).to(dtype)
