@@ -11,9 +11,9 @@ from drafters.protocol import Demand, Draft, Drafter
 from drafters.replay import common_prefix_len
 from profiler.online_calibration import OnlineSurvival
 
-_MIN_SURVIVAL = 0.02  # what is less likely to survive is not handed out
-_MAX_SPLICES = 3  # of one draft
-_WORTH_SPLICING = 0.04  # survival under which nobody is asked what comes next
+MIN_SURVIVAL = 0.02  # what is less likely to survive is not handed out
+MAX_SPLICES = 3  # of one draft
+WORTH_SPLICING = 0.04  # survival under which nobody is asked what comes next
 
 _Found = tuple[tuple[int, ...], tuple[float, ...]]  # tokens, and the survival of each
 
@@ -184,7 +184,7 @@ class PlainHearing:
     def spliced(self, place: int, guess: Guess) -> Draft:
         demand = self._heard[place].demand
         token_ids, survival = self._with_splices(demand, guess)
-        least = max(_MIN_SURVIVAL, demand.least_survival)
+        least = max(MIN_SURVIVAL, demand.least_survival)
         kept = sum(probability >= least for probability in survival)  # survival never rises
         before = (1.0, *survival)
         confidences = tuple(min(1.0, survival[i] / before[i]) for i in range(kept))
@@ -204,9 +204,9 @@ class PlainHearing:
         token_ids, survival = guess.token_ids, guess.survival
         place = len(token_ids) if guess.member in self._splicers else 1
         num_splices = 0
-        least = max(_WORTH_SPLICING, demand.row_price)  # what comes behind survives less often
-        kept = max(_MIN_SURVIVAL, demand.least_survival)
-        while token_ids and place <= len(token_ids) and place < demand.num_tokens and num_splices < _MAX_SPLICES:
+        least = max(WORTH_SPLICING, demand.row_price)  # what comes behind survives less often
+        kept = max(MIN_SURVIVAL, demand.least_survival)
+        while token_ids and place <= len(token_ids) and place < demand.num_tokens and num_splices < MAX_SPLICES:
             if survival[place - 1] < least:
                 break
             rest = self._behind(demand, token_ids[:place], survival[place - 1])

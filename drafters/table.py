@@ -134,6 +134,8 @@ class HabitTable:
         largest = int(self.token_ids.max(initial=-1))
         if self.token_ids.min(initial=0) < 0 or (self.vocab_size is not None and largest >= self.vocab_size):
             return "it holds tokens that are not in its vocabulary"
+        if not np.all((self.probabilities >= 0.0) & (self.probabilities <= 1.0)):
+            return "it holds shares that are no probabilities"
         return None
 
 
@@ -226,7 +228,11 @@ class TableDrafter:
             raise InvalidField("max_learned", max_learned, "must not be negative")
         if not 0.0 <= min_confidence <= 1.0:
             raise InvalidField("min_confidence", min_confidence, "must lie between 0 and 1")
-        self._arrays = [np.ascontiguousarray(one) for one in (table.keys, table.token_ids, table.probabilities)]
+        self._arrays = (
+            np.ascontiguousarray(table.keys, np.uint64),
+            np.ascontiguousarray(table.token_ids, np.int32),
+            np.ascontiguousarray(table.probabilities, np.float32),
+        )
         self._max_learned = max_learned
         self._min_confidence = min_confidence
         self._counted = lru_cache(NUM_REMEMBERED)(table.after)

@@ -16,7 +16,8 @@ _COST_MEMORY = 100.0  # times that count
 _COST_DOUBT = 2.0  # times that what was configured weighs as much
 _ALIKE = 0.05  # squared, relative: batches that differ by less say little of what one request more takes
 _PAUSE = 48  # rounds without it: after so many the drafter is tried for one request, or its luck could never turn
-_LONGEST_PAUSE = 768  # twice as long whenever it was tried in vain
+_LONGEST_PAUSE = 768  # twice as long with each trial, until one brings more than was expected
+_OLD = 12.0  # trials that what was found before a pause counts for after it
 
 
 @dataclass(slots=True)
@@ -126,7 +127,10 @@ class Worth:
 
     def learn(self, gain: float, expected_len: float, own: OwnGain) -> None:
         """It was asked, and ``gain`` more tokens were accepted than of what was at hand alone."""
-        mean = self._gains[bisect_right(_EDGES, expected_len)]
+        at = bisect_right(_EDGES, expected_len)
+        mean = self._gains[at]
+        if gain > self._expected(at):
+            self._pauses[at] = _PAUSE
         own.add(gain - mean.value)
         mean.add(gain, _MEMORY)
 
@@ -140,5 +144,6 @@ class Worth:
             if at in worth_it:
                 self._pauses[at] = _PAUSE
             elif at in tried:
+                self._gains[at].fade(_OLD)
                 self._pauses[at] = min(2 * self._pauses[at], _LONGEST_PAUSE)
             self._num_refused[at] = 0 if at in tried or at in worth_it else self._num_refused[at] + 1

@@ -43,21 +43,21 @@ def load_compiled(
         name: of its file, before what tells builds apart.
         headers: that the sources include.
         flags: of the compiler, beside the usual ones.
-        keeps_gil: other Python threads wait while its functions run. For such as take microseconds: who lets go of the
-            lock gets it back when another thread has had its turn.
+        keeps_gil: other Python threads wait while its functions run. For such as mostly take microseconds: who lets go of
+            the lock gets it back when another thread has had its turn.
 
     Raises:
         NoCompiler: no compiler is there, it failed, or the library does not load.
     """
     all_flags = (*_FLAGS, *flags)
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
-    path = (folder or cache_folder()) / f"{name}-{_key((*sources, *headers), all_flags, compiler)}.so"
     try:
+        path = (folder or cache_folder()) / f"{name}-{_key((*sources, *headers), all_flags, compiler)}.so"
         if not path.exists():
             _compile(path, sources, all_flags, compiler)
         return (ctypes.PyDLL if keeps_gil else ctypes.CDLL)(str(path))
-    except OSError as error:
-        raise NoCompiler(f"{path} cannot be built or loaded ({error})") from error
+    except (OSError, RuntimeError) as error:  # the latter from a home folder that is not known
+        raise NoCompiler(f"the library {name} cannot be built or loaded: {error}") from error
 
 
 def _compile(path: Path, sources: Sequence[Path], flags: Sequence[str], compiler: str | None) -> None:

@@ -16,7 +16,7 @@ LARGEST_EVIDENCE = 0.5  # of one pass for a drift: it may have been disturbed
 TOLERANCE = 0.05  # drift of the logarithm that is none
 THRESHOLD = 2.0  # of the sum beyond it: eight passes that take 1.35 times as long, say, and five at the least
 STALE = 256.0  # passes elsewhere after which a region's own ratio counts for a third, and that of the others for the rest
-PRIOR_PASSES = 8  # that a region is thought to have seen as the profile says, before its first
+PRIOR_PASSES = 8  # that what is believed of a region counts for at its first
 ALIKE = 1 / 64  # contexts that differ by less than this share take the same time, as far as plans go
 OCTAVES = tuple(2**i for i in range(14))
 
@@ -128,7 +128,7 @@ class OnlineCost:
         freshness = self._freshness[at]
         if freshness < 0.5:
             self._log_ratio[at] = self._known(at, self._mean())
-            self._num[at] = int(self._num[at] * freshness)
+            self._num[at] = int(min(self._num[at], 1.0 / WEIGHT) * freshness)
             self._tests[at] = PageHinkley()
         self._freshness = [known * (1.0 - 1.0 / STALE) for known in self._freshness]
         self._freshness[at] = 1.0

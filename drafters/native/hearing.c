@@ -4,9 +4,7 @@
 
 #include <math.h>
 
-enum { MOST_MEMBERS = 8, MOST_SPLICES = 3, SAYS_SAME = 1, SAYS_OTHER = 2 };
-static const double MIN_SURVIVAL = 0.02;   /* what is less likely to survive is not handed out */
-static const double WORTH_SPLICING = 0.04; /* survival under which nobody is asked what comes next */
+enum { MOST_MEMBERS = 8, SAYS_SAME = 1, SAYS_OTHER = 2 };
 
 typedef int (*Open)(void *, int64_t, const int32_t *, int64_t, uint64_t, double);
 typedef int (*Extend)(void *, int64_t, const int32_t *, int64_t);
@@ -26,8 +24,8 @@ typedef struct {
 } Member;
 
 typedef struct {
-    int64_t num_members, num_witnesses, num_places, num_steps, num_case_steps;
-    double price_share;
+    int64_t num_members, num_witnesses, num_places, num_steps, num_case_steps, max_splices;
+    double price_share, min_survival, worth_splicing; /* as drafters/protocol.py and drafters/hearing.py have them */
     const double *case_maps; /* [cases, num_case_steps + 1] */
     const int64_t *due_at;   /* [num_members + 1]: of each member's drafts, and of tokens beside others, when to fit anew */
     Member members[MOST_MEMBERS];
@@ -49,18 +47,19 @@ typedef struct {
     double *confidences, *told, *survival;
 } Guess;
 
+/* What the members drafted for one demand. */
 typedef struct {
     int64_t slot, num_tokens, num_ahead, ahead_size, stride;
     double row_price, least_survival;
-    int is_unanswered;
     int32_t *ahead;
-    void *room;
+    void *room; /* of the guesses, each of ``stride`` tokens at most */
     Guess guesses[MOST_MEMBERS];
 } Heard;
 
-/* A request: what it heard last, and what one that is drafted ahead for did. */
+/* A request: what was drafted behind its committed tokens last, as long as no commit has answered it. */
 typedef struct {
-    Heard behind_committed, behind_ahead;
+    int is_unanswered;
+    Heard drafted;
 } Followed;
 
 /* The drafts of a member for one demand. */
@@ -74,7 +73,7 @@ typedef struct {
     Setup setup;
     int64_t num_slots, num_heard, heard_size, batch_size, ahead_size;
     Followed *followed;
-    Heard **heard;
+    Heard *heard; /* by place: the demands heard last */
     int32_t *token_ids, *ahead; /* of a batch; behind a draft */
     double *confidences, *least;
     int64_t *lens;
@@ -96,10 +95,8 @@ static void free_heard(Heard *heard) {
 
 void hearing_free(void *at) {
     Hearing *h = at;
-    for (int64_t slot = 0; slot < h->num_slots; slot++) {
-        free_heard(&h->followed[slot].behind_committed);
-        free_heard(&h->followed[slot].behind_ahead);
-    }
+    for (int64_t slot = 0; slot < h->num_slots; slot++) free_heard(&h->followed[slot].drafted);
+    for (int64_t i = 0; i < h->heard_size; i++) free_heard(&h->heard[i]);
     for (int64_t i = 0; i <= h->setup.num_members; i++) {
         free(h->trials[i].at);
         free(h->trials[i].told);
@@ -116,7 +113,7 @@ int hearing_open(void *at, int64_t slot, const int32_t *token_ids, int64_t num, 
     const int64_t known = h->num_slots;
     if (reserve((void **)&h->followed, &h->num_slots, slot + 1, sizeof(Followed))) return -1;
     memset(h->followed + known, 0, (size_t)(h->num_slots - known) * sizeof(Followed));
-    h->followed[slot].behind_committed.is_unanswered = 0;
+    h->followed[slot].is_unanswered = 0;
     for (int64_t i = 0; i < h->setup.num_members; i++) {
         const Member *m = &h->setup.members[i];
         if (m->open(m->drafter, slot, token_ids, num, seed, temperature)) return -1;
@@ -127,7 +124,7 @@ int hearing_open(void *at, int64_t slot, const int32_t *token_ids, int64_t num, 
 void hearing_release(void *at, int64_t slot) {
     Hearing *h = at;
     for (int64_t i = 0; i < h->setup.num_members; i++) h->setup.members[i].release(h->setup.members[i].drafter, slot);
-    if (slot < h->num_slots) h->followed[slot].behind_committed.is_unanswered = 0;
+    if (slot < h->num_slots) h->followed[slot].is_unanswered = 0;
 }
 
 const char *hearing_check(void *at) {
@@ -142,6 +139,7 @@ const char *hearing_check(void *at) {
 /* ---- what drafts mean */
 
 static double meant(const double *map, int64_t num_steps, double confidence) {
+    confidence = confidence > 0.0 ? fmin(confidence, 1.0) : 0.0; /* also of what is no number */
     return map[(int64_t)rint(confidence * (double)num_steps)];
 }
 
@@ -231,10 +229,8 @@ static int make_room(Heard *heard, int64_t num_members, int64_t stride) {
 static int note_demand(Hearing *h, const Demands *d, const double *row_prices, int64_t i) {
     int64_t num_ahead;
     const int32_t *ahead = ahead_of(d, i, &num_ahead);
-    Followed *followed = &h->followed[d->slots[i]];
-    Heard *heard = num_ahead ? &followed->behind_ahead : &followed->behind_committed;
-    heard->is_unanswered = 0;
-    if (make_room(heard, h->setup.num_members, d->num_tokens[i] > 0 ? d->num_tokens[i] : 1)) return -1;
+    Heard *heard = &h->heard[i];
+    if (make_room(heard, h->setup.num_members, d->num_tokens[i])) return -1;
     if (reserve((void **)&heard->ahead, &heard->ahead_size, num_ahead, sizeof(int32_t))) return -1;
     if (num_ahead) memcpy(heard->ahead, ahead, (size_t)num_ahead * sizeof(int32_t));
     heard->slot = d->slots[i];
@@ -242,16 +238,34 @@ static int note_demand(Hearing *h, const Demands *d, const double *row_prices, i
     heard->num_ahead = num_ahead;
     heard->row_price = row_prices[i];
     heard->least_survival = d->least_survival[i];
-    h->heard[i] = heard;
+    return 0;
+}
+
+/* What a commit is to answer is kept, for the places are heard anew before. */
+static int keep(Hearing *h, const Heard *heard) {
+    Followed *followed = &h->followed[heard->slot];
+    followed->is_unanswered = 0;
+    if (make_room(&followed->drafted, h->setup.num_members, heard->num_tokens)) return -1;
+    for (int64_t m = 0; m < h->setup.num_members; m++) {
+        const Guess *from = &heard->guesses[m];
+        Guess *to = &followed->drafted.guesses[m];
+        to->num = from->num;
+        if (!from->num) continue;
+        memcpy(to->token_ids, from->token_ids, (size_t)from->num * sizeof(int32_t));
+        memcpy(to->cases, from->cases, (size_t)from->num * sizeof(int64_t));
+        memcpy(to->confidences, from->confidences, (size_t)from->num * sizeof(double));
+        memcpy(to->told, from->told, (size_t)from->num * sizeof(double));
+    }
+    followed->is_unanswered = 1;
     return 0;
 }
 
 static int grow_batch(Hearing *h, int64_t num, int64_t stride) {
-    int64_t size = h->heard_size, drafted = h->batch_size;
+    const int64_t known = h->heard_size;
+    int64_t size = known, drafted = h->batch_size;
     if (reserve((void **)&h->lens, &size, num, sizeof(int64_t))) return -1;
-    size = h->heard_size;
-    if (reserve((void **)&h->heard, &size, num, sizeof(Heard *))) return -1;
-    h->heard_size = size;
+    if (reserve((void **)&h->heard, &h->heard_size, num, sizeof(Heard))) return -1;
+    if (h->heard_size > known) memset(h->heard + known, 0, (size_t)(h->heard_size - known) * sizeof(Heard));
     if (reserve((void **)&h->token_ids, &drafted, num * stride, sizeof(int32_t))) return -1;
     drafted = h->batch_size;
     if (reserve((void **)&h->confidences, &drafted, num * stride, sizeof(double))) return -1;
@@ -274,29 +288,29 @@ int hearing_hear(void *at, const Demands *demands, const double *row_prices, dou
         const Member *member = &h->setup.members[m];
         if (member->propose(member->drafter, &own)) return -1;
         for (int64_t i = 0; i < own.num; i++) {
-            Guess *guess = &h->heard[i]->guesses[m];
+            Guess *guess = &h->heard[i].guesses[m];
             guess->num = own.lens[i];
+            if (!guess->num) continue;
             memcpy(guess->token_ids, own.token_ids + i * own.stride, (size_t)guess->num * sizeof(int32_t));
             memcpy(guess->confidences, own.confidences + i * own.stride, (size_t)guess->num * sizeof(double));
             survive(&h->setup, member, guess->confidences, guess->num, guess->survival);
         }
     }
     for (int64_t i = 0; i < own.num; i++) {
-        Heard *heard = h->heard[i];
+        Heard *heard = &h->heard[i];
         for (int64_t m = 0; m < h->setup.num_members; m++) weigh(&h->setup, heard, m);
         expected_lens[i] = heard->guesses[best_member(h, heard)].expected_len;
-        heard->is_unanswered = !heard->num_ahead;
+        if (!heard->num_ahead && keep(h, heard)) return -1;
     }
     h->num_heard = own.num;
     return 0;
 }
 
-/* Member ``member``'s draft for what was heard at ``place``, the best one if it is -1. Returns which it is. */
-int64_t hearing_guess(void *at, int64_t place, int64_t member, Guess *guess) {
-    const Heard *heard = ((Hearing *)at)->heard[place];
-    if (member < 0) member = best_member(at, heard);
-    *guess = heard->guesses[member];
-    return member;
+int64_t hearing_best(void *at, int64_t place) { return best_member(at, &((Hearing *)at)->heard[place]); }
+
+/* Member ``member``'s draft for what was heard at ``place``. */
+void hearing_guess(void *at, int64_t place, int64_t member, Guess *guess) {
+    *guess = ((Hearing *)at)->heard[place].guesses[member];
 }
 
 /* ---- splices */
@@ -350,17 +364,18 @@ static int64_t behind(Hearing *h, const Heard *heard, const int32_t *drafted, in
 }
 
 /* Lookups go on with a draft: where it ends, and where they promise more than the rest of it; of a lookup's own only there where
- * it ends. ``token_ids`` and ``survival`` have room for the demand. Returns its length then, -1 for want of memory. */
+ * it ends. ``token_ids`` and ``survival`` have room for what the demand wants. Returns its length then, -1 for want of memory. */
 static int64_t splice(Hearing *h, const Heard *heard, int is_lookup, int32_t *token_ids, double *survival, int64_t num) {
-    const double least = fmax(WORTH_SPLICING, heard->row_price), kept = fmax(MIN_SURVIVAL, heard->least_survival);
-    int64_t place = is_lookup ? num : 1;
-    for (int num_splices = 0; num && place <= num && place < heard->num_tokens && num_splices < MOST_SPLICES;) {
+    const double least = fmax(h->setup.worth_splicing, heard->row_price);
+    const double kept = fmax(h->setup.min_survival, heard->least_survival);
+    int64_t place = is_lookup ? num : 1, num_splices = 0;
+    while (num && place <= num && place < heard->num_tokens && num_splices < h->setup.max_splices) {
         if (survival[place - 1] < least) break;
         const int64_t found = behind(h, heard, token_ids, place, survival[place - 1]);
         if (found < 0) return -1;
         if (sum_of(h->best.survival, found, kept) > sum_of(survival + place, num - place, kept)) {
-            memcpy(token_ids + place, h->best.token_ids, (size_t)found * sizeof(int32_t));
-            memcpy(survival + place, h->best.survival, (size_t)found * sizeof(double));
+            if (found) memcpy(token_ids + place, h->best.token_ids, (size_t)found * sizeof(int32_t));
+            if (found) memcpy(survival + place, h->best.survival, (size_t)found * sizeof(double));
             num = place = place + found;
             num_splices++;
         } else {
@@ -371,8 +386,8 @@ static int64_t splice(Hearing *h, const Heard *heard, int is_lookup, int32_t *to
 }
 
 /* Survival becomes confidence, as far as the draft is handed out. Returns how far. */
-static int64_t hand_out(const Heard *heard, double *survival, int64_t num) {
-    const double least = fmax(MIN_SURVIVAL, heard->least_survival);
+static int64_t hand_out(const Hearing *h, const Heard *heard, double *survival, int64_t num) {
+    const double least = fmax(h->setup.min_survival, heard->least_survival);
     double before = 1.0;
     int64_t kept = 0;
     for (int64_t i = 0; i < num; i++) kept += survival[i] >= least; /* it never rises */
@@ -389,24 +404,26 @@ int hearing_settle(void *at, int64_t num, const int64_t *places, int64_t stride,
                    int64_t *lens, int64_t *members) {
     Hearing *h = at;
     for (int64_t i = 0; i < num; i++) {
-        const Heard *heard = h->heard[places[i]];
+        const Heard *heard = &h->heard[places[i]];
         const Guess *guess = &heard->guesses[members[i] = best_member(h, heard)];
         int32_t *own_ids = token_ids + i * stride;
         double *own = confidences + i * stride;
-        memcpy(own_ids, guess->token_ids, (size_t)guess->num * sizeof(int32_t));
-        memcpy(own, guess->survival, (size_t)guess->num * sizeof(double));
+        if (guess->num) memcpy(own_ids, guess->token_ids, (size_t)guess->num * sizeof(int32_t));
+        if (guess->num) memcpy(own, guess->survival, (size_t)guess->num * sizeof(double));
         const int64_t spliced = splice(h, heard, 1, own_ids, own, guess->num);
         if (spliced < 0) return -1;
-        lens[i] = hand_out(heard, own, spliced);
+        lens[i] = hand_out(h, heard, own, spliced);
     }
     return 0;
 }
 
-/* As hearing_settle, of a draft of another's, whose survival lies in ``confidences``. Returns its length, -1 without memory. */
+/* As hearing_settle, of a draft of another's, whose survival lies in ``confidences``: both have room for it and for what the
+ * demand wants. Returns its length then, -1 for want of memory. */
 int64_t hearing_splice(void *at, int64_t place, int64_t num, int32_t *token_ids, double *confidences) {
     Hearing *h = at;
-    const int64_t spliced = splice(h, h->heard[place], 0, token_ids, confidences, num);
-    return spliced < 0 ? -1 : hand_out(h->heard[place], confidences, spliced);
+    const Heard *heard = &h->heard[place];
+    const int64_t spliced = splice(h, heard, 0, token_ids, confidences, num);
+    return spliced < 0 ? -1 : hand_out(h, heard, confidences, spliced);
 }
 
 /* ---- learning */
@@ -442,14 +459,15 @@ static int judge(Hearing *h, int64_t member, const Guess *guess, const int32_t *
 
 int hearing_extend(void *at, int64_t slot, const int32_t *token_ids, int64_t num) {
     Hearing *h = at;
-    Heard *heard = &h->followed[slot].behind_committed;
-    for (int64_t i = 0; i < h->setup.num_members; i++) {
+    Followed *followed = &h->followed[slot];
+    int failed = 0;
+    for (int64_t i = 0; i < h->setup.num_members; i++) { /* all are told, whoever has failed */
         const Member *m = &h->setup.members[i];
-        if (m->extend(m->drafter, slot, token_ids, num)) return -1;
-        if (heard->is_unanswered && num && judge(h, i, &heard->guesses[i], token_ids, num)) return -1;
+        failed |= m->extend(m->drafter, slot, token_ids, num);
+        if (followed->is_unanswered && num) failed |= judge(h, i, &followed->drafted.guesses[i], token_ids, num);
     }
-    heard->is_unanswered = 0;
-    return 0;
+    followed->is_unanswered = 0;
+    return failed ? -1 : 0;
 }
 
 /* Whose trials are due: a bit for each member, and one for all beside each other. */

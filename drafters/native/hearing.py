@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafters.consensus import Consensus, Testimony
-from drafters.hearing import Guess
+from drafters.hearing import MAX_SPLICES, MIN_SURVIVAL, WORTH_SPLICING, Guess
 from drafters.native.lookup import Batch, Drafts, Native, NativeLookup, address
 from drafters.protocol import PRICE_SHARE, Demand, Draft
 from profiler.online_calibration import OnlineSurvival
@@ -27,7 +27,8 @@ class _Member(ctypes.Structure):
 class _Setup(ctypes.Structure):
     _fields_ = [
         *((name, _INT) for name in ("num_members", "num_witnesses", "num_places", "num_steps", "num_case_steps")),
-        ("price_share", _DOUBLE),
+        ("max_splices", _INT),
+        *((name, _DOUBLE) for name in ("price_share", "min_survival", "worth_splicing")),
         ("case_maps", _AT),
         ("due_at", _AT),
         ("members", _Member * MOST_MEMBERS),
@@ -81,7 +82,10 @@ class NativeHearing(Native):
             num_places=num_places,
             num_steps=num_values - 1,
             num_case_steps=consensus.table.shape[1] - 1,
+            max_splices=MAX_SPLICES,
             price_share=PRICE_SHARE,
+            min_survival=MIN_SURVIVAL,
+            worth_splicing=WORTH_SPLICING,
             case_maps=consensus.table.ctypes.data,
             due_at=address(self._due_at),
         )
@@ -95,7 +99,8 @@ class NativeHearing(Native):
         self._hear = self.function("hear", _AT, _AT, _AT, _AT)
         self._settle = self.function("settle", _AT, _INT, _AT, _INT, *(_AT,) * 4)
         self._splice = self.function("splice", _AT, _INT, _INT, _AT, _AT, result=_INT)
-        self._guess = self.function("guess", _AT, _INT, _INT, _AT, result=_INT)
+        self._best = self.function("best", _AT, _INT, result=_INT)
+        self._guess = self.function("guess", _AT, _INT, _INT, _AT, result=None)
         self._due = self.function("due", _AT, result=_INT)
         self._take = self.function("take", _AT, _INT, _AT, result=None)
         self._batch, self._settled = Batch(), Drafts()
@@ -115,7 +120,7 @@ class NativeHearing(Native):
         return expected_lens.tolist()
 
     def best(self, place: int) -> Guess:
-        return self._read(place, -1)
+        return self._read(place, self._best(self.handle, place))
 
     def weigh(self, place: int, member: int, draft: Draft) -> Guess:
         heard = tuple(self._read(place, lookup).token_ids for lookup in range(len(self._lookups)))
@@ -129,7 +134,7 @@ class NativeHearing(Native):
         rooms = [address(room) for room in (settled.token_ids, settled.confidences, settled.lens, members)]
         if self._settle(self.handle, num, address(wanted), settled.stride, *rooms):
             raise MemoryError(f"no memory for {num} drafts")
-        drafts = settled.read(self._demands[place].request_id for place in places)
+        drafts = settled.read([self._demands[place].request_id for place in places])
         return list(zip(members.tolist(), drafts, strict=True))
 
     def spliced(self, place: int, guess: Guess) -> Draft:
@@ -148,9 +153,9 @@ class NativeHearing(Native):
         self._take_up()
 
     def _read(self, place: int, member: int) -> Guess:
-        """A lookup's draft; the best one for -1."""
+        """A lookup's draft."""
         found = _Guess()
-        member = self._guess(self.handle, place, member, ctypes.addressof(found))
+        self._guess(self.handle, place, member, ctypes.addressof(found))
         num = found.num
         testimony = Testimony(tuple(found.told[:num]), tuple(found.cases[:num]), tuple(found.survival[:num]))
         token_ids, confidences = tuple(found.token_ids[:num]), tuple(found.confidences[:num])
@@ -163,7 +168,7 @@ class NativeHearing(Native):
             if due >> number & 1:
                 trials = _Trials()
                 self._take(self.handle, number, ctypes.addressof(trials))
-                at, told, came_true = (_read(trials.num, one) for one in (trials.at, trials.told, trials.came_true))
+                at, told, came_true = (_copied(trials.num, one) for one in (trials.at, trials.told, trials.came_true))
                 if number < last:
                     self._survival[number].record_all(trials.num_records, at, told, came_true.astype(np.bool_))
                     self._due_at[number] = self._survival[number].num_due
@@ -172,6 +177,6 @@ class NativeHearing(Native):
                     self._due_at[number] = self._consensus.num_missing
 
 
-def _read(num: int, at: Any) -> NDArray[Any]:
-    """A copy of ``num`` values. There may be none, and no room for them."""
+def _copied(num: int, at: Any) -> NDArray[Any]:
+    """Of ``num`` values. There may be none, and no room for them."""
     return np.ctypeslib.as_array(at, (num,)).copy() if num else np.zeros(0, at._type_)

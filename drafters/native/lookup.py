@@ -2,7 +2,7 @@
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,10 @@ class Drafts:
         if num > len(self.lens):
             self.lens = array("q", [0]) * num
 
-    def read(self, request_ids: Iterable[str]) -> list[Draft]:
+    def read(self, request_ids: Sequence[str]) -> list[Draft]:
         stride, lens = self.stride, self.lens
-        token_ids, confidences = self.token_ids.tolist(), self.confidences.tolist()  # sooner than slice by slice
+        end = len(request_ids) * stride
+        token_ids, confidences = self.token_ids[:end].tolist(), self.confidences[:end].tolist()  # sooner than one by one
         drafts = []
         for place, request_id in enumerate(request_ids):
             start = place * stride
@@ -107,10 +108,13 @@ class Native:
 
     Raises:
         MemoryError: there was none for it.
+        OverflowError: of ``open`` and ``extend``, which then change nothing: a token of more than 31 bits.
     """
 
+    handle: int | None = None
+
     def __init__(self, library: ctypes.CDLL, kind: str, handle: int | None, keep: object = None) -> None:
-        self.library, self.kind, self.handle = library, kind, handle
+        self.library, self.kind = library, kind
         self._keep = keep
         self.slots: dict[str, int] = {}
         self._free_slots: list[int] = []
@@ -122,6 +126,7 @@ class Native:
         self._extend = self.function("extend", *slot, *ids)
         self._release = self.function("release", *slot, result=None)
         self._check = self.function("check", _AT, result=ctypes.c_char_p)
+        self.handle = handle
 
     def __del__(self) -> None:
         if self.handle:
@@ -134,11 +139,11 @@ class Native:
         return found
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+        ids = array("i", token_ids)
+        at, num = ids.buffer_info()
         slot = self.slots.get(request_id)
         if slot is None:
             slot = self.slots[request_id] = self._free_slots.pop() if self._free_slots else len(self.slots)
-        ids = array("i", token_ids)
-        at, num = ids.buffer_info()
         if self._open(self.handle, slot, at, num, sampling.seed & 0xFFFFFFFFFFFFFFFF, sampling.temperature):
             self.release(request_id)
             raise MemoryError(f"no memory to follow a request of {num} tokens")
@@ -177,4 +182,4 @@ class NativeLookup(Native):
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
         if self._propose(self.handle, self._batch.packed(demands, self.slots)):
             raise MemoryError(f"no memory for {len(demands)} drafts")
-        return self._batch.drafts.read(demand.request_id for demand in demands)
+        return self._batch.drafts.read([demand.request_id for demand in demands])

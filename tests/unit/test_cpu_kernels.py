@@ -179,6 +179,19 @@ def test_without_a_compiler_plain_torch_does_it_and_the_log_says_so(
     assert not list(tmp_path.rglob("*.so*"))
 
 
+@pytest.mark.parametrize("error", [OSError("read-only"), RuntimeError("Could not determine home directory.")])
+def test_without_a_folder_to_keep_them_plain_torch_does_it(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nowhere() -> Path:
+        raise error
+
+    monkeypatch.setattr(compiling, "cache_folder", nowhere)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(make_ops(CONFIG, torch.float32, CPU), TorchOps)
+    assert str(error) in caplog.text
+
+
 def test_shapes_without_kernels_go_to_plain_torch() -> None:
     small: ModelConfig = parse_config(
         {

@@ -146,6 +146,33 @@ def test_a_request_that_is_opened_again_starts_over() -> None:
     drafter.release("r")
 
 
+@pytest.mark.parametrize("dear", [False, True])
+@pytest.mark.parametrize("wanted", [(3, 0), (2, 9), (0, 0), ()])
+def test_demands_of_one_request_in_one_batch_do_not_mix(dear: bool, wanted: tuple[int, ...]) -> None:
+    texts = texts_of(9)
+    plain, native = cascades(texts, dear)
+    for drafter in (plain, native):
+        drafter.open("r0", texts["r0"][:60], 4, SamplingParams(max_tokens=200, temperature=0.0))
+    for end in range(60, 80, 2):
+        demands = [Demand("r0", num) for num in wanted]
+        assert_alike(plain.propose(demands), native.propose(demands))
+        for drafter in (plain, native):
+            drafter.extend("r0", texts["r0"][end : end + 2])
+
+
+def test_tokens_that_are_none_change_nothing() -> None:
+    for drafter in (compiled(NgramDrafter()), cascades(texts_of(1), dear=False)[1]):
+        with pytest.raises(OverflowError):
+            drafter.open("r0", [1, 2**31], 2, SamplingParams(max_tokens=9))
+        with pytest.raises(KeyError):
+            drafter.propose([Demand("r0", 3)])
+        drafter.open("r1", [7, 8, 7], 2, SamplingParams(max_tokens=9))
+        with pytest.raises(OverflowError):
+            drafter.extend("r1", [8, 2**31])
+        (draft,) = drafter.propose([Demand("r1", 1)])
+        assert draft.token_ids == (8,)
+
+
 def test_more_lookups_than_c_has_room_for_are_heard_in_python() -> None:
     members = [Member(f"m{i}", compiled(NgramDrafter()), 0.0, splices=True) for i in range(MOST_MEMBERS + 1)]
     assert type(CascadeDrafter(members)._hearing).__name__ == "PlainHearing"
