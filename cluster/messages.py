@@ -83,11 +83,14 @@ class Score:
 @dataclass(frozen=True, slots=True)
 class Verified:
     """What a level of a chain made of the drafts of the one below it. Of draft position i, all before it having been right:
-    ``num_reached[i]`` times it was reached, ``num_right[i]`` times it was right."""
+    ``num_reached[i]`` times it was reached, ``num_right[i]`` times it was right. Of ``num_asked`` tokens, ``num_proposed``
+    were proposed at all."""
 
     proposer: str
     num_reached: tuple[int, ...]
     num_right: tuple[int, ...]
+    num_asked: int = 0
+    num_proposed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

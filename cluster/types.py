@@ -122,6 +122,7 @@ class Proposal:
     One that comes late is cut to what is still ahead, if what was committed meanwhile agrees with it; else it is dropped.
 
     ``confidences[i]`` is the drafter's own probability that token i is the target's, given that those before it are.
+    ``unfinished``: the drafter would have said more, had it been asked for more or had the time.
     """
 
     request_id: str
@@ -129,6 +130,7 @@ class Proposal:
     token_ids: tuple[int, ...]
     confidences: tuple[float, ...]
     drafter: str
+    unfinished: bool = False
 
 
 class FinishReason(StrEnum):

@@ -48,6 +48,7 @@ class LedModel:
         self._clock = clock
         self._led: dict[str, tuple[str, ...]] = {}  # request -> who rides ahead, smallest first
         self._positions: dict[str, Positions] = {}  # of the drafts of each proposer, since the last report
+        self._proposed: dict[str, tuple[int, int]] = {}  # of each: tokens that it was asked for, and that it proposed
         self._num_passes = self._num_rows = self._num_lost = 0  # since the last report, but for num_lost
         self._busy_s = 0.0
 
@@ -94,12 +95,15 @@ class LedModel:
 
     def take_levels(self, name: str) -> list[LevelReport]:
         num_lost = self._verifier.num_lost - self._num_lost
-        verified = tuple(Verified(one, seen.num_reached, seen.num_right) for one, seen in self._positions.items())
+        verified = tuple(
+            Verified(one, seen.num_reached, seen.num_right, *self._proposed[one]) for one, seen in self._positions.items()
+        )
         found = []
         if self._num_passes:
             found.append(LevelReport(name, self._num_passes, self._num_rows, self._busy_s, num_lost, verified))
         self._num_passes = self._num_rows = 0
-        self._num_lost, self._busy_s, self._positions = self._verifier.num_lost, 0.0, {}
+        self._num_lost, self._busy_s = self._verifier.num_lost, 0.0
+        self._positions, self._proposed = {}, {}
         for below, drafter in self._proposers.items():
             if isinstance(drafter, Chaining):
                 found += drafter.take_levels(below)
@@ -144,6 +148,8 @@ class LedModel:
                 name, num_asked = self._led[request_id][-1], min(self._proposal_len, draft.num_missing - 1)
                 seen = self._positions.get(name, NO_POSITIONS)
                 self._positions[name] = seen.plus(num_right, num_right < num_asked)
+                asked_before, proposed_before = self._proposed.get(name, (0, 0))
+                self._proposed[name] = asked_before + num_asked, proposed_before + len(question.drafts)
             draft.add(chosen, self._verifier, self._min_confidence, num_right + 1)
 
     def _timed(self, questions: Sequence[Question]) -> list[Chosen]:

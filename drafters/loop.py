@@ -226,6 +226,7 @@ class DrafterLoop:
             token_ids=tuple(followed.ahead[: followed.num_sent]),
             confidences=tuple(followed.confidences[: followed.num_sent]),
             drafter=self.name,
+            unfinished=not followed.exhausted,
         )
 
     def _send(self, peer: Peer, message: ProposalRound) -> None:

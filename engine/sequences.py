@@ -209,7 +209,7 @@ class Sequences:
             (i for i, (a, b) in enumerate(zip(drafts, token_ids, strict=False)) if a != b), min(len(drafts), len(token_ids))
         )
         num_judged = min(num_right + 1, len(drafts), len(token_ids))
-        sequence.judgement = Judgement(proposal.drafter, proposal.confidences[:num_judged], num_right)
+        sequence.judgement = Judgement(proposal.drafter, proposal.confidences[:num_judged], num_right, proposal.unfinished)
         if num_right == len(token_ids) < len(drafts):
             sequence.proposal = replace(
                 proposal,

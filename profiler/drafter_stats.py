@@ -28,15 +28,16 @@ class Judgement:
     drafter: str
     confidences: tuple[float, ...]  # of the tokens that were judged
     num_right: int
+    unfinished: bool = False  # as of Proposal
 
     @property
     def num_judged(self) -> int:
         return len(self.confidences)
 
     def failed(self, num_committed: int, draft_len: int, ended: bool) -> bool:
-        """Whether the position behind the right tokens counts as reached: the draft was wrong there, or had nothing more to
-        say though more was wanted. At the end of a request less is, and behind ``draft_len`` tokens nothing."""
-        silent = not ended and self.num_right < min(num_committed, draft_len)
+        """Whether the position behind the right tokens counts as reached: the draft was wrong there, or its drafter had no
+        more to say though more was wanted. At the end of a request less is, and behind ``draft_len`` tokens nothing."""
+        silent = not ended and not self.unfinished and self.num_right < min(num_committed, draft_len)
         return self.num_right < self.num_judged or silent
 
 

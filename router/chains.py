@@ -61,17 +61,26 @@ class Level:
     """A drafter in a chain.
 
     ``acceptance[i]``: that token i of its draft is what the level above says there, given that those before it are; the
-    last counts for all that follow. ``window``: tokens that the level above asks it for at a time.
+    last counts for all that follow. ``window``: tokens that the level above asks it for at a time. ``fill``: the share of
+    those that the level above has rows for: a lookup is often silent, and the target verifies what is worth its row.
     """
 
     drafter: str
     passes: PassTime
     window: int
     acceptance: tuple[float, ...]
+    fill: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.window < 1 or not self.acceptance or not all(0.0 <= a <= 1.0 for a in self.acceptance):
-            raise ValueError(f"{self.drafter}: window {self.window} and acceptance {self.acceptance} are not to be had")
+        if (
+            self.window < 1
+            or not 0.0 <= self.fill <= 1.0
+            or not self.acceptance
+            or not all(0.0 <= a <= 1.0 for a in self.acceptance)
+        ):
+            raise ValueError(
+                f"{self.drafter}: window {self.window}, acceptance {self.acceptance}, fill {self.fill}: not to be had"
+            )
 
     def at(self, position: int) -> float:
         return self.acceptance[min(position, len(self.acceptance) - 1)]
@@ -116,7 +125,8 @@ def predict(levels: Sequence[Level], target: PassTime, batch: int = 1) -> Predic
     if levels:
         drafting_s = _draft_s(levels, [0.0] * window + [1.0], batch, 1.0, num_passes)
     num_tokens = sum(levels[-1].survival) if levels else 1.0
-    return Prediction(drafting_s + target.at(batch * (window + 1)), num_tokens, (*num_passes, 1.0))
+    num_rows = window * levels[-1].fill + 1.0 if levels else 1.0
+    return Prediction(drafting_s + target.at(batch * num_rows), num_tokens, (*num_passes, 1.0))
 
 
 def _draft_s(levels: Sequence[Level], lens: list[float], batch: int, weight: float, num_passes: list[float]) -> float:
@@ -142,7 +152,7 @@ def _draft_s(levels: Sequence[Level], lens: list[float], batch: int, weight: flo
             asked[min(below.window, max(0, missing - 1))] += share
         if sum(asked[1:]) > 0.0:
             total_s += _draft_s(levels[:i], asked, batch, weight, num_passes)
-        rows = num_left * (1.0 + sum(m * share for m, share in enumerate(asked)) / alive)
+        rows = num_left * (1.0 + below.fill * sum(m * share for m, share in enumerate(asked)) / alive)
         total_s += any_left * level.passes.at(rows)
         num_passes[i] += weight * any_left
         left = _after(left, below)

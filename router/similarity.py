@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from math import exp, sqrt
 
 from cluster.messages import LevelReport, Verified
+from router.chains import PROPOSAL_LEN
 
 _STRENGTH = 8.0  # drafts that the guess before the first is worth
 
@@ -45,6 +46,8 @@ class _Seen:
 
     reached: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
+    num_asked: float = 0.0  # tokens
+    num_proposed: float = 0.0
 
 
 class Similarities:
@@ -65,6 +68,8 @@ class Similarities:
             reached, right = (verified.num_reached[i], verified.num_right[i]) if i < size else (0, 0)
             seen.reached[i] = seen.reached[i] * kept + reached
             seen.right[i] = seen.right[i] * kept + right
+        seen.num_asked = seen.num_asked * kept + verified.num_asked
+        seen.num_proposed = seen.num_proposed * kept + verified.num_proposed
 
     def rates(self, proposer: str, verifier: str, prior: Rates) -> Rates:
         """By position, ``prior`` as long as little is known."""
@@ -78,6 +83,14 @@ class Similarities:
             reached, right = (seen.reached[i], seen.right[i]) if i < len(seen.reached) else (0.0, 0.0)
             found.append((right + _STRENGTH * known) / (reached + _STRENGTH))
         return tuple(found)
+
+    def fill(self, proposer: str, verifier: str, prior: float) -> float:
+        """Of the tokens that it is asked for, the share that it proposes; ``prior`` as long as little is known."""
+        seen = self._seen.get((proposer, verifier))
+        if seen is None:
+            return prior
+        strength = _STRENGTH * PROPOSAL_LEN
+        return (seen.num_proposed + strength * prior) / (seen.num_asked + strength)
 
     def score(self, proposer: str, verifier: str) -> float | None:
         """SimScore, from all positions; None for two that were not seen together."""

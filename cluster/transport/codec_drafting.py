@@ -55,6 +55,7 @@ def encode_proposal_round(message: ProposalRound, out: wire.Frame) -> None:
             token_ids=proposal.token_ids,
             confidences=proposal.confidences,
             drafter=proposal.drafter,
+            unfinished=proposal.unfinished,
         )
     for score in message.scores:
         to.scores.add(
@@ -73,7 +74,13 @@ def encode_proposal_round(message: ProposalRound, out: wire.Frame) -> None:
             num_lost=level.num_lost,
         )
         for verified in level.verified:
-            report.verified.add(proposer=verified.proposer, num_reached=verified.num_reached, num_right=verified.num_right)
+            report.verified.add(
+                proposer=verified.proposer,
+                num_reached=verified.num_reached,
+                num_right=verified.num_right,
+                num_asked=verified.num_asked,
+                num_proposed=verified.num_proposed,
+            )
 
 
 def decode_proposal_round(message: wire.ProposalRound) -> ProposalRound:
@@ -87,6 +94,7 @@ def decode_proposal_round(message: wire.ProposalRound) -> ProposalRound:
                     tuple(proposal.token_ids),
                     tuple(proposal.confidences),
                     proposal.drafter,
+                    proposal.unfinished,
                 )
                 for proposal in message.proposals
             ]
@@ -108,8 +116,8 @@ def _decode_level(level: wire.LevelReport) -> LevelReport:
         level.num_lost,
         tuple(
             [
-                Verified(verified.proposer, tuple(verified.num_reached), tuple(verified.num_right))
-                for verified in level.verified
+                Verified(one.proposer, tuple(one.num_reached), tuple(one.num_right), one.num_asked, one.num_proposed)
+                for one in level.verified
             ]
         ),
     )

@@ -157,18 +157,20 @@ class DraftRound(_message.Message):
     def __init__(self, table_version: _Optional[int] = ..., opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., extends: _Optional[_Iterable[_Union[Extend, _Mapping]]] = ..., budgets: _Optional[_Iterable[_Union[Budget, _Mapping]]] = ..., releases: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("request_id", "base_len", "token_ids", "confidences", "drafter")
+    __slots__ = ("request_id", "base_len", "token_ids", "confidences", "drafter", "unfinished")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     base_len: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     confidences: _containers.RepeatedScalarFieldContainer[float]
     drafter: str
-    def __init__(self, request_id: _Optional[str] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ..., drafter: _Optional[str] = ...) -> None: ...
+    unfinished: bool
+    def __init__(self, request_id: _Optional[str] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ..., drafter: _Optional[str] = ..., unfinished: _Optional[bool] = ...) -> None: ...
 
 class Score(_message.Message):
     __slots__ = ("request_id", "base_len", "num_matched", "num_scored")
@@ -183,14 +185,18 @@ class Score(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., base_len: _Optional[int] = ..., num_matched: _Optional[int] = ..., num_scored: _Optional[int] = ...) -> None: ...
 
 class Verified(_message.Message):
-    __slots__ = ("proposer", "num_reached", "num_right")
+    __slots__ = ("proposer", "num_reached", "num_right", "num_asked", "num_proposed")
     PROPOSER_FIELD_NUMBER: _ClassVar[int]
     NUM_REACHED_FIELD_NUMBER: _ClassVar[int]
     NUM_RIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_ASKED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROPOSED_FIELD_NUMBER: _ClassVar[int]
     proposer: str
     num_reached: _containers.RepeatedScalarFieldContainer[int]
     num_right: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, proposer: _Optional[str] = ..., num_reached: _Optional[_Iterable[int]] = ..., num_right: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_asked: int
+    num_proposed: int
+    def __init__(self, proposer: _Optional[str] = ..., num_reached: _Optional[_Iterable[int]] = ..., num_right: _Optional[_Iterable[int]] = ..., num_asked: _Optional[int] = ..., num_proposed: _Optional[int] = ...) -> None: ...
 
 class LevelReport(_message.Message):
     __slots__ = ("drafter", "num_passes", "num_rows", "busy_s", "num_lost", "verified")

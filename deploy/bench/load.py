@@ -24,6 +24,7 @@ class Ask:
     max_tokens: int
     temperature: float = 0.0
     seed: int = 0
+    drafting: str = "auto"  # as of the API; an engine in this process is not told
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ class HttpTarget:
             "temperature": ask.temperature,
             "seed": ask.seed,
             "ignore_eos": True,
+            "drafting": ask.drafting,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

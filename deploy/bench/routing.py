@@ -7,6 +7,7 @@ the pool with them is compared apart, under ``all.``.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from cluster.config import (
     TargetConfig,
 )
 from cluster.resolve import resolve
-from deploy.bench import switching
+from deploy.bench import chains, switching
 from deploy.bench.pool import pool
 from deploy.bench.record import DEFAULT_PATH, record
 from deploy.bench.report import BenchOptions, BenchResult, Cell, Table, describe_environment
@@ -54,7 +55,7 @@ PLOT = Path("outrider-routing.png")
 
 def run(options: BenchOptions) -> BenchResult:
     if options.live:
-        return switching.run(options)
+        return _live(options)
     path = options.recording or DEFAULT_PATH
     if not path.exists():
         record(options).save(path)
@@ -62,6 +63,13 @@ def run(options: BenchOptions) -> BenchResult:
     configs = [config for config in pool(options.model) if config.name in recording.header.drafters]
     cost = measured_cost(options.model, configs)
     return compare(recording, configs, cost, options.quick, PLOT)
+
+
+def _live(options: BenchOptions) -> BenchResult:
+    """What a switch costs, and whether the policy `chain` finds the fastest chain."""
+    result = switching.run(options)
+    figures, tables = chains.run(options)
+    return replace(result, figures={**result.figures, **figures}, tables=(*result.tables, *tables))
 
 
 def measured_cost(model: str, configs: Sequence[DrafterConfig]) -> CostModel:

@@ -1,4 +1,4 @@
-"""``outrider bench routing --live``: what it costs to hand a request to another drafter in mid-request, by real loops.
+"""Part of ``outrider bench routing --live``: what it costs to hand a request to another drafter in mid-request.
 
 The whole cluster in one process, on the real model. A request with a long prompt is drafted for by a lookup; then the
 routing table names a drafter with a model, which has kept in step in its spare time (SPIN's fast switching, section IV.C),

@@ -27,6 +27,7 @@ class _Level:
     num_rows: int = 0
     busy_s: float = 0.0
     verified: dict[str, Positions] = field(default_factory=dict)  # by proposer
+    num_asked: dict[str, int] = field(default_factory=dict)  # tokens, all of which are proposed
 
 
 class ChainTimer:
@@ -62,7 +63,10 @@ class ChainTimer:
                 level.num_rows,
                 level.busy_s,
                 0,
-                tuple(Verified(proposer, p.num_reached, p.num_right) for proposer, p in level.verified.items()),
+                tuple(
+                    Verified(proposer, p.num_reached, p.num_right, level.num_asked[proposer], level.num_asked[proposer])
+                    for proposer, p in level.verified.items()
+                ),
             )
             for name, level in levels.items()
         ]
@@ -97,6 +101,7 @@ class ChainTimer:
         proposer, verifier = drafter_of(chain[-2]), chain[-1]
         right = job.request.answer.inner[proposer, verifier].right
         num_right = min(right[min(job.position, len(right) - 1)], num_asked)
-        verified = self._levels[verifier].verified
-        verified[proposer] = verified.get(proposer, Positions()).plus(num_right, num_right < num_asked)
+        level = self._levels[verifier]
+        level.verified[proposer] = level.verified.get(proposer, Positions()).plus(num_right, num_right < num_asked)
+        level.num_asked[proposer] = level.num_asked.get(proposer, 0) + num_asked
         return num_right

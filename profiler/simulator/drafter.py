@@ -25,6 +25,7 @@ class SimulatedProposal:
     num_right: int
     confidences: Confidences
     drafter: str
+    unfinished: bool = False  # as of Proposal
 
 
 @dataclass(slots=True)
@@ -259,7 +260,7 @@ class SimulatedDrafter:
             f.answered = True
             f.num_sent = num = min(f.wanted, f.ahead)
             proposal = SimulatedProposal(
-                f.request.id, f.position, num, min(num, f.num_right), f.confidences[:num], self.name
+                f.request.id, f.position, num, min(num, f.num_right), f.confidences[:num], self.name, not f.exhausted
             )
             by_target.setdefault(id(f.target), (f.target, []))[1].append(proposal)
         for request_id, (target, position) in self._owed.items():

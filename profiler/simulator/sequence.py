@@ -35,6 +35,7 @@ class SimulatedSequence:
         "running",
         "survival",
         "told_s",
+        "unfinished",
     )
 
     def __init__(self, request: SimulatedRequest) -> None:
@@ -51,6 +52,7 @@ class SimulatedSequence:
         self.told_s: dict[int, float] = {}
         self.num_drafted: int | None = None  # of the proposal at hand; None: there is none
         self.num_right = 0
+        self.unfinished = False
         self.confidences: tuple[float, ...] = ()
         self.survival: tuple[float, ...] = ()
         self.num_rounds = self.num_switches = 0
@@ -95,6 +97,7 @@ class SimulatedSequence:
             return False
         self.num_drafted = proposal.num_tokens - lag
         self.num_right = proposal.num_right - lag
+        self.unfinished = proposal.unfinished
         self.confidences = proposal.confidences[lag:] if lag else proposal.confidences
         self.awaiting_since_s = None
         return True
@@ -117,7 +120,7 @@ class SimulatedSequence:
             return None
         num_right = min(self.num_right, num_new)
         num_judged = min(num_right + 1, num_drafted, num_new)
-        judgement = Judgement(self.drafter, self.confidences[:num_judged], num_right)
+        judgement = Judgement(self.drafter, self.confidences[:num_judged], num_right, self.unfinished)
         self.num_drafted = None
         if num_right == num_new < num_drafted:
             self.num_drafted = num_drafted - num_right

@@ -26,6 +26,7 @@ from router.matching import Floats, Ints
 from router.policies.experience import Experience
 from router.policies.in_time import InTime, Sums
 from router.policies.room import Room
+from router.policies.turned_out import SPREAD, Choice, Choosing, Fills, Overruns
 from router.similarity import Depths, Paces, Similarities, guess
 
 REFRESH_SLOTS = 4  # after which the times of all chains are predicted anew; sooner when the pool has changed
@@ -56,6 +57,13 @@ class ModelChains:
         self._passes: dict[str, PassTime] = {}  # of the drafters, by their profiles
         self._below: dict[str, Chain] = {}  # last drafter -> who rides ahead of it
         self._round_s: dict[str, float] = {}  # with each last drafter, at its best
+        self._fills = Fills(config.memory_rounds)
+        self._overruns = Overruns()
+        self._choosing = Choosing()
+        self._foreseen: dict[str, tuple[Chain, float]] = {}  # chains that requests stayed with, and seconds per token
+        self._foreseen_for: Chain | None = SPREAD  # what all of them were with
+        self._there: frozenset[str] = frozenset()  # requests in the last slot
+        self._heard: list[Observation] = []  # in this slot
         self._known: tuple[object, ...] = ()  # what the predictions rest on
         self._slot = 0
 
@@ -78,6 +86,8 @@ class ModelChains:
     def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
         drafted = list(lessons(observations))
         self._in_time.observe(drafted)
+        self._fills.observe(drafted)
+        self._heard = drafted
         told: list[Observation | Score] = [*drafted, *scores]
         seen = [one for one in told if one.positions.num_reached]
         if seen:
@@ -100,12 +110,14 @@ class ModelChains:
         self._table.restore(found.acceptance)
         self._clusters = clusters
         self._in_time.sums = found.in_time
+        self._choosing = Choosing()
         self._own.clear()
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._own.next_slot()
         self._slot += 1
         self._note_losses(requests, pool)
+        self._compare(requests)
         chains = opted_out(requests)
         willing = [request for request in requests if request.request_id not in chains]
         room = Room(pool)
@@ -115,8 +127,45 @@ class ModelChains:
         self._predict(drafters, batch)
         if willing:
             rows = self._own.follow(willing, self._clusters)
-            chains |= self._seat(willing, self._per_token_s(rows, drafters, batch), batch, room)
+            foreseen_s = self._per_token_s(rows, drafters, batch)
+            overruns = self._overruns.factors()
+            per_token_s = foreseen_s * [overruns.get((*self._below[name], name), 1.0) for name in room.drafters]
+            seconds = self._as_they_stand(willing, per_token_s, batch, room)
+            live = [i for i, request in enumerate(willing) if request.committed_len] or list(range(len(willing)))
+            choice = self._choosing.choose(("", *room.drafters), seconds[live], overruns.get(SPREAD, 1.0))
+            chains |= self._seat(willing, seconds, room, choice)
+            self._note_foreseen(willing, chains, room, foreseen_s, per_token_s)
         return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
+
+    def _compare(self, requests: Sequence[RequestView]) -> None:
+        """What tokens took with chains that requests stayed with, against what was foreseen. Slots in which requests came do
+        not count: their prompts were in the rounds of all."""
+        heard, self._heard = self._heard, []
+        there = frozenset([*(r.request_id for r in requests), *(seen.request_id for seen in heard)])
+        has_prompts = bool(there - self._there) or any(0 < r.committed_len <= r.prompt_len for r in requests)
+        foreseen, self._foreseen, self._there = self._foreseen, {}, there
+        foreseen_s = taken_s = 0.0
+        for seen in heard if not has_prompts else ():
+            chain, per_token_s = foreseen.get(seen.request_id, (TARGET_ONLY, 0.0))
+            if chain and chain[-1] == drafter_of(seen.drafter):
+                foreseen_s += seen.num_committed * per_token_s
+                taken_s += seen.elapsed_s
+        if any(request.committed_len for request in requests):  # nobody forgets in idle hours
+            self._overruns.observe({self._foreseen_for: (foreseen_s, taken_s)})
+
+    def _note_foreseen(
+        self, requests: Sequence[RequestView], chains: Mapping[str, Chain], room: Room, alone_s: Floats, spread_s: Floats
+    ) -> None:
+        """Of those that stay where they are: who has just come to a drafter, or to the others, is yet to catch up."""
+        live = {r.request_id: _drafters_of(chains[r.request_id]) for r in requests if r.committed_len}
+        with_one = len(set(live.values())) == 1
+        self._foreseen_for = next(iter(live.values())) if with_one else SPREAD
+        per_token_s = alone_s if with_one else spread_s
+        for i, request in enumerate(requests):
+            chain = live.get(request.request_id)
+            if chain and chain == _drafters_of(request.chain):
+                column = room.drafters.index(chain[-1])
+                self._foreseen[request.request_id] = chain, float(per_token_s[i, column])
 
     def _note_losses(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> None:
         """A drafter that is gone while requests are with it failed at what it was given: less of that when it is back."""
@@ -137,6 +186,9 @@ class ModelChains:
         passes = {name: base.scaled(self._paces.factor(name)) for name, base in self._passes.items()}
         rates = {name: tuple(self._table.rates(name).mean.tolist()) for name in names}
         by_name = dict(zip(names, drafters, strict=True))
+        fills = {name: self._fills.of(name, by_name[name].max_draft_len) for name in names}
+        overruns = self._overruns.factors()
+        round_s: dict[Chain, float] = {}
         found: dict[str, list[tuple[Chain, float]]] = {name: [] for name in names}
         verifiers = [name for name in names if by_name[name].verifies]
         for chain in candidates(names, verifiers, self._config.max_levels):
@@ -147,13 +199,15 @@ class ModelChains:
             levels = []
             for lower, upper in pairwise(chain):
                 alike = self._similarities.rates(lower, upper, guess(rates[lower], rates[upper]))
-                levels.append(Level(lower, passes[lower], PROPOSAL_LEN, alike))
+                fill = self._similarities.fill(lower, upper, fills[lower])
+                levels.append(Level(lower, passes[lower], PROPOSAL_LEN, alike, fill))
             last = chain[-1]
-            levels.append(Level(last, passes[last], by_name[last].max_draft_len, rates[last]))
-            found[last].append((chain[:-1], predict(levels, self._target, batch).round_s))
+            levels.append(Level(last, passes[last], by_name[last].max_draft_len, rates[last], fills[last]))
+            round_s[chain] = predict(levels, self._target, batch).round_s
+            found[last].append((chain[:-1], round_s[chain] * overruns.get(chain, 1.0)))
         for last, rounds in found.items():
-            self._below[last] = fastest(rounds, self._below.get(last), self._config.hysteresis)
-            self._round_s[last] = dict(rounds)[self._below[last]]
+            below = self._below[last] = fastest(rounds, self._below.get(last), self._config.hysteresis)
+            self._round_s[last] = round_s[(*below, last)]
 
     def _profiled(self, member: PoolMember) -> PassTime:
         """Of a drafter: a step of a batch of drafts has a row of each. One that was not measured is a small target."""
@@ -183,27 +237,35 @@ class ModelChains:
         per_token_s[:, closed] = np.inf
         return per_token_s
 
-    def _seat(self, requests: Sequence[RequestView], per_token_s: Floats, batch: int, room: Room) -> dict[str, Chain]:
-        """To the fastest that has room, first those who gain most by it; the target alone where nothing is faster."""
-        stays = 1.0 - self._config.hysteresis
-        plain_s = np.full(len(requests), self._target.at(batch))
+    def _as_they_stand(self, requests: Sequence[RequestView], per_token_s: Floats, batch: int, room: Room) -> Floats:
+        """(requests, 1 + drafters), the target alone first. Where a request is counts for more."""
+        seconds = np.hstack([np.full((len(requests), 1), self._target.at(batch)), per_token_s])
+        names = ("", *room.drafters)
         for i, request in enumerate(requests):
-            here = drafter_of(request.chain[-1]) if request.chain else None
-            if here in room.drafters:
-                per_token_s[i, room.drafters.index(here)] *= stays
-            elif here is None and request.committed_len > request.prompt_len:
-                plain_s[i] *= stays
-        best_s = per_token_s.min(axis=1, initial=np.inf)
+            here = drafter_of(request.chain[-1]) if request.chain else ""
+            if here in names and (here or request.committed_len > request.prompt_len):
+                seconds[i, names.index(here)] *= 1.0 - self._config.hysteresis
+        return seconds
+
+    def _seat(self, requests: Sequence[RequestView], seconds: Floats, room: Room, choice: Choice) -> dict[str, Chain]:
+        """To what all are to be with, else to the fastest that has room, first those who gain most by it; the target alone
+        where nothing is faster."""
+        names = ("", *room.drafters)
+        gains_s = seconds[:, 0] - seconds.min(axis=1)
+        if choice is not SPREAD:
+            seconds[:, names.index(choice)] = 0.0
         chains: dict[str, Chain] = {}
-        order = np.argsort(per_token_s, axis=1, kind="stable").tolist()
-        for i in np.argsort(best_s - plain_s, kind="stable").tolist():
+        order = np.argsort(seconds, axis=1, kind="stable").tolist()
+        for i in np.argsort(-gains_s, kind="stable").tolist():
             request = requests[i]
             chains[request.request_id] = TARGET_ONLY
-            for j in order[i]:
-                if per_token_s[i, j] >= plain_s[i]:
-                    break
-                seat = room.seat(room.drafters[j], request.chain[-1:])
+            for name in (names[j] for j in order[i]):
+                seat = room.seat(name, request.chain[-1:]) if name else TARGET_ONLY
                 if seat is not None:
-                    chains[request.request_id] = (*self._below[room.drafters[j]], *seat)
+                    chains[request.request_id] = (*self._below[name], *seat) if name else TARGET_ONLY
                     break
         return chains
+
+
+def _drafters_of(chain: Chain) -> Chain:
+    return tuple(map(drafter_of, chain))

@@ -34,8 +34,8 @@ Sums = tuple[float, float, float, float]  # of a drafter: slots, rounds, seconds
 
 
 @dataclass(slots=True)
-class _Rounds:
-    """Fading sums over the slots that a drafter was seen in."""
+class Rounds:
+    """Fading sums over the slots that a drafter, or a chain, was seen in."""
 
     num_slots: float = 0.0
     num_rounds: float = 0.0
@@ -68,7 +68,7 @@ class RoundTimes:
     """By drafter. Slots in which nothing was observed do not count."""
 
     def __init__(self) -> None:
-        self._rounds: dict[str, _Rounds] = {}
+        self._rounds: dict[str, Rounds] = {}
         self._bases: deque[float] = deque(maxlen=_RECENT_SLOTS)
         self._members: Mapping[str, PoolMember] = {}
         self._copies: Mapping[str, int] = {}
@@ -103,7 +103,7 @@ class RoundTimes:
             known.fade(exp(-1.0 / MEMORY_SLOTS))
         for drafter, num in rounds.items():
             taken_s = min(num * shared_s, seconds[drafter] / 2)
-            self._rounds.setdefault(drafter, _Rounds()).add(num, seconds[drafter] - taken_s)
+            self._rounds.setdefault(drafter, Rounds()).add(num, seconds[drafter] - taken_s)
         self._rounds = {drafter: known for drafter, known in self._rounds.items() if known.num_slots >= _FORGOTTEN}
 
     def snapshot(self) -> dict[str, Sums]:
@@ -112,7 +112,7 @@ class RoundTimes:
     def restore(self, snapshot: Mapping[str, Sums]) -> None:
         """How long rounds take without prompts is learned anew."""
         self._bases.clear()
-        self._rounds = {drafter: _Rounds(*sums) for drafter, sums in snapshot.items()}
+        self._rounds = {drafter: Rounds(*sums) for drafter, sums in snapshot.items()}
 
     def of(
         self, members: Sequence[PoolMember], copies: Sequence[int], shares: Floats, users: Floats, num_requests: int
@@ -144,20 +144,9 @@ class RoundTimes:
         base_s = max(base_s, mean_s / 2)
         drafting_s = in_s + base_s * in_rounds
         off = np.where(counts > 0.0, means - base_s - np.where(own, 0.0, drafting_s), 0.0)
-        errors = self._errors(known)
-        believed = np.maximum(0.0, 1.0 - _CERTAIN**2 * errors / np.maximum(off**2, 1e-300))
-        believed *= np.minimum(1.0, [0.0 if one is None else one.num_slots for one in known])
         shortest_s = min(base_s, float(np.quantile(self._bases, _SHORTEST))) if self._bases else base_s
-        found: Floats = np.maximum(shortest_s + drafting_s + off * believed, shortest_s / 4)
+        found: Floats = np.maximum(shortest_s + drafting_s + off * believed(off, known), shortest_s / 4)
         return found
-
-    @staticmethod
-    def _errors(known: Sequence[_Rounds | None]) -> Floats:
-        """Of the mean of each, squared; from one slot nobody can tell."""
-        some = [one for one in known if one is not None]
-        num_free = sum(one.num_slots for one in some) - len(some)
-        per_round = sum(one.residue for one in some) / num_free if num_free >= 1.0 else np.inf
-        return np.array([0.0 if one is None else per_round / one.num_rounds for one in known])
 
     def _draft_s(self, member: PoolMember, num_requests: float) -> float:
         """Of a batch of drafts for so many requests with all its copies, as the profile says; 0: it says nothing."""
@@ -166,6 +155,21 @@ class RoundTimes:
         num = min(num_requests / self._copies[drafter_of(member.name)], member.capacity)
         batches, seconds = zip(*member.costs.draft_s, strict=True)
         return float(np.interp(num, batches, seconds)) * min(1.0, num)
+
+
+def believed(off: Floats, known: Sequence[Rounds | None]) -> Floats:
+    """What share of ``off``, by which the means are off, counts: 0 where it may be chance, or nothing is known."""
+    shares: Floats = np.maximum(0.0, 1.0 - _CERTAIN**2 * _errors(known) / np.maximum(off**2, 1e-300))
+    shares *= np.minimum(1.0, [0.0 if one is None else one.num_slots for one in known])
+    return shares
+
+
+def _errors(known: Sequence[Rounds | None]) -> Floats:
+    """Of the mean of each, squared; from one slot nobody can tell."""
+    some = [one for one in known if one is not None]
+    num_free = sum(one.num_slots for one in some) - len(some)
+    per_round = sum(one.residue for one in some) / num_free if num_free >= 1.0 else np.inf
+    return np.array([0.0 if one is None else per_round / one.num_rounds for one in known])
 
 
 def _at_once(observations: Sequence[Observation]) -> float:

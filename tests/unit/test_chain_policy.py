@@ -1,5 +1,6 @@
 """The policy `chain`: which chain each request gets, from times and acceptance; and the scheduler that publishes them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -7,9 +8,10 @@ import pytest
 
 from cluster.config import ChainPolicy
 from cluster.messages import LevelReport, Verified
-from router.assignment import TARGET_ONLY, MemberCosts, Observation, PoolMember, Positions, RequestView, Score
+from router.assignment import TARGET_ONLY, Chain, MemberCosts, Observation, PoolMember, Positions, RequestView, Score
 from router.chains import PassTime
 from router.policies.chain import ModelChains
+from router.policies.turned_out import TRIAL_SLOTS
 from router.slot import ChainScheduler, SlotReport
 
 TARGET = PassTime(((1, 0.025), (65, 0.057)))
@@ -34,7 +36,7 @@ def positions(rate: float, num: int = 200) -> Positions:
 
 
 def taught(policy: ModelChains, **rates: float) -> ModelChains:
-    policy.observe([Observation("x", name, 200, 0, 0, 200, 1.0, positions(rate)) for name, rate in rates.items()])
+    policy.observe([Observation("x", name, 200, 1600, 0, 200, 1.0, positions(rate)) for name, rate in rates.items()])
     return policy
 
 
@@ -45,6 +47,11 @@ def learned(policy: ModelChains, proposer: str, verifier: str, rate: float) -> N
 
 def chosen(policy: ModelChains, pool: list[PoolMember] = POOL, *chain: str) -> tuple[str, ...]:
     return policy.assign([view("r", *chain)], pool)["r"]
+
+
+def settled(policy: ModelChains, pool: list[PoolMember] = POOL, *chain: str) -> tuple[str, ...]:
+    """After as long as a choice is given."""
+    return [chosen(policy, pool, *chain) for _ in range(TRIAL_SLOTS)][-1]
 
 
 def policy(**settings: Any) -> ModelChains:
@@ -92,7 +99,9 @@ def test_a_large_batch_is_served_by_shorter_drafting() -> None:
     assert chosen(found, pool) == ("small",)
     found.learn([], steep)
     many = {f"r{i}": view(f"r{i}", "small") for i in range(32)}
-    assert set(found.assign(list(many.values()), pool).values()) == {TARGET_ONLY}
+    for _ in range(TRIAL_SLOTS):
+        chains = found.assign(list(many.values()), pool)
+    assert set(chains.values()) == {TARGET_ONLY}
 
 
 def test_only_models_verify_and_companions_ride_ahead_of_nobody() -> None:
@@ -110,10 +119,11 @@ def test_what_a_request_itself_saw_decides_for_it() -> None:
     found.assign([view("code"), view("prose")], POOL)
     own = positions(0.97, 60), positions(0.02, 60)
     found.observe(
-        [Observation("code", "large", 60, 0, 0, 60, 1.0, own[0])],
+        [Observation("code", "large", 60, 480, 0, 60, 1.0, own[0])],
         [Score("code", "small", own[1]), Score("prose", "small", own[0]), Score("prose", "large", own[1])],
     )
-    chains = found.assign([view("code"), view("prose")], POOL)
+    for _ in range(TRIAL_SLOTS):
+        chains = found.assign([view("code"), view("prose")], POOL)
     assert chains["code"][-1] == "large"
     assert chains["prose"][-1] == "small"
 
@@ -125,7 +135,7 @@ def test_drafts_that_come_too_late_are_not_waited_for_and_are_not_wrong() -> Non
     before = acceptance_of(found)
     for _ in range(50):
         found.observe([Observation("r", "large", 20, 0, 0, 20, 1.0, num_missed=20)])
-    assert chosen(found, POOL, *best) == ("small",)
+    assert settled(found, POOL, *best) == ("small",)
     assert acceptance_of(found) == before
 
 
@@ -146,9 +156,8 @@ def test_once_the_target_is_measured_chains_are_foreseen_anew() -> None:
 
 def test_a_small_gain_moves_nobody() -> None:
     pool = [member("a", 0.00100), member("b", 0.00103)]
-    found = taught(policy(), a=0.8, b=0.8)
-    assert chosen(found, pool)[-1] == "a"
-    assert chosen(found, pool, "b")[-1] == "b"
+    for chain, drafter in ((), "a"), (("b",), "b"):
+        assert settled(taught(policy(), a=0.8, b=0.8), pool, *chain) == (drafter,)
 
 
 def test_full_members_leave_the_next_best() -> None:
@@ -164,7 +173,7 @@ def test_a_drafter_that_is_lost_behind_a_chain_gets_shorter_ones_when_it_is_back
     assert chosen(found) == ("small", "large")
     gone = [*POOL[:2], replace(POOL[2], healthy=False)]
     assert chosen(found, gone, "small", "large")[-1:] != ("large",)
-    assert chosen(found) == ("large",)
+    assert settled(found) == ("large",)
     for _ in range(4):
         found.learn([])
     assert chosen(found) == ("small", "large")
@@ -183,9 +192,42 @@ def test_passes_that_turn_out_slow_are_given_up() -> None:
     learned(found, "small", "large", 0.95)
     assert chosen(found)[-1] == "large"
     found.learn([LevelReport("large", 10, 10, 10 * 0.5, 0)])
-    for _ in range(4):
-        last = chosen(found)
-    assert last[-1:] != ("large",)
+    assert settled(found)[-1:] != ("large",)
+
+
+def served(found: ModelChains, num_slots: int, seconds: Callable[[set[Chain]], float]) -> dict[str, Chain]:
+    """Two requests for so many slots, of four tokens each; what a token took depends on the chains that they were with."""
+    chains: dict[str, Chain] = {"code": (), "prose": ()}
+    for slot in range(num_slots):
+        views = [RequestView(name, 10, 30 + 4 * slot, chain) for name, chain in chains.items()]
+        chains = dict(found.assign(views, POOL))
+        taken_s = 4 * seconds(set(chains.values()))
+        found.observe([Observation(name, chain[-1], 1, 8, 3, 4, taken_s) for name, chain in chains.items() if chain])
+    return chains
+
+
+def test_a_chain_that_takes_longer_than_was_foreseen_is_left_for_another() -> None:
+    """Models that share cores slow each other down: no profile says so."""
+    rates = {"small": 0.2, "middle": 0.1, "large": 0.95}
+    as_foreseen = served(taught(policy(), **rates), 80, lambda chains: 0.016)
+    assert {chain[-1] for chain in as_foreseen.values()} == {"large"}
+    slow = served(taught(policy(), **rates), 80, lambda chains: 0.1)
+    assert not any("large" in chain for chain in slow.values())
+
+
+def test_requests_are_with_one_chain_where_to_spread_them_turns_out_slow() -> None:
+    """What each of them saw speaks for another drafter; but then they share no pass."""
+
+    def unlike() -> ModelChains:
+        found = taught(policy(), small=0.6, middle=0.1, large=0.6)
+        found.assign([view("code"), view("prose")], POOL)
+        right, wrong = positions(0.97, 60), positions(0.3, 60)
+        found.observe([], [Score("code", "large", right), Score("code", "small", wrong), Score("prose", "small", right)])
+        return found
+
+    for spread_s, num_chains in ((0.012, 2), (0.1, 1)):
+        chains = served(unlike(), 80, lambda chains, slow=spread_s: slow if len(chains) > 1 else 0.018)
+        assert len(set(chains.values())) == num_chains
 
 
 def test_what_was_learned_outlives_the_scheduler() -> None:

@@ -191,3 +191,15 @@ def test_pass_times_are_linear_between_and_beyond_points() -> None:
     assert [passes.at(rows) for rows in (0.5, 1, 2, 3, 4, 6, 8, 12)] == [1.0, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0]
     assert PassTime(((4, 0.5),)).at(64) == 0.5
     assert all(a <= b for a, b in itertools.pairwise(passes.at(n / 3) for n in range(60)))
+
+
+def test_what_a_level_does_not_say_takes_no_rows() -> None:
+    """Neither of the level above nor of the target; what is accepted is in the acceptance already."""
+    silent = [replace(CHAINS["lookup"][0], fill=0.2), replace(LARGE, fill=0.5)]
+    said, left_out = predict(CHAINS["lookup"], TARGET, 4), predict(silent, TARGET, 4)
+    assert left_out.num_tokens == said.num_tokens
+    assert left_out.num_passes == said.num_passes
+    rows_s = TARGET.at(4 * 9) - TARGET.at(4 * 5)
+    assert said.round_s - left_out.round_s > rows_s > 0.0
+    with pytest.raises(ValueError, match="fill"):
+        replace(LARGE, fill=1.5)

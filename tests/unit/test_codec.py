@@ -82,12 +82,18 @@ draft_rounds = st.builds(
 proposal_rounds = st.builds(
     ProposalRound,
     st.integers(0, 2**64 - 1),
-    some(st.builds(Proposal, names, uint32s, token_ids, st.lists(floats, max_size=4).map(tuple), names)),
+    some(st.builds(Proposal, names, uint32s, token_ids, st.lists(floats, max_size=4).map(tuple), names, st.booleans())),
     some(st.builds(Score, names, uint32s, uint32s, uint32s)),
     some(names),
     some(
         st.builds(
-            LevelReport, names, uint32s, uint32s, times, uint32s, some(st.builds(Verified, names, token_ids, token_ids))
+            LevelReport,
+            names,
+            uint32s,
+            uint32s,
+            times,
+            uint32s,
+            some(st.builds(Verified, names, token_ids, token_ids, uint32s, uint32s)),
         )
     ),
 )

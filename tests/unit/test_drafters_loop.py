@@ -19,11 +19,11 @@ def test_answers_an_open_and_every_commit_with_one_proposal() -> None:
     bench = Bench()
     bench.open("a", 10)
     assert bench.step()
-    assert bench.link.take() == [Proposal("a", 10, (10, 11, 12, 13), (0.5,) * 4, "counting")]
+    assert bench.link.take() == [Proposal("a", 10, (10, 11, 12, 13), (0.5,) * 4, "counting", unfinished=True)]
     assert not bench.step()
     bench.extend("a", 10, 10, 11, 99)
     bench.settle()
-    assert bench.link.take() == [Proposal("a", 13, (13, 14, 15, 16), (0.5,) * 4, "counting")]
+    assert bench.link.take() == [Proposal("a", 13, (13, 14, 15, 16), (0.5,) * 4, "counting", unfinished=True)]
     assert bench.drafter.texts == {"0/a": [*range(10), 10, 11, 99]}
 
 
@@ -62,7 +62,7 @@ def test_budgets_hold_until_they_change_and_nothing_is_drafted_past_the_end() ->
     assert [len(p.token_ids) for p in bench.link.take()] == [3]  # of 18 tokens 14 are there, the last is the target's
     bench.extend("a", 14, 14, 15, 16)
     bench.settle()
-    assert bench.link.take() == [Proposal("a", 17, (), (), "counting")]
+    assert bench.link.take() == [Proposal("a", 17, (), (), "counting", unfinished=True)]
     bench.mail(budgets=(Budget("a", 0),))
     bench.extend("a", 17, 17)
     bench.settle()
@@ -98,6 +98,13 @@ def test_an_empty_draft_is_said_too() -> None:
     assert len(bench.drafter.batches) == 1
 
 
+def test_a_draft_that_ends_of_its_own_accord_says_so() -> None:
+    bench = Bench(limit=2)
+    bench.open("a", 10)
+    bench.settle()
+    assert bench.link.take() == [Proposal("a", 10, (10, 11), (0.5,) * 2, "counting", unfinished=False)]
+
+
 class TestMailDuringABatch:
     """What comes while a batch is drafted is heard before its drafts leave."""
 
@@ -106,7 +113,7 @@ class TestMailDuringABatch:
         bench.drafter.meanwhile = lambda: bench.extend("a", 10, 10, 11)
         bench.open("a", 10)
         bench.settle()
-        assert [(p.base_len, p.token_ids) for p in bench.link.take()] == [(12, (12, 13))]
+        assert [(p.base_len, p.token_ids, p.unfinished) for p in bench.link.take()] == [(12, (12, 13), True)]
 
     def test_a_contradicted_draft_is_not_sent_but_drafted_anew(self) -> None:
         bench = Bench()
@@ -141,7 +148,7 @@ class TestAhead:
         bench.extend("a", 10, 10, 11, 12, 13, 14)
         assert bench.step()
         assert len(bench.drafter.batches) == 5, "nothing was drafted for this answer"
-        assert bench.link.take() == [Proposal("a", 15, (15, 16, 17, 18), (0.5,) * 4, "counting")]
+        assert bench.link.take() == [Proposal("a", 15, (15, 16, 17, 18), (0.5,) * 4, "counting", unfinished=True)]
 
     def test_a_short_rest_is_sent_at_once_too(self) -> None:
         bench = Bench(ahead_len=6)

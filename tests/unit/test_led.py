@@ -111,6 +111,9 @@ def test_it_reports_what_its_proposers_got_right(folder: Path) -> None:
     assert set(reports) == {"me", "shallow"}
     verified = {one.proposer: one for one in reports["me"].verified}
     assert verified["twin"].num_right == verified["twin"].num_reached == (1, 1, 1, 1)
+    assert (verified["twin"].num_asked, verified["twin"].num_proposed) == (4, 4)
+    looked_up = reports["shallow"].verified[0]
+    assert looked_up.num_proposed < looked_up.num_asked, "it knows little of this text"
     assert reports["me"].num_passes >= 1
     assert reports["me"].num_rows >= 5
     assert [one.proposer for one in reports["shallow"].verified] == ["ngram"]

@@ -346,6 +346,14 @@ def test_a_round_tells_which_positions_were_reached_and_right(
     assert tuple(n for n in seen.positions.num_right if n) == tuple(n for n in right if n)
 
 
+def test_a_draft_that_was_cut_short_is_not_taken_for_silence() -> None:
+    """The beginning of it was committed while it was made."""
+    telemetry = Telemetry()
+    committed(telemetry, 3, Judgement("d", (0.5,) * 2, 2, unfinished=True))
+    (seen,) = telemetry.take_observations()
+    assert seen.positions == Positions((1, 1), (1, 1))
+
+
 def test_a_proposal_that_came_too_late_says_nothing_of_positions() -> None:
     telemetry = Telemetry()
     committed(telemetry, 1, None)

@@ -35,6 +35,14 @@ def test_what_is_verified_outweighs_the_guess_and_newer_counts_more() -> None:
     known.observe("b", Verified("a", (), ()))
 
 
+def test_how_much_a_proposer_says_is_seen_too() -> None:
+    known = Similarities(memory=100)
+    assert known.fill("a", "b", 0.5) == 0.5
+    for _ in range(40):
+        known.observe("b", Verified("a", (10,), (2,), num_asked=40, num_proposed=8))
+    assert known.fill("a", "b", 1.0) == pytest.approx(0.2, abs=0.08)
+
+
 def test_passes_that_take_longer_than_the_profile_says_are_followed() -> None:
     paces = Paces(weight=0.2)
     assert paces.factor("a") == 1.0

@@ -1,0 +1,84 @@
+"""What rounds with chains turn out to be: how many rows drafts have in them, and how long tokens took.
+
+What is foreseen takes each model to have a device of its own, and a target that serves all requests of the batch at once.
+Models that share cores slow each other down, requests with different chains share no pass, and holds run out. None of that
+is known beforehand, and all of it is in what tokens took: so that counts as far as it is off by more than chance
+(`router.policies.round_times`); apart for slots in which all requests were with one chain, and for others.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import exp
+from typing import Final
+
+import numpy as np
+
+from router.assignment import Chain, Observation, drafter_of
+from router.matching import Floats
+from router.policies.round_times import MEMORY_SLOTS, Rounds, believed
+
+_STRENGTH = 8.0  # drafts, all of whose tokens are thought to have been verified, before the first
+TRIAL_SLOTS = 10  # that a choice is given before another is made: the first rounds with a drafter catch up, and are no rule
+
+Choice = str | None  # the last drafter that all requests are with, "" for the target alone; None: each has its own
+SPREAD: Final = None
+
+
+class Fills:
+    """By drafter: the share of its longest draft that is verified. Lookups are often silent, and not all is worth a row."""
+
+    def __init__(self, memory_rounds: float) -> None:
+        self._memory_rounds = memory_rounds
+        self._sums: dict[str, tuple[float, float]] = {}  # drafts that were at hand, and their tokens that were verified
+
+    def observe(self, observations: Iterable[Observation]) -> None:
+        for seen in observations:
+            if seen.num_in_time:
+                drafter = drafter_of(seen.drafter)
+                drafts, tokens = self._sums.get(drafter, (0.0, 0.0))
+                kept = exp(-seen.num_in_time / self._memory_rounds)
+                self._sums[drafter] = (drafts * kept + seen.num_in_time, tokens * kept + seen.num_proposed)
+
+    def of(self, drafter: str, max_draft_len: int) -> float:
+        drafts, tokens = self._sums.get(drafter, (0.0, 0.0))
+        return min(1.0, (tokens / max_draft_len + _STRENGTH) / (drafts + _STRENGTH))
+
+
+class Overruns:
+    """By chain that all requests were with, or SPREAD: how much longer tokens take than was foreseen."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Chain | None, Rounds] = {}  # a round is here a second that was foreseen
+
+    def observe(self, compared: Mapping[Chain | None, tuple[float, float]]) -> None:
+        """A slot: the seconds that were foreseen for what was committed, and those that it took. What is not seen for long
+        is forgotten, and so tried again."""
+        for known in self._seconds.values():
+            known.fade(exp(-1.0 / MEMORY_SLOTS))
+        for what, (foreseen_s, taken_s) in compared.items():
+            if foreseen_s > 0.0:
+                self._seconds.setdefault(what, Rounds()).add(foreseen_s, taken_s)
+
+    def factors(self) -> dict[Chain | None, float]:
+        """Of what was seen."""
+        known = list(self._seconds.values())
+        off = np.array([one.mean_s - 1.0 for one in known])
+        return dict(zip(self._seconds, (1.0 + off * believed(off, known)).tolist(), strict=True))
+
+
+class Choosing:
+    """Whether requests are all with one chain, and share passes, or each with the one that is fastest for it."""
+
+    def __init__(self) -> None:
+        self._num_slots = TRIAL_SLOTS  # that this choice is old
+        self._choice: Choice = SPREAD
+
+    def choose(self, names: Sequence[str], per_token_s: Floats, spread_overrun: float) -> Choice:
+        """``per_token_s``: (requests, names). What cannot be had takes forever. A choice is kept for a while if it can."""
+        self._num_slots += 1
+        rates: dict[Choice, float] = dict(zip(names, (1.0 / per_token_s).sum(axis=0).tolist(), strict=True))
+        if len(set(per_token_s.argmin(axis=1).tolist())) > 1:
+            rates[SPREAD] = float((1.0 / per_token_s.min(axis=1)).sum()) / spread_overrun
+        best = max(rates, key=rates.__getitem__)
+        if best != self._choice and (self._num_slots >= TRIAL_SLOTS or not rates.get(self._choice)):
+            self._choice, self._num_slots = best, 0
+        return self._choice
