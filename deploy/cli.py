@@ -157,7 +157,9 @@ def bench(
         Path | None,
         typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="whose folder prompts/ is recorded without --prompts"),
     ] = None,
-    live: Annotated[bool, typer.Option("--live", help="routing: by real loops, what handing a request over costs")] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="routing: for real, what handing a request over costs, and which chain is chosen")
+    ] = False,
     expect: Annotated[
         list[str] | None,
         typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it holds (>= or <=); may be repeated"),
