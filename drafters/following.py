@@ -39,7 +39,7 @@ class Followed:
     num_sent: int = 0
     answered: bool = False  # a proposal for this committed length has left
     shadow: Shadowing | None = None  # others draft for it: it is only kept in step with, and scored
-    exhausted: bool = False  # the drafter gave less than it was asked for: ask no more until the next commit
+    exhausted: bool = False  # the drafter gave less than it was asked for: ask no more while what it gave stands
 
     @property
     def committed_len(self) -> int:
@@ -61,7 +61,8 @@ class Followed:
             self.confidences.clear()
         self.token_ids.extend(token_ids)
         self.num_sent = 0
-        self.answered = self.exhausted = False
+        self.answered = False
+        self.exhausted = self.exhausted and bool(self.ahead)
 
 
 class Verdict(Enum):

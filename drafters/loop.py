@@ -226,7 +226,7 @@ class DrafterLoop:
             token_ids=tuple(followed.ahead[: followed.num_sent]),
             confidences=tuple(followed.confidences[: followed.num_sent]),
             drafter=self.name,
-            unfinished=not followed.exhausted,
+            unfinished=not followed.exhausted or followed.num_sent < len(followed.ahead),
         )
 
     def _send(self, peer: Peer, message: ProposalRound) -> None:

@@ -107,7 +107,8 @@ class _Followed:
             self.confidences = ()
         self.position = position
         self.num_sent = 0
-        self.answered = self.exhausted = False
+        self.answered = False
+        self.exhausted = self.exhausted and self.ahead > 0
 
 
 class SimulatedDrafter:
@@ -259,8 +260,9 @@ class SimulatedDrafter:
         for f in answered:
             f.answered = True
             f.num_sent = num = min(f.wanted, f.ahead)
+            confidences, unfinished = f.confidences[:num], not f.exhausted or num < f.ahead
             proposal = SimulatedProposal(
-                f.request.id, f.position, num, min(num, f.num_right), f.confidences[:num], self.name, not f.exhausted
+                f.request.id, f.position, num, min(num, f.num_right), confidences, self.name, unfinished
             )
             by_target.setdefault(id(f.target), (f.target, []))[1].append(proposal)
         for request_id, (target, position) in self._owed.items():

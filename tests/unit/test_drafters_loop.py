@@ -115,6 +115,25 @@ class TestMailDuringABatch:
         bench.settle()
         assert [(p.base_len, p.token_ids, p.unfinished) for p in bench.link.take()] == [(12, (12, 13), True)]
 
+    @pytest.mark.parametrize("ahead_len", [0, 6])
+    def test_the_rest_of_a_draft_that_ended_of_its_own_accord_is_still_its_end(self, ahead_len: int) -> None:
+        bench = Bench(limit=3, max_draft_len=6, ahead_len=ahead_len)
+        bench.drafter.meanwhile = lambda: bench.extend("a", 10, 10)
+        bench.open("a", 10)
+        bench.settle()
+        assert [(p.base_len, p.token_ids, p.unfinished) for p in bench.link.take()] == [(11, (11, 12), False)]
+        assert len(bench.drafter.batches) == 1, "nor is it asked for more"
+        bench.extend("a", 11, 11, 12)
+        bench.settle()
+        assert bench.link.take()[0].token_ids[:1] == (13,), "it is, when that is used up"
+
+    def test_a_draft_of_which_more_is_at_hand_than_is_sent_is_unfinished(self) -> None:
+        bench = Bench(limit=3, max_draft_len=6)
+        bench.drafter.meanwhile = lambda: bench.mail(budgets=(Budget("a", 2),))
+        bench.open("a", 10)
+        bench.settle()
+        assert [(p.token_ids, p.unfinished) for p in bench.link.take()] == [((10, 11), True)]
+
     def test_a_contradicted_draft_is_not_sent_but_drafted_anew(self) -> None:
         bench = Bench()
         bench.drafter.meanwhile = lambda: bench.extend("a", 10, 99)
