@@ -62,7 +62,7 @@ class ModelChains:
         self._choosing = Choosing()
         self._foreseen: dict[str, tuple[Chain, float]] = {}  # chains that requests stayed with, and seconds per token
         self._foreseen_for: Chain | None = SPREAD  # what all of them were with
-        self._there: frozenset[str] = frozenset()  # requests in the last slot
+        self._begun: frozenset[str] = frozenset()  # requests that had tokens in the last slot
         self._heard: list[Observation] = []  # in this slot
         self._known: tuple[object, ...] = ()  # what the predictions rest on
         self._slot = 0
@@ -138,26 +138,35 @@ class ModelChains:
         return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
 
     def _compare(self, requests: Sequence[RequestView]) -> None:
-        """What tokens took with chains that requests stayed with, against what was foreseen. Slots in which requests came do
-        not count: their prompts were in the rounds of all."""
+        """What tokens took with chains that requests stayed with, against what was foreseen. Prompts that were computed in
+        the slot were in the rounds of all: what they take by the target's times is taken off, and excuses at most that
+        tokens took longer than foreseen. Nobody forgets in slots that nothing is learned from, but for those in which all
+        were with the target alone: else it would never be left again."""
         heard, self._heard = self._heard, []
-        there = frozenset([*(r.request_id for r in requests), *(seen.request_id for seen in heard)])
-        has_prompts = bool(there - self._there) or any(0 < r.committed_len <= r.prompt_len for r in requests)
-        foreseen, self._foreseen, self._there = self._foreseen, {}, there
+        begun = {request.request_id: request.prompt_len for request in requests if _has_begun(request)}
+        prompts_s = sum(self._prompt_s(num) for request_id, num in begun.items() if request_id not in self._begun)
+        foreseen, self._foreseen, self._begun = self._foreseen, {}, frozenset(begun)
         foreseen_s = taken_s = 0.0
-        for seen in heard if not has_prompts else ():
+        for seen in heard:
             chain, per_token_s = foreseen.get(seen.request_id, (TARGET_ONLY, 0.0))
             if chain and chain[-1] == drafter_of(seen.drafter):
-                foreseen_s += seen.num_committed * per_token_s
-                taken_s += seen.elapsed_s
-        if any(request.committed_len for request in requests):  # nobody forgets in idle hours
+                expected_s = seen.num_committed * per_token_s
+                foreseen_s += expected_s
+                taken_s += max(seen.elapsed_s - prompts_s, min(seen.elapsed_s, expected_s))
+        if foreseen_s > 0.0:
             self._overruns.observe({self._foreseen_for: (foreseen_s, taken_s)})
+        elif begun and self._foreseen_for == TARGET_ONLY:
+            self._overruns.observe({})
+
+    def _prompt_s(self, prompt_len: int) -> float:
+        return self._target.at(1 + prompt_len) - self._target.at(1)
 
     def _note_foreseen(
         self, requests: Sequence[RequestView], chains: Mapping[str, Chain], room: Room, alone_s: Floats, spread_s: Floats
     ) -> None:
-        """Of those that stay where they are: who has just come to a drafter, or to the others, is yet to catch up."""
-        live = {r.request_id: _drafters_of(chains[r.request_id]) for r in requests if r.committed_len}
+        """Of those that stay where they are: who has just come to a drafter, or to the others, is yet to catch up. Who waits
+        for a first token shares no pass with them yet."""
+        live = {r.request_id: _drafters_of(chains[r.request_id]) for r in requests if _has_begun(r)}
         with_one = len(set(live.values())) == 1
         self._foreseen_for = next(iter(live.values())) if with_one else SPREAD
         per_token_s = alone_s if with_one else spread_s
@@ -243,7 +252,7 @@ class ModelChains:
         names = ("", *room.drafters)
         for i, request in enumerate(requests):
             here = drafter_of(request.chain[-1]) if request.chain else ""
-            if here in names and (here or request.committed_len > request.prompt_len):
+            if here in names and (here or _has_begun(request)):
                 seconds[i, names.index(here)] *= 1.0 - self._config.hysteresis
         return seconds
 
@@ -269,3 +278,8 @@ class ModelChains:
 
 def _drafters_of(chain: Chain) -> Chain:
     return tuple(map(drafter_of, chain))
+
+
+def _has_begun(request: RequestView) -> bool:
+    """Tokens of it are committed: until then it waits, or its prompt is computed."""
+    return request.committed_len > request.prompt_len

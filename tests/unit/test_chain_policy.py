@@ -195,12 +195,19 @@ def test_passes_that_turn_out_slow_are_given_up() -> None:
     assert settled(found)[-1:] != ("large",)
 
 
-def served(found: ModelChains, num_slots: int, seconds: Callable[[set[Chain]], float]) -> dict[str, Chain]:
-    """Two requests for so many slots, of four tokens each; what a token took depends on the chains that they were with."""
+def served(
+    found: ModelChains,
+    num_slots: int,
+    seconds: Callable[[set[Chain]], float],
+    others: Callable[[int], list[RequestView]] = lambda slot: [],
+) -> dict[str, Chain]:
+    """Two requests for so many slots, of four tokens each; what a token took depends on the chains that they were with.
+    ``others`` are there beside them."""
     chains: dict[str, Chain] = {"code": (), "prose": ()}
     for slot in range(num_slots):
         views = [RequestView(name, 10, 30 + 4 * slot, chain) for name, chain in chains.items()]
-        chains = dict(found.assign(views, POOL))
+        assigned = found.assign([*views, *others(slot)], POOL)
+        chains = {name: assigned[name] for name in chains}
         taken_s = 4 * seconds(set(chains.values()))
         found.observe([Observation(name, chain[-1], 1, 8, 3, 4, taken_s) for name, chain in chains.items() if chain])
     return chains
@@ -213,6 +220,46 @@ def test_a_chain_that_takes_longer_than_was_foreseen_is_left_for_another() -> No
     assert {chain[-1] for chain in as_foreseen.values()} == {"large"}
     slow = served(taught(policy(), **rates), 80, lambda chains: 0.1)
     assert not any("large" in chain for chain in slow.values())
+
+
+def short_prompts(slot: int) -> list[RequestView]:
+    """In each slot a request comes, and one that came in the last has its first token, and ends."""
+    return [RequestView(f"r{slot}", 20, 20, ()), RequestView(f"r{slot - 1}", 20, 21, ())]
+
+
+def backlog(slot: int) -> list[RequestView]:
+    return [RequestView(f"r{i}", 20, 20, ()) for i in range(6)]
+
+
+@pytest.mark.parametrize("others", [short_prompts, backlog])
+def test_what_chains_turn_out_to_take_is_learned_though_requests_come_or_wait(
+    others: Callable[[int], list[RequestView]],
+) -> None:
+    rates = {"small": 0.2, "middle": 0.1, "large": 0.95}
+    as_foreseen = served(taught(policy(), **rates), 80, lambda chains: 0.016, others)
+    assert {chain[-1] for chain in as_foreseen.values()} == {"large"}
+    slow = served(taught(policy(), **rates), 80, lambda chains: 0.1, others)
+    assert not any("large" in chain for chain in slow.values())
+
+
+def test_chains_are_not_charged_with_prompts() -> None:
+    """A prompt of 400 tokens takes the target 0.2 s, which are in the rounds of all."""
+
+    def long_prompts(slot: int) -> list[RequestView]:
+        return [RequestView(f"r{slot}", 400, 400, ()), RequestView(f"r{slot - 1}", 400, 401, ())]
+
+    found = taught(policy(), small=0.2, middle=0.1, large=0.95)
+    chains = served(found, 80, lambda chains: 0.016 + 0.2 / 4, long_prompts)
+    assert {chain[-1] for chain in chains.values()} == {"large"}
+
+
+def test_what_was_found_out_is_forgotten_with_the_target_alone_and_not_while_requests_only_wait() -> None:
+    """With the target alone nothing is learned: a chain that was slow once would never be tried again."""
+    for num_tokens, is_tried in ((0, False), (10, True)):
+        found = taught(policy(), small=0.2, middle=0.1, large=0.95)
+        assert set(served(found, 80, lambda chains: 0.1).values()) == {TARGET_ONLY}
+        seen = {found.assign([RequestView("r", 20, 20 + num_tokens, ())], POOL)["r"] for _ in range(2500)}
+        assert any("large" in chain for chain in seen) == is_tried
 
 
 def test_requests_are_with_one_chain_where_to_spread_them_turns_out_slow() -> None:
