@@ -26,7 +26,7 @@ from router.matching import Floats, Ints
 from router.policies.experience import Experience
 from router.policies.in_time import InTime, Sums
 from router.policies.room import Room
-from router.policies.turned_out import SPREAD, Choice, Choosing, Fills, Overruns
+from router.policies.turned_out import SPREAD, Choosing, Fills, Overruns, seated
 from router.similarity import Depths, Paces, Similarities, guess
 
 REFRESH_SLOTS = 4  # after which the times of all chains are predicted anew; sooner when the pool has changed
@@ -132,8 +132,10 @@ class ModelChains:
             per_token_s = foreseen_s * [overruns.get((*self._below[name], name), 1.0) for name in room.drafters]
             seconds = self._as_they_stand(willing, per_token_s, batch, room)
             live = [i for i, request in enumerate(willing) if request.committed_len] or list(range(len(willing)))
-            choice = self._choosing.choose(("", *room.drafters), seconds[live], overruns.get(SPREAD, 1.0))
-            chains |= self._seat(willing, seconds, room, choice)
+            names, places = ("", *room.drafters), (len(willing), *map(room.num_free, room.drafters))
+            choice = self._choosing.choose(names, seconds[live], places, overruns.get(SPREAD, 1.0))
+            columns = seated(seconds, places, None if choice is SPREAD else names.index(choice))
+            chains |= self._seat(willing, columns, room)
             self._note_foreseen(willing, chains, room, foreseen_s, per_token_s)
         return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
 
@@ -256,23 +258,14 @@ class ModelChains:
                 seconds[i, names.index(here)] *= 1.0 - self._config.hysteresis
         return seconds
 
-    def _seat(self, requests: Sequence[RequestView], seconds: Floats, room: Room, choice: Choice) -> dict[str, Chain]:
-        """To what all are to be with, else to the fastest that has room, first those who gain most by it; the target alone
-        where nothing is faster."""
-        names = ("", *room.drafters)
-        gains_s = seconds[:, 0] - seconds.min(axis=1)
-        if choice is not SPREAD:
-            seconds[:, names.index(choice)] = 0.0
-        chains: dict[str, Chain] = {}
-        order = np.argsort(seconds, axis=1, kind="stable").tolist()
-        for i in np.argsort(-gains_s, kind="stable").tolist():
-            request = requests[i]
-            chains[request.request_id] = TARGET_ONLY
-            for name in (names[j] for j in order[i]):
-                seat = room.seat(name, request.chain[-1:]) if name else TARGET_ONLY
-                if seat is not None:
-                    chains[request.request_id] = (*self._below[name], *seat) if name else TARGET_ONLY
-                    break
+    def _seat(self, requests: Sequence[RequestView], columns: Sequence[int], room: Room) -> dict[str, Chain]:
+        chains = dict.fromkeys([request.request_id for request in requests], TARGET_ONLY)
+        for request, column in zip(requests, columns, strict=True):
+            if column:
+                last = room.drafters[column - 1]
+                seat = room.seat(last, request.chain[-1:])
+                assert seat is not None, f"more requests than places for {last}"
+                chains[request.request_id] = (*self._below[last], *seat)
         return chains
 
 

@@ -72,13 +72,41 @@ class Choosing:
         self._num_slots = TRIAL_SLOTS  # that this choice is old
         self._choice: Choice = SPREAD
 
-    def choose(self, names: Sequence[str], per_token_s: Floats, spread_overrun: float) -> Choice:
-        """``per_token_s``: (requests, names). What cannot be had takes forever. A choice is kept for a while if it can."""
+    def choose(self, names: Sequence[str], per_token_s: Floats, places: Sequence[int], spread_overrun: float) -> Choice:
+        """``per_token_s``: (requests, names). What cannot be had takes forever. A choice is kept for a while if it can.
+
+        Each is judged by where it seats requests: where a drafter has no place for all, some are with others, which is to
+        spread them.
+        """
         self._num_slots += 1
-        rates: dict[Choice, float] = dict(zip(names, (1.0 / per_token_s).sum(axis=0).tolist(), strict=True))
-        if len(set(per_token_s.argmin(axis=1).tolist())) > 1:
-            rates[SPREAD] = float((1.0 / per_token_s.min(axis=1)).sum()) / spread_overrun
+        rates: dict[Choice, float] = {}
+        each = range(len(per_token_s))
+        for choice in (*names, SPREAD):
+            column = None if choice is SPREAD else names.index(choice)
+            taken = seated(per_token_s, places, column)
+            is_spread = len(set(taken)) > 1
+            if column is None and not is_spread:
+                continue
+            can_be_had = column is None or (places[column] > 0 and bool(np.isfinite(per_token_s[:, column]).all()))
+            rate = float((1.0 / per_token_s[each, taken]).sum()) if can_be_had else 0.0
+            rates[choice] = rate / spread_overrun if is_spread else rate
         best = max(rates, key=rates.__getitem__)
         if best != self._choice and (self._num_slots >= TRIAL_SLOTS or not rates.get(self._choice)):
             self._choice, self._num_slots = best, 0
         return self._choice
+
+
+def seated(per_token_s: Floats, places: Sequence[int], chosen: int | None) -> list[int]:
+    """The column of each request, the first being the target alone, which has a place for all: the chosen one while it has
+    places, else the fastest that has one. First those who gain most by the chosen, or by the fastest."""
+    seconds = per_token_s.copy()
+    if chosen is not None:
+        seconds[:, chosen] = 0.0
+    gains_s = per_token_s[:, 0] - (per_token_s.min(axis=1) if chosen is None else per_token_s[:, chosen])
+    order = np.argsort(seconds, axis=1, kind="stable").tolist()
+    free = [len(order), *places[1:]]
+    taken = [0] * len(order)
+    for i in np.argsort(-gains_s, kind="stable").tolist():
+        taken[i] = next(j for j in order[i] if free[j] > 0)
+        free[taken[i]] -= 1
+    return taken

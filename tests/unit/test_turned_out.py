@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from router.assignment import Observation
-from router.policies.turned_out import SPREAD, TRIAL_SLOTS, Choice, Choosing, Fills, Overruns
+from router.policies.turned_out import SPREAD, TRIAL_SLOTS, Choice, Choosing, Fills, Overruns, seated
 from tests.support.observing import right_at
 
 NAMES = ("", "lookup", "model")
@@ -51,7 +51,7 @@ def test_what_was_not_seen_for_long_is_forgotten() -> None:
 
 
 def chosen(choosing: Choosing, *seconds: tuple[float, ...], spread: float = 1.0) -> Choice:
-    return choosing.choose(NAMES, np.array(seconds), spread)
+    return choosing.choose(NAMES, np.array(seconds), (8, 8, 8), spread)
 
 
 def test_requests_are_spread_where_that_is_foreseen_to_be_faster_and_does_not_turn_out_slower() -> None:
@@ -68,3 +68,17 @@ def test_a_choice_is_given_some_time_unless_it_cannot_be_had() -> None:
     found = [chosen(choosing, (3.0, 2.5, 2.0)) for _ in range(TRIAL_SLOTS)]
     assert found == ["lookup"] * (TRIAL_SLOTS - 1) + ["model"]
     assert chosen(choosing, (3.0, 4.0, np.inf)) == ""
+
+
+def test_a_drafter_is_judged_by_those_whom_it_has_a_place_for() -> None:
+    """It is the fastest for all eight, and two can be with it: the others are elsewhere, and share no pass with them."""
+    seconds = np.array([(3.0, 1.2, 1.0)] * 8)
+    for num_places, spread, choice in ((8, 1.5, "model"), (2, 1.5, "lookup"), (2, 1.0, "model"), (0, 1.0, "lookup")):
+        assert Choosing().choose(NAMES, seconds, (8, 8, num_places), spread) == choice
+
+
+def test_places_at_what_is_chosen_go_to_those_who_gain_by_it() -> None:
+    seconds = np.array([(3.0, 0.1, 2.9), (3.0, 2.9, 1.0)])
+    assert seated(seconds, (2, 2, 1), 2) == [1, 2]
+    assert seated(seconds, (2, 1, 1), None) == [1, 2]
+    assert seated(np.array([(3.0, 1.0, 2.0), (3.0, 0.5, 1.0)]), (2, 1, 2), None) == [2, 1]
