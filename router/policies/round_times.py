@@ -28,7 +28,7 @@ MEMORY_SLOTS = 400.0  # of rounds, after which what they took counts 1/e
 _RECENT_SLOTS = 64  # of which the shortest tell what a round takes without prompts
 _SHORTEST = 0.1  # of them
 _CERTAIN = 3.0  # standard errors, that a mean must be off to be believed
-_FORGOTTEN = 1e-3  # slots
+FORGOTTEN = 1e-3  # slots
 
 Sums = tuple[float, float, float, float]  # of a drafter: slots, rounds, seconds, and their squares over the rounds
 
@@ -104,7 +104,7 @@ class RoundTimes:
         for drafter, num in rounds.items():
             taken_s = min(num * shared_s, seconds[drafter] / 2)
             self._rounds.setdefault(drafter, Rounds()).add(num, seconds[drafter] - taken_s)
-        self._rounds = {drafter: known for drafter, known in self._rounds.items() if known.num_slots >= _FORGOTTEN}
+        self._rounds = {drafter: known for drafter, known in self._rounds.items() if known.num_slots >= FORGOTTEN}
 
     def snapshot(self) -> dict[str, Sums]:
         return {drafter: (r.num_slots, r.num_rounds, r.seconds, r.squares) for drafter, r in self._rounds.items()}

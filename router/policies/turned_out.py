@@ -14,7 +14,7 @@ import numpy as np
 
 from router.assignment import Chain, Observation, drafter_of
 from router.matching import Floats
-from router.policies.round_times import MEMORY_SLOTS, Rounds, believed
+from router.policies.round_times import FORGOTTEN, MEMORY_SLOTS, Rounds, believed
 
 _STRENGTH = 8.0  # drafts, all of whose tokens are thought to have been verified, before the first
 TRIAL_SLOTS = 10  # that a choice is given before another is made: the first rounds with a drafter catch up, and are no rule
@@ -57,6 +57,7 @@ class Overruns:
         for what, (foreseen_s, taken_s) in compared.items():
             if foreseen_s > 0.0:
                 self._seconds.setdefault(what, Rounds()).add(foreseen_s, taken_s)
+        self._seconds = {what: known for what, known in self._seconds.items() if known.num_slots >= FORGOTTEN}
 
     def factors(self) -> dict[Chain | None, float]:
         """Of what was seen."""

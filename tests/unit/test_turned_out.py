@@ -48,6 +48,9 @@ def test_what_was_not_seen_for_long_is_forgotten() -> None:
         overruns.observe({})
     assert before > 1.8
     assert overruns.factors()["slow",] == pytest.approx(1.0, abs=0.1)
+    for _ in range(3000):
+        overruns.observe({})
+    assert overruns.factors() == {}, "chains that pools once allowed are not kept for ever"
 
 
 def chosen(choosing: Choosing, *seconds: tuple[float, ...], spread: float = 1.0) -> Choice:
