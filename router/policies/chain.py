@@ -26,7 +26,7 @@ from router.matching import Floats, Ints
 from router.policies.experience import Experience
 from router.policies.in_time import InTime, Sums
 from router.policies.room import Room
-from router.policies.turned_out import SPREAD, Choosing, Fills, Overruns, seated
+from router.policies.turned_out import SPREAD, Choosing, Fills, FillSums, Overruns, OverrunSums, seated
 from router.similarity import Depths, Paces, Similarities, guess
 
 REFRESH_SLOTS = 4  # after which the times of all chains are predicted anew; sooner when the pool has changed
@@ -38,7 +38,9 @@ class _Snapshot(BaseModel):
 
     acceptance: dict[str, JsonValue]
     clusters: JsonValue
-    in_time: Sums = {}  # one of an older version has none
+    in_time: Sums = {}  # one of an older version has none, nor what follows
+    fills: FillSums = {}
+    overruns: OverrunSums = []
 
 
 class ModelChains:
@@ -50,15 +52,19 @@ class ModelChains:
         self._table = AcceptanceTable(config.num_clusters, config.cluster_rounds, config.memory_rounds)
         self._own = Experience(np.random.default_rng(0))
         self._in_time = InTime(config.memory_rounds)
-        self._similarities = Similarities(config.memory_rounds)
-        self._paces = Paces(config.time_weight)
-        self._depths = Depths(config.max_levels - 1, config.calm_slots)
+        self._fills = Fills(config.memory_rounds)
+        self._overruns = Overruns()
         self._target = UNMEASURED
+        self._begin()
+
+    def _begin(self) -> None:
+        """With nothing that snapshots do not tell, but for the target's times."""
+        self._similarities = Similarities(self._config.memory_rounds)
+        self._paces = Paces(self._config.time_weight)
+        self._depths = Depths(self._config.max_levels - 1, self._config.calm_slots)
         self._passes: dict[str, PassTime] = {}  # of the drafters, by their profiles
         self._below: dict[str, Chain] = {}  # last drafter -> who rides ahead of it
         self._round_s: dict[str, float] = {}  # with each last drafter, at its best
-        self._fills = Fills(config.memory_rounds)
-        self._overruns = Overruns()
         self._choosing = Choosing()
         self._foreseen: dict[str, tuple[Chain, float]] = {}  # chains that requests stayed with, and seconds per token
         self._foreseen_for: Chain | None = SPREAD  # what all of them were with
@@ -98,10 +104,12 @@ class ModelChains:
             self._own.add(rows, drafters, reached, right)
 
     def snapshot(self) -> JsonValue:
-        acceptance, in_time = self._table.snapshot(), self._in_time.snapshot()
-        if not acceptance and not in_time:
+        acceptance, in_time, overruns = self._table.snapshot(), self._in_time.snapshot(), self._overruns.snapshot()
+        if not acceptance and not in_time and not overruns:
             return None  # nothing is known of any drafter
-        return {"acceptance": acceptance, "clusters": self._clusters.snapshot(), "in_time": in_time}
+        fills = self._fills.snapshot()
+        clusters = self._clusters.snapshot()
+        return {"acceptance": acceptance, "clusters": clusters, "in_time": in_time, "fills": fills, "overruns": overruns}
 
     def restore(self, snapshot: JsonValue) -> None:
         found = _Snapshot.model_validate(snapshot)
@@ -110,8 +118,10 @@ class ModelChains:
         self._table.restore(found.acceptance)
         self._clusters = clusters
         self._in_time.sums = found.in_time
-        self._choosing = Choosing()
+        self._fills.sums = found.fills
+        self._overruns.restore(found.overruns)
         self._own.clear()
+        self._begin()
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._own.next_slot()

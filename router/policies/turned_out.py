@@ -8,9 +8,10 @@ is known beforehand, and all of it is in what tokens took: so that counts as far
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import exp
-from typing import Final
+from typing import Annotated, Final
 
 import numpy as np
+from pydantic import Field, JsonValue
 
 from router.assignment import Chain, Observation, drafter_of
 from router.matching import Floats
@@ -21,6 +22,10 @@ TRIAL_SLOTS = 10  # that a choice is given before another is made: the first rou
 
 Choice = str | None  # the last drafter that all requests are with, "" for the target alone; None: each has its own
 SPREAD: Final = None
+_Positive = Annotated[float, Field(gt=0)]
+_Sum = Annotated[float, Field(ge=0)]
+FillSums = dict[str, tuple[_Sum, _Sum]]
+OverrunSums = list[tuple[Chain | None, tuple[_Positive, _Positive, _Sum, _Sum]]]
 
 
 class Fills:
@@ -28,18 +33,21 @@ class Fills:
 
     def __init__(self, memory_rounds: float) -> None:
         self._memory_rounds = memory_rounds
-        self._sums: dict[str, tuple[float, float]] = {}  # drafts that were at hand, and their tokens that were verified
+        self.sums: FillSums = {}  # drafts that were at hand, and their tokens that were verified
 
     def observe(self, observations: Iterable[Observation]) -> None:
         for seen in observations:
             if seen.num_in_time:
                 drafter = drafter_of(seen.drafter)
-                drafts, tokens = self._sums.get(drafter, (0.0, 0.0))
+                drafts, tokens = self.sums.get(drafter, (0.0, 0.0))
                 kept = exp(-seen.num_in_time / self._memory_rounds)
-                self._sums[drafter] = (drafts * kept + seen.num_in_time, tokens * kept + seen.num_proposed)
+                self.sums[drafter] = (drafts * kept + seen.num_in_time, tokens * kept + seen.num_proposed)
+
+    def snapshot(self) -> dict[str, JsonValue]:
+        return {drafter: [drafts, tokens] for drafter, (drafts, tokens) in self.sums.items()}
 
     def of(self, drafter: str, max_draft_len: int) -> float:
-        drafts, tokens = self._sums.get(drafter, (0.0, 0.0))
+        drafts, tokens = self.sums.get(drafter, (0.0, 0.0))
         return min(1.0, (tokens / max_draft_len + _STRENGTH) / (drafts + _STRENGTH))
 
 
@@ -58,6 +66,15 @@ class Overruns:
             if foreseen_s > 0.0:
                 self._seconds.setdefault(what, Rounds()).add(foreseen_s, taken_s)
         self._seconds = {what: known for what, known in self._seconds.items() if known.num_slots >= FORGOTTEN}
+
+    def snapshot(self) -> list[JsonValue]:
+        return [
+            [None if what is SPREAD else list(what), [one.num_slots, one.num_rounds, one.seconds, one.squares]]
+            for what, one in self._seconds.items()
+        ]
+
+    def restore(self, snapshot: OverrunSums) -> None:
+        self._seconds = {what: Rounds(*sums) for what, sums in snapshot}
 
     def factors(self) -> dict[Chain | None, float]:
         """Of what was seen."""

@@ -1,5 +1,6 @@
 """The policy `chain`: which chain each request gets, from times and acceptance; and the scheduler that publishes them."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -285,6 +286,38 @@ def test_what_was_learned_outlives_the_scheduler() -> None:
     with pytest.raises(ValueError, match="acceptance"):
         fresh.restore({"clusters": None})
     assert policy().snapshot() is None
+
+
+def test_what_chains_turned_out_to_be_outlives_the_scheduler_and_older_snapshots_do_not_say_it() -> None:
+    rates = {"small": 0.2, "middle": 0.1, "large": 0.95}
+    found = taught(policy(), **rates)
+    served(found, 80, lambda chains: 0.1)
+    kept = json.loads(json.dumps(found.snapshot()))
+    assert kept["fills"]
+    fresh = policy()
+    fresh.restore(kept)
+    assert fresh.snapshot() == found.snapshot()
+    assert chosen(fresh) == TARGET_ONLY
+    older = {name: kept[name] for name in ("acceptance", "clusters", "in_time")}
+    fresh.restore(older)
+    assert chosen(fresh)[-1] == "large"
+    for wrong in ({"overruns": [[["large"], [1.0, 0.0, 1.0, 1.0]]]}, {"fills": {"large": [-1.0, 1.0]}}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            fresh.restore({**kept, **wrong})
+    assert chosen(fresh)[-1] == "large", "what is no snapshot changes nothing"
+
+
+def test_a_snapshot_takes_the_place_of_all_that_was_learned() -> None:
+    kept = taught(policy(), small=0.2, middle=0.1, large=0.95).snapshot()
+    used = taught(policy(time_weight=1.0), small=0.2, middle=0.1, large=0.95)
+    learned(used, "small", "large", 0.95)
+    assert chosen(used) == ("small", "large")
+    used.learn([LevelReport("large", 10, 10, 10 * 0.5, 0, ()), LevelReport("small", 4, 16, 0.0, num_lost=3)])
+    fresh = policy(time_weight=1.0)
+    for one in (used, fresh):
+        one.restore(kept)
+    assert chosen(used) == chosen(fresh)
+    assert chosen(used)[-1] == "large"
 
 
 def test_the_scheduler_publishes_chains_and_learns_from_what_targets_report() -> None:
