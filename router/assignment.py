@@ -124,13 +124,14 @@ class Observation:
 
     @property
     def num_in_time(self) -> int:
-        """Rounds in which a draft was at hand: each reaches the first position."""
+        """Rounds in which a draft was at hand that told something: each reaches the first position. An empty one does not
+        where the drafter had only been cut short, or no draft was wanted."""
         return self.positions.num_reached[0] if self.positions.num_reached else 0
 
     @property
     def num_awaited(self) -> int:
-        """Rounds that a draft could have been there for: not a request's first token, its last alone, and what comes before
-        a drafter has been told of the request."""
+        """Rounds that a draft could have been there for: not a request's first token, its last alone, what comes before a
+        drafter has been told of the request, nor a round whose draft told nothing."""
         return self.num_in_time + self.num_missed
 
 

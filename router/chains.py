@@ -4,12 +4,14 @@ A chain [M_1, ..., M_n, target] runs so (`drafters.chain`): M_j's draft is what 
 w_{j-1} tokens of it, one pass of M_j verifies those and adds a token of its own, and so on until the draft is as long as it
 was asked for. So what lies below M_n changes what a draft costs, and never what it says:
 
-    T_eff = (C_n(w_n) + T_target(B (w_n + 1))) / (1 + sum over k <= w_n of S_k)         seconds per token of a request
+    T_eff = (C_n(w_n) + T_target(B (f_n w_n + 1))) / (1 + sum over k <= w_n of S_k)     seconds per token of a request
 
     C_1(m) = m T_1                      m steps of the smallest model
     C_j(m) = sum over its passes of C_{j-1}(min(w_{j-1}, left - 1)) + T_j(rows), left falling by accepted + 1 with each
 
-S_k is the probability that the first k tokens of M_n's draft are the target's. T_j(rows) is a pass of M_j over so many rows.
+S_k is the probability that the first k tokens of M_n's draft are the target's. T_j(rows) is a pass of M_j over so many rows:
+of each request of the batch B that is not done one, and one for each token that is proposed. f_j is the share of what M_j is
+asked for that the level above has rows for; its drafting is charged as if it said all.
 """
 
 from collections.abc import Iterable, Sequence
@@ -115,9 +117,11 @@ class Prediction:
 def predict(levels: Sequence[Level], target: PassTime, batch: int = 1) -> Prediction:
     """The expected time per token of a chain, smallest model first, for a batch of independent requests.
 
-    Exact where passes take a constant time plus a time per row, and accepted lengths are as the levels say. A batch is
-    drafted until its last request is done: in each pass there are those that are not, and it happens if there is one.
-    Other forms of PassTime are taken at the expected number of rows (Jensen's inequality bounds the error).
+    Exact where passes take a constant time plus a time per row, accepted lengths are as the levels say, and every level says
+    all that it is asked for. Where ``fill`` is less, rows are that share of what is asked, however much that is, and who
+    falls silent early is charged for all of its draft. A batch is drafted until its last request is done: in each pass there
+    are those that are not, and it happens if there is one. Other forms of PassTime are taken at the expected number of rows
+    (Jensen's inequality bounds the error).
     """
     num_passes = [0.0] * len(levels)
     window = levels[-1].window if levels else 0

@@ -115,7 +115,8 @@ class Router:
         return table
 
     def _within(self, seen: Observation) -> Observation:
-        """A target, which has one longest draft for all drafters, takes the end of a shorter one for silence."""
+        """Without the positions behind its longest draft. A target has one longest draft for all drafters; the end of a
+        shorter one, of which it is not said that it is unfinished, it takes for silence."""
         draft_len = self._draft_lens.get(seen.drafter)
         if draft_len is None or len(seen.positions.num_reached) <= draft_len:
             return seen

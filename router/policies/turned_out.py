@@ -20,7 +20,7 @@ from router.policies.round_times import FORGOTTEN, MEMORY_SLOTS, Rounds, believe
 _STRENGTH = 8.0  # drafts, all of whose tokens are thought to have been verified, before the first
 TRIAL_SLOTS = 10  # that a choice is given before another is made: the first rounds with a drafter catch up, and are no rule
 
-Choice = str | None  # the last drafter that all requests are with, "" for the target alone; None: each has its own
+Choice = str | None  # the last drafter that all requests are to be with, "" for the target alone; None: each has its own
 SPREAD: Final = None
 _Positive = Annotated[float, Field(gt=0)]
 _Sum = Annotated[float, Field(ge=0)]
@@ -59,7 +59,7 @@ class Overruns:
 
     def observe(self, compared: Mapping[Chain | None, tuple[float, float]]) -> None:
         """A slot: the seconds that were foreseen for what was committed, and those that it took. What is not seen for long
-        is forgotten, and so tried again."""
+        weighs less and less, and is dropped in the end."""
         for known in self._seconds.values():
             known.fade(exp(-1.0 / MEMORY_SLOTS))
         for what, (foreseen_s, taken_s) in compared.items():
