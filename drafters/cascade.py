@@ -175,18 +175,15 @@ class CascadeDrafter:
 
     def _settled(self, demands: Sequence[Demand], rounds: Sequence[_Round]) -> list[Draft]:
         """The best guess for each demand, as it is handed out."""
-        free, settled = [], []
-        for place, round_ in enumerate(rounds):
-            best = round_.best
-            if best is None or best.member < self._num_free:
-                free.append(place)
-        heard = iter(self._hearing.settle(free))
-        for place, (demand, round_) in enumerate(zip(demands, rounds, strict=True)):
-            best = round_.best
-            if best is None or best.member < self._num_free:
-                member, draft = next(heard)
+        best = [round_.best for round_ in rounds]
+        dear = [None if guess is None or guess.member < self._num_free else guess for guess in best]
+        free = iter(self._hearing.settle([place for place, guess in enumerate(dear) if guess is None]))
+        settled = []
+        for place, (demand, round_, guess) in enumerate(zip(demands, rounds, dear, strict=True)):
+            if guess is None:
+                member, draft = next(free)
             else:
-                member, draft = best.member, self._hearing.spliced(place, best)
+                member, draft = guess.member, self._hearing.spliced(place, guess)
             settled.append(draft)
             if not demand.ahead:
                 followed = self._followed[demand.request_id]

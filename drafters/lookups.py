@@ -1,4 +1,4 @@
-"""Lookups as they are served: in C where it can be compiled, else in Python, which drafts the same in ten times the time."""
+"""Lookups as they are served: in C where it can be compiled, else in Python, which drafts the same in several times the time."""
 
 import ctypes
 import logging
@@ -35,5 +35,5 @@ def _library() -> ctypes.CDLL | None:
     try:
         return load_library()
     except NoCompiler as error:
-        logger.warning("lookups cannot be compiled, they will take ten times longer: %s", error)
+        logger.warning("lookups cannot be compiled, they will take several times longer: %s", error)
         return None

@@ -1,4 +1,4 @@
-"""Lookups in C: the same drafts as of those in Python, in a tenth of the time. No torch."""
+"""Lookups in C: the same drafts as of those in Python, in a fraction of the time. No torch."""
 
 import ctypes
 from array import array
