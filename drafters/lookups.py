@@ -1,4 +1,4 @@
-"""Lookups as they are served: in C where it can be compiled, else in Python, which drafts the same in several times the time."""
+"""Lookups as they are served: in C where it can be compiled, else in Python, which drafts the same in several times that."""
 
 import ctypes
 import logging
