@@ -1,32 +1,24 @@
 /* Products with bfloat16 weights: y = x W^T + bias, sums in float, in the order of the inputs for every row, so that a row's
  * result does not depend on what else is in the batch or on threads.
  *
- * Weights lie as [panel of 32 outputs][pair of inputs][output][input of the pair]. A panel is read from memory once, ahead of
- * its use, and multiplied with all rows while it is in the cache: with few rows, reading is all that takes time. With more
- * than one group of rows the next panel is read while all of them are multiplied with this one.
+ * A panel of weights is read from memory once, ahead of its use, and multiplied with all rows while it is in the cache: with few
+ * rows, reading is all that takes time. With more than one group of rows the next panel is read while all of them are
+ * multiplied with this one. AMX does it where the CPU has it (tiles.c), else AVX-512 BF16, here.
  */
-#include "vectors.h"
+#include "bf16.h"
 #if __x86_64__
 #include <immintrin.h>
 #endif
 
-typedef struct {
-    int64_t num_in, num_out; /* num_in is even */
-    const elem *weights;     /* outputs filled up to whole panels */
-    const float *bias;       /* the same; may be null */
-} Bf16Product;
-
 #if ELEM_BF16 && __AVX512BF16__
 /* AHEAD: elements. What stays in registers is the sums of ROWS rows, and a pair of inputs of a panel. */
-enum { PAIR = 2, PARTS = 2, PANEL = PARTS * LANES, ROWS = 12, AHEAD = 2048 };
+enum { ROWS = 12, AHEAD = 2048 };
 
 /* What is read from memory meanwhile: ``stride`` bytes further at each pair of inputs. */
 typedef struct {
     const char *from;
     int64_t stride;
 } Ahead;
-
-enum { LINE = 64, PAIR_BYTES = PANEL * PAIR * (int)sizeof(elem) };
 
 /* ``num``: of rows, a constant. */
 static inline __attribute__((always_inline)) void multiply(const int num, const elem *weights, const elem *x, int64_t num_in,
@@ -68,13 +60,6 @@ static void multiply_rows(int num, const elem *weights, const elem *x, int64_t n
     }
 }
 
-/* Only ``num`` of the 16 outputs are there. */
-static inline void put(elem *to, vf value, int64_t num) {
-    if (num >= LANES) store16(to, value);
-    else
-        for (int64_t i = 0; i < num; i++) to[i] = store1(value[i]);
-}
-
 int has_bf16_products(void) { return 1; }
 
 /* One panel times all rows. ``is_read``: the thread has just multiplied the panel before, and read this one meanwhile. */
@@ -82,7 +67,6 @@ static void multiply_panel(const Bf16Product *p, int64_t panel, const elem *x, e
     const int64_t column = panel * PANEL, num_groups = (rows + ROWS - 1) / ROWS;
     const int64_t size = p->num_in / PAIR * PAIR_BYTES;
     const elem *weights = p->weights + column * p->num_in;
-    const vf *bias = p->bias ? (const vf *)(p->bias + column) : NULL;
     for (int64_t group = 0, row = 0; group < num_groups; group++) {
         const int num = (int)((rows - row) / (num_groups - group)); /* groups of like sizes */
         Ahead ahead = {(const char *)(weights + AHEAD), PAIR_BYTES};
@@ -91,24 +75,26 @@ static void multiply_panel(const Bf16Product *p, int64_t panel, const elem *x, e
         vf sums[ROWS][PARTS];
         multiply_rows(num, weights, x + row * p->num_in, p->num_in, ahead, sums);
         for (int i = 0; i < num; i++, row++)
-            for (int part = 0; part < PARTS; part++) {
-                const int64_t first = column + part * LANES, left = p->num_out - first;
-                if (left > 0) put(out + row * p->num_out + first, bias ? sums[i][part] + bias[part] : sums[i][part], left);
-            }
+            for (int part = 0; part < PARTS && column + part * LANES < p->num_out; part++)
+                put_sums(p, out + row * p->num_out, column + part * LANES, sums[i][part]);
     }
 }
 
 /* x [rows][num_in] -> out [rows][num_out] */
 void bf16_product(const Bf16Product *p, const elem *x, elem *out, int64_t rows, int num_threads) {
     const int64_t num_panels = (p->num_out + PANEL - 1) / PANEL;
+    const int tiles = takes_tiles(p);
+    if (rows == 0) return;
 #pragma omp parallel num_threads(threads_for(p->num_in *p->num_out / 4, num_threads))
     {
         int64_t before = -2;
+        if (tiles) begin_tiles(rows);
 #pragma omp for schedule(static)
         for (int64_t panel = 0; panel < num_panels; panel++) {
-            multiply_panel(p, panel, x, out, rows, before + 1 == panel);
+            (tiles ? tile_panel : multiply_panel)(p, panel, x, out, rows, before + 1 == panel);
             before = panel;
         }
+        if (tiles) end_tiles();
     }
 }
 #else

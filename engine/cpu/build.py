@@ -11,8 +11,9 @@ import torch
 
 from engine.compiling import load_compiled
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "attention.c", "bf16.c", "products.c", "race.c"))
-HEADERS = (Path(__file__).with_name("vectors.h"), Path(__file__).parent.with_name("noise.h"))
+_NAMES = ("kernels.c", "attention.c", "bf16.c", "tiles.c", "products.c", "race.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
+HEADERS = (*(Path(__file__).with_name(name) for name in ("vectors.h", "bf16.h")), Path(__file__).parent.with_name("noise.h"))
 _OPENMP_RUNTIMES = ("libgomp", "libiomp5", "libomp")
 
 

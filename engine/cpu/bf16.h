@@ -1,0 +1,32 @@
+/* What the two kernels of products with bfloat16 weights share: how these lie, and who multiplies one panel of them.
+ *
+ * Weights lie as [panel of 32 outputs][pair of inputs][output][input of the pair]: two vectors for a pair of inputs, and, 16
+ * pairs taken together, two of the tiles that AMX multiplies by.
+ */
+#pragma once
+#include "vectors.h"
+
+typedef struct {
+    int64_t num_in, num_out; /* num_in is even */
+    const elem *weights;     /* outputs filled up to whole panels */
+    const float *bias;       /* the same; may be null */
+} Bf16Product;
+
+enum { PAIR = 2, PARTS = 2, PANEL = PARTS * LANES, LINE = 64, PAIR_BYTES = PANEL * PAIR * (int)sizeof(elem) };
+
+/* Bias and the choice of a type for 16 sums from output ``first`` on; only those that there are. */
+static inline void put_sums(const Bf16Product *p, elem *out_row, int64_t first, vf sums) {
+    const int64_t num = p->num_out - first;
+    if (p->bias) sums += loadf(p->bias + first);
+    if (num >= LANES) store16(out_row + first, sums);
+    else
+        for (int64_t i = 0; i < num; i++) out_row[first + i] = store1(sums[i]);
+}
+
+/* tiles.c. Whether this CPU has AMX, this process may use it, and it multiplies so many inputs. */
+int takes_tiles(const Bf16Product *p);
+/* Around a thread's calls of tile_panel for so many rows. */
+void begin_tiles(int64_t rows);
+void end_tiles(void);
+/* One panel times all rows. ``is_read``: the thread has just multiplied the panel before, and read this one meanwhile. */
+void tile_panel(const Bf16Product *p, int64_t panel, const elem *x, elem *out, int64_t rows, int is_read);
