@@ -8,6 +8,7 @@ import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -146,7 +147,7 @@ class EmbeddedCluster:
 
     def pause(self) -> None:
         """The target's thread ends: one that has made products slows those of others even while it waits (engine.threads).
-        Nothing may be under way. What the loop has learned stays.
+        Requests under way end with an error. What the loop has learned stays.
 
         Raises:
             RuntimeError: the loop has failed meanwhile.
@@ -176,25 +177,40 @@ class EmbeddedCluster:
         if drafter.thread is not None:
             drafter.thread.stop()
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Runs the requests together to their ends, in an event loop of its own.
+    def complete(
+        self, requests: Sequence[Request], num_alive: int | None = None, num_awaited: int | None = None
+    ) -> list[Completion]:
+        """Runs the requests to their ends, in an event loop of its own.
+
+        Args:
+            num_alive: so many at a time, in order, each that ends giving its place to the next; else all together.
+            num_awaited: once the first so many have ended, the others are aborted; what came of them until then counts.
 
         Raises:
             LinkClosed, Overloaded: as ``LinkClient.generate``.
         """
+        completions = [Completion() for _ in requests]
+        awaited = {id(completion) for completion in completions[:num_awaited]}
+        pending = iter(list(zip(requests, completions, strict=True)))
 
-        async def one(request: Request) -> Completion:
-            completion = Completion()
-            async for commit in self.client.generate(request):
-                completion.token_ids.extend(commit.token_ids)
-                completion.commits.append(commit)
-                completion.arrived_s.append(time.monotonic())
-            return completion
+        async def place() -> None:
+            for request, completion in pending:
+                async with aclosing(self.client.generate(request)) as commits:
+                    async for commit in commits:
+                        completion.token_ids.extend(commit.token_ids)
+                        completion.commits.append(commit)
+                        completion.arrived_s.append(time.monotonic())
+                        if not awaited:
+                            return
+                awaited.discard(id(completion))
+                if not awaited:
+                    return
 
-        async def run() -> list[Completion]:
-            return await asyncio.gather(*(one(request) for request in requests))
+        async def run() -> None:
+            await asyncio.gather(*(place() for _ in requests[:num_alive]))
 
-        return asyncio.run(run())
+        asyncio.run(run())
+        return completions
 
     def close(self) -> None:
         """Raises RuntimeError when the target's loop has failed meanwhile; its own error is in the log."""

@@ -48,7 +48,7 @@ def draft_cost(
         stable.plain.execute([SpanInput(request.id, next(lens), (0,))])
 
     timed = _Timed(stable.make(config), step)
-    chosen, _ = sample(recordings, NUM_COST_ANSWERS)
+    chosen = sample(recordings, NUM_COST_ANSWERS)
     with stable.holding(chosen):
         for recording in chosen:
             for _ in itertools.islice(replay(timed, [recording], draft_len), -(-num_rounds // len(chosen))):

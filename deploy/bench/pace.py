@@ -1,4 +1,4 @@
-"""How fast answers come with drafters, and without: the whole engine, the real round, at a constant batch."""
+"""How fast answers come with drafters, and without: the whole engine, the real round, always so many requests under way."""
 
 import gc
 import math
@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cluster.config import DrafterConfig
 from cluster.types import Request, RoutingTable
@@ -19,6 +19,8 @@ from router.planner import StepPlanner
 
 DRAFT_LEN = 7
 NUM_SERVED_BEFORE = 8  # answers at least that a cluster has served when its speed is measured
+NUM_PER_PLACE = 3
+NUM_OTHERS_PER_PLACE = 1.5
 NEAR = 0.15  # below the best: about what the choice of a few answers does to a speed-up
 _GOLDEN = 0.618  # multiples of it, taken modulo 1, are spread evenly however many they are
 
@@ -33,46 +35,52 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """``error``: the standard error that the choice of answers, and the machine, leave; None of a single batch."""
+    """``error``: the standard error that the choice of answers, and the machine, leave; None of a single lap."""
 
     value: float
     error: float | None
-    num_groups: int  # batches of answers that it was measured on
+    num_answers: int  # that it was measured on
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How many batches of answers speed is measured on: with every drafter, and, while there is time, with those near the
-    best. ``num_tokens``: of an answer, at most."""
+    """On how many laps speed is measured: with every drafter, and, while there is time, with those near the best."""
 
     every: int
     near_best: int
-    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """Answers that are measured whole, and others for the places that fall free before the last of them has ended."""
+
+    measured: Sequence[Recording]
+    others: Sequence[Recording] = ()
 
 
 class Race:
-    """Each drafter against the plain target, in seconds for the same answers, a batch of them at a time.
+    """Each drafter against the plain target, in seconds for the same answers, ``batch`` of them under way at all times.
 
-    The answers are drawn at random, all domains alike, whatever their length; those of a batch are of like lengths. The
-    plain target (twice) and the drafters take turns at every batch, each time in another order, so that what else the
-    machine does hits all alike. Each has a cluster of its own, which has served other answers in such batches before: what a
-    drafter, and the target's loop, learn of it is known after the first minute of a server's life. Once all have had their
-    turns, only those near the best go on. Close it in the end.
+    The answers are drawn at random, all domains alike, whatever their length. Each that ends gives its place to the next, as
+    in a busy server, until all that a lap measures have ended. Their prompts are in the target's cache before. The plain
+    target (twice) and the drafters take turns at every lap, each time in another order, so that what else the machine does
+    hits all alike. Each has a cluster of its own, which has served other answers before: what a drafter, and the target's
+    loop, learn of it is known after the first minute of a server's life. Once all have had their turns, only those near the
+    best go on. Close it in the end.
     """
 
     def __init__(
         self, stable: Stable, configs: Sequence[DrafterConfig], recordings: Sequence[Recording], batch: int, turns: Turns
     ) -> None:
+        self._stable = stable
         self._turns = turns
-        chosen, served = sample(recordings, batch * turns.near_best, max(NUM_SERVED_BEFORE, 2 * batch))
-        groups = in_batches(chosen, batch)
-        self._groups = random.Random(0).sample(groups, len(groups))  # the first of them hold answers of all lengths
+        self._laps, served = laps(recordings, batch, turns.near_best)
         self._served = _Served(stable, None, batch)
         self._racing = {config.name: _Served(stable, config, batch) for config in configs}
         self._open = [self._served, *self._racing.values()]
-        for warm in in_batches(served, batch):
-            for one in self._open:
-                one.measure(self._requests(warm))
+        warm_up = _requests(served)
+        for one in self._open:
+            one.measure(warm_up, len(warm_up))
         gc.collect()
         gc.freeze()  # as a server's processes do (`engine.garbage`)
         self._plain: list[Pace | None] = []
@@ -85,19 +93,22 @@ class Race:
 
     @property
     def all_had_turns(self) -> bool:
-        return len(self._plain) >= min(self._turns.every, len(self._groups))
+        return len(self._plain) >= min(self._turns.every, len(self._laps))
 
     @property
     def is_over(self) -> bool:
-        return len(self._plain) == len(self._groups)
+        return len(self._plain) == len(self._laps)
 
     def step(self) -> None:
-        """One batch, with whoever still races."""
+        """One lap, with whoever still races."""
         number = len(self._plain)
-        requests = self._requests(self._groups[number])
+        lap = self._laps[number]
+        requests, num_measured = _requests([*lap.measured, *lap.others]), len(lap.measured)
+        for engine in dict.fromkeys(one.engine for one in (self._served, *self._racing.values())):
+            self._stable.cache_prompts(engine, requests)
         own: list[Pace | None] = []
         for name in in_turn(list(self._racing), number):
-            pace = (self._served if name is None else self._racing[name]).measure(requests)
+            pace = (self._served if name is None else self._racing[name]).measure(requests, num_measured)
             (own if name is None else self._paces[name]).append(pace)
         known = [pace for pace in own if pace is not None]
         whole = Pace(sum(p.num_tokens for p in known), sum(p.seconds for p in known))
@@ -108,20 +119,14 @@ class Race:
             self._racing = {name: one for name, one in self._racing.items() if name in near or name not in values}
 
     def speedups(self) -> dict[str, Speedup]:
-        """Without those of which no batch could be measured."""
+        """Without those of which no lap could be measured."""
         found = {}
         for name, paces in self._paces.items():
             pairs = measured(self._plain, paces)
             if pairs:
-                found[name] = Speedup(ratio(pairs), jackknife(pairs), len(pairs))
+                num_answers = sum(len(lap.measured) for lap in self._laps[: len(paces)])
+                found[name] = Speedup(ratio(pairs), jackknife(pairs), num_answers)
         return found
-
-    def _requests(self, recordings: Sequence[Recording]) -> list[Request]:
-        requests = [as_request(recording, order * 1e-6) for order, recording in enumerate(recordings)]
-        return [replace(r, sampling=replace(r.sampling, max_tokens=self._max_tokens(r))) for r in requests]
-
-    def _max_tokens(self, request: Request) -> int:
-        return min(request.sampling.max_tokens, self._turns.num_tokens)
 
 
 def in_turn(names: Sequence[str], number: int) -> list[str | None]:
@@ -139,18 +144,18 @@ def near_best(values: Mapping[str, float]) -> list[str]:
 
 
 def measured(plain: Sequence[Pace | None], drafted: Sequence[Pace | None]) -> list[tuple[Pace, Pace]]:
-    """Of the batches that ``drafted`` is of, those in which both could be measured."""
+    """Of the laps that ``drafted`` is of, those in which both could be measured."""
     return [(a, b) for a, b in zip(plain, drafted, strict=False) if a is not None and b is not None]
 
 
 def ratio(pairs: Sequence[tuple[Pace, Pace]]) -> float:
-    """Seconds for all tokens plainly over those with a drafter. Windows of both may hold a few tokens more or less."""
+    """Seconds for all tokens plainly over those with a drafter. Laps of both may hold a few tokens more or less."""
     took_s = sum(plain.num_tokens * drafted.seconds / drafted.num_tokens for plain, drafted in pairs)
     return sum(plain.seconds for plain, _ in pairs) / took_s
 
 
 def jackknife(pairs: Sequence[tuple[Pace, Pace]]) -> float | None:
-    """The standard error of ``ratio``, from what it is without each batch (Tukey's jackknife)."""
+    """The standard error of ``ratio``, from what it is without each lap (Tukey's jackknife)."""
     num = len(pairs)
     if num < 2:
         return None
@@ -158,17 +163,29 @@ def jackknife(pairs: Sequence[tuple[Pace, Pace]]) -> float | None:
     return math.sqrt((num - 1) * statistics.pvariance(without))
 
 
-def sample(recordings: Sequence[Recording], num: int, num_others: int = 0) -> tuple[list[Recording], list[Recording]]:
-    """``num`` answers drawn from all domains alike, and up to ``num_others`` others; where there are too few, fewer."""
+def sample(recordings: Sequence[Recording], num: int) -> list[Recording]:
+    """``num`` answers drawn from all domains alike; where there are too few, fewer."""
     usable = [recording for recording in recordings if len(recording.output_token_ids) > 2] or list(recordings)
-    drawn = spread(random.Random(0).sample(usable, len(usable)), num + num_others)
-    return drawn[:num], drawn[num:]
+    return spread(random.Random(0).sample(usable, len(usable)), num)
 
 
-def in_batches(recordings: Sequence[Recording], batch: int) -> list[list[Recording]]:
-    """Answers of like lengths together, so that most of each is decoded before the first of a batch ends."""
-    ordered = sorted(recordings, key=lambda recording: len(recording.output_token_ids))
-    return [ordered[start : start + batch] for start in range(0, len(ordered), batch)]
+def laps(recordings: Sequence[Recording], batch: int, num: int) -> tuple[list[Lap], list[Recording]]:
+    """At most ``num`` laps, and answers that are served before them; no answer is in two places.
+
+    A lap has NUM_PER_PLACE answers for each of ``batch`` places. With too few recordings there are fewer laps, and if need
+    be a single short one.
+    """
+    drawn = sample(recordings, len(recordings))
+    num_served = min(max(NUM_SERVED_BEFORE, 2 * batch), len(drawn) // 3)
+    served, drawn = drawn[:num_served], drawn[num_served:]
+    num_measured, num_others = NUM_PER_PLACE * batch, round(NUM_OTHERS_PER_PLACE * (batch - 1))
+    size = num_measured + num_others
+    starts = range(0, max(1, min(num, len(drawn) // size)) * size, size)
+    return [Lap(drawn[i : i + num_measured], drawn[i + num_measured : i + size]) for i in starts], served
+
+
+def _requests(recordings: Sequence[Recording]) -> list[Request]:
+    return [as_request(recording, order * 1e-6) for order, recording in enumerate(recordings)]
 
 
 class _Served:
@@ -179,33 +196,35 @@ class _Served:
     """
 
     def __init__(self, stable: Stable, config: DrafterConfig | None, batch: int) -> None:
-        engine = stable.target if config is not None and config.is_companion else stable.plain
+        self.engine = stable.target if config is not None and config.is_companion else stable.plain
         drafter = None if config is None else stable.make(config, time.monotonic)
         pool = {} if drafter is None else {"drafter": PoolEntry(drafter, DRAFT_LEN, capacity=batch, companion=True)}
         table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=DRAFT_LEN)
+        self._batch = batch
         self._drafter = drafter
-        self._cluster = EmbeddedCluster(engine, stable.info, stable.cost, pool, StepPlanner(), table)
+        self._cluster = EmbeddedCluster(self.engine, stable.info, stable.cost, pool, StepPlanner(), table)
         self._cluster.pause()
 
-    def measure(self, requests: Sequence[Request]) -> Pace | None:
-        """Of ``requests`` at once. Prefill, which is the same with and without drafts, is left out: the clock runs from when
-        all of them have their first token until the first of them ends. None: it ended before the last began."""
+    def measure(self, requests: Sequence[Request], num_measured: int) -> Pace | None:
+        """Of ``requests`` in order, until the first ``num_measured`` have ended. None: nobody was decoding."""
         self._cluster.resume()
-        completions = self._cluster.complete(requests)
+        completions = self._cluster.complete(requests, self._batch, num_measured)
         self._cluster.pause()
         if self._drafter is not None:
             for request in requests:  # the last word of the target may not have come before its end
                 self._drafter.release(key_of(0, request.id))
-        return _window(completions)
+        return pace_of(completions, self._batch, num_measured)
 
     def close(self) -> None:
         self._cluster.close()
 
 
-def _window(completions: Sequence[Completion]) -> Pace | None:
-    """Tokens, and the seconds in which they were committed, while the whole batch was decoding; None where it never did."""
-    start_s = max(completion.arrived_s[0] for completion in completions)
-    end_s = min(completion.arrived_s[-1] for completion in completions)
+def pace_of(completions: Sequence[Completion], num_alive: int, num_measured: int) -> Pace | None:
+    """Tokens, and the seconds in which they were committed: from when the first ``num_alive`` all have their first token
+    until the last of the first ``num_measured`` ends, whoever decodes then. None where nobody did."""
+    measured = completions[:num_measured]
+    start_s = max((completion.arrived_s[0] for completion in measured[:num_alive]), default=0.0)
+    end_s = max((completion.arrived_s[-1] for completion in measured), default=0.0)
     if end_s <= start_s:
         return None
     commits = [pair for c in completions for pair in zip(c.arrived_s, c.commits, strict=True)]

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from cluster.config import DrafterConfig
 from cluster.types import ModelInfo, Request, SamplingParams
@@ -53,6 +54,11 @@ class Stable:
         """A new one each time, for most of them learn: nobody shall know an answer from having seen it before."""
         host = Host(self.target, self._folder) if drafter.is_companion else None
         return in_own_thread(lambda: make_drafter(drafter, self.info, host, clock))
+
+    def cache_prompts(self, engine: NativeTarget, requests: Sequence[Request]) -> None:
+        """When one of ``requests`` comes to ``plain`` or ``target``, at most a block of its prompt is computed."""
+        asked = [replace(r, id=f"{r.id}/cached", sampling=replace(r.sampling, max_tokens=1)) for r in requests]
+        in_own_thread(lambda: list(generate(engine, self.info, self.cost, asked, MAX_BATCH)))
 
     def record(
         self, prompts: Sequence[Prompt], temperatures: Sequence[float]

@@ -1,15 +1,19 @@
 """Whose speed is compared, and how."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
-from cluster.types import SamplingParams
-from deploy.bench.pace import Pace, Race, Turns, in_batches, in_turn, jackknife, measured, near_best, ratio, sample
+from cluster.types import Commit, Request, SamplingParams
+from deploy.bench.pace import Pace, Race, Turns, in_turn, jackknife, laps, measured, near_best, pace_of, ratio, sample
 from deploy.bench.stable import Stable
+from deploy.embedded import Completion
 from drafters.replay import Recording
+from engine.kv_cache import BLOCK_LEN
+from engine.native import NativeTarget
 from engine.target import SpanInput, SpanOutcome
 from profiler.prompts import choose_prompts
 from tests.support.dspark import write_dspark
@@ -27,32 +31,62 @@ def recordings(**lens: tuple[int, ...]) -> list[Recording]:
 
 def test_a_sample_holds_all_domains_alike_whatever_the_length_of_their_answers() -> None:
     known = recordings(qa=(3, 4, 5) * 10, chat=(64,) * 50, code=(64,) * 20)
-    chosen, served = sample(known, 6, 8)
+    chosen = sample(known, 6)
     assert sorted(r.domain for r in chosen) == ["chat", "chat", "code", "code", "qa", "qa"]
-    assert len(served) == 8
-    assert not {r.name for r in chosen} & {r.name for r in served}, "nobody has seen what is measured"
-    assert sample(known, 6, 8) == (chosen, served)
+    assert sample(known, 6) == chosen
 
 
 def test_an_answer_without_a_draft_is_not_chosen_while_there_are_others() -> None:
     known = recordings(qa=(1, 2, 9), chat=(1,))
-    assert [len(r.output_token_ids) for r in sample(known, 4)[0]] == [9]
-    assert len(sample(recordings(qa=(1, 2)), 4)[0]) == 2
+    assert [len(r.output_token_ids) for r in sample(known, 4)] == [9]
+    assert len(sample(recordings(qa=(1, 2)), 4)) == 2
 
 
-def test_a_batch_holds_answers_of_like_lengths() -> None:
-    batches = in_batches(recordings(qa=(9, 3, 64, 8, 4, 60)), 2)
-    assert [[len(r.output_token_ids) for r in batch] for batch in batches] == [[3, 4], [8, 9], [60, 64]]
+def test_each_place_has_three_answers_to_measure_and_nobody_sees_an_answer_twice() -> None:
+    known = recordings(qa=(9,) * 80, chat=(9,) * 80)
+    found, served = laps(known, 4, 5)
+    assert [(len(lap.measured), len(lap.others)) for lap in found] == [(12, 4)] * 5
+    assert [sorted({r.domain for r in lap.measured}) for lap in found] == [["chat", "qa"]] * 5
+    used = [r.name for r in (*served, *(r for lap in found for r in (*lap.measured, *lap.others)))]
+    assert len(served) == 8
+    assert len(set(used)) == len(used)
+
+
+def test_of_few_answers_there_are_fewer_laps() -> None:
+    def lens(num: int, batch: int) -> list[tuple[int, int]]:
+        return [(len(lap.measured), len(lap.others)) for lap in laps(recordings(qa=(9,) * num), batch, 5)[0]]
+
+    assert lens(60, 4) == [(12, 4)] * 3
+    assert lens(24, 16) == [(16, 0)]
+    assert lens(1, 16) == [(1, 0)]
+    assert lens(30, 1) == [(3, 0)] * 5
+
+
+def completion(start_s: float, *lens: int) -> Completion:
+    """A commit a second."""
+    commits = [Commit("r", 0, (7,) * num) for num in lens]
+    return Completion([], commits, [start_s + i for i in range(len(lens))])
+
+
+def test_a_lap_is_measured_until_its_last_answer_ends() -> None:
+    """The second takes the first's place; of the last, which is only company, counts what came until then."""
+    completions = [completion(0.0, 1, 2), completion(0.5, 1, 1), completion(2.0, 1, 3, 3), completion(2.5, 1, 5, 9, 9)]
+    assert pace_of(completions, 2, 3) == Pace(2 + 1 + (1 + 3 + 3) + (1 + 5), 4.0 - 0.5)
+
+
+def test_answers_that_end_with_their_first_commit_are_not_measured() -> None:
+    assert pace_of([completion(0.0, 1), completion(0.0, 1)], 2, 2) is None
+    assert pace_of([], 2, 0) is None
 
 
 def test_the_speed_up_is_that_of_all_answers_together() -> None:
-    """A long answer counts for more than a short one; a window that held more tokens took longer for that."""
+    """A long answer counts for more than a short one; a lap that held more tokens took longer for that."""
     plain = [Pace(100, 10.0), Pace(10, 1.0)]
     assert ratio(measured(plain, [Pace(100, 5.0), Pace(10, 1.0)])) == pytest.approx(11.0 / 6.0)
     assert ratio(measured(plain, [Pace(110, 5.5), Pace(10, 1.0)])) == pytest.approx(11.0 / 6.0)
 
 
-def test_a_batch_that_either_could_not_be_measured_in_does_not_count() -> None:
+def test_a_lap_that_either_could_not_be_measured_in_does_not_count() -> None:
     plain = [Pace(100, 10.0), None, Pace(10, 1.0)]
     assert measured(plain, [Pace(100, 5.0), Pace(9, 3.0)]) == [(plain[0], Pace(100, 5.0))]
     assert measured(plain, [None, None]) == []
@@ -79,17 +113,43 @@ def test_those_near_the_best_are_measured_on() -> None:
     assert near_best({}) == []
 
 
-def test_a_batch_of_answers_that_end_with_their_first_commit_is_not_measured(tmp_path: Path) -> None:
-    """Nobody was decoding while all were."""
+def test_what_could_not_be_measured_has_no_speed_up(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
     ngram = DrafterConfig(name="ngram", options=NgramOptions())
     stable = Stable(str(folder), [ngram], 1)
-    (part,) = stable.record(choose_prompts((), 3), [0.0])
-    race = Race(stable, [ngram], part[0.0], 1, Turns(1, 1, 8))
+    (part,) = stable.record(choose_prompts((), 1), [0.0])
+    race = Race(stable, [ngram], part[0.0], 1, Turns(1, 1))
     race.step()
     race.close()
     assert race.speedups() == {}
     assert race.is_over
+
+
+def test_prompts_are_computed_once_for_all_who_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
+    configs = [DrafterConfig(name=name, options=NgramOptions()) for name in ("a", "b")]
+    stable = Stable(str(folder), configs, 8)
+    (part,) = stable.record(choose_prompts((), 9), [0.0])
+    unknown = [replace(recording, prompt_token_ids=recording.prompt_token_ids[::-1]) for recording in part[0.0]]
+    race = Race(stable, configs, unknown, 2, Turns(1, 1))
+    num_computed: list[int] = []
+    execute, cache_prompts = stable.plain.execute, stable.cache_prompts
+
+    def counted(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        num_computed.extend(len(span.token_ids) for span in spans if not span.is_decode)
+        return execute(spans)
+
+    def cached(engine: NativeTarget, requests: Sequence[Request]) -> None:
+        cache_prompts(engine, requests)
+        assert max(num_computed) > BLOCK_LEN
+        num_computed.clear()
+
+    monkeypatch.setattr(stable.plain, "execute", counted)
+    monkeypatch.setattr(stable, "cache_prompts", cached)
+    race.step()
+    race.close()
+    assert num_computed
+    assert max(num_computed) <= BLOCK_LEN
 
 
 def test_only_who_reads_the_targets_features_races_on_a_target_that_keeps_them(
@@ -113,7 +173,7 @@ def test_only_who_reads_the_targets_features_races_on_a_target_that_keeps_them(
     num_passes = {}
     for config in (ngram, dspark):
         passes.clear()
-        race = Race(stable, [config], part[0.0], 1, Turns(1, 1, 8))
+        race = Race(stable, [config], part[0.0], 1, Turns(1, 1))
         race.step()
         race.close()
         num_passes[config.name] = len(passes)

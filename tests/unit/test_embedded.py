@@ -85,6 +85,20 @@ def test_a_cluster_that_rested_goes_on_with_what_it_knows(cluster: EmbeddedClust
     cluster.pause()  # and may be closed like that
 
 
+def test_places_that_fall_free_are_taken_until_the_awaited_have_ended(cluster: EmbeddedCluster) -> None:
+    """The first has the longest answer: the others take their turns in the other place, the last ones are cut short."""
+    requests = [request(0, max_tokens=60), *(request(i, max_tokens=12) for i in range(1, 5)), request(5, max_tokens=80)]
+    requests += [request(6, max_tokens=80), request(7)]
+    completions = cluster.complete(requests, num_alive=2, num_awaited=5)
+    assert [tuple(c.token_ids) for c in completions[:5]] == [plain_run(r) for r in requests[:5]]
+    assert all(c.commits[-1].finish is None for c in completions[5:] if c.commits)
+    assert not completions[7].commits
+    at_once = [[c.arrived_s[0], c.arrived_s[-1]] for c in completions[:5]]
+    for start_s, _ in at_once:
+        assert sum(first_s <= start_s < last_s for first_s, last_s in at_once) <= 2
+    assert tuple(cluster.complete([request(8)])[0].token_ids) == plain_run(request(8))
+
+
 def test_closing_the_iterator_aborts_the_request(cluster: EmbeddedCluster) -> None:
     async def run() -> None:
         stream = cluster.client.generate(request(1, max_tokens=80))
