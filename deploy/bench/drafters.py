@@ -46,7 +46,7 @@ class Effort:
 
 
 QUICK = Effort(18, 2, 24, 32, 24, {(0.0, batch): Turns(1, 1) for batch in BATCHES}, 240.0)
-# No drafter is judged by one lap alone. At batch 1 a lap has few answers, which differ most.
+# Few answers make a lap of a small batch, so there are more laps.
 FULL = Effort(
     120,
     MAX_PER_DOMAIN,
@@ -54,14 +54,14 @@ FULL = Effort(
     128,
     120,
     {
-        (0.0, 1): Turns(3, 9),
-        (0.0, 4): Turns(2, 4),
-        (0.0, 8): Turns(2, 4),
-        (0.0, 16): Turns(2, 6),
-        (0.8, 1): Turns(2, 5),
-        (0.8, 4): Turns(2, 2),
-        (0.8, 8): Turns(2, 2),
-        (0.8, 16): Turns(2, 2),
+        (0.0, 1): Turns(2, 9),
+        (0.0, 4): Turns(1, 4),
+        (0.0, 8): Turns(1, 3),
+        (0.0, 16): Turns(1, 4),
+        (0.8, 1): Turns(2, 4),
+        (0.8, 4): Turns(1, 2),
+        (0.8, 8): Turns(1, 2),
+        (0.8, 16): Turns(1, 2),
     },
     40 * 60.0,
 )
