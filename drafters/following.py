@@ -48,7 +48,7 @@ class Followed:
     @property
     def wanted(self) -> int:
         """How many tokens a proposal may hold now: the last token of a request is the target's own and needs no draft."""
-        return max(0, min(self.budget, self.end_len - self.committed_len - 1))
+        return max(0, min(self.budget, self.end_len - len(self.token_ids) - 1))
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Tokens became final. What was drafted beyond them is kept if they agree with it (drafting ahead)."""

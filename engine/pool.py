@@ -180,7 +180,7 @@ class Pool:
         port = self._port_of(sequence)
         if port is not None:
             name = port.link.peer.name
-            if sequence.request.teaches and commit.error is None:  # a pass that failed says nothing
+            if sequence.teaches and commit.error is None:  # a pass that failed says nothing
                 missed = sequence.judgement is None and sequence.can_have_draft
                 self._telemetry.observe(commit, name, now_s, sequence.judgement, self.table.max_draft_len, missed)
         sequence.expect_nothing()
@@ -242,7 +242,7 @@ class Pool:
     def _scorers(self, sequence: LiveSequence) -> tuple[str, ...]:
         """Who is to keep in step with a request though another drafts for it; one whose chain is fixed goes nowhere, and of
         one that says nothing of drafters no scores are wanted."""
-        if sequence.request.chain is not None or not sequence.request.teaches:
+        if sequence.request.chain is not None or not sequence.teaches:
             return ()
         own = drafter_of(sequence.drafter) if sequence.drafter is not None else None
         return tuple(name for name in self.table.scorers if drafter_of(name) != own)

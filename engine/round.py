@@ -357,7 +357,7 @@ class TargetLoop:
                 continue
             commits.append(commit)
             sequence = self._sequences[commit.request_id]
-            if sequence.judgement is not None and sequence.request.teaches:
+            if sequence.judgement is not None and sequence.teaches:
                 self.telemetry.drafter(sequence.judgement.drafter).judged(sequence.judgement, span.num_drafts)
             self._pool.tell(sequence, commit, now_s)
             if commit.finish is not None:

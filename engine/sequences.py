@@ -35,13 +35,19 @@ class LiveSequence:
     judgement: Judgement | None = None  # by the last pass
     finish: FinishReason | None = None
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
+    # Of the request; a round asks for them several times.
+    prompt_len: int = field(init=False)
+    end_len: int = field(init=False)  # at which it has all the tokens that it may have
+    teaches: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt_token_ids)
+        self.end_len = self.prompt_len + self.request.sampling.max_tokens
+        self.teaches = self.request.teaches
 
     @property
     def max_new_tokens(self) -> int:
-        return self.request.sampling.max_tokens - (len(self.token_ids) - self.prompt_len)
+        return self.end_len - len(self.token_ids)
 
     def expect_nothing(self) -> None:
         """Of the drafter, which is yet to be told of the request, or of what is committed."""
@@ -144,11 +150,12 @@ class Sequences:
         return True
 
     def _is_sound(self, proposal: Proposal) -> bool:
-        vocab_size = self.model.vocab_size
+        token_ids, confidences = proposal.token_ids, proposal.confidences
+        in_vocabulary = not token_ids or 0 <= min(token_ids) <= max(token_ids) < self.model.vocab_size
         return (
-            len(proposal.confidences) == len(proposal.token_ids)
-            and all(0 <= token < vocab_size for token in proposal.token_ids)
-            and all(0.0 <= confidence <= 1.0 for confidence in proposal.confidences)  # false for NaN, too
+            in_vocabulary
+            and len(confidences) == len(token_ids)
+            and all(0.0 <= confidence <= 1.0 for confidence in confidences)  # false for NaN, too
         )
 
     def span_input(self, span: Span) -> SpanInput:
@@ -205,9 +212,11 @@ class Sequences:
             sequence.judgement = None
             return None
         drafts = proposal.token_ids
-        num_right = next(
-            (i for i, (a, b) in enumerate(zip(drafts, token_ids, strict=False)) if a != b), min(len(drafts), len(token_ids))
-        )
+        num_right = 0
+        for drafted, token in zip(drafts, token_ids, strict=False):
+            if drafted != token:
+                break
+            num_right += 1
         num_judged = min(num_right + 1, len(drafts), len(token_ids))
         sequence.judgement = Judgement(proposal.drafter, proposal.confidences[:num_judged], num_right, proposal.unfinished)
         if num_right == len(token_ids) < len(drafts):
@@ -222,9 +231,9 @@ class Sequences:
 
     def _until_end(self, sequence: LiveSequence, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
         room = min(sequence.max_new_tokens, self.model.max_model_len - len(sequence.token_ids))
-        for i, token in enumerate(token_ids[:room]):
-            if token in sequence.ends:
-                return tuple(token_ids[: i + 1]), FinishReason.STOP
+        if not sequence.ends.isdisjoint(token_ids[:room]):
+            num = 1 + next(i for i, token in enumerate(token_ids) if token in sequence.ends)
+            return tuple(token_ids[:num]), FinishReason.STOP
         if len(token_ids) >= room:
             return tuple(token_ids[:room]), FinishReason.LENGTH
         return tuple(token_ids), None

@@ -1,6 +1,6 @@
 """The one place that knows which address means which transport.
 
-    memory://NAME        within one process
+    memory://NAME        within one process; nothing is encoded, so limits on the size of messages do not matter
     unix:///PATH         within one node
     grpc://HOST:PORT     between nodes; port 0 picks a free one, the listener's address tells which
 

@@ -44,7 +44,7 @@ class MemoryNetwork(LocalNetwork):
     """
 
     def __init__(self, rng: random.Random, faults: Faults | None = None, now_s: float = 0.0) -> None:
-        super().__init__()
+        super().__init__(encodes=True)
         self.faults = faults or Faults()
         self.now_s = now_s
         self._rng = rng
