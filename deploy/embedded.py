@@ -184,7 +184,7 @@ class EmbeddedCluster:
 
         Args:
             num_alive: so many at a time, in order, each that ends giving its place to the next; else all together.
-            num_awaited: once the first so many have ended, the others are aborted; what came of them until then counts.
+            num_awaited: once the first so many have ended, the others are aborted at their next commit, their last one then.
 
         Raises:
             LinkClosed, Overloaded: as ``LinkClient.generate``.

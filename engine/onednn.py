@@ -8,7 +8,7 @@ from engine.compiling import NoCompiler, load_compiled
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "ONEDNN_MAX_CPU_ISA"
+VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # oneDNN reads the second where the first is not set
 WITHOUT_AMX = "AVX512_CORE_FP16"
 _SOURCE = Path(__file__).parent / "cpu" / "tile_sizes.c"
 
@@ -18,10 +18,18 @@ def leave_out_broken_amx() -> None:
     an illegal instruction at the first product of two rows in bfloat16. It is told to do without, unless the user has said
     what it may use; kernels of ours (``cpu/tiles.c``) know the sizes. So it is where no compiler is there to find out.
     """
-    if VARIABLE in os.environ or not _has_amx() or _tells_tile_sizes():
+    if any(variable in os.environ for variable in VARIABLES) or not _has_amx():
         return
-    os.environ[VARIABLE] = WITHOUT_AMX
-    logger.info("this machine hides the sizes of its AMX tiles: oneDNN does without them (%s=%s)", VARIABLE, WITHOUT_AMX)
+    try:
+        if load_compiled("tile_sizes", (_SOURCE,)).tells_tile_sizes():
+            return
+    except NoCompiler as error:
+        logger.warning(
+            "oneDNN does without AMX, for it cannot be found out whether it works (%s); %s=AVX512_CORE_AMX uses it",
+            error,
+            VARIABLES[0],
+        )
+    os.environ[VARIABLES[0]] = WITHOUT_AMX
 
 
 def _has_amx() -> bool:
@@ -29,11 +37,4 @@ def _has_amx() -> bool:
         with Path("/proc/cpuinfo").open() as lines:  # those of the first core are those of all
             return "amx_tile" in next((line for line in lines if line.startswith("flags")), "").split()
     except OSError:
-        return False
-
-
-def _tells_tile_sizes() -> bool:
-    try:
-        return bool(load_compiled("tile_sizes", (_SOURCE,)).num_tile_palettes())
-    except NoCompiler:
         return False

@@ -167,6 +167,7 @@ class TargetLoop:
     def run(self, stop: threading.Event, clock: Clock) -> None:
         """Steps until stopped. Whatever the engine raises ends every request with an error and is raised on."""
         self._clock = clock
+        self._last_round = None
         try:
             while not stop.is_set():
                 report = self.step(clock())

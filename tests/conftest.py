@@ -13,7 +13,7 @@ from engine.models.prepare import CATALOGUE, ensure_model
 # slower. Torch reads this when it is imported, which is later.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-factory._LOCAL.encodes = True  # what could not travel is found out by every test that sends it within the process
+factory.LOCAL.encodes = True  # what could not travel is found out by every test that sends it within the process
 
 MODEL = "smollm2-135m"
 DATA_VARIABLE = "OUTRIDER_DATA"

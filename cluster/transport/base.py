@@ -40,7 +40,8 @@ class Link(Protocol):
         Raises:
             LinkClosed: the other end is gone, or this one was closed.
             LinkFull: its bounded queue is full; the message was dropped.
-            WireError: the message cannot be sent on any link: a value outside its range, or too many bytes.
+            WireError: the message cannot travel: a value outside its range, or too many bytes. Links within a process, which
+                encode nothing, take it.
         """
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from cluster.messages import Hello
 from cluster.transport.base import Limits, Link, Listener, Mailbox
 from cluster.transport.memory import LocalNetwork
 
-_LOCAL = LocalNetwork()  # the names of memory:// are those of this process
+LOCAL = LocalNetwork()  # the names of memory:// are those of this process
 
 
 def listen(address: str, mailbox: Mailbox, hello: Hello, limits: Limits | None = None) -> Listener:
@@ -24,7 +24,7 @@ def listen(address: str, mailbox: Mailbox, hello: Hello, limits: Limits | None =
     limits = limits or Limits()
     match address.partition("://")[0]:
         case "memory":
-            return _LOCAL.listen(address, mailbox, hello, limits)
+            return LOCAL.listen(address, mailbox, hello, limits)
         case "unix":
             from cluster.transport.unix import UnixListener
 
@@ -50,7 +50,7 @@ def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float = 5.
     limits = limits or Limits()
     match address.partition("://")[0]:
         case "memory":
-            return _LOCAL.connect(address, mailbox, hello, deadline_s, limits)
+            return LOCAL.connect(address, mailbox, hello, deadline_s, limits)
         case "unix":
             from cluster.transport import unix
 

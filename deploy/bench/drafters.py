@@ -1,8 +1,8 @@
 """``outrider bench drafters``: what each drafter of the pool brings and costs, and how fast answers come with it.
 
 Accepted lengths are held against recorded answers of the target, which is exact (``drafters.replay``), and always count the
-bonus token. Draft costs and speed-ups are measured in this process, in turn with the plain target. Every measurement gets a
-new drafter, for most learn while they serve.
+bonus token. Draft costs and speed-ups are measured in this process, in turn with the plain target. Every measurement of
+them gets a new drafter, for most learn while they serve.
 """
 
 import itertools
@@ -27,7 +27,6 @@ from engine.threads import in_own_thread
 from profiler.prompts import Prompt, choose_prompts, load_prompts
 
 DRAFT_LENS = (7, 4)
-BATCHES = (1, 4, 8, 16)
 TEMPERATURES = (0.0, 0.8)
 MAX_PER_DOMAIN = 40
 
@@ -45,10 +44,11 @@ class Effort:
     max_s: float
 
 
-QUICK = Effort(18, 2, 24, 32, 24, {(0.0, batch): Turns(1, 1) for batch in BATCHES}, 240.0)
+# Of so few answers none would be left to keep the places of a large batch taken.
+QUICK = Effort(18, 2, 24, 32, 24, {(0.0, batch): Turns(1, 1) for batch in (1, 4)}, 240.0)
 # Few answers make a lap of a small batch, so there are more laps.
 FULL = Effort(
-    120,
+    380,
     MAX_PER_DOMAIN,
     None,
     128,

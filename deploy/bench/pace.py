@@ -1,6 +1,7 @@
 """How fast answers come with drafters, and without: the whole engine, the real round, always so many requests under way."""
 
 import gc
+import itertools
 import math
 import random
 import statistics
@@ -9,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.config import DrafterConfig
-from cluster.types import Request, RoutingTable
+from cluster.errors import GenerationFailed
+from cluster.types import FinishReason, Request, RoutingTable
 from deploy.bench.stable import Stable, as_request
 from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
 from drafters.following import key_of
@@ -18,9 +20,11 @@ from profiler.prompts import spread
 from router.planner import StepPlanner
 
 DRAFT_LEN = 7
-NUM_SERVED_BEFORE = 8  # answers at least that a cluster has served when its speed is measured
-NUM_PER_PLACE = 3
-NUM_OTHERS_PER_PLACE = 1.5
+NUM_SERVED_BEFORE = (
+    8  # answers that a cluster has served when its speed is measured, of small batches; of others two batches
+)
+NUM_PER_PLACE = 3  # so that answers begin and end all the time, not all at once
+NUM_OTHERS_PER_PLACE = 2.5  # some places take two or three until the slowest answer of the others ends
 NEAR = 0.15  # below the best: about what the choice of a few answers does to a speed-up
 _GOLDEN = 0.618  # multiples of it, taken modulo 1, are spread evenly however many they are
 
@@ -124,7 +128,8 @@ class Race:
         for name, paces in self._paces.items():
             pairs = measured(self._plain, paces)
             if pairs:
-                num_answers = sum(len(lap.measured) for lap in self._laps[: len(paces)])
+                known = [None not in both for both in zip(self._plain, paces, strict=False)]
+                num_answers = sum(len(lap.measured) for lap in itertools.compress(self._laps, known))
                 found[name] = Speedup(ratio(pairs), jackknife(pairs), num_answers)
         return found
 
@@ -138,7 +143,7 @@ def in_turn(names: Sequence[str], number: int) -> list[str | None]:
 
 
 def near_best(values: Mapping[str, float]) -> list[str]:
-    """Which drafters may be the fastest, as far as a few batches can tell."""
+    """Which drafters may be the fastest, as far as a few laps can tell."""
     best = max(values.values(), default=0.0)
     return [name for name, value in values.items() if value >= (1 - NEAR) * best]
 
@@ -172,15 +177,18 @@ def sample(recordings: Sequence[Recording], num: int) -> list[Recording]:
 def laps(recordings: Sequence[Recording], batch: int, num: int) -> tuple[list[Lap], list[Recording]]:
     """At most ``num`` laps, and answers that are served before them; no answer is in two places.
 
-    A lap has NUM_PER_PLACE answers for each of ``batch`` places. With too few recordings there are fewer laps, and if need
-    be a single short one.
+    A lap has NUM_PER_PLACE answers for each of ``batch`` places. Of few recordings there are fewer laps, or a single one of
+    fewer answers, and none of too few to keep all places taken.
     """
     drawn = sample(recordings, len(recordings))
     num_served = min(max(NUM_SERVED_BEFORE, 2 * batch), len(drawn) // 3)
     served, drawn = drawn[:num_served], drawn[num_served:]
-    num_measured, num_others = NUM_PER_PLACE * batch, round(NUM_OTHERS_PER_PLACE * (batch - 1))
+    num_others = round(NUM_OTHERS_PER_PLACE * (batch - 1))
+    num_measured = min(NUM_PER_PLACE * batch, len(drawn) - num_others)
+    if num_measured < batch:
+        return [], served
     size = num_measured + num_others
-    starts = range(0, max(1, min(num, len(drawn) // size)) * size, size)
+    starts = range(0, min(num, len(drawn) // size) * size, size)
     return [Lap(drawn[i : i + num_measured], drawn[i + num_measured : i + size]) for i in starts], served
 
 
@@ -206,10 +214,21 @@ class _Served:
         self._cluster.pause()
 
     def measure(self, requests: Sequence[Request], num_measured: int) -> Pace | None:
-        """Of ``requests`` in order, until the first ``num_measured`` have ended. None: nobody was decoding."""
+        """Of ``requests`` in order, until the first ``num_measured`` have ended. None: nobody was decoding.
+
+        Raises:
+            GenerationFailed: one of those failed, or the drafter did and was left out.
+        """
         self._cluster.resume()
         completions = self._cluster.complete(requests, self._batch, num_measured)
+        followed = dict(self._cluster.loop.status().followed)
         self._cluster.pause()
+        for request, completion in zip(requests[:num_measured], completions, strict=False):
+            last = completion.commits[-1]
+            if last.finish not in (FinishReason.STOP, FinishReason.LENGTH):
+                raise GenerationFailed(f"request {request.id}: {last.error or last.finish}")
+        if self._drafter is not None and "drafter" not in followed:
+            raise GenerationFailed("the drafter failed; its error is in the log")
         if self._drafter is not None:
             for request in requests:  # the last word of the target may not have come before its end
                 self._drafter.release(key_of(0, request.id))
@@ -221,7 +240,10 @@ class _Served:
 
 def pace_of(completions: Sequence[Completion], num_alive: int, num_measured: int) -> Pace | None:
     """Tokens, and the seconds in which they were committed: from when the first ``num_alive`` all have their first token
-    until the last of the first ``num_measured`` ends, whoever decodes then. None where nobody did."""
+    until the last of the first ``num_measured`` ends, whoever decodes then. None where nobody did.
+
+    Commits of one pass arrive one after another, so a few of the last pass may be left out, of thousands.
+    """
     measured = completions[:num_measured]
     start_s = max((completion.arrived_s[0] for completion in measured[:num_alive]), default=0.0)
     end_s = max((completion.arrived_s[-1] for completion in measured), default=0.0)

@@ -56,7 +56,10 @@ class Stable:
         return in_own_thread(lambda: make_drafter(drafter, self.info, host, clock))
 
     def cache_prompts(self, engine: NativeTarget, requests: Sequence[Request]) -> None:
-        """When one of ``requests`` comes to ``plain`` or ``target``, at most a block of its prompt is computed."""
+        """When one of ``requests`` comes to ``plain`` or ``target``, at most a block of its prompt is computed.
+
+        Unless too much else has come meanwhile: the cache holds MAX_BATCH requests of the largest length.
+        """
         asked = [replace(r, id=f"{r.id}/cached", sampling=replace(r.sampling, max_tokens=1)) for r in requests]
         in_own_thread(lambda: list(generate(engine, self.info, self.cost, asked, MAX_BATCH)))
 

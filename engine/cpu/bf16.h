@@ -23,7 +23,8 @@ static inline void put_sums(const Bf16Product *p, elem *out_row, int64_t first, 
         for (int64_t i = 0; i < num; i++) out_row[first + i] = store1(sums[i]);
 }
 
-/* tiles.c. Whether this CPU has AMX, this process may use it, and it multiplies so many inputs. */
+/* tiles.c. Whether this CPU has AMX and this process may use it; and whether it multiplies so many inputs. */
+int has_tiles(void);
 int takes_tiles(const Bf16Product *p);
 /* Around a thread's calls of tile_panel for so many rows. */
 void begin_tiles(int64_t rows);

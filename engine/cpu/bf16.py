@@ -1,4 +1,4 @@
-"""Products in bfloat16 on a CPU that makes them: what ``bf16.c`` computes, of weights laid out for it once."""
+"""Products in bfloat16 on a CPU that makes them: what ``bf16.c`` and ``tiles.c`` compute, of weights laid out once."""
 
 import ctypes
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.models.weights import LinearWeight
 
-_PANEL, _PAIR = 32, 2  # as in bf16.c
+_PANEL, _PAIR = 32, 2  # as in bf16.h
 
 
 class _Product(ctypes.Structure):
@@ -22,7 +22,8 @@ class _Product(ctypes.Structure):
 class Bf16Linear:
     """``engine.ops.Linear``. A row's result depends on nothing else in the batch, not even in the last bit.
 
-    On a CPU with AVX-512 BF16 it takes 0.6 to 0.75 of oneDNN's time at 1 to 24 rows, and no more than it at 256.
+    With AVX-512 BF16 it takes 0.6 to 0.75 of oneDNN's time at 1 to 24 rows, and no more than it at 256; with AMX half of
+    what it takes with AVX-512 at 16 rows, and a quarter at 128 (docs/measurements/decode.md).
     """
 
     def __init__(self, library: ctypes.CDLL, weight: LinearWeight) -> None:

@@ -14,7 +14,7 @@
 enum { ROWS = 16, DEPTH = 32, STEP_BYTES = DEPTH / PAIR * PAIR_BYTES, AHEAD = 4 * STEP_BYTES };
 
 /* Linux keeps no tiles for a process that has not asked for it; those of all its threads. */
-static int may_use_tiles(void) {
+int has_tiles(void) {
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     static int known = 0; /* 1: yes, -1: no; who asks twice is told the same */
     int answer = __atomic_load_n(&known, __ATOMIC_RELAXED);
@@ -25,7 +25,7 @@ static int may_use_tiles(void) {
     return answer > 0;
 }
 
-int takes_tiles(const Bf16Product *p) { return p->num_in % DEPTH == 0 && may_use_tiles(); }
+int takes_tiles(const Bf16Product *p) { return p->num_in % DEPTH == 0 && has_tiles(); }
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -111,6 +111,7 @@ void tile_panel(const Bf16Product *p, int64_t panel, const elem *x, elem *out, i
     }
 }
 #else
+int has_tiles(void) { return 0; }
 int takes_tiles(const Bf16Product *p) { return (void)p, 0; }
 void begin_tiles(int64_t rows) { (void)rows; }
 void end_tiles(void) {}

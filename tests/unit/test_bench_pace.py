@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
+from cluster.errors import GenerationFailed
 from cluster.types import Commit, Request, SamplingParams
 from deploy.bench.pace import Pace, Race, Turns, in_turn, jackknife, laps, measured, near_best, pace_of, ratio, sample
 from deploy.bench.stable import Stable
 from deploy.embedded import Completion
+from drafters.ngram import NgramDrafter
+from drafters.protocol import Demand, Draft
 from drafters.replay import Recording
 from engine.kv_cache import BLOCK_LEN
 from engine.native import NativeTarget
@@ -45,7 +48,7 @@ def test_an_answer_without_a_draft_is_not_chosen_while_there_are_others() -> Non
 def test_each_place_has_three_answers_to_measure_and_nobody_sees_an_answer_twice() -> None:
     known = recordings(qa=(9,) * 80, chat=(9,) * 80)
     found, served = laps(known, 4, 5)
-    assert [(len(lap.measured), len(lap.others)) for lap in found] == [(12, 4)] * 5
+    assert [(len(lap.measured), len(lap.others)) for lap in found] == [(12, 8)] * 5
     assert [sorted({r.domain for r in lap.measured}) for lap in found] == [["chat", "qa"]] * 5
     used = [r.name for r in (*served, *(r for lap in found for r in (*lap.measured, *lap.others)))]
     assert len(served) == 8
@@ -56,9 +59,9 @@ def test_of_few_answers_there_are_fewer_laps() -> None:
     def lens(num: int, batch: int) -> list[tuple[int, int]]:
         return [(len(lap.measured), len(lap.others)) for lap in laps(recordings(qa=(9,) * num), batch, 5)[0]]
 
-    assert lens(60, 4) == [(12, 4)] * 3
-    assert lens(24, 16) == [(16, 0)]
-    assert lens(1, 16) == [(1, 0)]
+    assert lens(60, 4) == [(12, 8)] * 2
+    assert lens(24, 4) == [(8, 8)], "a short one"
+    assert lens(24, 8) == [], "some places would be free"
     assert lens(30, 1) == [(3, 0)] * 5
 
 
@@ -118,20 +121,36 @@ def test_what_could_not_be_measured_has_no_speed_up(tmp_path: Path) -> None:
     ngram = DrafterConfig(name="ngram", options=NgramOptions())
     stable = Stable(str(folder), [ngram], 1)
     (part,) = stable.record(choose_prompts((), 1), [0.0])
-    race = Race(stable, [ngram], part[0.0], 1, Turns(1, 1))
-    race.step()
-    race.close()
-    assert race.speedups() == {}
-    assert race.is_over
+    for batch in (1, 16):  # a single commit; too few answers
+        race = Race(stable, [ngram], part[0.0], batch, Turns(1, 1))
+        while not race.is_over:
+            race.step()
+        race.close()
+        assert race.speedups() == {}
+
+
+class _Failing(NgramDrafter):
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        raise FloatingPointError("no draft")
+
+
+def test_a_drafter_that_fails_is_not_measured_as_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
+    ngram = DrafterConfig(name="ngram", options=NgramOptions())
+    stable = Stable(str(folder), [ngram], 8)
+    (part,) = stable.record(choose_prompts((), 9), [0.0])
+    monkeypatch.setattr(stable, "make", lambda *_: _Failing())
+    with pytest.raises(GenerationFailed, match="the drafter failed"):
+        Race(stable, [ngram], part[0.0], 1, Turns(1, 1))
 
 
 def test_prompts_are_computed_once_for_all_who_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
     configs = [DrafterConfig(name=name, options=NgramOptions()) for name in ("a", "b")]
     stable = Stable(str(folder), configs, 8)
-    (part,) = stable.record(choose_prompts((), 9), [0.0])
+    (part,) = stable.record(choose_prompts((), 24), [0.0])
     unknown = [replace(recording, prompt_token_ids=recording.prompt_token_ids[::-1]) for recording in part[0.0]]
-    race = Race(stable, configs, unknown, 2, Turns(1, 1))
+    race = Race(stable, configs, unknown, 2, Turns(2, 2))
     num_computed: list[int] = []
     execute, cache_prompts = stable.plain.execute, stable.cache_prompts
 
@@ -146,10 +165,12 @@ def test_prompts_are_computed_once_for_all_who_race(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(stable.plain, "execute", counted)
     monkeypatch.setattr(stable, "cache_prompts", cached)
-    race.step()
+    while not race.is_over:
+        race.step()
+        assert num_computed
+        assert max(num_computed) <= BLOCK_LEN
     race.close()
-    assert num_computed
-    assert max(num_computed) <= BLOCK_LEN
+    assert {name: speedup.num_answers for name, speedup in race.speedups().items()} == {"a": 12, "b": 12}
 
 
 def test_only_who_reads_the_targets_features_races_on_a_target_that_keeps_them(

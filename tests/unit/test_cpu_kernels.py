@@ -112,8 +112,8 @@ def test_packed_products(rows: int, biased: bool, dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("rows", [1, 5, 12, 13, 70])
-@pytest.mark.parametrize(("num_out", "num_in"), [(37, 100), (64, 576), (48, 101)])
+@pytest.mark.parametrize("rows", [1, 5, 12, 13, 16, 17, 32, 33, 70])
+@pytest.mark.parametrize(("num_out", "num_in"), [(37, 100), (37, 96), (48, 64), (64, 576), (48, 101)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_of_a_row_do_not_depend_on_the_others(
     ops: tuple[CpuOps, TorchOps], rows: int, num_out: int, num_in: int, biased: bool, dtype: torch.dtype
@@ -132,6 +132,12 @@ def test_products_of_a_row_do_not_depend_on_the_others(
         broken[-1, 3] = torch.nan
         assert linear(broken)[-1].isnan().all()
         assert torch.equal(linear(broken)[:-1], ours[:-1])
+
+
+def test_amx_is_used_where_the_cpu_has_it(ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:
+    if dtype != torch.bfloat16 or " amx_bf16 " not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("no AMX, or not for this type")
+    assert build.load_library(dtype).has_tiles()
 
 
 @pytest.mark.parametrize("size", [8, 48])

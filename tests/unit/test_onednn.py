@@ -8,49 +8,68 @@ from pathlib import Path
 import pytest
 
 from engine import onednn
-from engine.compiling import NoCompiler
+from engine.compiling import NoCompiler, load_compiled
+
+
+class Library:
+    def __init__(self, tells: bool) -> None:
+        self._tells = tells
+
+    def tells_tile_sizes(self) -> int:
+        return int(self._tells)
 
 
 @pytest.fixture(autouse=True)
-def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it is restored, too."""
-    monkeypatch.setenv(onednn.VARIABLE, "")
-    monkeypatch.delenv(onednn.VARIABLE)
-
-
-@pytest.mark.parametrize(
-    ("has_amx", "tells", "expected"),
-    [(False, False, None), (True, True, None), (True, False, onednn.WITHOUT_AMX)],
-)
-def test_amx_is_left_out_where_its_tiles_have_no_sizes(
-    has_amx: bool, tells: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(onednn, "_has_amx", lambda: has_amx)
-    monkeypatch.setattr(onednn, "_tells_tile_sizes", lambda: tells)
-    onednn.leave_out_broken_amx()
-    assert os.environ.get(onednn.VARIABLE) == expected
-
-
-def test_what_the_user_has_said_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that says it has it, and a user who has said nothing; what is set is restored."""
+    for variable in onednn.VARIABLES:
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
     monkeypatch.setattr(onednn, "_has_amx", lambda: True)
-    monkeypatch.setattr(onednn, "_tells_tile_sizes", lambda: False)
-    monkeypatch.setenv(onednn.VARIABLE, "AVX2")
+
+
+@pytest.mark.parametrize(("tells", "expected"), [(True, None), (False, onednn.WITHOUT_AMX)])
+def test_amx_is_left_out_where_its_tiles_have_no_sizes(
+    tells: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn, "load_compiled", lambda *_: Library(tells))
     onednn.leave_out_broken_amx()
-    assert os.environ[onednn.VARIABLE] == "AVX2"
+    assert os.environ.get(onednn.VARIABLES[0]) == expected
 
 
-def test_without_a_compiler_nobody_knows_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_asked_where_there_is_no_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "_has_amx", lambda: False)
+    monkeypatch.setattr(onednn, "load_compiled", lambda *_: pytest.fail("asked"))
+    onednn.leave_out_broken_amx()
+    assert onednn.VARIABLES[0] not in os.environ
+
+
+@pytest.mark.parametrize("variable", onednn.VARIABLES)
+def test_what_the_user_has_said_stays(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "load_compiled", lambda *_: Library(False))
+    monkeypatch.setenv(variable, "AVX2")
+    onednn.leave_out_broken_amx()
+    assert [os.environ.get(one) for one in onednn.VARIABLES if one == variable] == ["AVX2"]
+    assert onednn.WITHOUT_AMX not in (os.environ.get(one) for one in onednn.VARIABLES)
+
+
+def test_without_a_compiler_it_is_left_out_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def none(*_: object) -> None:
         raise NoCompiler("no C compiler found")
 
     monkeypatch.setattr(onednn, "load_compiled", none)
-    assert not onednn._tells_tile_sizes()
+    onednn.leave_out_broken_amx()
+    assert os.environ[onednn.VARIABLES[0]] == onednn.WITHOUT_AMX
+    assert "no C compiler found" in caplog.text
 
 
-def test_the_cpu_is_asked_through_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
-    assert onednn._tells_tile_sizes() in (True, False)
-    assert list(tmp_path.rglob("tile_sizes-*.so"))
+def test_the_library_is_there_and_answers(tmp_path: Path) -> None:
+    """A CPU tells of no tiles that it does not have."""
+    library = load_compiled("tile_sizes", (onednn._SOURCE,), folder=tmp_path)
+    if library.tells_tile_sizes():
+        assert "amx_tile" in Path("/proc/cpuinfo").read_text()
 
 
 def test_products_by_onednn_work_on_this_machine() -> None:
