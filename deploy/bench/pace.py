@@ -20,9 +20,7 @@ from profiler.prompts import spread
 from router.planner import StepPlanner
 
 DRAFT_LEN = 7
-NUM_SERVED_BEFORE = (
-    8  # answers that a cluster has served when its speed is measured, of small batches; of others two batches
-)
+NUM_SERVED_BEFORE = 4  # answers that a cluster has served when its speed is measured, or two for each place
 NUM_PER_PLACE = 3  # so that answers begin and end all the time, not all at once
 NUM_OTHERS_PER_PLACE = 2.5  # some places take two or three until the slowest answer of the others ends
 NEAR = 0.15  # below the best: about what the choice of a few answers does to a speed-up
