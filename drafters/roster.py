@@ -167,6 +167,11 @@ class Roster:
     def _receive(self, peer: Peer, message: DraftRound, now_s: float) -> None:
         peer.table_version = max(peer.table_version, message.table_version)
         budgets = {budget.request_id: budget.num_tokens for budget in message.budgets}
+        opened = {opening.request_id for opening in message.opens}
+        # What others open may need the room of those that end; a request may end in the round that opened it, too.
+        ended = [request_id for request_id in message.releases if opened and request_id not in opened]
+        for request_id in ended:
+            self._release(peer, request_id)
         for opening in message.opens:
             if budgets.get(opening.request_id) == 0 and opening.request_id not in peer.followed:
                 self._shadow(peer, opening, now_s)
@@ -176,8 +181,9 @@ class Roster:
             self._extend(peer, extension, now_s)
         for budget in message.budgets:
             self._budget(peer, budget, now_s)
-        for request_id in message.releases:  # last: a request may end in the round that opened it
-            self._release(peer, request_id)
+        for request_id in message.releases:
+            if request_id not in ended:
+                self._release(peer, request_id)
 
     def _open(self, peer: Peer, opening: Open, now_s: float) -> None:
         request_id = opening.request_id

@@ -159,6 +159,20 @@ class TestFaults:
         bench.settle()
         assert [p.request_id for p in bench.link.take()] == ["d"]
 
+    def test_a_request_may_take_the_room_of_one_that_ends_in_the_same_message(self) -> None:
+        """A drafter that is not asked for a while is told of both together."""
+        bench = Bench(capacity=1)
+        bench.open("a", 10)
+        bench.settle()
+        bench.link.take()
+        bench.mail(opens=(Open("b", (1, 2), 2, SAMPLING),), releases=("a",))
+        bench.settle()
+        assert [(p.request_id, bool(p.token_ids)) for p in bench.link.take()] == [("b", True)]
+        assert bench.loop.telemetry().num_refused == 0
+        bench.mail(opens=(Open("c", (1, 2), 2, SAMPLING),), releases=("b", "c"))
+        bench.settle()
+        assert bench.drafter.texts == {}
+
     def test_a_refused_request_is_answered_with_nothing_for_each_commit(self) -> None:
         bench = Bench(capacity=1)
         bench.open("a", 10)
