@@ -131,8 +131,8 @@ class LocalNetwork:
     """The names that are listened at, and how messages get from one end to the other: at once.
 
     Args:
-        encodes: messages are encoded as on a real link, only so that what could not travel is refused. It takes a tenth of
-            the time that a target and a companion take between two passes; tests want it.
+        encodes: messages are encoded as on a real link, only so that what could not travel is refused. It takes a tenth or
+            more of the time of a target and a companion between two passes; tests want it.
     """
 
     def __init__(self, encodes: bool = False) -> None:

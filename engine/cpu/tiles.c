@@ -1,5 +1,4 @@
-/* Products with bfloat16 weights by AMX: 16 rows times 16 outputs over 32 inputs with one instruction, 16 times as many
- * multiplications a cycle as AVX-512 BF16 has. Up to about 60 rows of a pass, reading the weights is then all that takes time.
+/* Products with bfloat16 weights by AMX: 16 rows times 16 outputs over 32 inputs with one instruction.
  *
  * A row's sum is made in the same order whatever else is in its tile. The sums of AVX-512 are made in another order, so
  * products of one matrix are made by the one or the other, never by both.
