@@ -17,7 +17,7 @@ from rich.console import Console
 from cluster.config import DrafterConfig
 from deploy.bench.accepted import accepted
 from deploy.bench.draft_cost import draft_cost
-from deploy.bench.pace import NEAR, Race, Speedup, Turns
+from deploy.bench.pace import NEAR, NUM_PLAIN_RUNS, Race, Speedup, Turns
 from deploy.bench.pool import pool
 from deploy.bench.report import BenchOptions, BenchResult, Cell, Table
 from deploy.bench.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
@@ -40,12 +40,17 @@ class Effort:
     num_prompts: int | None  # in all; None: no bound
     num_new_tokens: int
     num_cost_rounds: int
-    turns: Mapping[tuple[float, int], Turns]  # of the speed-ups, by temperature and batch
+    turns: Mapping[float, Mapping[int, Turns]]  # of the speed-ups, by temperature and batch
+
     max_s: float
+
+    @property
+    def races(self) -> list[tuple[float, int]]:
+        return [(temperature, batch) for temperature, turns in self.turns.items() for batch in turns]
 
 
 # Of so few answers none would be left to keep the places of a large batch taken.
-QUICK = Effort(18, 2, 24, 32, 24, {(0.0, batch): Turns(1, 1) for batch in (1, 4)}, 240.0)
+QUICK = Effort(18, 2, 24, 32, 24, {0.0: {1: Turns(1, 1), 4: Turns(1, 1)}}, 240.0)
 # Few answers make a lap of a small batch, so there are more laps.
 FULL = Effort(
     380,
@@ -54,14 +59,8 @@ FULL = Effort(
     128,
     120,
     {
-        (0.0, 1): Turns(2, 9),
-        (0.0, 4): Turns(1, 4),
-        (0.0, 8): Turns(1, 3),
-        (0.0, 16): Turns(1, 4),
-        (0.8, 1): Turns(1, 4),
-        (0.8, 4): Turns(1, 2),
-        (0.8, 8): Turns(1, 2),
-        (0.8, 16): Turns(1, 2),
+        0.0: {1: Turns(2, 9), 4: Turns(1, 4), 8: Turns(1, 3), 16: Turns(1, 4)},
+        0.8: {1: Turns(1, 4), 8: Turns(1, 2)},
     },
     40 * 60.0,
 )
@@ -96,9 +95,15 @@ def run(options: BenchOptions) -> BenchResult:
         tell(f"cost of {config.name}, K = {draft_len}")
         measure = partial(draft_cost, stable, config, recordings[0.0], draft_len, effort.num_cost_rounds)
         found[config.name].costs[draft_len] = in_own_thread(measure)
-    for key, paces in _speedups(stable, configs, recordings, effort, elapsed_s, tell).items():
-        for name, pace in paces.items():
-            found[name].paces[key] = pace
+
+    def has_time() -> bool:
+        return elapsed_s() < effort.max_s
+
+    for temperature, turns in effort.turns.items():
+        tell(f"speed at temperature {temperature}")
+        for batch, paces in _speedups(stable, configs, recordings[temperature], turns, has_time, tell).items():
+            for name, pace in paces.items():
+                found[name].paces[temperature, batch] = pace
     tell("done")
     return result(found, len(prompts), effort)
 
@@ -111,28 +116,32 @@ def _stopwatch() -> Callable[[], float]:
 def _speedups(
     stable: Stable,
     configs: Sequence[DrafterConfig],
-    recordings: Mapping[float, Sequence[Recording]],
-    effort: Effort,
-    elapsed_s: Callable[[], float],
+    recordings: Sequence[Recording],
+    turns: Mapping[int, Turns],
+    has_time: Callable[[], bool],
     tell: Callable[[str], None],
-) -> dict[tuple[float, int], dict[str, Speedup]]:
-    """By temperature and batch. First all drafters everywhere, then those near the best, as long as there is time."""
-    races: dict[tuple[float, int], Race] = {}
+) -> dict[int, dict[str, Speedup]]:
+    """By batch. First all drafters everywhere, then those near the best, as long as there is time."""
+    races: dict[int, Race] = {}
+
+    def step(batch: int, who: str) -> None:
+        tell(f"speed of {who} at batch {batch}")
+        rates = ", ".join(f"{pace.num_tokens / pace.seconds:.0f}" for pace in races[batch].step() if pace is not None)
+        tell(f"plain runs: {rates} tokens a second")
+
     with ExitStack() as opened:
-        for (temperature, batch), turns in effort.turns.items():
-            tell(f"speed of all at batch {batch}, temperature {temperature}")
-            race = races[temperature, batch] = Race(stable, configs, recordings[temperature], batch, turns)
+        for batch, turns_of_batch in turns.items():
+            race = races[batch] = Race(stable, configs, recordings, batch, turns_of_batch)
             opened.callback(race.close)
             while not race.all_had_turns:
-                race.step()
-        while under_way := [key for key, race in races.items() if not race.is_over]:
-            for temperature, batch in under_way:
-                if elapsed_s() > effort.max_s:
+                step(batch, "all")
+        while under_way := [batch for batch, race in races.items() if not race.is_over]:
+            for batch in under_way:
+                if not has_time():
                     tell("speed of the best: no time is left for more")
-                    return {key: race.speedups() for key, race in races.items()}
-                tell(f"speed of the best at batch {batch}, temperature {temperature}")
-                races[temperature, batch].step()
-    return {key: race.speedups() for key, race in races.items()}
+                    return {batch: race.speedups() for batch, race in races.items()}
+                step(batch, "the best")
+    return {batch: race.speedups() for batch, race in races.items()}
 
 
 def _prompts(options: BenchOptions, effort: Effort) -> list[Prompt]:
@@ -168,7 +177,7 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
             if pace.error is not None:
                 figures[f"speedup_error.{name}.{_suffix(f'batch_{batch}', temperature)}"] = pace.error
         figures |= {f"{key}.{name}": value for key, value in confidence_figures(findings.rounds[0.0, DRAFT_LENS[0]]).items()}
-    for key in effort.turns:
+    for key in effort.races:
         speedups = [findings.paces[key].value for findings in found.values() if key in findings.paces]
         if speedups:
             figures[f"speedup.best.{_suffix(f'batch_{key[1]}', key[0])}"] = max(speedups)
@@ -186,8 +195,9 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
             f"{num_prompts} prompts, {effort.num_new_tokens} new tokens; accepted lengths count the bonus token, and are "
             "means over all rounds.",
             "speed-ups: seconds for a token plainly over those with the drafter, always so many requests under way, prompts "
-            "cached before; answers drawn at random from all domains alike, whatever their length. First all drafters, then "
-            f"those within {NEAR:.0%} of the best on more answers as long as there is time.",
+            "cached before; answers drawn at random from all domains alike, whatever their length. The plain target runs "
+            f"{NUM_PLAIN_RUNS} times a lap, and the middle one counts. First all drafters, then those within {NEAR:.0%} of "
+            "the best on more answers as long as there is time.",
             "speedup_error: the standard error that the choice of answers and the machine leave; none of a single lap.",
             "best: the largest of the drafters', so a little lucky. t0.8 in a name: at temperature 0.8.",
             "ece, auroc: of the survival of prefixes at K = 7, temperature 0; ece is a mean over the positions, ece_online "
@@ -259,7 +269,7 @@ def _cost_table(found: Mapping[str, Findings]) -> Table:
 def _speed_table(found: Mapping[str, Findings], effort: Effort) -> Table:
     """A row for each temperature and batch."""
     rows: list[tuple[Cell, ...]] = []
-    for temperature, batch in effort.turns:
+    for temperature, batch in effort.races:
         cells = [_speed_cell(findings.paces.get((temperature, batch))) for findings in found.values()]
         rows.append((f"T={temperature:g}, batch {batch}", *cells))
     title = "speed-up over plain decoding, its standard error, and on how many answers"

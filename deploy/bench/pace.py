@@ -23,6 +23,7 @@ DRAFT_LEN = 7
 NUM_SERVED_BEFORE = 4  # answers that a cluster has served when its speed is measured, or two for each place
 NUM_PER_PLACE = 3  # so that answers begin and end all the time, not all at once
 NUM_OTHERS_PER_PLACE = 2.5  # some places take two or three until the slowest answer of the others ends
+NUM_PLAIN_RUNS = 3  # a lap; all are judged by the middle one, so one that something else disturbed makes nobody fast
 NEAR = 0.15  # below the best: about what the choice of a few answers does to a speed-up
 _GOLDEN = 0.618  # multiples of it, taken modulo 1, are spread evenly however many they are
 
@@ -65,10 +66,10 @@ class Race:
 
     The answers are drawn at random, all domains alike, whatever their length. Each that ends gives its place to the next, as
     in a busy server, until all that a lap measures have ended. Their prompts are in the target's cache before. The plain
-    target (twice) and the drafters take turns at every lap, each time in another order, so that what else the machine does
-    hits all alike. Each has a cluster of its own, which has served other answers before: what a drafter, and the target's
-    loop, learn of it is known after the first minute of a server's life. Once all have had their turns, only those near the
-    best go on. Close it in the end.
+    target (NUM_PLAIN_RUNS times) and the drafters take turns at every lap, each time in another order, so that what else the
+    machine does hits all alike. Each has a cluster of its own, which has served other answers before: what a drafter, and
+    the target's loop, learn of it is known after the first minute of a server's life. Once all have had their turns, only
+    those near the best go on. Close it in the end.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class Race:
     def is_over(self) -> bool:
         return len(self._plain) == len(self._laps)
 
-    def step(self) -> None:
-        """One lap, with whoever still races."""
+    def step(self) -> Sequence[Pace | None]:
+        """One lap, with whoever still races. Returns the plain runs: they lie apart where the machine is not quiet."""
         number = len(self._plain)
         lap = self._laps[number]
         requests, num_measured = _requests([*lap.measured, *lap.others]), len(lap.measured)
@@ -112,13 +113,12 @@ class Race:
         for name in in_turn(list(self._racing), number):
             pace = (self._served if name is None else self._racing[name]).measure(requests, num_measured)
             (own if name is None else self._paces[name]).append(pace)
-        known = [pace for pace in own if pace is not None]
-        whole = Pace(sum(p.num_tokens for p in known), sum(p.seconds for p in known))
-        self._plain.append(whole if len(known) == len(own) else None)
+        self._plain.append(middle(own))
         if len(self._plain) == self._turns.every:
             values = {name: speedup.value for name, speedup in self.speedups().items()}
             near = near_best(values)
             self._racing = {name: one for name, one in self._racing.items() if name in near or name not in values}
+        return own
 
     def speedups(self) -> dict[str, Speedup]:
         """Without those of which no lap could be measured."""
@@ -133,11 +133,18 @@ class Race:
 
 
 def in_turn(names: Sequence[str], number: int) -> list[str | None]:
-    """The drafters and, twice, half of them apart, the plain target (None); each number begins elsewhere."""
-    half = len(names) // 2
-    ring = [None, *names[:half], None, *names[half:]]
+    """The drafters and, NUM_PLAIN_RUNS times among them, the plain target (None); each number begins elsewhere."""
+    ring: list[str | None] = []
+    for i in range(NUM_PLAIN_RUNS):
+        ring += [None, *names[i * len(names) // NUM_PLAIN_RUNS : (i + 1) * len(names) // NUM_PLAIN_RUNS]]
     start = int(number * _GOLDEN % 1 * len(ring))
     return [*ring[start:], *ring[:start]]
+
+
+def middle(paces: Sequence[Pace | None]) -> Pace | None:
+    """The median by seconds for a token; None where one of them could not be measured."""
+    known = sorted((pace for pace in paces if pace is not None), key=lambda pace: pace.seconds / pace.num_tokens)
+    return known[len(known) // 2] if len(known) == len(paces) else None
 
 
 def near_best(values: Mapping[str, float]) -> list[str]:

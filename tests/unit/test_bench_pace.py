@@ -9,7 +9,20 @@ import pytest
 from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
 from cluster.errors import GenerationFailed
 from cluster.types import Commit, Request, SamplingParams
-from deploy.bench.pace import Pace, Race, Turns, in_turn, jackknife, laps, measured, near_best, pace_of, ratio, sample
+from deploy.bench.pace import (
+    Pace,
+    Race,
+    Turns,
+    in_turn,
+    jackknife,
+    laps,
+    measured,
+    middle,
+    near_best,
+    pace_of,
+    ratio,
+    sample,
+)
 from deploy.bench.stable import Stable
 from deploy.embedded import Completion
 from drafters.ngram import NgramDrafter
@@ -103,11 +116,18 @@ def test_the_error_is_that_of_the_choice_of_answers() -> None:
     assert jackknife(measured(plain[:1], [Pace(100, 5.0)])) is None
 
 
-def test_everybody_has_a_turn_and_plain_two_in_an_order_that_changes() -> None:
+def test_everybody_has_a_turn_and_plain_three_in_an_order_that_changes() -> None:
     orders = [in_turn(["a", "b", "c", "d"], number) for number in range(6)]
-    assert all(sorted(order, key=str) == [None, None, "a", "b", "c", "d"] for order in orders)
+    assert all(sorted(order, key=str) == [None, None, None, "a", "b", "c", "d"] for order in orders)
     assert len({order[0] for order in orders}) >= 4, "nobody is always the first"
-    assert orders[0] == [None, "a", "b", None, "c", "d"]
+    assert orders[0] == [None, "a", None, "b", None, "c", "d"]
+
+
+def test_a_plain_run_that_was_disturbed_makes_nobody_fast() -> None:
+    """The median is that by tokens a second, however many tokens a run holds."""
+    disturbed, usual, quick = Pace(100, 30.0), Pace(110, 11.0), Pace(50, 4.0)
+    assert middle([disturbed, usual, quick]) == usual
+    assert middle([usual, None, quick]) is None
 
 
 def test_those_near_the_best_are_measured_on() -> None:
