@@ -23,7 +23,9 @@ DRAFT_LEN = 7
 NUM_SERVED_BEFORE = 4  # answers that a cluster has served when its speed is measured, or two for each place
 NUM_PER_PLACE = 3  # so that answers begin and end all the time, not all at once
 NUM_OTHERS_PER_PLACE = 2.5  # some places take two or three until the slowest answer of the others ends
-NUM_PLAIN_RUNS = 3  # a lap; all are judged by the middle one, so one that something else disturbed makes nobody fast
+NUM_PLAIN_RUNS = 3  # a lap
+MAX_PLAIN_RUNS = 7  # until two agree
+AGREEMENT = 0.1  # of two runs of the same answers on a quiet machine, by which their speeds may differ
 NEAR = 0.15  # below the best: about what the choice of a few answers does to a speed-up
 _GOLDEN = 0.618  # multiples of it, taken modulo 1, are spread evenly however many they are
 
@@ -34,6 +36,10 @@ class Pace:
 
     num_tokens: int
     seconds: float
+
+    @property
+    def s_per_token(self) -> float:
+        return self.seconds / self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +72,11 @@ class Race:
 
     The answers are drawn at random, all domains alike, whatever their length. Each that ends gives its place to the next, as
     in a busy server, until all that a lap measures have ended. Their prompts are in the target's cache before. The plain
-    target (NUM_PLAIN_RUNS times) and the drafters take turns at every lap, each time in another order, so that what else the
-    machine does hits all alike. Each has a cluster of its own, which has served other answers before: what a drafter, and
-    the target's loop, learn of it is known after the first minute of a server's life. Once all have had their turns, only
-    those near the best go on. Close it in the end.
+    target (NUM_PLAIN_RUNS times or more, see ``undisturbed``) and the drafters take turns at every lap, in changing order. A
+    drafter runs once a lap, for it learns; so something else on the machine can make it slow, but nobody fast. Each has a
+    cluster of its own, which has served other answers before: what a drafter, and the target's loop, learn of it is known
+    after the first minute of a server's life. Once all have had their turns, only those near the best go on. Close it in the
+    end.
     """
 
     def __init__(
@@ -113,7 +120,9 @@ class Race:
         for name in in_turn(list(self._racing), number):
             pace = (self._served if name is None else self._racing[name]).measure(requests, num_measured)
             (own if name is None else self._paces[name]).append(pace)
-        self._plain.append(middle(own))
+        while not agree(own) and len(own) < MAX_PLAIN_RUNS:
+            own.append(self._served.measure(requests, num_measured))
+        self._plain.append(undisturbed(own))
         if len(self._plain) == self._turns.every:
             values = {name: speedup.value for name, speedup in self.speedups().items()}
             near = near_best(values)
@@ -141,10 +150,21 @@ def in_turn(names: Sequence[str], number: int) -> list[str | None]:
     return [*ring[start:], *ring[:start]]
 
 
-def middle(paces: Sequence[Pace | None]) -> Pace | None:
-    """The median by seconds for a token; None where one of them could not be measured."""
-    known = sorted((pace for pace in paces if pace is not None), key=lambda pace: pace.seconds / pace.num_tokens)
-    return known[len(known) // 2] if len(known) == len(paces) else None
+def agree(paces: Sequence[Pace | None]) -> bool:
+    """Whether the two fastest lie together. Nothing disturbs two runs alike by chance. True where nothing can be said."""
+    known = _fastest_first(paces)
+    return len(known) < len(paces) or known[1].s_per_token <= (1 + AGREEMENT) * known[0].s_per_token
+
+
+def undisturbed(paces: Sequence[Pace | None]) -> Pace | None:
+    """The second fastest; None where a run could not be measured. Whatever else a machine does makes a run slower, not
+    faster, so of many runs that were disturbed in part it is one that was not; of three that were not, it is the median."""
+    known = _fastest_first(paces)
+    return known[1] if len(known) == len(paces) else None
+
+
+def _fastest_first(paces: Sequence[Pace | None]) -> list[Pace]:
+    return sorted((pace for pace in paces if pace is not None), key=lambda pace: pace.s_per_token)
 
 
 def near_best(values: Mapping[str, float]) -> list[str]:

@@ -10,18 +10,20 @@ from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
 from cluster.errors import GenerationFailed
 from cluster.types import Commit, Request, SamplingParams
 from deploy.bench.pace import (
+    NUM_PLAIN_RUNS,
     Pace,
     Race,
     Turns,
+    agree,
     in_turn,
     jackknife,
     laps,
     measured,
-    middle,
     near_best,
     pace_of,
     ratio,
     sample,
+    undisturbed,
 )
 from deploy.bench.stable import Stable
 from deploy.embedded import Completion
@@ -123,11 +125,19 @@ def test_everybody_has_a_turn_and_plain_three_in_an_order_that_changes() -> None
     assert orders[0] == [None, "a", None, "b", None, "c", "d"]
 
 
-def test_a_plain_run_that_was_disturbed_makes_nobody_fast() -> None:
-    """The median is that by tokens a second, however many tokens a run holds."""
-    disturbed, usual, quick = Pace(100, 30.0), Pace(110, 11.0), Pace(50, 4.0)
-    assert middle([disturbed, usual, quick]) == usual
-    assert middle([usual, None, quick]) is None
+def test_plain_runs_that_were_disturbed_make_nobody_fast() -> None:
+    """However many there are, and however many tokens a run holds."""
+    slow, slower, usual, quick = Pace(100, 20.0), Pace(100, 30.0), Pace(110, 11.0), Pace(200, 19.0)
+    assert undisturbed([slow, usual, quick]) == usual
+    assert undisturbed([slow, slower, quick, slow, usual]) == usual
+    assert undisturbed([usual, None, quick]) is None
+
+
+def test_plain_runs_agree_when_the_two_fastest_do() -> None:
+    slow, usual, quick = Pace(100, 20.0), Pace(110, 11.0), Pace(200, 19.0)
+    assert agree([slow, usual, quick])
+    assert not agree([slow, usual, slow])
+    assert agree([None, usual, slow]), "running it again would not help"
 
 
 def test_those_near_the_best_are_measured_on() -> None:
@@ -186,7 +196,7 @@ def test_prompts_are_computed_once_for_all_who_race(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(stable.plain, "execute", counted)
     monkeypatch.setattr(stable, "cache_prompts", cached)
     while not race.is_over:
-        race.step()
+        assert len(race.step()) >= NUM_PLAIN_RUNS
         assert num_computed
         assert max(num_computed) <= BLOCK_LEN
     race.close()
