@@ -8,83 +8,11 @@
  * folded in order, so what a query gets does not depend on the batch or on threads.
  *
  * Where the CPU multiplies pairs of bfloat16, queries and softmax weights are rounded to it and two dimensions, or two
- * positions, are multiplied and added by one instruction. Sums are float everywhere.
+ * positions, are multiplied and added by one instruction. Sums are float everywhere. Where there is AMX, it makes the two
+ * products (attention_tiles.c) for AMX_TILE queries at once.
  */
-#include "vectors.h"
-
-#if ELEM_BF16 && __AVX512BF16__
-#include <immintrin.h>
-enum { STEP = 2 }; /* dimensions or positions at once */
-typedef elem operand;
-typedef __m512bh Operands; /* of 16 keys, or dimensions, two each: of row ``a`` and of row ``b`` */
-
-static inline Operands load_operands(const elem *a, const elem *b) {
-    static const uint16_t turns[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)a));
-    const __m512i second = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)b));
-    return (__m512bh)_mm512_permutex2var_epi16(first, _mm512_loadu_si512(turns), second);
-}
-static inline vf multiply_add(vf sum, Operands x, const operand *factors) {
-    int32_t pair;
-    memcpy(&pair, factors, sizeof pair);
-    return (vf)_mm512_dpbf16_ps((__m512)sum, x, (__m512bh)_mm512_set1_epi32(pair));
-}
-static inline void store_operands(operand *to, vf x) {
-    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
-    memcpy(to, &rounded, sizeof rounded);
-}
-#else
-enum { STEP = 1 };
-typedef float operand;
-typedef vf Operands;
-
-static inline Operands load_operands(const elem *a, const elem *b) {
-    (void)b;
-    return load16(a);
-}
-static inline vf multiply_add(vf sum, Operands x, const operand *factors) { return sum + x * *factors; }
-static inline void store_operands(operand *to, vf x) { storef(to, x); }
-#endif
-
-#if __AVX512F__
-enum { TILE = 12 }; /* with two vectors of sums for each, a vector of keys or values and a factor, 32 registers are full */
-#else
-enum { TILE = 4 };
-#endif
-enum { CHUNK = 512, MAX_D = 512, AHEAD = 4 };
-
-typedef struct {
-    operand query[MAX_D / STEP][TILE][STEP];
-    int64_t num_keys[TILE]; /* of the chunk, that this query sees */
-    float scores[TILE][CHUNK];
-    operand weights[TILE][CHUNK]; /* of values: e^(score - max) */
-    float max[TILE], sum[TILE];   /* over the chunks so far */
-    float out[TILE][MAX_D];       /* not yet divided by sum */
-} Tile;
-
-typedef struct {
-    const elem *keys, *values;
-    const int32_t *table;
-    int64_t kv_head;
-    const Shape *shape;
-    int products_only;
-} Context;
-
-/* Where the KV head's part of the block of position t begins, in keys or values: D * B elements. */
-static inline const elem *part(const Context *at, const elem *cache, int64_t t) {
-    const int64_t size = at->shape->head_dim * at->shape->block_len;
-    return cache + (at->table[t / at->shape->block_len] * at->shape->kv_heads + at->kv_head) * size;
-}
-
-/* What is read AHEAD blocks later: blocks of keys, and after the last of the chunk blocks of values. A block takes less time
- * to compute than memory takes to answer, and neighbouring blocks are no neighbours in memory, which hardware would see. */
-static inline const elem *ahead(const Context *at, const elem *now, int64_t start, int64_t t, int64_t num_keys, int is_keys) {
-    const int64_t coming = t + AHEAD * at->shape->block_len;
-    if (coming < num_keys) return part(at, is_keys ? at->keys : at->values, start + coming);
-    if (is_keys && coming - num_keys < num_keys) return part(at, at->values, start + coming - num_keys);
-    return now;
-}
+#include "attention.h"
+#include "bf16.h"
 
 /* scores[q][t] = query[q] . key[t] for the first num_keys keys of the chunk, rounded up to whole vectors. */
 static inline __attribute__((always_inline)) void score(Tile *tile, const int num, const Context *at, int64_t start,
@@ -104,8 +32,8 @@ static inline __attribute__((always_inline)) void score(Tile *tile, const int nu
                     const Operands k0 = load_operands(ki, kj), k1 = load_operands(ki + LANES, kj + LANES);
                     for (int s = 0; s < STEP; s++) __builtin_prefetch(next + t + (i + s) * B, 0, 2);
                     for (int q = 0; q < num; q++) {
-                        a[q] = multiply_add(a[q], k0, tile->query[i / STEP][q]);
-                        b[q] = multiply_add(b[q], k1, tile->query[i / STEP][q]);
+                        a[q] = multiply_add(a[q], k0, tile->query.by_step[i / STEP][q]);
+                        b[q] = multiply_add(b[q], k1, tile->query.by_step[i / STEP][q]);
                     }
                 }
                 for (int q = 0; q < num; q++) {
@@ -117,7 +45,7 @@ static inline __attribute__((always_inline)) void score(Tile *tile, const int nu
                 for (int64_t i = 0; i < D; i += STEP) {
                     const Operands k0 = load_operands(k + i * B, k + i * B + B);
                     for (int s = 0; s < STEP; s++) __builtin_prefetch(next + t + (i + s) * B, 0, 2);
-                    for (int q = 0; q < num; q++) a[q] = multiply_add(a[q], k0, tile->query[i / STEP][q]);
+                    for (int q = 0; q < num; q++) a[q] = multiply_add(a[q], k0, tile->query.by_step[i / STEP][q]);
                 }
                 for (int q = 0; q < num; q++) storef(to + q * CHUNK, a[q]);
             }
@@ -125,12 +53,12 @@ static inline __attribute__((always_inline)) void score(Tile *tile, const int nu
     }
 }
 
-/* weights = exp(scores - max), 0 for keys the query does not see; what earlier chunks gave is rescaled. */
-static void soften(Tile *tile, int num, int64_t num_keys, int64_t D) {
+/* weights = exp(scores - max), 0 for keys the query does not see, up to whole steps; what earlier chunks gave is rescaled. */
+static void soften(Tile *tile, int num, int64_t num_keys, int64_t step, int64_t D) {
+    const int64_t padded = (num_keys + step - 1) / step * step;
     for (int q = 0; q < num; q++) {
         float *s = tile->scores[q];
         const int64_t seen = tile->num_keys[q];
-        const int64_t padded = (num_keys + LANES - 1) / LANES * LANES;
         for (int64_t t = seen; t < padded; t++) s[t] = -INFINITY;
         vf highest = splat(-INFINITY);
         for (int64_t t = 0; t < padded; t += LANES) {
@@ -154,7 +82,13 @@ static void soften(Tile *tile, int num, int64_t num_keys, int64_t D) {
     }
 }
 
-static const elem NOTHING[4 * LANES];
+static void weigh(Tile *tile, int num, const Context *at, int64_t num_keys, int64_t step) {
+    if (at->products_only)
+        for (int q = 0; q < num; q++)
+            for (int64_t t = 0; t < num_keys; t += LANES) store_operands(tile->weights[q] + t, loadf(tile->scores[q] + t));
+    else
+        soften(tile, num, num_keys, step, at->shape->head_dim);
+}
 
 /* out[q][d .. d + width] += sum over t of weights[q][t] * value[t][d ..]; width is a constant of 1, 2 or 4 vectors. */
 static inline __attribute__((always_inline)) void mix(Tile *tile, const int num, const int width, const Context *at,
@@ -186,16 +120,18 @@ static inline __attribute__((always_inline)) void add_chunk(Tile *tile, const in
                                                             int64_t num_keys) {
     const int64_t D = at->shape->head_dim;
     score(tile, num, at, start, num_keys);
-    if (at->products_only)
-        for (int q = 0; q < num; q++)
-            for (int64_t t = 0; t < num_keys; t += LANES) store_operands(tile->weights[q] + t, loadf(tile->scores[q] + t));
-    else
-        soften(tile, num, num_keys, D);
+    weigh(tile, num, at, num_keys, LANES);
     int64_t d = 0;
     if (num <= TILE / 2)
         for (; d + 64 <= D; d += 64) mix(tile, num, 4, at, start, num_keys, d);
     for (; d + 32 <= D; d += 32) mix(tile, num, 2, at, start, num_keys, d);
     for (; d < D; d += 16) mix(tile, num, 1, at, start, num_keys, d);
+}
+
+static void add_chunk_by_tiles(Tile *tile, int num, const Context *at, int64_t start, int64_t num_keys) {
+    score_by_tiles(tile, at, start, num_keys);
+    weigh(tile, num, at, num_keys, at->shape->block_len);
+    mix_by_tiles(tile, at, start, num_keys);
 }
 
 typedef struct {
@@ -209,24 +145,25 @@ int attention(const float *queries, const elem *keys, const elem *values, const 
               const int32_t *tables, int64_t table_width, int64_t num_spans, elem *out, const Shape *shape,
               int products_only, int num_threads) {
     const int64_t D = shape->head_dim, heads = shape->heads, kv_heads = shape->kv_heads, group = heads / kv_heads;
+    const int by_tiles = attends_by_tiles(shape), most = by_tiles ? AMX_TILE : TILE;
     int64_t num_tiles = 0, num_scores = 0;
     for (int64_t s = 0; s < num_spans; s++) {
         const int64_t num_queries = (starts[s + 1] - starts[s]) * group;
-        num_tiles += (num_queries + TILE - 1) / TILE;
+        num_tiles += (num_queries + most - 1) / most;
         num_scores += num_queries * base_lens[s];
     }
     Item *items = malloc(num_tiles * sizeof(Item));
     if (!items) return 1;
     int64_t filled = 0;
     for (int64_t s = num_spans - 1; s >= 0; s--) /* of a span the last tiles, which see most, first */
-        for (int64_t n = (starts[s + 1] - starts[s]) * group, first = n > 0 ? (n - 1) / TILE * TILE : -1; first >= 0; first -= TILE)
+        for (int64_t n = (starts[s + 1] - starts[s]) * group, first = n > 0 ? (n - 1) / most * most : -1; first >= 0; first -= most)
             items[filled++] = (Item){(int32_t)s, (int32_t)first};
 #pragma omp parallel for num_threads(threads_for(num_scores * D / 4, num_threads)) schedule(dynamic, 1) collapse(2)
     for (int64_t i = 0; i < num_tiles; i++) {
         for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++) {
             const int64_t s = items[i].span, first = items[i].first;
             const int64_t left = (starts[s + 1] - starts[s]) * group - first;
-            const int num = left < TILE ? (int)left : TILE;
+            const int num = left < most ? (int)left : most;
             const Context at = {keys, values, tables + s * table_width, kv_head, shape, products_only};
             Tile tile;
             int64_t last_row = 0;
@@ -235,19 +172,24 @@ int attention(const float *queries, const elem *keys, const elem *values, const 
                 const float *query = queries + ((starts[s] + last_row) * heads + kv_head * group + (first + q) % group) * D;
                 for (int64_t i = 0; i < D; i += LANES) {
                     operand rounded[LANES];
-                    store_operands(rounded, loadf(query + i));
-                    for (int j = 0; j < LANES; j++) tile.query[(i + j) / STEP][q][j % STEP] = rounded[j];
+                    store_operands(by_tiles ? (operand *)tile.query.by_row[q] + i : rounded, loadf(query + i));
+                    for (int j = 0; j < LANES && !by_tiles; j++) tile.query.by_step[(i + j) / STEP][q][j % STEP] = rounded[j];
                 }
                 tile.max[q] = -INFINITY;
                 tile.sum[q] = 0;
                 memset(tile.out[q], 0, D * sizeof(float));
             }
             const int64_t total = base_lens[s] + last_row + 1;
+            if (by_tiles) begin_tiles(num);
             for (int64_t start = 0; start < total; start += CHUNK) {
                 const int64_t num_keys = total - start < CHUNK ? total - start : CHUNK;
                 for (int q = 0; q < num; q++) {
                     const int64_t seen = base_lens[s] + (first + q) / group + 1 - start;
                     tile.num_keys[q] = seen < 0 ? 0 : seen < num_keys ? seen : num_keys;
+                }
+                if (by_tiles) {
+                    add_chunk_by_tiles(&tile, num, &at, start, num_keys);
+                    continue;
                 }
                 switch (num) {
                     case 1: add_chunk(&tile, 1, &at, start, num_keys); break;
@@ -266,6 +208,7 @@ int attention(const float *queries, const elem *keys, const elem *values, const 
                     default: add_chunk(&tile, TILE, &at, start, num_keys);
                 }
             }
+            if (by_tiles) end_tiles();
             for (int q = 0; q < num; q++) {
                 const int64_t row = starts[s] + (first + q) / group, head = kv_head * group + (first + q) % group;
                 elem *to = out + (row * heads + head) * D;

@@ -11,9 +11,10 @@ import torch
 
 from engine.compiling import load_compiled
 
-_NAMES = ("kernels.c", "attention.c", "bf16.c", "tiles.c", "products.c", "race.c")
-SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
-HEADERS = (*(Path(__file__).with_name(name) for name in ("vectors.h", "bf16.h")), Path(__file__).parent.with_name("noise.h"))
+_SOURCES = ("kernels.c", "attention.c", "attention_tiles.c", "bf16.c", "tiles.c", "products.c", "race.c")
+_HEADERS = ("vectors.h", "attention.h", "bf16.h")
+SOURCES = tuple(Path(__file__).with_name(name) for name in _SOURCES)
+HEADERS = (*(Path(__file__).with_name(name) for name in _HEADERS), Path(__file__).parent.with_name("noise.h"))
 _OPENMP_RUNTIMES = ("libgomp", "libiomp5", "libomp")
 
 

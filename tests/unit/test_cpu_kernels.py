@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,25 +15,31 @@ from engine.cpu import build
 from engine.cpu.bf16 import Bf16Linear
 from engine.cpu.ops import CpuOps, packed_linear
 from engine.factory import make_ops
-from engine.layout import PackedSpan, lay_out
+from engine.layout import Layout, PackedSpan, lay_out
 from engine.models.config import ModelConfig, inverse_frequencies, parse_config
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, TorchOps
 
 CPU = torch.device("cpu")
-CONFIG = parse_config(
-    {
-        "model_type": "qwen3",
-        "vocab_size": 100,
-        "hidden_size": 100,
-        "intermediate_size": 150,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 10,
-        "num_key_value_heads": 2,
-        "head_dim": 48,
-        "max_position_embeddings": 4096,
-    }
-)
+
+
+def config_of(head_dim: int) -> ModelConfig:
+    return parse_config(
+        {
+            "model_type": "qwen3",
+            "vocab_size": 100,
+            "hidden_size": 100,
+            "intermediate_size": 150,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 10,
+            "num_key_value_heads": 2,
+            "head_dim": head_dim,
+            "max_position_embeddings": 4096,
+        }
+    )
+
+
+CONFIG = config_of(48)
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2}}
 
 
@@ -67,29 +74,72 @@ def test_gate(rows: int, ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> No
     torch.testing.assert_close(ops[0].gate(gate_up), ops[1].gate(gate_up), **TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("head_dim", [48, 64, 96])  # 64 and 96 by AMX where it is, in blocks of 32 and 64
 @pytest.mark.parametrize("block_len", [16, 32, 64])
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotation_and_attention(block_len: int, normed: bool, ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:
+def test_rotation_and_attention(head_dim: int, block_len: int, normed: bool, dtype: torch.dtype) -> None:
     """Spans of 1, 9 and 70 rows on contexts of 700, 0 and 515 tokens, over a cache that was written at random before."""
     torch.manual_seed(block_len)
-    rng = np.random.default_rng(block_len)
-    lens = ((700, 1), (0, 9), (515, 70))
-    num_blocks = [-(-sum(each) // block_len) for each in lens]
-    blocks = np.split(rng.permutation(sum(num_blocks)).astype(np.int32), np.cumsum(num_blocks)[:-1])
-    spans = [PackedSpan(base, [0] * num, table) for (base, num), table in zip(lens, blocks, strict=True)]
-    layout = lay_out(spans, block_len, torch.tensor(inverse_frequencies(CONFIG)), CPU)
-    keys = torch.randn(sum(num_blocks), 2, 48, block_len).to(dtype)
-    values = torch.randn(sum(num_blocks), 2, block_len, 48).to(dtype)
-    norms = HeadNorms(torch.rand(48) + 0.5, torch.rand(48) + 0.5) if normed else None
-    qkv = torch.randn(layout.num_rows, 14 * 48).to(dtype)
+    config = config_of(head_dim)
+    layout, num_blocks = spans_of(config, block_len, ((700, 1), (0, 9), (515, 70)))
+    keys = torch.randn(num_blocks, 2, head_dim, block_len).to(dtype)
+    values = torch.randn(num_blocks, 2, block_len, head_dim).to(dtype)
+    norms = HeadNorms(torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if normed else None
+    qkv = torch.randn(layout.num_rows, 14 * head_dim).to(dtype)
     results = []
-    for op in ops:
+    for op in (CpuOps(config, dtype), TorchOps(config, dtype)):
         own_keys, own_values = keys.clone(), values.clone()
         queries = op.rotate_and_store(qkv, norms, layout, own_keys, own_values)
         results.append((queries, own_keys, own_values, op.attention(queries, layout, own_keys, own_values)))
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, **TOLERANCE[dtype])
     assert not torch.equal(results[0][1], keys)
+
+
+def spans_of(config: ModelConfig, block_len: int, lens: Sequence[tuple[int, int]]) -> tuple[Layout, int]:
+    """Spans of (context, rows) whose blocks are scattered, and how many blocks these are."""
+    num_blocks = [-(-sum(each) // block_len) for each in lens]
+    order = np.random.default_rng(block_len).permutation(sum(num_blocks)).astype(np.int32)
+    blocks = np.split(order, np.cumsum(num_blocks)[:-1])
+    spans = [PackedSpan(base, [0] * num, table) for (base, num), table in zip(lens, blocks, strict=True)]
+    return lay_out(spans, block_len, torch.tensor(inverse_frequencies(config)), CPU), sum(num_blocks)
+
+
+@pytest.mark.parametrize("base", [0, 30, 511])
+@pytest.mark.parametrize("head_dim", [48, 64])
+def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it(head_dim: int, base: int, dtype: torch.dtype) -> None:
+    """Bit by bit, in spans of 1 to 40 rows: a token is the same whether it is verified or decoded."""
+    torch.manual_seed(base)
+    config = config_of(head_dim)
+    ops = CpuOps(config, dtype)
+    _, num_blocks = spans_of(config, 32, ((base, 40),))
+    keys = torch.randn(num_blocks, 2, head_dim, 32).to(dtype)
+    values = torch.randn(num_blocks, 2, 32, head_dim).to(dtype)
+    queries = torch.randn(40, 10, head_dim)
+
+    def attend(first: int, num: int) -> torch.Tensor:
+        table = np.random.default_rng(32).permutation(num_blocks).astype(np.int32)
+        frequencies = torch.tensor(inverse_frequencies(config))
+        layout = lay_out([PackedSpan(base + first, [0] * num, table)], 32, frequencies, CPU)
+        return ops.attention(queries[first : first + num].contiguous(), layout, keys, values)
+
+    whole = attend(0, 40)
+    for first, num in ((0, 1), (7, 1), (39, 1), (3, 5), (2, 6), (1, 16), (0, 17)):
+        assert torch.equal(attend(first, num), whole[first : first + num]), (first, num)
+
+
+@pytest.mark.parametrize("head_dim", [48, 64])
+def test_what_an_earlier_owner_of_a_block_left_is_not_seen(head_dim: int, dtype: torch.dtype) -> None:
+    config = config_of(head_dim)
+    layout, num_blocks = spans_of(config, 32, ((40, 3),))
+    keys, values = torch.randn(num_blocks, 2, head_dim, 32).to(dtype), torch.randn(num_blocks, 2, 32, head_dim).to(dtype)
+    queries = torch.randn(3, 10, head_dim)
+    ops = CpuOps(config, dtype)
+    clean = ops.attention(queries, layout, keys, values)
+    last = int(layout.tables[0, 1])
+    keys[last, :, :, 43 - 32 :] = torch.nan
+    values[last, :, 43 - 32 :] = torch.nan
+    assert torch.equal(ops.attention(queries, layout, keys, values), clean)
 
 
 def test_numbers_that_are_none_stay_none(ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:

@@ -1,0 +1,88 @@
+/* What the two kernels of attention share: operands, a tile of queries, and where keys and values lie. See attention.c. */
+#pragma once
+#include "vectors.h"
+
+#if ELEM_BF16 && __AVX512BF16__
+#include <immintrin.h>
+enum { STEP = 2 }; /* dimensions or positions at once */
+typedef elem operand;
+typedef __m512bh Operands; /* of 16 keys, or dimensions, two each: of row ``a`` and of row ``b`` */
+
+static inline Operands load_operands(const elem *a, const elem *b) {
+    static const uint16_t turns[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i first = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)a));
+    const __m512i second = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)b));
+    return (__m512bh)_mm512_permutex2var_epi16(first, _mm512_loadu_si512(turns), second);
+}
+static inline vf multiply_add(vf sum, Operands x, const operand *factors) {
+    int32_t pair;
+    memcpy(&pair, factors, sizeof pair);
+    return (vf)_mm512_dpbf16_ps((__m512)sum, x, (__m512bh)_mm512_set1_epi32(pair));
+}
+static inline void store_operands(operand *to, vf x) {
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+    memcpy(to, &rounded, sizeof rounded);
+}
+#else
+enum { STEP = 1 };
+typedef float operand;
+typedef vf Operands;
+
+static inline Operands load_operands(const elem *a, const elem *b) {
+    (void)b;
+    return load16(a);
+}
+static inline vf multiply_add(vf sum, Operands x, const operand *factors) { return sum + x * *factors; }
+static inline void store_operands(operand *to, vf x) { storef(to, x); }
+#endif
+
+static const elem NOTHING[4 * LANES];
+
+#if __AVX512F__
+enum { TILE = 12 }; /* with two vectors of sums for each, a vector of keys or values and a factor, 32 registers are full */
+#else
+enum { TILE = 4 };
+#endif
+enum { AMX_TILE = 16, CHUNK = 512, MAX_D = 512, AHEAD = 4 };
+
+typedef struct {
+    union {
+        operand by_step[MAX_D / STEP][TILE][STEP];
+        elem by_row[AMX_TILE][MAX_D]; /* for AMX */
+    } query;
+    int64_t num_keys[AMX_TILE]; /* of the chunk, that this query sees */
+    float scores[AMX_TILE][CHUNK];
+    operand weights[AMX_TILE][CHUNK]; /* of values: e^(score - max) */
+    float max[AMX_TILE], sum[AMX_TILE]; /* over the chunks so far */
+    float out[AMX_TILE][MAX_D];         /* not yet divided by sum */
+} Tile;
+
+typedef struct {
+    const elem *keys, *values;
+    const int32_t *table;
+    int64_t kv_head;
+    const Shape *shape;
+    int products_only;
+} Context;
+
+/* Where the KV head's part of the block of position t begins, in keys or values: D * B elements. */
+static inline const elem *part(const Context *at, const elem *cache, int64_t t) {
+    const int64_t size = at->shape->head_dim * at->shape->block_len;
+    return cache + (at->table[t / at->shape->block_len] * at->shape->kv_heads + at->kv_head) * size;
+}
+
+/* What is read AHEAD blocks later: blocks of keys, and after the last of the chunk blocks of values. A block takes less time
+ * to compute than memory takes to answer, and neighbouring blocks are no neighbours in memory, which hardware would see. */
+static inline const elem *ahead(const Context *at, const elem *now, int64_t start, int64_t t, int64_t num_keys, int is_keys) {
+    const int64_t coming = t + AHEAD * at->shape->block_len;
+    if (coming < num_keys) return part(at, is_keys ? at->keys : at->values, start + coming);
+    if (is_keys && coming - num_keys < num_keys) return part(at, at->values, start + coming - num_keys);
+    return now;
+}
+
+/* attention_tiles.c, where AMX is: whether it attends for such a model; and what attention.c does of a chunk for up to AMX_TILE
+ * queries, between begin_tiles and end_tiles (bf16.h). */
+int attends_by_tiles(const Shape *shape);
+void score_by_tiles(Tile *tile, const Context *at, int64_t start, int64_t num_keys);
+void mix_by_tiles(Tile *tile, const Context *at, int64_t start, int64_t num_keys);
