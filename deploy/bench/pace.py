@@ -151,7 +151,7 @@ def in_turn(names: Sequence[str], number: int) -> list[str | None]:
 
 
 def agree(paces: Sequence[Pace | None]) -> bool:
-    """Whether the two fastest lie together. Nothing disturbs two runs alike by chance. True where nothing can be said."""
+    """Whether the two fastest lie together. Two that were disturbed seldom do. True where nothing can be said."""
     known = _fastest_first(paces)
     return len(known) < len(paces) or known[1].s_per_token <= (1 + AGREEMENT) * known[0].s_per_token
 
