@@ -17,7 +17,7 @@ from rich.console import Console
 from cluster.config import DrafterConfig
 from deploy.bench.accepted import accepted
 from deploy.bench.draft_cost import draft_cost
-from deploy.bench.pace import NEAR, NUM_PLAIN_RUNS, Race, Speedup, Turns
+from deploy.bench.pace import AGREEMENT, MAX_PLAIN_RUNS, NEAR, NUM_PLAIN_RUNS, Race, Speedup, Turns
 from deploy.bench.pool import pool
 from deploy.bench.report import BenchOptions, BenchResult, Cell, Table
 from deploy.bench.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
@@ -198,8 +198,9 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
             "speed-ups: seconds for a token plainly over those with the drafter, always so many requests under way, prompts "
             "cached before; answers drawn at random from all domains alike, whatever their length. First all drafters, then "
             f"those within {NEAR:.0%} of the best on more answers as long as there is time, at the lower temperature first.",
-            f"the plain target runs {NUM_PLAIN_RUNS} times a lap or more, until two agree; the second fastest counts. A "
-            "drafter runs once: what else the machine does can make it slow.",
+            f"the plain target runs {NUM_PLAIN_RUNS} to {MAX_PLAIN_RUNS} times a lap, until the two fastest lie within "
+            f"{AGREEMENT:.0%}; then the second fastest counts, and else the fastest. A drafter runs once: what else the "
+            "machine does can make it slow.",
             "speedup_error: the standard error that the choice of answers and the machine leave; none of a single lap.",
             "best: the largest of the drafters', so a little lucky. t0.8 in a name: at temperature 0.8.",
             "ece, auroc: of the survival of prefixes at K = 7, temperature 0; ece is a mean over the positions, ece_online "

@@ -24,8 +24,8 @@ NUM_SERVED_BEFORE = 4  # answers that a cluster has served when its speed is mea
 NUM_PER_PLACE = 3  # so that answers begin and end all the time, not all at once
 NUM_OTHERS_PER_PLACE = 2.5  # some places take two or three until the slowest answer of the others ends
 NUM_PLAIN_RUNS = 3  # a lap
-MAX_PLAIN_RUNS = 7  # until two agree
-AGREEMENT = 0.1  # of two runs of the same answers on a quiet machine, by which their speeds may differ
+MAX_PLAIN_RUNS = 7  # as long as the two fastest do not agree
+AGREEMENT = 0.1  # by which speeds of the same answers differ where nothing disturbs: runs of a lap were 1 to 11 % apart
 NEAR = 0.15  # below the best: about what the choice of a few answers does to a speed-up
 _GOLDEN = 0.618  # multiples of it, taken modulo 1, are spread evenly however many they are
 
@@ -72,11 +72,10 @@ class Race:
 
     The answers are drawn at random, all domains alike, whatever their length. Each that ends gives its place to the next, as
     in a busy server, until all that a lap measures have ended. Their prompts are in the target's cache before. The plain
-    target (NUM_PLAIN_RUNS times or more, see ``undisturbed``) and the drafters take turns at every lap, in changing order. A
-    drafter runs once a lap, for it learns; so something else on the machine can make it slow, but nobody fast. Each has a
-    cluster of its own, which has served other answers before: what a drafter, and the target's loop, learn of it is known
-    after the first minute of a server's life. Once all have had their turns, only those near the best go on. Close it in the
-    end.
+    target (NUM_PLAIN_RUNS times or more, see ``plain_pace``) and the drafters take turns at every lap, in changing order. A
+    drafter runs once a lap, for it learns; so something else on the machine can make it slow. Each has a cluster of its own,
+    which has served other answers before: what a drafter, and the target's loop, learn of it is known after the first minute
+    of a server's life. Once all have had their turns, only those near the best go on. Close it in the end.
     """
 
     def __init__(
@@ -120,9 +119,9 @@ class Race:
         for name in in_turn(list(self._racing), number):
             pace = (self._served if name is None else self._racing[name]).measure(requests, num_measured)
             (own if name is None else self._paces[name]).append(pace)
-        while not agree(own) and len(own) < MAX_PLAIN_RUNS:
+        while None not in own and not fastest_agree(own) and len(own) < MAX_PLAIN_RUNS:
             own.append(self._served.measure(requests, num_measured))
-        self._plain.append(undisturbed(own))
+        self._plain.append(plain_pace(own))
         if len(self._plain) == self._turns.every:
             values = {name: speedup.value for name, speedup in self.speedups().items()}
             near = near_best(values)
@@ -150,17 +149,23 @@ def in_turn(names: Sequence[str], number: int) -> list[str | None]:
     return [*ring[start:], *ring[:start]]
 
 
-def agree(paces: Sequence[Pace | None]) -> bool:
-    """Whether the two fastest lie together. Two that were disturbed seldom do. True where nothing can be said."""
+def fastest_agree(paces: Sequence[Pace | None]) -> bool:
+    """Whether the two fastest lie together. Of fewer than two runs nothing can be said, and they do not."""
     known = _fastest_first(paces)
-    return len(known) < len(paces) or known[1].s_per_token <= (1 + AGREEMENT) * known[0].s_per_token
+    return len(known) > 1 and known[1].s_per_token <= (1 + AGREEMENT) * known[0].s_per_token
 
 
-def undisturbed(paces: Sequence[Pace | None]) -> Pace | None:
-    """The second fastest; None where a run could not be measured. Whatever else a machine does makes a run slower, not
-    faster, so of many runs that were disturbed in part it is one that was not; of three that were not, it is the median."""
+def plain_pace(paces: Sequence[Pace | None]) -> Pace | None:
+    """What counts of a lap's plain runs; None where one could not be measured.
+
+    Whatever else the machine does makes a run slower, not faster. So it is the second fastest, which of three undisturbed
+    runs is the median, if that lies near the fastest; and else the fastest, in favour of the plain target. What is not seen
+    is a lap whose runs were all disturbed, and alike.
+    """
     known = _fastest_first(paces)
-    return known[1] if len(known) == len(paces) else None
+    if len(known) < max(1, len(paces)):
+        return None
+    return known[1 if fastest_agree(known) else 0]
 
 
 def _fastest_first(paces: Sequence[Pace | None]) -> list[Pace]:

@@ -3,16 +3,16 @@
  *   keys    [block][kv_head][D][B]      values  [block][kv_head][B][D]
  *   queries [r][head][D], float, scaled by D^-1/2
  *
- * A tile is up to TILE queries of one span that share a KV head; keys come in chunks, each softmaxed by itself, and chunks are
+ * A tile is up to TILE queries, or AMX_ROWS, of one span that share a KV head; keys come in chunks, each softmaxed by itself, and chunks are
  * folded together by their maxima and sums (Dao et al., arXiv 2205.14135). Chunks lie at multiples of CHUNK positions and are
- * folded in order, so what a query gets does not depend on the batch or on threads.
+ * folded in order, so what a query gets does not depend on the batch or on threads; nor, as long as keys and values are finite,
+ * on what other queries of the tile see, which for it has a weight of 0.
  *
  * Where the CPU multiplies pairs of bfloat16, queries and softmax weights are rounded to it and two dimensions, or two
  * positions, are multiplied and added by one instruction. Sums are float everywhere. Where there is AMX, it makes the two
- * products (attention_tiles.c) for AMX_TILE queries at once.
+ * products (attention_tiles.c) for AMX_ROWS queries at once.
  */
 #include "attention.h"
-#include "bf16.h"
 
 /* scores[q][t] = query[q] . key[t] for the first num_keys keys of the chunk, rounded up to whole vectors. */
 static inline __attribute__((always_inline)) void score(Tile *tile, const int num, const Context *at, int64_t start,
@@ -53,9 +53,9 @@ static inline __attribute__((always_inline)) void score(Tile *tile, const int nu
     }
 }
 
-/* weights = exp(scores - max), 0 for keys the query does not see, up to whole steps; what earlier chunks gave is rescaled. */
-static void soften(Tile *tile, int num, int64_t num_keys, int64_t step, int64_t D) {
-    const int64_t padded = (num_keys + step - 1) / step * step;
+/* weights = exp(scores - max), 0 for keys that the query does not see and up to ``padded``; what earlier chunks gave is
+ * rescaled. */
+static void soften(Tile *tile, int num, int64_t padded, int64_t D) {
     for (int q = 0; q < num; q++) {
         float *s = tile->scores[q];
         const int64_t seen = tile->num_keys[q];
@@ -82,12 +82,14 @@ static void soften(Tile *tile, int num, int64_t num_keys, int64_t step, int64_t 
     }
 }
 
-static void weigh(Tile *tile, int num, const Context *at, int64_t num_keys, int64_t step) {
+/* Weights up to a multiple of ``multiple``. */
+static void weigh(Tile *tile, int num, const Context *at, int64_t num_keys, int64_t multiple) {
+    const int64_t padded = (num_keys + multiple - 1) / multiple * multiple;
     if (at->products_only)
         for (int q = 0; q < num; q++)
-            for (int64_t t = 0; t < num_keys; t += LANES) store_operands(tile->weights[q] + t, loadf(tile->scores[q] + t));
+            for (int64_t t = 0; t < padded; t += LANES) store_operands(tile->weights[q] + t, loadf(tile->scores[q] + t));
     else
-        soften(tile, num, num_keys, step, at->shape->head_dim);
+        soften(tile, num, padded, at->shape->head_dim);
 }
 
 /* out[q][d .. d + width] += sum over t of weights[q][t] * value[t][d ..]; width is a constant of 1, 2 or 4 vectors. */
@@ -128,9 +130,19 @@ static inline __attribute__((always_inline)) void add_chunk(Tile *tile, const in
     for (; d < D; d += 16) mix(tile, num, 1, at, start, num_keys, d);
 }
 
+static void put_query(Tile *tile, int q, const float *query, int64_t D, int by_tiles) {
+    for (int64_t i = 0; i < D; i += LANES) {
+        operand rounded[LANES];
+        store_operands(rounded, loadf(query + i));
+        if (by_tiles) memcpy(tile->query.by_row[q] + i, rounded, LANES * sizeof(elem));
+        else
+            for (int j = 0; j < LANES; j++) tile->query.by_step[(i + j) / STEP][q][j % STEP] = rounded[j];
+    }
+}
+
 static void add_chunk_by_tiles(Tile *tile, int num, const Context *at, int64_t start, int64_t num_keys) {
     score_by_tiles(tile, at, start, num_keys);
-    weigh(tile, num, at, num_keys, at->shape->block_len);
+    weigh(tile, num, at, num_keys, AMX_DEPTH);
     mix_by_tiles(tile, at, start, num_keys);
 }
 
@@ -145,12 +157,12 @@ int attention(const float *queries, const elem *keys, const elem *values, const 
               const int32_t *tables, int64_t table_width, int64_t num_spans, elem *out, const Shape *shape,
               int products_only, int num_threads) {
     const int64_t D = shape->head_dim, heads = shape->heads, kv_heads = shape->kv_heads, group = heads / kv_heads;
-    const int by_tiles = attends_by_tiles(shape), most = by_tiles ? AMX_TILE : TILE;
+    const int by_tiles = attends_by_tiles(shape), most = by_tiles ? AMX_ROWS : TILE;
     int64_t num_tiles = 0, num_scores = 0;
     for (int64_t s = 0; s < num_spans; s++) {
         const int64_t num_queries = (starts[s + 1] - starts[s]) * group;
         num_tiles += (num_queries + most - 1) / most;
-        num_scores += num_queries * base_lens[s];
+        num_scores += num_queries * (base_lens[s] + starts[s + 1] - starts[s]);
     }
     Item *items = malloc(num_tiles * sizeof(Item));
     if (!items) return 1;
@@ -170,11 +182,7 @@ int attention(const float *queries, const elem *keys, const elem *values, const 
             for (int q = 0; q < num; q++) {
                 last_row = (first + q) / group;
                 const float *query = queries + ((starts[s] + last_row) * heads + kv_head * group + (first + q) % group) * D;
-                for (int64_t i = 0; i < D; i += LANES) {
-                    operand rounded[LANES];
-                    store_operands(by_tiles ? (operand *)tile.query.by_row[q] + i : rounded, loadf(query + i));
-                    for (int j = 0; j < LANES && !by_tiles; j++) tile.query.by_step[(i + j) / STEP][q][j % STEP] = rounded[j];
-                }
+                put_query(&tile, q, query, D, by_tiles);
                 tile.max[q] = -INFINITY;
                 tile.sum[q] = 0;
                 memset(tile.out[q], 0, D * sizeof(float));

@@ -1,10 +1,10 @@
 /* What the two kernels of attention share: operands, a tile of queries, and where keys and values lie. See attention.c. */
 #pragma once
-#include "vectors.h"
+#include "bf16.h"
 
 #if ELEM_BF16 && __AVX512BF16__
 #include <immintrin.h>
-enum { STEP = 2 }; /* dimensions or positions at once */
+enum { STEP = PAIR }; /* dimensions or positions at once */
 typedef elem operand;
 typedef __m512bh Operands; /* of 16 keys, or dimensions, two each: of row ``a`` and of row ``b`` */
 
@@ -44,18 +44,18 @@ enum { TILE = 12 }; /* with two vectors of sums for each, a vector of keys or va
 #else
 enum { TILE = 4 };
 #endif
-enum { AMX_TILE = 16, CHUNK = 512, MAX_D = 512, AHEAD = 4 };
+enum { CHUNK = 512, MAX_D = 512, AHEAD = 4 };
 
 typedef struct {
     union {
-        operand by_step[MAX_D / STEP][TILE][STEP];
-        elem by_row[AMX_TILE][MAX_D]; /* for AMX */
+        operand by_step[MAX_D / STEP][TILE][STEP]; /* steps of dimensions, queries: for AVX-512, which takes a step at once */
+        elem by_row[AMX_ROWS][MAX_D];              /* for AMX */
     } query;
-    int64_t num_keys[AMX_TILE]; /* of the chunk, that this query sees */
-    float scores[AMX_TILE][CHUNK];
-    operand weights[AMX_TILE][CHUNK]; /* of values: e^(score - max) */
-    float max[AMX_TILE], sum[AMX_TILE]; /* over the chunks so far */
-    float out[AMX_TILE][MAX_D];         /* not yet divided by sum */
+    int64_t num_keys[AMX_ROWS]; /* of the chunk, that this query sees */
+    float scores[AMX_ROWS][CHUNK];
+    operand weights[AMX_ROWS][CHUNK]; /* of values: e^(score - max) */
+    float max[AMX_ROWS], sum[AMX_ROWS]; /* over the chunks so far */
+    float out[AMX_ROWS][MAX_D];         /* not yet divided by sum */
 } Tile;
 
 typedef struct {
@@ -81,7 +81,7 @@ static inline const elem *ahead(const Context *at, const elem *now, int64_t star
     return now;
 }
 
-/* attention_tiles.c, where AMX is: whether it attends for such a model; and what attention.c does of a chunk for up to AMX_TILE
+/* attention_tiles.c, where AMX is: whether it attends for such a model; and what attention.c does of a chunk for up to AMX_ROWS
  * queries, between begin_tiles and end_tiles (bf16.h). */
 int attends_by_tiles(const Shape *shape);
 void score_by_tiles(Tile *tile, const Context *at, int64_t start, int64_t num_keys);

@@ -24,7 +24,7 @@ _CHUNK_LEN = 512  # keys, as in attention.c
 _PACKED_FOR_ROWS = 32  # the layout that oneDNN chooses for so many rows is as good for one
 
 
-class _Shape(ctypes.Structure):
+class Shape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_len")]
 
 
@@ -52,7 +52,7 @@ class CpuOps:
         self._rotate_and_store = _function(library.rotate_and_store, "ppp f pppppp l p i")
         self._attention = _function(library.attention, "pppppp ll pp ii")
         self._attention.restype = ctypes.c_int
-        self._shapes: dict[int, _Shape] = {}
+        self._shapes: dict[int, Shape] = {}
 
     @staticmethod
     def supports(config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -153,7 +153,7 @@ class CpuOps:
                     f"block_len must be a multiple of {_VECTOR_LEN} that divides {_CHUNK_LEN} on a CPU, got {block_len}"
                 )
             c = self._config
-            shape = self._shapes[block_len] = _Shape(c.num_heads, c.num_kv_heads, c.head_dim, block_len)
+            shape = self._shapes[block_len] = Shape(c.num_heads, c.num_kv_heads, c.head_dim, block_len)
         return ctypes.byref(shape)
 
 

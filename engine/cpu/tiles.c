@@ -9,8 +9,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* DEPTH: inputs. AHEAD: bytes, further than memory answers while a step's tiles are multiplied. */
-enum { ROWS = 16, DEPTH = 32, STEP_BYTES = DEPTH / PAIR * PAIR_BYTES, AHEAD = 4 * STEP_BYTES };
+/* AHEAD: bytes, further than memory answers while a step's tiles are multiplied. */
+enum { STEP_BYTES = AMX_DEPTH / PAIR * PAIR_BYTES, AHEAD = 4 * STEP_BYTES };
 
 /* Linux keeps no tiles for a process that has not asked for it; those of all its threads. */
 int has_tiles(void) {
@@ -24,12 +24,10 @@ int has_tiles(void) {
     return answer > 0;
 }
 
-int takes_tiles(const Bf16Product *p) { return p->num_in % DEPTH == 0 && has_tiles(); }
+int takes_tiles(const Bf16Product *p) { return p->num_in % AMX_DEPTH == 0 && has_tiles(); }
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Tiles 0 to 3: sums of two groups of rows times two parts of a panel. 4, 5: the groups' inputs. 6, 7: the parts. With fewer
- * than 16 rows their tiles are shorter. */
 void begin_tiles(int64_t rows) {
     struct {
         uint8_t palette, start_row, reserved[14];
@@ -38,7 +36,7 @@ void begin_tiles(int64_t rows) {
     } config __attribute__((aligned(LINE))) = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
         config.row_bytes[tile] = LINE;
-        config.rows[tile] = (uint8_t)(tile < 6 ? least(rows, ROWS) : DEPTH / PAIR);
+        config.rows[tile] = (uint8_t)(tile < 6 ? least(rows, AMX_ROWS) : AMX_DEPTH / PAIR);
     }
     __asm__ volatile("" ::"r"(&config) : "memory"); /* the intrinsic does not say that it reads all of it */
     _tile_loadconfig(&config);
@@ -52,7 +50,8 @@ typedef struct {
     int num_lines;
 } Ahead;
 
-/* ``first``, and ``second`` if any, point to 16 rows each, or as many as the tiles were made for. */
+/* Tiles 0 to 3: sums of two groups of rows times two parts of a panel. 4, 5: the groups' inputs. 6, 7: the parts. ``first``,
+ * and ``second`` if any, point to 16 rows each, or as many as the tiles were made for. */
 static inline __attribute__((always_inline)) void multiply(const int has_second, const Bf16Product *p, const elem *weights,
                                                            const elem *first, const elem *second, Ahead ahead) {
     const int64_t row_bytes = p->num_in * (int64_t)sizeof(elem);
@@ -62,7 +61,7 @@ static inline __attribute__((always_inline)) void multiply(const int has_second,
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t i = 0; i < p->num_in; i += DEPTH, weights += DEPTH * PANEL) {
+    for (int64_t i = 0; i < p->num_in; i += AMX_DEPTH, weights += AMX_DEPTH * PANEL) {
         for (int line = 0; line < ahead.num_lines; line++, ahead.from += LINE) __builtin_prefetch(ahead.from, 0, 3);
         _tile_loadd(6, weights, PAIR_BYTES);
         _tile_loadd(4, first + i, row_bytes);
@@ -77,7 +76,7 @@ static inline __attribute__((always_inline)) void multiply(const int has_second,
     }
 }
 
-static void put_group(const Bf16Product *p, int64_t column, const float sums[ROWS][PANEL], elem *out, int64_t num) {
+static void put_group(const Bf16Product *p, int64_t column, const float sums[AMX_ROWS][PANEL], elem *out, int64_t num) {
     for (int64_t row = 0; row < num; row++)
         for (int part = 0; part < PARTS && column + part * LANES < p->num_out; part++)
             put_sums(p, out + row * p->num_out, column + part * LANES, loadf(&sums[row][part * LANES]));
@@ -85,17 +84,17 @@ static void put_group(const Bf16Product *p, int64_t column, const float sums[ROW
 
 /* All groups have as many rows; the last begins where it ends with the last row, and some are multiplied twice. */
 void tile_panel(const Bf16Product *p, int64_t panel, const elem *x, elem *out, int64_t rows, int is_read) {
-    const int64_t column = panel * PANEL, num = least(rows, ROWS), num_groups = (rows + ROWS - 1) / ROWS;
+    const int64_t column = panel * PANEL, num = least(rows, AMX_ROWS), num_groups = (rows + AMX_ROWS - 1) / AMX_ROWS;
     const int64_t num_turns = (num_groups + 1) / 2, size = p->num_in / PAIR * PAIR_BYTES;
     const elem *weights = p->weights + column * p->num_in;
     for (int64_t turn = 0; turn < num_turns; turn++) {
-        const int64_t row = least(2 * turn * ROWS, rows - num), next = least((2 * turn + 1) * ROWS, rows - num);
+        const int64_t row = least(2 * turn * AMX_ROWS, rows - num), next = least((2 * turn + 1) * AMX_ROWS, rows - num);
         const int has_second = 2 * turn + 1 < num_groups;
         Ahead ahead = {(const char *)weights + AHEAD, STEP_BYTES / LINE};
         if (num_turns > 1 && (is_read || turn))
             ahead = (Ahead){(const char *)weights + size + size * turn / num_turns,
                             (int)((STEP_BYTES / LINE + num_turns - 1) / num_turns)};
-        float sums[2][ROWS][PANEL] __attribute__((aligned(LINE)));
+        float sums[2][AMX_ROWS][PANEL] __attribute__((aligned(LINE)));
         if (has_second) {
             multiply(1, p, weights, x + row * p->num_in, x + next * p->num_in, ahead);
             _tile_stored(2, &sums[1][0][0], sizeof sums[1][0]);

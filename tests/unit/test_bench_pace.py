@@ -10,20 +10,21 @@ from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
 from cluster.errors import GenerationFailed
 from cluster.types import Commit, Request, SamplingParams
 from deploy.bench.pace import (
+    MAX_PLAIN_RUNS,
     NUM_PLAIN_RUNS,
     Pace,
     Race,
     Turns,
-    agree,
+    fastest_agree,
     in_turn,
     jackknife,
     laps,
     measured,
     near_best,
     pace_of,
+    plain_pace,
     ratio,
     sample,
-    undisturbed,
 )
 from deploy.bench.stable import Stable
 from deploy.embedded import Completion
@@ -125,19 +126,21 @@ def test_everybody_has_a_turn_and_plain_three_in_an_order_that_changes() -> None
     assert orders[0] == [None, "a", None, "b", None, "c", "d"]
 
 
-def test_plain_runs_that_were_disturbed_make_nobody_fast() -> None:
-    """However many there are, and however many tokens a run holds."""
-    slow, slower, usual, quick = Pace(100, 20.0), Pace(100, 30.0), Pace(110, 11.0), Pace(200, 19.0)
-    assert undisturbed([slow, usual, quick]) == usual
-    assert undisturbed([slow, slower, quick, slow, usual]) == usual
-    assert undisturbed([usual, None, quick]) is None
+SLOW, USUAL, QUICK = Pace(100, 20.0), Pace(110, 11.0), Pace(200, 19.0)
+
+
+def test_of_plain_runs_that_were_disturbed_in_part_one_counts_that_was_not() -> None:
+    assert plain_pace([SLOW, USUAL, QUICK]) == USUAL
+    assert plain_pace([SLOW, Pace(100, 30.0), QUICK, SLOW, USUAL]) == USUAL
+    assert plain_pace([SLOW, USUAL, SLOW]) == USUAL, "the only one"
+    assert plain_pace([USUAL, None, QUICK]) is None
+    assert plain_pace([]) is None
 
 
 def test_plain_runs_agree_when_the_two_fastest_do() -> None:
-    slow, usual, quick = Pace(100, 20.0), Pace(110, 11.0), Pace(200, 19.0)
-    assert agree([slow, usual, quick])
-    assert not agree([slow, usual, slow])
-    assert agree([None, usual, slow]), "running it again would not help"
+    assert fastest_agree([SLOW, USUAL, QUICK])
+    assert not fastest_agree([SLOW, USUAL, SLOW])
+    assert not fastest_agree([USUAL])
 
 
 def test_those_near_the_best_are_measured_on() -> None:
@@ -157,6 +160,31 @@ def test_what_could_not_be_measured_has_no_speed_up(tmp_path: Path) -> None:
             race.step()
         race.close()
         assert race.speedups() == {}
+
+
+@pytest.mark.parametrize(
+    ("plain_s", "num_runs", "expected"),
+    [
+        ((10.0, 10.5, 25.0), NUM_PLAIN_RUNS, 10.5),
+        ((10.0, 20.0, 25.0, 19.0, 10.5), 5, 10.5),
+        ((10.0, 20.0, 25.0, 19.0, 18.0, 22.0, 16.0), MAX_PLAIN_RUNS, 10.0),
+    ],
+)
+def test_plain_runs_are_repeated_until_two_agree_and_then_it_is_enough(
+    plain_s: Sequence[float], num_runs: int, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter runs after the first three, and takes 5 seconds."""
+    folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
+    ngram = DrafterConfig(name="ngram", options=NgramOptions())
+    stable = Stable(str(folder), [ngram], 8)
+    (part,) = stable.record(choose_prompts((), 9), [0.0])
+    race = Race(stable, [ngram], part[0.0], 1, Turns(1, 1))
+    runs = iter((*plain_s[:NUM_PLAIN_RUNS], 5.0, *plain_s[NUM_PLAIN_RUNS:]))
+    monkeypatch.setattr("deploy.bench.pace._Served.measure", lambda *_: Pace(100, next(runs)))
+    paces = race.step()
+    race.close()
+    assert [pace.seconds for pace in paces if pace is not None] == list(plain_s[:num_runs])
+    assert race.speedups()["ngram"].value == expected / 5.0
 
 
 class _Failing(NgramDrafter):
@@ -196,7 +224,7 @@ def test_prompts_are_computed_once_for_all_who_race(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(stable.plain, "execute", counted)
     monkeypatch.setattr(stable, "cache_prompts", cached)
     while not race.is_over:
-        assert len(race.step()) >= NUM_PLAIN_RUNS
+        race.step()
         assert num_computed
         assert max(num_computed) <= BLOCK_LEN
     race.close()

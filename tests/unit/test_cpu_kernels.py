@@ -1,5 +1,6 @@
 """How the kernels are built, what happens where they cannot be, and each of them against the reference."""
 
+import ctypes
 import logging
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from engine import compiling
 from engine.cpu import build
 from engine.cpu.bf16 import Bf16Linear
-from engine.cpu.ops import CpuOps, packed_linear
+from engine.cpu.ops import CpuOps, Shape, packed_linear
 from engine.factory import make_ops
 from engine.layout import Layout, PackedSpan, lay_out
 from engine.models.config import ModelConfig, inverse_frequencies, parse_config
@@ -106,21 +107,24 @@ def spans_of(config: ModelConfig, block_len: int, lens: Sequence[tuple[int, int]
 
 
 @pytest.mark.parametrize("base", [0, 30, 511])
-@pytest.mark.parametrize("head_dim", [48, 64])
-def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it(head_dim: int, base: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("block_len", [16, 32, 64])
+@pytest.mark.parametrize("head_dim", [48, 64, 96])
+def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it(
+    head_dim: int, block_len: int, base: int, dtype: torch.dtype
+) -> None:
     """Bit by bit, in spans of 1 to 40 rows: a token is the same whether it is verified or decoded."""
     torch.manual_seed(base)
     config = config_of(head_dim)
     ops = CpuOps(config, dtype)
-    _, num_blocks = spans_of(config, 32, ((base, 40),))
-    keys = torch.randn(num_blocks, 2, head_dim, 32).to(dtype)
-    values = torch.randn(num_blocks, 2, 32, head_dim).to(dtype)
+    _, num_blocks = spans_of(config, block_len, ((base, 40),))
+    keys = torch.randn(num_blocks, 2, head_dim, block_len).to(dtype)
+    values = torch.randn(num_blocks, 2, block_len, head_dim).to(dtype)
     queries = torch.randn(40, 10, head_dim)
 
     def attend(first: int, num: int) -> torch.Tensor:
-        table = np.random.default_rng(32).permutation(num_blocks).astype(np.int32)
+        table = np.random.default_rng(block_len).permutation(num_blocks).astype(np.int32)
         frequencies = torch.tensor(inverse_frequencies(config))
-        layout = lay_out([PackedSpan(base + first, [0] * num, table)], 32, frequencies, CPU)
+        layout = lay_out([PackedSpan(base + first, [0] * num, table)], block_len, frequencies, CPU)
         return ops.attention(queries[first : first + num].contiguous(), layout, keys, values)
 
     whole = attend(0, 40)
@@ -128,18 +132,44 @@ def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it(head_dim: int,
         assert torch.equal(attend(first, num), whole[first : first + num]), (first, num)
 
 
-@pytest.mark.parametrize("head_dim", [48, 64])
-def test_what_an_earlier_owner_of_a_block_left_is_not_seen(head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("base", [38, 39, 40, 520])
+@pytest.mark.parametrize("block_len", [16, 32, 64])
+@pytest.mark.parametrize("head_dim", [48, 64, 96])
+def test_what_an_earlier_owner_of_a_block_left_is_not_seen(
+    head_dim: int, block_len: int, base: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(base)
     config = config_of(head_dim)
-    layout, num_blocks = spans_of(config, 32, ((40, 3),))
-    keys, values = torch.randn(num_blocks, 2, head_dim, 32).to(dtype), torch.randn(num_blocks, 2, 32, head_dim).to(dtype)
+    layout, num_blocks = spans_of(config, block_len, ((base, 3),))
+    keys = torch.randn(num_blocks, 2, head_dim, block_len).to(dtype)
+    values = torch.randn(num_blocks, 2, block_len, head_dim).to(dtype)
     queries = torch.randn(3, 10, head_dim)
     ops = CpuOps(config, dtype)
     clean = ops.attention(queries, layout, keys, values)
-    last = int(layout.tables[0, 1])
-    keys[last, :, :, 43 - 32 :] = torch.nan
-    values[last, :, 43 - 32 :] = torch.nan
+    last, num_own = int(layout.tables[0, (base + 2) // block_len]), (base + 2) % block_len + 1
+    assert num_own < block_len
+    keys[last, :, :, num_own:] = torch.nan
+    values[last, :, num_own:] = torch.nan
     assert torch.equal(ops.attention(queries, layout, keys, values), clean)
+
+
+@pytest.mark.parametrize("num_rows", [1, 9])
+@pytest.mark.parametrize("block_len", [16, 32, 64])
+@pytest.mark.parametrize("head_dim", [48, 64, 96])
+def test_who_looks_for_one_key_gets_its_value(head_dim: int, block_len: int, num_rows: int, dtype: torch.dtype) -> None:
+    """Among 700, wherever it lies."""
+    torch.manual_seed(block_len)
+    config = config_of(head_dim)
+    layout, num_blocks = spans_of(config, block_len, ((700 - num_rows, num_rows),))
+    keys = torch.randn(num_blocks, 2, head_dim, block_len).to(dtype)
+    values = torch.randn(num_blocks, 2, block_len, head_dim).to(dtype)
+    ops = CpuOps(config, dtype)
+    for position in (0, 1, 15, 16, 31, 32, 63, 64, 511, 512, 513, 543, 544, 690, 691):
+        block, place = int(layout.tables[0, position // block_len]), position % block_len
+        wanted = keys[block, :, :, place].float() * 8  # scores are 8 |key|^2 there, and far below elsewhere
+        found = ops.attention(wanted.repeat_interleave(5, 0).repeat(num_rows, 1, 1), layout, keys, values)
+        expected = values[block, :, place].repeat_interleave(5, 0).reshape(1, -1).expand(num_rows, -1)
+        torch.testing.assert_close(found.reshape(num_rows, -1), expected, **TOLERANCE[dtype], msg=f"at {position}")
 
 
 def test_numbers_that_are_none_stay_none(ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:
@@ -187,7 +217,10 @@ def test_products_of_a_row_do_not_depend_on_the_others(
 def test_amx_is_used_where_the_cpu_has_it(ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16 or " amx_bf16 " not in Path("/proc/cpuinfo").read_text():
         pytest.skip("no AMX, or not for this type")
-    assert build.load_library(dtype).has_tiles()
+    library = build.load_library(dtype)
+    assert library.has_tiles()
+    for head_dim, block_len, attends in ((64, 32, 1), (96, 64, 1), (48, 32, 0), (64, 16, 0)):
+        assert library.attends_by_tiles(ctypes.byref(Shape(10, 2, head_dim, block_len))) == attends, (head_dim, block_len)
 
 
 @pytest.mark.parametrize("size", [8, 48])
