@@ -6,8 +6,10 @@ The very loops that the actors run. For tests, benchmarks, notebooks, and whoeve
 import asyncio
 import itertools
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -51,7 +53,7 @@ class Completion:
 
     token_ids: list[int] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
-    arrived_s: list[float] = field(default_factory=list)  # monotonic, of each commit
+    arrived_s: list[float] = field(default_factory=list)  # of each commit, by the cluster's clock
 
     @property
     def num_proposed(self) -> int:
@@ -62,6 +64,45 @@ class Completion:
         return sum(commit.num_accepted for commit in self.commits)
 
 
+@dataclass(frozen=True, slots=True)
+class Completing:
+    """Requests under way: what has come of each so far, and that all have ended, or why they could not."""
+
+    completions: Sequence[Completion]
+    ended: Future[None]
+
+
+class StoppableClock:
+    """``time.monotonic``, less the time for which it was stopped. Read by any thread, stopped and started by one."""
+
+    def __init__(self) -> None:
+        self._state: tuple[float, float | None] = (0.0, None)  # how long it was stopped before; what it shows while it is
+
+    def __call__(self) -> float:
+        stopped_s, shows_s = self._state
+        return time.monotonic() - stopped_s if shows_s is None else shows_s
+
+    def stop(self) -> None:
+        if self._state[1] is None:
+            self._state = (self._state[0], self())
+
+    def start(self) -> None:
+        shows_s = self._state[1]
+        if shows_s is not None:
+            self._state = (time.monotonic() - shows_s, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resumable:
+    """The target's loop by the cluster's clock; requests under way outlast the thread that runs it."""
+
+    loop: TargetLoop
+    clock: StoppableClock
+
+    def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
+        self.loop.run_on(stop, self.clock)
+
+
 @dataclass(slots=True)
 class _RunningDrafter:
     entry: PoolEntry
@@ -70,7 +111,10 @@ class _RunningDrafter:
 
 
 class EmbeddedCluster:
-    """Use as a context manager. ``client`` is the EngineClient; ``complete`` is for callers without an event loop."""
+    """Use as a context manager. ``client`` is the EngineClient; ``complete`` is for callers without an event loop.
+
+    ``clock`` is the target's: it stands still while the cluster is paused. Who measures seconds across a pause takes it.
+    """
 
     def __init__(
         self,
@@ -80,6 +124,7 @@ class EmbeddedCluster:
         pool: Mapping[str, PoolEntry],
         planner: Planner | None = None,
         table: RoutingTable | None = None,
+        clock: StoppableClock | None = None,
     ) -> None:
         self.model = model
         self.address = f"memory://embedded-{os.getpid()}-{next(_numbers)}"
@@ -93,6 +138,7 @@ class EmbeddedCluster:
         self._drafters: dict[str, _RunningDrafter] = {}
         for name, entry in pool.items():
             self.start_drafter(name, entry)
+        self.clock = clock or StoppableClock()
         self._is_paused = False
         self._target = self._start_target()
         self.client = LinkClient("embedded", model, [self.address], self._status)
@@ -147,7 +193,7 @@ class EmbeddedCluster:
 
     def pause(self) -> None:
         """The target's thread ends: one that has made products slows those of others even while it waits (engine.threads).
-        Requests under way end with an error. What the loop has learned stays.
+        Requests under way wait, and what the loop has learned stays. Drafters on threads of their own go on.
 
         Raises:
             RuntimeError: the loop has failed meanwhile.
@@ -155,13 +201,24 @@ class EmbeddedCluster:
         self._is_paused = True
         self._target.stop()
         end = self._target.wait_end()
+        self.clock.stop()
         if end != "stopped":
+            self.hang_up()
             raise RuntimeError(f"the embedded target failed: {end}")
 
     def resume(self) -> None:
         """After ``pause``, on a new thread."""
         self._is_paused = False
+        self.clock.start()
         self._target = self._start_target()
+
+    def abort(self) -> None:
+        """After ``pause``: requests under way end with an error."""
+        self.loop.fail_all("the embedded target has stopped")
+
+    def hang_up(self) -> None:
+        """Whoever waits for an answer gets LinkClosed, and so does who asks for another. Drafters are unlinked, too."""
+        self._listener.close()
 
     def start_drafter(self, name: str, entry: PoolEntry) -> None:
         """Also takes the place of a drafter of that name. A companion is one from the beginning: it is only linked again."""
@@ -189,7 +246,25 @@ class EmbeddedCluster:
         Raises:
             LinkClosed, Overloaded: as ``LinkClient.generate``.
         """
+        completing = self.begin(requests, num_alive, num_awaited)
+        completing.ended.result()
+        return list(completing.completions)
+
+    def begin(self, requests: Sequence[Request], num_alive: int | None = None, num_awaited: int | None = None) -> Completing:
+        """``complete`` for who does something else meanwhile, on a thread that lasts until all have ended or ``hang_up``."""
         completions = [Completion() for _ in requests]
+        executor = ThreadPoolExecutor(1, thread_name_prefix="completing")
+        ended = executor.submit(self._complete, requests, completions, num_alive, num_awaited)
+        executor.shutdown(wait=False)
+        return Completing(completions, ended)
+
+    def _complete(
+        self,
+        requests: Sequence[Request],
+        completions: Sequence[Completion],
+        num_alive: int | None,
+        num_awaited: int | None,
+    ) -> None:
         awaited = {id(completion) for completion in completions[:num_awaited]}
         pending = iter(list(zip(requests, completions, strict=True)))
 
@@ -199,7 +274,7 @@ class EmbeddedCluster:
                     async for commit in commits:
                         completion.token_ids.extend(commit.token_ids)
                         completion.commits.append(commit)
-                        completion.arrived_s.append(time.monotonic())
+                        completion.arrived_s.append(self.clock())
                         if not awaited:
                             return
                 awaited.discard(id(completion))
@@ -210,18 +285,18 @@ class EmbeddedCluster:
             await asyncio.gather(*(place() for _ in requests[:num_alive]))
 
         asyncio.run(run())
-        return completions
 
     def close(self) -> None:
         """Raises RuntimeError when the target's loop has failed meanwhile; its own error is in the log."""
         asyncio.run(self.client.close())
         self._target.stop()
-        self._listener.close()
+        self.hang_up()
         for name in tuple(self._drafters):
             self.kill_drafter(name)
         end = self._target.wait_end()
         if end != "stopped":
             raise RuntimeError(f"the embedded target failed: {end}")
+        self.abort()  # the engine may serve others
 
     def __enter__(self) -> Self:
         return self
@@ -259,11 +334,11 @@ class EmbeddedCluster:
         return ClusterStatus(self.model.name, "fixed", status.table_version, (target,), tuple(drafters))
 
     def _start_target(self) -> LoopThread:
-        return LoopThread("target", self.loop, self._mailbox.wake, on_end=self._hang_up)
+        return LoopThread("target", _Resumable(self.loop, self.clock), self._mailbox.wake, on_end=self._on_end)
 
-    def _hang_up(self) -> None:
+    def _on_end(self) -> None:
         if not self._is_paused:
-            self._listener.close()
+            self.hang_up()
 
     def _hello(self, role: Role, name: str) -> Hello:
         return Hello(role, name, self.model.vocab_size, self.model.tokenizer_fingerprint)

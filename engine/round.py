@@ -166,6 +166,11 @@ class TargetLoop:
 
     def run(self, stop: threading.Event, clock: Clock) -> None:
         """Steps until stopped. Whatever the engine raises ends every request with an error and is raised on."""
+        self.run_on(stop, clock)
+        self.fail_all("the target stops")
+
+    def run_on(self, stop: threading.Event, clock: Clock) -> None:
+        """As ``run``, but when stopped it leaves requests under way as they are, for a thread that runs it later."""
         self._clock = clock
         self._last_round = None
         try:
@@ -175,9 +180,18 @@ class TargetLoop:
                     wait_s = IDLE_WAIT_S if report.wake_s is None else max(0.0, report.wake_s - clock())
                     self.mailbox.wait(min(wait_s, IDLE_WAIT_S))
         except BaseException as error:
-            self._fail_all(f"the target failed: {type(error).__name__}: {error}")
+            self.fail_all(f"the target failed: {type(error).__name__}: {error}")
             raise
-        self._fail_all("the target stops")
+
+    def fail_all(self, reason: str) -> None:
+        """Ends requests under way with an error. While no other thread runs the loop."""
+        sequences = self._sequences.snapshot()
+        self._callers.tell(
+            Commit(s.request.id, len(s.token_ids), (), finish=FinishReason.ERROR, error=reason) for s in sequences
+        )
+        for sequence in sequences:
+            self._end(sequence.request.id)
+        self._flush()
 
     def step(self, now_s: float) -> StepReport:
         """Mail, plan, one pass, the word spread of what it committed, and the companions' drafts on top of that."""
@@ -371,15 +385,6 @@ class TargetLoop:
         if sequence is not None:
             self._engine.release(request_id)
             self._pool.release(sequence)
-
-    def _fail_all(self, reason: str) -> None:
-        sequences = self._sequences.snapshot()
-        self._callers.tell(
-            Commit(s.request.id, len(s.token_ids), (), finish=FinishReason.ERROR, error=reason) for s in sequences
-        )
-        for sequence in sequences:
-            self._end(sequence.request.id)
-        self._flush()
 
     def _flush(self) -> None:
         self._pool.flush()

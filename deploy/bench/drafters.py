@@ -17,7 +17,8 @@ from rich.console import Console
 from cluster.config import DrafterConfig
 from deploy.bench.accepted import accepted
 from deploy.bench.draft_cost import draft_cost
-from deploy.bench.pace import AGREEMENT, MAX_PLAIN_RUNS, NEAR, NUM_PLAIN_RUNS, Race, Speedup, Turns
+from deploy.bench.lanes import TURN_S
+from deploy.bench.pace import NEAR, Race, Speedup, Turns
 from deploy.bench.pool import pool
 from deploy.bench.report import BenchOptions, BenchResult, Cell, Table
 from deploy.bench.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
@@ -126,8 +127,9 @@ def _speedups(
 
     def step(batch: int, who: str) -> None:
         tell(f"speed of {who} at batch {batch}")
-        rates = ", ".join(f"{1 / pace.s_per_token:.0f}" for pace in races[batch].step() if pace is not None)
-        tell(f"plain runs: {rates} tokens a second")
+        pairs = races[batch].step()
+        rates = (f"{name} {pair.drafted.tokens_per_s:.0f} and {pair.plain.tokens_per_s:.0f}" for name, pair in pairs.items())
+        tell(f"tokens a second with and without: {', '.join(rates)}")
 
     with ExitStack() as opened:
         for batch, turns_of_batch in turns.items():
@@ -198,9 +200,8 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
             "speed-ups: seconds for a token plainly over those with the drafter, always so many requests under way, prompts "
             "cached before; answers drawn at random from all domains alike, whatever their length. First all drafters, then "
             f"those within {NEAR:.0%} of the best on more answers as long as there is time, at the lower temperature first.",
-            f"the plain target runs {NUM_PLAIN_RUNS} to {MAX_PLAIN_RUNS} times a lap, until the two fastest lie within "
-            f"{AGREEMENT:.0%}; then the second fastest counts, and else the fastest. A drafter runs once: what else the "
-            "machine does can make it slow.",
+            f"the plain target serves the same answers beside each drafter, in turns of {TURN_S} s, each to whoever has "
+            "told fewer tokens: so both meet what else the machine does.",
             "speedup_error: the standard error that the choice of answers and the machine leave; none of a single lap.",
             "best: the largest of the drafters', so a little lucky. t0.8 in a name: at temperature 0.8.",
             "ece, auroc: of the survival of prefixes at K = 7, temperature 0; ece is a mean over the positions, ece_online "

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property, partial
 
 from cluster.config import DrafterConfig
 from cluster.types import ModelInfo, Request, SamplingParams
@@ -44,11 +45,17 @@ class Stable:
         self.info = ModelInfo(model, config.vocab_size, self._max_len, config.eos_token_ids, fingerprint(self._folder))
         num_blocks = MAX_BATCH * (self._max_len // BLOCK_LEN + 1)
         limits = NativeLimits(num_blocks, BLOCK_LEN, MAX_BATCH, MAX_PASS_TOKENS, self._max_len)
-        self.plain = NativeTarget(network, limits)
+        self._make_plain = partial(NativeTarget, network, limits)
+        self.plain = self._make_plain()
         layers = feature_layers(drafters)
         self.target = NativeTarget(network, limits, feature_layers=layers) if layers else self.plain
         self.cost = OnlineCost(measure_cost(self.plain))  # as a served target corrects it
         self._max_new_tokens = max_new_tokens
+
+    @cached_property
+    def rival(self) -> NativeTarget:
+        """The target alone once more, for two that serve the same requests side by side."""
+        return in_own_thread(self._make_plain)
 
     def make(self, drafter: DrafterConfig, clock: Callable[[], float] | None = None) -> Drafter:
         """A new one each time, for most of them learn: nobody shall know an answer from having seen it before."""
@@ -56,7 +63,7 @@ class Stable:
         return in_own_thread(lambda: make_drafter(drafter, self.info, host, clock))
 
     def cache_prompts(self, engine: NativeTarget, requests: Sequence[Request]) -> None:
-        """When one of ``requests`` comes to ``plain`` or ``target``, at most a block of its prompt is computed.
+        """When one of ``requests`` comes to ``engine``, at most a block of its prompt is computed.
 
         Unless too much else has come meanwhile: the cache holds MAX_BATCH requests of the largest length.
         """

@@ -1,6 +1,8 @@
 """Whose speed is compared, and how."""
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,28 +10,13 @@ import pytest
 
 from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
 from cluster.errors import GenerationFailed
-from cluster.types import Commit, Request, SamplingParams
-from deploy.bench.pace import (
-    MAX_PLAIN_RUNS,
-    NUM_PLAIN_RUNS,
-    Pace,
-    Race,
-    Turns,
-    fastest_agree,
-    in_turn,
-    jackknife,
-    laps,
-    measured,
-    near_best,
-    pace_of,
-    plain_pace,
-    ratio,
-    sample,
-)
-from deploy.bench.stable import Stable
-from deploy.embedded import Completion
+from cluster.types import Request, SamplingParams
+from deploy.bench import lanes
+from deploy.bench.lanes import Pace, ServedLane
+from deploy.bench.pace import Pair, Race, Speedup, Turns, jackknife, laps, near_best, ratio, sample
+from deploy.bench.stable import Stable, as_request
 from drafters.ngram import NgramDrafter
-from drafters.protocol import Demand, Draft
+from drafters.protocol import Demand, Draft, Drafter
 from drafters.replay import Recording
 from engine.kv_cache import BLOCK_LEN
 from engine.native import NativeTarget
@@ -37,6 +24,8 @@ from engine.target import SpanInput, SpanOutcome
 from profiler.prompts import choose_prompts
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_model
+
+NGRAM = DrafterConfig(name="ngram", options=NgramOptions())
 
 
 def recordings(**lens: tuple[int, ...]) -> list[Recording]:
@@ -81,66 +70,22 @@ def test_of_few_answers_there_are_fewer_laps() -> None:
     assert lens(30, 1) == [(3, 0)] * 5
 
 
-def completion(start_s: float, *lens: int) -> Completion:
-    """A commit a second."""
-    commits = [Commit("r", 0, (7,) * num) for num in lens]
-    return Completion([], commits, [start_s + i for i in range(len(lens))])
-
-
-def test_a_lap_is_measured_until_its_last_answer_ends() -> None:
-    """The second takes the first's place; of the last, which is only company, counts what came until then."""
-    completions = [completion(0.0, 1, 2), completion(0.5, 1, 1), completion(2.0, 1, 3, 3), completion(2.5, 1, 5, 9, 9)]
-    assert pace_of(completions, 2, 3) == Pace(2 + 1 + (1 + 3 + 3) + (1 + 5), 4.0 - 0.5)
-
-
-def test_answers_that_end_with_their_first_commit_are_not_measured() -> None:
-    assert pace_of([completion(0.0, 1), completion(0.0, 1)], 2, 2) is None
-    assert pace_of([], 2, 0) is None
+def pairs(*seconds: tuple[float, float], num_tokens: int = 100) -> list[Pair]:
+    return [Pair(Pace(num_tokens, plain_s), Pace(num_tokens, drafted_s)) for plain_s, drafted_s in seconds]
 
 
 def test_the_speed_up_is_that_of_all_answers_together() -> None:
     """A long answer counts for more than a short one; a lap that held more tokens took longer for that."""
-    plain = [Pace(100, 10.0), Pace(10, 1.0)]
-    assert ratio(measured(plain, [Pace(100, 5.0), Pace(10, 1.0)])) == pytest.approx(11.0 / 6.0)
-    assert ratio(measured(plain, [Pace(110, 5.5), Pace(10, 1.0)])) == pytest.approx(11.0 / 6.0)
-
-
-def test_a_lap_that_either_could_not_be_measured_in_does_not_count() -> None:
-    plain = [Pace(100, 10.0), None, Pace(10, 1.0)]
-    assert measured(plain, [Pace(100, 5.0), Pace(9, 3.0)]) == [(plain[0], Pace(100, 5.0))]
-    assert measured(plain, [None, None]) == []
+    short = Pair(Pace(10, 1.0), Pace(10, 1.0))
+    assert ratio([*pairs((10.0, 5.0)), short]) == pytest.approx(11.0 / 6.0)
+    assert ratio([Pair(Pace(100, 10.0), Pace(110, 5.5)), short]) == pytest.approx(11.0 / 6.0)
 
 
 def test_the_error_is_that_of_the_choice_of_answers() -> None:
-    plain = [Pace(100, 10.0)] * 4
-    assert jackknife(measured(plain, [Pace(100, 5.0)] * 4)) == pytest.approx(0.0)
-    error = jackknife(measured(plain, [Pace(100, 5.0), Pace(100, 10.0)] * 2))
+    assert jackknife(pairs((10.0, 5.0)) * 4) == pytest.approx(0.0)
+    error = jackknife(pairs((10.0, 5.0), (10.0, 10.0)) * 2)
     assert error == pytest.approx(0.257, abs=0.01)  # of the seconds: 2.5 / sqrt(3) / 7.5, times the ratio 1.33
-    assert jackknife(measured(plain[:1], [Pace(100, 5.0)])) is None
-
-
-def test_everybody_has_a_turn_and_plain_three_in_an_order_that_changes() -> None:
-    orders = [in_turn(["a", "b", "c", "d"], number) for number in range(6)]
-    assert all(sorted(order, key=str) == [None, None, None, "a", "b", "c", "d"] for order in orders)
-    assert len({order[0] for order in orders}) >= 4, "nobody is always the first"
-    assert orders[0] == [None, "a", None, "b", None, "c", "d"]
-
-
-SLOW, USUAL, QUICK = Pace(100, 20.0), Pace(110, 11.0), Pace(200, 19.0)
-
-
-def test_of_plain_runs_that_were_disturbed_in_part_one_counts_that_was_not() -> None:
-    assert plain_pace([SLOW, USUAL, QUICK]) == USUAL
-    assert plain_pace([SLOW, Pace(100, 30.0), QUICK, SLOW, USUAL]) == USUAL
-    assert plain_pace([SLOW, USUAL, SLOW]) == USUAL, "the only one"
-    assert plain_pace([USUAL, None, QUICK]) is None
-    assert plain_pace([]) is None
-
-
-def test_plain_runs_agree_when_the_two_fastest_do() -> None:
-    assert fastest_agree([SLOW, USUAL, QUICK])
-    assert not fastest_agree([SLOW, USUAL, SLOW])
-    assert not fastest_agree([USUAL])
+    assert jackknife(pairs((10.0, 5.0))) is None
 
 
 def test_those_near_the_best_are_measured_on() -> None:
@@ -162,66 +107,133 @@ def test_what_could_not_be_measured_has_no_speed_up(tmp_path: Path) -> None:
         assert race.speedups() == {}
 
 
-@pytest.mark.parametrize(
-    ("plain_s", "num_runs", "expected"),
-    [
-        ((10.0, 10.5, 25.0), NUM_PLAIN_RUNS, 10.5),
-        ((10.0, 20.0, 25.0, 19.0, 10.5), 5, 10.5),
-        ((10.0, 20.0, 25.0, 19.0, 18.0, 22.0, 16.0), MAX_PLAIN_RUNS, 10.0),
-    ],
-)
-def test_plain_runs_are_repeated_until_two_agree_and_then_it_is_enough(
-    plain_s: Sequence[float], num_runs: int, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The drafter runs after the first three, and takes 5 seconds."""
-    folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
-    ngram = DrafterConfig(name="ngram", options=NgramOptions())
-    stable = Stable(str(folder), [ngram], 8)
-    (part,) = stable.record(choose_prompts((), 9), [0.0])
-    race = Race(stable, [ngram], part[0.0], 1, Turns(1, 1))
-    runs = iter((*plain_s[:NUM_PLAIN_RUNS], 5.0, *plain_s[NUM_PLAIN_RUNS:]))
-    monkeypatch.setattr("deploy.bench.pace._Served.measure", lambda *_: Pace(100, next(runs)))
-    paces = race.step()
-    race.close()
-    assert [pace.seconds for pace in paces if pace is not None] == list(plain_s[:num_runs])
-    assert race.speedups()["ngram"].value == expected / 5.0
-
-
 class _Failing(NgramDrafter):
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
         raise FloatingPointError("no draft")
 
 
-def test_a_drafter_that_fails_is_not_measured_as_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
-    ngram = DrafterConfig(name="ngram", options=NgramOptions())
-    stable = Stable(str(folder), [ngram], 8)
-    (part,) = stable.record(choose_prompts((), 9), [0.0])
+@pytest.fixture
+def stable(tmp_path: Path) -> Stable:
+    return Stable(str(write_tiny_model(tmp_path / "target", max_position_embeddings=2048)), [NGRAM], 8)
+
+
+def recorded(stable: Stable, num: int) -> list[Recording]:
+    (part,) = stable.record(choose_prompts((), num), [0.0])
+    return list(part[0.0])
+
+
+def test_a_drafter_that_fails_is_not_measured_as_slow(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = recorded(stable, 9)
     monkeypatch.setattr(stable, "make", lambda *_: _Failing())
     with pytest.raises(GenerationFailed, match="the drafter failed"):
-        Race(stable, [ngram], part[0.0], 1, Turns(1, 1))
+        Race(stable, [NGRAM], known, 1, Turns(1, 1))
 
 
-def test_prompts_are_computed_once_for_all_who_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
+def test_an_engine_that_fails_in_its_turn_ends_the_race(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+    race = Race(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
+
+    def fail(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        raise FloatingPointError("the device is gone")
+
+    monkeypatch.setattr(stable, "cache_prompts", lambda *_: None)
+    monkeypatch.setattr(stable.plain, "execute", fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        race.step()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        race.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("completing")]
+
+
+def test_the_plain_target_is_slow_and_the_drafter_fast(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the other way round."""
+    race = Race(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
+
+    def end(lane: ServedLane) -> Pace:
+        lane.served.cluster.abort()
+        return Pace(100, 10.0 if lane.served.drafter is None else 5.0)
+
+    monkeypatch.setattr(ServedLane, "end", end)
+    assert race.step() == {"ngram": Pair(Pace(100, 10.0), Pace(100, 5.0))}
+    race.close()
+    assert race.speedups() == {"ngram": Speedup(2.0, None, 3)}
+
+
+def test_a_drafters_clock_stands_still_in_the_turns_of_others(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It learns from seconds how long a round takes."""
+    clocks = []
+    make = stable.make
+
+    def made(config: DrafterConfig, clock: Callable[[], float]) -> Drafter:
+        clocks.append(clock)
+        return make(config, clock)
+
+    monkeypatch.setattr(stable, "make", made)
+    race = Race(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
+    (clock,) = clocks
+    shown_s, now_s = clock(), time.monotonic()
+    assert shown_s < now_s
+    assert clock() == shown_s
+    race.step()
+    assert shown_s < clock() < shown_s + time.monotonic() - now_s
+    race.close()
+
+
+def test_nothing_is_left_where_answers_took_many_turns(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of about a pass; the same answers as in one."""
+    known = recorded(stable, 24)
+    told: dict[str, list[int]] = {}
+    end = ServedLane.end
+
+    def ended(lane: ServedLane) -> Pace | None:
+        for r, completion in zip(lane.requests[: lane.num_measured], lane.completing.completions, strict=False):
+            told.setdefault(r.id, []).extend(completion.token_ids)
+        return end(lane)
+
+    num_turns = 0
+    take_turn = ServedLane.take_turn
+
+    def taken(lane: ServedLane, turn_s: float) -> None:
+        nonlocal num_turns
+        num_turns += 1
+        take_turn(lane, turn_s)
+
+    monkeypatch.setattr(lanes, "TURN_S", 0.002)
+    monkeypatch.setattr(ServedLane, "end", ended)
+    monkeypatch.setattr(ServedLane, "take_turn", taken)
+    race = Race(stable, [NGRAM], known, 2, Turns(2, 2))
+    while not race.is_over:
+        assert set(race.step()) == {"ngram"}
+    race.close()
+    assert num_turns > 2 * len(told), "what was paused was under way"
+    expected = {as_request(r).id: list(r.output_token_ids) for r in known}
+    for request_id, token_ids in told.items():
+        assert token_ids in (expected[request_id], 2 * expected[request_id])  # served before, or by both
+    for engine in (stable.plain, stable.rival):
+        assert engine.capacity().num_free_blocks == engine.capacity().num_blocks
+        engine.check_integrity()
+
+
+def test_prompts_are_computed_once_for_all_who_race(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = [DrafterConfig(name=name, options=NgramOptions()) for name in ("a", "b")]
-    stable = Stable(str(folder), configs, 8)
-    (part,) = stable.record(choose_prompts((), 24), [0.0])
-    unknown = [replace(recording, prompt_token_ids=recording.prompt_token_ids[::-1]) for recording in part[0.0]]
+    unknown = [replace(recording, prompt_token_ids=recording.prompt_token_ids[::-1]) for recording in recorded(stable, 24)]
     race = Race(stable, configs, unknown, 2, Turns(2, 2))
     num_computed: list[int] = []
-    execute, cache_prompts = stable.plain.execute, stable.cache_prompts
+    cache_prompts = stable.cache_prompts
 
-    def counted(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
-        num_computed.extend(len(span.token_ids) for span in spans if not span.is_decode)
-        return execute(spans)
+    def counting(execute: Callable[[Sequence[SpanInput]], list[SpanOutcome]]) -> Callable[..., list[SpanOutcome]]:
+        def counted(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+            num_computed.extend(len(span.token_ids) for span in spans if not span.is_decode)
+            return execute(spans)
+
+        return counted
 
     def cached(engine: NativeTarget, requests: Sequence[Request]) -> None:
         cache_prompts(engine, requests)
         assert max(num_computed) > BLOCK_LEN
         num_computed.clear()
 
-    monkeypatch.setattr(stable.plain, "execute", counted)
+    for engine in (stable.plain, stable.rival):
+        monkeypatch.setattr(engine, "execute", counting(engine.execute))
     monkeypatch.setattr(stable, "cache_prompts", cached)
     while not race.is_over:
         race.step()

@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from actors.gateway import LinkClient
 from cluster.config import DrafterConfig, NgramOptions
 from cluster.errors import LinkClosed, Overloaded
 from cluster.types import Commit, FinishReason, Request, SamplingParams
-from deploy.embedded import EmbeddedCluster, PoolEntry
+from deploy.embedded import Completing, EmbeddedCluster, PoolEntry
 from drafters.roster import RosterLimits
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
@@ -83,6 +84,68 @@ def test_a_cluster_that_rested_goes_on_with_what_it_knows(cluster: EmbeddedClust
     assert [tuple(c.token_ids) for c in cluster.complete(requests)] == [plain_run(r) for r in requests]
     assert cluster.loop.telemetry.drafter("a").num_accepted > known > 0
     cluster.pause()  # and may be closed like that
+
+
+class _Halting(ToyTarget):
+    """Its fifth pass lasts until the thread that makes it is asked to stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halts, self.stop = threading.Event(), threading.Event()
+        self._num_passes = 0
+
+    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        self._num_passes += 1
+        if self._num_passes == 5:
+            self.halts.set()
+            assert self.stop.wait(30.0)
+        return super().execute(spans)
+
+
+@pytest.fixture
+def paused() -> Iterator[tuple[EmbeddedCluster, Request, Completing]]:
+    """A cluster that was paused when a request had some of its tokens."""
+    engine = _Halting()
+    with EmbeddedCluster(engine, MODEL, COST, {}) as cluster:
+        engine.stop = cluster._target._stop
+        completing = cluster.begin([request(1)])
+        assert engine.halts.wait(30.0)
+        cluster.pause()
+        yield cluster, request(1), completing
+
+
+def test_a_request_outlasts_a_pause_in_which_the_clock_stands_still(
+    paused: tuple[EmbeddedCluster, Request, Completing],
+) -> None:
+    cluster, wanted, completing = paused
+    stood_s = cluster.clock()
+    wait([completing.ended], 0.1)
+    assert cluster.clock() == stood_s
+    assert not completing.ended.done()
+    cluster.resume()
+    completing.ended.result(30.0)
+    (completion,) = completing.completions
+    assert tuple(completion.token_ids) == plain_run(wanted)
+    assert completion.arrived_s == sorted(completion.arrived_s)
+    assert stood_s < completion.arrived_s[-1] <= cluster.clock()
+
+
+def test_what_is_under_way_in_a_pause_can_be_aborted(paused: tuple[EmbeddedCluster, Request, Completing]) -> None:
+    cluster, wanted, completing = paused
+    cluster.abort()
+    completing.ended.result(30.0)
+    (completion,) = completing.completions
+    assert completion.commits[-1].finish is FinishReason.ERROR
+    cluster.resume()
+    assert tuple(cluster.complete([wanted])[0].token_ids) == plain_run(wanted)
+
+
+def test_who_waits_for_a_cluster_that_hangs_up_hears_so(cluster: EmbeddedCluster) -> None:
+    cluster.pause()
+    completing = cluster.begin([request(1)])
+    cluster.hang_up()
+    with pytest.raises(LinkClosed):
+        completing.ended.result(30.0)
 
 
 def test_places_that_fall_free_are_taken_until_the_awaited_have_ended(cluster: EmbeddedCluster) -> None:
