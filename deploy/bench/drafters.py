@@ -83,7 +83,7 @@ def run(options: BenchOptions) -> BenchResult:
 
     def tell(what: str) -> None:
         minutes, seconds = divmod(int(elapsed_s()), 60)
-        console.print(f"drafters: {minutes}:{seconds:02} {what}", highlight=False)
+        console.print(f"drafters: {minutes}:{seconds:02} {what}", highlight=False, soft_wrap=True)
 
     configs = pool(options.model)
     stable = in_own_thread(lambda: Stable(options.model, configs, effort.num_new_tokens))
