@@ -1,7 +1,7 @@
 """Requests served by a target and a drafter in turns with others, and the seconds that they took of their own."""
 
-import concurrent.futures
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from drafters.protocol import Drafter
 from router.planner import StepPlanner
 
 DRAFT_LEN = 7
-TURN_S = 0.5  # some passes of a large batch; and much less than another process takes the machine for
+TURN_S = 0.5  # some passes of a large batch; and much less than bursts of other tenants, of some ten seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class ServedLane:
 
     def take_turn(self, turn_s: float) -> None:
         self.served.cluster.resume()
-        concurrent.futures.wait([self.completing.ended], turn_s)
+        wait([self.completing.ended], turn_s)
         self.served.cluster.pause()
 
     def give_up(self) -> None:
