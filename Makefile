@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 # What to serve: make serve CONFIG=deploy/examples/one-node-8gpu.yaml
 CONFIG ?=
 
-.PHONY: setup serve test check proto
+.PHONY: setup serve test test-local test-ray check proto
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed $(VENV)/.model
@@ -34,9 +34,16 @@ $(VENV)/.model: $(VENV)/.installed
 serve: setup
 	exec $(BIN)/outrider serve $(CONFIG)
 
-# Everything that runs on any machine. Redis tests need a server's program, not a running server.
-test: setup
-	$(BIN)/pytest -m 'not gpu and not vllm and not browser$(if $(shell command -v redis-server), , and not redis)'
+# Everything that runs on any machine. Redis tests need a server's program, not a running server. Tests that start no Ray
+# cluster run in two processes; their products are single-threaded (tests/conftest.py). Arguments of pytest: ARGS=-x
+EXCLUDED := not gpu and not vllm and not browser$(if $(shell command -v redis-server),, and not redis)
+test: test-local test-ray
+
+test-local: setup
+	$(BIN)/pytest -m '$(EXCLUDED) and not ray' --numprocesses 2 --dist worksteal --durations 20 $(ARGS)
+
+test-ray: setup
+	$(BIN)/pytest -m '$(EXCLUDED) and ray' --durations 20 $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
 """``outrider chat``: a chat in the terminal that shows which words were drafted."""
 
+import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from difflib import get_close_matches
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy.chat_client import ChatFailed, Conversation, Summary, connect, served_model
+from deploy.word_wrap import Run, WordWrapper
 
 HELP = """\
 /reset            forget the conversation
@@ -78,20 +80,31 @@ class Terminal:
 
     def _answer(self, line: str) -> None:
         self._conversation.last = None
+        wrapper = WordWrapper()
+        ended: Text | None = None
         with closing(self._conversation.ask(line)) as pieces:
             try:
                 for piece in pieces:
-                    text = Text(printable(piece.text), style=self._palette.style(piece.drafter))
-                    self._console.print(text, end="", soft_wrap=True)
+                    self._write(wrapper.feed(printable(piece.text), self._palette.style(piece.drafter), self._width))
             except KeyboardInterrupt:
-                self._note("\n(ended)")
-                return
+                ended = Text("(ended)", style="dim")
             except ChatFailed as error:
-                self._console.print(Text(f"\n{error}", style="red"))
-                return
+                ended = Text(str(error), style="red")
+        self._write(wrapper.finish(self._width))
         self._console.print()
-        if self._conversation.last is not None:
+        if ended is not None:
+            self._console.print(ended)
+        elif self._conversation.last is not None:
             self._console.print(self._status_line(self._conversation.last))
+
+    @property
+    def _width(self) -> int:
+        """Of a line now: terminals are resized, and a file has lines of any length."""
+        return self._console.width if self._console.is_terminal else sys.maxsize
+
+    def _write(self, runs: Iterator[Run]) -> None:
+        for text, style in runs:
+            self._console.print(Text(text, style=style), end="", soft_wrap=True)
 
     def _status_line(self, summary: Summary) -> Text:
         acceptance = summary.acceptance

@@ -84,11 +84,15 @@ def config(file: ConfigFile = None) -> None:
 def chat(
     url: Url = "http://127.0.0.1:8000",
     api_key: ApiKey = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="how the model is to speak")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="the system message", show_default="none")] = None,
     drafting: Annotated[str, typer.Option(metavar="NAME", help="auto, off, or a drafter")] = "auto",
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="of an answer")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, max=2)] = None,
-    seed: Annotated[int | None, typer.Option(min=0)] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="of an answer", show_default="what fits, at most 2048")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, metavar="NUMBER", help="of sampling; 0 is greedy")] = 0.3,
+    seed: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="of sampling", show_default="another for each answer")
+    ] = None,
 ) -> None:
     """Chat in the terminal; drafted words are coloured, and every answer ends with its acceptance."""
     from deploy.chat import chat as converse
@@ -108,11 +112,11 @@ def chat(
 def status(
     url: Url = "http://127.0.0.1:8000",
     api_key: ApiKey = None,
-    once: Annotated[bool, typer.Option("--once", help="print it and exit")] = False,
+    once: Annotated[bool, typer.Option("--once", help="print one snapshot and exit, as a pipe or a file gets")] = False,
     json: Annotated[bool, typer.Option("--json", help="one JSON object a line, for programs")] = False,
-    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="between two looks")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="between two updates")] = 1.0,
 ) -> None:
-    """A live table of targets, drafters, requests and acceptance; Ctrl-C ends it."""
+    """Show targets, drafters, requests and acceptance: live on a terminal until Ctrl-C, once elsewhere."""
     from rich.console import Console
 
     from deploy.status import watch
@@ -166,17 +170,15 @@ def bench(
     ] = None,
 ) -> None:
     """Measure: a table on stderr, one JSON object with the figures on stdout."""
-    from rich.console import Console
-
     from deploy.bench import find_bench
-    from deploy.bench.report import BenchOptions, Expectation, failures, print_result, write_json
+    from deploy.bench.report import BenchOptions, Expectation, failures, print_result, table_console, write_json
     from engine.cpu_setup import configure_cpu
 
     configure_cpu()
     run = find_bench(name).load()
     expectations = [Expectation.parse(text) for text in expect or ()]
     result = run(BenchOptions(quick, (*(prompts or ()), *(more_prompts or ())), model, recording, data, live))
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
+    console = table_console()
     print_result(result, console)
     write_json(result, json)
     unmet = failures(result, expectations)
@@ -288,16 +290,11 @@ def list_unless_asked(context: typer.Context) -> None:
 @models.command("list")
 def list_models() -> None:
     """Which there are, and whether they are ready."""
-    from rich.console import Console
-    from rich.table import Table
-
     from engine.models.prepare import CATALOGUE, model_folder, state_of
 
-    table = Table("name", "state", "model", caption="A Hugging Face folder of the Llama family serves as well.")
-    table.add_column("folder", overflow="fold")
     for model in CATALOGUE.values():
-        table.add_row(model.name, state_of(model.name), model.summary, str(model_folder(model.name)))
-    Console().print(table)
+        print(f"{model.name}  {state_of(model.name)}\n    {model.summary}\n    {model_folder(model.name)}")
+    print("\nA Hugging Face folder of the Llama family serves as well.")
 
 
 @models.command()

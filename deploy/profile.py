@@ -1,6 +1,5 @@
 """``outrider profile``: measure, show, draw and store what the target and the drafters of a configuration cost here."""
 
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +11,7 @@ from cluster.config import Config
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.state import open_store
+from deploy.bench.report import table_console
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu
 from engine.models.config import load_config
@@ -36,7 +36,7 @@ def run(config: Config, plot: Path, quick: bool) -> None:
     from deploy.profiling import ProfileEffort, measure_profile
     from engine.loading import identity_of
 
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
+    console = table_console()
     store = open_store(config.cluster.state, config.cluster.namespace)
     try:
         usable_profile(store, identity_of(config))  # says why, where there is one that is of no use

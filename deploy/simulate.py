@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cluster.errors import InvalidField
-from deploy.bench.report import BenchResult, Expectation, Table, failures, print_result, write_json
+from deploy.bench.report import BenchResult, Expectation, Table, failures, print_result, table_console, write_json
 from profiler.simulator import serving, specrouter, spin
 from profiler.simulator.plots import plot
 from profiler.simulator.scenario import ServingScenario, SpecRouterScenario, SpinScenario, read_scenario
@@ -54,7 +54,7 @@ def run(
         OutriderError: there is no such scenario, it cannot be used, or a file cannot be written.
     """
     path = find(scenario)
-    console = Console(stderr=True, width=160)
+    console = table_console()
     study = simulated(path, console, quick, data)
     picture = picture or Path(f"outrider-{path.stem}.png")
     if study.panels:

@@ -1,4 +1,4 @@
-"""``outrider status``: what targets and drafters are doing, as a table that keeps itself up to date."""
+"""``outrider status``: what targets and drafters are doing, live on a terminal, once elsewhere. Laid out for 80 columns."""
 
 import time
 from collections.abc import Iterator
@@ -34,12 +34,14 @@ class StatusUnavailable(OutriderError):
 
 
 def watch(url: str, api_key: str | None, *, once: bool, json: bool, interval_s: float, console: Console) -> None:
-    """Show the status of the server at ``url`` every ``interval_s`` until Ctrl-C, or once.
+    """Show the status of the server at ``url``.
 
-    As a live table, or with ``json`` as one JSON object a line. A server that goes away while it is watched is waited for.
+    With ``json``, prints one JSON object a line. Otherwise prints tables: once with ``once`` or where ``console`` cannot
+    move its cursor (a pipe, a file, a dumb terminal), else updated in place. Repeats every ``interval_s`` until Ctrl-C. The
+    live tables wait for a server that goes away.
 
     Raises:
-        StatusUnavailable: nobody answers at the start.
+        StatusUnavailable: no server answers at the start, or with ``json`` at any time.
     """
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     with (
@@ -49,7 +51,7 @@ def watch(url: str, api_key: str | None, *, once: bool, json: bool, interval_s: 
         first = fetch(client)
         if json:
             _print_lines(client, first, once, interval_s, console)
-        elif once:
+        elif once or not console.is_terminal or console.is_dumb_terminal:
             console.print(render(first))
         else:
             with Live(render(first), console=console, auto_refresh=False) as live:
@@ -109,12 +111,19 @@ def _pictures(client: httpx.Client, first: ClusterStatus, interval_s: float) -> 
 
 def render(status: ClusterStatus, before: ClusterStatus | None = None) -> RenderableType:
     """The status for people; with the one before it also the acceptance of the time between them."""
-    title = Text.assemble(
-        (status.model, "bold"),
-        f"   routed by {status.policy}, table {status.table_version}   {_acceptance(status.drafters)}",
+    title = Text.assemble((status.model, "bold"), f", routed by {status.policy} (table {status.table_version})")
+    blank = Text("")
+    return Group(
+        title,
+        Text(_acceptance(status.drafters)),
+        blank,
+        _targets(status.targets),
+        blank,
+        _drafters(status.drafters, before.drafters if before else ()),
+        blank,
+        _processes(status.drafters),
+        *(_reason(drafter) for drafter in status.drafters if drafter.reason is not None),
     )
-    tables = (_targets(status.targets), _drafters(status.drafters, before.drafters if before else ()))
-    return Group(title, *tables, *(_reason(drafter) for drafter in status.drafters if drafter.reason is not None))
 
 
 def _reason(drafter: DrafterStatus) -> Text:
@@ -124,14 +133,16 @@ def _reason(drafter: DrafterStatus) -> Text:
 def _acceptance(drafters: tuple[DrafterStatus, ...]) -> str:
     num_proposed = sum(drafter.num_proposed for drafter in drafters)
     num_accepted = sum(drafter.num_accepted for drafter in drafters)
-    return f"{_share(num_accepted, num_proposed)} of {num_proposed:,} verified drafts accepted"
+    if not num_proposed:
+        return "no draft token verified yet"
+    return f"{_share(num_accepted, num_proposed)} of {num_proposed:,} verified draft tokens accepted"
 
 
 def _targets(targets: tuple[TargetStatus, ...]) -> Table:
     table = _table("target", "state", "running", "waiting", "KV cache", "tokens/s", "pass ms")
     for target in targets:
         table.add_row(
-            target.name,
+            Text(target.name),
             _state(target.state),
             f"{target.num_running}",
             f"{target.num_waiting}",
@@ -143,30 +154,37 @@ def _targets(targets: tuple[TargetStatus, ...]) -> Table:
 
 
 def _drafters(drafters: tuple[DrafterStatus, ...], before: tuple[DrafterStatus, ...]) -> Table:
-    counted = any(drafter.num_bytes is not None for drafter in drafters)
-    memory = ("memory", "loads") if counted else ()
-    table = _table("drafter", "state", "requests", "verified", "accepted", "just now", "reply ms", "restarts", *memory)
+    """What they draft, and how much of it is right."""
+    table = _table("drafter", "state", "requests", "verified", "accepted", "just now", "reply ms")
     earlier = {drafter.name: drafter for drafter in before}
     for drafter in drafters:
         table.add_row(
-            drafter.name if drafter.kind == drafter.name else f"{drafter.name} [dim]({drafter.kind})[/]",
+            Text(drafter.name),
             _state(drafter.state),
             f"{drafter.num_requests}",
             f"{drafter.num_proposed:,}",
             _share(drafter.num_accepted, drafter.num_proposed),
             _just_now(drafter, earlier.get(drafter.name)),
             UNKNOWN if drafter.reply_ms is None else f"{drafter.reply_ms:.1f}",
-            f"{drafter.num_restarts}",
-            *((_memory(drafter), f"{drafter.num_loads}") if counted else ()),
         )
     return table
 
 
-def _memory(drafter: DrafterStatus) -> str:
-    """How much it takes, and of which kind of device."""
-    if drafter.device is None or not drafter.num_bytes:
-        return UNKNOWN
-    return f"{drafter.num_bytes / 2**30:.2f} GB {drafter.device.rpartition('/')[2]}"
+def _processes(drafters: tuple[DrafterStatus, ...]) -> Table:
+    """What they are, and what their processes take and went through."""
+    table = _table("drafter", "kind", "restarts", "loads", "memory", "device")
+    for drafter in drafters:
+        counted = drafter.num_bytes is not None
+        loaded = drafter.device is not None and bool(drafter.num_bytes)
+        table.add_row(
+            Text(drafter.name),
+            drafter.kind,
+            f"{drafter.num_restarts}",
+            f"{drafter.num_loads}" if counted else UNKNOWN,
+            f"{drafter.num_bytes / 2**30:.2f} GB" if loaded else UNKNOWN,
+            drafter.device.rpartition("/")[2] if loaded else UNKNOWN,
+        )
+    return table
 
 
 def _just_now(drafter: DrafterStatus, before: DrafterStatus | None) -> str:
@@ -185,7 +203,8 @@ def _state(state: str) -> Text:
 
 
 def _table(*columns: str) -> Table:
+    """The first column takes what the others leave: a long name is folded, a number is never cut."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
+        table.add_column(column, justify="left" if i < 2 else "right", no_wrap=i > 0, overflow="fold")
     return table

@@ -19,7 +19,18 @@ configure_cpu()  # at the level that OUTRIDER_CPU names, before any test compute
 factory.LOCAL.encodes = True  # what could not travel is found out by every test that sends it within the process
 
 MODEL = "smollm2-135m"
+SUITES = ("unit", "contract")  # in this order; then the others
 DATA_VARIABLE = "OUTRIDER_DATA"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The quick first: unit tests, contracts, and at the end whatever starts a Ray cluster. Within each as collected."""
+    order = {suite: i for i, suite in enumerate(SUITES)}
+
+    def rank(item: pytest.Item) -> tuple[bool, int]:
+        return item.get_closest_marker("ray") is not None, order.get(item.path.parent.name, len(SUITES))
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")

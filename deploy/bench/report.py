@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -101,11 +102,16 @@ class BenchResult:
         return json.dumps(asdict(self), allow_nan=False, ensure_ascii=False)
 
 
+def table_console() -> Console:
+    """Stderr, as wide as its terminal; elsewhere wide enough for every table."""
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 160)
+
+
 def print_result(result: BenchResult, console: Console) -> None:
     for table in (*result.tables, _figures_table(result)):
         rich_table = RichTable(title=table.title, title_justify="left")
         for i, column in enumerate(table.columns):
-            rich_table.add_column(column, justify="left" if i == 0 else "right")
+            rich_table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
         for row in table.rows:
             rich_table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
         console.print(rich_table)

@@ -57,8 +57,9 @@ def _is(process: psutil.Process, name: str) -> bool:
 
 @pytest.fixture
 def server(tiny_model_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    """Not started."""
-    server = ServerProcess(small_config(str(tiny_model_folder), tmp_path))
+    """Not started; of one drafter."""
+    config = small_config(str(tiny_model_folder), tmp_path)
+    server = ServerProcess(config.model_copy(update={"drafters": config.drafters[:1]}))
     try:
         yield server
     finally:

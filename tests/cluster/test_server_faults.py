@@ -1,37 +1,45 @@
 """Processes of the real server are killed while it streams, the one that is missed most the last."""
 
+from collections.abc import Mapping
+
 import openai
 import pytest
 
 from deploy.bench.server import ServerProcess
-from tests.support.streaming import MODEL, another_takes_over, run
+from tests.support.streaming import MODEL, another_takes_over, run, undrafted
 from tests.support.waiting import eventually, gauge
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
 
-def test_killed_drafters_change_no_token_and_come_back(server: ServerProcess) -> None:
-    plain = run(server, kill=None)
-    assert not plain.errors
+Texts = Mapping[int, str]
+
+
+@pytest.fixture(scope="module")
+def plain(server: ServerProcess) -> Texts:
+    return undrafted(server)
+
+
+def test_killed_drafters_change_no_token_and_come_back(server: ServerProcess, plain: Texts) -> None:
     with server.client() as http:
         restarts = gauge(http, "outrider_drafter_restarts")
         disturbed = run(server, kill="DrafterActor")
-        assert (disturbed.texts, disturbed.errors) == (plain.texts, {})
+        assert (disturbed.texts, disturbed.errors) == (plain, {})
         eventually(lambda: gauge(http, "outrider_drafter_restarts") == restarts + 2)
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
         verified = gauge(http, "outrider_drafter_verified", "ngram")
-        assert run(server, kill=None).texts == plain.texts
+        assert run(server).texts == plain
         assert gauge(http, "outrider_drafter_verified", "ngram") > verified, "the new process does not draft"
 
 
-def test_without_a_router_the_last_table_serves_and_another_takes_over(server: ServerProcess) -> None:
-    another_takes_over(server, "RouterActor")
+def test_without_a_router_the_last_table_serves_and_another_takes_over(server: ServerProcess, plain: Texts) -> None:
+    another_takes_over(server, "RouterActor", plain)
 
 
-def test_a_supervisor_that_is_killed_finds_its_members_again(server: ServerProcess) -> None:
+def test_a_supervisor_that_is_killed_finds_its_members_again(server: ServerProcess, plain: Texts) -> None:
     target, drafters = server.workers("TargetActor")[0].pid, [p.pid for p in server.workers("DrafterActor")]
     disturbed = run(server, kill="PoolSupervisor")
-    assert not disturbed.errors
+    assert (disturbed.texts, disturbed.errors) == (plain, {})
     with server.client() as http:
         eventually(lambda: gauge(http, "outrider_target_ready") == 1 and gauge(http, "outrider_drafter_ready") == 2)
     assert [p.pid for p in server.workers("TargetActor")] == [target]
@@ -42,8 +50,7 @@ def test_a_supervisor_that_is_killed_finds_its_members_again(server: ServerProce
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
 
 
-def test_a_killed_target_ends_its_streams_with_an_error_and_serves_again(server: ServerProcess) -> None:
-    plain = run(server, kill=None)
+def test_a_killed_target_ends_its_streams_with_an_error_and_serves_again(server: ServerProcess, plain: Texts) -> None:
     killed = run(server, kill="TargetActor", max_tokens=400)
     assert not killed.texts
     assert {type(error) for error in killed.errors.values()} == {openai.APIError}
@@ -57,4 +64,4 @@ def test_a_killed_target_ends_its_streams_with_an_error_and_serves_again(server:
             return http.post("/v1/completions", json=body).status_code == 200
 
         eventually(answers)
-    assert run(server, kill=None).texts == plain.texts
+    assert run(server).texts == plain

@@ -18,6 +18,7 @@ class Streamed:
 
     url: str
     max_tokens: int
+    drafting: str = "auto"
     texts: dict[int, str] = field(default_factory=dict)
     errors: dict[int, openai.OpenAIError] = field(default_factory=dict)
     flowing: list[threading.Event] = field(default_factory=list)
@@ -47,7 +48,7 @@ class Streamed:
                     temperature=0.8 * (i % 2),
                     seed=i,
                     stream=True,
-                    extra_body={"ignore_eos": True},
+                    extra_body={"ignore_eos": True, "drafting": self.drafting},
                 )
                 pieces = []
                 for chunk in stream:
@@ -59,9 +60,9 @@ class Streamed:
                 self.errors[i] = error
 
 
-def run(server: ServerProcess, kill: str | None, max_tokens: int = 80) -> Streamed:
+def run(server: ServerProcess, kill: str | None = None, max_tokens: int = 48, drafting: str = "auto") -> Streamed:
     """Four streams; the process of an actor class dies once all of them flow."""
-    streamed = Streamed(server.url, max_tokens)
+    streamed = Streamed(server.url, max_tokens, drafting)
     streamed.start(4)
     streamed.wait_flowing()
     if kill is not None:
@@ -73,18 +74,23 @@ def run(server: ServerProcess, kill: str | None, max_tokens: int = 80) -> Stream
     return streamed
 
 
-def another_takes_over(server: ServerProcess, actor: str) -> None:
+def undrafted(server: ServerProcess) -> dict[int, str]:
+    """What the streams say of the target alone."""
+    streamed = run(server, drafting="off")
+    assert not streamed.errors
+    return streamed.texts
+
+
+def another_takes_over(server: ServerProcess, actor: str, plain: dict[int, str]) -> None:
     """A process of an actor class is killed under load: no token changes, and what the next one decides is heard."""
-    plain = run(server, kill=None)
-    assert not plain.errors
     killed = server.workers(actor)[0].pid
     disturbed = run(server, kill=actor)
-    assert (disturbed.texts, disturbed.errors) == (plain.texts, {})
+    assert (disturbed.texts, disturbed.errors) == (plain, {})
     with server.client() as http:
         version = gauge(http, "outrider_routing_table_version")
         eventually(lambda: [p.pid for p in server.workers(actor)] not in ([], [killed]))
         # A restarted one is heard only if it goes on from the version that the targets have.
-        streamed = Streamed(server.url, 200)
+        streamed = Streamed(server.url, 120)
         streamed.start(2)
         eventually(lambda: gauge(http, "outrider_routing_table_version") > version)
         streamed.wait_end()

@@ -4,6 +4,7 @@ The toy target's logits depend on the last three tokens before a position, read 
 or a rollback that errs changes the output.
 """
 
+import functools
 import hashlib
 import random
 from collections.abc import Sequence
@@ -25,19 +26,30 @@ CONTEXT_LEN = 3
 
 
 def logits_after(context: Sequence[int], spread: float = 3.0) -> np.ndarray:
-    """(VOCAB_SIZE,) logits, a fixed function of the last CONTEXT_LEN tokens."""
-    digest = hashlib.blake2b(bytes(context[-CONTEXT_LEN:]), digest_size=8).digest()
+    """(VOCAB_SIZE,) logits, a fixed function of the last CONTEXT_LEN tokens. Not to be written to."""
+    return _logits(bytes(context[-CONTEXT_LEN:]), spread)
+
+
+@functools.cache
+def _logits(tail: bytes, spread: float) -> np.ndarray:
+    digest = hashlib.blake2b(tail, digest_size=8).digest()
     return spread * np.random.default_rng(int.from_bytes(digest, "big")).standard_normal(VOCAB_SIZE)
 
 
 def choose(context: Sequence[int], sampling: SamplingParams) -> int:
     """The toy target's token after ``context``, by DESIGN idea 1."""
-    logits = logits_after(context)
-    if sampling.temperature == 0.0:
+    return _choose(bytes(context[-CONTEXT_LEN:]), len(context), sampling.temperature, sampling.seed)
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(tail: bytes, position: int, temperature: float, seed: int) -> int:
+    """Cached: target, drafters and the plain run ask for the same tokens."""
+    logits = logits_after(tail)
+    if temperature == 0.0:
         return int(np.argmax(logits))
-    keys = noise_keys(np.array([sampling.seed], np.uint64), np.array([len(context)], np.int64))
+    keys = noise_keys(np.array([seed], np.uint64), np.array([position], np.int64))
     noise = gumbel(keys[:, None], np.arange(VOCAB_SIZE, dtype=np.int64)[None, :])[0]
-    return int(np.argmax(logits / sampling.temperature + noise))
+    return int(np.argmax(logits / temperature + noise))
 
 
 def plain_run(request: Request) -> tuple[int, ...]:

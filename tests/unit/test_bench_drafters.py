@@ -126,8 +126,8 @@ def test_everything_is_measured_and_named(
     monkeypatch.setattr(shipped, "MODEL", str(target))
     write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(257))
     write_dspark(tmp_path / "shipped" / "dspark", target, block_size=5)
-    turns = {0.0: {1: Turns(1, 3), 4: Turns(1, 1)}, 0.8: {1: Turns(1, 1)}}
-    effort = replace(QUICK, num_synthetic=18, num_new_tokens=12, num_cost_rounds=4, max_s=math.inf, turns=turns)
+    turns = {0.0: {1: Turns(1, 3), 2: Turns(1, 1)}, 0.8: {1: Turns(1, 1)}}
+    effort = replace(QUICK, num_synthetic=18, num_new_tokens=12, num_cost_rounds=2, max_s=math.inf, turns=turns)
     monkeypatch.setattr(bench, "QUICK", effort)
     result = bench.run(BenchOptions(quick=True, model=str(target)))
     figures = result.figures
@@ -135,7 +135,7 @@ def test_everything_is_measured_and_named(
     for name in names:
         assert {f"accepted_len.{name}.k{k}.mean{at}" for k in (4, 7) for at in ("", ".t0.8")} <= figures.keys()
         assert {f"draft_cost.{name}.k4", f"draft_cost.{name}.k7"} <= figures.keys()
-        assert {f"speedup.{name}.batch_{at}" for at in ("1", "4", "1.t0.8")} <= figures.keys()
+        assert {f"speedup.{name}.batch_{at}" for at in ("1", "2", "1.t0.8")} <= figures.keys()
     domains = {key.split(".")[3] for key in figures if key.startswith("accepted_len.dspark.k7.")}
     assert {"mean", "code", "prose", "copying"} <= domains
     best = max(names, key=lambda name: figures[f"speedup.{name}.batch_1"])
@@ -147,7 +147,7 @@ def test_everything_is_measured_and_named(
     assert figures["accepted_len.layers-2.k7.mean"] > 1.6, "the first token is always right: it is the model itself"
     assert figures["accepted_len.chain.k7.mean"] == figures["accepted_len.layers-2.k7.mean"], "its verifier decides"
     assert figures["accepted_len.dspark.k7.mean"] < 1.3, "its weights are random"
-    assert figures["speedup.best.batch_4"] == max(figures[f"speedup.{name}.batch_4"] for name in names)
+    assert figures["speedup.best.batch_2"] == max(figures[f"speedup.{name}.batch_2"] for name in names)
     assert result.to_json()
     assert "drafters: 0:" in capsys.readouterr().err, "it says how far it is"
 

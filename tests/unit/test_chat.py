@@ -2,8 +2,10 @@
 
 import asyncio
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
@@ -16,6 +18,7 @@ from deploy.api.settings import ApiSettings
 from deploy.chat import Terminal, printable
 from deploy.chat_client import ChatFailed, Conversation, connect, served_model
 from tests.support.api import listening, model_info, saying, token_ids, tokenizer
+from tests.support.terminal import COLUMNS, on_terminal
 
 Script = Callable[[Request], Iterable[Step]]
 
@@ -71,8 +74,9 @@ def test_drafted_words_have_a_colour_and_the_target_s_own_have_none() -> None:
     own = [piece.text for piece in pieces if piece.drafter is None]
     assert drafted
     assert own
-    assert all(f"\x1b[32m{text}\x1b[0m" in coloured for text in drafted)
-    assert not any(f"\x1b[32m{text}\x1b[0m" in coloured for text in own)
+    answer = coloured[coloured.index("for commands") :]
+    green = "".join(re.findall(r"\x1b\[32m(.*?)\x1b\[0m", answer))
+    assert green.removesuffix("ngram") == "".join(drafted)  # the drafter's name in the last line is in its colour
 
 
 def test_without_drafts_it_says_so() -> None:
@@ -141,3 +145,32 @@ def test_no_server_is_one_clear_line() -> None:
 
 def test_a_model_cannot_steer_the_terminal() -> None:
     assert printable("a\x1b[31m\tb\n\x07é") == "a␛[31m\tb\n␇é"
+
+
+def test_a_terminal_breaks_lines_between_words() -> None:
+    """Tokens end anywhere within words, and the last word of a line comes in several pieces."""
+    answer = "an answer to the other answers, word by word, " * 5
+    cluster = ScriptedClient(model_info(), saying(answer.strip()))
+    with (
+        listening(create_app(cluster, tokenizer(), ApiSettings())) as url,
+        on_terminal("chat", "--url", url) as terminal,
+    ):
+        terminal.await_text("> ")
+        terminal.type("what is it?\n")
+        terminal.await_text("accepted")
+        terminal.type("/quit\n")
+        assert terminal.wait_end() == 0
+    lines = terminal.text.splitlines()
+    assert max(map(len, lines)) <= COLUMNS
+    first = lines.index(next(line for line in lines if line.startswith("an answer")))
+    shown_answer = lines[first : first + 3]
+    assert " ".join(shown_answer).split() == answer.split()
+    assert all(len(line) + len(following.split()[0]) >= COLUMNS for line, following in pairwise(shown_answer))
+
+
+def test_a_file_gets_lines_of_any_length() -> None:
+    answer = "an answer to the other answers, word by word, " * 5
+    with conversation(saying(answer)) as (talk, _):
+        out = io.StringIO()
+        Terminal(talk, Console(file=out, width=80), typed("what is it?")).run()
+        assert answer.strip() in out.getvalue()

@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,6 +22,7 @@ from deploy.api.settings import ApiSettings
 from deploy.cli import app
 from deploy.status import PATH, StatusUnavailable, fetch, render, watch
 from tests.support.api import listening, model_info, saying, tokenizer
+from tests.support.terminal import COLUMNS, on_terminal
 
 STATUS = ClusterStatus(
     model="smollm2-135m",
@@ -41,8 +44,10 @@ def shown(*pictures: object, width: int = 120) -> str:
     return said.getvalue()
 
 
-def rows(text: str) -> dict[str, list[str]]:
-    return {line.split()[0]: line.split()[1:] for line in text.splitlines() if line}
+def rows(text: str, of: str = "accepted") -> dict[str, list[str]]:
+    """Of the table whose header names the column ``of``: cells by the first."""
+    table = next(part for part in text.split("\n\n")[1:] if of in part.splitlines()[0])
+    return {line.split()[0]: line.split()[1:] for line in table.splitlines()}
 
 
 @contextmanager
@@ -57,20 +62,42 @@ def answering(answer: Callable[[httpx.Request], httpx.Response]) -> httpx.Client
 
 def test_the_table_says_all_of_the_status() -> None:
     text = shown(render(STATUS))
-    assert text.startswith("smollm2-135m   routed by epsilon-greedy, table 12   40% of 1,000 verified drafts accepted\n")
+    assert text.startswith(
+        "smollm2-135m, routed by epsilon-greedy (table 12)\n40% of 1,000 verified draft tokens accepted\n"
+    )
+    assert rows(text, "KV cache")["target-0"] == ["ready", "3", "1", "25%", "of", "2,000", "123", "25.0"]
     found = rows(text)
-    assert found["target-0"] == ["ready", "3", "1", "25%", "of", "2,000", "123", "25.0"]
-    assert found["ngram"] == ["ready", "2", "1,000", "40%", "-", "0.6", "0"]
-    assert found["small"] == ["(model)", "down", "0", "0", "-", "-", "-", "4"]
+    assert found["ngram"] == ["ready", "2", "1,000", "40%", "-", "0.6"]
+    assert found["small"] == ["down", "0", "0", "-", "-", "-"]
+    processes = rows(text, "kind")
+    assert processes["ngram"] == ["ngram", "0", "-", "-", "-"]
+    assert processes["small"] == ["model", "4", "-", "-", "-"]
+
+
+def test_80_columns_hold_every_figure() -> None:
+    """Only a long name is folded."""
+    name = "a-drafter-with-a-name-of-forty-characters"
+    many = DrafterStatus(name, "cascade", "quarantined", 256, 123_456_789, 98_765_432, 12345.6, 12)
+    loaded = dataclasses.replace(many, device=f"{'9f' * 28}/cuda:3", num_bytes=130 * 2**30, num_loads=345)
+    target = TargetStatus("target-10", "quarantined", 256, 1234, 123_456, 10, 12345.4, 12345.6)
+    status = dataclasses.replace(STATUS, targets=(target,), drafters=(loaded,))
+    lines = shown(render(status, status), width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(lines)
+    assert "…" not in text
+    assert "target-10  quarantined      256     1234  100% of 123,456    12,345  12345.6" in text
+    assert "quarantined       256  123,456,789       80%         -   12345.6" in text
+    assert "cascade        12    345  130.00 GB  cuda:3" in text
 
 
 def test_what_drafters_take_of_memory_is_shown_where_it_is_counted() -> None:
     loaded = dataclasses.replace(STATUS.drafters[1], state="ready", device="node/cpu", num_bytes=3 * 2**29, num_loads=2)
     absent = dataclasses.replace(loaded, name="big", state="unloaded", device=None, num_bytes=0)
-    found = rows(shown(render(dataclasses.replace(STATUS, drafters=(loaded, absent)))))
-    assert found["small"][-4:] == ["1.50", "GB", "cpu", "2"]
-    assert found["big"][-2:] == ["-", "2"]
-    assert found["big"][1] == "unloaded"
+    text = shown(render(dataclasses.replace(STATUS, drafters=(loaded, absent))))
+    found = rows(text, "memory")
+    assert found["small"] == ["model", "4", "2", "1.50", "GB", "cpu"]
+    assert found["big"] == ["model", "4", "2", "-", "-"]
+    assert rows(text)["big"][0] == "unloaded"
 
 
 def test_the_reason_of_a_drafter_that_is_not_ready_is_shown() -> None:
@@ -145,6 +172,7 @@ def test_a_server_that_goes_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(status_module, "fetch", next_answer)
     said = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
     console = Console(file=said, width=120, force_terminal=True)
     watch("http://server", None, once=False, json=False, interval_s=0.001, console=console)
     assert answers == []
@@ -156,3 +184,37 @@ def test_the_command_prints_json_for_programs() -> None:
         result = CliRunner().invoke(app, ["status", "--url", url, "--once", "--json"])
     assert result.exit_code == 0
     assert json.loads(result.output)["targets"][0]["name"] == "target-0"
+
+
+def test_a_pipe_gets_one_plain_snapshot() -> None:
+    with server(ScriptedClient(model_info(), saying("hello"))) as url:
+        piped = subprocess.run(
+            [sys.executable, "-m", "deploy.cli", "status", "--url", url],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    assert piped.stdout.startswith(f"{model_info().name}, routed by scripted (table 1)\n")
+    assert rows(piped.stdout, "KV cache")["target-0"][0] == "ready"
+    assert "\x1b" not in piped.stdout
+
+
+def test_a_terminal_of_80_columns_is_kept_up_to_date_until_ctrl_c() -> None:
+    cluster = ScriptedClient(model_info(), saying("hello"))
+    with server(cluster) as url, on_terminal("status", "--url", url, "--every", "0.1") as terminal:
+        terminal.await_text("target-0  ready")
+        cluster.target_state = "starting"
+        terminal.await_text("target-0  starting")
+        terminal.interrupt()
+        assert terminal.wait_end() == 0
+    assert max(map(len, terminal.text.splitlines())) <= COLUMNS
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of an editor: a live table would show nothing there before its end."""
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(status_module, "fetch", lambda client: STATUS)
+    said = io.StringIO()
+    watch("http://server", None, once=False, json=False, interval_s=1, console=Console(file=said, force_terminal=True))
+    assert "target-0" in said.getvalue()
