@@ -1,10 +1,20 @@
 """A wrapper round HAProxy, which Serve starts in its place: `python haproxy.py BINARY PORTS ARGUMENTS...`.
 
-It lacks two settings. HAProxy outlives the actor that starts it, so when Ray dies at once it would stay for ever; and the
-frontends of its own statistics listen at all interfaces, on a laptop's deployment too. Needs only the standard library.
+It rewrites the configuration that Ray Serve 2.60 generates, and then becomes HAProxy:
+
+- Statistics listen at loopback only.
+- A client's hang-up always reaches the replica. With `option splice-request` HAProxy 2.8 misses it, and spins, when the body came
+  in a segment of its own.
+- Headers, and the first 16 KiB of a body, must be complete in time; only then does a replica see the request.
+- Every error has OpenAI's shape, and every response one `x-request-id`: the client's where it is sane, else a new one.
+- Headers and paths that control Ray Serve itself do not pass.
+
+Clients reach a TCP frontend, whose filter (`haproxy.lua`) replaces what HAProxy's HTTP parser says about bytes that it cannot parse.
+Needs only the standard library.
 """
 
 import ctypes
+import json
 import os
 import re
 import signal
@@ -12,6 +22,78 @@ import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+LUA = Path(__file__).with_name("haproxy.lua")
+HEADER_TIMEOUT_S = 10
+# Connections that HAProxy counts beside the clients': its own statistics and the manager's questions.
+SPARE_CONNECTIONS = 100
+MAX_CLIENTS = 10_000
+
+# status: message, type, code. What HAProxy says itself, and in the place of plain text from Serve or uvicorn.
+ERRORS = {
+    400: ("the request is not valid HTTP/1.1", "invalid_request_error", "bad_request"),
+    404: ("there is nothing at this URL", "invalid_request_error", "unknown_url"),
+    405: ("the method is not allowed", "invalid_request_error", "method_not_allowed"),
+    408: (f"the request was not complete within {HEADER_TIMEOUT_S} seconds", "invalid_request_error", "timeout"),
+    429: ("too many requests; try again later", "rate_limit_error", "overloaded"),
+    500: ("the server failed", "server_error", "internal_error"),
+    502: ("the server ended while it answered", "server_error", "internal_error"),
+    503: ("the server is not ready; try again later", "service_unavailable_error", "no_replica"),
+    504: ("the server did not answer in time", "timeout_error", "timeout"),
+}
+OWN_ERRORS = (400, 408, 500, 502, 503, 504)
+SANE_REQUEST_ID = "^[A-Za-z0-9._:-]{1,128}$"
+
+
+class UnknownTemplate(ValueError):
+    """The configuration lacks what is to be replaced: it is of another version of Ray Serve."""
+
+
+def clients_for(num_files: int) -> int:
+    """How many clients a process may hold that may open ``num_files`` files: four for each (client, filter, HTTP, replica)."""
+    return max(1, min(MAX_CLIENTS, num_files // 4 - SPARE_CONNECTIONS))
+
+
+def maxconn_for(num_clients: int) -> int:
+    """HAProxy's global ``maxconn``: each client counts twice, in the TCP frontend and in the HTTP frontend."""
+    return 2 * num_clients + SPARE_CONNECTIONS
+
+
+def rewrite(config: str, ports: list[int], folder: Path) -> str:
+    """The configuration as above. ``ports``: of the statistics. ``folder``: for the socket between the frontends.
+
+    Raises:
+        UnknownTemplate: this is not a configuration that Ray Serve 2.60 writes.
+    """
+    config = bind_to_loopback(config, ports)
+    config = re.sub(r"(?m)^    (option splice-\w+|errorfile .*)\n", "", config)
+    maxconn = int(_find(r"(?m)^    maxconn (\d+)$", config)[1])
+    config = _insert_after(r"(?m)^global$", config, [f"lua-load-per-thread {LUA}"])
+    config = _insert_after(r"(?m)^defaults\n    mode http$", config, _defaults())
+    public = _find(r"(?m)^frontend http_frontend\n    bind (\S+)$", config)
+    socket = f"unix@{folder / 'http.sock'}"
+    config = config.replace(
+        public[0], _section("frontend http_frontend", [f"bind {socket} accept-proxy proto h1 mode 600", *_rules()])
+    )
+    replies = [f"http-request return {_reply(503)}"]
+    config = _replace(
+        r"(?m)^backend default_backend\n    http-request return .*$", config, "backend default_backend", replies
+    )
+    return config + "\n".join(
+        [
+            _section("defaults", ["mode tcp", "timeout connect 5s", "timeout client 1h", "timeout server 1h"]),
+            _section(
+                "frontend clients",
+                [
+                    f"bind {public[1]}",
+                    f"maxconn {max(1, (maxconn - SPARE_CONNECTIONS) // 2)}",
+                    "filter lua.json_errors",
+                    "default_backend http_socket",
+                ],
+            ),
+            _section("backend http_socket", [f"server http_frontend {socket} send-proxy-v2"]),
+            "",
+        ]
+    )
 
 
 def bind_to_loopback(config: str, ports: list[int]) -> str:
@@ -20,13 +102,76 @@ def bind_to_loopback(config: str, ports: list[int]) -> str:
     return re.sub(rf"(?m)^(\s*bind )\*?:({wanted})$", r"\g<1>127.0.0.1:\2", config)
 
 
+def _defaults() -> list[str]:
+    # Without a whole head nothing is known of a request, and without the body's beginning a replica would wait for it.
+    waiting = [f"timeout http-request {HEADER_TIMEOUT_S}s", "option http-buffer-request"]
+    return waiting + [f"http-error {_reply(status)}" for status in OWN_ERRORS]
+
+
+def _rules() -> list[str]:
+    """Of the HTTP frontend, before those of Serve's."""
+    new_id = "set-var-fmt(txn.request_id) req_%[uuid] if !{ var(txn.request_id) -m found }"
+    foreign = "{ status ge 400 } !{ res.hdr(content-type) -m beg application/json }"
+    unnamed = " ".join(f"!{{ status {status} }}" for status in ERRORS)
+    return [
+        "http-request set-var(txn.request_id) req.fhdr(x-request-id) "
+        f"if {{ req.fhdr_cnt(x-request-id) eq 1 }} {{ req.fhdr(x-request-id) -m reg {SANE_REQUEST_ID} }}",
+        f"http-request {new_id}",
+        "http-request set-header x-request-id %[var(txn.request_id)]",
+        f"http-after-response {new_id}",  # an answer to what no rule has seen
+        "http-after-response set-header x-request-id %[var(txn.request_id)]",
+        # With these a client could switch off that its hang-up ends the work, or answer itself in plain text.
+        *(
+            f"http-request del-header {name}"
+            for name in ("x-request-disconnect-disabled", "x-request-timeout-seconds", "x-session-id", "upgrade")
+        ),
+        "http-request del-header ^serve[-_] -m reg",
+        f"http-request return {_reply(400)} if !HTTP_1.0 !HTTP_1.1",
+        f"http-request return {_reply(400)} if HTTP_1.1 !{{ req.fhdr_cnt(host) eq 1 }}",
+        f"http-request return {_reply(405)} if METH_CONNECT",
+        f"http-request return {_reply(404)} if !{{ path_beg / }}",
+        f"http-request return {_reply(404)} if {{ path,url_dec -m beg -i /-/ }}",
+        *(f"http-response return {_reply(status)} if {{ status {status} }} {foreign}" for status in ERRORS),
+        f"http-response return {_reply(400)} if {{ status lt 500 }} {unnamed} {foreign}",
+        f"http-response return {_reply(500)} if {{ status ge 500 }} {unnamed} {foreign}",
+    ]
+
+
+def _reply(status: int) -> str:
+    message, kind, code = ERRORS[status]
+    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+    retry = ' hdr retry-after "1"' if status in (429, 503) else ""
+    return f"status {status} content-type application/json string '{body}'{retry}"
+
+
+def _section(head: str, lines: list[str]) -> str:
+    return "\n".join([head, *(f"    {line}" for line in lines)])
+
+
+def _find(pattern: str, config: str) -> re.Match[str]:
+    found = re.search(pattern, config)
+    if found is None:
+        raise UnknownTemplate(f"Ray Serve's HAProxy configuration has no line {pattern!r}: this needs Ray Serve 2.60")
+    return found
+
+
+def _insert_after(pattern: str, config: str, lines: list[str]) -> str:
+    end = _find(pattern, config).end()
+    return config[:end] + "".join(f"\n    {line}" for line in lines) + config[end:]
+
+
+def _replace(pattern: str, config: str, head: str, lines: list[str]) -> str:
+    found = _find(pattern, config)
+    return config[: found.start()] + _section(head, lines) + config[found.end() :]
+
+
 def main(binary: str, ports: str, arguments: list[str]) -> None:
     if sys.platform == "linux":  # others have no such call
         # Kept over exec: the kernel kills HAProxy when the process that started it is gone.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if "-f" in arguments:
         file = Path(arguments[arguments.index("-f") + 1])
-        file.write_text(bind_to_loopback(file.read_text(), [int(port) for port in ports.split(",")]))
+        file.write_text(rewrite(file.read_text(), [int(port) for port in ports.split(",")], file.parent))
     os.execv(binary, [binary, *arguments])
 
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import resource
 import secrets
 import shlex
 import shutil
@@ -126,6 +127,7 @@ def prepare_environment(folder: Path) -> None:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(_wrapped_haproxy(folder, (metrics_port, stats_port))),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(haproxy.maxconn_for(haproxy.clients_for(_max_files()))),
         # Fixed by default: a second cluster on the machine could not start.
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
@@ -133,6 +135,12 @@ def prepare_environment(folder: Path) -> None:
     }
     for name, value in switches.items():
         os.environ.setdefault(name, value)
+
+
+def _max_files() -> int:
+    """How many files one process may open, at most."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def _new_token(folder: Path) -> Path:

@@ -14,6 +14,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayActorError
+from ray.serve.config import BackpressureConfig
 
 from actors.gateway import LinkClient
 from actors.members import Directory
@@ -25,13 +26,14 @@ from deploy.api.app import create_app
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from deploy.follow import follow
+from deploy.haproxy import MAX_CLIENTS
 
 logger = logging.getLogger(__name__)
 
 APP = "outrider"
 API_CPUS = 0.2
-# Calls that the replica holds beyond those that the API counts itself: health checks, scrapes, refusals under way.
-SPARE_CALLS = 64
+# Beyond the connections that HAProxy lets in: the API's own limits refuse calls, and probes never wait behind calls.
+MAX_SERVE_QUEUED = 64
 FIRST_LINK_S = 5.0
 
 
@@ -82,7 +84,9 @@ def build_application(gateway: Gateway) -> serve.Application:
         ingress,
         name="api",
         num_replicas=1,
-        max_ongoing_requests=settings.max_concurrent + settings.max_queued + SPARE_CALLS,
+        max_ongoing_requests=MAX_CLIENTS,
+        max_queued_requests=MAX_SERVE_QUEUED,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=settings.retry_after_s),
         graceful_shutdown_timeout_s=2,
         health_check_period_s=5,
         ray_actor_options={"num_cpus": API_CPUS},

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from deploy.api.errors import overloaded
@@ -25,18 +25,25 @@ class Admission:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def turn(self, num_sequences: int) -> AsyncIterator[None]:
-        """Wait for a turn and hold it. The caller bounds the wait.
+    async def turn(self, num_sequences: int) -> AsyncIterator[Callable[[], None]]:
+        """Wait for a turn and hold it, until the block ends or what it yields is called. The caller bounds the wait.
 
         Raises:
             ApiError: 429, the queue is full.
         """
         await self._enter(num_sequences)
-        try:
-            yield
-        finally:
-            self.num_running -= num_sequences
+        held = num_sequences
+
+        def end() -> None:
+            nonlocal held
+            self.num_running -= held
+            held = 0
             self._admit()
+
+        try:
+            yield end
+        finally:
+            end()
 
     async def _enter(self, num_sequences: int) -> None:
         if not self._waiting and self._fits(num_sequences):

@@ -25,10 +25,13 @@ def create_app(
     """
     service = Service(client, tokenizer, settings)
     # Without FastAPI's pages: the bodies are read by hand, so a schema made from the routes would not show them.
-    app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    # A path with a slash too many is an unknown one: a redirect would not be in the error shape, and lose a body.
+    app = FastAPI(
+        title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan, redirect_slashes=False
+    )
     app.include_router(_open_routes(service))
     app.include_router(_routes(service))
-    app.add_middleware(Boundary, metrics=service.metrics)
+    app.add_middleware(Boundary, metrics=service.metrics, settings=settings)
     install_handlers(app, settings.retry_after_s)
     return app
 

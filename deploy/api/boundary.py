@@ -1,30 +1,41 @@
-"""The outermost layer: gives every call an id, counts it, and answers where everything else failed."""
+"""The outermost layer: gives every call an id, counts it, bounds their number, and answers where everything else failed."""
 
 import logging
+import re
 import secrets
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.api.errors import ClientGone, internal_error
+from deploy.api.errors import ClientGone, internal_error, overloaded
 from deploy.api.metrics import Metrics
+from deploy.api.settings import ApiSettings
 
 _logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number: nobody is there to read an answer
+# Calls beyond those that run or wait for their turn: bodies on their way in, answers on their way out.
+SPARE_CALLS = 64
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Boundary:
-    """ASGI middleware. The id is in ``scope["state"]["request_id"]`` and goes out as ``x-request-id``."""
+    """ASGI middleware. The id is in ``scope["state"]["request_id"]`` and goes out as ``x-request-id``.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    It is the client's ``x-request-id`` where that is one value of at most 128 letters, digits, ``.``, ``_``, ``:`` and ``-``.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, settings: ApiSettings) -> None:
         self._app = app
         self._metrics = metrics
+        self._retry_after_s = settings.retry_after_s
+        self._max_calls = settings.max_concurrent + settings.max_queued + SPARE_CALLS
+        self._num_calls = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = f"req_{secrets.token_hex(12)}"
+        request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
         status: int | None = None
 
@@ -37,8 +48,13 @@ class Boundary:
 
         counted = scope["path"].startswith("/v1/")  # probes and scrapes are no load
         self._metrics.in_flight.inc(counted)
+        self._num_calls += counted
         try:
-            await self._app(scope, receive, send_with_id)
+            if counted and self._num_calls > self._max_calls:
+                refusal = overloaded("too many calls at once; try again later", self._retry_after_s)
+                await refusal.response()(scope, receive, send_with_id)
+            else:
+                await self._app(scope, receive, send_with_id)
         except ClientGone:
             _logger.debug("%s: the caller hung up", request_id)
         except Exception:
@@ -47,8 +63,16 @@ class Boundary:
                 raise  # the server then breaks the connection, and the caller sees that the answer is not whole
             await internal_error("the server failed", request_id).response()(scope, receive, send_with_id)
         finally:
+            self._num_calls -= counted
             self._metrics.in_flight.dec(counted)
             self._metrics.requests.labels(_endpoint(scope), status or CLIENT_CLOSED_REQUEST).inc()
+
+
+def _request_id(scope: Scope) -> str:
+    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    if len(given) == 1 and _SANE_ID.fullmatch(given[0]):
+        return str(given[0].decode())
+    return f"req_{secrets.token_hex(12)}"
 
 
 def _endpoint(scope: Scope) -> str:

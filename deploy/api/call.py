@@ -24,6 +24,8 @@ from deploy.api.sse import DONE, EventStream
 _logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 5.0
+# A reader of a stream that takes nothing for so long is taken for gone.
+_STALL_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class CallResponse(Response):
                     await self._send_events(stream, generation)
                 else:
                     document = await self._document(generation)
+        except ClientGone:
+            raise
         except Exception as error:
             answer = timed_out(self._settings.request_timeout_s) if deadline.expired() else self._answer_to(error)
             if not stream.started:
@@ -80,9 +84,9 @@ class CallResponse(Response):
 
     @asynccontextmanager
     async def _generation(self) -> AsyncIterator[Generation]:
-        async with self._admission.turn(len(self._call.choices)):
+        async with self._admission.turn(len(self._call.choices)) as end_turn:
             self._metrics.queue_s.observe(time.monotonic() - self._call.arrival_s)
-            async with Generation(self._client, self._call.choices) as generation:
+            async with Generation(self._client, self._call.choices, end_turn) as generation:
                 yield generation
 
     async def _document(self, generation: Generation) -> Response:
@@ -112,7 +116,7 @@ class CallResponse(Response):
                 if num_unfinished == 0 and not call.include_usage:
                     outrider |= self._acceptance()
                 events.append(call.envelope.event([call.format.chunk(choice, delta)], outrider=outrider or None))
-            await stream.write(b"".join(events))
+            await _within(_STALL_S, stream.write(b"".join(events)))
         if call.include_usage:
             usage = usage_of(call.num_prompt_tokens, call.choices)
             await stream.write(call.envelope.event([], usage=usage, outrider=self._acceptance()) + DONE)

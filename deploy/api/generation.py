@@ -21,18 +21,21 @@ class Generation:
 
     The tasks absorb commits as they come; ``deltas`` hands out what has come since it was last asked. So a caller that
     reads slowly gets fewer, longer deltas, and nothing is queued but the text itself, which max_tokens bounds.
+    ``on_end`` is called when the last of the tasks has ended, however slowly the caller reads.
     """
 
-    def __init__(self, client: EngineClient, choices: Sequence[Choice]) -> None:
+    def __init__(self, client: EngineClient, choices: Sequence[Choice], on_end: Callable[[], None]) -> None:
         self._client = client
         self._choices = choices
+        self._on_end = on_end
+        self._num_running = len(choices)
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "Generation":
         for choice in self._choices:
             task = asyncio.create_task(self._run(choice), name=choice.request.id)
-            task.add_done_callback(lambda _: self._news.set())
+            task.add_done_callback(self._one_ended)
             self._tasks.append(task)
         return self
 
@@ -74,6 +77,12 @@ class Generation:
         for task in self._tasks:
             if task.done():
                 task.result()
+
+    def _one_ended(self, task: asyncio.Task[None]) -> None:
+        self._num_running -= 1
+        self._news.set()
+        if self._num_running == 0:
+            self._on_end()
 
     async def _run(self, choice: Choice) -> None:
         # Async generators by the protocol's word that closing the iterator aborts.

@@ -16,6 +16,7 @@ from cluster.types import ModelInfo
 from deploy.api.admission import Admission
 from deploy.api.answer import Envelope
 from deploy.api.body import BodyReader
+from deploy.api.cached import Cached
 from deploy.api.call import Call, CallResponse
 from deploy.api.choice import Choice
 from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
@@ -50,6 +51,7 @@ class Service:
         self._admission = Admission(settings)
         self._chat_format = ChatFormat(tokenizer)
         self._completion_format = CompletionFormat(tokenizer)
+        self._status = Cached(lambda: self._ask(self._client.status()), settings.status_ttl_s)
         self._info: ModelInfo | None = None
         self._started_s = int(time.time())
 
@@ -64,7 +66,8 @@ class Service:
         return self._info
 
     async def status(self) -> ClusterStatus:
-        return await self._ask(self._client.status())
+        """Of the cluster, at most ``status_ttl_s`` old."""
+        return await self._status.get()
 
     async def chat(self, request: Request) -> Response:
         arrival_s = time.monotonic()

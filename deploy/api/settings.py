@@ -29,6 +29,7 @@ class ApiSettings:
     body_timeout_s: float = 30.0  # until the whole request body has come
     request_timeout_s: float = float(_DEFAULTS.request_deadline_s)  # from the first byte of a call to the last of its answer
     engine_timeout_s: float = 2.0  # for a question to the cluster that is not a generation
+    status_ttl_s: float = 1.0  # for which an answer of the cluster's status serves all who ask
     retry_after_s: float = 1.0  # advice to callers that found a full queue or no target
 
     @classmethod

@@ -484,7 +484,7 @@ def test_keys_that_everybody_can_read_are_warned_of(
 
 
 async def test_health_needs_a_target_that_is_ready() -> None:
-    async with serving() as (http, cluster):
+    async with serving(status_ttl_s=1e-6) as (http, cluster):
         assert (await http.get("/health")).json()["targets"] == {"target-0": "ready"}
         cluster.target_state = "starting"
         response = await http.get("/health")
