@@ -30,8 +30,10 @@ logger = logging.getLogger(__name__)
 
 SUPERVISOR = "supervisor"
 KILL_DEADLINE_S = 10.0
-# `wait_end` holds a thread for the actor's whole life; the other questions are short.
+# Threads of an actor, by what they answer. Questions that wait have threads of their own: one whose caller has died keeps its
+# thread until it is answered, and must not stand in the way of those that tell whether the process is well.
 NUM_THREADS = 6
+WAITING = {"start": 1, "wait_end": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,14 @@ class RayProcess:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        # Asked for once and kept: it fails the moment that Ray learns of the actor's death.
-        self._end = handle.wait_end.remote()
+        # Always asked for: it fails the moment that Ray learns of the actor's death.
+        self._end = self._remote("wait_end")
 
     async def ended(self) -> str:
         try:
-            return str(await self._end)
+            while (end := await self._end) is None:
+                self._end = self._remote("wait_end")
+            return str(end)
         except RayActorError as error:
             return why(error)
         except RayTaskError as error:
@@ -70,7 +74,7 @@ class RayProcess:
 
     async def call(self, method: str, *args: Any) -> Any:
         try:
-            return await getattr(self._handle, method).remote(*args)
+            return await self._remote(method, *args)
         except RayActorError as error:
             raise ProcessEnded(why(error)) from error
         except RayTaskError as error:
@@ -78,6 +82,10 @@ class RayProcess:
             cause = error.cause
             reason = str(cause) if isinstance(cause, OutriderError) else f"{type(cause).__name__}: {cause}"
             raise ProcessEnded(reason) from error
+
+    def _remote(self, method: str, *args: Any) -> Any:
+        ask = getattr(self._handle, method)
+        return (ask.options(concurrency_group=method) if method in WAITING else ask).remote(*args)
 
     async def kill(self) -> None:
         ray.kill(self._handle, no_restart=True)
@@ -158,7 +166,8 @@ class RaySpawner:
 
 def _actor(kind: type, **options: Any) -> Any:
     """Ray never restarts these by itself: the supervisor does, by one policy."""
-    return ray.remote(kind).options(max_restarts=0, max_concurrency=NUM_THREADS, **options)
+    remote = ray.remote(concurrency_groups=WAITING)(kind)
+    return remote.options(max_restarts=0, max_concurrency=NUM_THREADS, **options)
 
 
 class RayTargets:
@@ -180,6 +189,9 @@ class RayTargets:
                 report: SlotReport | None = ray.get(answer)
             except RayActorError:
                 del self._handles[asked[answer]]  # the supervisor starts another, which is found by its name
+                continue
+            except RayTaskError as error:
+                logger.warning("%s could not report: %s: %s", asked[answer], type(error.cause).__name__, error.cause)
                 continue
             if report is not None:
                 reports.append(report)

@@ -2,21 +2,27 @@
 
 import hashlib
 import logging
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from pydantic import JsonValue
 
 from cluster.config import Config
 from cluster.errors import InvalidField
-from cluster.state import StateStore, StateUnavailable
+from cluster.state import Document, StateStore, StateUnavailable
 from router.assignment import AssignmentPolicy
 
 logger = logging.getLogger(__name__)
 
 SAVE_PERIOD_S = 10.0
+RECALL_S = 1.0  # that the first slot waits for the store
 
 
 class RouterMemory:
-    """Used from the router's thread. A store that is away is logged and asked again a period later: routing goes on."""
+    """Used from the router's thread, which never waits for the store: that has a thread of its own.
+
+    A store that is away is logged once and asked again every period: routing goes on. ``fault`` says why nothing is kept.
+    What it holds is not replaced before it was read: when it comes back, a policy that has learned nothing yet recalls it.
+    """
 
     def __init__(self, store: StateStore, config: Config) -> None:
         self._store = store
@@ -25,17 +31,16 @@ class RouterMemory:
         self._key = f"router/{config.router.policy.kind}/{model}"
         self._saved_s: float | None = None
         self._saved: JsonValue = None
+        self._is_recalled = False
+        self._reading: Future[Document | None] | None = None
+        self._writing: tuple[Future[int], JsonValue] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="router-memory")
+        self.fault: str | None = None
 
     def recall(self, policy: AssignmentPolicy) -> None:
-        try:
-            known = self._store.get(self._key)
-            if known is not None:
-                policy.restore(known.value)
-                logger.info("the router recalls what it learned, version %d", known.version)
-        except StateUnavailable as error:
-            logger.warning("the router starts without what it learned before: %s", error)
-        except ValueError as error:
-            logger.warning("state %r is of another version of the policy, it starts anew: %s", self._key, error)
+        """Waits RECALL_S at most; what comes later is taken up by ``save``."""
+        self._reading = self._thread.submit(self._store.get, self._key)
+        self._take_up(policy, RECALL_S)
 
     def save(self, policy: AssignmentPolicy, now_s: float) -> None:
         """Once a period, the first time a period after the start."""
@@ -43,14 +48,72 @@ class RouterMemory:
             self._saved_s = now_s if self._saved_s is None else self._saved_s
             return
         self._saved_s = now_s
+        if not self._is_recalled:
+            if self._reading is None:
+                self._reading = self._thread.submit(self._store.get, self._key)
+            self._take_up(policy, 0.0)
+        if self._is_recalled:
+            self._write(policy)
+
+    def settle(self) -> None:
+        """Waits until what was begun is done."""
+        self._thread.submit(lambda: None).result()
+        self._note_written()
+
+    def close(self) -> None:
+        """What was begun is finished."""
+        self._thread.shutdown(wait=True)
+        self._note_written()
+        self._store.close()
+
+    def _take_up(self, policy: AssignmentPolicy, timeout_s: float) -> None:
+        assert self._reading is not None
+        try:
+            known = self._reading.result(timeout_s)
+        except TimeoutError:
+            self._failed("recalled", f"no answer within {RECALL_S:g} s")
+            return
+        except StateUnavailable as error:
+            self._reading = None
+            self._failed("recalled", str(error))
+            return
+        self._reading, self._is_recalled = None, True
+        self._works()
+        if known is None or policy.snapshot() is not None:
+            return
+        try:
+            policy.restore(known.value)
+            logger.info("the router recalls what it learned, version %d", known.version)
+        except ValueError as error:
+            logger.warning("state %r is of another version of the policy, it starts anew: %s", self._key, error)
+
+    def _write(self, policy: AssignmentPolicy) -> None:
+        self._note_written()
+        if self._writing is not None:
+            return  # the store is slow
         snapshot = policy.snapshot()
         if not snapshot or snapshot == self._saved:
             return
-        try:
-            self._store.put(self._key, snapshot)
-            self._saved = snapshot
-        except (StateUnavailable, InvalidField) as error:
-            logger.warning("what the router learned was not saved: %s", error)
+        self._writing = self._thread.submit(self._store.put, self._key, snapshot), snapshot
 
-    def close(self) -> None:
-        self._store.close()
+    def _note_written(self) -> None:
+        if self._writing is None or not self._writing[0].done():
+            return
+        (written, snapshot), self._writing = self._writing, None
+        try:
+            written.result()
+            self._saved = snapshot
+            self._works()
+        except (StateUnavailable, InvalidField) as error:
+            self._failed("saved", str(error))
+
+    def _failed(self, what: str, why: str) -> None:
+        fault = f"what the router learned is not {what}: {why}"
+        if self.fault is None:
+            logger.warning("%s; it is tried again every %g s", fault, SAVE_PERIOD_S)
+        self.fault = fault
+
+    def _works(self) -> None:
+        if self.fault is not None:
+            logger.info("the state store can be used again")
+        self.fault = None

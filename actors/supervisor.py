@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 # A pass over a long prompt may keep a busy target from its mail for seconds, and killing it ends streams: more patience.
 TARGET_PATIENCE = 10
 DRAIN_POLL_S = 0.1
+DIRECTORY_WAIT_S = 60.0  # of one question where the targets are
 # Whoever asks for the status waits 2 s at most, so that one target that hangs must not take longer to be left out.
 REPORT_DEADLINE_S = 1.0
 
@@ -83,13 +84,18 @@ class Supervisor:
         return self._directory
 
     async def directory(self, known: Directory) -> Directory:
-        """Waits until there is another directory than ``known``, and returns it.
+        """Waits until there is another directory than ``known``, and returns it; the same one after DIRECTORY_WAIT_S, so that
+        a caller that has gone is not waited for without end.
 
         A supervisor that takes the place of another tells none before it has found all targets again: links to those
         left out would be closed.
         """
-        while self._unsettled or self._directory.model is None or self._directory == known:
-            await self._wait_change()
+        try:
+            async with asyncio.timeout(DIRECTORY_WAIT_S):
+                while self._unsettled or self._directory.model is None or self._directory == known:
+                    await self._wait_change()
+        except TimeoutError:
+            return known
         return self._directory
 
     def reasons(self) -> dict[str, str]:

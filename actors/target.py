@@ -108,6 +108,7 @@ class TargetActor(LoopActor[TargetInfo]):
         return TargetInfo(self._name, address, self._model, os.getpid())
 
     def unread_s(self) -> float:
+        """Since the loop last read its mail, or got further in the pass that keeps it from it."""
         return self._mailbox.unread_s()
 
     def publish_table(self, table: RoutingTable) -> None:
