@@ -12,6 +12,7 @@ from cluster.messages import Hello, Role
 from cluster.types import ModelInfo
 from drafters.loop import DrafterLoop
 from drafters.roster import RosterLimits
+from engine.cpu_setup import configure_cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class DrafterActor(LoopActor[DrafterInfo]):
         config = self._config
         if config.has_model:
             set_threads(config.resources.threads)
+            configure_cpu()
         from drafters.registry import make_led
         from engine.threads import in_own_thread
 

@@ -11,6 +11,7 @@ from cluster.client import TargetStatus
 from cluster.config import Config
 from cluster.messages import Hello, Role
 from cluster.types import ModelInfo, RoutingTable
+from engine.cpu_setup import configure_cpu
 from router.chains import pass_times
 from router.slot import SlotReport
 
@@ -71,6 +72,7 @@ class TargetActor(LoopActor[TargetInfo]):
     def _begin(self) -> LoopThread:
         config, name = self._config, self._name
         set_threads(config.target.resources.threads)
+        configure_cpu()
         from actors.companions import link_companions, load_with_companions
         from cluster.transport.factory import listen
         from engine.loading import stored_profile

@@ -170,7 +170,9 @@ def bench(
 
     from deploy.bench import find_bench
     from deploy.bench.report import BenchOptions, Expectation, failures, print_result, write_json
+    from engine.cpu_setup import configure_cpu
 
+    configure_cpu()
     run = find_bench(name).load()
     expectations = [Expectation.parse(text) for text in expect or ()]
     result = run(BenchOptions(quick, (*(prompts or ()), *(more_prompts or ())), model, recording, data, live))

@@ -12,6 +12,7 @@ from cluster.config import Config
 from cluster.types import ModelInfo
 from deploy.local_ray import LaunchError, check_port, prepare_environment, run_folder
 from deploy.stop import Stop, Stopped, stoppable
+from engine.cpu_setup import configure_cpu
 from engine.models.prepare import ensure_model
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ def serve(config: Config) -> None:
         LaunchError: the cluster could not be started, or ended by itself; says what to do.
         ModelUnavailable, PlacementError, InvalidField: so do these.
     """
+    print(f"outrider: CPU level {configure_cpu()}", file=sys.stderr, flush=True)
     with stoppable() as stop:
         check_port(config.api.host, config.api.port)
         model_folder = ensure_model(config.model.name)

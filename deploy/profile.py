@@ -14,6 +14,7 @@ from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.state import open_store
 from drafters.shipped import with_shipped
+from engine.cpu_setup import configure_cpu
 from profiler.latency import FORMS
 from profiler.profile import Profile, Surface
 from profiler.profile_plot import plot_profile
@@ -26,6 +27,7 @@ def run(config: Config, plot: Path, quick: bool) -> None:
     Raises:
         OutriderError: a model is missing or does not fit; the configuration is not for this machine; or the store is away.
     """
+    configure_cpu()
     set_threads(num_cores())  # before torch is imported; what each part gets is set when it is measured
     config = resolve(with_shipped(config), here())
     from deploy.profiling import ProfileEffort, measure_profile

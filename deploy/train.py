@@ -13,6 +13,7 @@ from drafters.training.distributed import join_world
 from drafters.training.manifest import exclusively
 from drafters.training.pipeline import Result, train
 from drafters.training.recipe import TrainOptions
+from engine.cpu_setup import configure_cpu
 
 
 class _Bars:
@@ -31,6 +32,7 @@ class _Bars:
 
 def run(*, out: Path, work: Path | None, drafter: Any, device: str, begin_with: str | None = None, **fields: Any) -> None:
     """Fields that are None have their default. Raises what ``drafters.training.pipeline.train`` raises."""
+    configure_cpu()
     given = {name: value for name, value in fields.items() if value is not None}
     out = out.expanduser().absolute()
     options = TrainOptions(

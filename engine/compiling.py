@@ -1,19 +1,28 @@
-"""Compiles C files for this CPU, once, into a cache folder. No torch."""
+"""Compiles C files for the CPU level in force, once, into a cache folder. No torch."""
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from cluster.errors import OutriderError
+from cluster.private_folder import make_private
+from engine.cpu_level import CpuLevel, cpu_level
+
+logger = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 120.0
-_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fno-math-errno")
+VERSION_TIMEOUT_S = 10.0
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno")
 
 
 class NoCompiler(OutriderError):
@@ -35,42 +44,110 @@ def load_compiled(
     flags: Sequence[str] = (),
     folder: Path | None = None,
     *,
+    level: CpuLevel | None = None,
     keeps_gil: bool = False,
 ) -> ctypes.CDLL:
-    """The library of ``sources``, compiled if that has not been done on such a CPU.
+    """The library of ``sources``, compiled if the cache has none for this CPU level, compiler and C library.
+
+    A cached library that is incomplete or does not load is removed and compiled again, once.
 
     Args:
         name: of its file, before what tells builds apart.
         headers: that the sources include.
         flags: of the compiler, beside the usual ones.
-        keeps_gil: other Python threads wait while its functions run. For such as mostly take microseconds: who lets go of
-            the lock gets it back when another thread has had its turn.
+        folder: the cache, ``cache_folder()`` by default.
+        level: to compile for, by default the one in force. One that the machine does not have gives a library that crashes.
+        keeps_gil: other Python threads wait while its functions run. For functions that mostly take microseconds: a thread
+            that releases the lock gets it back only when another thread has had its turn.
 
     Raises:
-        NoCompiler: no compiler is there, it failed, or the library does not load.
+        NoCompiler: no compiler is there, it failed, the library does not load, or others may write to the cache folder.
+        InvalidField: ``OUTRIDER_CPU`` names no level of this machine.
     """
-    all_flags = (*_FLAGS, *flags)
-    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
+    level = level or cpu_level()
+    all_flags = (*level.compiler_flags, *_FLAGS, *flags)
+    load = ctypes.PyDLL if keeps_gil else ctypes.CDLL
     try:
-        path = (folder or cache_folder()) / f"{name}-{_key((*sources, *headers), all_flags, compiler)}.so"
-        if not path.exists():
-            _compile(path, sources, all_flags, compiler)
-        return (ctypes.PyDLL if keeps_gil else ctypes.CDLL)(str(path))
+        folder = folder or cache_folder()
+        _prepare(folder)
+        compiler = find_compiler()
+        stem = f"{name}-{_key((*sources, *headers), all_flags, compiler)}"
+        cached = _cached(folder, stem)
+        if cached is not None:
+            try:
+                return load(str(cached))
+            except OSError as error:
+                logger.warning("%s does not load and is compiled again: %s", cached, error)
+                cached.unlink(missing_ok=True)
+        return load(str(_compile(folder, stem, sources, all_flags, compiler)))
     except (OSError, RuntimeError) as error:  # the latter from a home folder that is not known
         raise NoCompiler(f"the library {name} cannot be built or loaded: {error}") from error
 
 
-def _compile(path: Path, sources: Sequence[Path], flags: Sequence[str], compiler: str | None) -> None:
-    """In a folder of its own and then moved: whoever sees the library sees all of it."""
+def find_compiler() -> tuple[str, ...] | None:
+    """The command of the C compiler: ``$CC`` if it is set, else the first of cc, gcc and clang. None: there is none."""
+    named = shlex.split(os.environ.get("CC", ""))
+    if named:
+        path = shutil.which(named[0])
+        return None if path is None else (path, *named[1:])
+    path = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    return None if path is None else (path,)
+
+
+@cache
+def compiler_version(compiler: tuple[str, ...]) -> str:
+    """What the compiler says of itself; empty where it does not start."""
+    try:
+        command = [*compiler, "--version"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def is_clang(compiler: tuple[str, ...]) -> bool:
+    return "clang" in compiler_version(compiler)
+
+
+def _prepare(folder: Path) -> None:
+    """A folder of ours that others could read but not write to, as a copy of a home folder may be, is made private."""
+    if folder.is_dir():
+        status = folder.stat()
+        if status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o022:
+            folder.chmod(0o700)
+    make_private(folder)
+
+
+def _cached(folder: Path, stem: str) -> Path | None:
+    """A library's file is named after its content: one that a power loss cut short would crash this process when loaded."""
+    found = None
+    for path in sorted(folder.glob(f"{stem}-*.so")):
+        if path.name == _name(stem, path.read_bytes()):
+            found = found or path
+        else:
+            logger.warning("%s is damaged and is compiled again", path)
+            path.unlink(missing_ok=True)
+    return found
+
+
+def _name(stem: str, content: bytes) -> str:
+    return f"{stem}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+
+
+def _compile(
+    folder: Path, stem: str, sources: Sequence[Path], flags: Sequence[str], compiler: tuple[str, ...] | None
+) -> Path:
+    """In a folder of its own and then moved, so that no process sees a part of a library."""
     if compiler is None:
-        raise NoCompiler("no C compiler found: install gcc, or name one in $CC")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as scratch:
-        objects, library = [Path(scratch) / f"{source.stem}.o" for source in sources], Path(scratch) / path.name
+        named = os.environ.get("CC")
+        raise NoCompiler(
+            f"$CC names {named!r}, which was not found" if named else "no C compiler found: install gcc, or set CC"
+        )
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
+        objects, library = [Path(scratch) / f"{source.stem}.o" for source in sources], Path(scratch) / "library.so"
         for source, target in zip(sources, objects, strict=True):
-            _run([compiler, *flags, "-c", str(source), "-o", str(target)])
-        _run([compiler, "-shared", *map(str, objects), "-o", str(library), "-lm"])
-        library.replace(path)
+            _run([*compiler, *flags, "-c", str(source), "-o", str(target)])
+        _run([*compiler, "-shared", *map(str, objects), "-o", str(library), "-lm"])
+        return library.replace(folder / _name(stem, library.read_bytes()))
 
 
 def _run(command: list[str]) -> None:
@@ -82,11 +159,20 @@ def _run(command: list[str]) -> None:
         raise NoCompiler(f"`{' '.join(command)}` failed: {done.stderr.strip()[-500:]}")
 
 
-def _key(files: Sequence[Path], flags: Sequence[str], compiler: str | None) -> str:
+def _key(files: Sequence[Path], flags: Sequence[str], compiler: tuple[str, ...] | None) -> str:
     """``-march=native`` means another library on another CPU, so its name and features are part of the key."""
     text = "\0".join(path.read_text() for path in files)
-    parts = (text, repr(flags), compiler or "", platform.machine(), _cpu_features())
+    version = "" if compiler is None else compiler_version(compiler)
+    parts = (text, repr(flags), repr(compiler), version, platform.machine(), _libc(), _cpu_features())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _libc() -> str:
+    """Name and version of the C library that this process runs with."""
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (ValueError, OSError):  # not glibc
+        return repr((platform.libc_ver(), platform.mac_ver()[0]))
 
 
 def _cpu_features() -> str:

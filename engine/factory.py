@@ -8,6 +8,7 @@ import torch
 
 from engine.compiling import NoCompiler
 from engine.cpu.ops import CpuOps
+from engine.cpu_setup import configure_cpu
 from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.config import ModelConfig, load_config
@@ -31,6 +32,7 @@ def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, i
         from engine.cuda.ops import CudaOps
 
         return CudaOps(config, dtype)
+    configure_cpu()  # entry points have done so; others that use this package may not have
     if device.type == "cpu" and CpuOps.supports(config, dtype):
         try:
             return CpuOps(config, dtype, int8=int8)

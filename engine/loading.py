@@ -9,6 +9,7 @@ from cluster.errors import InvalidField
 from cluster.state import open_store
 from cluster.types import ModelInfo
 from engine.calibration import measure_cost
+from engine.cpu_level import cpu_level
 from engine.factory import load_target as load_native
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
@@ -51,9 +52,11 @@ def stored_profile(config: Config) -> Profile | None:
 
 
 def identity_of(config: Config) -> Identity:
-    """What a profile of the target of a resolved configuration is stored under, on this machine."""
-    device = config.target.device
-    return Identity.of(config, torch.cuda.get_device_name() if device == "cuda" else cpu_name())
+    """What a profile of the target of a resolved configuration is stored under, on this machine at its CPU level."""
+    if config.target.device == "cuda":
+        return Identity.of(config, torch.cuda.get_device_name())
+    level = cpu_level()
+    return Identity.of(config, f"{cpu_name()} as {level.name}" if level.is_lowered else cpu_name())
 
 
 def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[NativeTarget, ModelInfo]:

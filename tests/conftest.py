@@ -7,11 +7,14 @@ import pytest
 
 from cluster.errors import ModelUnavailable
 from cluster.transport import factory
+from engine.cpu_setup import configure_cpu
 from engine.models.prepare import CATALOGUE, ensure_model
 
 # Products of tiny models are too small to share: on a busy machine threads that wait for each other made a suite ten times
 # slower. Torch reads this when it is imported, which is later.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+configure_cpu()  # at the level that OUTRIDER_CPU names, before any test computes
 
 factory.LOCAL.encodes = True  # what could not travel is found out by every test that sends it within the process
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cluster.errors import InvalidField
+from cluster.private_folder import NotPrivate, make_private
 
 SCHEME = "unix://"
 _MAX_PATH_BYTES = 107  # sun_path holds 108 with the terminating zero
@@ -38,12 +39,15 @@ def bind(address: str, path: Path) -> tuple[socket.socket, int]:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _prepare_folder(address, path.parent)
+        make_private(path.parent)
         with _locked(path.parent):  # two that find the same stale socket must not both replace it
             _remove_stale(address, path)
             sock.bind(str(path))
             path.chmod(0o600)
             return sock, path.stat().st_ino
+    except NotPrivate as error:
+        sock.close()
+        raise InvalidField("address", address, str(error)) from error
     except OSError as error:
         sock.close()
         raise InvalidField("address", address, f"cannot be listened at: {error.strerror or error}") from error
@@ -60,15 +64,6 @@ def remove(path: Path, inode: int) -> None:
                 path.unlink()
     except FileNotFoundError:
         pass  # somebody has cleaned up before us
-
-
-def _prepare_folder(address: str, folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise InvalidField(
-            "address", address, f"the folder {folder} must belong to this user and admit no other (mode 0700)"
-        )
 
 
 def _remove_stale(address: str, path: Path) -> None:

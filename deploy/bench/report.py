@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from cluster.errors import InvalidField
+from engine.cpu_level import cpu_level
+from profiler.hardware import cpu_name
 
 DEFAULT_MODEL = "smollm2-135m"
 STDOUT = "-"
@@ -60,6 +62,7 @@ class Environment:
 
     date: str
     cpu: str
+    cpu_level: str
     num_cores: int
     memory_gb: float
     num_threads: int  # of torch's matrix products, as the variables of the process set them
@@ -72,7 +75,8 @@ def describe_environment() -> Environment:
     """Does not import the packages whose versions it names."""
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
+        cpu_level=str(cpu_level()),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_gb=round(psutil.virtual_memory().total / 2**30, 1),
         num_threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
@@ -80,15 +84,6 @@ def describe_environment() -> Environment:
         python=platform.python_version(),
         versions={name: version(name) for name in _PACKAGES},
     )
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +113,8 @@ def print_result(result: BenchResult, console: Console) -> None:
         console.print(note, highlight=False)
     where = result.environment
     console.print(
-        f"{where.date}  {where.cpu}, {where.num_cores} cores, {where.num_threads} threads, load {where.load_1min}",
+        f"{where.date}  {where.cpu}, {where.cpu_level}, {where.num_cores} cores, {where.num_threads} threads, "
+        f"load {where.load_1min}",
         highlight=False,
     )
 

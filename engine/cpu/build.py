@@ -5,11 +5,14 @@ threads. Two runtimes in a process would have twice the threads, waiting for eac
 """
 
 import ctypes
+import logging
 from pathlib import Path
 
 import torch
 
-from engine.compiling import load_compiled
+from engine.compiling import find_compiler, is_clang, load_compiled
+
+logger = logging.getLogger(__name__)
 
 _SOURCES = ("kernels.c", "attention.c", "attention_tiles.c", "bf16.c", "tiles.c", "products.c", "race.c")
 _HEADERS = ("vectors.h", "attention.h", "bf16.h")
@@ -24,9 +27,12 @@ def load_library(dtype: torch.dtype, folder: Path | None = None) -> ctypes.CDLL:
     Raises:
         NoCompiler: no compiler is there, it failed, or the library does not load.
     """
-    runtime = _openmp_runtime()
+    runtime, compiler = _openmp_runtime(), find_compiler()
     flags = [f"-DELEM_BF16={int(dtype == torch.bfloat16)}"]
-    if runtime is not None:
+    if runtime is not None and compiler is not None and is_clang(compiler) and Path(runtime).name.startswith("libgomp"):
+        # clang's code calls functions that only LLVM's and Intel's runtimes have.
+        logger.warning("kernels run on one thread: clang cannot use torch's OpenMP runtime, %s; install gcc", runtime)
+    elif runtime is not None:
         flags.append("-fopenmp")
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     return load_compiled("kernels", SOURCES, HEADERS, flags, folder)

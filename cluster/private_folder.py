@@ -1,0 +1,22 @@
+"""A folder that no other user can enter: for sockets, and for libraries that this process loads."""
+
+import os
+import stat
+from pathlib import Path
+
+
+class NotPrivate(OSError):
+    """Another user owns the folder or may enter it. The message says what to do."""
+
+
+def make_private(folder: Path) -> None:
+    """Makes the folder with mode 0700 if it does not exist, and checks one that does.
+
+    Raises:
+        NotPrivate: it belongs to another user, or its mode admits others.
+        OSError: it cannot be made.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise NotPrivate(f"the folder {folder} must belong to this user and admit no other (mode 0700)")

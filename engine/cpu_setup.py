@@ -1,0 +1,70 @@
+"""What torch, oneDNN and MKL must be told before they compute anything on a CPU."""
+
+import logging
+import os
+from functools import cache
+from pathlib import Path
+
+from engine.compiling import NoCompiler, load_compiled
+from engine.cpu_level import AMX, AVX2, AVX512, AVX512_BF16, GENERIC, CpuLevel, cpu_level
+
+logger = logging.getLogger(__name__)
+
+# oneDNN reads the second where the first is not set.
+ONEDNN_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+VARIABLES = (*ONEDNN_VARIABLES, "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+ONEDNN_WITHOUT_AMX = "AVX512_CORE_FP16"
+
+# The most that each library may use at a lowered level: oneDNN, torch's own kernels, MKL.
+_LIMITS = {
+    GENERIC: ("SSE41", "default", "SSE4_2"),
+    AVX2: ("AVX2", "avx2", "AVX2"),
+    AVX512: ("AVX512_CORE", "avx512", "AVX512"),
+    AVX512_BF16: (ONEDNN_WITHOUT_AMX, "avx512", "AVX512"),
+}
+_TILE_SIZES = Path(__file__).parent / "cpu" / "tile_sizes.c"
+
+
+def configure_cpu() -> CpuLevel:
+    """Limits torch, oneDNN and MKL to the CPU level in force, by the environment of this process and its children.
+
+    Every entry point calls this before torch's first product, since the libraries read their variables once. Calling it
+    again does no harm. Where ``OUTRIDER_CPU`` lowers the level, the variables are overwritten. At the machine's own level
+    at most one is set: some hypervisors offer AMX without the sizes of its tiles, and oneDNN then dies of an illegal
+    instruction at the first bf16 product of two rows. It is told to leave AMX out there, unless the user has limited it
+    already. The kernels in ``engine/cpu`` know the sizes and use AMX.
+
+    Raises:
+        InvalidField: ``OUTRIDER_CPU`` names no level of this machine.
+    """
+    level = cpu_level()
+    if level.is_lowered:
+        onednn, aten, mkl = _LIMITS[level.name]
+        limits = {ONEDNN_VARIABLES[0]: onednn, "ATEN_CPU_CAPABILITY": aten, "MKL_ENABLE_INSTRUCTIONS": mkl}
+    elif level.name == AMX and not any(map(os.environ.get, ONEDNN_VARIABLES)) and not _tells_tile_sizes():
+        limits = {ONEDNN_VARIABLES[0]: ONEDNN_WITHOUT_AMX}
+    else:
+        limits = {}
+    os.environ.update(limits)
+    _log(level)
+    return level
+
+
+@cache
+def _log(level: CpuLevel) -> None:
+    """Once in a process."""
+    logger.info("CPU level %s", level)
+
+
+def _tells_tile_sizes() -> bool:
+    """Whether oneDNN can use this machine's AMX. False where no compiler is there to find out."""
+    try:
+        return bool(load_compiled("tile_sizes", (_TILE_SIZES,)).tells_tile_sizes())
+    except NoCompiler as error:
+        logger.warning(
+            "oneDNN does not use AMX, since without a compiler its support cannot be checked (%s); set %s=AVX512_CORE_AMX "
+            "to use it",
+            error,
+            ONEDNN_VARIABLES[0],
+        )
+        return False

@@ -1,0 +1,231 @@
+"""CPU levels: which there are, which the machine has, and what each means to compilers and to torch."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import InvalidField
+from engine import cpu_level as levels
+from engine import cpu_setup
+from engine.compiling import NoCompiler, load_compiled
+from engine.cpu_level import CpuLevel, cpu_level, level_of, machine_level, possible_levels
+from tests.support.cpu_levels import environment_of
+
+OWN = machine_level()
+LOWER = possible_levels(OWN)[:-1]
+AVX2 = {"sse2", "avx", "avx2", "fma", "f16c", "bmi1", "bmi2"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+BF16 = AVX512 | {"avx512_bf16"}
+AMX = BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "features", "level"),
+    [
+        ("x86_64", {"sse2", "avx"}, "generic"),
+        ("x86_64", AVX2, "avx2"),
+        ("x86_64", AVX2 - {"fma"}, "generic"),
+        ("x86_64", AVX2 | {"avx512f"}, "avx2"),  # Knights Landing
+        ("x86_64", AVX512, "avx512"),
+        ("x86_64", BF16, "avx512_bf16"),
+        ("x86_64", AVX512 | {"amx_tile", "amx_bf16"}, "avx512"),
+        ("x86_64", BF16 | {"amx_tile"}, "avx512_bf16"),
+        ("x86_64", AMX, "amx"),
+        ("aarch64", set(), "neon"),
+        ("arm64", set(), "neon"),
+        ("riscv64", set(), "generic"),
+    ],
+)
+def test_the_level_of_a_cpu(architecture: str, features: set[str], level: str) -> None:
+    assert level_of(architecture, frozenset(features)) == level
+
+
+def test_the_features_that_macos_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "FPU SSE3 FMA MOVBE AVX1.0 F16C\nBMI1 AVX2 BMI2 ERMS\n"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(levels.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, told))
+    assert level_of("x86_64", levels._features()) == "avx2"
+
+
+@pytest.mark.parametrize("value", [None, "", "auto"])
+def test_by_default_the_level_is_the_machines_own(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUTRIDER_CPU", raising=False)
+    if value is not None:
+        monkeypatch.setenv("OUTRIDER_CPU", value)
+    assert cpu_level() == CpuLevel(OWN, OWN)
+    assert str(cpu_level()) == OWN
+
+
+def test_the_variable_lowers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "machine_level", lambda: "amx")
+    monkeypatch.setenv("OUTRIDER_CPU", "avx512")
+    assert str(cpu_level()) == "avx512, lowered from amx by OUTRIDER_CPU"
+    assert [cpu_level().includes(level) for level in (*levels.X86_LEVELS, "neon")] == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("avx3", r"OUTRIDER_CPU: is no CPU level: use auto or one of generic, avx2, got 'avx3'"),
+        ("amx", r"OUTRIDER_CPU: is above this machine's own level, avx2: use auto or one of generic, avx2, got 'amx'"),
+        ("neon", r"OUTRIDER_CPU: is above this machine's own level, avx2: use auto or one of generic, avx2, got 'neon'"),
+    ],
+)
+def test_a_level_that_the_machine_lacks_is_refused(value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "machine_level", lambda: "avx2")
+    monkeypatch.setenv("OUTRIDER_CPU", value)
+    with pytest.raises(InvalidField, match=message):
+        cpu_level()
+
+
+def test_which_levels_have_fast_products_in_bf16() -> None:
+    fast = {level for level in levels.X86_LEVELS if CpuLevel(level, "amx").has_bf16_products}
+    assert fast == {"avx512_bf16", "amx"}
+    assert not CpuLevel("neon", "neon").has_bf16_products
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions of x86")
+@pytest.mark.parametrize("name", possible_levels(OWN))
+def test_a_library_uses_only_instructions_of_its_level(name: str, tmp_path: Path) -> None:
+    """What the compiler says that it may use."""
+    macros = {"avx2": "__AVX2__", "avx512": "__AVX512BW__", "avx512_bf16": "__AVX512BF16__", "amx": "__AMX_BF16__"}
+    source = tmp_path / "levels.c"
+    source.write_text(
+        "".join(f"#ifdef {macro}\nint has_{at}(void) {{ return 1; }}\n#endif\n" for at, macro in macros.items())
+        + "int runs(void) { return 1; }\n"
+    )
+    level = CpuLevel(name, OWN)
+    library = load_compiled("levels", (source,), folder=tmp_path / "cache", level=level)
+    assert library.runs() == 1
+    assert {at for at in macros if hasattr(library, f"has_{at}")} == {at for at in macros if level.includes(at)}
+
+
+def test_importing_the_engine_sets_and_compiles_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os; before = dict(os.environ)\n"
+        "import engine, engine.factory, engine.loading, engine.cpu_setup, engine.cpu.ops\n"
+        "assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())"
+    )
+    environment = environment_of("auto") | {"OUTRIDER_HOME": str(tmp_path / "home")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "home").exists()
+
+
+COMPUTE = """
+import torch
+from engine.cpu_setup import configure_cpu
+configure_cpu()
+x, w = torch.ones(16, 64), torch.ones(96, 64)
+print(torch.backends.cpu.get_cpu_capability())
+print(torch.nn.functional.linear(x.bfloat16(), w.bfloat16()).sum().item())
+torch.ops.mkldnn._linear_pointwise.default(x, torch.ops.mkldnn._reorder_linear_weight(w, 32), None, "none", [], "")
+torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the names that torch, oneDNN and MKL have for levels of x86")
+@pytest.mark.parametrize("name", LOWER)
+def test_torch_onednn_and_mkl_follow(name: str) -> None:
+    """Each says so of itself, in a process of its own, where torch was imported before the call."""
+    environment = environment_of(name) | {"ONEDNN_VERBOSE": "1", "MKL_VERBOSE": "1"}
+    done = subprocess.run([sys.executable, "-c", COMPUTE], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert {"generic": "DEFAULT", "avx2": "AVX2"}.get(name, "AVX512") in done.stdout.splitlines()
+    assert str(16 * 96 * 64.0) in done.stdout
+    (told,) = [line for line in done.stdout.splitlines() if "info,cpu,isa:" in line]
+    isa = {
+        "generic": "Intel SSE4.1",
+        "avx2": "Intel AVX2",
+        "avx512": "Intel AVX-512 with AVX512BW, AVX512VL, and AVX512DQ extensions",
+    }
+    assert "AMX" not in told
+    if name in isa:
+        assert told.endswith(isa[name])
+    kernels = [line for line in done.stdout.splitlines() if ",exec,cpu," in line]
+    assert kernels
+    if name in ("generic", "avx2"):
+        assert not any("avx512" in line for line in kernels)
+    if name == "generic":
+        assert "SSE4.2" in done.stdout  # MKL's own line
+
+
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that says that it has AMX, and a user who has set nothing; what is set is undone."""
+    for variable in ("OUTRIDER_CPU", *cpu_setup.VARIABLES):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(levels, "machine_level", lambda: "amx")
+
+
+class Library:
+    def __init__(self, tells: bool) -> None:
+        self._tells = tells
+
+    def tells_tile_sizes(self) -> int:
+        return int(self._tells)
+
+
+def limits() -> dict[str, str]:
+    return {name: os.environ[name] for name in cpu_setup.VARIABLES if name in os.environ}
+
+
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize(("tells", "expected"), [(True, {}), (False, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"})])
+def test_onednn_leaves_amx_out_where_its_tiles_have_no_sizes(
+    tells: bool, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_setup, "load_compiled", lambda *_: Library(tells))
+    cpu_setup.configure_cpu()
+    assert limits() == expected
+
+
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("variable", cpu_setup.ONEDNN_VARIABLES)
+def test_a_limit_that_the_user_has_set_stays(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_setup, "load_compiled", lambda *_: Library(False))
+    monkeypatch.setenv(variable, "AVX2")
+    cpu_setup.configure_cpu()
+    assert limits() == {variable: "AVX2"}
+
+
+@pytest.mark.usefixtures("amx")
+def test_a_lowered_level_overrides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_setup, "load_compiled", lambda *_: pytest.fail("asked"))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
+    monkeypatch.setenv("OUTRIDER_CPU", "avx2")
+    cpu_setup.configure_cpu()
+    assert limits() == {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+
+
+@pytest.mark.usefixtures("amx")
+def test_without_a_compiler_onednn_leaves_amx_out_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(*_: object) -> None:
+        raise NoCompiler("no C compiler found")
+
+    monkeypatch.setattr(cpu_setup, "load_compiled", none)
+    cpu_setup.configure_cpu()
+    assert limits() == {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
+    assert "no C compiler found" in caplog.text
+
+
+def test_only_a_cpu_with_amx_tells_tile_sizes(tmp_path: Path) -> None:
+    library = load_compiled("tile_sizes", (cpu_setup._TILE_SIZES,), folder=tmp_path)
+    if library.tells_tile_sizes():
+        assert "amx_tile" in Path("/proc/cpuinfo").read_text()
+
+
+def test_products_work_at_the_machines_own_level() -> None:
+    """In a process of its own: where AMX is broken and not left out, it dies."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPUTE], capture_output=True, text=True, timeout=120, env=environment_of("auto")
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(16 * 96 * 64.0) in done.stdout
