@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 SUPERVISOR = "supervisor"
 KILL_DEADLINE_S = 10.0
-# Threads of an actor, by what they answer. Questions that wait have threads of their own: one whose caller has died keeps its
-# thread until it is answered, and must not stand in the way of those that tell whether the process is well.
+# Threads of an actor, by what they answer. Questions that wait have threads of their own: one whose caller has died keeps
+# its thread until it is answered, and must not block those that tell whether the process is well.
 NUM_THREADS = 6
 WAITING = {"start": 1, "wait_end": 4}
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from pydantic import JsonValue
 
@@ -40,7 +40,8 @@ class RouterMemory:
     def recall(self, policy: AssignmentPolicy) -> None:
         """Waits RECALL_S at most; what comes later is taken up by ``save``."""
         self._reading = self._thread.submit(self._store.get, self._key)
-        self._take_up(policy, RECALL_S)
+        wait([self._reading], RECALL_S)
+        self._take_up(policy)
 
     def save(self, policy: AssignmentPolicy, now_s: float) -> None:
         """Once a period, the first time a period after the start."""
@@ -49,9 +50,7 @@ class RouterMemory:
             return
         self._saved_s = now_s
         if not self._is_recalled:
-            if self._reading is None:
-                self._reading = self._thread.submit(self._store.get, self._key)
-            self._take_up(policy, 0.0)
+            self._take_up(policy)
         if self._is_recalled:
             self._write(policy)
 
@@ -66,20 +65,23 @@ class RouterMemory:
         self._note_written()
         self._store.close()
 
-    def _take_up(self, policy: AssignmentPolicy, timeout_s: float) -> None:
-        assert self._reading is not None
-        try:
-            known = self._reading.result(timeout_s)
-        except TimeoutError:
-            self._failed("recalled", f"no answer within {RECALL_S:g} s")
+    def _take_up(self, policy: AssignmentPolicy) -> None:
+        """What was read, if it is there; what could not be read is asked for again."""
+        if self._reading is None:
+            self._reading = self._thread.submit(self._store.get, self._key)
             return
+        if not self._reading.done():
+            self._failed("recalled", "the store does not answer")
+            return
+        reading, self._reading = self._reading, None
+        try:
+            known = reading.result()
         except StateUnavailable as error:
-            self._reading = None
             self._failed("recalled", str(error))
             return
-        self._reading, self._is_recalled = None, True
+        self._is_recalled = True
         self._works()
-        if known is None or policy.snapshot() is not None:
+        if known is None or policy.snapshot():
             return
         try:
             policy.restore(known.value)

@@ -84,8 +84,8 @@ class Supervisor:
         return self._directory
 
     async def directory(self, known: Directory) -> Directory:
-        """Waits until there is another directory than ``known``, and returns it; the same one after DIRECTORY_WAIT_S, so that
-        a caller that has gone is not waited for without end.
+        """Waits until there is another directory than ``known``, and returns it; after DIRECTORY_WAIT_S ``known`` itself, so
+        that a call whose caller has died ends.
 
         A supervisor that takes the place of another tells none before it has found all targets again: links to those
         left out would be closed.
@@ -107,7 +107,14 @@ class Supervisor:
         reports, model = await self.reports(), self._directory.model
         name = model.name if model is not None else self._config.model.name
         drafters, models = self._pool.drafters, self._keeper.models
-        return cluster_status(self._config, name, reports, self._kinds, drafters, models, self._draining)
+        notes = await self._notes()
+        return cluster_status(self._config, name, reports, self._kinds, drafters, models, self._draining, notes)
+
+    async def _notes(self) -> tuple[str, ...]:
+        router = self._pool.router
+        if router is None or router.process is None or router.state is not State.READY:
+            return ()
+        return await self._ask(router.process, "notes", deadline_s=REPORT_DEADLINE_S) or ()
 
     def pids(self) -> dict[str, int]:
         """Of the processes that are ready, by member."""

@@ -101,7 +101,7 @@ def sound_part(message: M, vocab_size: int) -> tuple[M, list[str]]:
             )
         case CommitRound():
             part = replace(message, commits=sound(message.commits, lambda commit: commit_fault(commit, vocab_size)))
-    return (part, faults) if faults else (message, faults)  # type: ignore[return-value]  # of the same type
+    return (part, faults) if faults else (message, faults)
 
 
 def proposal_fault(proposal: Proposal, vocab_size: int) -> str | None:

@@ -114,7 +114,8 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
         f"   routed by {status.policy}, table {status.table_version}   {_acceptance(status.drafters)}",
     )
     tables = (_targets(status.targets), _drafters(status.drafters, before.drafters if before else ()))
-    return Group(title, *tables, *(_reason(drafter) for drafter in status.drafters if drafter.reason is not None))
+    notes = (Text(note, style="red") for note in status.notes)
+    return Group(title, *tables, *notes, *(_reason(drafter) for drafter in status.drafters if drafter.reason is not None))
 
 
 def _reason(drafter: DrafterStatus) -> Text:

@@ -15,8 +15,8 @@ from router.verification import VERIFICATION_POLICIES
 
 # A drafter that has had no luck is still given this share of a step, or its luck could never turn.
 PATIENCE = 0.05
-# Seconds that a pass may take by the cost model for the prompt tokens in it: whatever the model and the machine, streams go on
-# and mail is read. At least so many tokens are computed in any case, or a prompt would never end.
+# Seconds that the prompt tokens of a pass may take by the cost model: streams go on and mail is read, whatever the model and
+# the machine. At least MIN_CHUNK_LEN tokens are computed, so that each prompt ends.
 MAX_CHUNK_S = 2.0
 MIN_CHUNK_LEN = 16
 

@@ -268,6 +268,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_document(tmp_path: Path) -> None
         assert isinstance(left.value, list)
         assert len(left.value) == 2000
         assert len(set(map(str, left.value))) == 1
+        FileStateStore(tmp_path).put("another", 1)
         assert [path.name for path in tmp_path.glob(".new-*")] == []
         assert list(tmp_path.glob("*.corrupt")) == []
 

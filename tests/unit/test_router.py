@@ -1,5 +1,6 @@
 """The router's slot: reports of targets in, a table out."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -135,6 +136,7 @@ def learned() -> AssignmentPolicy:
 def test_a_router_that_starts_over_knows_what_the_last_one_learned() -> None:
     store = MemoryStateStore()
     memory = RouterMemory(store, Config())
+    memory.recall(learned())
     memory.save(learned(), 0.0)
     assert store.keys() == ()  # nothing was learned yet worth an fsync
     memory.save(learned(), SAVE_PERIOD_S)
@@ -149,6 +151,7 @@ def test_it_is_saved_once_a_period() -> None:
     store = MemoryStateStore()
     memory = RouterMemory(store, Config())
     policy = learned()
+    memory.recall(policy)
     for i in range(40):
         policy.observe([Observation("x", "a", 20, 80, 5, 25, 1.0)])
         memory.save(policy, i * SAVE_PERIOD_S / 10)
@@ -174,6 +177,7 @@ def test_other_models_and_policies_are_not_mixed_up() -> None:
         Config(router=RouterConfig(policy=FixedPolicy())),
     ):
         memory = RouterMemory(store, config)
+        memory.recall(learned())
         for now_s in (0.0, SAVE_PERIOD_S):
             memory.save(learned(), now_s)
             memory.settle()
@@ -214,7 +218,7 @@ def test_a_store_that_is_away_stops_nobody_and_is_asked_again(caplog: pytest.Log
     assert memory.fault == "what the router learned is not recalled: nobody answers"
     assert [record.message for record in caplog.records] == [f"{memory.fault}; it is tried again every 10 s"]
     store.is_away = False
-    for i in range(3, 6):
+    for i in range(3, 7):
         memory.save(policy, i * SAVE_PERIOD_S)
         memory.settle()
     assert memory.fault is None
@@ -234,7 +238,7 @@ def test_what_was_learned_is_recalled_late_and_not_lost_meanwhile() -> None:
     after.recall(policy)
     after.save(policy, 0.0)
     store.is_away = False
-    for i in range(1, 4):
+    for i in range(1, 5):
         after.save(policy, i * SAVE_PERIOD_S)
         after.settle()
     assert policy.snapshot() == learned().snapshot()
@@ -253,7 +257,7 @@ def test_a_store_that_hangs_holds_no_slot_up(monkeypatch: pytest.MonkeyPatch) ->
     assert memory.fault is not None
     store.answers.set()
     memory.settle()
-    for i in range(4, 7):
+    for i in range(4, 8):
         memory.save(policy, i * SAVE_PERIOD_S)
         memory.settle()
     assert (memory.fault, len(store.keys())) == (None, 1)
@@ -265,6 +269,7 @@ def test_a_store_that_hangs_holds_no_slot_up(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_no_snapshot_is_refused_and_changes_nothing(stored: JsonValue, caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStateStore()
     memory = RouterMemory(store, Config())
+    memory.recall(learned())
     memory.save(learned(), 0.0)
     memory.save(learned(), SAVE_PERIOD_S)
     memory.settle()
@@ -272,7 +277,7 @@ def test_what_is_no_snapshot_is_refused_and_changes_nothing(stored: JsonValue, c
     store.put(key, stored)
     policy = build_policy(EpsilonGreedyPolicy(epsilon=0.0))
     before = policy.snapshot()
-    memory.recall(policy)
+    RouterMemory(store, Config()).recall(policy)
     assert "it starts anew" in caplog.text
     assert policy.snapshot() == before
 
