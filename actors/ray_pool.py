@@ -21,7 +21,7 @@ from actors.target import TargetActor
 from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig
 from cluster.errors import OutriderError
-from cluster.placement import drafter_name
+from cluster.placement import drafter_name, target_name
 from cluster.types import ModelInfo, RoutingTable
 from router.assignment import member_name
 from router.slot import SlotReport
@@ -29,6 +29,7 @@ from router.slot import SlotReport
 logger = logging.getLogger(__name__)
 
 SUPERVISOR = "supervisor"
+ROUTER = "router"
 KILL_DEADLINE_S = 10.0
 # Threads of an actor, by what they answer. Questions that wait have threads of their own: one whose caller has died keeps
 # its thread until it is answered, and must not block those that tell whether the process is well.
@@ -105,8 +106,8 @@ def why(error: RayActorError) -> str:
 class RaySpawner:
     """`actors.supervisor.Spawner`: actors by name in the deployment's namespace, placed by its groups.
 
-    Targets and drafters are detached, so that they outlive a supervisor that dies and are found again by the next one;
-    they end with their placement groups, which belong to the launcher. The router is the supervisor's own.
+    They are detached, so that they outlive a supervisor that dies and are found again by the next one; they end with their
+    placement groups, which belong to the launcher. The router has a place in the group of the first target.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -145,8 +146,8 @@ class RaySpawner:
         router = build_router(policy, pool, max_draft_len, watch, uses_scores(config.router.policy))
         kind = ModelChainScheduler if isinstance(router, ChainScheduler) else RouterActor
         targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])
-        handle = _actor(kind, num_cpus=0, num_gpus=0).remote(config, router, targets, remembers=True)
-        return RayProcess(handle)
+        options = self._placed(target_name(0), 0) | {"num_cpus": 0, "num_gpus": 0}
+        return self._found_or_made(kind, ROUTER, options, config, router, targets, True)
 
     def _placed(self, group: str, bundle: int) -> dict[str, Any]:
         placement = self._deployment.groups[group]

@@ -85,7 +85,7 @@ class RouterActor(LoopActor[RouterInfo]):
         self._router.set_offered(names, on_fallback)
 
     def notes(self) -> tuple[str, ...]:
-        """For people: what does not work as it should."""
+        """For people: what does not work as it should, now."""
         fault = self._memory.fault if self._memory is not None else None
         return () if fault is None else (fault,)
 

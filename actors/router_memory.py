@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from cluster.config import Config
 from cluster.errors import InvalidField
-from cluster.state import Document, StateStore, StateUnavailable
+from cluster.state import Document, StateStore, StateUnavailable, state_fault
 from router.assignment import AssignmentPolicy
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class RouterMemory:
         self._saved: JsonValue = None
         self._is_recalled = False
         self._reading: Future[Document | None] | None = None
+        self._probing: Future[str | None] | None = None
         self._writing: tuple[Future[int], JsonValue] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="router-memory")
         self.fault: str | None = None
@@ -40,11 +41,13 @@ class RouterMemory:
     def recall(self, policy: AssignmentPolicy) -> None:
         """Waits RECALL_S at most; what comes later is taken up by ``save``."""
         self._reading = self._thread.submit(self._store.get, self._key)
+        self._probing = self._thread.submit(state_fault, self._store)  # a folder may be read and not written
         wait([self._reading], RECALL_S)
         self._take_up(policy)
 
     def save(self, policy: AssignmentPolicy, now_s: float) -> None:
         """Once a period, the first time a period after the start."""
+        self._note_probed()
         if self._saved_s is None or now_s - self._saved_s < SAVE_PERIOD_S:
             self._saved_s = now_s if self._saved_s is None else self._saved_s
             return
@@ -53,10 +56,13 @@ class RouterMemory:
             self._take_up(policy)
         if self._is_recalled:
             self._write(policy)
+        if self.fault is not None and self._probing is None:
+            self._probing = self._thread.submit(state_fault, self._store)
 
     def settle(self) -> None:
         """Waits until what was begun is done."""
         self._thread.submit(lambda: None).result()
+        self._note_probed()
         self._note_written()
 
     def close(self) -> None:
@@ -71,16 +77,15 @@ class RouterMemory:
             self._reading = self._thread.submit(self._store.get, self._key)
             return
         if not self._reading.done():
-            self._failed("recalled", "the store does not answer")
+            self._failed("it does not answer")
             return
         reading, self._reading = self._reading, None
         try:
             known = reading.result()
         except StateUnavailable as error:
-            self._failed("recalled", str(error))
+            self._failed(str(error))
             return
         self._is_recalled = True
-        self._works()
         if known is None or policy.snapshot():
             return
         try:
@@ -107,10 +112,19 @@ class RouterMemory:
             self._saved = snapshot
             self._works()
         except (StateUnavailable, InvalidField) as error:
-            self._failed("saved", str(error))
+            self._failed(str(error))
 
-    def _failed(self, what: str, why: str) -> None:
-        fault = f"what the router learned is not {what}: {why}"
+    def _note_probed(self) -> None:
+        if self._probing is None or not self._probing.done():
+            return
+        found, self._probing = self._probing.result(), None
+        if found is None:
+            self._works()
+        else:
+            self._failed(found)
+
+    def _failed(self, why: str) -> None:
+        fault = f"the state store cannot be used, what is learned is not kept: {why}"
         if self.fault is None:
             logger.warning("%s; it is tried again every %g s", fault, SAVE_PERIOD_S)
         self.fault = fault

@@ -242,7 +242,10 @@ class _ThreadPerStream(Executor):
 def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, limits: Limits) -> StreamLink:
     """As ``cluster.transport.factory.connect``."""
     host, port = _host_and_port(address)
-    channel = grpc.insecure_channel(f"{host}:{port}", options=_options(limits))
+    try:
+        channel = grpc.insecure_channel(f"{host}:{port}", options=_options(limits))
+    except (OSError, RuntimeError) as error:  # no descriptor or thread is left, most likely
+        raise LinkClosed(f"no link to {address}: {error}") from error
     pipe = _Pipe(limits)
     pipe.stop = channel.close
     link = pipe.link = StreamLink(pipe, hello, mailbox, limits, address, accepts=False)
@@ -261,7 +264,7 @@ def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, lim
     except OutriderError:
         pipe.close()
         raise
-    except (OSError, RuntimeError) as error:  # no descriptor or thread is left, most likely
+    except (OSError, RuntimeError) as error:
         pipe.close()
         raise LinkClosed(f"no link to {address}: {error}") from error
     return link

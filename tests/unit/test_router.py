@@ -1,8 +1,10 @@
 """The router's slot: reports of targets in, a table out."""
 
+import fcntl
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
@@ -21,6 +23,7 @@ from cluster.config import (
     SuffixOptions,
 )
 from cluster.state import Document, MemoryStateStore, StateUnavailable
+from cluster.state_file import FileStateStore
 from cluster.types import Commit, FinishReason, RoutingTable
 from engine.telemetry import Telemetry
 from profiler.drafter_stats import Judgement
@@ -215,7 +218,7 @@ def test_a_store_that_is_away_stops_nobody_and_is_asked_again(caplog: pytest.Log
     for i in range(3):
         memory.save(policy, i * SAVE_PERIOD_S)
         memory.settle()
-    assert memory.fault == "what the router learned is not recalled: nobody answers"
+    assert memory.fault == "the state store cannot be used, what is learned is not kept: nobody answers"
     assert [record.message for record in caplog.records] == [f"{memory.fault}; it is tried again every 10 s"]
     store.is_away = False
     for i in range(3, 7):
@@ -223,6 +226,25 @@ def test_a_store_that_is_away_stops_nobody_and_is_asked_again(caplog: pytest.Log
         memory.settle()
     assert memory.fault is None
     assert len(store.keys()) == 1
+
+
+def test_a_store_that_can_only_be_read_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.state_file.LOCK_DEADLINE_S", 0.01)
+    store = FileStateStore(tmp_path)
+    store.put("before", 1)
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        memory = RouterMemory(store, Config())
+        memory.recall(build_policy(FixedPolicy()))
+        memory.settle()
+        assert "somebody else has held" in str(memory.fault)
+        memory.save(build_policy(FixedPolicy()), 0.0)
+        memory.save(build_policy(FixedPolicy()), SAVE_PERIOD_S)
+    memory.save(build_policy(FixedPolicy()), 2 * SAVE_PERIOD_S)
+    memory.settle()
+    memory.save(build_policy(FixedPolicy()), 3 * SAVE_PERIOD_S)
+    memory.settle()
+    assert memory.fault is None
 
 
 def test_what_was_learned_is_recalled_late_and_not_lost_meanwhile() -> None:

@@ -17,6 +17,7 @@ from cluster.transport.base import LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.factory import listen
 from cluster.transport.simulation import Faults
 from cluster.types import Commit, Request, SamplingParams
+from deploy.bench.unsound import Unsound
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.registry import make_drafter
@@ -27,7 +28,6 @@ from router.slot import Router, SlotReport, build_router
 from tests.support.cluster_in_a_thread import SimulatedCluster, random_requests
 from tests.support.drafter_bench import SAMPLING, Bench, FakeLink
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyDrafter, plain_run
-from tests.support.unsound import Unsound
 
 _NUMBERS = count()
 MAX_INT = 2**31 - 1
