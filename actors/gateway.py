@@ -201,6 +201,8 @@ class LinkClient:
                 case LinkDown(link, reason):
                     self._dialer.lost(link, time.monotonic())
                     self._down(link, reason)
+                case Received(link, _) if link not in self._links:
+                    pass  # it was unlinked before its mail was read
                 case Received(link, CommitRound(commits)):
                     faults = self._dispatch(link, commits)
                     if faults:

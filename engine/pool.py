@@ -70,6 +70,10 @@ class Pool:
                 self._telemetry.forget(sequence.request.id)
         logger.warning("drafter %s is down: %s", name, reason)
 
+    def knows(self, link: Link) -> bool:
+        port = self._ports.get(link.peer.name)
+        return port is not None and port.link is link
+
     def leave_out(self, name: str, reason: str) -> None:
         """Hang up on a drafter."""
         port = self._ports.get(name)
@@ -80,15 +84,15 @@ class Pool:
     # ---- what they say
 
     def hear(self, link: Link, message: ProposalRound, now_s: float, unread_since_s: float | None = None) -> tuple[str, ...]:
-        """Takes what is sound (`cluster.soundness`). Returns what contradicts what the drafter was told, and was left out.
+        """Takes what is sound (`cluster.soundness`), of a link that it knows.
+
+        Returns what contradicts what the drafter was told, and was left out.
 
         Args:
             unread_since_s: since when nobody has looked for mail; None: it has come just now.
         """
         name = link.peer.name
-        port = self._ports.get(name)
-        if port is None or port.link is not link:
-            return ()
+        port = self._ports[name]
         stats = self._telemetry.drafter(name)
         taken, faults = [], []
         for proposal in message.proposals:

@@ -249,6 +249,8 @@ class TargetLoop:
                     self._hear(link, message, now_s)
 
     def _hear(self, link: Link, message: Message, now_s: float) -> None:
+        if not (self._callers.knows(link) or self._pool.knows(link)):
+            return  # it went before its mail was read
         num_unsound = self._inspection.num_unsound
         message = self._inspection.sound_part(link, message, self._model.vocab_size)
         match message, link.peer.role:
@@ -263,10 +265,7 @@ class TargetLoop:
                     self._inspection.note(link, faults)
                 self.telemetry.drafter(link.peer.name).num_unsound += self._inspection.num_unsound - num_unsound
             case _:
-                self._unlink(
-                    link, f"it sent a {type(message).__name__}, which a target does not take from a {link.peer.role}"
-                )
-                return
+                self._unlink(link, f"it sent a {type(message).__name__}, which no {link.peer.role} sends to a target")
         if self._inspection.must_go(link):
             self._unlink(link, "it sent too many unsound messages")
 
@@ -282,8 +281,6 @@ class TargetLoop:
             self._pool.link_down(link, reason)
 
     def _submit(self, link: Link, request: Request) -> None:
-        if not self._callers.knows(link):
-            return  # it went before its mail was read
         refused = refusal(request, self._sequences, self._model, self._engine.capacity(), self._max_waiting, self._draining)
         if refused is not None:
             self._callers.refuse(link, refused)
