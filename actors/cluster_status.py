@@ -17,6 +17,7 @@ def cluster_status(
     members: Mapping[str, Member],
     models: ModelPool,
     draining: Set[str],
+    notes: Sequence[str] = (),
 ) -> ClusterStatus:
     """Args:
     drafters: of every member of the pool, by its name.
@@ -35,6 +36,7 @@ def cluster_status(
             _drafter(config, name, one, members.get(name), counts[name], models, name in leaving)
             for name, one in drafters.items()
         ),
+        notes=tuple(notes),
     )
 
 
@@ -66,4 +68,5 @@ def _drafter(
         num_loads=models.num_loads.get(name, 0),
         num_evictions=models.num_evictions.get(name, 0),
         num_fallbacks=models.num_fallbacks.get(name, 0),
+        num_unsound=sum(one.num_unsound for one in counts),
     )

@@ -36,7 +36,7 @@ def companions_of(config: Config) -> tuple[DrafterConfig, ...]:
 
 
 def load_with_companions(
-    config: Config, profile: Profile | None = None
+    config: Config, profile: Profile | None = None, remembers: bool = False
 ) -> tuple[NativeTarget, ModelInfo, OnlineCost, list[Companion]]:
     """The target of a resolved configuration, as ``engine.loading.load_target``, and the drafters beside it.
 
@@ -46,7 +46,7 @@ def load_with_companions(
         OutriderError: a model is missing, or does not fit; says which.
     """
     drafters = companions_of(config if profile is None else with_measured_costs(config, profile))
-    engine, model, cost = load_target(config, feature_layers(drafters), profile)
+    engine, model, cost = load_target(config, feature_layers(drafters), profile, remembers)
     host = Host(engine, ensure_model(config.model.name))
     return engine, model, cost, [_companion(drafter, model, host) for drafter in drafters]
 

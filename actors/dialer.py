@@ -77,15 +77,22 @@ class Dialer:
             if peer.dialling is not None and peer.dialling.done():
                 self._take_up(address, peer, now_s)
             if peer.link is None and peer.dialling is None and now_s >= peer.retry_at_s:
-                peer.dialling = self._threads.submit(connect, address, self._mailbox, self._hello, DIAL_DEADLINE_S)
-                peer.dialling.add_done_callback(lambda _: self._mailbox.wake())
-            elif peer.link is None and peer.dialling is None:
+                self._dial(address, peer, now_s)
+            if peer.link is None and peer.dialling is None:
                 next_s = peer.retry_at_s if next_s is None else min(next_s, peer.retry_at_s)
         return next_s
 
     def close(self) -> None:
         self.want(())
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _dial(self, address: str, peer: _Peer, now_s: float) -> None:
+        try:
+            peer.dialling = self._threads.submit(connect, address, self._mailbox, self._hello, DIAL_DEADLINE_S)
+        except RuntimeError as error:  # no thread is left
+            self._failed(address, peer, error, now_s)
+            return
+        peer.dialling.add_done_callback(lambda _: self._mailbox.wake())
 
     def _take_up(self, address: str, peer: _Peer, now_s: float) -> None:
         assert peer.dialling is not None
@@ -97,9 +104,15 @@ class Dialer:
                 self._lost_early.discard(peer.link)
                 peer.failed(now_s)
             return
-        if not isinstance(error, OutriderError):
-            raise error
-        logger.info("no link to %s yet: %s; next try in %.2f s", address, error, peer.pause_s)
+        self._failed(address, peer, error, now_s)
+
+    @staticmethod
+    def _failed(address: str, peer: _Peer, error: BaseException, now_s: float) -> None:
+        """Whatever the reason: this runs on the thread that serves, which must not end by a failed dial."""
+        if isinstance(error, OutriderError):
+            logger.info("no link to %s yet: %s; next try in %.2f s", address, error, peer.pause_s)
+        else:
+            logger.warning("no link to %s: next try in %.2f s", address, peer.pause_s, exc_info=error)
         peer.failed(now_s)
 
 

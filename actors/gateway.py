@@ -8,24 +8,32 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from actors.dialer import Dialer
+from actors.mailbox import WatchedMailbox
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
-from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
+from cluster.soundness import Inspection, commit_fault
+from cluster.transport.base import Link, LinkDown, LinkUp, Received
 from cluster.types import Commit, FinishReason, ModelInfo, Request
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
 IDLE_WAIT_S = 1.0
+MAX_UNREAD_S = 30.0  # the thread reads its mail every second, be there any or not
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One request under way. Its queue is bounded by the request's own max_tokens."""
+    """One request under way. Its queue is bounded by the request's own max_tokens.
+
+    ``next_len``: the committed length at which its next commit begins; ``end_len``: that of all its tokens.
+    """
 
     loop: asyncio.AbstractEventLoop
     link: Link
+    next_len: int | None  # None: its last has come
+    end_len: int
     commits: asyncio.Queue[Commit | Exception] = field(default_factory=asyncio.Queue)
 
 
@@ -45,7 +53,7 @@ class LinkClient:
     ) -> None:
         self._model = model
         self._status = status
-        self._mailbox = Mailbox()
+        self._mailbox = WatchedMailbox()
         hello = Hello(Role.GATEWAY, name, model.vocab_size, model.tokenizer_fingerprint, token)
         self._dialer = Dialer(self._mailbox, hello)
         self._wanted: tuple[str, ...] = tuple(addresses)
@@ -53,6 +61,7 @@ class LinkClient:
         self._links: dict[Link, int] = {}  # open links and how many requests each carries
         self._streams: dict[str, _Stream] = {}
         self._aborts: dict[Link, set[str]] = {}  # that could not be sent yet
+        self._inspection = Inspection(f"gateway {name}")
         self._stop = threading.Event()
         self._links_changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name=f"gateway-{name}", daemon=True)
@@ -87,8 +96,7 @@ class LinkClient:
                 while not finished:
                     commit = await stream.commits.get()
                     if isinstance(commit, Exception):
-                        finished = True
-                        raise commit
+                        raise commit  # where the target is still there, it is told to stop
                     finished = commit.finish is not None
                     if commit.finish is FinishReason.OVERLOADED:
                         break
@@ -119,7 +127,8 @@ class LinkClient:
             raise LinkClosed("no target can be reached now; it may be starting or restarting, try again")
         link = others[0]
         with self._lock:
-            stream = _Stream(asyncio.get_running_loop(), link)
+            prompt_len = len(request.prompt_token_ids)
+            stream = _Stream(asyncio.get_running_loop(), link, prompt_len, prompt_len + request.sampling.max_tokens)
             self._streams[request.id] = stream
             if link in self._links:
                 self._links[link] += 1
@@ -144,6 +153,13 @@ class LinkClient:
                 self._aborts.setdefault(stream.link, set()).add(request_id)
         if abort:
             self._send_aborts()
+
+    def check_health(self) -> None:
+        """Raises LinkClosed when this client cannot serve any more: its thread has ended, or hangs."""
+        if not self._thread.is_alive() and not self._stop.is_set():
+            raise LinkClosed("the thread that keeps the links has ended")
+        if self._mailbox.unread_s() > MAX_UNREAD_S:
+            raise LinkClosed(f"the thread that keeps the links has not read its mail for {self._mailbox.unread_s():.0f} s")
 
     def _send_aborts(self) -> None:
         """What does not fit into a link's queue now goes with the next; at most as many as there were requests."""
@@ -185,31 +201,62 @@ class LinkClient:
                 case LinkDown(link, reason):
                     self._dialer.lost(link, time.monotonic())
                     self._down(link, reason)
-                case Received(_, CommitRound(commits)):
-                    self._dispatch(commits)
+                case Received(link, _) if link not in self._links:
+                    pass  # it was unlinked before its mail was read
+                case Received(link, CommitRound(commits)):
+                    faults = self._dispatch(link, commits)
+                    if faults:
+                        self._inspection.note(link, faults)
+                    if self._inspection.must_go(link):
+                        self._unlink(link, "it sent too many unsound messages")
                 case Received(link, message):
-                    link.close()
-                    self._dialer.lost(link, time.monotonic())
-                    self._down(link, f"it sent a {type(message).__name__}, which a gateway does not take")
+                    self._unlink(link, f"it sent a {type(message).__name__}, which a gateway does not take")
 
-    def _dispatch(self, commits: Sequence[Commit]) -> None:
-        """Hands the commits of a round over with one wake-up per event loop."""
+    def _dispatch(self, link: Link, commits: Sequence[Commit]) -> list[str]:
+        """Hands the commits of a round over with one wake-up per event loop. Returns what was wrong with those that cannot
+        be true: their streams end, for what follows would not fit."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Commit | Exception]]] = {}
+        faults: list[str] = []
         with self._lock:
             for commit in commits:
                 stream = self._streams.get(commit.request_id)
-                if stream is not None:
-                    by_loop.setdefault(stream.loop, []).append((stream, commit))
+                if stream is None or stream.link is not link or stream.next_len is None:
+                    continue  # it has ended here; nobody can commit what another target serves
+                fault = commit_fault(commit, self._model.vocab_size) or _contradiction(stream, commit)
+                item: Commit | Exception = commit
+                if fault is not None:
+                    faults.append(fault)
+                    item = LinkClosed(f"the target sent {fault}; send the request again")
+                over = fault is not None or commit.finish is not None
+                stream.next_len = None if over else commit.base_len + len(commit.token_ids)
+                by_loop.setdefault(stream.loop, []).append((stream, item))
         for loop, items in by_loop.items():
             _call(loop, items)
+        return faults
+
+    def _unlink(self, link: Link, reason: str) -> None:
+        link.close()
+        self._dialer.lost(link, time.monotonic())
+        self._down(link, reason)
 
     def _down(self, link: Link, reason: str) -> None:
+        self._inspection.forget(link)
         with self._lock:
             self._links.pop(link, None)
             self._aborts.pop(link, None)
             cut_off = [stream for stream in self._streams.values() if stream.link is link]
         for stream in cut_off:
             _call(stream.loop, [(stream, LinkClosed(f"the target is gone: {reason}; send the request again"))])
+
+
+def _contradiction(stream: _Stream, commit: Commit) -> str | None:
+    """Between a sound commit and what was asked for, and has come of it."""
+    end_len = commit.base_len + len(commit.token_ids)
+    if commit.base_len != stream.next_len:
+        return f"a commit at {commit.base_len} where {stream.next_len} tokens were committed"
+    if end_len > stream.end_len:
+        return f"{end_len - stream.end_len} tokens more than were asked for"
+    return None
 
 
 def _call(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Commit | Exception]]) -> None:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from actors.dialer import Dialer
 from cluster.messages import Hello
 from cluster.transport.base import Event, LinkDown, Mailbox
+from engine.progress import PASSES
 
 
 class WatchedMailbox(Mailbox):
-    """Knows when it was last read. A loop that reads no more mail hangs, though its process answers."""
+    """Knows when it was last read. A loop that reads no mail hangs, though its process answers, unless a pass keeps it from
+    reading: that gets further with each layer (`engine.progress`).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,8 +23,8 @@ class WatchedMailbox(Mailbox):
         return super().drain()
 
     def unread_s(self) -> float:
-        """Seconds since the last reading."""
-        return time.monotonic() - self._read_s
+        """Seconds since the last reading, or since a pass of this process last got further."""
+        return min(time.monotonic() - self._read_s, PASSES.still_s())
 
 
 class DialledMailbox(WatchedMailbox):

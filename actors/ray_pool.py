@@ -21,7 +21,7 @@ from actors.target import TargetActor
 from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig
 from cluster.errors import OutriderError
-from cluster.placement import drafter_name
+from cluster.placement import drafter_name, target_name
 from cluster.types import ModelInfo, RoutingTable
 from router.assignment import member_name
 from router.slot import SlotReport
@@ -29,9 +29,12 @@ from router.slot import SlotReport
 logger = logging.getLogger(__name__)
 
 SUPERVISOR = "supervisor"
+ROUTER = "router"
 KILL_DEADLINE_S = 10.0
-# `wait_end` holds a thread for the actor's whole life; the other questions are short.
+# Threads of an actor, by what they answer. Questions that wait have threads of their own: one whose caller has died keeps
+# its thread until it is answered, and must not block those that tell whether the process is well.
 NUM_THREADS = 6
+WAITING = {"start": 1, "wait_end": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,14 @@ class RayProcess:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        # Asked for once and kept: it fails the moment that Ray learns of the actor's death.
-        self._end = handle.wait_end.remote()
+        # Always asked for: it fails the moment that Ray learns of the actor's death.
+        self._end = self._remote("wait_end")
 
     async def ended(self) -> str:
         try:
-            return str(await self._end)
+            while (end := await self._end) is None:
+                self._end = self._remote("wait_end")
+            return str(end)
         except RayActorError as error:
             return why(error)
         except RayTaskError as error:
@@ -70,7 +75,7 @@ class RayProcess:
 
     async def call(self, method: str, *args: Any) -> Any:
         try:
-            return await getattr(self._handle, method).remote(*args)
+            return await self._remote(method, *args)
         except RayActorError as error:
             raise ProcessEnded(why(error)) from error
         except RayTaskError as error:
@@ -78,6 +83,10 @@ class RayProcess:
             cause = error.cause
             reason = str(cause) if isinstance(cause, OutriderError) else f"{type(cause).__name__}: {cause}"
             raise ProcessEnded(reason) from error
+
+    def _remote(self, method: str, *args: Any) -> Any:
+        ask = getattr(self._handle, method)
+        return (ask.options(concurrency_group=method) if method in WAITING else ask).remote(*args)
 
     async def kill(self) -> None:
         ray.kill(self._handle, no_restart=True)
@@ -97,8 +106,8 @@ def why(error: RayActorError) -> str:
 class RaySpawner:
     """`actors.supervisor.Spawner`: actors by name in the deployment's namespace, placed by its groups.
 
-    Targets and drafters are detached, so that they outlive a supervisor that dies and are found again by the next one;
-    they end with their placement groups, which belong to the launcher. The router is the supervisor's own.
+    They are detached, so that they outlive a supervisor that dies and are found again by the next one; they end with their
+    placement groups, which belong to the launcher. The router has a place in the group of the first target.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -137,8 +146,8 @@ class RaySpawner:
         router = build_router(policy, pool, max_draft_len, watch, uses_scores(config.router.policy))
         kind = ModelChainScheduler if isinstance(router, ChainScheduler) else RouterActor
         targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])
-        handle = _actor(kind, num_cpus=0, num_gpus=0).remote(config, router, targets, remembers=True)
-        return RayProcess(handle)
+        options = self._placed(target_name(0), 0) | {"num_cpus": 0, "num_gpus": 0}
+        return self._found_or_made(kind, ROUTER, options, config, router, targets, True)
 
     def _placed(self, group: str, bundle: int) -> dict[str, Any]:
         placement = self._deployment.groups[group]
@@ -158,7 +167,8 @@ class RaySpawner:
 
 def _actor(kind: type, **options: Any) -> Any:
     """Ray never restarts these by itself: the supervisor does, by one policy."""
-    return ray.remote(kind).options(max_restarts=0, max_concurrency=NUM_THREADS, **options)
+    remote = ray.remote(concurrency_groups=WAITING)(kind)
+    return remote.options(max_restarts=0, max_concurrency=NUM_THREADS, **options)
 
 
 class RayTargets:
@@ -180,6 +190,9 @@ class RayTargets:
                 report: SlotReport | None = ray.get(answer)
             except RayActorError:
                 del self._handles[asked[answer]]  # the supervisor starts another, which is found by its name
+                continue
+            except RayTaskError as error:
+                logger.warning("%s could not report: %s: %s", asked[answer], type(error.cause).__name__, error.cause)
                 continue
             if report is not None:
                 reports.append(report)

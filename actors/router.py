@@ -84,6 +84,11 @@ class RouterActor(LoopActor[RouterInfo]):
         """As of `router.slot.Router`."""
         self._router.set_offered(names, on_fallback)
 
+    def notes(self) -> tuple[str, ...]:
+        """For people: what does not work as it should, now."""
+        fault = self._memory.fault if self._memory is not None else None
+        return () if fault is None else (fault,)
+
     def wishes(self) -> dict[str, int]:
         """How many requests would be with each drafter that is not in memory, by the last slot."""
         return dict(self._router.wishes)

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 # A pass over a long prompt may keep a busy target from its mail for seconds, and killing it ends streams: more patience.
 TARGET_PATIENCE = 10
 DRAIN_POLL_S = 0.1
+DIRECTORY_WAIT_S = 60.0  # of one question where the targets are
 # Whoever asks for the status waits 2 s at most, so that one target that hangs must not take longer to be left out.
 REPORT_DEADLINE_S = 1.0
 
@@ -83,13 +84,18 @@ class Supervisor:
         return self._directory
 
     async def directory(self, known: Directory) -> Directory:
-        """Waits until there is another directory than ``known``, and returns it.
+        """Waits until there is another directory than ``known``, and returns it; after DIRECTORY_WAIT_S ``known`` itself, so
+        that a call whose caller has died ends.
 
         A supervisor that takes the place of another tells none before it has found all targets again: links to those
         left out would be closed.
         """
-        while self._unsettled or self._directory.model is None or self._directory == known:
-            await self._wait_change()
+        try:
+            async with asyncio.timeout(DIRECTORY_WAIT_S):
+                while self._unsettled or self._directory.model is None or self._directory == known:
+                    await self._wait_change()
+        except TimeoutError:
+            return known
         return self._directory
 
     def reasons(self) -> dict[str, str]:
@@ -101,7 +107,14 @@ class Supervisor:
         reports, model = await self.reports(), self._directory.model
         name = model.name if model is not None else self._config.model.name
         drafters, models = self._pool.drafters, self._keeper.models
-        return cluster_status(self._config, name, reports, self._kinds, drafters, models, self._draining)
+        notes = await self._notes()
+        return cluster_status(self._config, name, reports, self._kinds, drafters, models, self._draining, notes)
+
+    async def _notes(self) -> tuple[str, ...]:
+        router = self._pool.router
+        if router is None or router.process is None or router.state is not State.READY:
+            return ()
+        return await self._ask(router.process, "notes", deadline_s=REPORT_DEADLINE_S) or ()
 
     def pids(self) -> dict[str, int]:
         """Of the processes that are ready, by member."""

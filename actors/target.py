@@ -35,6 +35,7 @@ class DrafterCounts:
     num_proposed: int
     num_accepted: int
     reply_s: float | None
+    num_unsound: int = 0  # messages of which something could not be used
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class TargetActor(LoopActor[TargetInfo]):
         from router.policies import member_costs
 
         self._engine, self._model, cost, companions = in_own_thread(
-            lambda: load_with_companions(config, stored_profile(config))
+            lambda: load_with_companions(config, stored_profile(config), remembers=True)
         )
         self._draft_costs = lambda: pool_costs(config, cost)
         self._member_costs = member_costs(config, cost)
@@ -110,6 +111,7 @@ class TargetActor(LoopActor[TargetInfo]):
         return TargetInfo(self._name, address, self._model, os.getpid())
 
     def unread_s(self) -> float:
+        """Since the loop last read its mail, or got further in the pass that keeps it from it."""
         return self._mailbox.unread_s()
 
     def publish_table(self, table: RoutingTable) -> None:
@@ -151,7 +153,14 @@ class TargetActor(LoopActor[TargetInfo]):
                 step_ms=1e3 * (telemetry.step_s or 0.0),
             ),
             drafters=tuple(
-                DrafterCounts(name, followed.get(name, 0), stats.num_proposed, stats.num_accepted, stats.reply_s)
+                DrafterCounts(
+                    name,
+                    followed.get(name, 0),
+                    stats.num_proposed,
+                    stats.num_accepted,
+                    stats.reply_s,
+                    stats.num_unsound,
+                )
                 for name, stats in tuple(telemetry.drafters.items())
             ),
             table_version=status.table_version,

@@ -12,6 +12,8 @@ from engine.garbage import spare_what_stays
 logger = logging.getLogger(__name__)
 
 STOP_DEADLINE_S = 5.0
+# Of one question for the end. A caller that has died keeps a thread of this process no longer than that.
+WAIT_END_S = 10.0
 
 Info = TypeVar("Info")
 
@@ -48,9 +50,11 @@ class LoopThread:
         finally:
             self._on_end()
 
-    def wait_end(self) -> str:
-        """Blocks until the loop has ended, and says why."""
-        self._thread.join()
+    def wait_end(self, timeout_s: float | None = None) -> str | None:
+        """Blocks until the loop has ended, and says why; None: it has not within the time."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return None
         return "stopped" if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
 
     def stop(self) -> None:
@@ -92,11 +96,13 @@ class LoopActor(ABC, Generic[Info]):
     @abstractmethod
     def _info(self) -> Info: ...
 
-    def wait_end(self) -> str:
-        """Blocks until the loop has begun and ended, and says why it ended."""
-        self._began.wait()
+    def wait_end(self, timeout_s: float = WAIT_END_S) -> str | None:
+        """Blocks until the loop has begun and ended, and says why it ended; None: it has not within the time, ask again."""
+        end_s = time.monotonic() + timeout_s
+        if not self._began.wait(timeout_s):
+            return None
         assert self._thread is not None
-        return self._thread.wait_end()
+        return self._thread.wait_end(max(0.0, end_s - time.monotonic()))
 
     def stop(self) -> None:
         """Ends the loop."""

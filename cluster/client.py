@@ -25,6 +25,7 @@ class DrafterStatus:
     num_loads: int = 0
     num_evictions: int = 0
     num_fallbacks: int = 0  # loads on a CPU, for want of room on its own device
+    num_unsound: int = 0  # messages from it of which something could not be used
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class ClusterStatus:
     table_version: int
     targets: tuple[TargetStatus, ...]
     drafters: tuple[DrafterStatus, ...]
+    notes: tuple[str, ...] = ()  # what does not work as it should, one line each
 
 
 class EngineClient(Protocol):

@@ -4,12 +4,12 @@ Down is from the target (to a drafter, or to a gateway), up is towards it. Every
 format is protobuf (``cluster/transport/wire.proto``), translated in ``cluster/transport/codec.py``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster.types import Commit, Proposal, Request, SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Role(StrEnum):
@@ -20,13 +20,17 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of each end. A mismatch of version, fingerprint or token refuses the link with a reason."""
+    """What each end of a link says of itself. A mismatch of version, tokenizer or secret refuses the link with a reason.
+
+    ``token`` is the cluster's shared secret. It stays in this process: ``cluster/transport/handshake.py`` proves that it is
+    known without sending it, and the ``Hello`` of a peer has none.
+    """
 
     role: Role
     name: str
     vocab_size: int
     tokenizer_fingerprint: str
-    token: str = ""  # the cluster's shared secret, compared in constant time
+    token: str = field(default="", repr=False, compare=False)
     protocol_version: int = PROTOCOL_VERSION
 
 

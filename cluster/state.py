@@ -17,6 +17,7 @@ from cluster.errors import InvalidField, OutriderError
 
 MAX_DOCUMENT_BYTES = 2**20
 MAX_KEY_LEN = 80
+_PROBE = "probe"
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/=-]*")
 
 
@@ -34,7 +35,7 @@ class StateConflict(OutriderError):
 
 
 class StateUnavailable(OutriderError):
-    """The store did not answer within its deadline; serving goes on without it."""
+    """The store cannot be used now: it did not answer, cannot be written, or is locked. Serving goes on without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +111,7 @@ class MemoryStateStore:
 def open_store(config: StateConfig, namespace: str) -> StateStore:
     """The store of a resolved configuration; deployments of different namespaces do not see each other's documents.
 
-    Opening needs no answer: a Redis that is away is met with the first call.
-
-    Raises:
-        InvalidField: the folder cannot be made, or the password file not be read.
+    Opening does nothing yet: a folder that cannot be used, or a Redis that is away, is met with the first call.
     """
     if isinstance(config, FileStateConfig):
         from cluster.state_file import FileStateStore
@@ -122,6 +120,16 @@ def open_store(config: StateConfig, namespace: str) -> StateStore:
     from cluster.state_redis import RedisStateStore
 
     return RedisStateStore(config, namespace)
+
+
+def state_fault(store: StateStore) -> str | None:
+    """Why nothing can be written now; None: it can. Serving goes on without a store, and what is learned is lost."""
+    try:
+        store.put(_PROBE, "written to see whether it can be")
+        store.delete(_PROBE)
+    except StateUnavailable as error:
+        return str(error)
+    return None
 
 
 def check_key(key: str) -> None:

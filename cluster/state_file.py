@@ -14,13 +14,12 @@ from urllib.parse import quote, unquote
 
 from pydantic import JsonValue
 
-from cluster.errors import InvalidField
 from cluster.state import Document, StateUnavailable, check_key, encode, next_version
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".json"
-LOCK_DEADLINE_S = 5.0
+LOCK_DEADLINE_S = 1.0
 LOCK_POLL_S = 0.005  # writes hold the lock for the time of an fsync, and no file tells when it is free
 
 
@@ -28,17 +27,13 @@ class FileStateStore:
     """One file per key, replaced by renaming; a lock file orders the writers of all processes.
 
     A file that is not what was written (a broken disk, an editor) is set aside under another name and counts as absent.
+
+    The folder is made by the first write. Reading needs no lock, so that it works in a folder that cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidField("cluster.state.folder", str(folder), f"cannot be made ({error.strerror})") from error
-        with self._locked():
-            for leftover in folder.glob(".new-*"):  # of a writer that was killed
-                leftover.unlink(missing_ok=True)
+        self._has_written = False
 
     def get(self, key: str) -> Document | None:
         check_key(key)
@@ -118,11 +113,20 @@ class FileStateStore:
     def _locked(self) -> Iterator[None]:
         """One writer at a time; the kernel frees the lock of one that dies. Errors of the disk become the store's."""
         try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with (self._folder / ".lock").open("w") as lock:
                 self._acquire(lock)
+                if not self._has_written:
+                    self._remove_leftovers()
+                    self._has_written = True
                 yield
         except OSError as error:
             raise StateUnavailable(f"state in {self._folder} cannot be changed: {error.strerror}") from error
+
+    def _remove_leftovers(self) -> None:
+        """Of a writer that was killed."""
+        for leftover in self._folder.glob(".new-*"):
+            leftover.unlink(missing_ok=True)
 
     def _acquire(self, lock: IO[str]) -> None:
         deadline_s = time.monotonic() + LOCK_DEADLINE_S

@@ -6,15 +6,16 @@ import random
 import time
 import uuid
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, TypeVar
 
 import redis
 from pydantic import JsonValue
 from redis.backoff import NoBackoff
+from redis.commands.core import Script
 from redis.retry import Retry
 
 from cluster.config import RedisStateConfig
-from cluster.errors import InvalidField
 from cluster.state import Document, StateConflict, StateUnavailable, check_key, encode
 
 logger = logging.getLogger(__name__)
@@ -45,15 +46,23 @@ class RedisStateStore:
         self._deadline_s = config.deadline_s
         self._attempt_s = config.deadline_s / NUM_SLOW_ATTEMPTS
         self._prefix = f"{namespace}:state:"
-        self._client: redis.Redis = redis.Redis.from_url(
-            config.url,
-            password=_password(config),
+        self._config = config
+
+    @cached_property
+    def _client(self) -> redis.Redis:
+        """Made by the first call, so that a password file that cannot be read is met there, and read again by the next."""
+        return redis.Redis.from_url(
+            self._config.url,
+            password=_password(self._config),
             socket_timeout=self._attempt_s,
             socket_connect_timeout=self._attempt_s,
             retry=Retry(NoBackoff(), 0),  # ours knows the deadline
             decode_responses=True,
         )
-        self._put = self._client.register_script(_PUT)
+
+    @cached_property
+    def _put(self) -> Script:
+        return self._client.register_script(_PUT)
 
     def get(self, key: str) -> Document | None:
         check_key(key)
@@ -80,7 +89,8 @@ class RedisStateStore:
         return tuple(sorted(key for key in keys if key.startswith(prefix)))
 
     def close(self) -> None:
-        self._client.close()
+        if "_client" in self.__dict__:
+            self._client.close()
 
     def _call(self, attempt: Callable[[], T]) -> T:
         deadline_s = time.monotonic() + self._deadline_s
@@ -109,6 +119,6 @@ def _password(config: RedisStateConfig) -> str | None:
     try:
         return config.password_file.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise InvalidField(
-            "cluster.state.password_file", str(config.password_file), f"cannot be read ({error.strerror})"
+        raise StateUnavailable(
+            f"cluster.state.password_file: {config.password_file} cannot be read ({error.strerror})"
         ) from error

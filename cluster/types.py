@@ -14,6 +14,7 @@ MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024
+MAX_DRAFT_LEN = 64  # tokens of one proposal
 DICTATING_BIAS = 20.0  # nats: more than any target's logits differ among the tokens that it would really say
 
 

@@ -20,7 +20,7 @@ from actors.ray_pool import Deployment, start_supervisor
 from cluster.config import Config
 from cluster.placement import place
 from cluster.resolve import resolve
-from cluster.state import open_store
+from cluster.state import open_store, state_fault
 from cluster.types import ModelInfo
 from deploy.groups import as_made, make_groups, read_inventory, with_cores, with_gpu_memory
 from deploy.local_ray import LaunchError, LocalRay, start
@@ -53,7 +53,7 @@ class DeployedCluster:
         """
         inventory = with_cores(read_inventory(ray.nodes()))
         config = self._config = resolve(self._config, inventory, useful_threads(load_config(model_folder)))
-        open_store(config.cluster.state, config.cluster.namespace).close()  # a folder that cannot be used is known now
+        _tell_of_state(config)
         plan = place(config, inventory)
         if config.memory.gpu_gb is None and any(d.device == "cuda" and not d.is_companion for d in config.drafters):
             inventory = with_gpu_memory(inventory)
@@ -134,6 +134,15 @@ def connect(config: Config, folder: Path) -> DeployedCluster:
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise LaunchError(f"no Ray cluster answers at {address} (cluster.ray_address): {error}") from error
     return DeployedCluster(config, folder, None)
+
+
+def _tell_of_state(config: Config) -> None:
+    """A state store that cannot be used stops nothing, and is told now."""
+    store = open_store(config.cluster.state, config.cluster.namespace)
+    fault = state_fault(store)
+    store.close()
+    if fault is not None:
+        logger.warning("serving goes on without the state store, and what is learned is lost at a restart: %s", fault)
 
 
 def read_token(config: Config) -> str:

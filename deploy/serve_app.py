@@ -47,8 +47,29 @@ class Gateway:
     token: str
 
 
-def build_asgi_app(gateway: Gateway) -> FastAPI:
-    """Runs in the replica. The links are made at once and kept while the app lives."""
+class ApiReplica:
+    """The deployment's class, which `build_application` makes into an ingress. The app is made in the replica."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._client: LinkClient | None = None
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        self._client = make_client(self._gateway)
+        return build_asgi_app(self._gateway, self._client)
+
+    def check_health(self) -> None:
+        """Asked by Serve, which replaces a replica whose answer is an error.
+
+        Raises:
+            LinkClosed: it cannot serve, whatever the targets do.
+        """
+        if self._client is not None:
+            self._client.check_health()
+
+
+def make_client(gateway: Gateway) -> LinkClient:
+    """The replica's links, made at once."""
     assert gateway.directory.model is not None
     supervisor = ray.get_actor(SUPERVISOR, namespace=gateway.config.cluster.namespace)
 
@@ -59,7 +80,12 @@ def build_asgi_app(gateway: Gateway) -> FastAPI:
             raise LinkClosed(f"the supervisor does not answer: {error}") from error
         return answer
 
-    client = LinkClient("api", gateway.directory.model, gateway.directory.addresses, status, gateway.token)
+    return LinkClient("api", gateway.directory.model, gateway.directory.addresses, status, gateway.token)
+
+
+def build_asgi_app(gateway: Gateway, client: LinkClient) -> FastAPI:
+    """Runs in the replica. The links are kept while the app lives."""
+    supervisor = ray.get_actor(SUPERVISOR, namespace=gateway.config.cluster.namespace)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -79,9 +105,8 @@ def build_asgi_app(gateway: Gateway) -> FastAPI:
 
 def build_application(gateway: Gateway) -> serve.Application:
     settings = ApiSettings.from_config(gateway.config.api)
-    ingress = serve.ingress(lambda: build_asgi_app(gateway))()
     deployment = serve.deployment(
-        ingress,
+        serve.ingress()(ApiReplica),
         name="api",
         num_replicas=1,
         max_ongoing_requests=MAX_CLIENTS,
@@ -91,7 +116,7 @@ def build_application(gateway: Gateway) -> serve.Application:
         health_check_period_s=5,
         ray_actor_options={"num_cpus": API_CPUS},
     )
-    return deployment.bind()
+    return deployment.bind(gateway)
 
 
 def run_application(gateway: Gateway) -> None:

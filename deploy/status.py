@@ -122,6 +122,7 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
         _drafters(status.drafters, before.drafters if before else ()),
         blank,
         _processes(status.drafters),
+        *(Text(note, style="red") for note in status.notes),
         *(_reason(drafter) for drafter in status.drafters if drafter.reason is not None),
     )
 

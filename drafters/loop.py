@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cluster.errors import LinkClosed, LinkFull
 from cluster.messages import LevelReport, ProposalRound
-from cluster.transport.base import Mailbox
+from cluster.transport.base import LinkDown, Mailbox
 from cluster.types import Proposal
 from drafters.following import Followed
 from drafters.protocol import Chaining, Demand, Drafter
@@ -142,6 +142,8 @@ class DrafterLoop:
         events = self._mailbox.drain()
         for event in events:
             self._roster.take(event, now_s)
+        while self._roster.unlinked:  # who closes a link hears nothing of it, and who dials must know
+            self._mailbox.put(LinkDown(self._roster.unlinked.pop(), "it sent too many unsound messages"))
         return bool(events)
 
     def _unanswered(self) -> list[Followed]:

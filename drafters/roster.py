@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN
 from cluster.messages import Budget, DraftRound, Extend, Open, Score
+from cluster.soundness import Inspection
 from cluster.transport.base import Event, Link, LinkDown, LinkUp
 from drafters.following import Followed, Resyncs, Verdict, key_of, reconcile
 from drafters.protocol import Chaining, Drafter
@@ -63,9 +64,11 @@ class Roster:
 
     def __init__(self, name: str, drafter: Drafter, limits: RosterLimits) -> None:
         self.peers: dict[int, Peer] = {}  # by id(link): links are compared by identity
+        self.unlinked: list[Link] = []  # closed here, for they went on to send what is unsound
         self._name = name
         self._drafter = drafter
         self._limits = limits
+        self._inspection = Inspection(f"drafter {name}")
         self._num_links_seen = 0
         self._refusal_logged = self._refused_chain_logged = False
         self._next_expiry_s: float | None = None
@@ -109,14 +112,18 @@ class Roster:
         elif isinstance(event, LinkDown):
             self.drop_link(event.link)
         elif (peer := self.peers.get(id(event.link))) is not None:  # else it was queued behind the end of its link
-            if isinstance(event.message, DraftRound):
-                self._receive(peer, event.message, now_s)
+            message = self._inspection.sound_part(event.link, event.message, event.link.peer.vocab_size)
+            if isinstance(message, DraftRound):
+                self._receive(peer, message, now_s)
             else:
-                kind = type(event.message).__name__
-                logger.warning("drafter %s: ignored a %s from %s", self._name, kind, peer.link.peer.name)
+                self._inspection.note(event.link, [f"a {type(message).__name__}, which a drafter does not take"])
+            if self._inspection.must_go(event.link):
+                self.unlinked.append(event.link)
+                self.drop_link(event.link)
 
     def drop_link(self, link: Link) -> None:
         """The target is gone, and with it its requests. Idempotent."""
+        self._inspection.forget(link)
         peer = self.peers.pop(id(link), None)
         if peer is not None:
             for request_id in list(peer.followed):
@@ -193,7 +200,7 @@ class Roster:
         followed = peer.followed.get(request_id)
         if followed is not None:
             verdict, new = reconcile(followed.token_ids, 0, opening.token_ids)
-            if verdict is not Verdict.CONFLICT:
+            if verdict is not Verdict.CONFLICT and len(opening.token_ids) <= followed.end_len:
                 self._commit(peer, followed, new, now_s)
                 self._lead(followed.key, opening)
                 return
@@ -257,6 +264,10 @@ class Roster:
         followed = peer.followed.get(request_id)
         if followed is None:
             peer.resyncs.want(request_id, end_len, now_s)
+            return
+        if end_len > followed.end_len:
+            fault = f"an extension of {request_id} to {end_len} tokens, at most {followed.end_len} were announced"
+            self._inspection.note(peer.link, [fault])
             return
         verdict, new = reconcile(followed.token_ids, extension.base_len, extension.token_ids)
         if verdict is Verdict.APPLIED or verdict is Verdict.KNOWN:

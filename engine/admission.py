@@ -1,5 +1,6 @@
 """Which requests a target takes."""
 
+from cluster.soundness import request_fault
 from cluster.types import Commit, FinishReason, ModelInfo, Request
 from engine.sequences import Sequences
 from router import admission
@@ -25,6 +26,5 @@ def refusal(
     found = admission.refusal(len(prompt), request.sampling.max_tokens, capacity, num_waiting, max_waiting, draining)
     if found is not None:
         return refuse(*found)
-    if not all(0 <= token < model.vocab_size for token in prompt):
-        return refuse(FinishReason.ERROR, f"a prompt token lies outside the vocabulary of {model.vocab_size}")
-    return None
+    fault = request_fault(request, model.vocab_size)
+    return None if fault is None else refuse(FinishReason.ERROR, fault)

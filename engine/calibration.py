@@ -12,19 +12,33 @@ _CONTEXT_LEN = 512
 _NUM_CONTEXTS = 2
 _NUM_REPEATS = 5
 _POINT_S = 0.25  # spent on one point at most, beyond its first two passes
+BUDGET_S = 5.0  # spent on all points, but for the first _LEAST_POINTS, and then on the context
+_LEAST_POINTS = 3
 
 
-def measure_cost(target: TargetEngine) -> TableCost:
+def measure_cost(target: TargetEngine, clock: Callable[[], float] = time.monotonic) -> TableCost:
     """Step time over rows, and per token of context, by running passes on ``target``, which must hold no request.
 
-    The least of several repeats is taken: what disturbs a measurement only ever adds to it. Takes a few seconds for
-    SmolLM2-135M on two cores.
+    The least of several repeats is taken: what disturbs a measurement only ever adds to it. On a slow machine fewer rows and
+    less context are measured, as many as fit into BUDGET_S each.
+
+    Args:
+        clock: of the budget.
     """
+    start_s = clock()
     capacity = target.capacity()
-    num_rows = [rows for rows in ROWS if rows <= min(capacity.max_pass_tokens, capacity.max_model_len)]
-    points = [(rows, _rows_s(target, rows)) for rows in num_rows]
-    context_len = min(_CONTEXT_LEN, capacity.max_model_len - _NUM_REPEATS - 2)
+    points: list[tuple[int, float]] = []
+    for rows in ROWS:
+        if rows > min(capacity.max_pass_tokens, capacity.max_model_len):
+            break
+        spent_s = clock() - start_s
+        if len(points) >= _LEAST_POINTS and spent_s + 2 * monotone(points).step_s(rows, 0) > BUDGET_S:
+            break
+        points.append((rows, _rows_s(target, rows)))
     num_contexts = min(_NUM_CONTEXTS, capacity.num_blocks * capacity.block_len // capacity.max_model_len)
+    context_len = min(_CONTEXT_LEN, capacity.max_model_len - _NUM_REPEATS - 2)
+    row_s = monotone(points).step_s(_CONTEXT_LEN, 0) / _CONTEXT_LEN
+    context_len = min(context_len, int(BUDGET_S / (num_contexts * row_s)))
     if context_len < _CONTEXT_LEN // 4:
         return monotone(points)
     with_context_s = _context_s(target, context_len, num_contexts, capacity.max_pass_tokens)
@@ -32,18 +46,24 @@ def measure_cost(target: TargetEngine) -> TableCost:
     return monotone(points, max(0.0, with_context_s - without_s) / (num_contexts * context_len))
 
 
+def warm_up(target: TargetEngine) -> None:
+    """A pass of one row and one of a few, for a target whose costs are known: buffers are made, memory is touched."""
+    for num_rows in (1, 8):
+        if num_rows <= min(target.capacity().max_pass_tokens, target.capacity().max_model_len):
+            _one_span_s(target, num_rows)
+
+
 def _rows_s(target: TargetEngine, num_rows: int) -> float:
     """One verify span of ``num_rows`` rows, all sampled, on an empty context."""
+    return _least_s(lambda _: _one_span_s(target, num_rows))
+
+
+def _one_span_s(target: TargetEngine, num_rows: int) -> float:
     request = _request(0)
-    span = SpanInput(request.id, 0, (0,) * num_rows, num_drafts=num_rows - 1)
-
-    def one_pass(_: int) -> float:
-        target.open(request, (0,))
-        elapsed_s = _timed_s(target, [span])
-        target.release(request.id)
-        return elapsed_s
-
-    return _least_s(one_pass)
+    target.open(request, (0,))
+    elapsed_s = _timed_s(target, [SpanInput(request.id, 0, (0,) * num_rows, num_drafts=num_rows - 1)])
+    target.release(request.id)
+    return elapsed_s
 
 
 def _context_s(target: TargetEngine, context_len: int, num_sequences: int, max_pass_tokens: int) -> float:

@@ -15,6 +15,7 @@ from engine.layout import Layout, PackedSpan, lay_out
 from engine.models.config import ModelConfig, inverse_frequencies
 from engine.models.weights import LayerWeights, LinearWeight, Weights
 from engine.ops import HeadNorms, Linear, Ops
+from engine.progress import PASSES
 
 __all__ = ["CausalModel", "PackedSpan", "Pass"]
 
@@ -135,6 +136,7 @@ class CausalModel:
         """Layers ``start`` .. ``stop`` - 1; the outputs of those in ``taps`` are kept in ``state.taps``."""
         ops, layout = self._ops, state.layout
         for index in range(start, stop):
+            PASSES.advanced()
             layer = self._layers[index]
             keys, values = state.cache.keys[index], state.cache.values[index]
             qkv = layer.qkv(ops.add_norm(state.residual, state.delta, layer.input_norm))
@@ -148,6 +150,7 @@ class CausalModel:
     @torch.inference_mode()
     def finish(self, state: Pass) -> torch.Tensor:
         """The final norm: [rows, hidden] in the dtype."""
+        PASSES.advanced()
         return self._ops.add_norm(state.residual, state.delta, self._final_norm)
 
     def _prepare(self, layer: LayerWeights) -> _Layer:

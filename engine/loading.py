@@ -8,7 +8,8 @@ from cluster.config import Config
 from cluster.errors import InvalidField
 from cluster.state import open_store
 from cluster.types import ModelInfo
-from engine.calibration import measure_cost
+from engine.calibration import measure_cost, warm_up
+from engine.cost_memory import CostMemory
 from engine.cpu_level import cpu_level
 from engine.factory import load_target as load_native
 from engine.models.config import load_config
@@ -19,30 +20,47 @@ from profiler.hardware import cpu_name
 from profiler.online_cost import OnlineCost
 from profiler.profile import Identity, Profile, ProfiledCost
 from profiler.profile_store import usable_profile
+from router.cost_model import TableCost
 
 
 def load_target(
-    config: Config, feature_layers: Sequence[int] = (), profile: Profile | None = None
+    config: Config, feature_layers: Sequence[int] = (), profile: Profile | None = None, remembers: bool = False
 ) -> tuple[NativeTarget, ModelInfo, OnlineCost]:
     """The target of a resolved configuration, what others must know of its model, and what its passes cost.
 
     Args:
         feature_layers: as of ``NativeTarget``.
         profile: what they cost, as measured before (``stored_profile``); without one it is measured now, in seconds.
+        remembers: what is measured now is kept in the configured state store, and taken from there by later starts.
 
     Raises:
         ModelUnavailable, InvalidField: as ``load_engine``.
     """
     engine, info = load_engine(config, feature_layers)
-    return engine, info, OnlineCost(measure_cost(engine) if profile is None else ProfiledCost(profile, config))
+    if profile is not None:
+        return engine, info, OnlineCost(ProfiledCost(profile, config))
+    return engine, info, OnlineCost(_remembered_cost(config, engine) if remembers else measure_cost(engine))
+
+
+def _remembered_cost(config: Config, engine: NativeTarget) -> TableCost:
+    """Of an earlier start, or measured now and kept."""
+    store = open_store(config.cluster.state, config.cluster.namespace)
+    try:
+        memory = CostMemory(store, identity_of(config))
+        known = memory.recall()
+        if known is not None:
+            warm_up(engine)
+            return known
+        cost = measure_cost(engine)
+        memory.keep(cost)
+        return cost
+    finally:
+        store.close()
 
 
 def stored_profile(config: Config) -> Profile | None:
     """What `outrider profile` has measured for the target of a resolved configuration on this machine. None: nothing that
     can be used; the log says why where there is something.
-
-    Raises:
-        InvalidField: the state store cannot be opened as configured.
     """
     store = open_store(config.cluster.state, config.cluster.namespace)
     try:

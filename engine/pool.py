@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from cluster.errors import LinkClosed
-from cluster.messages import ProposalRound
+from cluster.messages import ProposalRound, Score
 from cluster.transport.base import Link
 from cluster.types import Commit, RoutingTable
 from engine.ports import DrafterPort
@@ -70,6 +70,10 @@ class Pool:
                 self._telemetry.forget(sequence.request.id)
         logger.warning("drafter %s is down: %s", name, reason)
 
+    def knows(self, link: Link) -> bool:
+        port = self._ports.get(link.peer.name)
+        return port is not None and port.link is link
+
     def leave_out(self, name: str, reason: str) -> None:
         """Hang up on a drafter."""
         port = self._ports.get(name)
@@ -79,15 +83,22 @@ class Pool:
 
     # ---- what they say
 
-    def hear(self, link: Link, message: ProposalRound, now_s: float, unread_since_s: float | None = None) -> None:
-        """``unread_since_s``: since when nobody has looked for mail; None: it has come just now."""
+    def hear(self, link: Link, message: ProposalRound, now_s: float, unread_since_s: float | None = None) -> tuple[str, ...]:
+        """Takes what is sound (`cluster.soundness`), of a link that it knows.
+
+        Returns what contradicts what the drafter was told, and was left out.
+
+        Args:
+            unread_since_s: since when nobody has looked for mail; None: it has come just now.
+        """
         name = link.peer.name
-        port = self._ports.get(name)
-        if port is None or port.link is not link:
-            return
+        port = self._ports[name]
         stats = self._telemetry.drafter(name)
-        taken = []
+        taken, faults = [], []
         for proposal in message.proposals:
+            if proposal.drafter != name:
+                faults.append(f"a proposal in the name of {proposal.drafter!r}")
+                continue
             sequence = self._sequences.get(proposal.request_id)
             if sequence is None or proposal.request_id not in port.followed:
                 port.release(proposal.request_id)
@@ -105,7 +116,7 @@ class Pool:
         for sequence, survival in zip(taken, stats.foresee(drafts), strict=True):
             sequence.survival = survival
         self._telemetry.note_levels(message.levels)
-        self._telemetry.note_scores(name, message.scores)
+        self._telemetry.note_scores(name, [score for score in message.scores if self._may_be(score, faults)])
         for request_id in message.resyncs:
             stats.num_resyncs += 1
             sequence = self._sequences.get(request_id)
@@ -115,6 +126,15 @@ class Pool:
                 port.shadow(sequence)
             else:
                 port.release(request_id)
+        return tuple(faults)
+
+    def _may_be(self, score: Score, faults: list[str]) -> bool:
+        """Nobody can have scored tokens that are not committed. Of a request that has ended that is not known any more."""
+        sequence = self._sequences.get(score.request_id)
+        if sequence is None or score.base_len + score.num_matched <= len(sequence.token_ids):
+            return True
+        faults.append(f"a score up to {score.base_len + score.num_matched} of {len(sequence.token_ids)} tokens")
+        return False
 
     # ---- whether companions are asked: the target waits while they draft
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.errors import OutOfBlocks
-from cluster.messages import LevelReport, ProposalRound, Role, SubmitRound
+from cluster.messages import LevelReport, Message, ProposalRound, Role, SubmitRound
+from cluster.soundness import Inspection
 from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
 from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
 from engine.admission import refusal
 from engine.callers import Callers
+from engine.loop_status import LoopStatus, StepReport
 from engine.pool import Pool
 from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput, SpanOutcome, TargetEngine
@@ -30,25 +32,6 @@ Clock = Callable[[], float]
 
 # How long an idle round sleeps between looks at its stop event; whatever comes in ends the sleep.
 IDLE_WAIT_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What a step did. ``wake_s``: when a hold ends, if the step did nothing because everybody waits for a proposal."""
-
-    executed: bool
-    wake_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LoopStatus:
-    """A consistent copy of what the loop would tell of itself, made once a step for readers on other threads."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    table_version: int = 0
-    draining: bool = False
-    followed: tuple[tuple[str, int], ...] = ()  # connected drafters and how many requests each follows
 
 
 class Companion(Protocol):
@@ -115,6 +98,7 @@ class TargetLoop:
         self._newest_table = table or RoutingTable(version=0)
         self._pool = Pool(self._sequences, self.telemetry, self._newest_table, [one.name for one in companions])
         self._callers = Callers(self._end)
+        self._inspection = Inspection("the target")
         self._draining = False
         self._unread_since_s: float | None = None  # when the last pass began, if the last step had one
         self._status = LoopStatus()
@@ -261,26 +245,42 @@ class TargetLoop:
                     self._pool.link_up(link)
                 case LinkDown(link, reason):
                     self._link_down(link, reason)
-                case Received(link, SubmitRound() as message):
-                    for request in message.submits:
-                        self._submit(link, request)
-                    for request_id in message.aborts:
-                        self._callers.abort(link, request_id)
-                case Received(link, ProposalRound() as message):
-                    self._pool.hear(link, message, now_s, self._unread_since_s)
                 case Received(link, message):
-                    link.close()
-                    self._link_down(link, f"it sent a {type(message).__name__}, which a target does not take")
+                    self._hear(link, message, now_s)
+
+    def _hear(self, link: Link, message: Message, now_s: float) -> None:
+        if not (self._callers.knows(link) or self._pool.knows(link)):
+            return  # it went before its mail was read
+        num_unsound = self._inspection.num_unsound
+        message = self._inspection.sound_part(link, message, self._model.vocab_size)
+        match message, link.peer.role:
+            case SubmitRound(), Role.GATEWAY:
+                for request in message.submits:
+                    self._submit(link, request)
+                for request_id in message.aborts:
+                    self._callers.abort(link, request_id)
+            case ProposalRound(), Role.DRAFTER:
+                faults = self._pool.hear(link, message, now_s, self._unread_since_s)
+                if faults:
+                    self._inspection.note(link, faults)
+                self.telemetry.drafter(link.peer.name).num_unsound += self._inspection.num_unsound - num_unsound
+            case _:
+                self._unlink(link, f"it sent a {type(message).__name__}, which no {link.peer.role} sends to a target")
+        if self._inspection.must_go(link):
+            self._unlink(link, "it sent too many unsound messages")
+
+    def _unlink(self, link: Link, reason: str) -> None:
+        link.close()
+        self._link_down(link, reason)
 
     def _link_down(self, link: Link, reason: str) -> None:
+        self._inspection.forget(link)
         if link.peer.role is Role.GATEWAY:
             self._callers.link_down(link)
         else:
             self._pool.link_down(link, reason)
 
     def _submit(self, link: Link, request: Request) -> None:
-        if not self._callers.knows(link):
-            return  # it went before its mail was read
         refused = refusal(request, self._sequences, self._model, self._engine.capacity(), self._max_waiting, self._draining)
         if refused is not None:
             self._callers.refuse(link, refused)

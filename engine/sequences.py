@@ -126,10 +126,10 @@ class Sequences:
         return [s.view() for s in self._live.values()]
 
     def offer(self, proposal: Proposal) -> bool:
-        """Takes a proposal for what is committed. One that comes late is cut to what is still ahead, if what was committed
-        meanwhile agrees with it; any other is dropped. Returns whether it was taken."""
+        """Takes a sound proposal (`cluster.soundness`) for what is committed. One that comes late is cut to what is still
+        ahead, if what was committed meanwhile agrees with it; any other is dropped. Returns whether it was taken."""
         sequence = self._live.get(proposal.request_id)
-        if sequence is None or sequence.drafter != proposal.drafter or not self._is_sound(proposal):
+        if sequence is None or sequence.drafter != proposal.drafter:
             return False
         lag = len(sequence.token_ids) - proposal.base_len
         if lag < 0 or proposal.base_len < sequence.prompt_len:
@@ -148,15 +148,6 @@ class Sequences:
         sequence.survival = ()
         sequence.awaiting_since_s = None
         return True
-
-    def _is_sound(self, proposal: Proposal) -> bool:
-        token_ids, confidences = proposal.token_ids, proposal.confidences
-        in_vocabulary = not token_ids or 0 <= min(token_ids) <= max(token_ids) < self.model.vocab_size
-        return (
-            in_vocabulary
-            and len(confidences) == len(token_ids)
-            and all(0.0 <= confidence <= 1.0 for confidence in confidences)  # false for NaN, too
-        )
 
     def span_input(self, span: Span) -> SpanInput:
         """The tokens of a planned span. A cached prefix may have shortened what is left to compute since it was planned."""

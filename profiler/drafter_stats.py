@@ -50,6 +50,7 @@ class DrafterStats:
     num_stale: int = 0
     num_late: int = 0  # holds that ran out before the proposal came
     num_resyncs: int = 0
+    num_unsound: int = 0  # messages of which something could not be used
     reply_s: float | None = None  # None: not known yet
     accepted_per_round: float = UNKNOWN_DRAFTER.accepted_per_round
     acceptance: float = UNKNOWN_DRAFTER.acceptance

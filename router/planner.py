@@ -15,6 +15,10 @@ from router.verification import VERIFICATION_POLICIES
 
 # A drafter that has had no luck is still given this share of a step, or its luck could never turn.
 PATIENCE = 0.05
+# Seconds that the prompt tokens of a pass may take by the cost model: streams go on and mail is read, whatever the model and
+# the machine. At least MIN_CHUNK_LEN tokens are computed, so that each prompt ends.
+MAX_CHUNK_S = 2.0
+MIN_CHUNK_LEN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,9 @@ class StepPlanner:
         num_free_tokens = capacity.max_pass_tokens - sum(s.num_compute + s.num_verify for s in decode)
         if decode or held:  # somebody streams
             num_free_tokens = min(num_free_tokens, self._settings.max_chunk_len)
+        if prefilling or waiting:
+            num_context = sum(s.computed_len for s in running)
+            num_free_tokens = min(num_free_tokens, max_chunk_len(num_free_tokens, num_context, cost))
         prefill, admitted = _prefill_spans(
             [s for s in prefilling if s.request_id not in preempted],
             [] if preempted else waiting,
@@ -126,6 +133,19 @@ class StepPlanner:
         context = sum(s.committed_len for s in decoding)
         apart_s = cost.step_s(max(len(ready), 1), context) + cost.step_s(num_held, context)
         return apart_s - cost.step_s(len(decoding), context)
+
+
+def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel) -> int:
+    """The most of ``num_tokens`` prompt tokens that a pass computes in MAX_CHUNK_S, and at least MIN_CHUNK_LEN of them.
+
+    Args:
+        num_context: tokens that are attended to, summed over the sequences.
+    """
+    low, high = min(MIN_CHUNK_LEN, num_tokens), num_tokens
+    while low < high:  # passes never get faster by more rows
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if cost.prefill_s(middle, num_context) <= MAX_CHUNK_S else (low, middle - 1)
+    return low
 
 
 class _Blocks:

@@ -24,7 +24,7 @@ from cluster.transport.codec_serving import (
     encode_commit_round,
     encode_submit_round,
 )
-from cluster.transport.frames import Frame, Ping, Refusal, Welcome
+from cluster.transport.frames import Frame, Greeting, Ping, Refusal, Welcome
 
 
 def encode(frame: Frame) -> bytes:
@@ -72,29 +72,31 @@ def encode_message(message: Message, max_bytes: int) -> bytes:
 # The handshake and the heartbeat.
 
 
-def _encode_hello(hello: Hello, out: wire.Frame) -> None:
-    to = out.hello
+def _encode_greeting(greeting: Greeting, out: wire.Frame) -> None:
+    hello, to = greeting.hello, out.hello
     to.role = hello.role.value
     to.name = hello.name
     to.vocab_size = hello.vocab_size
     to.tokenizer_fingerprint = hello.tokenizer_fingerprint
-    to.token = hello.token
     to.protocol_version = hello.protocol_version
+    to.nonce = greeting.nonce
+    to.proof = greeting.proof
 
 
-def _decode_hello(hello: wire.Hello) -> Hello:
-    return Hello(
+def _decode_greeting(hello: wire.Hello) -> Greeting:
+    said = Hello(
         role=Role(hello.role),
         name=hello.name,
         vocab_size=hello.vocab_size,
         tokenizer_fingerprint=hello.tokenizer_fingerprint,
-        token=hello.token,
         protocol_version=hello.protocol_version,
     )
+    return Greeting(said, hello.nonce, hello.proof)
 
 
-def _encode_welcome(_: Welcome, out: wire.Frame) -> None:
+def _encode_welcome(welcome: Welcome, out: wire.Frame) -> None:
     out.welcome.SetInParent()
+    out.welcome.proof = welcome.proof
 
 
 def _encode_refusal(refusal: Refusal, out: wire.Frame) -> None:
@@ -108,7 +110,7 @@ def _encode_ping(_: Ping, out: wire.Frame) -> None:
 
 
 _ENCODERS: dict[type, Callable[[Any, wire.Frame], None]] = {
-    Hello: _encode_hello,
+    Greeting: _encode_greeting,
     Welcome: _encode_welcome,
     Refusal: _encode_refusal,
     Ping: _encode_ping,
@@ -119,8 +121,8 @@ _ENCODERS: dict[type, Callable[[Any, wire.Frame], None]] = {
 }
 
 _DECODERS: dict[str, Callable[[Any], Frame]] = {
-    "hello": _decode_hello,
-    "welcome": lambda _: Welcome(),
+    "hello": _decode_greeting,
+    "welcome": lambda welcome: Welcome(welcome.proof),
     "refusal": lambda refusal: Refusal(refusal.reason, refusal.tokenizer),
     "ping": lambda _: Ping(),
     "draft_round": decode_draft_round,

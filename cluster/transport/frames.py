@@ -8,7 +8,7 @@ from cluster.messages import Hello, Message
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Instead of a Hello or a Welcome: why an end does not want the link.
+    """Instead of a Greeting or a Welcome: why an end does not want the link.
 
     ``tokenizer``: the token ids of the two ends do not mean the same text.
     """
@@ -23,8 +23,19 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class Greeting:
+    """The first frame of each end: what it says of itself, and a nonce. ``proof``: the accepting end's, of the secret."""
+
+    hello: Hello
+    nonce: bytes
+    proof: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
-    """The connecting end has checked the accepting end's Hello: the link is up."""
+    """The connecting end has checked the accepting end's Greeting, and proves in turn that it knows the secret."""
+
+    proof: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,4 +43,4 @@ class Ping:
     """The sender is still there. Needs no answer: both ends send them."""
 
 
-Frame = Hello | Welcome | Refusal | Ping | Message
+Frame = Greeting | Welcome | Refusal | Ping | Message

@@ -1,23 +1,72 @@
-"""Who may link with whom: each end checks what the other says of itself before either sees a LinkUp."""
+"""Who may link with whom: each end checks what the other says of itself before either sees a LinkUp.
 
+Both ends prove that they know the cluster's secret without sending it: each sends a new nonce, and an HMAC-SHA256 under the
+secret over its side, both nonces and both hellos. So a recorded proof does not fit another link, whose nonces differ, and a
+proof cannot be sent back to its maker, whose side differs. Hellos and later messages are not encrypted.
+"""
+
+import hashlib
 import hmac
+import secrets
+from dataclasses import replace
+from enum import StrEnum
 
 from cluster.messages import Hello, Role
-from cluster.transport.frames import Refusal
+from cluster.transport.frames import Greeting, Refusal
+
+NONCE_BYTES = 32
+_CONTEXT = "outrider link handshake"
+
+
+class Side(StrEnum):
+    """Which end of a link."""
+
+    CONNECTING = "connecting"
+    ACCEPTING = "accepting"
+
+
+def greeting(own: Hello) -> Greeting:
+    """With a nonce that was never used before, and without the secret."""
+    return Greeting(replace(own, token=""), secrets.token_bytes(NONCE_BYTES))
+
+
+def proof(secret: str, side: Side, connecting: Greeting, accepting: Greeting) -> bytes:
+    """32 bytes that only an end that knows the secret can make, and that say which end it is."""
+    mac = hmac.new(secret.encode(), digestmod=hashlib.sha256)
+    for part in (_CONTEXT.encode(), side.encode(), *_parts(connecting), *_parts(accepting)):
+        mac.update(len(part).to_bytes(4, "big") + part)  # with its length, so that no two lists of parts look alike
+    return mac.digest()
+
+
+def proves(given: bytes, secret: str, side: Side, connecting: Greeting, accepting: Greeting) -> bool:
+    """Whether ``given`` is the proof of that side. Takes the same time for any wrong one."""
+    return hmac.compare_digest(given, proof(secret, side, connecting, accepting))
+
+
+def same_secret(own: Hello, peer: Hello) -> bool:
+    """Of two ends in one process, where nothing is sent. In constant time."""
+    return hmac.compare_digest(own.token.encode(), peer.token.encode())
+
+
+def first_refusal(own: Hello, peer: Greeting) -> Refusal | None:
+    """Why a peer that has proved nothing yet is refused at once: it could not go on with this handshake."""
+    if own.protocol_version != peer.hello.protocol_version:
+        return Refusal(
+            f"{peer.hello.role} {peer.hello.name!r} speaks protocol version {peer.hello.protocol_version}, "
+            f"{own.role} {own.name!r} version {own.protocol_version}: run the same release on both"
+        )
+    if len(peer.nonce) != NONCE_BYTES:
+        return Refusal(f"the nonce must have {NONCE_BYTES} bytes, got {len(peer.nonce)}")
+    return None
+
+
+def wrong_secret(own: Hello, peer: Hello) -> Refusal:
+    """Tells nothing of either secret."""
+    return Refusal(f"the cluster token of {peer.role} {peer.name!r} is not the one of {own.role} {own.name!r}")
 
 
 def refusal(own: Hello, peer: Hello) -> Refusal | None:
-    """Why the end that says ``own`` refuses one that says ``peer``; None when it does not.
-
-    The token comes first: whoever does not know it learns nothing else.
-    """
-    if not hmac.compare_digest(own.token.encode(), peer.token.encode()):
-        return Refusal(f"the cluster token of {peer.role} {peer.name!r} is not the one of {own.role} {own.name!r}")
-    if own.protocol_version != peer.protocol_version:
-        return Refusal(
-            f"{peer.role} {peer.name!r} speaks protocol version {peer.protocol_version}, "
-            f"{own.role} {own.name!r} version {own.protocol_version}: run the same release on both"
-        )
+    """Why the end that says ``own`` refuses one that says ``peer`` and knows the secret; None when it does not."""
     if (own.role is Role.TARGET) == (peer.role is Role.TARGET):
         return Refusal(f"a {peer.role} ({peer.name!r}) cannot link with a {own.role} ({own.name!r}): one must be a target")
     if Role.GATEWAY in (own.role, peer.role):
@@ -35,3 +84,15 @@ def refusal(own: Hello, peer: Hello) -> Refusal | None:
             tokenizer=True,
         )
     return None
+
+
+def _parts(greeting: Greeting) -> tuple[bytes, ...]:
+    hello = greeting.hello
+    said = (
+        str(hello.protocol_version),
+        hello.role,
+        hello.name,
+        str(hello.vocab_size),
+        hello.tokenizer_fingerprint,
+    )
+    return (greeting.nonce, *(one.encode() for one in said))

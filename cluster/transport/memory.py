@@ -7,12 +7,13 @@ and faults.
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from cluster.errors import InvalidField, LinkClosed, LinkFull
 from cluster.messages import Hello, Message
 from cluster.transport.base import Event, Limits, LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.codec import encode_message
-from cluster.transport.handshake import refusal
+from cluster.transport.handshake import first_refusal, greeting, refusal, same_secret, wrong_secret
 
 SCHEME = "memory://"
 
@@ -159,13 +160,15 @@ class LocalNetwork:
             listener = self._listeners.get(address)
             if listener is None:
                 raise LinkClosed(f"nobody listens at {address}")
-            refused = refusal(listener.hello, hello) or refusal(hello, listener.hello)
+            if not same_secret(listener.hello, hello):
+                raise wrong_secret(listener.hello, hello).error(address)
+            refused = first_refusal(listener.hello, greeting(hello)) or refusal(listener.hello, hello)
             if refused is not None:
                 raise refused.error(address)
             if len(listener.links) >= listener.limits.max_links:
                 raise LinkClosed(f"{address} takes no more than {listener.limits.max_links} links")
-            near = MemoryLink(self, mailbox, hello, listener.hello, limits or Limits())
-            far = MemoryLink(self, listener.mailbox, listener.hello, hello, listener.limits)
+            near = MemoryLink(self, mailbox, hello, replace(listener.hello, token=""), limits or Limits())
+            far = MemoryLink(self, listener.mailbox, listener.hello, replace(hello, token=""), listener.limits)
             near.other, far.other = far, near
             listener.links[far] = None
             far.on_closed = lambda: listener.links.pop(far, None)

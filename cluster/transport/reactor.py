@@ -35,8 +35,13 @@ class Reactor:
 
     def __init__(self) -> None:
         self.num_users = 0  # guarded by the module's lock
-        self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
+        try:
+            self._selector = selectors.DefaultSelector()
+        except OSError:
+            self._wake_in.close()
+            self._wake_out.close()
+            raise
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
         self._selector.register(self._wake_out, READ)
@@ -47,7 +52,12 @@ class Reactor:
         self._is_awake = False  # a byte that wakes the thread is under way
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="outrider-io", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread is left
+            for held in (self._selector, self._wake_in, self._wake_out):
+                held.close()
+            raise
 
     def call(self, function: Callable[[], None]) -> None:
         """Run a function on the reactor's thread, soon and in order. After the reactor's end it is not run."""
@@ -119,7 +129,11 @@ class Reactor:
 
 
 def acquire() -> Reactor:
-    """The process's reactor, started if there is none."""
+    """The process's reactor, started if there is none.
+
+    Raises:
+        OSError, RuntimeError: there is none, and no descriptor or thread is left to start it.
+    """
     global _current
     with _lock:
         if _current is None:

@@ -3,25 +3,31 @@
 Plain threads, one that reads and one that writes per link, and no event loop: measured, gRPC's asyncio interface is no
 faster for one message per round, and it quarrels with the loop of whoever else uses it in the process (Ray Serve does).
 A reader that stops leaves frames to gRPC's flow control, which stops the writer at the other end.
+
+A frame travels in pieces of at most ``PIECE_BYTES``; the first byte of each says whether it is the last. gRPC reads a whole
+message before anybody sees it, and its limit on messages holds for all of a stream's life. With pieces that limit is small,
+so that a peer that has not proved who it is cannot make this process hold much.
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
 
-from cluster.errors import InvalidField, LinkClosed, LinkFull, OutriderError
+from cluster.errors import InvalidField, LinkClosed, LinkFull, OutriderError, WireError
 from cluster.messages import Hello
 from cluster.transport.base import Limits, Mailbox
-from cluster.transport.stream import StreamLink
+from cluster.transport.stream import MAX_HANDSHAKE_BYTES, StreamLink
 
 SCHEME = "grpc://"
+PIECE_BYTES = 64 * 2**10
+_MORE, _LAST = b"\0", b"\1"
 _STOP_S = 5.0
 _SERVICE, _METHOD = "outrider.Link", "Frames"
 
@@ -33,8 +39,9 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
     heartbeat_ms = int(limits.heartbeat_s * 1000)
     ping_timeout_ms = max(1, int(limits.silence_s * 1000) - heartbeat_ms)
     return [
-        ("grpc.max_send_message_length", limits.max_message_bytes),
-        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", PIECE_BYTES + 1),
+        ("grpc.max_receive_message_length", PIECE_BYTES + 1),
+        ("grpc.max_metadata_size", MAX_HANDSHAKE_BYTES),
         ("grpc.keepalive_time_ms", heartbeat_ms),
         ("grpc.http2.ping_timeout_ms", ping_timeout_ms),  # keepalive_timeout_ms alone never ended a stopped process's link
         ("grpc.http2.max_pings_without_data", 0),  # of our own, while there is nothing to send
@@ -97,7 +104,7 @@ class _Pipe:
                 if frame is None and self._is_finished:
                     return
             if frame is not None:
-                yield frame
+                yield from _pieces(frame)
             else:
                 self.link.lost(f"no Hello within {self._limits.handshake_s:g} s")
 
@@ -105,11 +112,13 @@ class _Pipe:
         """Hands what comes to the link, until the end."""
         reason = "its reading thread failed"
         try:
-            for frame in incoming:
+            for frame in _frames(incoming, lambda: self.link.max_frame_bytes):
                 if not self.link.on_frame(frame):
                     self._may_read.wait()  # ended by resume, or by the end of the stream
                     self._may_read.clear()
             reason = "the other end closed it"
+        except WireError as error:
+            reason = str(error)
         except grpc.RpcError as error:
             reason = _reason(error)
         finally:
@@ -117,6 +126,31 @@ class _Pipe:
 
     def start_reading(self, incoming: Iterator[bytes]) -> None:
         threading.Thread(target=self.read, args=(incoming,), name="outrider-link", daemon=True).start()
+
+
+def _pieces(frame: bytes) -> Iterator[bytes]:
+    last = max(0, len(frame) - 1) // PIECE_BYTES * PIECE_BYTES  # where the last piece begins
+    for start in range(0, last, PIECE_BYTES):
+        yield _MORE + frame[start : start + PIECE_BYTES]
+    yield _LAST + frame[last:]
+
+
+def _frames(pieces: Iterable[bytes], max_frame_bytes: Callable[[], int]) -> Iterator[bytes]:
+    """Raises WireError where the pieces are none, or add up to more than is allowed now."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    for piece in pieces:
+        kind = piece[:1]
+        if kind not in (_MORE, _LAST) or (kind == _MORE and len(piece) == 1):
+            raise WireError(f"{len(piece)} bytes came that are no piece of a frame")
+        num_bytes += len(piece) - 1
+        if num_bytes > max_frame_bytes():
+            raise WireError(f"a frame of at least {num_bytes} bytes came, at most {max_frame_bytes()} are allowed")
+        parts.append(piece[1:])
+        if kind == _LAST:
+            frame = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts, num_bytes = [], 0
+            yield frame
 
 
 def _reason(error: grpc.RpcError) -> str:
@@ -208,24 +242,31 @@ class _ThreadPerStream(Executor):
 def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, limits: Limits) -> StreamLink:
     """As ``cluster.transport.factory.connect``."""
     host, port = _host_and_port(address)
-    channel = grpc.insecure_channel(f"{host}:{port}", options=_options(limits))
-    pipe = _Pipe(limits)
-    link = pipe.link = StreamLink(pipe, hello, mailbox, limits, address, accepts=False)
-    link.greet()
-    call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(pipe.written())
-
-    def stop() -> None:
-        call.cancel()
-        channel.close()
-
-    pipe.stop = stop
-    call.add_callback(pipe.finish)
-    pipe.start_reading(call)
     try:
+        channel = grpc.insecure_channel(f"{host}:{port}", options=_options(limits))
+    except (OSError, RuntimeError) as error:  # no descriptor or thread is left, most likely
+        raise LinkClosed(f"no link to {address}: {error}") from error
+    pipe = _Pipe(limits)
+    pipe.stop = channel.close
+    link = pipe.link = StreamLink(pipe, hello, mailbox, limits, address, accepts=False)
+    try:
+        link.greet()
+        call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(pipe.written())
+
+        def stop() -> None:
+            call.cancel()
+            channel.close()
+
+        pipe.stop = stop
+        call.add_callback(pipe.finish)
+        pipe.start_reading(call)
         link.wait_up(deadline_s)
     except OutriderError:
         pipe.close()
         raise
+    except (OSError, RuntimeError) as error:
+        pipe.close()
+        raise LinkClosed(f"no link to {address}: {error}") from error
     return link
 
 

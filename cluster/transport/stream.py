@@ -3,15 +3,17 @@
 Unix sockets and gRPC differ in how frames move (their ``Pipe``); what frames mean is here, once:
 
     connecting end                     accepting end
-    Hello                 ->           checks it; else Refusal
-    checks it             <-           Hello
-    Welcome, LinkUp       ->           LinkUp
+    Greeting              ->           checks its version; else Refusal
+    checks it             <-           Greeting, with a proof of the secret
+    Welcome with a proof  ->           checks it; else Refusal
+    LinkUp                             LinkUp
     messages, pings      <->           messages, pings
 """
 
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Protocol
 
@@ -19,14 +21,14 @@ from cluster.errors import IncompatibleTokenizer, LinkClosed, LinkFull, WireErro
 from cluster.messages import Hello, Message
 from cluster.transport.base import Limits, LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.codec import decode, encode, encode_message
-from cluster.transport.frames import Ping, Refusal, Welcome
-from cluster.transport.handshake import refusal
+from cluster.transport.frames import Greeting, Ping, Refusal, Welcome
+from cluster.transport.handshake import Side, first_refusal, greeting, proof, proves, refusal, wrong_secret
 
-# Of a frame before both ends have agreed. Unix sockets hold no more than that for anybody unknown; gRPC has read the whole
-# message, up to Limits.max_message_bytes, before it is seen here and refused.
-MAX_HANDSHAKE_BYTES = 64 * 2**10
+# Of a frame before both ends have agreed: nobody unknown makes this process hold more.
+MAX_HANDSHAKE_BYTES = 4 * 2**10
+MAX_REASON_LEN = 200  # characters of a peer's refusal in the log
 
-_OF_THE_LINK = (Hello, Welcome, Refusal, Ping)
+_OF_THE_LINK = (Greeting, Welcome, Refusal, Ping)
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Pipe(Protocol):
 
 class _State(Enum):
     HANDSHAKE = auto()
-    CONFIRMING = auto()  # the accepting end has said its Hello and awaits the Welcome
+    CONFIRMING = auto()  # the accepting end has said its Greeting and awaits the Welcome
     UP = auto()
     DOWN = auto()
 
@@ -66,6 +68,8 @@ class StreamLink:
         self._limits = limits
         self._address = address
         self._accepts = accepts
+        self._greeting = greeting(own)
+        self._peer_greeting: Greeting | None = None
         self._peer: Hello | None = None
         self._lock = threading.Lock()
         self._state = _State.HANDSHAKE
@@ -99,7 +103,7 @@ class StreamLink:
 
     def greet(self) -> None:
         """The connecting end speaks first."""
-        self._say(self._own)
+        self._say(self._greeting)
 
     def wait_up(self, deadline_s: float) -> None:
         """For the connecting side: wait for the end of the handshake.
@@ -126,13 +130,13 @@ class StreamLink:
         match content, self._state:
             case Ping(), _:
                 return True
-            case Hello(), _State.HANDSHAKE:
-                self._on_hello(content)
+            case Greeting(), _State.HANDSHAKE:
+                self._on_greeting(content)
             case Refusal(), _State.HANDSHAKE | _State.CONFIRMING:
                 self._on_refusal(content)
             case Welcome(), _State.CONFIRMING:
-                self._up()
-            case ((Hello() | Refusal() | Welcome()), _):
+                self._on_welcome(content)
+            case ((Greeting() | Refusal() | Welcome()), _):
                 self.lost(f"a {type(content).__name__} came out of turn")
             case _, _State.DOWN:
                 pass  # it was on the way when this end closed
@@ -145,32 +149,65 @@ class StreamLink:
         self._down(LinkClosed(f"{self}: {reason}"), tell=True)
         self._pipe.close()
 
-    def _on_hello(self, hello: Hello) -> None:
-        refused = refusal(self._own, hello)
+    def _on_greeting(self, peer: Greeting) -> None:
+        refused = first_refusal(self._own, peer)
         if refused is not None:
-            _log.warning("refused a link at %s: %s", self._address, refused.reason)
-            self._down(refused.error(self._address), tell=False)
-            self._say(refused)
-            self._pipe.finish()
+            self._refuse(refused)
             return
-        self._peer = hello
+        self._peer_greeting = peer
         if not self._accepts:
-            self._say(Welcome())
-            self._up()
+            self._answer_accepting(peer)
             return
         with self._lock:
             if self._state is _State.DOWN:
                 return
             self._state = _State.CONFIRMING
-        self._say(self._own)
+        mine = self._greeting
+        self._greeting = replace(mine, proof=proof(self._own.token, Side.ACCEPTING, connecting=peer, accepting=mine))
+        self._say(self._greeting)
+
+    def _answer_accepting(self, peer: Greeting) -> None:
+        """The connecting end has heard the accepting one."""
+        mine, secret = self._greeting, self._own.token
+        if not proves(peer.proof, secret, Side.ACCEPTING, connecting=mine, accepting=peer):
+            self._refuse(wrong_secret(self._own, peer.hello))
+            return
+        refused = refusal(self._own, peer.hello)
+        if refused is not None:
+            self._refuse(refused)
+            return
+        self._peer = peer.hello
+        self._say(Welcome(proof(secret, Side.CONNECTING, connecting=mine, accepting=peer)))
+        self._up()
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        peer = self._peer_greeting
+        assert peer is not None, "a Welcome is awaited from a peer that has greeted"
+        if not proves(welcome.proof, self._own.token, Side.CONNECTING, connecting=peer, accepting=self._greeting):
+            self._refuse(wrong_secret(self._own, peer.hello))
+            return
+        refused = refusal(self._own, peer.hello)
+        if refused is not None:
+            self._refuse(refused)
+            return
+        self._peer = peer.hello
+        self._up()
+
+    def _refuse(self, refused: Refusal) -> None:
+        _log.warning("refused a link at %s: %s", self._address, refused.reason)
+        self._down(refused.error(self._address), tell=False)
+        self._say(refused)
+        self._pipe.finish()
 
     def _on_refusal(self, refused: Refusal) -> None:
+        """Of a peer that may be anybody: its words are quoted, and cut."""
+        refused = replace(refused, reason=repr(refused.reason[:MAX_REASON_LEN])[1:-1])
         if self._accepts:
             _log.warning("a link at %s was refused by its peer: %s", self._address, refused.reason)
         self._down(refused.error(self._address), tell=False)
         self._pipe.close()
 
-    def _say(self, frame: Hello | Welcome | Refusal) -> None:
+    def _say(self, frame: Greeting | Welcome | Refusal) -> None:
         try:
             self._pipe.write(encode(frame))
         except (LinkClosed, LinkFull) as error:

@@ -234,6 +234,7 @@ class UnixListener:
         self._sock.close()
 
     def _accept(self, sock: socket.socket) -> None:
+        """The reactor is there already: this needs no further descriptor."""
         sock.setblocking(False)
         link = _link(sock, self._hello, self._mailbox, self._limits, self._address, accepts=True)
         self._links[link] = None
@@ -259,17 +260,22 @@ class UnixListener:
 def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, limits: Limits) -> StreamLink:
     """As ``cluster.transport.factory.connect``."""
     path = path_of(address)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:  # no descriptor is left
+        raise LinkClosed(f"no link to {address}: {error}") from error
     sock.setblocking(False)
     try:
         sock.connect(str(path))
+        link = _link(sock, hello, mailbox, limits, address, accepts=False)
     except (FileNotFoundError, ConnectionRefusedError) as error:
         sock.close()
         raise LinkClosed(f"nobody listens at {address}") from error
-    except OSError as error:  # BlockingIOError among them: more connections wait there than the listener takes
+    except (OSError, RuntimeError) as error:
+        # BlockingIOError among them: more connections wait there than the listener takes. Or there is no descriptor or
+        # thread left for the reactor.
         sock.close()
         raise LinkClosed(f"no link to {address}: {error}") from error
-    link = _link(sock, hello, mailbox, limits, address, accepts=False)
     link.greet()
     link.wait_up(deadline_s)
     return link

@@ -38,12 +38,14 @@ def test_without_a_router_the_last_table_serves_and_another_takes_over(server: S
 
 def test_a_supervisor_that_is_killed_finds_its_members_again(server: ServerProcess, plain: Texts) -> None:
     target, drafters = server.workers("TargetActor")[0].pid, [p.pid for p in server.workers("DrafterActor")]
+    router = server.workers("RouterActor")[0].pid
     disturbed = run(server, kill="PoolSupervisor")
     assert (disturbed.texts, disturbed.errors) == (plain, {})
     with server.client() as http:
         eventually(lambda: gauge(http, "outrider_target_ready") == 1 and gauge(http, "outrider_drafter_ready") == 2)
     assert [p.pid for p in server.workers("TargetActor")] == [target]
     assert [p.pid for p in server.workers("DrafterActor")] == drafters
+    assert [p.pid for p in server.workers("RouterActor")] == [router]
     server.workers("DrafterActor")[0].kill()
     with server.client() as http:
         eventually(lambda: gauge(http, "outrider_drafter_restarts") == 1)

@@ -1,5 +1,6 @@
 """One contract for every state store, and what each of them promises beyond it."""
 
+import fcntl
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from cluster.state import (
     StateStore,
     StateUnavailable,
     open_store,
+    state_fault,
 )
 from cluster.state_file import FileStateStore
 from cluster.state_redis import RedisStateStore
@@ -266,22 +268,40 @@ def test_a_writer_that_is_killed_leaves_a_whole_document(tmp_path: Path) -> None
         assert isinstance(left.value, list)
         assert len(left.value) == 2000
         assert len(set(map(str, left.value))) == 1
+        FileStateStore(tmp_path).put("another", 1)
         assert [path.name for path in tmp_path.glob(".new-*")] == []
         assert list(tmp_path.glob("*.corrupt")) == []
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["/proc/outrider", "{}/file/x"])  # nobody can write there, root included
+def test_a_folder_that_cannot_be_written_is_named_when_it_is_written(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidField, match=r"cluster.state.folder: cannot be made \(.*\), got '.*file/x'"):
-        FileStateStore(tmp_path / "file" / "x")
-
-
-def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
-    store = FileStateStore(tmp_path / "state")
-    shutil.rmtree(tmp_path / "state")
-    with pytest.raises(StateUnavailable, match=r"state in .*/state cannot be changed: No such file"):
+    store = FileStateStore(Path(folder.format(tmp_path)))
+    with pytest.raises(StateUnavailable, match=r"state in .* cannot be changed: "):
         store.put("k", 1)
+    assert "cannot be changed" in str(state_fault(store))
+
+
+def test_a_store_is_read_while_somebody_holds_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.state_file.LOCK_DEADLINE_S", 0.01)
+    FileStateStore(tmp_path).put("k", 1)
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        store = FileStateStore(tmp_path)
+        assert store.get("k") == Document(1, 1)
+        with pytest.raises(StateUnavailable, match="somebody else has held"):
+            store.put("k", 2)
+        assert "somebody else has held" in str(state_fault(store))
+    assert store.put("k", 2) == 2
+    assert (state_fault(store), store.keys()) == (None, ("k",))
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    store = FileStateStore(tmp_path / "state")
+    store.put("k", 1)
+    shutil.rmtree(tmp_path / "state")
     assert store.get("k") is None
+    assert store.put("k", 2) == 1
 
 
 def test_documents_are_readable_by_people_and_by_nobody_else(tmp_path: Path) -> None:
@@ -379,5 +399,9 @@ def test_a_password_comes_from_its_file(fragile_redis: RedisServer, tmp_path: Pa
         store.get("k")
     assert "wrong " not in str(caught.value)
     store.close()
-    with pytest.raises(InvalidField, match="password_file: cannot be read"):
-        open_store(config.model_copy(update={"password_file": tmp_path / "missing"}), NAMESPACE)
+    store = open_store(config.model_copy(update={"password_file": tmp_path / "missing"}), NAMESPACE)
+    with pytest.raises(StateUnavailable, match=r"password_file: .*missing cannot be read"):
+        store.get("k")
+    (tmp_path / "missing").write_text("right\n")
+    assert store.get("k") == Document(1, 1)
+    store.close()

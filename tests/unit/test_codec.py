@@ -29,7 +29,7 @@ from cluster.messages import (
 )
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec import decode, encode, encode_message
-from cluster.transport.frames import Frame, Ping, Refusal, Welcome
+from cluster.transport.frames import Frame, Greeting, Ping, Refusal, Welcome
 from cluster.types import MAX_SEED, Commit, FinishReason, Proposal, Request, SamplingParams, Slo, TokenLogprobs
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,15 @@ def some(strategy: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object,
     return st.lists(strategy, max_size=4).map(tuple)
 
 
-hellos = st.builds(Hello, st.sampled_from(Role), names, uint32s, names, names, uint32s)
+hellos = st.builds(
+    Hello,
+    role=st.sampled_from(Role),
+    name=names,
+    vocab_size=uint32s,
+    tokenizer_fingerprint=names,
+    protocol_version=uint32s,
+)
+greetings = st.builds(Greeting, hellos, st.binary(max_size=40), st.binary(max_size=40))
 draft_rounds = st.builds(
     DraftRound,
     st.integers(0, 2**64 - 1),
@@ -122,7 +130,7 @@ commits = st.builds(
 commit_rounds = st.builds(CommitRound, some(commits))
 refusals = st.builds(Refusal, names, st.booleans())
 messages = draft_rounds | proposal_rounds | submit_rounds | commit_rounds
-frames = hellos | refusals | st.just(Welcome()) | st.just(Ping()) | messages
+frames = greetings | refusals | st.builds(Welcome, st.binary(max_size=40)) | st.just(Ping()) | messages
 
 
 @given(frames)

@@ -1,11 +1,15 @@
 """Links that come, go, and go before they were taken up."""
 
+import resource
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 from actors.dialer import FIRST_PAUSE_S, MAX_PAUSE_S, Dialer
+from cluster.errors import LinkClosed
 from cluster.messages import Hello, Role
+from cluster.transport import factory
 from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox
 from cluster.transport.factory import listen
 
@@ -101,3 +105,53 @@ def test_unwanted_links_are_closed(caller: Caller) -> None:
     assert any(isinstance(event, LinkDown) for event in caller.mailbox.drain()), "its own owner must hear of it, too"
     assert caller.dialer.tick(caller.now_s) is None
     listener.close()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread"), ValueError("?")]
+)
+def test_whatever_fails_while_dialling_is_a_failed_dial(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = [error, error]
+
+    def connect(*args: object) -> Link:
+        if failing:
+            raise failing.pop()
+        return factory.connect(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("actors.dialer.connect", connect)
+    listener = listen(ADDRESS, Mailbox(), TARGET)
+    caller.until_linked(1)
+    assert failing == []
+    assert str(error) in caplog.text
+    listener.close()
+
+
+def test_a_thread_that_cannot_be_started_is_a_failed_dial(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(caller.dialer._threads, "submit", submit)
+        assert caller.dialer.tick(0.0) == FIRST_PAUSE_S
+    listener = listen(ADDRESS, Mailbox(), TARGET)
+    caller.now_s = MAX_PAUSE_S
+    caller.until_linked(1)
+    listener.close()
+
+
+@pytest.mark.parametrize("scheme", ["unix", "grpc"])
+def test_without_descriptors_no_link_comes_up_and_later_one_does(scheme: str) -> None:
+    """A real shortage: the process may open nothing more for a while."""
+    with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
+        listener = listen(f"unix://{folder}/links/s" if scheme == "unix" else "grpc://127.0.0.1:0", Mailbox(), TARGET)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(LinkClosed):
+                factory.connect(listener.address, Mailbox(), DRAFTER, 2.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        factory.connect(listener.address, Mailbox(), DRAFTER, 5.0).close()
+        listener.close()

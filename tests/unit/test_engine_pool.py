@@ -95,6 +95,7 @@ def test_scorers_keep_in_step_and_take_over_without_being_told_all_again() -> No
         "a": [4], "b": [0], "c": [], "c/1": [0], "d": []
     }  # fmt: skip
     assert dict(pool.followed()) == {"a": 1, "b": 0, "c": 0, "c/1": 0, "d": 0}
+    sequence.token_ids.extend((5, 6))
     pool.tell(sequence, Commit("r", 3, (5, 6)), 1.0)
     pool.flush()
     assert [len(told(links[name]).extends) for name in ("a", "b", "c/1", "d")] == [1, 1, 1, 0]
@@ -105,7 +106,7 @@ def test_scorers_keep_in_step_and_take_over_without_being_told_all_again() -> No
     assert sequence.proposal is None  # it is not its turn
     pool.flush()
     again = told(links["b"])
-    assert ([len(o.token_ids) for o in again.opens], [b.num_tokens for b in again.budgets]) == ([3], [0])
+    assert ([len(o.token_ids) for o in again.opens], [b.num_tokens for b in again.budgets]) == ([5], [0])
     pool.follow(RoutingTable(1, {"r": ("b",)}, max_draft_len=4, scorers=("a", "b")))
     pool.flush()
     assert told(links["a"]).budgets == (Budget("r", 0),)  # it stays in step

@@ -101,6 +101,14 @@ def test_a_prompt_is_cut_into_chunks_beside_decodes_and_not_alone() -> None:
     assert spans_of(beside_held) == {"p": (16, 0)}
 
 
+def test_a_slow_target_computes_a_prompt_in_chunks_that_take_a_bounded_time() -> None:
+    slow = TableCost((1, 64), (0.1, 6.4))
+    prompt = view("p", committed_len=150, computed_len=0, drafter=None)
+    for others in ([], [view("a", drafter=None)]):
+        step = StepPlanner(PlannerSettings()).plan([*others, prompt], {}, CAPACITY, slow, 1.0)
+        assert spans_of(step)["p"] == (20, 0)
+
+
 def test_what_is_left_of_a_proposal_is_verified_before_another_is_waited_for() -> None:
     assert spans_of(plan([view(awaiting_since_s=1.0, num_drafted=3)])) == {"a": (1, 3)}
 

@@ -216,7 +216,7 @@ def test_a_request_that_comes_over_finds_the_cache_in_step(folder: Path) -> None
 def test_drafts_come_before_scores_and_wait_for_one_small_pass_at_most(folder: Path) -> None:
     model = small_model(folder)
     bench = Bench(LedModel(model, {}))
-    bench.open("far-behind", [i % 250 for i in range(200)], SAMPLED, 0)
+    bench.open("far-behind", [i % 250 for i in range(200)], replace(SAMPLED, max_tokens=300), 0)
     bench.mail(extends=(Extend("far-behind", 200, (1, 2, 3)),))
     assert bench.loop.step(0.0)
     bench.open("wanted", PROMPT, SAMPLED, MAX_DRAFT_LEN)

@@ -1,0 +1,215 @@
+"""Whether what a peer sent can be used: the one check of every message on its receipt.
+
+The codec checks types and sampling parameters. Here the values are checked against each other, the vocabulary and bounds, so
+that no code behind this need expect an unknown token id, lists of different lengths or more matches than tokens. What a
+message says of a request is checked where the request is known.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from math import isfinite, isnan
+from typing import TypeVar
+
+from cluster.messages import CommitRound, DraftRound, Extend, LevelReport, Message, Open, ProposalRound, Score, SubmitRound
+from cluster.transport.base import Link
+from cluster.types import MAX_DRAFT_LEN, Commit, FinishReason, Proposal, Request, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_ID_LEN = 256  # characters of a request's id, or of a drafter's name
+MAX_PROPOSERS = 8  # drafters of a chain
+MAX_COUNT = 2**24  # passes, rows or tokens of one report: more would outweigh whatever else was learned
+MAX_REPORT_S = 3600.0
+MAX_UNSOUND = 16  # unsound messages of one link before it is closed
+
+Part = TypeVar("Part")
+M = TypeVar("M", bound=Message)
+
+
+class Inspection:
+    """What the peers of one process send: unsound parts are dropped, counted and logged, and who goes on is unlinked.
+
+    Not thread-safe: whoever reads the mail owns it.
+
+    Args:
+        reader: whose mail it is, for the log.
+    """
+
+    def __init__(self, reader: str) -> None:
+        self.num_unsound = 0  # messages, of all links
+        self._reader = reader
+        self._counts: dict[Link, int] = {}
+
+    def sound_part(self, link: Link, message: M, vocab_size: int) -> M:
+        """The message without what is unsound in it; itself where nothing is."""
+        part, faults = sound_part(message, vocab_size)
+        if faults:
+            self.note(link, faults)
+        return part
+
+    def note(self, link: Link, faults: Sequence[str]) -> None:
+        """A message was unsound."""
+        self.num_unsound += 1
+        self._counts[link] = self._counts.get(link, 0) + 1
+        peer = f"{link.peer.role} {link.peer.name!r}"
+        logger.warning("%s: dropped %d parts of a message from %s: %s", self._reader, len(faults), peer, faults[0])
+
+    def must_go(self, link: Link) -> bool:
+        """Whether the link has carried so many unsound messages that its owner should close it."""
+        return self._counts.get(link, 0) >= MAX_UNSOUND
+
+    def forget(self, link: Link) -> None:
+        """The link is down."""
+        self._counts.pop(link, None)
+
+
+def sound_part(message: M, vocab_size: int) -> tuple[M, list[str]]:
+    """The message without its unsound parts, and what was wrong with those."""
+    faults: list[str] = []
+
+    def sound(parts: tuple[Part, ...], fault_of: Callable[[Part], str | None]) -> tuple[Part, ...]:
+        found = [fault_of(part) for part in parts]
+        if not any(found):
+            return parts
+        faults.extend(fault for fault in found if fault)
+        return tuple(part for part, fault in zip(parts, found, strict=True) if fault is None)
+
+    part: Message
+    match message:
+        case ProposalRound():
+            part = replace(
+                message,
+                proposals=sound(message.proposals, lambda proposal: proposal_fault(proposal, vocab_size)),
+                scores=sound(message.scores, score_fault),
+                resyncs=sound(message.resyncs, id_fault),
+                levels=sound(message.levels, level_fault),
+            )
+        case DraftRound():
+            part = replace(
+                message,
+                opens=sound(message.opens, lambda opening: open_fault(opening, vocab_size)),
+                extends=sound(message.extends, lambda extension: extend_fault(extension, vocab_size)),
+                budgets=sound(message.budgets, lambda budget: id_fault(budget.request_id)),
+                releases=sound(message.releases, id_fault),
+            )
+        case SubmitRound():  # what else is wrong with a request is told to its caller (`request_fault`)
+            part = replace(
+                message,
+                submits=sound(message.submits, lambda request: id_fault(request.id)),
+                aborts=sound(message.aborts, id_fault),
+            )
+        case CommitRound():
+            part = replace(message, commits=sound(message.commits, lambda commit: commit_fault(commit, vocab_size)))
+    return (part, faults) if faults else (message, faults)
+
+
+def proposal_fault(proposal: Proposal, vocab_size: int) -> str | None:
+    """What is wrong with it; None: nothing."""
+    token_ids, confidences = proposal.token_ids, proposal.confidences
+    if len(token_ids) > MAX_DRAFT_LEN or len(confidences) != len(token_ids):
+        return f"a proposal of {len(token_ids)} tokens (at most {MAX_DRAFT_LEN}) with {len(confidences)} confidences"
+    if not _known(token_ids, vocab_size):
+        return f"a proposal of tokens outside the vocabulary of {vocab_size}: {max(token_ids)}"
+    if not all(0.0 <= confidence <= 1.0 for confidence in confidences):  # false for NaN, too
+        return f"a proposal of confidences that are not between 0 and 1: {confidences}"
+    return id_fault(proposal.request_id) or (f"a base length of {proposal.base_len}" if proposal.base_len < 0 else None)
+
+
+def score_fault(score: Score) -> str | None:
+    num_scored, num_matched = score.num_scored, score.num_matched
+    if not (0 <= num_matched <= num_scored <= num_matched + 1 and num_scored <= MAX_DRAFT_LEN and score.base_len >= 0):
+        return f"a score of {num_matched} matches of {num_scored} tokens, at most {MAX_DRAFT_LEN}"
+    return id_fault(score.request_id)
+
+
+def level_fault(report: LevelReport) -> str | None:
+    counts = (report.num_passes, report.num_rows, report.num_lost)
+    if not all(0 <= count <= MAX_COUNT for count in counts):
+        return f"a level report of {report.num_passes} passes, {report.num_rows} rows, {report.num_lost} lost requests"
+    if not 0.0 <= report.busy_s <= MAX_REPORT_S:
+        return f"a level report of {report.busy_s} busy seconds, at most {MAX_REPORT_S:g}"
+    for verified in report.verified:
+        reached, right = verified.num_reached, verified.num_right
+        falls = all(later <= earlier for earlier, later in zip(right, reached[1:], strict=False))
+        if (
+            not len(right) == len(reached) <= MAX_DRAFT_LEN
+            or not all(0 <= n <= m <= MAX_COUNT for n, m in zip(right, reached, strict=True))
+            or not falls
+        ):
+            return f"a level report of positions reached {reached[:8]} times and right {right[:8]} times"
+        if not 0 <= verified.num_proposed <= verified.num_asked <= MAX_COUNT:
+            return f"a level report of {verified.num_proposed} tokens proposed of {verified.num_asked} asked for"
+    return _names_fault((report.drafter, *(verified.proposer for verified in report.verified)))
+
+
+def open_fault(opening: Open, vocab_size: int) -> str | None:
+    length, end_len = len(opening.token_ids), opening.prompt_len + opening.sampling.max_tokens
+    if not 1 <= opening.prompt_len <= length <= end_len:
+        return f"an opening of {length} tokens, of which {opening.prompt_len} are the prompt, up to {end_len}"
+    if not _known(opening.token_ids, vocab_size):
+        return f"an opening with tokens outside the vocabulary of {vocab_size}"
+    if len(opening.proposers) > MAX_PROPOSERS:
+        return f"an opening with {len(opening.proposers)} proposers, at most {MAX_PROPOSERS}"
+    return id_fault(opening.request_id) or _names_fault(opening.proposers) or sampling_fault(opening.sampling, vocab_size)
+
+
+def extend_fault(extension: Extend, vocab_size: int) -> str | None:
+    if extension.base_len < 1 or not _known(extension.token_ids, vocab_size):
+        return f"an extension at {extension.base_len} by tokens of which some are outside the vocabulary of {vocab_size}"
+    return id_fault(extension.request_id)
+
+
+def commit_fault(commit: Commit, vocab_size: int) -> str | None:
+    if commit.base_len < 0 or not 0 <= commit.num_accepted <= commit.num_proposed:
+        return f"a commit at {commit.base_len} of {commit.num_accepted} accepted of {commit.num_proposed} tokens"
+    if not _known(commit.token_ids, vocab_size):
+        return f"a commit of tokens outside the vocabulary of {vocab_size}"
+    if not commit.token_ids and commit.finish is None:
+        return "a commit of nothing"
+    if commit.logprobs:
+        tops = [top for one in commit.logprobs for top in one.top]
+        values = (*(one.logprob for one in commit.logprobs), *(value for _, value in tops))
+        if len(commit.logprobs) != len(commit.token_ids) or any(isnan(value) for value in values):
+            return f"a commit of {len(commit.token_ids)} tokens with {len(commit.logprobs)} log-probabilities"
+        if not _known([token for token, _ in tops], vocab_size):
+            return f"log-probabilities of tokens outside the vocabulary of {vocab_size}"
+    if commit.error is None and commit.finish in (FinishReason.ERROR, FinishReason.OVERLOADED):
+        return f"a commit that ends with {commit.finish} and no reason"
+    return None
+
+
+def request_fault(request: Request, vocab_size: int) -> str | None:
+    """Of a request with a sound id: what would do harm in a target."""
+    if not _known(request.prompt_token_ids, vocab_size):
+        return f"a prompt token lies outside the vocabulary of {vocab_size}"
+    times = (request.arrival_s, *(time for time in (request.slo.ttft_s, request.slo.tpot_s) if time is not None))
+    if not all(isfinite(time) for time in times):
+        return "its arrival and objectives must be finite numbers of seconds"
+    if request.chain is not None and len(request.chain) > MAX_PROPOSERS:
+        return f"its chain names {len(request.chain)} drafters, at most {MAX_PROPOSERS} are possible"
+    return _names_fault(request.chain or ()) or sampling_fault(request.sampling, vocab_size)
+
+
+def sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
+    if not _known(sampling.stop_token_ids, vocab_size):
+        return f"a stop token lies outside the vocabulary of {vocab_size}"
+    if not _known([token for token, _ in sampling.logit_bias], vocab_size):
+        return f"a token with a bias lies outside the vocabulary of {vocab_size}"
+    return None
+
+
+def id_fault(request_id: str) -> str | None:
+    if not 0 < len(request_id) <= MAX_ID_LEN:
+        return f"a request id of {len(request_id)} characters, 1 to {MAX_ID_LEN} are possible"
+    return None
+
+
+def _names_fault(names: Iterable[str]) -> str | None:
+    if not all(0 < len(name) <= MAX_ID_LEN for name in names):
+        return f"a drafter's name that has not 1 to {MAX_ID_LEN} characters"
+    return None
+
+
+def _known(token_ids: Sequence[int], vocab_size: int) -> bool:
+    return not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)

@@ -1,0 +1,49 @@
+"""When a server has got over a fault, by its metrics."""
+
+from collections.abc import Callable, Mapping
+
+# A figure of the cluster's, by its name and the member that it tells of ("" where there is none).
+Metrics = Mapping[tuple[str, str], float]
+
+
+def drafts_again(drafter: str) -> Callable[[Metrics], bool]:
+    """Draft tokens were verified after the restart was counted: the new process has proposed."""
+    first: float | None = None
+
+    def recovered(metrics: Metrics) -> bool:
+        nonlocal first
+        if metrics.get(("outrider_drafter_restarts", drafter), 0.0) < 1 or not metrics["outrider_drafter_ready", drafter]:
+            return False
+        verified = metrics["outrider_drafter_verified", drafter]
+        first = verified if first is None else first
+        return verified > first
+
+    return recovered
+
+
+def routes_again() -> Callable[[Metrics], bool]:
+    """Another table was published since the first look after the kill."""
+    first: float | None = None
+
+    def recovered(metrics: Metrics) -> bool:
+        nonlocal first
+        version = metrics.get(("outrider_routing_table_version", ""))
+        if version is None:
+            return False
+        first = version if first is None else first
+        return version > first
+
+    return recovered
+
+
+def target_is_ready() -> Callable[[Metrics], bool]:
+    """It was seen to be down, and is ready."""
+    seen_down = False
+
+    def recovered(metrics: Metrics) -> bool:
+        nonlocal seen_down
+        ready = any(value for (name, _), value in metrics.items() if name == "outrider_target_ready")
+        seen_down = seen_down or not ready
+        return seen_down and ready
+
+    return recovered

@@ -1,0 +1,77 @@
+"""What a target's passes cost, as measured at an earlier start and kept in the state store for the next."""
+
+import hashlib
+import json
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, JsonValue, ValidationError, model_validator
+
+from cluster.config import Section
+from cluster.errors import InvalidField
+from cluster.state import StateStore, StateUnavailable
+from profiler.latency import Seconds
+from profiler.profile import Identity
+from router.cost_model import TableCost, monotone
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "cost"
+_SOURCES = Path(__file__).parent
+
+
+class _Stored(Section):
+    """A ``TableCost`` as JSON: (rows, seconds), rows ascending and seconds not falling."""
+
+    points: Annotated[tuple[tuple[int, Seconds], ...], Field(min_length=1, max_length=64)]
+    per_context_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+    @model_validator(mode="after")
+    def _is_a_table(self) -> "_Stored":
+        rows = [num_rows for num_rows, _ in self.points]
+        if rows != sorted(set(rows)) or rows[0] < 1:
+            raise ValueError(f"rows must be positive and ascend, got {rows}")
+        return self
+
+
+class CostMemory:
+    """Of the target of ``identity``, on this machine and with this version of the engine. A store that cannot be used is
+    logged, and counts as empty."""
+
+    def __init__(self, store: StateStore, identity: Identity) -> None:
+        self._store = store
+        known = f"{identity.model_dump_json()} {code_version()}"
+        self._key = f"{PREFIX}/{hashlib.sha256(known.encode()).hexdigest()[:32]}"
+
+    def recall(self) -> TableCost | None:
+        """None: nothing that can be used was kept."""
+        try:
+            document = self._store.get(self._key)
+            if document is None:
+                return None
+            found = _Stored.model_validate_json(json.dumps(document.value))
+        except StateUnavailable as error:
+            logger.warning("what passes cost was not recalled: %s", error)
+            return None
+        except ValidationError as error:
+            logger.warning("state %r is no cost table, passes are measured anew: %s", self._key, error)
+            return None
+        return monotone(found.points, found.per_context_s)
+
+    def keep(self, cost: TableCost) -> None:
+        points: list[JsonValue] = [[rows, seconds] for rows, seconds in zip(cost.rows, cost.step_s_at, strict=True)]
+        try:
+            self._store.put(self._key, {"points": points, "per_context_s": cost.per_context_s})
+        except (StateUnavailable, InvalidField) as error:
+            logger.warning("what passes cost was not kept, the next start measures them again: %s", error)
+
+
+@cache
+def code_version() -> str:
+    """A digest of the engine's sources: another kernel has other times."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in _SOURCES.rglob("*") if file.suffix in (".py", ".c", ".h")):
+        digest.update(file.relative_to(_SOURCES).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

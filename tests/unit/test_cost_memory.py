@@ -1,0 +1,117 @@
+"""What passes cost is measured once, and kept for the next start."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pydantic import JsonValue
+
+from cluster.config import ClusterConfig, Config, FileStateConfig, ModelConfig, TargetConfig
+from cluster.state import MemoryStateStore
+from engine import calibration, loading
+from engine.calibration import BUDGET_S, measure_cost
+from engine.cost_memory import CostMemory, code_version
+from engine.loading import identity_of, load_target
+from router.cost_model import TableCost
+from router.plan import Capacity
+from tests.support.toys import ToyTarget
+
+TABLE = TableCost((1, 8, 32), (0.01, 0.02, 0.05), 1e-6)
+CONFIG = Config(target=TargetConfig(device="cpu"))
+
+
+def test_a_kept_table_is_recalled_for_the_same_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStateStore()
+    CostMemory(store, identity_of(CONFIG)).keep(TABLE)
+    assert CostMemory(store, identity_of(CONFIG)).recall() == TABLE
+    other = Config(target=TargetConfig(device="cpu", dtype="float32"))
+    assert CostMemory(store, identity_of(other)).recall() is None
+    monkeypatch.setattr("engine.cost_memory.code_version", lambda: "another")
+    assert CostMemory(store, identity_of(CONFIG)).recall() is None
+
+
+def test_another_cpu_level_has_other_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStateStore()
+    CostMemory(store, identity_of(CONFIG)).keep(TABLE)
+    monkeypatch.setenv("OUTRIDER_CPU", "generic")
+    assert CostMemory(store, identity_of(CONFIG)).recall() is None
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        None,
+        [],
+        {"points": [], "per_context_s": 0},
+        {"points": [[1, -1.0]], "per_context_s": 0.0},
+        {"points": [[8, 0.1], [1, 0.1]], "per_context_s": 0.0},
+        {"points": [[0, 0.1]], "per_context_s": 0.0},
+        {"points": [[1, 0.1]], "per_context_s": -1.0},
+    ],
+)
+def test_what_is_no_table_is_measured_anew(stored: JsonValue, caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStateStore()
+    memory = CostMemory(store, identity_of(CONFIG))
+    memory.keep(TABLE)
+    (key,) = store.keys()
+    store.put(key, stored)
+    assert memory.recall() is None
+    assert "measured anew" in caplog.text
+
+
+def test_a_restart_measures_nothing(tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(
+        model=ModelConfig(name=str(tiny_model_folder)),
+        target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.01),
+        cluster=ClusterConfig(state=FileStateConfig(folder=tmp_path)),
+    )
+    first = load_target(config, remembers=True)[2]
+    monkeypatch.setattr(loading, "measure_cost", lambda engine: pytest.fail("it was measured before"))
+    again = load_target(config, remembers=True)[2]
+    assert again.base == first.base
+
+
+def test_a_state_folder_that_cannot_be_used_stops_no_target(
+    tiny_model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(
+        model=ModelConfig(name=str(tiny_model_folder)),
+        target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.01),
+        cluster=ClusterConfig(state=FileStateConfig(folder=Path("/proc/outrider"))),  # nobody can write there
+    )
+    assert loading.stored_profile(config) is None
+    assert load_target(config, remembers=True)[2].step_s(1, 0) > 0
+    assert "was not kept" in caplog.text
+
+
+def test_the_code_version_is_a_digest_of_the_sources() -> None:
+    assert code_version() == code_version()
+    assert len(code_version()) == 16
+
+
+class SlowTarget(ToyTarget):
+    """Its passes take a second a row, on a clock of its own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.now_s = 0.0
+        self.longest = 0
+
+    def execute(self, spans):  # type: ignore[no-untyped-def]
+        num_rows = sum(len(span.token_ids) for span in spans)
+        self.now_s += num_rows
+        self.longest = max(self.longest, num_rows)
+        return super().execute(spans)
+
+    def capacity(self) -> Capacity:
+        return replace(super().capacity(), max_model_len=512)
+
+
+def test_a_slow_target_is_measured_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = SlowTarget(num_blocks=256, max_pass_tokens=512)
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: target.now_s)
+    cost = measure_cost(target, clock=lambda: target.now_s)
+    assert cost.rows == (1, 2, 4)
+    assert cost.step_s(512, 0) == pytest.approx(512.0)  # what was not measured follows the last points
+    assert target.now_s < 5 * BUDGET_S
+    assert target.longest == 4

@@ -1,0 +1,142 @@
+"""Whether a process is well: long passes are told from hung ones, and nobody's question occupies it for good."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.mailbox import WatchedMailbox
+from actors.ray_pool import WAITING, RayProcess
+from actors.supervisor import Supervisor
+from actors.worker import LoopActor, LoopThread
+from cluster.config import Config
+from cluster.types import Request, SamplingParams
+from engine import progress
+from engine.factory import load_target
+from engine.progress import Progress
+from engine.target import SpanInput
+from router.cost_model import TableCost
+from router.planner import MAX_CHUNK_S, MIN_CHUNK_LEN, max_chunk_len
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_pass_that_gets_further_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    passes = Progress(clock)
+    monkeypatch.setattr("actors.mailbox.PASSES", passes)
+    monkeypatch.setattr("actors.mailbox.time", SimpleNamespace(monotonic=clock))
+    mailbox = WatchedMailbox()
+    clock.now_s = 40.0
+    assert mailbox.unread_s() == 40.0
+    passes.advanced()  # a layer of the pass is done
+    clock.now_s = 45.0
+    assert mailbox.unread_s() == 5.0
+    clock.now_s = 90.0  # and then no other
+    assert mailbox.unread_s() == 50.0
+    mailbox.drain()
+    assert mailbox.unread_s() == 0.0
+
+
+def test_every_layer_of_a_pass_advances(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load_target(tiny_model_folder, dtype="float32", kv_cache_bytes=2**22, max_model_len=64)
+    seen: list[float] = []
+    monkeypatch.setattr(progress.PASSES, "advanced", lambda: seen.append(0.0), raising=False)
+    request = Request("r", (1, 2, 3), SamplingParams(max_tokens=1), 0.0)
+    target.open(request, (1, 2, 3))
+    target.execute([SpanInput("r", 0, (1, 2, 3))])
+    assert len(seen) > target.model.config.num_layers
+    target.release("r")
+
+
+# What a pass computes.
+
+SLOW = TableCost((1, 8, 64), (0.05, 0.2, 1.6), 1e-4)
+
+
+@pytest.mark.parametrize(("num_context", "most"), [(0, 80), (10_000, 40), (10**6, MIN_CHUNK_LEN)])
+def test_a_prompts_chunk_fits_into_the_time_of_a_pass(num_context: int, most: int) -> None:
+    found = max_chunk_len(512, num_context, SLOW)
+    assert found == most
+    assert found == MIN_CHUNK_LEN or SLOW.prefill_s(found, num_context) <= MAX_CHUNK_S
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5, 100])
+def test_a_fast_target_computes_all_that_is_asked_for(num_tokens: int) -> None:
+    assert max_chunk_len(num_tokens, 0, TableCost((1, 512), (0.001, 0.1))) == num_tokens
+
+
+# Questions that wait.
+
+
+class Looping:
+    def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
+        stop.wait()
+
+
+class Actor(LoopActor[str]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.woken = threading.Event()
+
+    def _begin(self) -> LoopThread:
+        return LoopThread("looping", Looping(), self.woken.set)
+
+    def _info(self) -> str:
+        return "it runs"
+
+
+def test_waiting_for_the_end_ends_after_a_while() -> None:
+    actor = Actor()
+    assert actor.wait_end(0.01) is None  # it has not begun
+    actor.start()
+    assert actor.wait_end(0.01) is None
+    actor.stop()
+    assert actor.wait_end(10.0) == "stopped"
+
+
+class FakeMethod:
+    """``handle.method``: what is asked is noted, with its concurrency group."""
+
+    def __init__(self, name: str, asked: list[tuple[str, str | None]], answers: list[Any], group: str | None = None) -> None:
+        self._name, self._asked, self._answers, self._group = name, asked, answers, group
+
+    def options(self, concurrency_group: str) -> "FakeMethod":
+        return FakeMethod(self._name, self._asked, self._answers, concurrency_group)
+
+    def remote(self, *args: Any) -> "asyncio.Future[Any]":
+        self._asked.append((self._name, self._group))
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_result(self._answers.pop(0))
+        return answer
+
+
+async def test_the_end_is_asked_for_again_and_on_threads_of_its_own() -> None:
+    asked: list[tuple[str, str | None]] = []
+    handle = SimpleNamespace(
+        wait_end=FakeMethod("wait_end", asked, [None, None, "stopped"]),
+        start=FakeMethod("start", asked, ["ready"]),
+        unread_s=FakeMethod("unread_s", asked, [0.5]),
+    )
+    process = RayProcess(handle)
+    assert await process.ended() == "stopped"
+    assert await process.call("start") == "ready"
+    assert await process.unread_s() == 0.5
+    assert asked == [("wait_end", "wait_end")] * 3 + [("start", "start"), ("unread_s", None)]
+    assert {name for name, group in asked if group is not None} == set(WAITING)
+
+
+async def test_who_asks_where_the_targets_are_is_answered_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.supervisor.DIRECTORY_WAIT_S", 0.01)
+    supervisor = Supervisor(Config(), SimpleNamespace())  # type: ignore[arg-type]
+    known = supervisor._directory
+    assert await asyncio.wait_for(supervisor.directory(known), 10.0) == known

@@ -1,0 +1,356 @@
+"""Peers that send whatever they like: no loop ends by it, no other peer's request changes, and who goes on is unlinked."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+
+import pytest
+
+from actors.gateway import LinkClient
+from cluster.config import ChainPolicy, DrafterConfig, HedgePolicy, NgramOptions, SuffixOptions
+from cluster.errors import LinkClosed, OutriderError
+from cluster.messages import CommitRound, DraftRound, Hello, LevelReport, ProposalRound, Role, Score, SubmitRound, Verified
+from cluster.soundness import MAX_UNSOUND
+from cluster.transport.base import LinkDown, LinkUp, Mailbox, Received
+from cluster.transport.factory import listen
+from cluster.transport.simulation import Faults
+from cluster.types import Commit, Request, SamplingParams
+from deploy.bench.unsound import Unsound
+from drafters.loop import DrafterLoop
+from drafters.protocol import Drafter
+from drafters.registry import make_drafter
+from drafters.roster import RosterLimits
+from router.assignment import PoolMember
+from router.policies import build_policy
+from router.slot import Router, SlotReport, build_router
+from tests.support.cluster_in_a_thread import SimulatedCluster, random_requests
+from tests.support.drafter_bench import SAMPLING, Bench, FakeLink
+from tests.support.toys import MODEL, VOCAB_SIZE, ToyDrafter, plain_run
+
+_NUMBERS = count()
+MAX_INT = 2**31 - 1
+
+
+class UnsoundDrafter:
+    """In the place of a drafter's loop: it answers with nonsense about the requests that it was told of."""
+
+    def __init__(self, seed: int, name: str, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._known: list[str] = []
+        self._draws = Unsound(seed, self._known, name, VOCAB_SIZE)
+        self._rng = random.Random(seed)
+        self.num_cut = 0
+        self._link: object = None
+
+    def step(self, now_s: float) -> bool:
+        for event in self._mailbox.drain():
+            match event:
+                case LinkUp(link):
+                    self._link = link
+                case LinkDown():
+                    self.num_cut += 1
+                    self._link = None
+                case Received(_, DraftRound() as message):
+                    self._known.extend(opening.request_id for opening in message.opens)
+        if self._link is None or self._rng.random() < 0.5:
+            return False
+        message = self._draws.any_round() if self._rng.random() < 0.1 else self._draws.proposal_round()
+        try:
+            self._link.send(message)  # type: ignore[attr-defined]
+        except OutriderError:
+            self._link = None
+        return True
+
+    def next_due_s(self) -> None:
+        return None
+
+
+def routers() -> list[Router]:
+    """One that learns from scores, and the scheduler of chains."""
+    pool = [PoolMember(f"toy-{i}", capacity=8, cost=0.1, verifies=True) for i in range(2)]
+    return [build_router(build_policy(policy), pool, 8, scores=True) for policy in (HedgePolicy(), ChainPolicy())]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_message_of_a_drafter_ends_a_target_or_a_router(seed: int) -> None:
+    cluster = SimulatedCluster(seed, Faults(), crash=0.0, hang=0.0, num_drafters=2)
+    bad = cluster.drafters["toy-1"]
+    unsound = UnsoundDrafter(seed, "toy-1", bad.mailbox)
+    bad.loop = unsound  # type: ignore[assignment]
+    learning = routers()
+    rng = random.Random(seed)
+    requests = random_requests(rng)
+    for request in requests:
+        cluster.submit(request)
+    for _ in range(400):
+        cluster.turn()
+        report = SlotReport(
+            cluster.loop.requests(),
+            cluster.loop.take_observations(),
+            cluster.loop.status().table_version,
+            ("toy-0", "toy-1"),
+            scores=cluster.loop.take_scores(),
+            levels=cluster.loop.take_levels(),
+            target_passes=((1, 0.02), (8, 0.025)),
+        )
+        for router in learning:
+            router.slot([report])
+    cluster.run_until_finished()
+    for request in requests:
+        assert tuple(cluster.outcomes[request.id].token_ids) == plain_run(request)
+    cluster.engine.check_integrity()
+    assert cluster.engine.ledger.num_free_blocks == cluster.engine.num_blocks
+    assert cluster.loop.telemetry.drafter("toy-1").num_unsound > 0
+    assert cluster.loop.telemetry.drafter("toy-0").num_unsound == 0
+    assert unsound.num_cut > 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ProposalRound(0, scores=(Score("r0", 5, MAX_INT, MAX_INT),)),
+        ProposalRound(0, scores=(Score("r0", 5, 3, 2),)),
+        ProposalRound(0, levels=(LevelReport("toy-0", 1, 1, float("nan"), 0),)),
+        ProposalRound(0, levels=(LevelReport("toy-0", 1, 1, 0.1, 0, (Verified("toy-1", (3, 3, 3), (9,)),)),)),
+        ProposalRound(0, levels=(LevelReport("toy-0", 1, 1, 0.1, 0, (Verified("toy-1", (1,), (5,), 2, 9),)),)),
+        ProposalRound(0, levels=(LevelReport("toy-0", MAX_INT, MAX_INT, 1e300, 0),)),
+    ],
+)
+def test_what_is_unsound_is_dropped_and_counted(message: ProposalRound) -> None:
+    cluster = SimulatedCluster(1, Faults(), crash=0.0, hang=0.0, num_drafters=1)
+    cluster.turn()
+    cluster.drafters["toy-0"].link.send(message)
+    cluster.turn()
+    cluster.turn()
+    loop = cluster.loop
+    assert loop.telemetry.drafter("toy-0").num_unsound == 1
+    assert (loop.take_scores(), loop.take_levels()) == ((), ())
+    assert loop.status().followed == (("toy-0", 0),), "one mistake costs no link"
+
+
+def test_a_gateway_that_asks_for_nonsense_harms_nobody_else() -> None:
+    cluster = SimulatedCluster(3, Faults(), crash=0.0, hang=0.0, num_drafters=1)
+    requests = random_requests(random.Random(3))
+    mailbox = Mailbox()
+    hello = Hello(Role.GATEWAY, "bad", VOCAB_SIZE, "")
+    link = cluster.local.connect("memory://gateway", mailbox, hello)
+    draws = Unsound(5, [f"bad-{i}" for i in range(4)] + [request.id for request in requests], "toy-0", VOCAB_SIZE)
+    for request in requests:
+        cluster.submit(request)
+    cluster.turn()
+    num_cut = 0
+    for _ in range(300):
+        try:
+            link.send(draws.submit_round())
+        except OutriderError:
+            num_cut += 1
+            link = cluster.local.connect("memory://gateway", mailbox, hello)
+        cluster.turn()
+        mailbox.drain()
+    link.close()
+    cluster.run_until_finished()
+    for request in requests:
+        assert tuple(cluster.outcomes[request.id].token_ids) == plain_run(request)
+    cluster.turn()
+    assert cluster.engine.ledger.num_free_blocks == cluster.engine.num_blocks
+    assert num_cut > 0
+
+
+# Drafters.
+
+
+def lookups(kind: str) -> Drafter:
+    options = {"ngram": NgramOptions(), "suffix": SuffixOptions()}.get(kind)
+    return (
+        ToyDrafter(random.Random(1)) if options is None else make_drafter(DrafterConfig(name=kind, options=options), MODEL)
+    )
+
+
+@pytest.mark.parametrize("kind", ["toy", "ngram", "suffix"])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_message_of_a_target_ends_a_drafter(kind: str, seed: int) -> None:
+    mailbox = Mailbox()
+    loop = DrafterLoop("d", lookups(kind), mailbox, RosterLimits(capacity=4, max_draft_len=4, max_shadows=4))
+    bad = FakeToyLink("bad")
+    draws = Unsound(seed, [f"r{i}" for i in range(5)], "d", VOCAB_SIZE)
+    rng = random.Random(seed)
+    mailbox.put(LinkUp(bad))
+    num_cut = 0
+    for turn in range(400):
+        mailbox.put(Received(bad, draws.any_round() if rng.random() < 0.05 else draws.draft_round()))
+        for _ in range(3):
+            loop.step(float(turn))
+        loop.check_integrity()
+        if bad.closed:
+            num_cut += 1
+            bad = FakeToyLink("bad")
+            mailbox.put(LinkUp(bad))
+    assert num_cut > 0
+    assert loop.telemetry().num_links == 1
+
+
+class FakeToyLink(FakeLink):
+    @property
+    def peer(self) -> Hello:
+        return Hello(Role.TARGET, self.name, VOCAB_SIZE, "toy")
+
+
+def test_a_target_that_sends_nonsense_costs_others_nothing_and_is_dialled_again() -> None:
+    bench = Bench()
+    bad = FakeLink("bad")
+    bench.mailbox.put(LinkUp(bad))
+    bench.open("a", 10)
+    bench.settle()
+    assert [proposal.base_len for proposal in bench.link.take()] == [10]
+    for _ in range(MAX_UNSOUND):
+        bench.mailbox.put(Received(bad, DraftRound(1, releases=("",))))
+    bench.loop.step(0.0)
+    assert bad.closed
+    assert [event.link for event in bench.mailbox.drain() if isinstance(event, LinkDown)] == [bad], "the dialler must know"
+    bench.extend("a", 10, 10)
+    bench.settle()
+    assert [proposal.base_len for proposal in bench.link.take()] == [11]
+
+
+def test_nobody_makes_a_drafter_follow_more_than_was_announced() -> None:
+    bench = Bench()
+    bench.open("a", 10, max_tokens=5)
+    bench.extend("a", 10, 10, 11, 12, 13, 14)
+    bench.extend("a", 15, 15)
+    bench.settle()
+    assert bench.drafter.texts == {"0/a": list(range(15))}
+
+
+def test_tokens_outside_the_vocabulary_reach_no_drafter() -> None:
+    bench = Bench()
+    bench.open("a", 10)
+    bench.extend("a", 10, 100)
+    bench.mail(opens=(_opening("b", (1, 2, 100)), _opening("c", (1, 2, 3))))
+    bench.settle()
+    assert bench.drafter.texts == {"0/a": list(range(10)), "0/c": [1, 2, 3]}
+
+
+def _opening(request_id: str, token_ids: tuple[int, ...]) -> object:
+    from cluster.messages import Open
+
+    return Open(request_id, token_ids, len(token_ids), SAMPLING)
+
+
+# Gateways.
+
+
+class BadTarget:
+    """A listener that answers as it is told."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox()
+        self.address = f"memory://unsound-{next(_NUMBERS)}"
+        self._listener = listen(self.address, self.mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
+
+    async def submitted(self) -> tuple[object, Request]:
+        while True:
+            if not await asyncio.to_thread(self.mailbox.wait, 10.0):
+                raise AssertionError("nothing was submitted")
+            for event in self.mailbox.drain():
+                if isinstance(event, Received) and isinstance(event.message, SubmitRound) and event.message.submits:
+                    return event.link, event.message.submits[0]
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def target() -> Iterator[BadTarget]:
+    target = BadTarget()
+    yield target
+    target.close()
+
+
+async def _no_status() -> object:
+    raise AssertionError("nobody asks")
+
+
+def client_of(target: BadTarget) -> LinkClient:
+    client = LinkClient("test", MODEL, [target.address], _no_status)  # type: ignore[arg-type]
+    assert client.wait_linked(10.0)
+    return client
+
+
+def request(name: str) -> Request:
+    return Request(name, (1, 2, 3), SamplingParams(max_tokens=4, temperature=0.0), 0.0)
+
+
+async def outcome(client: LinkClient, one: Request) -> list[int] | str:
+    """Its tokens, or why there are none."""
+    token_ids: list[int] = []
+    try:
+        async for commit in client.generate(one):
+            token_ids.extend(commit.token_ids)
+    except OutriderError as error:
+        return str(error)
+    return token_ids
+
+
+@pytest.mark.parametrize(
+    ("commit", "reason"),
+    [
+        (Commit("a", 3, (VOCAB_SIZE,)), "outside the vocabulary"),
+        (Commit("a", 4, (1,)), "a commit at 4 where 3 tokens were committed"),
+        (Commit("a", 3, (1, 1, 1, 1, 1)), "1 tokens more than were asked for"),
+        (Commit("a", 3, ()), "a commit of nothing"),
+        (Commit("a", 3, (1,), num_proposed=1, num_accepted=MAX_INT), "2147483647 accepted of 1"),
+    ],
+)
+async def test_a_commit_that_cannot_be_true_ends_its_stream(target: BadTarget, commit: Commit, reason: str) -> None:
+    client = client_of(target)
+    waiting = asyncio.create_task(outcome(client, request("a")))
+    link, _ = await target.submitted()
+    link.send(CommitRound((commit,)))  # type: ignore[attr-defined]
+    said = await asyncio.wait_for(waiting, 10.0)
+    assert reason in said
+    assert "again" in said
+    await asyncio.to_thread(target.mailbox.wait, 10.0)
+    assert [event.message.aborts for event in target.mailbox.drain()] == [("a",)], "its target works on it no more"
+    client.check_health()
+    await client.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_no_message_of_a_target_ends_a_gateway(target: BadTarget, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.dialer.MAX_PAUSE_S", 0.001)  # else it waits longer and longer before it dials again
+    monkeypatch.setattr("actors.dialer.FIRST_PAUSE_S", 0.001)
+    client = client_of(target)
+    ids: list[str] = []
+    draws = Unsound(seed, ids, "d", VOCAB_SIZE)
+    rng = random.Random(seed)
+    for turn in range(40):
+        one = request(f"r{turn}")
+        ids[:] = [one.id]
+        waiting = asyncio.create_task(outcome(client, one))
+        for _ in range(1000):
+            if waiting.done():
+                break
+            for event in target.mailbox.drain():
+                if isinstance(event, LinkUp):
+                    link = event.link
+            with suppress(OutriderError):
+                link.send(draws.any_round() if rng.random() < 0.1 else draws.commit_round())
+            await asyncio.sleep(0)
+        said = await asyncio.wait_for(waiting, 10.0)
+        assert isinstance(said, str) or all(0 <= token < VOCAB_SIZE for token in said)
+        assert await asyncio.to_thread(client.wait_linked, 10.0), "it dials again who was unlinked"
+    client.check_health()
+    await client.close()
+
+
+@pytest.mark.filterwarnings("ignore:Exception in thread:pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_gateway_whose_thread_has_ended_says_so(target: BadTarget) -> None:
+    client = client_of(target)
+    client.check_health()
+    client._dialer.tick = lambda now_s: 1 / 0  # type: ignore[method-assign,assignment]
+    client._mailbox.wake()
+    await asyncio.to_thread(client._thread.join, 10.0)
+    with pytest.raises(LinkClosed, match="has ended"):
+        client.check_health()
