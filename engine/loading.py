@@ -8,7 +8,7 @@ from cluster.config import Config
 from cluster.errors import InvalidField
 from cluster.state import open_store
 from cluster.types import ModelInfo
-from engine.calibration import measure_cost
+from engine.calibration import measure_cost, warm_up
 from engine.factory import load_target as load_native
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
@@ -33,7 +33,11 @@ def load_target(
         ModelUnavailable, InvalidField: as ``load_engine``.
     """
     engine, info = load_engine(config, feature_layers)
-    return engine, info, OnlineCost(measure_cost(engine) if profile is None else ProfiledCost(profile, config))
+    if profile is None:
+        return engine, info, OnlineCost(measure_cost(engine))
+    if config.target.device == "cuda":  # the first pass of a size compiles kernels and captures a graph
+        warm_up(engine)
+    return engine, info, OnlineCost(ProfiledCost(profile, config))
 
 
 def stored_profile(config: Config) -> Profile | None:
