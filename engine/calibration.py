@@ -46,10 +46,14 @@ def measure_cost(target: TargetEngine, clock: Callable[[], float] = time.monoton
     return monotone(points, max(0.0, with_context_s - without_s) / (num_contexts * context_len))
 
 
-def warm_up(target: TargetEngine) -> None:
-    """A pass of one row and one of a few, for a target whose costs are known: buffers are made, memory is touched."""
-    for num_rows in (1, 8):
-        if num_rows <= min(target.capacity().max_pass_tokens, target.capacity().max_model_len):
+def warm_up(target: TargetEngine, sizes: Sequence[int] = ROWS) -> None:
+    """One pass of each size, in rows: kernels, graphs and buffers are made before the first request, not by it.
+
+    ``target`` must hold no request. ``measure_cost`` does this too.
+    """
+    capacity = target.capacity()
+    for num_rows in sizes:
+        if num_rows <= min(capacity.max_pass_tokens, capacity.max_model_len):
             _one_span_s(target, num_rows)
 
 

@@ -8,7 +8,7 @@ from cluster.config import Config
 from cluster.errors import InvalidField
 from cluster.state import open_store
 from cluster.types import ModelInfo
-from engine.calibration import measure_cost, warm_up
+from engine.calibration import ROWS, measure_cost, warm_up
 from engine.cost_memory import CostMemory
 from engine.cpu_level import cpu_level
 from engine.factory import load_target as load_native
@@ -38,6 +38,7 @@ def load_target(
     """
     engine, info = load_engine(config, feature_layers)
     if profile is not None:
+        _warm_up(config, engine)
         return engine, info, OnlineCost(ProfiledCost(profile, config))
     return engine, info, OnlineCost(_remembered_cost(config, engine) if remembers else measure_cost(engine))
 
@@ -49,13 +50,18 @@ def _remembered_cost(config: Config, engine: NativeTarget) -> TableCost:
         memory = CostMemory(store, identity_of(config))
         known = memory.recall()
         if known is not None:
-            warm_up(engine)
+            _warm_up(config, engine)
             return known
         cost = measure_cost(engine)
         memory.keep(cost)
         return cost
     finally:
         store.close()
+
+
+def _warm_up(config: Config, engine: NativeTarget) -> None:
+    """For a target whose costs are known. On a GPU every size of a pass compiles kernels and captures a graph of its own."""
+    warm_up(engine, ROWS if config.target.device == "cuda" else (1, 8))
 
 
 def stored_profile(config: Config) -> Profile | None:
