@@ -14,7 +14,7 @@ ELSEWHERE = "not second_process and not torchs_own and not every_instruction_set
 
 # Two answers, drafted and by the plain target, by the whole cluster in one process.
 EMBEDDED = """
-import sys
+import asyncio
 from cluster.config import Config
 from cluster.resolve import resolve
 from cluster.types import Request, SamplingParams
@@ -27,7 +27,7 @@ from engine.models.prepare import ensure_model
 
 print(configure_cpu())
 tokenizer = Tokenizer.from_folder(ensure_model("smollm2-135m"))
-prompt = tuple(tokenizer.encode("The capital of France is"))
+prompt = asyncio.run(tokenizer.encode("The capital of France is", add_special_tokens=False, max_tokens=100))
 for config in (with_shipped(Config()), Config(drafters=())):
     with EmbeddedCluster.of(resolve(config, here())) as cluster:
         request = Request("r", prompt, SamplingParams(max_tokens=24, temperature=0.0))
