@@ -9,6 +9,7 @@ import torch
 from engine.compiling import NoCompiler
 from engine.cpu.ops import CpuOps
 from engine.cpu_setup import configure_cpu
+from engine.dtypes import choose_dtype
 from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.config import ModelConfig, load_config
@@ -63,7 +64,7 @@ def _plain_on_gpu(config: ModelConfig, dtype: torch.dtype, why: str) -> Ops:
 
 def load_model(
     folder: Path,
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     device: str = "cpu",
     num_layers: int | None = None,
     block_len: int = BLOCK_LEN,
@@ -76,6 +77,7 @@ def load_model(
     config = load_config(folder)
     if num_layers is not None:
         config = config.truncated(num_layers)
+    dtype = choose_dtype(dtype, device)
     with open_weights(folder, config, DTYPES[dtype]) as weights:
         return build_model(config, weights, dtype, device, block_len)
 
@@ -98,7 +100,7 @@ def _model_class(device: torch.device, ops: Ops) -> type[CausalModel]:
 def load_target(
     folder: Path,
     *,
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     device: str = "cpu",
     kv_cache_bytes: int = 2**29,
     block_len: int = BLOCK_LEN,

@@ -18,6 +18,7 @@ from torch.nn.functional import embedding
 
 from drafters.dspark.choice import is_plain, make_choice
 from drafters.dspark.network import DSparkNetwork, markov_rows
+from engine.cpu.packed import product_dtype
 from engine.device import to_device
 from engine.factory import make_ops
 from engine.models.weights import LinearWeight
@@ -105,8 +106,8 @@ class SequentialStage:
         self._rows = markov_rows(config).numpy()
         self._markov, self._bias = network.markov_head, None
         if self._markov is not None:
-            self._markov = self._markov.to(device, dtype)
-            self._bias = ops.logits(LinearWeight(self._markov.markov_w2.weight.detach()))
+            self._bias = ops.logits(LinearWeight(self._markov.markov_w2.weight.detach().to(device, dtype)))
+            self._markov = self._markov.to(device, product_dtype(dtype, device))
         known = range(config.shape.vocab_size) if config.draft_token_ids is None else config.draft_token_ids
         self._race = make_choice(ops, np.array(known, np.int64))
         self._output_ids = None if config.draft_token_ids is None else torch.tensor(known, device=device)
@@ -131,7 +132,8 @@ class SequentialStage:
             latents = None
             if self._markov is not None:
                 embeddings = embedding(to_device(rows, self._device), self._markov.markov_w1.weight)
-                latents, state = self._markov.step(embeddings, hidden[:, k], state)
+                latents, state = self._markov.step(embeddings, hidden[:, k].to(embeddings.dtype), state)
+                latents = latents.to(hidden.dtype)
             confidences: Sequence[float | None] = [None] * len(blocks)
             if self._confidence is not None and of_hidden is not None:
                 confidences = self._confidence.of_step(of_hidden[k], rows, *self._scaling.at(k))
