@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -11,7 +12,18 @@ import pytest
 from actors.gateway import LinkClient
 from cluster.config import ChainPolicy, DrafterConfig, HedgePolicy, NgramOptions, SuffixOptions
 from cluster.errors import LinkClosed, OutriderError
-from cluster.messages import CommitRound, DraftRound, Hello, LevelReport, ProposalRound, Role, Score, SubmitRound, Verified
+from cluster.messages import (
+    CommitRound,
+    DraftRound,
+    Hello,
+    LevelReport,
+    Open,
+    ProposalRound,
+    Role,
+    Score,
+    SubmitRound,
+    Verified,
+)
 from cluster.soundness import MAX_UNSOUND
 from cluster.transport.base import LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.factory import listen
@@ -158,6 +170,26 @@ def test_a_gateway_that_asks_for_nonsense_harms_nobody_else() -> None:
     assert num_cut > 0
 
 
+@pytest.mark.parametrize(
+    "harmful",
+    [
+        {"prompt_token_ids": (1, VOCAB_SIZE)},
+        {"sampling": SamplingParams(max_tokens=4, stop_token_ids=(VOCAB_SIZE,))},
+        {"sampling": SamplingParams(max_tokens=4, logit_bias=((2**32 - 1, 1.0),))},
+        {"arrival_s": float("nan")},
+        {"slo": Slo(ttft_s=float("inf"))},
+        {"chain": ("toy-0",) * 9},
+        {"chain": ("",)},
+    ],
+)
+def test_a_request_that_would_do_harm_is_refused_with_a_reason(harmful: dict[str, object]) -> None:
+    cluster = SimulatedCluster(1, Faults(), crash=0.0, hang=0.0, num_drafters=1)
+    one = Request("r", (1, 2), SamplingParams(max_tokens=4), 0.0)
+    cluster.submit(replace(one, **harmful))  # type: ignore[arg-type]
+    cluster.run_until_finished()
+    assert cluster.outcomes["r"].finish is FinishReason.ERROR
+
+
 # Drafters.
 
 
@@ -232,9 +264,7 @@ def test_tokens_outside_the_vocabulary_reach_no_drafter() -> None:
     assert bench.drafter.texts == {"0/a": list(range(10)), "0/c": [1, 2, 3]}
 
 
-def _opening(request_id: str, token_ids: tuple[int, ...]) -> object:
-    from cluster.messages import Open
-
+def _opening(request_id: str, token_ids: tuple[int, ...]) -> Open:
     return Open(request_id, token_ids, len(token_ids), SAMPLING)
 
 
