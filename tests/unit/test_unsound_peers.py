@@ -28,7 +28,7 @@ from cluster.soundness import MAX_UNSOUND
 from cluster.transport.base import LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.factory import listen
 from cluster.transport.simulation import Faults
-from cluster.types import Commit, Request, SamplingParams
+from cluster.types import Commit, FinishReason, Request, SamplingParams, Slo
 from deploy.bench.unsound import Unsound
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
