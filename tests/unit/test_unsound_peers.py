@@ -34,7 +34,8 @@ from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.registry import make_drafter
 from drafters.roster import RosterLimits
-from router.assignment import PoolMember
+from router import assignment
+from router.assignment import PoolMember, Positions, RequestView
 from router.policies import build_policy
 from router.slot import Router, SlotReport, build_router
 from tests.support.cluster_in_a_thread import SimulatedCluster, random_requests
@@ -117,6 +118,19 @@ def test_no_message_of_a_drafter_ends_a_target_or_a_router(seed: int) -> None:
     assert cluster.loop.telemetry.drafter("toy-1").num_unsound > 0
     assert cluster.loop.telemetry.drafter("toy-0").num_unsound == 0
     assert unsound.num_cut > 0
+
+
+def test_routers_learn_nothing_of_drafters_that_are_not_in_the_pool() -> None:
+    for router in routers():
+        before = router.policy.snapshot()
+        strange = LevelReport("toy-0", 1, 1, 0.1, 0, (Verified("stranger", (1,), (1,), 1, 1),))
+        scores = (assignment.Score("r", "stranger", Positions((9,), (9,))),)
+        view = RequestView("r", 3, 5, ())
+        for _ in range(3):
+            router.slot([SlotReport((view,), (), 0, ("toy-0", "toy-1", "stranger"), scores=scores, levels=(strange,))])
+        assert router.policy.snapshot() == before
+        similarities = getattr(router.policy, "_similarities", None)
+        assert similarities is None or not similarities._seen
 
 
 @pytest.mark.parametrize(
