@@ -9,7 +9,8 @@ from cluster.messages import Hello, Role
 from cluster.transport.base import Mailbox
 from cluster.transport.factory import connect, listen
 from cluster.types import ModelInfo
-from drafters.companions import Host, feature_layers
+from drafters.companions import Host
+from drafters.feature_layers import feature_layers
 from drafters.loop import DrafterLoop
 from drafters.registry import make_drafter
 from drafters.roster import RosterLimits

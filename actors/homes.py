@@ -4,11 +4,11 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.config import Config, DrafterConfig, ModelOptions
+from cluster.config import Config, DrafterConfig
 from cluster.errors import ModelUnavailable
 from cluster.inventory import Inventory
 from cluster.placement import Bundle, PlacementPlan, drafter_name, target_name
-from drafters.footprint import Footprint, footprint
+from drafters.footprint import Footprint, footprint, target_footprint
 from router.assignment import member_name
 from router.devices import GB, Stay, Tenant, check_fits
 
@@ -94,11 +94,14 @@ def _limits(config: Config, plan: PlacementPlan, inventory: Inventory) -> dict[s
 
 
 def _target_bytes(config: Config, plan: PlacementPlan, node: str) -> int:
-    """Weights and KV caches of the targets on a machine's CPUs."""
+    """What the targets on a machine's CPUs take."""
     if config.target.device != "cpu":
         return 0
-    options = ModelOptions(model=config.model.name, dtype=config.target.dtype, kv_cache_gb=config.target.kv_cache_gb)
-    one = _footprint(config, DrafterConfig(name="target", options=options, spare_share=0), "cpu").total
+    try:
+        one = target_footprint(config).total
+    except ModelUnavailable as missing:
+        logger.warning("what the target will take is not known: %s", missing)
+        return 0
     replicas = [plan.group(target_name(replica)) for replica in range(config.target.replicas)]
     return one * sum(bundle.node == node for group in replicas for bundle in group.bundles)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 class Node:
     """One machine. ``labels`` are Ray's node labels, ``ray.io/node-id`` among them where Ray has told.
 
+    ``num_cpus`` are logical CPUs, ``num_cores`` the physical cores that processes may use of them; None: not known.
     ``memory_bytes`` are what processes may use, ``gpu_bytes`` what its smallest GPU has; None: not known.
     """
 
@@ -17,6 +18,12 @@ class Node:
     labels: Mapping[str, str] = field(default_factory=dict)
     memory_bytes: int | None = None
     gpu_bytes: int | None = None
+    num_cores: int | None = None
+
+    @property
+    def num_threads(self) -> float:
+        """For matrix products, which gain nothing from a second thread on a core."""
+        return self.num_cpus if self.num_cores is None else min(self.num_cpus, self.num_cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,10 @@ class Inventory:
     @property
     def num_cpus(self) -> float:
         return sum(node.num_cpus for node in self.nodes)
+
+    @property
+    def num_threads(self) -> float:
+        return sum(node.num_threads for node in self.nodes)
 
     @property
     def num_gpus(self) -> float:

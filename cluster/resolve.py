@@ -23,12 +23,15 @@ CONTROL_CPUS = 0.5  # left to the API, the router and the supervisor
 MIN_TARGET_CPUS = 0.5
 
 
-def resolve(config: Config, inventory: Inventory) -> Config:
+def resolve(config: Config, inventory: Inventory, max_threads: int | None = None) -> Config:
     """A configuration without "auto", for the machines at hand. Resolving twice changes nothing.
 
     The target goes to GPUs where there are enough for all its ranks, and with it the drafters in its process. Other
     drafters with a model take the GPUs that are left, one each, or equal shares where there are fewer GPUs than drafters,
     else CPUs. The state folder's ``~`` is expanded.
+
+    Args:
+        max_threads: that the target's products can use, where the file says "auto"; None: as many as there are.
     """
     target = config.target
     nodes = inventory.matching(target.resources.node_labels)
@@ -43,7 +46,7 @@ def resolve(config: Config, inventory: Inventory) -> Config:
     state = config.cluster.state
     if isinstance(state, FileStateConfig):
         state = state.model_copy(update={"folder": state.folder.expanduser()})
-    resources = _target_resources(target, device, drafters, nodes)
+    resources = _target_resources(target, device, drafters, nodes, max_threads)
     return config.model_copy(
         update={
             "target": target.model_copy(update={"device": device, "resources": resources}),
@@ -112,7 +115,9 @@ def _gpu_share(rivals: Sequence[DrafterConfig], nodes: Inventory, target_nodes: 
     return 1.0 if sharers == 1 else int(10_000 / sharers) / 10_000  # Ray counts in ten-thousandths
 
 
-def _target_resources(target: TargetConfig, device: str, drafters: Sequence[DrafterConfig], nodes: Inventory) -> Resources:
+def _target_resources(
+    target: TargetConfig, device: str, drafters: Sequence[DrafterConfig], nodes: Inventory, max_threads: int | None
+) -> Resources:
     asked = target.resources
     num_ranks = target.replicas * target.tensor_parallel
     on_gpu = device == "cuda"
@@ -122,7 +127,8 @@ def _target_resources(target: TargetConfig, device: str, drafters: Sequence[Draf
     left = min((nodes.num_cpus - used - CONTROL_CPUS) / num_ranks, largest)
     cpus = WITH_GPU_CPUS if on_gpu else max(MIN_TARGET_CPUS, int(left * 10) / 10)
     # Drafters and target on a laptop take turns rather than run at once, so that the target may use every core.
-    threads = 1 if on_gpu else max(1, int(min(nodes.num_cpus / num_ranks, largest)))
+    most = max((node.num_threads for node in nodes.nodes), default=1.0)
+    threads = 1 if on_gpu else max(1, int(min(nodes.num_threads / num_ranks, most, max_threads or most)))
     return asked.model_copy(
         update={
             "cpus": cpus if asked.cpus == "auto" else asked.cpus,

@@ -22,9 +22,11 @@ from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.state import open_store, state_fault
 from cluster.types import ModelInfo
-from deploy.groups import as_made, make_groups, read_inventory, with_gpu_memory
+from deploy.groups import as_made, make_groups, read_inventory, with_cores, with_gpu_memory
 from deploy.local_ray import LaunchError, LocalRay, start
 from deploy.serve_app import APP, Gateway, run_application
+from engine.models.config import load_config
+from engine.threads import useful_threads
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +51,8 @@ class DeployedCluster:
         Raises:
             LaunchError, PlacementError, InvalidField: says what did not come up, and why.
         """
-        inventory = read_inventory(ray.nodes())
-        config = self._config = resolve(self._config, inventory)
+        inventory = with_cores(read_inventory(ray.nodes()))
+        config = self._config = resolve(self._config, inventory, useful_threads(load_config(model_folder)))
         _tell_of_state(config)
         plan = place(config, inventory)
         if config.memory.gpu_gb is None and any(d.device == "cuda" and not d.is_companion for d in config.drafters):

@@ -155,7 +155,8 @@ class EmbeddedCluster:
         Raises:
             OutriderError: a model is missing, or does not fit; says which.
         """
-        from drafters.companions import Host, feature_layers
+        from drafters.companions import Host
+        from drafters.feature_layers import feature_layers
         from drafters.registry import make_drafter, make_led
         from engine.loading import load_target
         from engine.models.prepare import ensure_model

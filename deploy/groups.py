@@ -2,7 +2,7 @@
 
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.inventory import Inventory, Node
 from cluster.placement import Group, PlacementPlan
 from deploy.local_ray import LaunchError
+from profiler.hardware import num_cores
 
 GROUP_DEADLINE_S = 60.0
-GPUS_DEADLINE_S = 20.0
+ASK_DEADLINE_S = 20.0
 # A bundle must ask for something; this is Ray's smallest unit.
 SMALLEST_SHARE = 0.0001
 
@@ -38,16 +39,33 @@ def read_inventory(nodes: list[dict[str, Any]]) -> Inventory:
     )
 
 
+def with_cores(inventory: Inventory) -> Inventory:
+    """With the physical cores of each node. This machine counts its own; of one that does not answer in time: not known."""
+    if len(inventory.nodes) == 1 and inventory.nodes[0].name == ray.get_runtime_context().get_node_id():
+        return Inventory((replace(inventory.nodes[0], num_cores=num_cores()),))
+    found = _ask_each(_count_cores, inventory.nodes)
+    return Inventory(tuple(replace(node, num_cores=found.get(node.name)) for node in inventory.nodes))
+
+
 def with_gpu_memory(inventory: Inventory) -> Inventory:
     """With what the GPUs of each node have, as the driver there tells; of a node that does not answer in time: not known."""
-    asked = {
-        _ask_gpus.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote(): node.name
-        for node in inventory.nodes
-        if node.num_gpus
-    }
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=GPUS_DEADLINE_S) if asked else ([], [])
-    found = {asked[answer]: ray.get(answer) for answer in answered}
+    found = _ask_each(_ask_gpus, [node for node in inventory.nodes if node.num_gpus])
     return Inventory(tuple(replace(node, gpu_bytes=found.get(node.name)) for node in inventory.nodes))
+
+
+def _ask_each(question: Any, nodes: Sequence[Node]) -> dict[str, int | None]:
+    """The answers of a remote function by node, of those that answer in time."""
+    asked = {
+        question.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote(): node.name
+        for node in nodes
+    }
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_DEADLINE_S) if asked else ([], [])
+    return {asked[answer]: ray.get(answer) for answer in answered}
+
+
+@ray.remote(num_cpus=0, num_gpus=0, max_retries=0)
+def _count_cores() -> int:
+    return num_cores()
 
 
 @ray.remote(num_cpus=0, num_gpus=0, max_retries=0)
@@ -55,7 +73,7 @@ def _ask_gpus() -> int | None:
     """Bytes of the smallest GPU of this node; None: there is no driver that tells."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=GPUS_DEADLINE_S, check=True)
+        told = subprocess.run(command, capture_output=True, text=True, timeout=ASK_DEADLINE_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return smallest_gpu(told.stdout)

@@ -21,8 +21,9 @@ def bind_to_loopback(config: str, ports: list[int]) -> str:
 
 
 def main(binary: str, ports: str, arguments: list[str]) -> None:
-    # Kept over exec: the kernel kills HAProxy when the process that started it is gone.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if sys.platform == "linux":  # others have no such call
+        # Kept over exec: the kernel kills HAProxy when the process that started it is gone.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if "-f" in arguments:
         file = Path(arguments[arguments.index("-f") + 1])
         file.write_text(bind_to_loopback(file.read_text(), [int(port) for port in ports.split(",")]))

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 import httpx
-import psutil
 
 from cluster.config import Config
 from cluster.types import ModelInfo
 from deploy.local_ray import LaunchError, check_port, prepare_environment, run_folder
+from deploy.memory import check_memory
 from deploy.stop import Stop, Stopped, stoppable
 from engine.cpu_setup import configure_cpu
 from engine.models.prepare import ensure_model
@@ -21,8 +21,6 @@ DRAIN_S = 10.0
 FIRST_ANSWER_S = 60.0
 ANSWER_POLL_S = 0.1
 ALIVE_POLL_S = 1.0
-# Ray, Serve and the small processes as measured, without weights and KV caches.
-BASE_BYTES = int(1.3 * 2**30)
 
 
 def serve(config: Config) -> None:
@@ -38,7 +36,7 @@ def serve(config: Config) -> None:
     with stoppable() as stop:
         check_port(config.api.host, config.api.port)
         model_folder = ensure_model(config.model.name)
-        check_memory(config, model_folder)
+        check_memory(config)
         with run_folder() as folder:
             if config.cluster.ray_address is None:
                 prepare_environment(folder)
@@ -65,21 +63,6 @@ def _serve(config: Config, model_folder: Path, folder: Path, stop: Stop) -> None
             cluster.drain(DRAIN_S)
             return
         raise LaunchError(f"{dead} of the Ray cluster has ended by itself, so the whole of it is taken down: start it again")
-
-
-def check_memory(config: Config, model_folder: Path) -> None:
-    """Raises LaunchError when the target with its KV cache, and Ray, do not fit into the memory that is free."""
-    if config.target.device == "cuda" or config.cluster.ray_address is not None:
-        return
-    weights = sum(file.stat().st_size for file in model_folder.glob("*.safetensors"))
-    per_replica = weights * (2 if config.target.dtype == "float32" else 1) + config.target.kv_cache_gb * 2**30
-    needed = BASE_BYTES + config.target.replicas * per_replica
-    free = psutil.virtual_memory().available
-    if needed > free:
-        raise LaunchError(
-            f"{config.model.name} needs about {needed / 2**30:.1f} GB of memory, {free / 2**30:.1f} GB are free: end other "
-            f"programs, or lower target.kv_cache_gb ({config.target.kv_cache_gb:g})"
-        )
 
 
 def _await_answer(config: Config, model: ModelInfo, url: str, stop: Stop) -> None:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def adopt_orphans() -> None:
     Raises:
         OSError: the kernel refuses.
     """
-    if not hasattr(signal, "pthread_sigmask") or not Path("/proc/self/smaps_rollup").exists():
+    if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:

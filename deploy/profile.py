@@ -1,6 +1,5 @@
 """``outrider profile``: measure, show, draw and store what the target and the drafters of a configuration cost here."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -15,6 +14,10 @@ from cluster.resolve import resolve
 from cluster.state import open_store
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu
+from engine.models.config import load_config
+from engine.models.prepare import ensure_model
+from engine.threads import useful_threads
+from profiler.hardware import num_cores
 from profiler.latency import FORMS
 from profiler.profile import Profile, Surface
 from profiler.profile_plot import plot_profile
@@ -29,7 +32,7 @@ def run(config: Config, plot: Path, quick: bool) -> None:
     """
     configure_cpu()
     set_threads(num_cores())  # before torch is imported; what each part gets is set when it is measured
-    config = resolve(with_shipped(config), here())
+    config = resolve(with_shipped(config), here(), useful_threads(load_config(ensure_model(config.model.name))))
     from deploy.profiling import ProfileEffort, measure_profile
     from engine.loading import identity_of
 
@@ -50,10 +53,6 @@ def run(config: Config, plot: Path, quick: bool) -> None:
     plot_profile(profile, plot)
     console.print(f"version {version}, drawn in {plot}", highlight=False)
     print(profile.identity.key)
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def here(num_cpus: float | None = None) -> Inventory:

@@ -13,7 +13,8 @@ from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions,
 from cluster.errors import InvalidField
 from cluster.types import ModelInfo, Request, SamplingParams
 from deploy.bench.transport import round_trips
-from drafters.companions import Host, feature_layers
+from drafters.companions import Host
+from drafters.feature_layers import feature_layers
 from drafters.probe import DrafterProbe
 from drafters.registry import Site, make
 from engine.loading import identity_of, load_engine

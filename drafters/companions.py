@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cluster.config import DrafterConfig, DSparkOptions, parts_of
+from cluster.config import DSparkOptions
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.types import ModelInfo
 from drafters.dspark.backbone import Backbone
@@ -56,17 +56,6 @@ class HostFeatures:
     def read_features(self, request_id: str, start: int, stop: int) -> Tensor:
         rows = self._engine.read_features(request_id_of(request_id), start, stop)
         return rows if self._columns is None else rows[:, self._columns]
-
-
-def feature_layers(drafters: Sequence[DrafterConfig]) -> tuple[int, ...]:
-    """Of the target's layers those whose output some drafter reads, ascending.
-
-    Raises:
-        ModelUnavailable: a drafter is missing or not supported.
-    """
-    parts = [part for drafter in drafters for part in parts_of(drafter.options) if isinstance(part, DSparkOptions)]
-    configs = [load_dspark_config(find_drafter(part.path)) for part in parts]
-    return tuple(sorted({layer for config in configs for layer in config.target_layer_ids}))
 
 
 def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSparkDrafter:

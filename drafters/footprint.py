@@ -3,7 +3,8 @@
     total = process + weights as held + KV cache + what is kept of each request
 
 Weights are held as the products want them: the head apart from the embedding though they may be one in the file, int8 with a
-scale a row. ``stored_bytes`` are what is read to load it.
+scale a row, and without a compiler in what torch multiplies fast (``engine/held_dtype.py``). ``stored_bytes`` are what is
+read to load it.
 """
 
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 from cluster.config import (
     CascadeOptions,
     ChainOptions,
+    Config,
     DrafterConfig,
     DrafterOptions,
     DSparkOptions,
@@ -26,6 +28,7 @@ from cluster.config import (
     TableOptions,
 )
 from cluster.errors import ModelUnavailable
+from engine.held_dtype import held_dtype
 from engine.models.config import ModelConfig, load_config
 
 # Measured, resident: an actor's process alone, and what torch adds to it once it has computed. On CUDA
@@ -92,6 +95,29 @@ def footprint(
     return total
 
 
+def target_footprint(config: Config) -> Footprint:
+    """Of one replica of the target on a CPU, with what its drafters take in its process and the hidden states that it keeps
+    for them, one row for each token of its KV cache.
+
+    Raises:
+        ModelUnavailable: the model or a drafter is missing, half-written or unsupported.
+    """
+    from drafters.feature_layers import feature_layers
+    from engine.models.prepare import resolve_model
+
+    target, max_model_len = config.target, config.model.max_model_len
+    options = ModelOptions(model=config.model.name, dtype=target.dtype, kv_cache_gb=target.kv_cache_gb)
+    own = DrafterConfig(name="target", options=options, capacity=target.max_num_sequences, spare_share=0)
+    total = footprint(own, "cpu", max_model_len)
+    companions = [drafter for drafter in config.drafters if drafter.is_companion]
+    for drafter in companions:
+        total = total.plus(_of(drafter.options, False, drafter.capacity * max_model_len, config.model.name))
+    model, element = load_config(resolve_model(config.model.name)), max(2, _element(target.dtype, on_gpu=False))
+    num_tokens = int(target.kv_cache_gb * 2**30) // model.kv_bytes_per_token(element)
+    kept = len(feature_layers(companions)) * model.hidden_size * element * num_tokens
+    return total.plus(Footprint(cache_bytes=kept))
+
+
 def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> Footprint:
     match options:
         case NgramOptions():
@@ -145,7 +171,7 @@ def _model(options: ModelOptions, on_gpu: bool, num_tokens: int) -> Footprint:
     if options.num_layers is not None:
         config = config.truncated(options.num_layers)
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    element = DTYPE_BYTES[options.dtype]
+    element = _element(options.dtype, on_gpu)
     embedding = config.vocab_size * config.hidden_size * min(element, _narrowest(folder))
     weights = embedding + _head(config, config.vocab_size, element) + _layer_weights(config, element)
     return Footprint(
@@ -187,8 +213,10 @@ def _dspark(options: DSparkOptions, on_gpu: bool, num_tokens: int) -> Footprint:
 
 
 def _element(dtype: str, on_gpu: bool) -> int:
-    """int8 products are a CPU's: elsewhere such weights are bfloat16."""
-    return 2 if dtype == "int8" and on_gpu else DTYPE_BYTES[dtype]
+    """Bytes of a weight. int8 products are a CPU's: elsewhere such weights are bfloat16."""
+    if on_gpu:
+        return DTYPE_BYTES["float32" if dtype == "float32" else "bfloat16"]
+    return DTYPE_BYTES[held_dtype(dtype)]
 
 
 def _head(config: ModelConfig, num_out: int, element: int) -> int:

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -144,8 +145,9 @@ def _compile(
         )
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
         objects, library = [Path(scratch) / f"{source.stem}.o" for source in sources], Path(scratch) / "library.so"
-        for source, target in zip(sources, objects, strict=True):
-            _run([*compiler, *flags, "-c", str(source), "-o", str(target)])
+        commands = [[*compiler, *flags, "-c", str(a), "-o", str(b)] for a, b in zip(sources, objects, strict=True)]
+        with ThreadPoolExecutor(os.cpu_count() or 1) as executor:
+            list(executor.map(_run, commands))
         _run([*compiler, "-shared", *map(str, objects), "-o", str(library), "-lm"])
         return library.replace(folder / _name(stem, library.read_bytes()))
 

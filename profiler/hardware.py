@@ -1,7 +1,15 @@
-"""What this machine is called."""
+"""This machine's CPU: its name, the cores and the memory that a process may use."""
 
+import os
 import platform
 from pathlib import Path
+
+import psutil
+
+from profiler.cgroups import cpu_quota, free_memory_bytes
+
+_CPUS = Path("/sys/devices/system/cpu")
+_SIBLINGS = ("core_cpus_list", "thread_siblings_list")  # the second on Linux before 5.7
 
 
 def cpu_name() -> str:
@@ -11,3 +19,37 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def num_cores() -> int:
+    """Physical cores that this process may use: within its affinity and the quota of its control group, at least 1.
+
+    Matrix products gain nothing from a second thread on a core.
+    """
+    cores = _physical_cores(_CPUS)
+    quota = cpu_quota()
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def available_memory_bytes() -> int:
+    """What can be allocated now, on the machine and within the limit of this process's control group."""
+    available: int = psutil.virtual_memory().available
+    within = free_memory_bytes()
+    return available if within is None else min(available, within)
+
+
+def _physical_cores(cpus: Path) -> int:
+    if not hasattr(os, "sched_getaffinity"):
+        return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    usable = os.sched_getaffinity(0)
+    return len({_siblings(cpus / f"cpu{cpu}" / "topology") or str(cpu) for cpu in usable})
+
+
+def _siblings(topology: Path) -> str | None:
+    """The logical CPUs of a core, as the system writes them: the same for each of them."""
+    for name in _SIBLINGS:
+        try:
+            return (topology / name).read_text().strip()
+        except OSError:
+            continue
+    return None

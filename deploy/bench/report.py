@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 
 from cluster.errors import InvalidField
 from engine.cpu_level import cpu_level
-from profiler.hardware import cpu_name
+from profiler.hardware import cpu_name, num_cores
 
 DEFAULT_MODEL = "smollm2-135m"
 STDOUT = "-"
@@ -77,7 +77,7 @@ def describe_environment() -> Environment:
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         cpu=cpu_name(),
         cpu_level=str(cpu_level()),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=num_cores(),
         memory_gb=round(psutil.virtual_memory().total / 2**30, 1),
         num_threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
         load_1min=round(os.getloadavg()[0], 2),

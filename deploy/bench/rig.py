@@ -11,7 +11,8 @@ from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
 from deploy.api.tokenizer import Tokenizer
 from deploy.bench.mischief import Midway, every_second
 from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
-from drafters.companions import Host, feature_layers
+from drafters.companions import Host
+from drafters.feature_layers import feature_layers
 from drafters.protocol import Drafter
 from drafters.registry import make_drafter
 from engine.factory import load_model

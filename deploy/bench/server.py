@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -26,10 +27,15 @@ class ServerFailed(OutriderError):
 
 
 class ServerProcess:
-    """Use as a context manager: inside, the server answers at ``url``; after it, none of its processes is left."""
+    """Use as a context manager: inside, the server answers at ``url``; after it, none of its processes is left.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        environment: of the process; by default that of this one.
+    """
+
+    def __init__(self, config: Config, environment: Mapping[str, str] | None = None) -> None:
         self.config = config
+        self._environment = dict(os.environ if environment is None else environment)
         self.url = f"http://{config.api.host}:{config.api.port}"
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-bench-")
         self._ready = threading.Event()
@@ -52,7 +58,7 @@ class ServerProcess:
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
             text=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=self._environment | {"PYTHONUNBUFFERED": "1"},
         )
         assert self._process.stdout is not None
         assert self._process.stderr is not None

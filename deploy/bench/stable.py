@@ -10,7 +10,8 @@ from functools import cached_property, partial
 from cluster.config import DrafterConfig
 from cluster.types import ModelInfo, Request, SamplingParams
 from deploy.api.tokenizer import Tokenizer
-from drafters.companions import Host, feature_layers
+from drafters.companions import Host
+from drafters.feature_layers import feature_layers
 from drafters.protocol import Drafter
 from drafters.registry import make_drafter
 from drafters.replay import Recording

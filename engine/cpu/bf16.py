@@ -1,4 +1,4 @@
-"""Products in bfloat16 on a CPU that makes them: what ``bf16.c`` and ``tiles.c`` compute, of weights laid out once."""
+"""Products with bfloat16 weights on any CPU: what ``bf16.c`` and ``tiles.c`` compute, of weights laid out once."""
 
 import ctypes
 
@@ -22,14 +22,13 @@ class _Product(ctypes.Structure):
 class Bf16Linear:
     """``engine.ops.Linear``. A row's result depends on nothing else in the batch, not even in the last bit.
 
-    With AVX-512 BF16 it takes 0.6 to 0.75 of oneDNN's time at 1 to 24 rows, and no more than it at 256; with AMX half of
-    what it takes with AVX-512 at 16 rows, and a quarter at 128 (docs/measurements/decode.md).
+    docs/measurements/decode.md says what it takes at each CPU level, beside oneDNN in fp32 and bf16.
     """
 
     def __init__(self, library: ctypes.CDLL, weight: LinearWeight) -> None:
         self._function = library.bf16_product
         self._function.argtypes = (ctypes.c_void_p,) * 3 + (ctypes.c_int64, ctypes.c_int)
-        self._function.restype = None
+        self._function.restype = ctypes.c_int
         self._num_out, self._num_in = weight.weight.shape
         filled = torch.nn.functional.pad(weight.weight, (0, 0, 0, -self._num_out % _PANEL))
         self._weights = filled.view(-1, _PANEL, self._num_in // _PAIR, _PAIR).transpose(1, 2).contiguous()
@@ -41,14 +40,13 @@ class Bf16Linear:
         self._at = ctypes.byref(self._product)
 
     @staticmethod
-    def supports(library: ctypes.CDLL, weight: LinearWeight) -> bool:
-        """Whether this CPU and the library, which must be for activations in bfloat16, make such products."""
-        is_bf16 = weight.weight.dtype == torch.bfloat16 and weight.weight.shape[1] % _PAIR == 0
-        return is_bf16 and bool(library.has_bf16_products())
+    def supports(weight: LinearWeight) -> bool:
+        return weight.weight.dtype == torch.bfloat16 and weight.weight.shape[1] % _PAIR == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """bf16 [rows, in] -> bf16 [rows, out]"""
         x = x.contiguous()
         out = torch.empty(x.shape[0], self._num_out, dtype=torch.bfloat16)
-        self._function(self._at, x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads())
+        if self._function(self._at, x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads()):
+            raise MemoryError(f"no memory for a product of {x.shape[0]} rows with {self._num_in} inputs")
         return out

@@ -37,7 +37,7 @@ class Int8Linear:
         matrix = quantise(weight.weight, uneven=weight.uneven)
         self._num_out, num_in = matrix.weight.shape
         self._num_in = num_in
-        self._weights = _packed(matrix.weight)
+        self._weights = _packed(matrix.weight, by_bytes=bool(library.int8_by_bytes()))
         self._scales = _padded(matrix.scale)
         self._bias = None if weight.bias is None else _padded(weight.bias.detach().float())
         self._columns = None if matrix.columns is None else matrix.columns.contiguous()
@@ -73,12 +73,14 @@ class Int8Linear:
             raise MemoryError(f"no memory for a product of {num_rows} rows with {self._num_in} inputs")
 
 
-def _packed(weight: Tensor) -> Tensor:
-    """int8 [out, in] -> uint8 [out / 32, in / 4, 32, 4], both filled up, as weight + 128."""
+def _packed(weight: Tensor, *, by_bytes: bool) -> Tensor:
+    """int8 [out, in] -> uint8 or int8 [out / 32, in / 4, 32, 4], both filled up, as ``int8_by_bytes`` in products.c says."""
     num_out, num_in = weight.shape
     filled = torch.nn.functional.pad(weight, (0, -num_in % _QUAD, 0, -num_out % _PANEL))
     panels = filled.view(-1, _PANEL, filled.shape[1] // _QUAD, _QUAD).transpose(1, 2)
-    return (panels.to(torch.int16) + 128).to(torch.uint8).contiguous()
+    if by_bytes:
+        return (panels.to(torch.int16) + 128).to(torch.uint8).contiguous()
+    return panels[..., [0, 2, 1, 3]].contiguous()
 
 
 def _padded(values: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from engine.cpu.bf16 import Bf16Linear
 from engine.cpu.build import load_library
 from engine.cpu.int8 import Int8Linear
 from engine.cpu.race import CpuRace
+from engine.cpu_level import cpu_level
 from engine.layout import Layout
 from engine.models.config import ModelConfig
 from engine.models.weights import LinearWeight
@@ -62,7 +63,7 @@ class CpuOps:
     def linear(self, weight: LinearWeight) -> Linear:
         if self._int8:
             return Int8Linear(self._library, weight, self._dtype)
-        if self._dtype == torch.bfloat16 and Bf16Linear.supports(self._library, weight):
+        if self._dtype == torch.bfloat16 and Bf16Linear.supports(weight):
             return Bf16Linear(self._library, weight)
         return packed_linear(weight)
 
@@ -160,9 +161,15 @@ class CpuOps:
 def packed_linear(weight: LinearWeight) -> Linear:
     """The fastest product of few rows with ``weight`` where there is no kernel of ours.
 
-    oneDNN with the weight in its own blocked layout takes about 0.6 of the time of ``F.linear``, in bf16 and fp32, at
-    1 to 64 rows, and no more than it at 512. Without oneDNN it is ``F.linear``.
+    oneDNN with the weight in its own blocked layout takes about 0.6 of the time of ``F.linear`` at 1 to 64 rows, and no more
+    than it at 512. Without oneDNN it is ``F.linear``. Below AVX-512 BF16 a bfloat16 weight is kept, and multiplied, as fp32:
+    products in bfloat16 take about ten times as long there.
     """
+    kind = weight.weight.dtype
+    if kind == torch.bfloat16 and not cpu_level().has_bf16_products:
+        bias = None if weight.bias is None else weight.bias.float()
+        wide = packed_linear(LinearWeight(weight.weight.float(), bias))
+        return lambda x: wide(x.float()).to(kind)
     if not torch.backends.mkldnn.is_available():
         return lambda x: F.linear(x, weight.weight, weight.bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.weight, _PACKED_FOR_ROWS)

@@ -1,57 +1,78 @@
 /* Products of few rows with int8 weights: y = (x W^T) scale + bias, W int8 [num_out][num_in] with a scale per row.
  *
- * A row of x is rounded to 16 bits of its own scale and split into two int8, x = 256 high + low. With 8 bits, one token in
- * thirty of a head would be another one; reading the weights takes longer than multiplying them twice. All sums are integers,
- * so a row's result does not depend on what else is in the batch or on threads.
+ * A row of x is rounded to 16 bits of its own scale. With 8 bits, one token in thirty of a head would be another one. Sums are
+ * integers, or floats of integers in a fixed order, so a row's result does not depend on what else is in the batch or on
+ * threads.
  *
- * Weights lie as [panel of 32 outputs][quad of 4 inputs][output][input of the quad], as W + 128, unsigned, because that is
- * what the instruction multiplies with signed numbers; 128 sum(x) is taken off at the end.
+ * Weights lie as [panel of 32 outputs][quad of 4 inputs][output][input of the quad]. With VNNI, x is split into two int8, 256
+ * high + low, and weights are held as W + 128, unsigned, because the instruction multiplies unsigned by signed bytes; 128 sum(x)
+ * is taken off at the end. Without, weights are widened to 16 bits in registers, each once for several rows; the inputs of a quad
+ * lie as 0, 2, 1, 3 then, so that its even bytes are the weights of inputs 0 and 1. See int8_by_bytes.
  */
 #include "vectors.h"
 #if __x86_64__
 #include <immintrin.h>
 #endif
 
-/* sum[i] += weights (4 unsigned bytes in lane i) . x (4 signed bytes). What stays in registers is the sums of ROWS rows, high and
- * low, with a panel of weights: DSpark's blocks mostly have seven rows. */
+/* Registers hold the sums of ROWS rows by COLUMNS outputs, or of WHOLE_ROWS by a whole panel. DSpark's blocks mostly have seven
+ * rows. BY_BYTES: with VNNI, where a sum takes two registers. */
 #if __AVX512VNNI__
-enum { ROWS = 7 };
-static inline vi dot4(vi sum, vi weights, int32_t x) {
-    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
-}
+enum { BY_BYTES = 1, WIDTH = 16, COLUMNS = 32 };
+#define ROWS 7
+#define WHOLE_ROWS 7
+#elif __AVX512BW__
+enum { BY_BYTES = 0, WIDTH = 16, COLUMNS = 32 };
+#define ROWS 8
+#define WHOLE_ROWS 8
+#elif __AVXVNNI__
+enum { BY_BYTES = 1, WIDTH = 8, COLUMNS = 16 };
+#define ROWS 3
+#define WHOLE_ROWS 1
 #elif __AVX2__
-typedef union {
-    vi all;
-    __m256i half[2];
-} Halves;
-static inline __m256i dot4_half(__m256i sum, __m256i weights, __m256i x) {
-#if __AVXVNNI__
-    return _mm256_dpbusd_avx_epi32(sum, weights, x);
-#else /* bytes 0 and 2 of each lane, then 1 and 3, as 16 bits: nothing saturates */
-    const __m256i bytes = _mm256_set1_epi16(0xff);
-    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(weights, bytes), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
-    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), _mm256_srai_epi16(x, 8));
-    return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
-#endif
-}
-enum { ROWS = 1 };
-static inline vi dot4(vi sum, vi weights, int32_t x) {
-    Halves s = {sum}, w = {weights};
-    for (int i = 0; i < 2; i++) s.half[i] = dot4_half(s.half[i], w.half[i], _mm256_set1_epi32(x));
-    return s.all;
-}
+enum { BY_BYTES = 0, WIDTH = 8, COLUMNS = 16 };
+#define ROWS 4
+#define WHOLE_ROWS 2
 #else
-enum { ROWS = 1 };
-static inline vi dot4(vi sum, vi weights, int32_t x) {
-    const vu w = (vu)weights;
-    for (int i = 0; i < 32; i += 8) sum += (vi)(w >> i & 0xff) * (int32_t)(int8_t)(x >> i);
-    return sum;
-}
+enum { BY_BYTES = 0, WIDTH = 4, COLUMNS = 8 };
+#define ROWS 4
+#define WHOLE_ROWS 1
 #endif
+typedef int32_t wide __attribute__((vector_size(WIDTH * 4), aligned(1)));
+typedef int16_t wide_shorts __attribute__((vector_size(WIDTH * 4), aligned(1)));
+typedef float wide_floats __attribute__((vector_size(WIDTH * 4), aligned(4)));
 
-/* AHEAD: bytes; a panel is multiplied faster than memory answers, and hardware looks no further than a page. */
-enum { QUAD = 4, PARTS = 2, PANEL = PARTS * LANES, AHEAD = 4096, LARGEST = 127 * 256 + 127, CHUNK = 64 };
+/* sum[i] += weights (4 unsigned bytes in lane i) . x (4 signed bytes) */
+static inline wide add_bytes(wide sum, wide weights, int32_t x) {
+#if __AVX512VNNI__
+    return (wide)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
+#elif __AVXVNNI__
+    return (wide)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, _mm256_set1_epi32(x));
+#else
+    return (void)weights, (void)x, sum;
+#endif
+}
+
+/* sum[i] += weights (2 signed shorts in lane i) . x (2 signed shorts) */
+static inline wide add_shorts(wide sum, wide weights, int32_t x) {
+#if __AVX512BW__
+    return sum + (wide)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(x));
+#elif __AVX2__
+    return sum + (wide)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(x));
+#elif __SSE2__
+    return sum + (wide)_mm_madd_epi16((__m128i)weights, _mm_set1_epi32(x));
+#else
+    return sum + (weights << 16 >> 16) * (int32_t)(int16_t)x + (weights >> 16) * (x >> 16);
+#endif
+}
+
+/* AHEAD: bytes; a panel is multiplied faster than memory answers, and hardware looks no further than a page. FLUSH: quads, as many
+ * as cannot overflow a sum of products of 16 bits and 8. */
+enum { QUAD = 4, PARTS = 2, PANEL = PARTS * LANES, AHEAD = 4096, LARGEST = 127 * 256 + 127, CHUNK = 64, FLUSH = 128 };
 typedef int8_t vb __attribute__((vector_size(16), aligned(1)));
+typedef int16_t vs __attribute__((vector_size(32), aligned(1)));
+
+/* Whether weights are expected as unsigned bytes, else as signed ones with the inputs of a quad as 0, 2, 1, 3. */
+int int8_by_bytes(void) { return BY_BYTES; }
 
 typedef struct {
     float scale;
@@ -72,8 +93,20 @@ static inline float scaled1(const elem *x, const float *columns, int64_t i) {
     return columns ? load1(x[i]) * columns[i] : load1(x[i]);
 }
 
-/* x -> high [width], low [width], zeros behind num_in. A row that holds no number gets a scale that is none. */
-static RowInfo split(const Product *p, const elem *x, int8_t *high, int8_t *low) {
+/* ``n`` [16] to ``to``, which has room for two bytes of each of ``width`` inputs: high and low bytes apart, or shorts. */
+static inline void put_rounded(int8_t *to, int64_t width, int64_t i, vi n, vi *sum_high, vi *sum_low) {
+    if (!BY_BYTES) {
+        *(vs *)(to + 2 * i) = __builtin_convertvector(n, vs);
+        return;
+    }
+    const vi low = n << 24 >> 24, high = (n - low) >> 8;
+    *(vb *)(to + i) = __builtin_convertvector(high, vb);
+    *(vb *)(to + width + i) = __builtin_convertvector(low, vb);
+    *sum_high += high, *sum_low += low;
+}
+
+/* Rounds x to 16 bits: into ``to`` [2 width], zeros behind num_in. A row that holds no number gets a scale that is none. */
+static RowInfo split(const Product *p, const elem *x, int8_t *to) {
     const int64_t whole = p->num_in - p->num_in % LANES;
     vf highest = {0}, broken = {0};
     for (int64_t i = 0; i < whole; i += LANES) {
@@ -89,81 +122,121 @@ static RowInfo split(const Product *p, const elem *x, int8_t *high, int8_t *low)
         max = fabsf(v) > max ? fabsf(v) : max;
         sum += v * 0.0f;
     }
-    memset(high + whole, 0, p->width - whole);
-    memset(low + whole, 0, p->width - whole);
     if (sum != 0 || max < 1e-30f) { /* NaN differs from 0 */
-        memset(high, 0, whole);
-        memset(low, 0, whole);
+        memset(to, 0, 2 * p->width);
         return (RowInfo){sum, 0, 0};
     }
     const float inverse = LARGEST / max;
-    vi sums[2] = {{0}};
+    vi sum_high = {0}, sum_low = {0};
+    /* 1.5 * 2^23 rounds to the nearest integer, held in the low bits */
     for (int64_t i = 0; i < whole; i += LANES) {
-        /* 1.5 * 2^23 rounds to the nearest integer, held in the low bits */
         const vi n = (vi)(scaled(x, p->columns, i) * inverse + 12582912.0f) - 0x4b400000;
-        const vi l = n << 24 >> 24, h = (n - l) >> 8;
-        *(vb *)(high + i) = __builtin_convertvector(h, vb);
-        *(vb *)(low + i) = __builtin_convertvector(l, vb);
-        sums[0] += h, sums[1] += l;
+        put_rounded(to, p->width, i, n, &sum_high, &sum_low);
+    }
+    if (whole < p->width) {
+        vi n = {0};
+        for (int64_t i = whole; i < p->num_in; i++) n[i - whole] = (int32_t)lrintf(scaled1(x, p->columns, i) * inverse);
+        put_rounded(to, p->width, whole, n, &sum_high, &sum_low);
     }
     RowInfo info = {max / LARGEST, 0, 0};
-    for (int i = 0; i < LANES; i++) info.sum_high += sums[0][i], info.sum_low += sums[1][i];
-    for (int64_t i = whole; i < p->num_in; i++) {
-        const int32_t n = (int32_t)lrintf(scaled1(x, p->columns, i) * inverse);
-        low[i] = (int8_t)(n & 0xff);
-        high[i] = (int8_t)((n - low[i]) >> 8);
-        info.sum_high += high[i], info.sum_low += low[i];
-    }
+    for (int i = 0; i < LANES; i++) info.sum_high += sum_high[i], info.sum_low += sum_low[i];
     return info;
 }
 
-static inline int32_t quad(const int8_t *x) {
+static inline int32_t word(const int8_t *x) {
     int32_t four;
     memcpy(&four, x, 4);
     return four;
 }
 
 typedef struct {
-    const uint8_t *weights; /* of the panel */
+    const uint8_t *weights; /* of the panel, from the first of the columns on */
     int64_t num_quads;
-    const int8_t *x;
+    const int8_t *x; /* rounded rows of 2 width bytes */
     int64_t width;
+    const RowInfo *rows;
 } Tile;
 
-/* high[r], low[r] of ``num`` rows, a constant. */
-static inline __attribute__((always_inline)) void multiply(const int num, const Tile *t, vi high[ROWS][PARTS],
-                                                           vi low[ROWS][PARTS]) {
-    vi h[ROWS][PARTS] = {{{0}}}, l[ROWS][PARTS] = {{{0}}};
+/* sums[row * PANEL + column] = x W^T of ``num`` rows and ``columns`` outputs, both constants, in units of the scales. */
+static inline __attribute__((always_inline)) void multiply_bytes(const int num, const int columns, const Tile *t, float *sums) {
+    const int vectors = columns / WIDTH;
+    wide h[ROWS][PANEL / WIDTH], l[ROWS][PANEL / WIDTH];
+    for (int r = 0; r < num; r++)
+        for (int v = 0; v < vectors; v++) h[r][v] = l[r][v] = (wide){0};
     for (int64_t q = 0; q < t->num_quads; q++) {
         const uint8_t *weights = t->weights + q * PANEL * QUAD;
-        vi w[PARTS];
-        for (int p = 0; p < PARTS; p++) {
-            w[p] = *(const vi *)(weights + p * LANES * QUAD);
-            __builtin_prefetch(weights + p * LANES * QUAD + AHEAD, 0, 2);
-        }
+        wide w[PANEL / WIDTH];
+        for (int line = 0; line < 2; line++) __builtin_prefetch(weights + line * 64 + AHEAD, 0, 2);
+        for (int v = 0; v < vectors; v++) w[v] = *(const wide *)(weights + v * WIDTH * QUAD);
         for (int r = 0; r < num; r++) {
             const int8_t *row = t->x + 2 * r * t->width + q * QUAD;
-            const int32_t xh = quad(row), xl = quad(row + t->width);
-            for (int p = 0; p < PARTS; p++) h[r][p] = dot4(h[r][p], w[p], xh);
-            for (int p = 0; p < PARTS; p++) l[r][p] = dot4(l[r][p], w[p], xl);
+            const int32_t xh = word(row), xl = word(row + t->width);
+            for (int v = 0; v < vectors; v++) h[r][v] = add_bytes(h[r][v], w[v], xh);
+            for (int v = 0; v < vectors; v++) l[r][v] = add_bytes(l[r][v], w[v], xl);
         }
     }
     for (int r = 0; r < num; r++)
-        for (int p = 0; p < PARTS; p++) high[r][p] = h[r][p], low[r][p] = l[r][p];
+        for (int v = 0; v < vectors; v++) {
+            const wide_floats high = __builtin_convertvector(h[r][v] - 128 * t->rows[r].sum_high, wide_floats);
+            const wide_floats low = __builtin_convertvector(l[r][v] - 128 * t->rows[r].sum_low, wide_floats);
+            *(wide_floats *)(sums + r * PANEL + v * WIDTH) = high * 256.0f + low;
+        }
 }
 
-static inline void multiply_rows(int num, const Tile *t, vi high[ROWS][PARTS], vi low[ROWS][PARTS]) {
-    switch (num) {
-#if __AVX512VNNI__
-        case 1: multiply(1, t, high, low); break;
-        case 2: multiply(2, t, high, low); break;
-        case 3: multiply(3, t, high, low); break;
-        case 4: multiply(4, t, high, low); break;
-        case 5: multiply(5, t, high, low); break;
-        case 6: multiply(6, t, high, low); break;
-#endif
-        default: multiply(ROWS, t, high, low);
+static inline __attribute__((always_inline)) void multiply_shorts(const int num, const int columns, const Tile *t, float *sums) {
+    const int vectors = columns / WIDTH;
+    for (int64_t start = 0; start < t->num_quads; start += FLUSH) {
+        const int64_t stop = t->num_quads < start + FLUSH ? t->num_quads : start + FLUSH;
+        wide s[ROWS][PANEL / WIDTH];
+        for (int r = 0; r < num; r++)
+            for (int v = 0; v < vectors; v++) s[r][v] = (wide){0};
+        for (int64_t q = start; q < stop; q++) {
+            const uint8_t *weights = t->weights + q * PANEL * QUAD;
+            const int8_t *x = t->x + 2 * q * QUAD;
+            wide_shorts bytes[PANEL / WIDTH], w[PANEL / WIDTH];
+            for (int line = 0; line < 2; line++) __builtin_prefetch(weights + line * 64 + AHEAD, 0, 2);
+            for (int v = 0; v < vectors; v++) {
+                bytes[v] = *(const wide_shorts *)(weights + v * WIDTH * QUAD);
+                w[v] = bytes[v] << 8 >> 8;
+            }
+            for (int r = 0; r < num; r++)
+                for (int v = 0; v < vectors; v++) s[r][v] = add_shorts(s[r][v], (wide)w[v], word(x + 2 * r * t->width));
+            for (int v = 0; v < vectors; v++) w[v] = bytes[v] >> 8;
+            for (int r = 0; r < num; r++)
+                for (int v = 0; v < vectors; v++) s[r][v] = add_shorts(s[r][v], (wide)w[v], word(x + 2 * r * t->width + 4));
+        }
+        for (int r = 0; r < num; r++)
+            for (int v = 0; v < vectors; v++) {
+                wide_floats *to = (wide_floats *)(sums + r * PANEL + v * WIDTH);
+                const wide_floats part = __builtin_convertvector(s[r][v], wide_floats);
+                *to = start ? *to + part : part;
+            }
     }
+}
+
+static void multiply(const int num, const Tile *t, float *sums) {
+#define OF_ROWS(n)                                                                     \
+    case n:                                                                            \
+        if (BY_BYTES) multiply_bytes(n, n <= WHOLE_ROWS ? PANEL : COLUMNS, t, sums);   \
+        else multiply_shorts(n, n <= WHOLE_ROWS ? PANEL : COLUMNS, t, sums);           \
+        break;
+    switch (num) {
+        OF_ROWS(1)
+        OF_ROWS(2)
+        OF_ROWS(3)
+#if ROWS > 3
+        OF_ROWS(4)
+#endif
+#if ROWS > 4
+        OF_ROWS(5)
+        OF_ROWS(6)
+        OF_ROWS(7)
+#endif
+#if ROWS > 7
+        OF_ROWS(8)
+#endif
+    }
+#undef OF_ROWS
 }
 
 /* Into ``to`` as elements, or as floats with ``base`` (if any) added. Only ``num`` of the 16 outputs are there. */
@@ -194,26 +267,27 @@ int int8_product(const Product *p, const elem *x, elem *out, float *out_float, c
         const int64_t num = rows - first < CHUNK ? rows - first : CHUNK;
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < num; r++) {
-            int8_t *high = split_rows + r * 2 * width;
-            info[r] = split(p, x + (first + r) * p->num_in, high, high + width);
+            info[r] = split(p, x + (first + r) * p->num_in, split_rows + r * 2 * width);
         }
 #pragma omp for schedule(static)
         for (int64_t panel = 0; panel < num_panels; panel++) {
-            for (int64_t r = 0; r < num; r += ROWS) {
-                const int some = num - r < ROWS ? (int)(num - r) : ROWS;
-                const Tile t = {p->weights + panel * panel_size, num_quads, split_rows + r * 2 * width, width};
-                vi high[ROWS][PARTS], low[ROWS][PARTS];
-                multiply_rows(some, &t, high, low);
+            const int64_t num_groups = (num + ROWS - 1) / ROWS;
+            for (int64_t group = 0; group < num_groups; group++) {
+                const int64_t r = num * group / num_groups; /* groups of like sizes */
+                const int some = (int)(num * (group + 1) / num_groups - r), columns = some <= WHOLE_ROWS ? PANEL : COLUMNS;
+                float sums[ROWS * PANEL];
+                for (int at = 0; at < PANEL; at += columns) {
+                    const uint8_t *weights = p->weights + panel * panel_size + at * QUAD;
+                    const Tile t = {weights, num_quads, split_rows + r * 2 * width, width, info + r};
+                    multiply(some, &t, sums + at);
+                }
                 for (int i = 0; i < some; i++) {
-                    const RowInfo *of_row = info + r + i;
                     const int64_t row = first + r + i;
                     for (int part = 0; part < PARTS; part++) {
                         const int64_t column = panel * PANEL + part * LANES, left = p->num_out - column;
                         const int64_t at = row * p->num_out + column;
                         if (left <= 0) break;
-                        const vf h = __builtin_convertvector(high[i][part] - 128 * of_row->sum_high, vf);
-                        const vf l = __builtin_convertvector(low[i][part] - 128 * of_row->sum_low, vf);
-                        vf y = (h * 256.0f + l) * (loadf(p->scales + column) * of_row->scale);
+                        vf y = loadf(sums + i * PANEL + part * LANES) * (loadf(p->scales + column) * info[r + i].scale);
                         if (p->bias) y += loadf(p->bias + column);
                         put(out + at, out_float ? out_float + at : NULL, base ? base + row * base_stride + column : NULL, y,
                             left < LANES ? left : LANES);

@@ -1,6 +1,5 @@
 """A cluster under a stream of requests, with each policy in a run and a process of its own, and without drafting."""
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from csv import DictReader
@@ -16,6 +15,7 @@ import numpy as np
 
 from cluster.config import FixedPolicy, PolicyConfig
 from cluster.errors import InvalidField
+from profiler.hardware import num_cores
 from profiler.simulator.agreement import Answer, SimulatedRequest
 from profiler.simulator.plots import Panel
 from profiler.simulator.scenario import ServingScenario
@@ -34,7 +34,7 @@ def run(scenario: ServingScenario, said: Said = lambda what: None) -> Study:
     policies: dict[str, PolicyConfig] = {TARGET_ALONE: FixedPolicy(chain=())}
     policies |= {policy.kind: policy for policy in scenario.policies}
     begun_s = perf_counter()
-    num_processes = min(len(policies), len(os.sched_getaffinity(0)))
+    num_processes = min(len(policies), num_cores())
     said(f"{', '.join(policies)}; in {num_processes} processes")
     with ProcessPoolExecutor(num_processes, get_context("spawn")) as processes:
         running = {name: processes.submit(_served, scenario, policy) for name, policy in policies.items()}

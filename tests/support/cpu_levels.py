@@ -1,11 +1,14 @@
-"""Processes at a CPU level of their own."""
+"""CPU levels below the machine's own, and processes that run at them."""
 
 import os
 from pathlib import Path
 
+from engine.cpu_level import machine_level, possible_levels
 from engine.cpu_setup import VARIABLES
 
 ROOT = Path(__file__).parents[2]
+LOWER_LEVELS = possible_levels(machine_level())[:-1]  # lowest first
+NO_COMPILER = {"CC": "no-such-compiler"}
 
 
 def environment_of(level: str) -> dict[str, str]:

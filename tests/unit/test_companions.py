@@ -17,7 +17,8 @@ from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.types import FinishReason, ModelInfo, Request, SamplingParams
 from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
-from drafters.companions import Host, HostFeatures, feature_layers, make_dspark
+from drafters.companions import Host, HostFeatures, make_dspark
+from drafters.feature_layers import feature_layers
 from drafters.protocol import Demand, Draft
 from drafters.registry import make_drafter
 from engine.factory import load_target

@@ -255,3 +255,15 @@ drafters:
     assert config.target.device == "cuda"
     assert [d.device for d in config.drafters] == ["cuda", "cpu"]
     assert resolve(parsed(text.replace("tensor_parallel: 4", "tensor_parallel: 5")), nodes).target.device == "cpu"
+
+
+def test_a_cpu_target_gets_a_thread_for_each_physical_core_that_its_products_can_use() -> None:
+    server = Inventory((Node("a", 64, num_cores=32), Node("b", 16, num_cores=8)))
+    assert resolve(Config(), Inventory((Node("a", 64),))).target.resources.threads == 64
+    assert resolve(Config(), server).target.resources.threads == 32
+    assert resolve(Config(), server, max_threads=13).target.resources.threads == 13
+    assert resolve(Config(), Inventory((Node("a", 2, num_cores=32),))).target.resources.threads == 2
+    config = parsed("target: {replicas: 4}")
+    assert resolve(config, Inventory((Node("a", 32, num_cores=16),))).target.resources.threads == 4
+    named = parsed("target: {resources: {threads: 40}}")
+    assert resolve(named, server, max_threads=13).target.resources.threads == 40, "what the file names stays"

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deploy import haproxy
+import pytest
+
+from deploy import haproxy, processes
 
 CONFIG = """\
 frontend prometheus
@@ -23,6 +25,40 @@ frontend other
 def test_only_the_statistics_move_to_loopback() -> None:
     moved = haproxy.bind_to_loopback(CONFIG, [9101, 8404])
     assert moved == CONFIG.replace("bind :9101", "bind 127.0.0.1:9101").replace("bind *:8404", "bind 127.0.0.1:8404")
+
+
+@pytest.mark.parametrize(("system", "num_calls"), [("linux", 1), ("darwin", 0)])
+def test_only_linux_is_asked_to_end_it_with_its_starter(
+    system: str, num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On other systems the C library has no such function, and HAProxy starts without it."""
+    calls: list[tuple[int, ...]] = []
+
+    class Library:
+        def prctl(self, *args: int) -> None:
+            calls.append(args)
+
+    started: list[list[str]] = []
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(haproxy.ctypes, "CDLL", lambda _: Library())
+    monkeypatch.setattr(haproxy.os, "execv", lambda binary, argv: started.append(argv))
+    haproxy.main("/bin/haproxy", "1,2", ["-v"])
+    assert (started, len(calls)) == ([["/bin/haproxy", "-v"]], num_calls)
+
+
+@pytest.mark.parametrize(("system", "num_calls"), [("linux", 1), ("darwin", 0)])
+def test_only_linux_is_asked_to_adopt_orphans(system: str, num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    class Library:
+        def prctl(self, *args: int) -> int:
+            calls.append(args)
+            return 0
+
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda *_, **__: Library())
+    processes.adopt_orphans()
+    assert len(calls) == num_calls
 
 
 def test_what_it_starts_ends_with_its_starter(tmp_path: Path) -> None:

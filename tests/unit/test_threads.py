@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from engine.threads import in_own_thread
+from engine.models.config import ModelConfig, parse_config
+from engine.threads import in_own_thread, useful_threads
 
 CODE = """
 import os, torch
@@ -41,3 +42,23 @@ def test_no_team_is_left_behind() -> None:
 def test_errors_come_through() -> None:
     with pytest.raises(ZeroDivisionError):
         in_own_thread(lambda: 1 // 0)
+
+
+def model_of(hidden_size: int, intermediate_size: int) -> ModelConfig:
+    return parse_config(
+        {
+            "model_type": "llama",
+            "vocab_size": 100,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": 2,
+            "num_attention_heads": hidden_size // 64,
+            "max_position_embeddings": 64,
+        }
+    )
+
+
+def test_small_models_use_few_threads_and_large_ones_all() -> None:
+    assert useful_threads(model_of(64, 128)) == 1
+    assert 4 < useful_threads(model_of(576, 1536)) < 32, "a model of 135 million parameters"
+    assert useful_threads(model_of(4096, 14336)) > 256

@@ -1,0 +1,32 @@
+"""Whether a deployment fits into the memory of this machine, checked before anything is started."""
+
+from cluster.config import Config
+from deploy.local_ray import LaunchError
+from drafters.footprint import target_footprint
+from engine.held_dtype import held_dtype
+from profiler.hardware import available_memory_bytes
+
+# Ray, Serve and the small processes as measured, without weights and KV caches.
+BASE_BYTES = int(1.3 * 2**30)
+
+
+def check_memory(config: Config) -> None:
+    """Only where the target runs on a CPU of this machine: of GPUs and of other machines nothing is known yet.
+
+    Raises:
+        LaunchError: the targets, with their caches and the drafters in their processes, and Ray do not fit into the memory
+            that is free, on the machine and within the limit of this process's control group.
+        ModelUnavailable: a drafter's files are missing or unsupported.
+    """
+    target = config.target
+    if target.device == "cuda" or config.cluster.ray_address is not None:
+        return
+    needed, free = BASE_BYTES + target.replicas * target_footprint(config).total, available_memory_bytes()
+    if needed <= free:
+        return
+    held = held_dtype(target.dtype)
+    wider = "" if held == target.dtype else f" (weights are held in {held}, since there is no C compiler for the kernels)"
+    raise LaunchError(
+        f"{config.model.name} needs about {needed / 2**30:.1f} GB of memory{wider}, {free / 2**30:.1f} GB are free: end "
+        f"other programs, or lower target.kv_cache_gb ({target.kv_cache_gb:g})"
+    )

@@ -1,0 +1,79 @@
+"""What control groups allow this process: CPU time and memory, of versions 1 and 2. Linux alone has them."""
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+ROOT = Path("/")
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """CPU seconds a second, the least of this process's group and those above it; None: no limit."""
+    quotas = []
+    for folder in _folders("cpu", root):
+        told = (_read(folder / "cpu.max") or "").split()
+        if len(told) != 2:
+            told = [_read(folder / name) or "" for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        quota, period = (int(one) if one.strip().isdigit() else 0 for one in told)
+        if quota > 0 and period > 0:  # unlimited is "max", or -1
+            quotas.append(quota / period)
+    return min(quotas, default=None)
+
+
+def free_memory_bytes(root: Path = ROOT) -> int | None:
+    """What may still be allocated, the least of this process's group and those above it; None: no limit.
+
+    Pages of files that were not used lately do not count as used: the kernel takes them back.
+    """
+    found = []
+    for folder in _folders("memory", root):
+        limit = _number(folder, "memory.max", "memory.limit_in_bytes")
+        used = _number(folder, "memory.current", "memory.usage_in_bytes")
+        if limit is not None and used is not None:
+            found.append(max(0, limit - max(0, used - _inactive_file_bytes(folder))))
+    return min(found, default=None)
+
+
+def _inactive_file_bytes(folder: Path) -> int:
+    counts = dict(line.split() for line in (_read(folder / "memory.stat") or "").splitlines())
+    return int(counts.get("total_inactive_file") or counts.get("inactive_file") or 0)
+
+
+def _number(folder: Path, *names: str) -> int | None:
+    for name in names:
+        text = (_read(folder / name) or "").strip()
+        if text.isdigit():
+            return int(text)
+    return None
+
+
+def _folders(controller: str, root: Path) -> Iterator[Path]:
+    """The groups of this process that a controller may limit, each with those above it as far as they are mounted."""
+    mounts = [line.partition(" - ") for line in (_read(root / "proc/self/mountinfo") or "").splitlines()]
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        is_v2 = not controllers
+        if not is_v2 and controller not in controllers.split(","):
+            continue
+        for mount, _, kind in mounts:
+            mounted_root, mount_point = (name.replace("\\040", " ") for name in mount.split()[3:5])
+            kind_name, *_, options = kind.split()
+            if kind_name != ("cgroup2" if is_v2 else "cgroup") or not (is_v2 or controller in options.split(",")):
+                continue
+            top = root / mount_point.lstrip("/")
+            # In a container the mount may begin at its own group, or below a path that is not visible.
+            inside = PurePosixPath(path)
+            inside = inside.relative_to(mounted_root) if inside.is_relative_to(mounted_root) else PurePosixPath()
+            folder = top / str(inside).lstrip("/")
+            while True:
+                yield folder
+                if folder == top:
+                    break
+                folder = folder.parent
+            break
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_text()
+    except OSError:
+        return None

@@ -1,0 +1,37 @@
+"""The server as `make serve` starts it, below the machine's own CPU level and without a compiler."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ApiConfig, ClusterConfig, Config, FileStateConfig, ModelConfig
+from deploy.bench.server import ServerProcess
+from deploy.local_ray import free_port
+from engine.cpu_level import machine_level
+from tests.support.cpu_levels import LOWER_LEVELS, NO_COMPILER, environment_of
+
+pytestmark = [pytest.mark.ray, pytest.mark.model]
+
+CASES = {level: environment_of(level) for level in LOWER_LEVELS if level in ("generic", "avx2")}
+CASES["no compiler"] = environment_of("auto") | NO_COMPILER
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_server_answers_as_its_plain_target_does(case: str, model_folder: Path, tmp_path: Path) -> None:
+    config = Config(
+        model=ModelConfig(name=str(model_folder)),
+        api=ApiConfig(port=free_port()),
+        cluster=ClusterConfig(state=FileStateConfig(folder=tmp_path / "state")),
+    )
+    with ServerProcess(config, CASES[case]) as server, server.client() as client:
+        (model,) = (one["id"] for one in client.get("/v1/models").json()["data"])
+        body = {"model": model, "prompt": "The capital of France is", "max_tokens": 24, "temperature": 0}
+        drafted, plain = (
+            client.post("/v1/completions", json=body | {"drafting": drafting}).json() for drafting in ("auto", "off")
+        )
+        said = server.last_words(100)
+    assert "Paris" in plain["choices"][0]["text"]
+    assert drafted["choices"][0]["text"] == plain["choices"][0]["text"]
+    level = f"{case}, lowered from {machine_level()} by OUTRIDER_CPU" if case in LOWER_LEVELS else machine_level()
+    assert f"CPU level {level}" in said
+    assert ("CPU kernels are not available" in said) is (case == "no compiler")

@@ -1,0 +1,58 @@
+"""What holds at the machine's own CPU level holds at every lower one: each runs in a process of its own, since torch reads
+its limits once."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.cpu_levels import LOWER_LEVELS, ROOT, environment_of
+
+# Kernels against plain torch, without the tests that compile into folders of their own.
+PARITY = ("tests/unit/test_cpu_kernels.py", "tests/unit/test_int8.py", "tests/unit/test_forward.py")
+ELSEWHERE = "not second_process and not torchs_own and not every_instruction_set"
+
+# Two answers, drafted and by the plain target, by the whole cluster in one process.
+EMBEDDED = """
+import asyncio
+from cluster.config import Config
+from cluster.resolve import resolve
+from cluster.types import Request, SamplingParams
+from deploy.api.tokenizer import Tokenizer
+from deploy.embedded import EmbeddedCluster
+from deploy.profile import here
+from drafters.shipped import with_shipped
+from engine.cpu_setup import configure_cpu
+from engine.models.prepare import ensure_model
+
+print(configure_cpu())
+tokenizer = Tokenizer.from_folder(ensure_model("smollm2-135m"))
+prompt = asyncio.run(tokenizer.encode("The capital of France is", add_special_tokens=False, max_tokens=100))
+for config in (with_shipped(Config()), Config(drafters=())):
+    with EmbeddedCluster.of(resolve(config, here())) as cluster:
+        request = Request("r", prompt, SamplingParams(max_tokens=24, temperature=0.0))
+        (completion,) = cluster.complete([request])
+        print(repr(tokenizer.decode(completion.token_ids)), completion.num_proposed > 0)
+"""
+
+
+@pytest.mark.parametrize("level", LOWER_LEVELS)
+def test_kernels_compute_what_torch_does(level: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", ELSEWHERE, *PARITY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment_of(level), cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("model_folder")
+@pytest.mark.parametrize("level", [level for level in LOWER_LEVELS if level not in ("generic", "avx2")])
+def test_a_whole_cluster_answers_as_its_plain_target_does(level: str) -> None:
+    """The lowest two are served by Ray's processes in tests/cluster/test_cpu_levels.py."""
+    done = subprocess.run(
+        [sys.executable, "-c", EMBEDDED], capture_output=True, text=True, timeout=280, env=environment_of(level), cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    named, drafted, plain = done.stdout.splitlines()
+    assert named.startswith(f"{level}, lowered from ")
+    assert "Paris" in plain
+    assert drafted.rsplit(" ", 1) == [plain.rsplit(" ", 1)[0], "True"]

@@ -1,0 +1,111 @@
+"""Whether a deployment fits is known before anything is started."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cluster.config import CascadeOptions, Config, DrafterConfig, DSparkOptions, ModelConfig, TableOptions, TargetConfig
+from deploy import memory
+from deploy.local_ray import LaunchError
+from deploy.memory import BASE_BYTES, check_memory
+from drafters.feature_layers import feature_layers
+from drafters.footprint import target_footprint
+from engine import held_dtype as held
+from engine.cpu_level import CpuLevel
+from engine.held_dtype import held_dtype
+from engine.kv_cache import num_blocks_for
+from engine.models.config import load_config
+from tests.support.dspark import write_dspark
+
+GB = 2**30
+
+
+def config_of(folder: Path, *drafters: DrafterConfig, **target: object) -> Config:
+    return Config(
+        model=ModelConfig(name=str(folder), max_model_len=64),
+        target=TargetConfig.model_validate({"device": "cpu", "kv_cache_gb": 0.25, **target}),
+        drafters=drafters,
+    )
+
+
+def dspark(tmp_path: Path, folder: Path) -> DrafterConfig:
+    options = DSparkOptions(path=str(write_dspark(tmp_path / "dspark", folder)), kv_cache_gb=0.01)
+    return DrafterConfig(name="block", options=CascadeOptions(members=(options, TableOptions())))
+
+
+def asked(config: Config, free_gb: float, monkeypatch: pytest.MonkeyPatch) -> float:
+    """GB that are said to be needed where they are not free."""
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: int(free_gb * GB))
+    with pytest.raises(LaunchError, match=r"lower target.kv_cache_gb") as refused:
+        check_memory(config)
+    found = re.search(r"needs about ([\d.]+) GB .*, ([\d.]+) GB are free", str(refused.value))
+    assert found
+    assert float(found[2]) == pytest.approx(free_gb, abs=0.05)
+    return float(found[1])
+
+
+def test_caches_and_replicas_count(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = asked(config_of(tiny_model_folder, kv_cache_gb=4), 1, monkeypatch)
+    assert 4 + BASE_BYTES / GB < one < 5 + BASE_BYTES / GB
+    two = asked(config_of(tiny_model_folder, kv_cache_gb=4, replicas=2), 1, monkeypatch)
+    assert 4 < two - one < 5
+
+
+def test_what_fits_may_start(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 6 * GB)
+    check_memory(config_of(tiny_model_folder, kv_cache_gb=4))
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 0)
+    check_memory(config_of(tiny_model_folder, device="cuda"))
+
+
+def test_hidden_states_that_are_kept_for_a_drafter_count(tmp_path: Path, tiny_model_folder: Path) -> None:
+    """One row for each token of the KV cache, of every layer that the drafter reads."""
+    drafter = dspark(tmp_path, tiny_model_folder)
+    plain = target_footprint(config_of(tiny_model_folder))
+    kept = target_footprint(config_of(tiny_model_folder, drafter))
+    model = load_config(tiny_model_folder)
+    import torch
+
+    num_tokens = 32 * num_blocks_for(model, GB // 4, torch.bfloat16, 32)
+    rows = num_tokens * len(feature_layers([drafter])) * model.hidden_size * 2
+    own = 0.01 * GB + 60 * 2**20  # the drafter's KV cache, and what its table may learn
+    assert rows > 100 * 2**20
+    assert rows < kept.cache_bytes - plain.cache_bytes < rows + own + 10 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("dtype", "level", "has_compiler", "expected"),
+    [
+        ("bfloat16", "avx2", True, "bfloat16"),
+        ("int8", "generic", True, "int8"),
+        ("auto", "avx2", True, "bfloat16"),
+        ("float32", "amx", False, "float32"),
+        ("bfloat16", "avx512_bf16", False, "bfloat16"),
+        ("int8", "avx512_bf16", False, "bfloat16"),
+        ("bfloat16", "avx512", False, "float32"),
+        ("int8", "avx2", False, "float32"),
+        ("auto", "generic", False, "float32"),
+    ],
+)
+def test_the_dtype_that_weights_are_held_in(
+    dtype: str, level: str, has_compiler: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held, "cpu_level", lambda: CpuLevel(level, "amx"))
+    monkeypatch.setattr(held, "find_compiler", lambda: ("cc",) if has_compiler else None)
+    assert held_dtype(dtype) == expected
+
+
+@pytest.mark.model
+def test_wider_weights_for_want_of_a_compiler_are_counted_and_named(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model of 135 million parameters, whose embedding stays as it is stored."""
+    config = config_of(model_folder)
+    monkeypatch.setattr(held, "cpu_level", lambda: CpuLevel("avx2", "avx2"))
+    narrow = target_footprint(config).weight_bytes
+    monkeypatch.setattr(held, "find_compiler", lambda: None)
+    assert 1.7 < target_footprint(config).weight_bytes / narrow < 2.1
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 0)
+    with pytest.raises(LaunchError, match=r"weights are held in float32, since there is no C compiler"):
+        check_memory(config)
