@@ -14,7 +14,8 @@ import torch
 from engine import compiling
 from engine.cpu import build
 from engine.cpu.bf16 import Bf16Linear
-from engine.cpu.ops import CpuOps, Shape, packed_linear
+from engine.cpu.ops import CpuOps, Shape
+from engine.cpu.packed import packed_linear
 from engine.factory import make_ops
 from engine.layout import Layout, PackedSpan, lay_out
 from engine.models.config import ModelConfig, inverse_frequencies, parse_config
