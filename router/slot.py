@@ -62,6 +62,7 @@ class Router:
         self._scores = scores
         self._watch = watch
         self._pool = tuple(pool)
+        self._known = frozenset(drafter_of(member.name) for member in self._pool)  # of others nothing is learned
         self._draft_lens = {member.name: member.max_draft_len for member in self._pool}
         self._table = RoutingTable(version=0, max_draft_len=max_draft_len)
         self._draining: frozenset[str] = frozenset()
@@ -95,7 +96,7 @@ class Router:
         if not reports:
             return None
         observations = [self._within(seen) for report in reports for seen in report.observations]
-        scores = [score for report in reports for score in report.scores]
+        scores = [score for report in reports for score in report.scores if drafter_of(score.drafter) in self._known]
         if self._watch is not None:
             self._watch.observe(observations)
         self._policy.observe(observations, scores)
@@ -167,11 +168,14 @@ class ChainScheduler(Router):
         self._chains = policy
 
     def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:
-        levels = [level for report in reports for level in report.levels]
+        levels = [level for report in reports for level in report.levels if self._is_of_the_pool(level)]
         passes = next((report.target_passes for report in reports if report.target_passes), ())
         if reports:
             self._chains.learn(levels, PassTime(passes) if passes else None)
         return super().slot(reports)
+
+    def _is_of_the_pool(self, level: LevelReport) -> bool:
+        return self._known.issuperset((level.drafter, *(verified.proposer for verified in level.verified)))
 
 
 def build_router(

@@ -60,7 +60,8 @@ def run(options: BenchOptions) -> BenchResult:
     """Figures: ``identical_fraction``, over all streams whose target was not killed; ``num_lost``, processes that ended and
     were not killed; ``max_gap_s`` and ``recovery_s`` of a killed drafter; ``router.*``, of a router that is killed while the
     state folder is locked; ``unsound.num_unlinked`` of two faulty peers; ``supervisor.num_killed``; ``slow_pass.ttft_s``;
-    ``target.clear_error_fraction`` and ``target_recovery_s``, until the first new answer; ``handshake.secret_overheard``.
+    ``target.clear_error_fraction`` and ``target_recovery_s``, until the first new answer, of which ``target.start_cpu_s`` were
+    spent computing by the new process (all its threads); ``handshake.secret_overheard``.
 
     In fp32, where a batch of another shape does not flip a token, and with half of the streams sampled (T = 0.8).
     """
@@ -147,6 +148,7 @@ class Outcome:
     overheard: bytes
     secret: str
     lost: Sequence[str]
+    target_start_cpu_s: float
 
 
 class _Bench:
@@ -191,9 +193,10 @@ class _Bench:
             target = asyncio.run(self.disturbed(asks, lambda: heard.append(self._kill_target(address)), target_is_ready()))
             asyncio.run(self.until_answered(asks[0]))
             target.recovery_s = time.monotonic() - target.killed_s
+            used = self._server.workers("TargetActor")[0].cpu_times()
         return Outcome(
             plain, drafter, unsound, router, supervisor, target, unlinked[0], refused, notes, slow_ttft_s, heard[0], secret,
-            self._lost,
+            self._lost, used.user + used.system,
         )  # fmt: skip
 
     @contextmanager
@@ -352,6 +355,7 @@ def _result(outcome: Outcome) -> BenchResult:
             "slow_pass.ttft_s": outcome.slow_ttft_s,
             "target.clear_error_fraction": target.clear_error_fraction,
             "target_recovery_s": target.recovery_s,
+            "target.start_cpu_s": outcome.target_start_cpu_s,
             "handshake.num_bytes_overheard": len(outcome.overheard),
             "handshake.secret_overheard": float(outcome.secret.encode() in outcome.overheard),
             "handshake.stranger_refused": float(outcome.is_stranger_refused),

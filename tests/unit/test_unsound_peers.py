@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -11,18 +12,30 @@ import pytest
 from actors.gateway import LinkClient
 from cluster.config import ChainPolicy, DrafterConfig, HedgePolicy, NgramOptions, SuffixOptions
 from cluster.errors import LinkClosed, OutriderError
-from cluster.messages import CommitRound, DraftRound, Hello, LevelReport, ProposalRound, Role, Score, SubmitRound, Verified
+from cluster.messages import (
+    CommitRound,
+    DraftRound,
+    Hello,
+    LevelReport,
+    Open,
+    ProposalRound,
+    Role,
+    Score,
+    SubmitRound,
+    Verified,
+)
 from cluster.soundness import MAX_UNSOUND
 from cluster.transport.base import LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.factory import listen
 from cluster.transport.simulation import Faults
-from cluster.types import Commit, Request, SamplingParams
+from cluster.types import Commit, FinishReason, Request, SamplingParams, Slo
 from deploy.bench.unsound import Unsound
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.registry import make_drafter
 from drafters.roster import RosterLimits
-from router.assignment import PoolMember
+from router import assignment
+from router.assignment import PoolMember, Positions, RequestView
 from router.policies import build_policy
 from router.slot import Router, SlotReport, build_router
 from tests.support.cluster_in_a_thread import SimulatedCluster, random_requests
@@ -107,6 +120,19 @@ def test_no_message_of_a_drafter_ends_a_target_or_a_router(seed: int) -> None:
     assert unsound.num_cut > 0
 
 
+def test_routers_learn_nothing_of_drafters_that_are_not_in_the_pool() -> None:
+    for router in routers():
+        before = router.policy.snapshot()
+        strange = LevelReport("toy-0", 1, 1, 0.1, 0, (Verified("stranger", (1,), (1,), 1, 1),))
+        scores = (assignment.Score("r", "stranger", Positions((9,), (9,))),)
+        view = RequestView("r", 3, 5, ())
+        for _ in range(3):
+            router.slot([SlotReport((view,), (), 0, ("toy-0", "toy-1", "stranger"), scores=scores, levels=(strange,))])
+        assert router.policy.snapshot() == before
+        similarities = getattr(router.policy, "_similarities", None)
+        assert similarities is None or not similarities._seen
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -156,6 +182,26 @@ def test_a_gateway_that_asks_for_nonsense_harms_nobody_else() -> None:
     cluster.turn()
     assert cluster.engine.ledger.num_free_blocks == cluster.engine.num_blocks
     assert num_cut > 0
+
+
+@pytest.mark.parametrize(
+    "harmful",
+    [
+        {"prompt_token_ids": (1, VOCAB_SIZE)},
+        {"sampling": SamplingParams(max_tokens=4, stop_token_ids=(VOCAB_SIZE,))},
+        {"sampling": SamplingParams(max_tokens=4, logit_bias=((2**32 - 1, 1.0),))},
+        {"arrival_s": float("nan")},
+        {"slo": Slo(ttft_s=float("inf"))},
+        {"chain": ("toy-0",) * 9},
+        {"chain": ("",)},
+    ],
+)
+def test_a_request_that_would_do_harm_is_refused_with_a_reason(harmful: dict[str, object]) -> None:
+    cluster = SimulatedCluster(1, Faults(), crash=0.0, hang=0.0, num_drafters=1)
+    one = Request("r", (1, 2), SamplingParams(max_tokens=4), 0.0)
+    cluster.submit(replace(one, **harmful))  # type: ignore[arg-type]
+    cluster.run_until_finished()
+    assert cluster.outcomes["r"].finish is FinishReason.ERROR
 
 
 # Drafters.
@@ -232,9 +278,7 @@ def test_tokens_outside_the_vocabulary_reach_no_drafter() -> None:
     assert bench.drafter.texts == {"0/a": list(range(10)), "0/c": [1, 2, 3]}
 
 
-def _opening(request_id: str, token_ids: tuple[int, ...]) -> object:
-    from cluster.messages import Open
-
+def _opening(request_id: str, token_ids: tuple[int, ...]) -> Open:
     return Open(request_id, token_ids, len(token_ids), SAMPLING)
 
 
