@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from deploy import haproxy
 
 CONFIG = """\
@@ -23,6 +25,17 @@ frontend other
 def test_only_the_statistics_move_to_loopback() -> None:
     moved = haproxy.bind_to_loopback(CONFIG, [9101, 8404])
     assert moved == CONFIG.replace("bind :9101", "bind 127.0.0.1:9101").replace("bind *:8404", "bind 127.0.0.1:8404")
+
+
+def test_a_configuration_of_another_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(haproxy.UnknownTemplate, match=r"needs Ray Serve 2\.60"):
+        haproxy.rewrite(CONFIG, [9101], tmp_path)
+
+
+@pytest.mark.parametrize(("num_files", "num_clients"), [(100, 1), (4096, 924), (20_000, 4900), (2**20, 10_000)])
+def test_each_client_has_the_files_that_it_needs(num_files: int, num_clients: int) -> None:
+    assert haproxy.clients_for(num_files) == num_clients
+    assert num_clients == 1 or 2 * haproxy.maxconn_for(num_clients) <= num_files
 
 
 def test_what_it_starts_ends_with_its_starter(tmp_path: Path) -> None:
