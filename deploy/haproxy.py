@@ -3,14 +3,14 @@
 It rewrites the configuration that Ray Serve 2.60 generates, and then becomes HAProxy:
 
 - Statistics listen at loopback only.
-- A client's hang-up always reaches the replica. With `option splice-request` HAProxy 2.8 misses it, and spins, when the body came
-  in a segment of its own.
+- Splicing is off. With `option splice-request` HAProxy 2.8 misses a client's hang-up, and spins, when the request's body
+  came in a segment of its own.
 - Headers, and the first 16 KiB of a body, must be complete in time; only then does a replica see the request.
 - Every error has OpenAI's shape, and every response one `x-request-id`: the client's where it is sane, else a new one.
 - Headers and paths that control Ray Serve itself do not pass.
 
-Clients reach a TCP frontend, whose filter (`haproxy.lua`) replaces what HAProxy's HTTP parser says about bytes that it cannot parse.
-Needs only the standard library.
+Clients reach a TCP frontend in front of Serve's HTTP frontend. Its filter (`haproxy.lua`) replaces the fixed pages with
+which HAProxy's HTTP parser answers bytes that it cannot parse. The wrapper needs only the standard library.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ class UnknownTemplate(ValueError):
 
 
 def clients_for(num_files: int) -> int:
-    """How many clients a process may hold that may open ``num_files`` files: four for each (client, filter, HTTP, replica)."""
+    """How many clients HAProxy may hold where it may open ``num_files`` files: each client takes four."""
     return max(1, min(MAX_CLIENTS, num_files // 4 - SPARE_CONNECTIONS))
 
 

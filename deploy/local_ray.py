@@ -41,6 +41,8 @@ _INHERITED = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+    # Else HAProxy sends the proxy's actor a line for every request, for metrics that nothing here collects.
+    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
     # HAProxy takes up a change by a successor; until then the one before serves what it has, for as long as a call may last.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "86400",
     # Housekeeping that nothing here reads costs several percent of a laptop's two cores.

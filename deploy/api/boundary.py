@@ -21,7 +21,7 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 class Boundary:
     """ASGI middleware. The id is in ``scope["state"]["request_id"]`` and goes out as ``x-request-id``.
 
-    It is the client's ``x-request-id`` where that is one value of at most 128 letters, digits, ``.``, ``_``, ``:`` and ``-``.
+    The client's own ``x-request-id`` is taken where it is one value of at most 128 letters, digits, and ``._:-``.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, settings: ApiSettings) -> None:

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Cached(Generic[T]):
-    """Keeps what ``ask`` returns for ``ttl_s``. Callers that come while it is asked share the answer; a failure is not kept."""
+    """Keeps what ``ask`` returns for ``ttl_s``; a failure is not kept. Callers that come while it runs share its outcome."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]], ttl_s: float) -> None:
         self._ask = ask

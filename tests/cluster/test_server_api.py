@@ -112,6 +112,6 @@ def test_a_caller_that_goes_away_frees_its_blocks(server: ServerProcess) -> None
             pieces = response.iter_raw()
             for _ in range(3):
                 next(pieces)
-            assert gauge(http, "outrider_target_running") == 1
+            eventually(lambda: gauge(http, "outrider_target_running") == 1)
         eventually(lambda: gauge(http, "outrider_target_running") == 0)
         assert gauge(http, "outrider_target_free_blocks") == free

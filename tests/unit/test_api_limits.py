@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 
@@ -16,6 +17,8 @@ from cluster.errors import InvalidField, LinkClosed, Overloaded
 from cluster.types import Commit, FinishReason, Request
 from deploy.api.admission import Admission
 from deploy.api.app import create_app
+from deploy.api.boundary import SPARE_CALLS
+from deploy.api.cached import Cached
 from deploy.api.errors import ApiError
 from deploy.api.keys import ApiKeys
 from deploy.api.scripted import ScriptedClient, Step, spell
@@ -294,7 +297,51 @@ async def test_a_caller_that_does_not_read_a_whole_answer_holds_nobody_up() -> N
     await call
 
 
+async def test_a_stream_that_is_generated_gives_its_turn_away_however_slowly_it_is_read() -> None:
+    reader = Caller(max_concurrent=1, max_sequences=1, max_n=1)
+    reader.reads = False
+    slow = reader.start(chat_body(stream=True))
+    await reader.got_body.wait()
+    other = Caller(app=reader.app)
+    await other.start(chat_body())
+    assert other.status == 200
+    assert not slow.done()
+    reader.put(type="http.disconnect")
+    await slow
+    assert reader.cluster.num_open == 0
+
+
+async def test_a_reader_of_a_stream_that_takes_nothing_is_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deploy.api.call, "_STALL_S", 0.02)
+    caller = Caller(answering(asyncio.Event()))
+    caller.reads = False
+    await caller.start(chat_body(stream=True))
+    assert len(caller.cluster.aborted) == 1
+
+
 # ---- too many
+
+
+async def test_calls_beyond_those_that_run_and_wait_are_refused_before_their_bodies_are_read() -> None:
+    limits = {"max_concurrent": 2, "max_queued": 3, "max_sequences": 2, "max_n": 2}
+    caller = Caller(**limits)
+    callers = [Caller(app=caller.app) for _ in range(2 + 3 + SPARE_CALLS)]
+    calls = [caller.start(None) for caller in callers]  # their bodies never come
+    await asyncio.sleep(0)
+    refused = Caller(app=caller.app)
+    await refused.start(None)
+    assert (refused.status, json.loads(refused.body)["error"]["code"]) == (429, "overloaded")
+    assert dict(refused.sent[0]["headers"])[b"retry-after"] == b"1"
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(caller.app), base_url="http://api") as http:
+        assert (await http.get("/health")).status_code == 200
+    callers[0].put(type="http.disconnect")
+    await calls[0]
+    served = Caller(app=caller.app)
+    await served.start(chat_body())
+    assert served.status == 200
+    for one in callers[1:]:
+        one.put(type="http.disconnect")
+    await asyncio.gather(*calls)
 
 
 async def test_calls_wait_their_turn_and_further_ones_are_refused() -> None:
@@ -490,6 +537,55 @@ async def test_health_needs_a_target_that_is_ready() -> None:
         response = await http.get("/health")
         assert response.status_code == 503
         assert "target-0 is starting" in response.json()["error"]["message"]
+
+
+async def test_those_who_ask_for_the_status_at_once_share_one_answer() -> None:
+    num_asked, release = 0, asyncio.Event()
+
+    async def ask() -> int:
+        nonlocal num_asked
+        num_asked += 1
+        await release.wait()
+        return num_asked
+
+    cached = Cached(ask, ttl_s=300.0)
+    first, *others = [asyncio.create_task(cached.get()) for _ in range(5)]
+    await asyncio.sleep(0)
+    first.cancel()  # the others still get it
+    release.set()
+    assert await asyncio.gather(*others) == [1] * 4
+    assert await cached.get() == 1
+
+
+async def test_a_failure_to_get_the_status_is_shared_and_not_kept() -> None:
+    outcomes: list[int | Exception] = [LinkClosed("nobody listens"), 2, 3]
+
+    async def ask() -> int:
+        outcome = outcomes.pop(0)
+        await asyncio.sleep(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    cached = Cached(ask, ttl_s=1e-6)
+    failures = await asyncio.gather(cached.get(), cached.get(), return_exceptions=True)
+    assert [type(failure) for failure in failures] == [LinkClosed, LinkClosed]
+    assert [await cached.get(), await cached.get()] == [2, 3]
+
+
+async def test_a_trailing_slash_is_an_unknown_url_and_no_redirect() -> None:
+    async with serving() as (http, _):
+        for path in ("/health/", "/metrics/", CHAT + "/"):
+            response = await http.get(path)
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")
+
+
+@pytest.mark.parametrize(("given", "kept"), [("my-id", True), ("x" * 129, False), ("no spaces", False)])
+async def test_a_client_s_request_id_is_kept_where_it_is_sane(given: str, kept: bool) -> None:
+    async with serving() as (http, _):
+        response = await http.get("/health", headers={"x-request-id": given})
+        (request_id,) = response.headers.get_list("x-request-id")
+        assert (request_id == given) is kept
 
 
 # ---- what is measured

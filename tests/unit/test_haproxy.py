@@ -61,6 +61,17 @@ def test_only_linux_is_asked_to_adopt_orphans(system: str, num_calls: int, monke
     assert len(calls) == num_calls
 
 
+def test_a_configuration_of_another_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(haproxy.UnknownTemplate, match=r"needs Ray Serve 2\.60"):
+        haproxy.rewrite(CONFIG, [9101], tmp_path)
+
+
+@pytest.mark.parametrize(("num_files", "num_clients"), [(100, 1), (4096, 924), (20_000, 4900), (2**20, 10_000)])
+def test_each_client_has_the_files_that_it_needs(num_files: int, num_clients: int) -> None:
+    assert haproxy.clients_for(num_files) == num_clients
+    assert num_clients == 1 or 2 * haproxy.maxconn_for(num_clients) <= num_files
+
+
 def test_what_it_starts_ends_with_its_starter(tmp_path: Path) -> None:
     file = tmp_path / "haproxy.cfg"
     file.write_text(CONFIG)

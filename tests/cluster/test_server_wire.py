@@ -1,0 +1,154 @@
+"""The real server over raw sockets: clients that hang up, that send nothing more, and that speak something else."""
+
+import json
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from deploy.bench.server import ServerProcess
+from deploy.processes import descendants
+from tests.support import wire
+from tests.support.waiting import eventually, gauge
+
+pytestmark = [pytest.mark.ray, pytest.mark.model]
+
+MODEL = "smollm2-135m"
+NUM_CALLS = 40
+LONG = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
+
+
+def long_call(**fields: object) -> tuple[bytes, bytes]:
+    return wire.post("/v1/completions", json.dumps(LONG | fields).encode())
+
+
+def working(http: httpx.Client) -> float:
+    """Calls and sequences that somebody still works for."""
+    return sum(gauge(http, f"outrider_{name}") for name in ("requests_in_flight", "target_running", "target_waiting"))
+
+
+def proxies(server: ServerProcess) -> list[psutil.Process]:
+    return [process for process in descendants(server.pid) if process.name() == "haproxy"]
+
+
+def cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+@pytest.fixture
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    """A client of a server that works for nobody, before and after."""
+    with server.client() as client:
+        eventually(lambda: working(client) == 0)
+        num_free = gauge(client, "outrider_target_free_blocks")
+        yield client
+        eventually(lambda: working(client) == 0)
+        num_leaked = gauge(client, "outrider_requests_queued")
+        assert num_leaked == 0
+        eventually(lambda: gauge(client, "outrider_target_free_blocks") == num_free)
+
+
+def in_one_segment(url: str) -> socket.socket:
+    connection = wire.connect(url)
+    connection.sendall(b"".join(long_call()))
+    return connection
+
+
+def in_two_segments(url: str) -> socket.socket:
+    connection = wire.connect(url)
+    head, body = long_call()
+    connection.sendall(head)
+    assert wire.exchange(url, wire.get("/v1/models")).status == 200  # so the proxy has read the head
+    connection.sendall(body)
+    return connection
+
+
+def streaming(url: str) -> socket.socket:
+    connection = wire.connect(url)
+    connection.sendall(b"".join(long_call(stream=True)))
+    return connection
+
+
+def with_a_long_prompt(url: str) -> socket.socket:
+    connection = wire.connect(url)
+    connection.sendall(b"".join(long_call(prompt=[11] * 1200, max_tokens=400)))
+    return connection
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("call", [in_one_segment, in_two_segments, streaming, with_a_long_prompt])
+def test_nothing_is_left_of_calls_that_hang_up(
+    server: ServerProcess, http: httpx.Client, call: Callable[[str], socket.socket], reset: bool
+) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        connections = list(pool.map(lambda _: call(server.url), range(NUM_CALLS // 2)))
+    if call is streaming:
+        for connection in connections:
+            assert connection.recv(1)
+    elif call is not with_a_long_prompt:
+        eventually(lambda: gauge(http, "outrider_requests_in_flight") == len(connections))
+    for connection in connections:
+        wire.hang_up(connection, reset=reset)
+    eventually(lambda: working(http) == 0)
+
+
+def test_nothing_is_left_of_calls_that_hang_up_in_the_queue(server: ServerProcess, http: httpx.Client) -> None:
+    with ExitStack() as running:
+        for _ in range(server.config.api.max_concurrent_requests // 16):
+            connection = running.enter_context(wire.connect(server.url))
+            connection.sendall(b"".join(long_call(n=16)))
+        eventually(lambda: gauge(http, "outrider_requests_in_flight") == 16)
+        waiting = [in_two_segments(server.url) for _ in range(NUM_CALLS)]
+        eventually(lambda: gauge(http, "outrider_requests_queued") == NUM_CALLS)
+        for connection in waiting:
+            wire.hang_up(connection, reset=False)
+        eventually(lambda: gauge(http, "outrider_requests_queued") == 0)
+        assert gauge(http, "outrider_requests_in_flight") == 16
+
+
+def test_nothing_is_left_of_the_official_client_s_time_outs_and_the_proxy_rests(
+    server: ServerProcess, http: httpx.Client
+) -> None:
+    watched = proxies(server)
+    assert watched
+    before_s, start_s = cpu_s(watched), time.monotonic()
+
+    def time_out(_: int) -> None:
+        with (
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=1.0) as client,
+            pytest.raises(openai.APITimeoutError),
+        ):
+            client.completions.create(model=MODEL, prompt="Once", max_tokens=1500, extra_body={"ignore_eos": True})
+
+    with ThreadPoolExecutor(NUM_CALLS) as pool:
+        list(pool.map(time_out, range(NUM_CALLS)))
+    eventually(lambda: working(http) == 0)
+    assert cpu_s(watched) - before_s < 0.5 * (time.monotonic() - start_s), "the proxy spins"
+
+
+def test_malformed_requests_are_refused_in_the_shape_of_errors(server: ServerProcess, http: httpx.Client) -> None:
+    requests = wire.malformed(300, seed=2, model=MODEL)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda request: wire.exchange(server.url, request[1]), requests))
+    for (kind, sent), answer in zip(requests, answers, strict=True):
+        assert 400 <= answer.status < 500, (kind, sent[:200], answer)
+        answer.error()
+
+
+def test_half_sent_headers_stop_nobody_and_are_given_up(server: ServerProcess, http: httpx.Client) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        with wire.half_headers(server.url, min(4200, hard // 5)) as waiting:
+            assert wire.exchange(server.url, wire.get("/health")).status == 200
+            answers = [wire.receive(connection) for connection in waiting[-10:]]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [(answer.status, answer.error()["code"]) for answer in answers] == [(408, "timeout")] * 10

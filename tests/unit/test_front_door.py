@@ -1,0 +1,142 @@
+"""What clients meet: HAProxy with the wrapper's configuration before the API, over raw sockets, without a Ray cluster."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from cluster.client import ClusterStatus
+from cluster.types import Request
+from deploy.api.app import create_app
+from deploy.api.scripted import ScriptedClient, Step, spell
+from deploy.api.settings import ApiSettings
+from tests.support import wire
+from tests.support.api import MODEL, chat_body, finishing, listening, model_info, token_ids, tokenizer
+from tests.support.front import behind_haproxy
+from tests.support.waiting import eventually
+
+CHAT = "/v1/chat/completions"
+NEVER = 7  # the seed of a call that is never answered
+
+
+class Cluster(ScriptedClient):
+    """Answers, but for one seed; counts who asks for its status."""
+
+    def __init__(self) -> None:
+        super().__init__(model_info(), self._script)
+        self.num_status = 0
+
+    def _script(self, request: Request) -> Iterable[Step]:
+        if request.sampling.seed == NEVER:
+            yield from spell(request, token_ids("the answer")[:2])
+            yield asyncio.Event()
+        yield from finishing(request, token_ids("the answer"))
+
+    async def status(self) -> ClusterStatus:
+        self.num_status += 1
+        return await super().status()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    return Cluster()
+
+
+@pytest.fixture(scope="module")
+def front(cluster: Cluster) -> Iterator[str]:
+    app = create_app(cluster, tokenizer(), ApiSettings(status_ttl_s=300.0))
+    with listening(app) as url, behind_haproxy(url) as front:
+        yield front
+
+
+def test_malformed_requests_are_refused_in_the_shape_of_errors(front: str) -> None:
+    requests = wire.malformed(300, seed=1, model=MODEL)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda request: wire.exchange(front, request[1]), requests))
+    for (kind, sent), answer in zip(requests, answers, strict=True):
+        assert 400 <= answer.status < 500, (kind, sent[:200], answer)
+        answer.error()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_segments", [1, 2])
+def test_whoever_hangs_up_is_worked_for_no_longer(
+    front: str, cluster: Cluster, num_segments: int, stream: bool, reset: bool
+) -> None:
+    num_aborted = len(cluster.aborted)
+    head, body = wire.post(CHAT, json.dumps(chat_body(stream=stream, seed=NEVER)).encode())
+    connection = wire.connect(front)
+    if num_segments == 1:
+        connection.sendall(head + body)
+    else:
+        connection.sendall(head)
+        # HAProxy has read the headers when it has answered somebody who came later.
+        assert wire.exchange(front, wire.get("/health")).status == 200
+        connection.sendall(body)
+    eventually(lambda: cluster.num_open == 1)
+    if stream:
+        assert connection.recv(10)
+    wire.hang_up(connection, reset=reset)
+    eventually(lambda: cluster.num_open == 0)
+    assert len(cluster.aborted) == num_aborted + 1
+
+
+def test_an_answer_behind_a_broken_request_stays_whole(front: str) -> None:
+    """A good request, and bytes that cannot be parsed right behind it: both are answered."""
+    with wire.connect(front) as connection:
+        connection.sendall(wire.get("/health") + b"GARBAGE\r\n\r\n")
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+    assert received.startswith(b"HTTP/1.1 200 OK")
+    assert b'"status":"ok"' in received
+    assert b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n" in received
+    assert received.endswith(b'"code": "bad_request"}}')
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (["my-id.7:a_B"], True),
+        (["a" * 128], True),
+        (["a" * 129], False),
+        (["two words"], False),
+        (["a", "b"], False),
+        (["<script>"], False),
+        ([], False),
+    ],
+)
+@pytest.mark.parametrize("path", ["/health", "/nope", "/-/routes"])
+def test_a_response_has_one_request_id(front: str, path: str, given: list[str], kept: bool) -> None:
+    answer = wire.exchange(front, wire.get(path, *(f"X-Request-Id: {value}" for value in given)))
+    (request_id,) = answer.header("x-request-id")
+    assert (request_id in given) is kept
+    assert kept or request_id.startswith("req_")
+
+
+def test_serve_s_own_switches_do_not_pass(front: str, cluster: Cluster) -> None:
+    answer = wire.exchange(front, wire.get("/health", "X-Request-Timeout-Seconds: 0.001", "Upgrade: websocket"))
+    assert answer.status == 200
+
+
+def test_probes_and_scrapes_share_an_answer_of_the_cluster(front: str, cluster: Cluster) -> None:
+    wire.exchange(front, wire.get("/health"))
+    num_status = cluster.num_status
+    with ThreadPoolExecutor(8) as pool:
+        paths = ["/health", "/metrics"] * 10
+        answers = list(pool.map(lambda path: wire.exchange(front, wire.get(path)), paths))
+    assert {answer.status for answer in answers} == {200}
+    assert cluster.num_status == num_status
+
+
+def test_without_a_replica_there_is_a_503_in_the_shape_of_errors() -> None:
+    with ExitStack() as replica:
+        url = replica.enter_context(listening(create_app(Cluster(), tokenizer(), ApiSettings())))
+        with behind_haproxy(url) as front:
+            replica.close()
+            answer = wire.exchange(front, wire.get("/health"))
+    assert (answer.status, answer.error()["code"], answer.header("retry-after")) == (503, "no_replica", ["1"])
