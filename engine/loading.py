@@ -9,6 +9,7 @@ from cluster.errors import InvalidField
 from cluster.state import open_store
 from cluster.types import ModelInfo
 from engine.calibration import measure_cost, warm_up
+from engine.device import require
 from engine.factory import load_target as load_native
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
@@ -55,8 +56,13 @@ def stored_profile(config: Config) -> Profile | None:
 
 
 def identity_of(config: Config) -> Identity:
-    """What a profile of the target of a resolved configuration is stored under, on this machine."""
+    """What a profile of the target of a resolved configuration is stored under, on this machine.
+
+    Raises:
+        InvalidField: the target's device is a GPU, and there is none.
+    """
     device = config.target.device
+    require(device)
     return Identity.of(config, torch.cuda.get_device_name() if device == "cuda" else cpu_name())
 
 
