@@ -10,6 +10,15 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from cluster.errors import InvalidField
+
+
+def require(device: str) -> None:
+    """Raises InvalidField: ``device`` is a GPU, and torch finds none."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        build = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no GPU here"
+        raise InvalidField("device", device, f"must be cpu or auto, since {build}")
+
 
 def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Uninitialised uint8 memory on the host, pinned if ``device`` is a GPU."""

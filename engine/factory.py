@@ -9,6 +9,7 @@ import torch
 from engine.compiling import NoCompiler
 from engine.cpu.ops import CpuOps
 from engine.cpu_setup import configure_cpu
+from engine.device import require
 from engine.dtypes import choose_dtype
 from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
@@ -83,7 +84,12 @@ def load_model(
 
 
 def build_model(config: ModelConfig, weights: Weights, dtype: str, device: str, block_len: int = BLOCK_LEN) -> CausalModel:
-    """A model ready to run, of weights from anywhere."""
+    """A model ready to run, of weights from anywhere.
+
+    Raises:
+        InvalidField: the device is a GPU, and there is none.
+    """
+    require(device)
     at, kind = torch.device(device), DTYPES[dtype]
     ops = make_ops(config, kind, at, int8=dtype == "int8", block_len=block_len)
     return _model_class(at, ops)(config, weights, ops, kind, at)

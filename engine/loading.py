@@ -11,6 +11,7 @@ from cluster.types import ModelInfo
 from engine.calibration import ROWS, measure_cost, warm_up
 from engine.cost_memory import CostMemory
 from engine.cpu_level import cpu_level
+from engine.device import require
 from engine.dtypes import resolve_dtypes
 from engine.factory import load_target as load_native
 from engine.models.config import load_config
@@ -77,8 +78,13 @@ def stored_profile(config: Config) -> Profile | None:
 
 
 def identity_of(config: Config) -> Identity:
-    """What a profile of the target of a resolved configuration is stored under, on this machine at its CPU level."""
+    """What a profile of the target of a resolved configuration is stored under, on this machine at its CPU level.
+
+    Raises:
+        InvalidField: the target's device is a GPU, and there is none.
+    """
     config = resolve_dtypes(config)
+    require(config.target.device)
     if config.target.device == "cuda":
         return Identity.of(config, torch.cuda.get_device_name())
     level = cpu_level()

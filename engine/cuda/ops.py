@@ -103,7 +103,8 @@ class CudaOps:
         most_queries = layout.max_span_len * (c.num_heads // c.num_kv_heads)
         block_len, width = keys.shape[3], triton.next_power_of_2(c.head_dim)
         row_bytes = width * self._dtype.itemsize
-        widest = max(TILES[0], min(TILES[-1], _TILE_BYTES // row_bytes))
+        # Products of fp32 are unrolled into scalar ones: a larger tile takes the compiler up to a minute, and spills.
+        widest = TILES[0] if self._dtype == torch.float32 else max(TILES[0], min(TILES[-1], _TILE_BYTES // row_bytes))
         tile = min(widest, max(TILES[0], triton.next_power_of_2(most_queries)))
         self._launch(
             attention_kernel,
