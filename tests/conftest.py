@@ -19,6 +19,7 @@ configure_cpu()  # at the level that OUTRIDER_CPU names, before any test compute
 factory.LOCAL.encodes = True  # what could not travel is found out by every test that sends it within the process
 
 MODEL = "smollm2-135m"
+RAY_TIMEOUT_S = 600  # servers start and come back, each within the time that tests.support.waiting gives
 SUITES = ("unit", "contract")  # in this order; then the others
 DATA_VARIABLE = "OUTRIDER_DATA"
 
@@ -31,6 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return item.get_closest_marker("ray") is not None, order.get(item.path.parent.name, len(SUITES))
 
     items.sort(key=rank)
+    for item in items:
+        if item.get_closest_marker("ray") is not None:
+            item.add_marker(pytest.mark.timeout(RAY_TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")

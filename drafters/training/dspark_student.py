@@ -180,9 +180,17 @@ class _Moments:
         return (maps - of_previous @ previous).float(), previous.float()
 
     def spread(self) -> Tensor:
-        """A square root of the second moments of x, fp32: what a change of the maps changes in the predictions."""
-        eye = 1e-6 * self.xx.diagonal().mean() * torch.eye(len(self.xx), dtype=torch.float64)
-        return torch.linalg.cholesky(self.xx + eye).T.float()
+        """A square root of the second moments of x, fp32: what a change of the maps changes in the predictions.
+
+        Of few positions the matrix is singular, and rounding in the products of a batch leaves eigenvalues below 0: the
+        least ridge is taken with which it is positive definite.
+        """
+        eye = self.xx.diagonal().mean() * torch.eye(len(self.xx), dtype=torch.float64)
+        for ridge in (1e-6, 1e-5, 1e-4, 1e-3):
+            factor, failed = torch.linalg.cholesky_ex(self.xx + ridge * eye)
+            if not failed:
+                return factor.T.float()
+        return torch.linalg.cholesky(self.xx + _RIDGE * eye).T.float()
 
 
 def _set_anchor_input(network: DSparkNetwork, maps: Tensor, moments: _Moments) -> None:

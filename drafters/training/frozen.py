@@ -1,5 +1,6 @@
 """The target while a drafter is trained for it: it writes, it is read, and it never changes."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ import torch
 from cluster.types import ModelInfo
 from engine.factory import DTYPES, load_model
 from engine.forward import CausalModel
-from engine.kv_cache import num_blocks_for
+from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeLimits, NativeTarget
 from router.cost_model import CostModel, TableCost
@@ -87,12 +88,14 @@ class FrozenTarget:
         return tokenizer
 
     def new_engine(self) -> NativeTarget:
-        """An engine to write with; its KV cache goes with it."""
+        """An engine to write with; its KV cache goes with it. A small model's cache is smaller than the limit: it holds
+        ``max_in_flight`` sequences of full length."""
         num_bytes = int(self.limits.kv_cache_gb * 2**30)
-        block_len = 32
+        num_affordable = num_blocks_for(self.model.config, num_bytes, self.dtype, BLOCK_LEN)
+        num_useful = self.limits.max_in_flight * math.ceil(self.info.max_model_len / BLOCK_LEN)
         limits = NativeLimits(
-            num_blocks=num_blocks_for(self.model.config, num_bytes, self.dtype, block_len),
-            block_len=block_len,
+            num_blocks=min(num_affordable, num_useful),
+            block_len=BLOCK_LEN,
             max_num_sequences=self.limits.max_in_flight,
             max_pass_tokens=self.limits.max_pass_tokens,
             max_model_len=self.info.max_model_len,

@@ -72,13 +72,19 @@ def test_drafters_that_do_not_fit_at_once_take_turns_and_change_no_token(crowded
             return states()[name] == "ready" and gauge(http, "outrider_drafter_reply_seconds", name) > 0
 
         for name, other in (("three", "six"), ("six", "three"), ("three", "six")):
-            eventually(lambda name=name: drafted(name), deadline_s=120)  # type: ignore[misc]
+            eventually(lambda name=name: drafted(name))  # type: ignore[misc]
             assert states() == {"ngram": "ready", name: "ready", other: "unloaded"}
             assert gauge(http, "outrider_drafter_memory_bytes", name) > 0
             assert gauge(http, "outrider_drafter_memory_bytes", other) == 0
             assert len(crowded.workers("DrafterActor")) == 2
-        assert gauge(http, "outrider_drafter_loads", "three") == 2
-        assert gauge(http, "outrider_drafter_evictions", "three") == gauge(http, "outrider_drafter_evictions", "six") == 1
+        # A slow load may be given up and asked for again, so more than once each; but every other one has left.
+        loads, evictions = (
+            {name: gauge(http, f"outrider_drafter_{what}", name) for name in ("three", "six")}
+            for what in ("loads", "evictions")
+        )
+        assert loads["three"] >= 2
+        assert loads["three"] == evictions["three"] + 1
+        assert loads["six"] == evictions["six"] >= 1
 
 
 def test_a_named_chain_that_is_not_configured_is_refused(crowded: ServerProcess) -> None:

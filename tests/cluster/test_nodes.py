@@ -23,7 +23,7 @@ from cluster.types import Request, SamplingParams
 from deploy.bench.server import ServerProcess
 from deploy.groups import make_groups, read_inventory
 from tests.support.settings import small_config
-from tests.support.waiting import eventually, gauge
+from tests.support.waiting import DEADLINE_S, eventually, gauge
 
 pytestmark = pytest.mark.ray
 
@@ -34,7 +34,6 @@ FAST_HEALTH = {
     "health_check_failure_threshold": 3,
     "health_check_timeout_ms": 1000,
 }
-DEADLINE_S = 90.0
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +130,7 @@ def test_a_drafter_whose_node_is_lost_comes_back_on_another(nodes: Cluster, tiny
     """Over gRPC between nodes. What runs meanwhile runs on, with the same tokens."""
     # Room for the target and nobody else: whatever node the drafter is on may be lost.
     nodes.add_node(num_cpus=1, labels={"zone": "safe"}, object_store_memory=80 * 2**20)
-    eventually(lambda: any(node["Labels"].get("zone") == "safe" for node in ray.nodes()), DEADLINE_S)
+    eventually(lambda: any(node["Labels"].get("zone") == "safe" for node in ray.nodes()))
     base = small_config(str(tiny_model_folder), tmp_path)
     config = base.model_copy(
         update={

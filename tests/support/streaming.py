@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import openai
 
 from deploy.bench.server import ServerProcess
-from tests.support.waiting import eventually, gauge
+from tests.support.waiting import DEADLINE_S, eventually, gauge
 
 MODEL = "smollm2-135m"
 PROMPT = "The lighthouse keeper wrote the same line every day: the sea is calm and the lamp is lit. The lighthouse keeper"
@@ -31,15 +31,15 @@ class Streamed:
 
     def wait_flowing(self) -> None:
         for event in self.flowing:
-            assert event.wait(60), "a stream did not begin"
+            assert event.wait(DEADLINE_S), "a stream did not begin"
 
     def wait_end(self) -> None:
         for thread in self.threads:
-            thread.join(120)
+            thread.join(DEADLINE_S)
             assert not thread.is_alive(), "a stream did not end"
 
     def _stream(self, i: int) -> None:
-        with openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        with openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
             try:
                 stream = client.completions.create(
                     model=MODEL,

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from select import select
 
+from tests.support.waiting import DEADLINE_S
+
 COLUMNS = 80
-DEADLINE_S = 60.0
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0  # as a server has to start: machines may be slow, and busy with others' work
 
 
 def eventually(truth: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:

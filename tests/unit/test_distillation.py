@@ -14,7 +14,7 @@ from drafters.training.begun import going_on
 from drafters.training.corpus import Answer
 from drafters.training.distil import Distillation, Schedule
 from drafters.training.distributed import World
-from drafters.training.dspark_student import DSparkStudent
+from drafters.training.dspark_student import DSparkStudent, _Moments
 from drafters.training.evaluation import standardisation
 from drafters.training.frozen import FrozenTarget
 from drafters.training.kept import InMemory
@@ -170,6 +170,19 @@ def test_a_block_of_one_position_begins_without_a_bias(
     regress(student, target, readings, learned)
     assert student.network.markov_head is not None
     assert not student.network.markov_head.markov_w2.weight.any()
+
+
+def test_moments_that_rounding_left_indefinite_have_a_square_root(
+    target: FrozenTarget, readings: Readings, learned: list[Answer]
+) -> None:
+    """Of fewer positions than inputs, whose products were added up in fp32."""
+    torch.manual_seed(0)
+    moments = _Moments(dspark(target, readings, learned[:4], "markov").config)
+    values = torch.linspace(-1e-5, 1.0, len(moments.xx), dtype=torch.float64)
+    basis, _ = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64))
+    moments.xx += basis @ values.diag() @ basis.T
+    root = moments.spread().double()
+    torch.testing.assert_close(root.T @ root, moments.xx, atol=1e-4, rtol=1e-3)
 
 
 def test_an_anchor_with_nothing_before_it_reads_no_other_sequence(

@@ -1,10 +1,11 @@
 """``outrider train`` as a whole: killed in every step, refused evaluation prompts, and quick on the real model."""
 
+import itertools
 import json
 import math
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -57,46 +58,54 @@ def options(model: Path, folder: Path, drafter: DrafterKind = "dspark", **change
         vocabulary=200,
         markov_rank=8,
         anchor_rank=16,
-        checkpoint_minutes=0.0,
         dtype="float32",
     )
     return replace(small, **changes)
 
 
-# Runs the pipeline and kills its own process in the middle of a step, where a step tells how far it is.
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from tests.unit.test_train import HERE, Silent, options
-from drafters.training.pipeline import train
-
 class Killer(Silent):
-    def step(self, name, total):
-        num = 0
-        def told(done):
-            nonlocal num
-            num += 1
-            if name == sys.argv[3] and num == int(sys.argv[4]):
+    """Kills its own process in the middle of a step, where a step tells how far it is."""
+
+    def __init__(self, step: str, moment: int) -> None:
+        self._at = (step, moment)
+
+    def step(self, name: str, total: float) -> Callable[[float], None]:
+        moments = itertools.count(1)
+
+        def told(done: float) -> None:
+            if (name, next(moments)) == self._at:
                 os.kill(os.getpid(), signal.SIGKILL)
+
         return told
 
-train(options(Path(sys.argv[1]), Path(sys.argv[2])), HERE, Killer())
-"""
-KILLS = (("prompts", 9), ("answers", 9), ("regression", 1), ("training", 5), ("evaluation", 2))
+
+KILLS = (("prompts", 9), ("answers", 9), ("regression", 1), ("training", 3), ("evaluation", 2))
+
+
+def checkpointed(model: Path, folder: Path) -> TrainOptions:
+    """After every step of training."""
+    return options(model, folder, num_epochs=4, checkpoint_minutes=0.0)
+
+
+def train_until_killed(model: Path, folder: Path, step: str, moment: int) -> None:
+    train(checkpointed(model, folder), HERE, Killer(step, moment))
 
 
 @pytest.mark.timeout(280)
 def test_killed_in_every_step_it_ends_as_if_nothing_had_happened(wordy: Path, tmp_path: Path) -> None:
-    undisturbed = train(options(wordy, tmp_path / "undisturbed"), HERE, Silent())
+    undisturbed = train(checkpointed(wordy, tmp_path / "undisturbed"), HERE, Silent())
     folder = tmp_path / "killed"
+    processes = multiprocessing.get_context("forkserver")  # which imports torch once
+    processes.set_forkserver_preload([__name__])
     for step, moment in KILLS:
-        command = [sys.executable, "-c", KILLED, str(wordy), str(folder), step, str(moment)]
-        child = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": "."})
-        assert child.returncode == -9, f"it was to be killed in {step}: {child.stderr[-2000:]}"
+        child = processes.Process(target=train_until_killed, args=(wordy, folder, step, moment))
+        child.start()
+        child.join(120)
+        assert child.exitcode == -signal.SIGKILL, f"it was to be killed in {step}"
         if step == "training":
             checkpoint = torch.load(folder / "work" / "dspark" / "checkpoint.pt", weights_only=True)
             assert checkpoint["progress"]["step"] == moment - 1, "the next run is to go on from the middle"
-    resumed = train(options(wordy, folder), HERE, Silent())
+    resumed = train(checkpointed(wordy, folder), HERE, Silent())
     assert undisturbed is not None
     assert resumed is not None
     for file in ("model.safetensors", "config.json", "calibration.json", "evaluation.json"):
@@ -251,9 +260,10 @@ def test_nothing_to_learn_from_is_said(wordy: Path, tmp_path: Path) -> None:
 @pytest.mark.model
 @pytest.mark.timeout(240)
 def test_quick_trains_a_drafter_that_beats_an_untrained_one(model_folder: Path, tmp_path: Path) -> None:
-    """On the real model and a few thousand tokens. Of the rounds with each drafter a share has a right first draft token; if
+    """On the real model and three thousand tokens. Of the rounds with each drafter a share has a right first draft token; if
     both were equally good, the shares would differ by more than two and a half standard errors in one of 160 runs."""
-    ran = CliRunner().invoke(app, ["train", "--quick", "--out", str(tmp_path / "mine"), "--device", "cpu"])
+    asked = ["--num-prompts", "24", "--tokens", "3000", "--device", "cpu"]
+    ran = CliRunner().invoke(app, ["train", "--quick", "--out", str(tmp_path / "mine"), *asked])
     assert ran.exit_code == 0, ran.stderr
     figures = json.loads((tmp_path / "mine" / "evaluation.json").read_text())
     first = {}

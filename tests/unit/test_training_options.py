@@ -78,6 +78,12 @@ def test_a_target_that_fails_ends_the_run_with_what_to_do(
         Writer(target, tmp_path, 0).write_answers([task], 4, 4, lambda num: None)
 
 
+def test_the_cache_that_is_written_with_holds_what_is_in_flight_and_no_more(target: FrozenTarget) -> None:
+    """Its gigabyte and a half would be 190 thousand blocks of this model."""
+    capacity = target.new_engine().capacity()
+    assert capacity.num_blocks * capacity.block_len == target.limits.max_in_flight * target.info.max_model_len
+
+
 def test_text_is_read_as_where_it_is_served(wordy: Path, tmp_path: Path) -> None:
     """A chat template writes the special tokens itself; a base model's tokenizer adds its own, as for completions."""
     folder = write_wordy_model(tmp_path / "base")

@@ -115,7 +115,7 @@ def test_a_run_whose_time_ended_its_writing_goes_on_in_training(tmp_path: Path, 
     syllables = ("ba", "do", "ki", "lu", "me", "na", "po", "ra", "si", "tu")
     lines = [f"{a}{b} {b}{a} {a}{a}" for a, b in itertools.product(syllables, repeat=2)][:60]
     given.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
-    asked = options(model, tmp_path, prompts=(given,), num_tokens=20_000, budget_minutes=10.0)
+    asked = options(model, tmp_path, prompts=(given,), num_tokens=20_000, budget_minutes=10.0, checkpoint_minutes=0.0)
     written = [tmp_path / "work" / f"{kind}-0.jsonl" for kind in ("prompts", "answers")]
 
     clock(monkeypatch, 4.0)
