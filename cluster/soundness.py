@@ -165,6 +165,8 @@ def commit_fault(commit: Commit, vocab_size: int) -> str | None:
         return f"a commit at {commit.base_len} of {commit.num_accepted} accepted of {commit.num_proposed} tokens"
     if not _known(commit.token_ids, vocab_size):
         return f"a commit of tokens outside the vocabulary of {vocab_size}"
+    if commit.prefill is not None and not all(isfinite(time) for time in (commit.prefill.queue_s, commit.prefill.prefill_s)):
+        return f"a commit with {commit.prefill.queue_s} seconds in the queue and {commit.prefill.prefill_s} of prefill"
     if not commit.token_ids and commit.finish is None:
         return "a commit of nothing"
     if commit.logprobs:
@@ -196,6 +198,8 @@ def sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
         return f"a stop token lies outside the vocabulary of {vocab_size}"
     if not _known([token for token, _ in sampling.logit_bias], vocab_size):
         return f"a token with a bias lies outside the vocabulary of {vocab_size}"
+    if not _known(sampling.allowed_token_ids or (), vocab_size):
+        return f"an allowed token lies outside the vocabulary of {vocab_size}"
     return None
 
 

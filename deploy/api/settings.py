@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from cluster.config import ApiConfig
 from cluster.errors import InvalidField
@@ -31,6 +32,8 @@ class ApiSettings:
     engine_timeout_s: float = 2.0  # for a question to the cluster that is not a generation
     status_ttl_s: float = 1.0  # for which an answer of the cluster's status serves all who ask
     retry_after_s: float = 1.0  # advice to callers that found a full queue or no target
+    unknown_fields: Literal["warn", "refuse"] = _DEFAULTS.unknown_fields
+    cors_origins: tuple[str, ...] = _DEFAULTS.cors_origins  # of web pages that may read answers; "*": of all
 
     @classmethod
     def from_config(cls, config: ApiConfig) -> "ApiSettings":
@@ -45,6 +48,8 @@ class ApiSettings:
             max_sequences=max_sequences,
             max_n=min(config.max_choices, max_sequences),
             request_timeout_s=float(config.request_deadline_s),
+            unknown_fields=config.unknown_fields,
+            cors_origins=config.cors_origins,
         )
 
     def __post_init__(self) -> None:

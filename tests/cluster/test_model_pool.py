@@ -79,7 +79,7 @@ def test_drafters_that_do_not_fit_at_once_take_turns_and_change_no_token(crowded
             assert len(crowded.workers("DrafterActor")) == 2
         # A slow load may be given up and asked for again, so more than once each; but every other one has left.
         loads, evictions = (
-            {name: gauge(http, f"outrider_drafter_{what}", name) for name in ("three", "six")}
+            {name: gauge(http, f"outrider_drafter_{what}_total", name) for name in ("three", "six")}
             for what in ("loads", "evictions")
         )
         assert loads["three"] >= 2

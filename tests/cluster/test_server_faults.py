@@ -22,14 +22,14 @@ def plain(server: ServerProcess) -> Texts:
 
 def test_killed_drafters_change_no_token_and_come_back(server: ServerProcess, plain: Texts) -> None:
     with server.client() as http:
-        restarts = gauge(http, "outrider_drafter_restarts")
+        restarts = gauge(http, "outrider_drafter_restarts_total")
         disturbed = run(server, kill="DrafterActor")
         assert (disturbed.texts, disturbed.errors) == (plain, {})
-        eventually(lambda: gauge(http, "outrider_drafter_restarts") == restarts + 2)
+        eventually(lambda: gauge(http, "outrider_drafter_restarts_total") == restarts + 2)
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
-        verified = gauge(http, "outrider_drafter_verified", "ngram")
+        verified = gauge(http, "outrider_drafter_verified_total", "ngram")
         assert run(server).texts == plain
-        assert gauge(http, "outrider_drafter_verified", "ngram") > verified, "the new process does not draft"
+        assert gauge(http, "outrider_drafter_verified_total", "ngram") > verified, "the new process does not draft"
 
 
 def test_without_a_router_the_last_table_serves_and_another_takes_over(server: ServerProcess, plain: Texts) -> None:
@@ -48,7 +48,7 @@ def test_a_supervisor_that_is_killed_finds_its_members_again(server: ServerProce
     assert [p.pid for p in server.workers("RouterActor")] == [router]
     server.workers("DrafterActor")[0].kill()
     with server.client() as http:
-        eventually(lambda: gauge(http, "outrider_drafter_restarts") == 1)
+        eventually(lambda: gauge(http, "outrider_drafter_restarts_total") == 1)
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
 
 
