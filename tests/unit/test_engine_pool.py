@@ -104,6 +104,10 @@ def test_scorers_keep_in_step_and_take_over_without_being_told_all_again() -> No
     assert telemetry.take_scores() == ()
     pool.hear(links["b"], ProposalRound(0, (Proposal("r", 3, (5,), (0.5,), "b"),), resyncs=("r",)), 1.0)
     assert sequence.proposal is None  # it is not its turn
+    assert pool.hear(links["b"], ProposalRound(0, (Proposal("r", 5, (5,), (0.5,), "a"),)), 1.0) == (
+        "a proposal in the name of 'a'",
+    )
+    assert sequence.proposal is None
     pool.flush()
     again = told(links["b"])
     assert ([len(o.token_ids) for o in again.opens], [b.num_tokens for b in again.budgets]) == ([5], [0])
