@@ -60,13 +60,8 @@ def run(options: BenchOptions) -> BenchResult:
     """Figures: ``identical_fraction``, over all streams whose target was not killed; ``num_lost``, processes that ended and
     were not killed; ``max_gap_s`` and ``recovery_s`` of a killed drafter; ``router.*``, of a router that is killed while the
     state folder is locked; ``unsound.num_unlinked`` of two faulty peers; ``supervisor.num_killed``; ``slow_pass.ttft_s``;
-<<<<<<< HEAD
-    ``target.clear_error_fraction`` and ``target_recovery_s``, until the first new answer, of which the new process (all its
-    threads) computed for ``target.start_cpu_s``; ``handshake.secret_overheard``.
-=======
     ``target.clear_error_fraction``; ``target_recovery_s``, from the kill to the first new answer, for which the new process
     computed ``target.start_cpu_s`` on all its threads together; ``handshake.secret_overheard``.
->>>>>>> peers
 
     In fp32, where a batch of another shape does not flip a token, and with half of the streams sampled (T = 0.8).
     """
