@@ -175,7 +175,7 @@ class Caller:
         self.sent.append(message)
         if message.get("body"):
             self.got_body.set()
-        if not self.reads:
+        if message.get("body") and not self.reads:
             await asyncio.Event().wait()  # as a server does whose connection takes no more
 
     @property
@@ -342,7 +342,6 @@ async def test_calls_beyond_those_that_run_and_wait_are_refused_before_their_bod
     for one in callers[1:]:
         one.put(type="http.disconnect")
     await asyncio.gather(*calls)
-
 
 
 async def test_calls_wait_their_turn_and_further_ones_are_refused() -> None:
