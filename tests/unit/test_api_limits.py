@@ -175,7 +175,7 @@ class Caller:
         self.sent.append(message)
         if message.get("body"):
             self.got_body.set()
-        if not self.reads:
+        if message.get("body") and not self.reads:
             await asyncio.Event().wait()  # as a server does whose connection takes no more
 
     @property

@@ -11,10 +11,20 @@ import pytest
 from deploy import haproxy, processes
 
 CONFIG = """\
+global
+    maxconn 300
+defaults
+    mode http
+    option splice-request
+    option splice-response
+    errorfile 503 /tmp/500.http
 frontend prometheus
     bind :9101
 frontend http_frontend
     bind *:8000
+    use_backend app if is_app
+backend default_backend
+    http-request return status 404 content-type text/plain lf-string "not found"
 listen stats
   bind *:8404
 frontend other
@@ -63,7 +73,18 @@ def test_only_linux_is_asked_to_adopt_orphans(system: str, num_calls: int, monke
 
 def test_a_configuration_of_another_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(haproxy.UnknownTemplate, match=r"needs Ray Serve 2\.60"):
-        haproxy.rewrite(CONFIG, [9101], tmp_path)
+        haproxy.rewrite(CONFIG.replace("frontend http_frontend", "frontend http"), [9101], tmp_path)
+
+
+def test_clients_meet_the_filter_and_nothing_is_spliced(tmp_path: Path) -> None:
+    config = haproxy.rewrite(CONFIG, [9101, 8404], tmp_path)
+    assert "splice" not in config
+    assert "errorfile" not in config
+    assert "text/plain" not in config
+    assert config.count("bind *:8000") == 1
+    assert config.index("bind *:8000") > config.index("frontend clients\n")
+    assert f"frontend http_frontend\n    bind unix@{tmp_path}/http.sock accept-proxy" in config
+    assert "maxconn 100\n    filter lua.json_errors" in config
 
 
 @pytest.mark.parametrize(("num_files", "num_clients"), [(100, 1), (4096, 924), (20_000, 4900), (2**20, 10_000)])
