@@ -54,6 +54,9 @@ class TemplateOptions:
                 raise InvalidField(f"chat_template_kwargs.{name[:40]}", name, "is no name for a variable of the template")
 
 
+DEFAULT_OPTIONS = TemplateOptions()
+
+
 class ChatTemplate:
     """Renders messages with the names that templates expect: ``messages``, ``add_generation_prompt``, special tokens.
 

@@ -33,6 +33,7 @@ class Metrics:
         self._inter_token_s = self._histograms["outrider_inter_token_seconds"]
         self._verified_at: list[Counter] = []  # by position, as far as drafts have reached
         self._accepted_at: list[Counter] = []
+        self._by_drafter: dict[str, tuple[Counter, Counter]] = {}
         for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR):
             self._counters["outrider_choices_finished"].labels(reason.value)  # a rate needs the zero before the first
         self._registry = CollectorRegistry()
@@ -60,9 +61,9 @@ class Metrics:
         for counter in self._accepted_at[:num_accepted]:
             counter.inc()
         if commit.drafter is not None:
-            self._counters["outrider_prediction_tokens_accepted"].labels(commit.drafter).inc(num_accepted)
-            num_rejected = commit.num_proposed - num_accepted
-            self._counters["outrider_prediction_tokens_rejected"].labels(commit.drafter).inc(num_rejected)
+            accepted, rejected = self._of_drafter(commit.drafter)
+            accepted.inc(num_accepted)
+            rejected.inc(commit.num_proposed - num_accepted)
 
     def record_choice(self, choice: Choice, arrival_s: float) -> None:
         """Count a choice that ended, for whatever reason. ``arrival_s``: of the call, monotonic."""
@@ -94,6 +95,15 @@ class Metrics:
         if status is not None:
             self._exported.model = status.model
         return generate_latest(self._registry)
+
+    def _of_drafter(self, name: str) -> tuple[Counter, Counter]:
+        """Its tokens accepted and rejected. Kept, because finding a labelled counter takes longer than counting."""
+        if name not in self._by_drafter:
+            self._by_drafter[name] = (
+                self._counters["outrider_prediction_tokens_accepted"].labels(name),
+                self._counters["outrider_prediction_tokens_rejected"].labels(name),
+            )
+        return self._by_drafter[name]
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)

@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from cluster.errors import InvalidField, ModelUnavailable, OutriderError
-from deploy.api.chat_template import ChatTemplate, TemplateOptions, load_chat_template
+from deploy.api.chat_template import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions, load_chat_template
 from deploy.api.control_tokens import ChatPrompt, ControlTokens
 
 # Encoding takes about a microsecond a character: up to here a thread would cost more than it frees.
@@ -77,7 +77,7 @@ class Tokenizer:
         return await asyncio.to_thread(self._encode, text, add_special_tokens, max_tokens)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], options: TemplateOptions, *, max_tokens: int
+        self, messages: Sequence[Mapping[str, str]], options: TemplateOptions = DEFAULT_OPTIONS, *, max_tokens: int
     ) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant's answer begins.
 
