@@ -147,6 +147,7 @@ class TargetActor(LoopActor[TargetInfo]):
                 num_free_blocks=capacity.num_free_blocks,
                 tokens_per_s=telemetry.tokens_per_s,
                 step_ms=1e3 * (telemetry.step_s or 0.0),
+                num_preempted=telemetry.num_preempted,
             ),
             drafters=tuple(
                 DrafterCounts(name, followed.get(name, 0), stats.num_proposed, stats.num_accepted, stats.reply_s)

@@ -37,6 +37,7 @@ class TargetStatus:
     num_free_blocks: int
     tokens_per_s: float
     step_ms: float  # running mean of a pass
+    num_preempted: int = 0  # requests since the start whose blocks were taken for older ones
 
 
 @dataclass(frozen=True, slots=True)

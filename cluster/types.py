@@ -14,6 +14,7 @@ MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKENS = 4096
 DICTATING_BIAS = 20.0  # nats: more than any target's logits differ among the tokens that it would really say
 
 
@@ -43,11 +44,12 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     top_logprobs: int | None = None  # None: no log-probabilities; 0: of the chosen token alone
+    allowed_token_ids: tuple[int, ...] = ()  # only these can be chosen; (): every token can
 
     @property
     def dictates(self) -> bool:
         """Whether the caller all but names the tokens, whatever the target would say."""
-        return any(bias >= DICTATING_BIAS for _, bias in self.logit_bias)
+        return bool(self.allowed_token_ids) or any(bias >= DICTATING_BIAS for _, bias in self.logit_bias)
 
     def __post_init__(self) -> None:
         _within("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -72,6 +74,10 @@ class SamplingParams:
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise InvalidField("min_tokens", self.min_tokens, f"must lie between 0 and max_tokens ({self.max_tokens})")
         _within("seed", self.seed, 0, MAX_SEED)
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
+            raise InvalidField(
+                "allowed_token_ids", len(self.allowed_token_ids), f"must have at most {MAX_ALLOWED_TOKENS} tokens"
+            )
         if self.top_logprobs is not None:
             _within("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
 
@@ -79,6 +85,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether the choice at a position depends on the tokens before it other than through the model."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether the logits of single tokens are changed before temperature and filters, ``min_tokens`` apart."""
+        return self.has_penalties or bool(self.logit_bias) or bool(self.allowed_token_ids)
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
@@ -150,12 +161,22 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefill:
+    """How a request's prompt was computed. Times are durations on the target's clock, in seconds."""
+
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    queue_s: float  # from the request's arrival at the target to its first pass
+    prefill_s: float  # from its first pass to its first token
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """Tokens that became final in one round: the accepted draft tokens, then the bonus token.
 
     ``num_accepted`` of ``num_proposed`` verified draft tokens were right; ``drafter`` is whose proposal was at hand, be it
     empty or not verified at all. ``len(token_ids)`` is the accepted length
     with the bonus token, or less where the sequence ended inside it. ERROR and OVERLOADED carry their reason in ``error``.
+    ``prefill`` comes with the first tokens of a request.
     """
 
     request_id: str
@@ -167,6 +188,7 @@ class Commit:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     error: str | None = None
+    prefill: Prefill | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,6 +316,7 @@ class EmbeddedCluster:
             capacity.num_free_blocks,
             telemetry.tokens_per_s,
             1e3 * (telemetry.step_s or 0.0),
+            telemetry.num_preempted,
         )
         drafters = []
         for name, running in self._drafters.items():

@@ -83,7 +83,7 @@ def _is_plain(state: SamplingState) -> bool:
     """Whether temperature alone shapes the choice."""
     s = state.sampling
     filters = s.top_k is not None or s.top_p < 1.0 or s.min_p > 0.0
-    return not filters and state.counts is None and not s.logit_bias and state.num_generated >= s.min_tokens
+    return not filters and not s.edits_logits and state.num_generated >= s.min_tokens
 
 
 def _chosen(token_ids: Sequence[int], confidences: Sequence[float], highest: np.ndarray, rows: range) -> Chosen:

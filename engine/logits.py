@@ -1,7 +1,7 @@
 """What is done to logits before a token is chosen: edits of single values, and floors under which no token may be chosen.
 
-The order is: penalties, logit bias, the mask of min_tokens, temperature, top-k, top-p, min-p. The edits change few values of
-a row, so they work on those alone; a mask from a grammar belongs between bias and min_tokens, in ``edit``.
+The order is: penalties, logit bias, allowed tokens, the mask of min_tokens, temperature, top-k, top-p, min-p. Edits change
+few values of a row, so they work on those alone; a mask from a grammar belongs beside the allowed tokens, in ``edit``.
 
 The last three keep the most probable tokens, so each is a floor on the tempered logits z. Tokens that are equally probable
 are kept or dropped together: what is kept depends on the logits alone, not on how something was sorted.
@@ -89,10 +89,13 @@ class Edits:
     draft_ids: tuple[int, ...]
     masked_ids: tuple[int, ...]  # may not be chosen ...
     num_masked_rows: int  # ... in the first so many rows
+    allowed_ids: NDArray[np.int64] | None = None  # only these may be chosen; None: all
 
     def id_outside(self, vocab_size: int) -> int | None:
         """A token that the edits touch and that the vocabulary does not have, if there is one."""
         ids = [] if self.bias is None else [int(self.bias.token_ids.min()), int(self.bias.token_ids.max())]
+        if self.allowed_ids is not None:
+            ids += [int(self.allowed_ids.min()), int(self.allowed_ids.max())]
         if self.counts is not None:
             ids += [*self.draft_ids, self.counts.lowest_id, self.counts.highest_id]
         return next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
@@ -111,6 +114,11 @@ def edit(x: Tensor, edits: Edits) -> None:
         x[:, ids] = values - sampling.frequency_penalty * num_generated - sampling.presence_penalty * (num_generated > 0)
     if edits.bias is not None:
         x[:, torch.from_numpy(edits.bias.token_ids).to(x.device)] += torch.from_numpy(edits.bias.values).to(x.device)
+    if edits.allowed_ids is not None:
+        allowed_ids = torch.from_numpy(edits.allowed_ids).to(x.device)
+        allowed = x[:, allowed_ids]
+        x.fill_(-torch.inf)
+        x[:, allowed_ids] = allowed
     if edits.num_masked_rows:
         x[: edits.num_masked_rows, torch.tensor(edits.masked_ids, device=x.device)] = -torch.inf
 

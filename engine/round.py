@@ -4,7 +4,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cluster.errors import OutOfBlocks
@@ -231,7 +231,7 @@ class TargetLoop:
             return StepReport(executed=False, wake_s=plan.wake_s)
         self._unread_since_s = now_s
         start_s = self._clock() if self._clock is not None else now_s
-        spans, outcomes = self._execute(plan)
+        spans, outcomes = self._execute(plan, start_s)
         end_s = self._clock() if self._clock is not None else now_s
         self._pass_s = end_s - start_s
         num_sampled = sum(span.samples for span in spans) if self._companions and self._clock is not None else 0
@@ -263,7 +263,7 @@ class TargetLoop:
                     self._link_down(link, reason)
                 case Received(link, SubmitRound() as message):
                     for request in message.submits:
-                        self._submit(link, request)
+                        self._submit(link, request, now_s)
                     for request_id in message.aborts:
                         self._callers.abort(link, request_id)
                 case Received(link, ProposalRound() as message):
@@ -278,14 +278,14 @@ class TargetLoop:
         else:
             self._pool.link_down(link, reason)
 
-    def _submit(self, link: Link, request: Request) -> None:
+    def _submit(self, link: Link, request: Request, now_s: float) -> None:
         if not self._callers.knows(link):
             return  # it went before its mail was read
         refused = refusal(request, self._sequences, self._model, self._engine.capacity(), self._max_waiting, self._draining)
         if refused is not None:
             self._callers.refuse(link, refused)
             return
-        sequence = self._sequences.add(request)
+        sequence = self._sequences.add(request, now_s)
         self._callers.own(link, request.id)
         self._pool.seat(sequence)
 
@@ -301,13 +301,12 @@ class TargetLoop:
         for request_id in plan.held:
             self._sequences[request_id].held = True
 
-    def _execute(self, plan: StepPlan) -> tuple[list[SpanInput], list[SpanOutcome]]:
+    def _execute(self, plan: StepPlan, now_s: float) -> tuple[list[SpanInput], list[SpanOutcome]]:
         for request_id in plan.preempted:
             self._preempt(self._sequences[request_id])
         for request_id in plan.admitted:
             sequence = self._sequences[request_id]
-            sequence.computed_len = self._engine.open(sequence.request, sequence.token_ids)
-            sequence.running = True
+            sequence.admit(self._engine.open(sequence.request, sequence.token_ids), now_s)
         spans = [self._sequences.span_input(span) for span in plan.spans]
         while spans:
             try:
@@ -370,8 +369,10 @@ class TargetLoop:
             commit = self._sequences.apply(span, outcome)
             if commit is None:
                 continue
-            commits.append(commit)
             sequence = self._sequences[commit.request_id]
+            if commit.base_len == sequence.prompt_len and commit.token_ids:
+                commit = replace(commit, prefill=sequence.prefill(now_s))
+            commits.append(commit)
             if sequence.judgement is not None and sequence.teaches:
                 self.telemetry.drafter(sequence.judgement.drafter).judged(sequence.judgement, span.num_drafts)
             self._pool.tell(sequence, commit, now_s)

@@ -1,8 +1,9 @@
 """How a token is chosen, for targets and drafters alike (DESIGN idea 1): argmax_v(z_v + G(seed, position, v)).
 
-z are the logits after penalties, bias, the mask of min_tokens, temperature, top-k, top-p and min-p, in that order; G is
-Gumbel noise (``engine.noise``). At temperature 0 it is the plain argmax, the lowest id of equal ones. So the token at a
-position is a function of logits, history, parameters and seed: nothing of the batch, the device or the drafting comes in.
+z are the logits after penalties, bias, the masks of allowed_token_ids and min_tokens, temperature, top-k, top-p and min-p,
+in that order; G is Gumbel noise (``engine.noise``). At temperature 0 it is the plain argmax, the lowest id of equal ones.
+So the token at a position is a function of logits, history, parameters and seed: nothing of the batch, the device or the
+drafting comes in.
 
 Rows pay only for what their request asks for: they are taken in up to four groups, edited or not, with noise or without, and
 no group reads more of the vocabulary than it must (``engine.race``).
@@ -40,6 +41,7 @@ class SamplingState:
         self.prompt_len = prompt_len
         self.counts = TokenCounts() if sampling.has_penalties else None
         self.bias = Bias.of(sampling)
+        self.allowed_ids = np.array(sampling.allowed_token_ids, np.int64) if sampling.allowed_token_ids else None
         self._len = len(token_ids)
         if self.counts is not None:
             self.counts.add(token_ids[:prompt_len], generated=False)
@@ -146,8 +148,8 @@ class Sampler:
         if not masked_ids:
             num_masked_rows = 0
         edits, error = None, None
-        if state.counts is not None or state.bias is not None or num_masked_rows:
-            edits = Edits(sampling, state.counts, state.bias, span.drafts, masked_ids, num_masked_rows)
+        if sampling.edits_logits or num_masked_rows:
+            edits = Edits(sampling, state.counts, state.bias, span.drafts, masked_ids, num_masked_rows, state.allowed_ids)
             outside = edits.id_outside(self.vocab_size)
             if outside is not None:
                 error = f"token {outside} is outside the vocabulary of {self.vocab_size}"

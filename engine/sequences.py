@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.types import Commit, FinishReason, ModelInfo, Proposal, Request
+from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Proposal, Request
 from engine.target import SpanInput, SpanOutcome
 from profiler.drafter_stats import Judgement
 from router.assignment import Chain
@@ -33,6 +33,9 @@ class LiveSequence:
     proposal: Proposal | None = None
     survival: tuple[float, ...] = ()  # of the prefixes of the proposal, as far as its drafter is known
     judgement: Judgement | None = None  # by the last pass
+    arrived_s: float = 0.0  # at this target
+    admitted_s: float | None = None  # when its first pass began; None: it waits for that
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache held then
     finish: FinishReason | None = None
 
     # Of the request; a round asks for them several times.
@@ -60,6 +63,19 @@ class LiveSequence:
         self.told_s[len(self.token_ids)] = now_s
         if len(self.told_s) > MAX_TOLD:
             del self.told_s[next(iter(self.told_s))]
+
+    def admit(self, num_cached_tokens: int, now_s: float) -> None:
+        """Its pass begins. The first counts: later ones are of a request that was preempted and is computed again."""
+        self.computed_len = num_cached_tokens
+        self.running = True
+        if self.admitted_s is None:
+            self.admitted_s = now_s
+            self.num_cached_tokens = num_cached_tokens
+
+    def prefill(self, now_s: float) -> Prefill:
+        """Of its first commit, which is made now. Raises AssertionError for a request that was never admitted."""
+        assert self.admitted_s is not None
+        return Prefill(self.num_cached_tokens, self.admitted_s - self.arrived_s, now_s - self.admitted_s)
 
     def view(self) -> SequenceView:
         proposal = self.proposal
@@ -110,12 +126,12 @@ class Sequences:
     def num_running(self) -> int:
         return sum(s.running for s in self._live.values())
 
-    def add(self, request: Request) -> LiveSequence:
+    def add(self, request: Request, now_s: float = 0.0) -> LiveSequence:
         # The router does not choose for those that chose themselves.
         features = prompt_features(request.prompt_token_ids) if request.chain is None else ()
         sampling = request.sampling
         ends = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else self.model.eos_token_ids)
-        sequence = LiveSequence(request, list(request.prompt_token_ids), features, ends)
+        sequence = LiveSequence(request, list(request.prompt_token_ids), features, ends, arrived_s=now_s)
         self._live[request.id] = sequence
         return sequence
 

@@ -25,6 +25,7 @@ def encode_sampling(sampling: SamplingParams, to: wire.SamplingParams) -> None:
     to.seed = sampling.seed
     if sampling.top_logprobs is not None:
         to.top_logprobs = sampling.top_logprobs
+    to.allowed_token_ids.extend(sampling.allowed_token_ids)
 
 
 def decode_sampling(sampling: wire.SamplingParams) -> SamplingParams:
@@ -44,4 +45,5 @@ def decode_sampling(sampling: wire.SamplingParams) -> SamplingParams:
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
         top_logprobs=sampling.top_logprobs if sampling.HasField("top_logprobs") else None,
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
     )

@@ -8,7 +8,7 @@ from cluster.errors import WireError
 from cluster.messages import CommitRound, SubmitRound
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec_sampling import decode_sampling, encode_sampling
-from cluster.types import Commit, FinishReason, Request, Slo, TokenLogprobs
+from cluster.types import Commit, FinishReason, Prefill, Request, Slo, TokenLogprobs
 
 _FINISH_TO_WIRE: dict[FinishReason | None, Any] = {  # Any: the generated types take the numbers for ints here
     None: wire.NOT_FINISHED,
@@ -73,6 +73,10 @@ def encode_commit_round(message: CommitRound, out: wire.Frame) -> None:
         )
         if commit.logprobs:
             _encode_logprobs(commit.logprobs, added.logprobs)
+        if commit.prefill is not None:
+            added.prefill.num_cached_tokens = commit.prefill.num_cached_tokens
+            added.prefill.queue_s = commit.prefill.queue_s
+            added.prefill.prefill_s = commit.prefill.prefill_s
 
 
 def decode_commit_round(message: wire.CommitRound) -> CommitRound:
@@ -89,11 +93,16 @@ def decode_commit_round(message: wire.CommitRound) -> CommitRound:
                     _decode_logprobs(commit.logprobs) if commit.HasField("logprobs") else (),
                     _FINISH_FROM_WIRE[commit.finish],
                     commit.error if commit.HasField("error") else None,
+                    _decode_prefill(commit.prefill) if commit.HasField("prefill") else None,
                 )
                 for commit in message.commits
             ]
         )
     )
+
+
+def _decode_prefill(prefill: wire.Prefill) -> Prefill:
+    return Prefill(prefill.num_cached_tokens, prefill.queue_s, prefill.prefill_s)
 
 
 def _encode_logprobs(logprobs: tuple[TokenLogprobs, ...], to: wire.Logprobs) -> None:

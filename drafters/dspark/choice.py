@@ -25,7 +25,7 @@ Choice = Callable[[Tensor, NDArray[np.int64], NDArray[np.float32]], list[int]]
 def is_plain(state: SamplingState) -> bool:
     """Whether the choice depends on logits, temperature and seed alone."""
     s = state.sampling
-    edited = s.has_penalties or s.logit_bias or s.min_tokens > state.num_generated
+    edited = s.edits_logits or s.min_tokens > state.num_generated
     return not edited and s.top_k is None and s.top_p == 1.0 and s.min_p == 0.0
 
 

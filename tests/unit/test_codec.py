@@ -30,7 +30,7 @@ from cluster.messages import (
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec import decode, encode, encode_message
 from cluster.transport.frames import Frame, Ping, Refusal, Welcome
-from cluster.types import MAX_SEED, Commit, FinishReason, Proposal, Request, SamplingParams, Slo, TokenLogprobs
+from cluster.types import MAX_SEED, Commit, FinishReason, Prefill, Proposal, Request, SamplingParams, Slo, TokenLogprobs
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +59,7 @@ samplings = st.integers(1, 2**31 - 1).flatmap(
         ignore_eos=st.booleans(),
         seed=st.integers(0, MAX_SEED),
         top_logprobs=st.none() | st.integers(0, 20),
+        allowed_token_ids=token_ids,
     )
 )
 logprobs = st.lists(
@@ -118,6 +119,7 @@ commits = st.builds(
     logprobs,
     st.none() | st.sampled_from(FinishReason),
     st.none() | names,
+    st.none() | st.builds(Prefill, uint32s, times, times),
 )
 commit_rounds = st.builds(CommitRound, some(commits))
 refusals = st.builds(Refusal, names, st.booleans())

@@ -33,6 +33,8 @@ def process(row: Tensor, history: Sequence[int], prompt_len: int, sampling: Samp
         x[token_id] = x[token_id] - sampling.frequency_penalty * num - sampling.presence_penalty
     for token_id, bias in sampling.logit_bias:
         x[token_id] += bias
+    if sampling.allowed_token_ids:
+        x[[token_id for token_id in range(len(x)) if token_id not in sampling.allowed_token_ids]] = -torch.inf
     if len(history) - prompt_len < sampling.min_tokens:
         for token_id in (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)):
             x[token_id] = -torch.inf
@@ -75,6 +77,7 @@ def states(vocab_size: int) -> st.SearchStrategy[tuple[SamplingParams, list[int]
         frequency_penalty=st.sampled_from([0.0, 0.25, -1.0]),
         logit_bias=st.just(()) | biases,
         stop_token_ids=st.just(()) | st.lists(token_id, max_size=2).map(tuple),
+        allowed_token_ids=st.just(()) | st.lists(token_id, max_size=4).map(tuple),
         min_tokens=st.integers(0, 8),
         ignore_eos=st.booleans(),
         seed=st.integers(0, 2**64 - 1),

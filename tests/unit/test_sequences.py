@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cluster.types import FinishReason, ModelInfo, Proposal, Request, SamplingParams
+from cluster.types import FinishReason, ModelInfo, Prefill, Proposal, Request, SamplingParams
 from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanOutcome
 from router.plan import Span
@@ -47,6 +47,18 @@ def test_a_late_proposal_is_cut_to_what_is_still_ahead() -> None:
     assert not sequences.offer(propose(4, 6, 9))  # another is at hand already
     assert sequences.offer(propose(5, 9))  # but one that knows all takes its place
     assert sequence.proposal == propose(5, 9)
+
+
+def test_prefill_is_measured_from_the_first_admission() -> None:
+    """A preemption before the first token adds to the prefill, and what it finds in the cache then is not the caller's."""
+    sequences = Sequences(MODEL)
+    sequence = sequences.add(Request("r", (1, 2, 3), SamplingParams(max_tokens=10), 0.0), now_s=5.0)
+    sequence.admit(1, 5.25)
+    assert (sequence.computed_len, sequence.running) == (1, True)
+    sequence.computed_len, sequence.running = 0, False
+    sequence.admit(2, 6.0)
+    assert (sequence.computed_len, sequence.running) == (2, True)
+    assert sequence.prefill(7.0) == Prefill(num_cached_tokens=1, queue_s=0.25, prefill_s=1.75)
 
 
 def test_a_pass_commits_what_was_accepted_and_the_bonus_token() -> None:
