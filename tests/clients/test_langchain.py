@@ -1,0 +1,50 @@
+"""LangChain's own suite for chat models, over ``ChatOpenAI`` and a running server.
+
+It needs packages of its own (langchain-tests, langchain-openai) and the address of a server, so it runs apart from the
+other tests: OUTRIDER_URL=http://127.0.0.1:8000 python -m pytest -c tests/clients/pytest.ini tests/clients
+"""
+
+import os
+
+import pytest
+
+pytest.importorskip("langchain_tests", reason="langchain-tests is not installed")
+pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+
+from langchain_core.language_models import BaseChatModel
+from langchain_openai import ChatOpenAI
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+
+URL = os.environ.get("OUTRIDER_URL")
+KEY = os.environ.get("OUTRIDER_API_KEY", "unused")
+MODEL = os.environ.get("OUTRIDER_MODEL", "smollm2-135m")
+
+pytestmark = pytest.mark.skipif(URL is None, reason="OUTRIDER_URL names no server")
+
+
+class TestChatOpenAI(ChatModelIntegrationTests):
+    """All that the suite asks of a model without tools, structured output, images or audio."""
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatOpenAI
+
+    @property
+    def chat_model_params(self) -> dict[str, object]:
+        return {"model": MODEL, "base_url": f"{URL}/v1", "api_key": KEY, "stream_usage": True}
+
+    @property
+    def standard_chat_model_params(self) -> dict[str, object]:
+        return {"temperature": 0, "max_tokens": 100, "timeout": 60, "max_retries": 0}
+
+    @property
+    def has_tool_calling(self) -> bool:
+        return False
+
+    @property
+    def has_structured_output(self) -> bool:
+        return False
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return False
