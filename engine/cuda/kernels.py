@@ -71,19 +71,19 @@ def rotate_and_store_kernel(
             tl.store(values + place + i, first, mask=inside)
             tl.store(values + place + half + i, second, mask=inside)
     else:
-        first = first.to(tl.float32)
-        second = second.to(tl.float32)
+        x = first.to(tl.float32)  # new names: a name has one type in all branches of a kernel
+        y = second.to(tl.float32)
         if HAS_NORMS:
-            norm = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / HEAD_DIM + eps)
+            norm = tl.rsqrt((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / HEAD_DIM + eps)
             weight = k_norm
             if head < HEADS:
                 weight = q_norm
-            first = first * norm * tl.load(weight + i, mask=inside, other=0.0)
-            second = second * norm * tl.load(weight + half + i, mask=inside, other=0.0)
+            x = x * norm * tl.load(weight + i, mask=inside, other=0.0)
+            y = y * norm * tl.load(weight + half + i, mask=inside, other=0.0)
         c = tl.load(cos + row * half + i, mask=inside, other=0.0)
         s = tl.load(sin + row * half + i, mask=inside, other=0.0)
-        turned_first = first * c - second * s
-        turned_second = second * c + first * s
+        turned_first = x * c - y * s
+        turned_second = y * c + x * s
         if head < HEADS:
             place = (row * HEADS + head) * HEAD_DIM
             tl.store(queries + place + i, turned_first * scale, mask=inside)
@@ -95,7 +95,9 @@ def rotate_and_store_kernel(
             tl.store(keys + place + (half + i) * BLOCK_LEN, turned_second.to(element), mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_width"]
+)  # it changes from pass to pass, and each kind of number would be compiled anew
 def attention_kernel(
     queries,
     keys,
@@ -112,7 +114,11 @@ def attention_kernel(
     TILE: tl.constexpr,  # queries of a program, counted in (row, head of the group) order
     WIDTH: tl.constexpr,  # head_dim, rounded up to a power of two
 ):
-    """One program a span, KV head and tile of queries; online softmax over blocks (arXiv 2205.14135)."""
+    """One program a span, KV head and tile of queries; online softmax over blocks (arXiv 2205.14135).
+
+    Positions from ``seen_len`` on hold whatever an earlier owner of the block has left there, and 0 * NaN is NaN: their
+    values are not loaded.
+    """
     span = tl.program_id(0)
     kv_head = tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -143,7 +149,9 @@ def attention_kernel(
             weights = tl.exp(scores - higher[:, None])
             shrink = tl.exp(highest - higher)
             v = tl.load(
-                values + (block * BLOCK_LEN + lane[:, None]) * HEAD_DIM + d[None, :], mask=in_head[None, :], other=0.0
+                values + (block * BLOCK_LEN + lane[:, None]) * HEAD_DIM + d[None, :],
+                mask=in_head[None, :] & (first + lane[:, None] < seen_len),
+                other=0.0,
             )
             mixed = mixed * shrink[:, None] + tl.dot(weights.to(element), v, input_precision="ieee")
             total = total * shrink + tl.sum(weights, 1)

@@ -1,6 +1,7 @@
 """Operators on CUDA: matrix products by cuBLAS, everything else by the Triton kernels beside this file."""
 
 import math
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,17 +15,32 @@ from engine.models.config import ModelConfig
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, Linear, Logits, plain_logits
 
+TILES = (16, 32, 64)  # queries of an attention program; 16 is the least that a tensor core multiplies
 _GATE_WIDTH = 1024
-_MIN_TILE = 16  # the least that a tensor core multiplies
-_MAX_TILE = 64
+_TILE_BYTES = 16 * 2**10  # of the queries of a tile: they live in registers
+_STAGED_BYTES = 64 * 2**10  # of queries, keys and values: up to here the next block is loaded while one is computed
+
+
+class Launch(Protocol):
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> object:
+        """Launches a Triton kernel over a grid. ``constants``: its constexprs and compiler options."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    kernel[grid](*args, **constants)
 
 
 class CudaOps:
-    """``engine.ops.Ops`` on the device of its tensors. They must be contiguous; head_dim must be even."""
+    """``engine.ops.Ops`` on the device of its tensors. They must be contiguous; head_dim must be even.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    Args:
+        launch: how kernels are launched; a check without a GPU compiles them instead.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, launch: Launch = launch) -> None:
         self._config = config
         self._dtype = dtype
+        self._launch = launch
 
     def linear(self, weight: LinearWeight) -> Linear:
         return lambda x: F.linear(x, weight.weight, weight.bias)
@@ -38,7 +54,9 @@ class CudaOps:
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         rows, size = residual.shape
         out = torch.empty(rows, size, dtype=self._dtype, device=residual.device)
-        add_norm_kernel[(rows,)](
+        self._launch(
+            add_norm_kernel,
+            (rows,),
             residual,
             residual if delta is None else delta,
             weight,
@@ -56,7 +74,9 @@ class CudaOps:
         c = self._config
         rows = qkv.shape[0]
         queries = torch.empty(rows, c.num_heads, c.head_dim, dtype=torch.float32, device=qkv.device)
-        rotate_and_store_kernel[(rows, c.num_heads + 2 * c.num_kv_heads)](
+        self._launch(
+            rotate_and_store_kernel,
+            (rows, c.num_heads + 2 * c.num_kv_heads),
             qkv,
             queries if norms is None else norms.q,
             queries if norms is None else norms.k,
@@ -81,8 +101,14 @@ class CudaOps:
         c = self._config
         out = torch.empty(queries.shape[0], c.q_size, dtype=self._dtype, device=queries.device)
         most_queries = layout.max_span_len * (c.num_heads // c.num_kv_heads)
-        tile = min(_MAX_TILE, max(_MIN_TILE, triton.next_power_of_2(most_queries)))
-        attention_kernel[(layout.num_spans, c.num_kv_heads, triton.cdiv(most_queries, tile))](
+        block_len, width = keys.shape[3], triton.next_power_of_2(c.head_dim)
+        row_bytes = width * self._dtype.itemsize
+        # Products of fp32 are unrolled into scalar ones: a larger tile takes the compiler up to a minute, and spills.
+        widest = TILES[0] if self._dtype == torch.float32 else max(TILES[0], min(TILES[-1], _TILE_BYTES // row_bytes))
+        tile = min(widest, max(TILES[0], triton.next_power_of_2(most_queries)))
+        self._launch(
+            attention_kernel,
+            (layout.num_spans, c.num_kv_heads, triton.cdiv(most_queries, tile)),
             queries,
             keys,
             values,
@@ -94,14 +120,15 @@ class CudaOps:
             HEADS=c.num_heads,
             KV_HEADS=c.num_kv_heads,
             HEAD_DIM=c.head_dim,
-            BLOCK_LEN=keys.shape[3],
+            BLOCK_LEN=block_len,
             TILE=tile,
-            WIDTH=triton.next_power_of_2(c.head_dim),
+            WIDTH=width,
+            num_stages=2 if (tile + 2 * block_len) * row_bytes <= _STAGED_BYTES else 1,
         )
         return out
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, size, dtype=self._dtype, device=gate_up.device)
-        gate_kernel[(rows, triton.cdiv(size, _GATE_WIDTH))](gate_up, out, size, WIDTH=_GATE_WIDTH)
+        self._launch(gate_kernel, (rows, triton.cdiv(size, _GATE_WIDTH)), gate_up, out, size, WIDTH=_GATE_WIDTH)
         return out

@@ -1,0 +1,62 @@
+"""Runs every kernel once, in every variant that a pass can launch: so they are compiled before the first request.
+
+Where that fails, the model runs on plain torch (``engine.factory``).
+"""
+
+import subprocess
+from dataclasses import replace
+
+import numpy as np
+import torch
+from triton.errors import TritonError
+
+from engine.cuda.ops import TILES
+from engine.device import synchronize
+from engine.kv_cache import KvCache
+from engine.layout import PackedSpan, lay_out
+from engine.models.config import ModelConfig, inverse_frequencies
+from engine.ops import HeadNorms, Ops
+
+
+class KernelsUnavailable(Exception):
+    """Triton cannot compile or launch the kernels here; the message says why, in one line."""
+
+
+def try_out(ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> None:
+    """Calls each operator with small inputs on ``device``.
+
+    Raises:
+        KernelsUnavailable: a kernel cannot be compiled or launched. An error of the device itself is raised as it is.
+    """
+    try:
+        _run_all(ops, config, dtype, device, block_len)
+        synchronize(device)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    # Triton raises RuntimeError or CalledProcessError where there is no C compiler for its launchers, or no driver.
+    except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise KernelsUnavailable(f"{type(error).__name__}: {lines[-1][:300]}") from error
+
+
+def _run_all(ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> None:
+    c = config
+    group = c.num_heads // c.num_kv_heads
+    span_lens = [max(1, tile // group) for tile in TILES] if group else [1]  # a context that is projected has no queries
+    num_blocks = -(-max(span_lens) // block_len)
+    cache = KvCache.allocate(replace(c, num_layers=1), num_blocks, dtype, device, block_len)
+    frequencies = torch.tensor(inverse_frequencies(c), dtype=torch.float32)
+    weight = torch.ones(c.hidden_size, device=device)
+    head_weight = torch.ones(c.head_dim, device=device)
+    norms = HeadNorms(head_weight, head_weight) if c.qk_norm else None
+    table = np.arange(num_blocks, dtype=np.int32)
+    for span_len in span_lens:
+        layout = lay_out([PackedSpan(0, (0,) * span_len, table)], block_len, frequencies, device)
+        residual = torch.zeros(span_len, c.hidden_size, device=device)
+        ops.add_norm(residual, None, weight)
+        ops.add_norm(residual, residual.to(dtype, copy=True), weight)
+        qkv = torch.zeros(span_len, c.q_size + 2 * c.kv_size, dtype=dtype, device=device)
+        queries = ops.rotate_and_store(qkv, norms, layout, cache.keys[0], cache.values[0])
+        if group:
+            ops.attention(queries, layout, cache.keys[0], cache.values[0])
+        ops.gate(torch.zeros(span_len, 2 * c.intermediate_size, dtype=dtype, device=device))

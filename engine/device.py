@@ -1,0 +1,41 @@
+"""Copies from the host to a device that wait for nothing, and the wait for what was launched.
+
+A copy from pageable memory waits until all earlier work on the stream is done, so several of them serialise host and device.
+A copy from pinned memory is queued like a kernel. Torch's allocator of pinned memory gives a buffer to the next caller only
+after the copies from it are done, so a buffer may be dropped as soon as its copy is queued.
+"""
+
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from cluster.errors import InvalidField
+
+
+def require(device: str) -> None:
+    """Raises InvalidField: ``device`` is a GPU, and torch finds none."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        build = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no GPU here"
+        raise InvalidField("device", device, f"must be cpu or auto, since {build}")
+
+
+def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised uint8 memory on the host, pinned if ``device`` is a GPU."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array on ``device``. On a CPU the tensor shares the array's memory; on a GPU the copy is only queued."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Returns when the device has finished what this thread has launched on its current stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
