@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+import numpy as np
 import torch
 
 from cluster.types import SamplingParams
 from drafters.reduced import ReducedHead
+from engine.device import to_device
 from engine.forward import CausalModel, PackedSpan
 from engine.ledger import Checkpoint, Ledger
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
@@ -70,6 +72,7 @@ class SmallModel:
     ) -> None:
         self._model = model
         self._cache = model.new_cache(num_blocks)
+        model.warm_up(self._cache)
         self._ledger = Ledger(num_blocks, self._cache.block_len)
         self._sampler = Sampler(min(vocab_size, model.config.vocab_size), eos_token_ids)
         self._head = None
@@ -171,6 +174,7 @@ class SmallModel:
             if num_rows:
                 spans.append(self._compute(questions[i], num_rows))
         self._forward(spans)
+        self._model.synchronize()  # nothing is read back, and what it took is timed
         return ready
 
     def foresee(self, questions: Sequence[Question], max_rows: int) -> list[Chosen | None]:
@@ -201,6 +205,7 @@ class SmallModel:
                 found[i] = chosen
         elif behind is not None:
             self._forward([self._compute(*behind)])
+            self._model.synchronize()
         return found
 
     def choose(self, questions: Sequence[Question]) -> list[Chosen]:
@@ -221,13 +226,13 @@ class SmallModel:
             self._forward(spans)
         lens = [num_missing + 1 + len(question.drafts) for num_missing, question in zip(missing, questions, strict=True)]
         hidden = self._forward([self._compute(question, n) for question, n in zip(questions, lens, strict=True)])
-        answered = torch.cat(
+        answered = np.concatenate(
             [
-                torch.arange(end - 1 - len(question.drafts), end)
+                np.arange(end - 1 - len(question.drafts), end)
                 for question, end in zip(questions, _running_sum(lens), strict=True)
             ]
         )
-        logits = self._model.logits(hidden if len(answered) == len(hidden) else hidden[answered.to(hidden.device)])
+        logits = self._model.logits(hidden if len(answered) == len(hidden) else hidden[to_device(answered, hidden.device)])
         spans_to_sample = [
             SampleSpan(self._followed[q.request_id].state, q.ahead + q.drafts, len(q.drafts) + 1) for q in questions
         ]

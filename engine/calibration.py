@@ -32,6 +32,20 @@ def measure_cost(target: TargetEngine) -> TableCost:
     return monotone(points, max(0.0, with_context_s - without_s) / (num_contexts * context_len))
 
 
+def warm_up(target: TargetEngine) -> None:
+    """One pass of each size of ``ROWS``: kernels are compiled and graphs captured before the first request, not by it.
+
+    ``target`` must hold no request. ``measure_cost`` does this too.
+    """
+    capacity = target.capacity()
+    request = _request(0)
+    for num_rows in ROWS:
+        if num_rows <= min(capacity.max_pass_tokens, capacity.max_model_len):
+            target.open(request, (0,))
+            target.execute([SpanInput(request.id, 0, (0,) * num_rows, num_drafts=num_rows - 1)])
+            target.release(request.id)
+
+
 def _rows_s(target: TargetEngine, num_rows: int) -> float:
     """One verify span of ``num_rows`` rows, all sampled, on an empty context."""
     request = _request(0)

@@ -8,6 +8,7 @@ import torch
 
 from engine.compiling import NoCompiler
 from engine.cpu.ops import CpuOps
+from engine.device import require
 from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.config import ModelConfig, load_config
@@ -21,16 +22,17 @@ logger = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16}
 
 
-def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> Ops:
+def make_ops(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, int8: bool = False, block_len: int = BLOCK_LEN
+) -> Ops:
     """The fastest operators that work here: what cannot be built is replaced by plain torch, and the log says so.
 
     Args:
         int8: products with weights shall read int8 forms of them, where there are such products: on a CPU.
+        block_len: of the KV cache; on a GPU the kernels are compiled for it now.
     """
     if device.type == "cuda":
-        from engine.cuda.ops import CudaOps
-
-        return CudaOps(config, dtype)
+        return _cuda_ops(config, dtype, device, block_len)
     if device.type == "cpu" and CpuOps.supports(config, dtype):
         try:
             return CpuOps(config, dtype, int8=int8)
@@ -39,7 +41,32 @@ def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, i
     return TorchOps(config, dtype)
 
 
-def load_model(folder: Path, dtype: str = "bfloat16", device: str = "cpu", num_layers: int | None = None) -> CausalModel:
+def _cuda_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> Ops:
+    try:
+        from engine.cuda.ops import CudaOps
+        from engine.cuda.trial import KernelsUnavailable, try_out
+    except ImportError as error:
+        return _plain_on_gpu(config, dtype, f"Triton cannot be imported ({error})")
+    ops = CudaOps(config, dtype)
+    try:
+        try_out(ops, config, dtype, device, block_len)
+    except KernelsUnavailable as error:
+        return _plain_on_gpu(config, dtype, str(error))
+    return ops
+
+
+def _plain_on_gpu(config: ModelConfig, dtype: torch.dtype, why: str) -> Ops:
+    logger.warning("the GPU runs plain torch operators without CUDA graphs, which are several times slower: %s", why)
+    return TorchOps(config, dtype)
+
+
+def load_model(
+    folder: Path,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    num_layers: int | None = None,
+    block_len: int = BLOCK_LEN,
+) -> CausalModel:
     """The model of a Hugging Face folder, ready to run; with ``num_layers`` only its first layers.
 
     Raises:
@@ -49,17 +76,23 @@ def load_model(folder: Path, dtype: str = "bfloat16", device: str = "cpu", num_l
     if num_layers is not None:
         config = config.truncated(num_layers)
     with open_weights(folder, config, DTYPES[dtype]) as weights:
-        return build_model(config, weights, dtype, device)
+        return build_model(config, weights, dtype, device, block_len)
 
 
-def build_model(config: ModelConfig, weights: Weights, dtype: str, device: str) -> CausalModel:
-    """A model ready to run, of weights from anywhere."""
+def build_model(config: ModelConfig, weights: Weights, dtype: str, device: str, block_len: int = BLOCK_LEN) -> CausalModel:
+    """A model ready to run, of weights from anywhere.
+
+    Raises:
+        InvalidField: the device is a GPU, and there is none.
+    """
+    require(device)
     at, kind = torch.device(device), DTYPES[dtype]
-    return _model_class(at)(config, weights, make_ops(config, kind, at, int8=dtype == "int8"), kind, at)
+    ops = make_ops(config, kind, at, int8=dtype == "int8", block_len=block_len)
+    return _model_class(at, ops)(config, weights, ops, kind, at)
 
 
-def _model_class(device: torch.device) -> type[CausalModel]:
-    if device.type != "cuda":
+def _model_class(device: torch.device, ops: Ops) -> type[CausalModel]:
+    if device.type != "cuda" or isinstance(ops, TorchOps):  # plain torch reads lengths back, which no graph can capture
         return CausalModel
     from engine.cuda.graphs import GraphedModel
 
@@ -85,7 +118,7 @@ def load_target(
         ModelUnavailable: missing, half-written or unsupported; one line that says which.
         InvalidField: the KV cache cannot hold a sequence of ``max_model_len`` tokens; or there are no such layers.
     """
-    model = load_model(folder, dtype, device)
+    model = load_model(folder, dtype, device, block_len=block_len)
     limits = NativeLimits(
         num_blocks=num_blocks_for(model.config, kv_cache_bytes, model.dtype, block_len),
         block_len=block_len,

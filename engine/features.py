@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from cluster.errors import InvalidField
+from engine.device import to_device
 from engine.kv_cache import cache_zeros
 from engine.layout import PackedSpan
 from engine.models.config import ModelConfig
@@ -52,13 +53,13 @@ class FeatureCache:
                 for span in spans
                 for position in range(span.base_len, span.base_len + len(span.token_ids))
             ]  # of a few rows each: sooner than by arrays
-            self._rows.index_copy_(0, torch.tensor(slots, device=self._rows.device), features)
+            self._rows.index_copy_(0, to_device(np.array(slots), self._rows.device), features)
 
     def read(self, block_table: NDArray[np.int32], start: int, stop: int) -> torch.Tensor:
         """Of positions ``start`` .. ``stop`` - 1 of the sequence: a copy, [stop - start, len(layers) * hidden]."""
         if self._rows is None:
             raise LookupError("no features are kept: name the layers in feature_layers")
-        return self._rows[torch.from_numpy(self._slots(block_table, start, stop)).to(self._rows.device)]
+        return self._rows[to_device(self._slots(block_table, start, stop), self._rows.device)]
 
     def _slots(self, block_table: NDArray[np.int32], start: int, stop: int) -> NDArray[np.int64]:
         positions = np.arange(start, stop)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from engine.device import synchronize
 from engine.kv_cache import BLOCK_LEN, KvCache
 from engine.layout import Layout, PackedSpan, lay_out
 from engine.models.config import ModelConfig, inverse_frequencies
@@ -59,10 +60,12 @@ class CausalModel:
         self.device = device or torch.device("cpu")
         self._ops = ops
         self._inverse_frequencies = torch.tensor(inverse_frequencies(config), dtype=torch.float32)
-        self._embedding = weights.embedding().to(self.device)
+        table = weights.embedding()
+        self._embedding = table.to(self.device)
         self._layers = [self._prepare(layer) for layer in weights.layers()]
         self._final_norm = weights.final_norm().to(self.device)
-        self._head = ops.linear(LinearWeight(weights.head().to(self.device)))
+        head = weights.head()
+        self._head = ops.linear(LinearWeight(self._embedding if head is table else head.to(self.device)))
 
     @property
     def ops(self) -> Ops:
@@ -80,6 +83,13 @@ class CausalModel:
 
     def new_cache(self, num_blocks: int, block_len: int = BLOCK_LEN) -> KvCache:
         return KvCache.allocate(self.config, num_blocks, self.dtype, self.device, block_len)
+
+    def warm_up(self, cache: KvCache) -> None:
+        """Prepares what small passes over ``cache`` need; on a CPU there is nothing to prepare."""
+
+    def synchronize(self) -> None:
+        """Returns when the device has computed every pass so far."""
+        synchronize(self.device)
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[PackedSpan], cache: KvCache) -> torch.Tensor:

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from engine.device import host_buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,36 +48,113 @@ class Layout:
 
 
 def lay_out(spans: Sequence[PackedSpan], block_len: int, inverse_frequencies: torch.Tensor, device: torch.device) -> Layout:
-    """Args:
-    spans: at least one, each of at least one token.
-    inverse_frequencies: fp32 [head_dim / 2], on the CPU.
+    """The layout of a pass, on ``device``. To a GPU it is one copy, which is queued and not waited for.
+
+    Args:
+        spans: at least one, each of at least one token.
+        inverse_frequencies: fp32 [head_dim / 2], on the CPU.
     """
+    if device.type == "cpu":
+        return _on_host(spans, block_len, inverse_frequencies)
+    host = pack(spans, block_len, inverse_frequencies, device)
+    return host.layout(host.buffer.to(device, non_blocking=True))
+
+
+_ALIGNMENT = 64  # bytes; Triton compiles a kernel once more for pointers that are not multiples of 16
+
+
+@dataclass(frozen=True, slots=True)
+class HostLayout:
+    """The tensors of a ``Layout`` side by side in one buffer on the host, so that one copy takes them to a device."""
+
+    buffer: torch.Tensor  # uint8
+    parts: tuple[tuple[str, torch.dtype, torch.Size], ...]  # of the buffer in its order, each aligned
+    max_span_len: int
+
+    def layout(self, buffer: torch.Tensor) -> Layout:
+        """Views of ``buffer``, which holds the same bytes on any device."""
+        views, offset = {}, 0
+        for name, dtype, shape in self.parts:
+            num_bytes = shape.numel() * dtype.itemsize
+            views[name] = buffer[offset : offset + num_bytes].view(dtype).view(shape)
+            offset += _aligned(num_bytes)
+        return Layout(**views, max_span_len=self.max_span_len)
+
+
+def pack(
+    spans: Sequence[PackedSpan],
+    block_len: int,
+    inverse_frequencies: torch.Tensor,
+    device: torch.device,
+    *,
+    num_padding: int = 0,
+    table_width: int | None = None,
+) -> HostLayout:
+    """The layout of a pass in host memory, which is pinned if ``device`` is a GPU.
+
+    Args:
+        spans: each of at least one token; at least one, or padding.
+        inverse_frequencies: fp32 [head_dim / 2], on the CPU.
+        num_padding: rows behind those of the spans, each a span of its own: they attend to position 0 of block 0, and
+            their keys and values are not written (slot -1).
+        table_width: of the block tables; None: as the longest span needs.
+    """
+    layout = _on_host(spans, block_len, inverse_frequencies, num_padding, table_width)
+    tensors = {name: getattr(layout, name) for name in _TENSORS}
+    buffer = host_buffer(sum(_aligned(tensor.nbytes) for tensor in tensors.values()), device)
+    host = HostLayout(buffer, tuple((name, t.dtype, t.shape) for name, t in tensors.items()), layout.max_span_len)
+    views = host.layout(buffer)
+    for name, tensor in tensors.items():
+        getattr(views, name).copy_(tensor)
+    return host
+
+
+_TENSORS = tuple(field.name for field in dataclass_fields(Layout) if field.name != "max_span_len")
+
+
+def _on_host(
+    spans: Sequence[PackedSpan],
+    block_len: int,
+    inverse_frequencies: torch.Tensor,
+    num_padding: int = 0,
+    table_width: int | None = None,
+) -> Layout:
     num_spans = len(spans)
     lens = np.fromiter((len(span.token_ids) for span in spans), np.int64, num_spans)
     base_lens = np.fromiter((span.base_len for span in spans), np.int64, num_spans)
-    if not num_spans or lens.min() < 1:
+    if not num_spans + num_padding or lens.min(initial=1) < 1:
         raise ValueError(f"a pass needs spans of at least one token, got lengths {lens.tolist()}")
-    starts = np.zeros(num_spans + 1, np.int64)
-    np.cumsum(lens, out=starts[1:])
-    num_rows = int(starts[-1])
+    num_rows = int(lens.sum())
+    starts = np.arange(num_rows - num_spans, num_rows + num_padding + 1)  # right behind the spans, where padding begins
+    starts[0] = 0
+    np.cumsum(lens, out=starts[1 : num_spans + 1])
     num_blocks = -(-(base_lens + lens) // block_len)
-    tables = np.zeros((num_spans, int(num_blocks.max())), np.int32)
-    for row, span, num in zip(tables, spans, num_blocks.tolist(), strict=True):
+    tables = np.zeros(
+        (num_spans + num_padding, int(num_blocks.max(initial=1)) if table_width is None else table_width), np.int32
+    )
+    for row, span, num in zip(tables, spans, num_blocks.tolist(), strict=False):
         row[:num] = span.block_table[:num]
     token_ids = np.fromiter(chain.from_iterable(span.token_ids for span in spans), np.int64, num_rows)
     span_of_row = np.repeat(np.arange(num_spans), lens)
-    positions = np.arange(num_rows) + (base_lens - starts[:-1])[span_of_row]
+    positions = np.arange(num_rows) + (base_lens - starts[:num_spans])[span_of_row]
     slots = tables[span_of_row, positions // block_len].astype(np.int64) * block_len + positions % block_len
+    if num_padding:
+        token_ids, positions, base_lens = (np.pad(x, (0, num_padding)) for x in (token_ids, positions, base_lens))
+        slots = np.pad(slots, (0, num_padding), constant_values=-1)
     at = torch.from_numpy(positions)
     angles = at[:, None].float() * inverse_frequencies
     return Layout(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        positions=at.to(device),
-        slots=torch.from_numpy(slots).to(device),
-        starts=torch.from_numpy(starts.astype(np.int32)).to(device),
-        base_lens=torch.from_numpy(base_lens.astype(np.int32)).to(device),
-        tables=torch.from_numpy(tables).to(device),
-        cos=angles.cos().to(device),
-        sin=angles.sin().to(device),
-        max_span_len=int(lens.max()),
+        token_ids=torch.from_numpy(token_ids),
+        positions=at,
+        slots=torch.from_numpy(slots),
+        starts=torch.from_numpy(starts.astype(np.int32)),
+        base_lens=torch.from_numpy(base_lens.astype(np.int32)),
+        tables=torch.from_numpy(tables),
+        cos=angles.cos(),
+        sin=angles.sin(),
+        max_span_len=int(lens.max(initial=1)),
     )
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -8,7 +8,8 @@ from cluster.config import Config
 from cluster.errors import InvalidField
 from cluster.state import open_store
 from cluster.types import ModelInfo
-from engine.calibration import measure_cost
+from engine.calibration import measure_cost, warm_up
+from engine.device import require
 from engine.factory import load_target as load_native
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
@@ -33,7 +34,11 @@ def load_target(
         ModelUnavailable, InvalidField: as ``load_engine``.
     """
     engine, info = load_engine(config, feature_layers)
-    return engine, info, OnlineCost(measure_cost(engine) if profile is None else ProfiledCost(profile, config))
+    if profile is None:
+        return engine, info, OnlineCost(measure_cost(engine))
+    if config.target.device == "cuda":  # the first pass of a size compiles kernels and captures a graph
+        warm_up(engine)
+    return engine, info, OnlineCost(ProfiledCost(profile, config))
 
 
 def stored_profile(config: Config) -> Profile | None:
@@ -51,8 +56,13 @@ def stored_profile(config: Config) -> Profile | None:
 
 
 def identity_of(config: Config) -> Identity:
-    """What a profile of the target of a resolved configuration is stored under, on this machine."""
+    """What a profile of the target of a resolved configuration is stored under, on this machine.
+
+    Raises:
+        InvalidField: the target's device is a GPU, and there is none.
+    """
     device = config.target.device
+    require(device)
     return Identity.of(config, torch.cuda.get_device_name() if device == "cuda" else cpu_name())
 
 

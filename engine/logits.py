@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.types import SamplingParams
+from engine.device import to_device
 from engine.race import Peaks, largest, num_rows_at_once, relative
 
 _NUM_LIKELY = 1024  # tokens that nearly always hold the mass that top-p asks for
@@ -103,16 +104,16 @@ def edit(x: Tensor, edits: Edits) -> None:
     sampling = edits.sampling
     if edits.counts is not None:
         ids, num_generated, occurred = (
-            torch.from_numpy(array).to(x.device) for array in edits.counts.with_drafts(edits.draft_ids, len(x))
+            to_device(array, x.device) for array in edits.counts.with_drafts(edits.draft_ids, len(x))
         )
         values = x[:, ids]
         repeated = torch.where(values < 0, values * sampling.repetition_penalty, values / sampling.repetition_penalty)
         values = torch.where(occurred, repeated, values)
         x[:, ids] = values - sampling.frequency_penalty * num_generated - sampling.presence_penalty * (num_generated > 0)
     if edits.bias is not None:
-        x[:, torch.from_numpy(edits.bias.token_ids).to(x.device)] += torch.from_numpy(edits.bias.values).to(x.device)
+        x[:, to_device(edits.bias.token_ids, x.device)] += to_device(edits.bias.values, x.device)
     if edits.num_masked_rows:
-        x[: edits.num_masked_rows, torch.tensor(edits.masked_ids, device=x.device)] = -torch.inf
+        x[: edits.num_masked_rows, to_device(np.array(edits.masked_ids), x.device)] = -torch.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def floors(x: Tensor, at: Peaks, temperatures: Tensor, filters: Filters) -> Tens
         floor[rows] = _nucleus_floor(z, masses * weights.sum(-1))
     if filters.min_p.any():
         with np.errstate(divide="ignore"):  # log 0 = -inf admits all
-            floor = torch.maximum(floor, torch.from_numpy(np.log(filters.min_p)).float().to(x.device))
+            floor = torch.maximum(floor, to_device(np.log(filters.min_p).astype(np.float32), x.device))
     return floor
 
 
@@ -146,7 +147,7 @@ def _select(where: NDArray[np.bool_], limits: NDArray[Any], x: Tensor) -> Iterat
     """The rows that a filter applies to and their limits, in parts of a size that suits the device."""
     for rows in np.split(np.flatnonzero(where), range(num_rows_at_once(x), len(where), num_rows_at_once(x))):
         if len(rows):
-            yield torch.from_numpy(rows).to(x.device), torch.from_numpy(limits[rows]).to(x.device)
+            yield to_device(rows, x.device), to_device(limits[rows], x.device)
 
 
 def _kth_largest(x: Tensor, ks: Tensor) -> Tensor:

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from cluster.errors import InvalidField
 from cluster.types import Request
 from engine.acceptance import verdict
+from engine.device import to_device
 from engine.features import FeatureCache
 from engine.forward import CausalModel
 from engine.layout import PackedSpan
@@ -82,6 +84,7 @@ class NativeTarget:
         checkpoints = self._ledger.speculate_all({span.request_id: span.token_ids for span in spans})
         try:
             outcomes = self._compute(spans)
+            self._model.synchronize()  # callers time passes, and one in which nothing is sampled reads nothing back
         except BaseException:
             for checkpoint in checkpoints.values():
                 self._ledger.commit(checkpoint, 0)
@@ -154,7 +157,7 @@ class NativeTarget:
         if not sampled:
             return [SpanOutcome(span.request_id, (), 0) for span in spans]
         if sum(span.num_drafts + 1 for span in sampled) < len(hidden):
-            hidden = hidden[_sampled_rows(spans).to(hidden.device)]
+            hidden = hidden[to_device(_sampled_rows(spans), hidden.device)]
         logits = self._model.logits(hidden)
         chosen = self._sampler.choose(
             logits,
@@ -176,8 +179,8 @@ def _drafts(span: SpanInput) -> tuple[int, ...]:
     return span.token_ids[len(span.token_ids) - span.num_drafts :]
 
 
-def _sampled_rows(spans: Sequence[SpanInput]) -> torch.Tensor:
-    """Of all rows of the pass those whose logits are wanted, ascending, int64."""
+def _sampled_rows(spans: Sequence[SpanInput]) -> NDArray[np.int64]:
+    """Of all rows of the pass those whose logits are wanted, ascending."""
     ends = np.cumsum([len(span.token_ids) for span in spans])
     rows = [np.arange(end - span.num_drafts - 1, end) for span, end in zip(spans, ends, strict=True) if span.samples]
-    return torch.from_numpy(np.concatenate(rows))
+    return np.concatenate(rows)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.types import SamplingParams, TokenLogprobs
+from engine.device import to_device
 from engine.logits import Bias, Edits, Filters, TokenCounts, edit, floors
 from engine.noise import noise_keys
 from engine.ops import Race
@@ -193,7 +194,7 @@ def _pick(logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confid
     x = logits
     if not is_all:
         rows = np.concatenate([np.arange(member.rows.start, member.rows.stop) for member in members])
-        x = logits[torch.from_numpy(rows).to(logits.device)]
+        x = logits[to_device(rows, logits.device)]
     if members[0].is_edited:
         x = x.to(torch.float32, copy=is_all)
         start = 0
@@ -209,9 +210,9 @@ def _pick(logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confid
     temperatures = torch.ones_like(at.rows)
     floor = None
     if members[0].is_noisy:
-        temperatures = torch.from_numpy(_temperatures(members)).to(x.device)
+        temperatures = to_device(_temperatures(members), x.device)
         floor = floors(x, at, temperatures, _filters(members))
-        token_ids = first_arrivals(x, at, temperatures, floor, torch.from_numpy(_keys(members)).to(x.device))
+        token_ids = first_arrivals(x, at, temperatures, floor, to_device(_keys(members), x.device))
     else:
         token_ids = greedy(x, at)
     columns = [token_ids.double(), at.rows.double()]
@@ -266,9 +267,9 @@ def _raw_logprobs(logits: Tensor, members: Sequence[_Member], picks: _Picks) -> 
     if not num_top:
         return {}
     rows = np.fromiter(num_top, np.int64)
-    raw = logits[torch.from_numpy(rows).to(logits.device)].float()
+    raw = logits[to_device(rows, logits.device)].float()
     norm = raw.logsumexp(-1, keepdim=True)
-    tokens = torch.from_numpy(picks.token_ids[rows]).to(raw.device).clamp_max(raw.shape[-1] - 1)
+    tokens = to_device(picks.token_ids[rows], raw.device).clamp_max(raw.shape[-1] - 1)
     own = (raw.gather(1, tokens[:, None]) - norm).squeeze(1).tolist()
     top = raw.topk(min(max(num_top.values()), raw.shape[-1]))
     top_ids, top_values = top.indices.tolist(), (top.values - norm).tolist()

@@ -61,6 +61,8 @@ class TargetEngine(Protocol):
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         """One packed pass. Draft tokens that were not accepted are rolled back before it returns.
 
+        It returns after the device has finished the pass: callers time it, and learn from that what passes cost.
+
         Raises:
             OutOfBlocks: the spans need more blocks than are free; nothing was computed.
         """

@@ -54,7 +54,7 @@ class Backbone:
         self._context_kv = self._linear(*(part for x in layers for part in (x.self_attn.k_proj, x.self_attn.v_proj)))
         self._layers = [self._fused(layer) for layer in layers]
         self._final_norm = self._norm(network.norm)
-        self._embedding = network.embed_tokens.weight.detach()
+        self._embedding = network.embed_tokens.weight.detach().to(device)
         self._anchor_input = None
         if network.anchor_input is not None:
             reduce = network.anchor_input.reduce

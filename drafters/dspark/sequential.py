@@ -18,6 +18,7 @@ from torch.nn.functional import embedding
 
 from drafters.dspark.choice import is_plain, make_choice
 from drafters.dspark.network import DSparkNetwork, markov_rows
+from engine.device import to_device
 from engine.factory import make_ops
 from engine.models.weights import LinearWeight
 from engine.noise import noise_keys
@@ -104,8 +105,8 @@ class SequentialStage:
         self._rows = markov_rows(config).numpy()
         self._markov, self._bias = network.markov_head, None
         if self._markov is not None:
-            self._bias = ops.logits(LinearWeight(self._markov.markov_w2.weight.detach().to(device, dtype)))
             self._markov = self._markov.to(device, dtype)
+            self._bias = ops.logits(LinearWeight(self._markov.markov_w2.weight.detach()))
         known = range(config.shape.vocab_size) if config.draft_token_ids is None else config.draft_token_ids
         self._race = make_choice(ops, np.array(known, np.int64))
         self._output_ids = None if config.draft_token_ids is None else torch.tensor(known, device=device)
@@ -129,7 +130,7 @@ class SequentialStage:
             rows = self._rows[[block.token_before(k) for block in blocks]]
             latents = None
             if self._markov is not None:
-                embeddings = embedding(torch.from_numpy(rows).to(self._device), self._markov.markov_w1.weight)
+                embeddings = embedding(to_device(rows, self._device), self._markov.markov_w1.weight)
                 latents, state = self._markov.step(embeddings, hidden[:, k], state)
             confidences: Sequence[float | None] = [None] * len(blocks)
             if self._confidence is not None and of_hidden is not None:
@@ -154,7 +155,7 @@ class SequentialStage:
         if latents is None or self._bias is None:
             return base.contiguous()
         if len(active) < len(latents):
-            latents = latents[torch.tensor(active, device=self._device)]
+            latents = latents[to_device(np.array(active), self._device)]
         return self._bias(latents, base)
 
     def _sample(self, logits: Tensor, active: Sequence[tuple[Block, float | None]]) -> None:
@@ -202,14 +203,14 @@ class _BaseLogits:
         logits = self._logits[:, k - self._start]
         if len(active) == len(logits):
             return logits
-        return logits[torch.tensor([self._row_of[i] for i in active], device=logits.device)]
+        return logits[to_device(np.array([self._row_of[i] for i in active]), logits.device)]
 
     def _make(self, k: int) -> None:
         left = [i for i, block in enumerate(self._blocks) if not block.done and k < block.end]
         stop = self._hidden.shape[1]
         if self._rows_at_once is not None:
             stop = min(stop, k + -(-self._rows_at_once // len(left)))
-        hidden = self._hidden[torch.tensor(left, device=self._hidden.device), k:stop]
+        hidden = self._hidden[to_device(np.array(left), self._hidden.device), k:stop]
         self._logits = self._head(hidden.flatten(0, 1)).view(len(left), stop - k, -1)
         self._start, self._stop = k, stop
         self._row_of = {i: row for row, i in enumerate(left)}

@@ -5,25 +5,30 @@ values of all rows are written before any row attends, so a verify span means th
 padded number of rows serves every mixture of decode rows and verify spans.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine.forward import CausalModel
 from engine.kv_cache import KvCache
-from engine.layout import Layout, PackedSpan
+from engine.layout import PackedSpan, pack
 from engine.models.config import ModelConfig
 from engine.models.weights import Weights
 from engine.ops import Ops
 
 PADDED_ROWS = (1, 2, 4, 8, 16, 32)
 _NUM_WARMUPS = 2  # passes before a capture: kernels are compiled and libraries choose their algorithms
+_CAPTURING = threading.Lock()  # a capture begins with a wait for the device, which another capture forbids
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    layout: Layout  # what the graph reads: to be overwritten before a replay
+    buffer: torch.Tensor  # the layout that the graph reads: overwritten before a replay
+    table_width: int
     graph: torch.cuda.CUDAGraph
     hidden: torch.Tensor  # what it writes, [padded rows, hidden]
     features: torch.Tensor  # and [padded rows, layers * hidden]
@@ -45,37 +50,64 @@ class GraphedModel(CausalModel):
         self._pool: tuple[int, int] | None = None  # of memory, shared by all graphs: one runs at a time
 
     @torch.inference_mode()
-    def forward_with_features(
-        self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_with_features(self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]) -> Outputs:
         num_rows = sum(len(span.token_ids) for span in spans)
         if not 1 <= num_rows <= PADDED_ROWS[-1]:
             return super().forward_with_features(spans, cache, layers)
-        layout = self.lay_out(rows_as_spans(spans), cache.block_len)
-        captured = self._captured(next(padded for padded in PADDED_ROWS if padded >= num_rows), cache, layers)
-        fill(captured.layout, layout)
+        padded_rows = next(padded for padded in PADDED_ROWS if padded >= num_rows)
+        captured = self._captured(padded_rows, cache, layers)
+        rows = rows_as_spans(spans)
+        host = pack(
+            rows,
+            cache.block_len,
+            self._inverse_frequencies,
+            self.device,
+            num_padding=padded_rows - num_rows,
+            table_width=captured.table_width,
+        )
+        captured.buffer.copy_(host.buffer, non_blocking=True)
         captured.graph.replay()
         return captured.hidden[:num_rows], captured.features[:num_rows]
 
     @torch.inference_mode()
+    def warm_up(self, cache: KvCache) -> None:
+        for num_rows in PADDED_ROWS:
+            self._captured(num_rows, cache, ())
+
     def _captured(self, num_rows: int, cache: KvCache, layers: tuple[int, ...]) -> _Captured:
         key = (num_rows, cache.keys.data_ptr(), layers)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(blank_layout(num_rows, self, cache), cache, layers)
+            self._graphs[key] = self._capture(num_rows, cache, layers)
         return self._graphs[key]
 
-    def _capture(self, layout: Layout, cache: KvCache, layers: tuple[int, ...]) -> _Captured:
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+    def _capture(self, num_rows: int, cache: KvCache, layers: tuple[int, ...]) -> _Captured:
+        width = min(cache.num_blocks, -(-self.config.max_len // cache.block_len))
+        host = pack((), cache.block_len, self._inverse_frequencies, self.device, num_padding=num_rows, table_width=width)
+        buffer = host.buffer.to(self.device, copy=True)
+        layout = host.layout(buffer)
+        graph, (hidden, features) = record(lambda: self._pass(layout, cache, layers), self.device, self._pool)
+        self._pool = graph.pool()
+        return _Captured(buffer, width, graph, hidden, features, cache)
+
+
+def record(
+    compute: Callable[[], Outputs], device: torch.device, pool: tuple[int, int] | None
+) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+    """A graph of what ``compute`` launches, and the tensors that a replay writes.
+
+    Other threads may use the device meanwhile: the capture forbids unsafe calls to its own thread alone.
+    """
+    stream = torch.cuda.Stream(device)
+    with _CAPTURING:
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(_NUM_WARMUPS):
-                self._pass(layout, cache, layers)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+                compute()
+        torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            hidden, features = self._pass(layout, cache, layers)
-        self._pool = graph.pool()
-        return _Captured(layout, graph, hidden, features, cache)
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            outputs = compute()
+    return graph, outputs
 
 
 def rows_as_spans(spans: Sequence[PackedSpan]) -> list[PackedSpan]:
@@ -85,30 +117,3 @@ def rows_as_spans(spans: Sequence[PackedSpan]) -> list[PackedSpan]:
         for span in spans
         for i, token_id in enumerate(span.token_ids)
     ]
-
-
-def blank_layout(num_rows: int, model: CausalModel, cache: KvCache) -> Layout:
-    """Rows of padding: they attend to position 0 of block 0, and are written nowhere."""
-    width = min(cache.num_blocks, -(-model.config.max_len // cache.block_len))
-    at = model.device
-    return Layout(
-        token_ids=torch.zeros(num_rows, dtype=torch.int64, device=at),
-        positions=torch.zeros(num_rows, dtype=torch.int64, device=at),
-        slots=torch.full((num_rows,), -1, dtype=torch.int64, device=at),
-        starts=torch.arange(num_rows + 1, dtype=torch.int32, device=at),
-        base_lens=torch.zeros(num_rows, dtype=torch.int32, device=at),
-        tables=torch.zeros(num_rows, width, dtype=torch.int32, device=at),
-        cos=torch.zeros(num_rows, model.config.head_dim // 2, device=at),
-        sin=torch.zeros(num_rows, model.config.head_dim // 2, device=at),
-        max_span_len=1,
-    )
-
-
-def fill(padded: Layout, layout: Layout) -> None:
-    """Writes ``layout``, one row a span, into the first rows of ``padded``; the rest becomes padding."""
-    num_rows = layout.num_rows
-    for name in ("token_ids", "positions", "slots", "base_lens", "cos", "sin"):
-        getattr(padded, name)[:num_rows].copy_(getattr(layout, name), non_blocking=True)
-    padded.tables[:num_rows, : layout.tables.shape[1]].copy_(layout.tables, non_blocking=True)
-    padded.slots[num_rows:].fill_(-1)
-    padded.base_lens[num_rows:].zero_()

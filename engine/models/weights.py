@@ -57,7 +57,7 @@ class Weights(Protocol):
         """[hidden], fp32"""
 
     def head(self) -> torch.Tensor:
-        """[vocab, hidden]; the embedding where they are tied"""
+        """[vocab, hidden]; where they are tied and of one dtype, the same tensor as ``embedding()``"""
 
 
 class TensorWeights:
@@ -67,10 +67,13 @@ class TensorWeights:
         self._config = config
         self._source = source
         self._dtype = dtype
+        self._embedding: torch.Tensor | None = None
 
     def embedding(self) -> torch.Tensor:
-        table = self._source.read("model.embed_tokens.weight", (self._config.vocab_size, self._config.hidden_size))
-        return table if table.dtype.itemsize < self._dtype.itemsize else table.to(self._dtype)
+        if self._embedding is None:
+            table = self._source.read("model.embed_tokens.weight", (self._config.vocab_size, self._config.hidden_size))
+            self._embedding = table if table.dtype.itemsize < self._dtype.itemsize else table.to(self._dtype)
+        return self._embedding
 
     def layers(self) -> Iterator[LayerWeights]:
         for index in range(self._config.num_layers):

@@ -3,16 +3,28 @@
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cluster.types import SamplingParams
+from drafters.dspark import backbone
+from drafters.dspark.checkpoint import load_network
+from drafters.small_model import Question, SmallModel
 from engine.forward import PackedSpan
-from engine.ops import TorchOps
+from engine.kv_cache import KvCache
+from engine.layout import lay_out
+from engine.models.config import ModelConfig, inverse_frequencies
+from engine.ops import HeadNorms, Ops, TorchOps
+from tests.support.dspark import target_rows, write_dspark
 from tests.support.families import write_family
+from tests.support.one_device import OneDevice
 from tests.support.packing import BLOCK_LEN, compute_in_pieces, load_with, random_sequences
+from tests.support.triton_aot import Case
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels on the device itself", allow_module_level=True)
@@ -22,37 +34,190 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which without a GPU nothing else needs
 pytest.importorskip("triton")
 
-from engine.cuda.graphs import blank_layout, fill, rows_as_spans
+import triton.language as tl
+from triton.runtime import interpreter
+
+from engine.cuda import graphs
+from engine.cuda.graphs import GraphedModel, Outputs
 from engine.cuda.ops import CudaOps
 
 
-@pytest.mark.parametrize("family", ["llama-odd-sizes", "llama-wide-heads", "qwen3"])
-def test_packed_passes_give_the_logits_of_the_reference(family: str, tmp_path: Path) -> None:
-    write_family(family, tmp_path)
+def test_packed_passes_give_the_logits_of_the_reference(tmp_path: Path) -> None:
+    write_family("llama-odd-sizes", tmp_path)
     logits = []
     for make_ops in (CudaOps, TorchOps):
         model = load_with(make_ops, tmp_path)
-        sequences, num_blocks = random_sequences(model.config.vocab_size, [1, 19, 30], random.Random(1))
+        sequences, num_blocks = random_sequences(model.config.vocab_size, [1, 19], random.Random(1))
         compute_in_pieces(model, sequences, model.new_cache(num_blocks, BLOCK_LEN), random.Random(2))
         logits.append(torch.cat([torch.cat(sequence.logits) for sequence in sequences]))
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=2e-4)
 
 
-def test_a_pass_cut_into_padded_rows_gives_the_same(tmp_path: Path) -> None:
-    """What a graph replays, without the graph: each row its own span, and rows of padding that touch nothing."""
-    write_family("llama", tmp_path)
-    model = load_with(CudaOps, tmp_path)
-    plain, padded = model.new_cache(6, BLOCK_LEN), model.new_cache(6, BLOCK_LEN)
-    prompt, tables = list(range(30)), (np.array([4, 1, 0], np.int32), np.array([2, 5], np.int32))
-    for cache in (plain, padded):
-        model.forward([PackedSpan(0, prompt, tables[0]), PackedSpan(0, prompt[:9], tables[1])], cache)
-    spans = [PackedSpan(30, (7, 8, 9, 10), tables[0]), PackedSpan(9, (3,), tables[1])]
-    expected = model.forward(spans, plain)
-    layout = blank_layout(8, model, padded)
-    fill(layout, model.lay_out(rows_as_spans(spans), BLOCK_LEN))
-    state = model.enter(layout, padded)
-    with torch.inference_mode():
-        model.run_layers(state, 0, model.config.num_layers)
-        torch.testing.assert_close(model.finish(state)[:5], expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(padded.keys, plain.keys, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(padded.values, plain.values, rtol=1e-5, atol=1e-5)
+def config_of(head_dim: int, num_heads: int, num_kv_heads: int, qk_norm: bool) -> ModelConfig:
+    return Case("", "", head_dim, (num_heads, num_kv_heads), BLOCK_LEN, qk_norm, 72).config
+
+
+@pytest.fixture(autouse=True)
+def widened_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bfloat16 as uint16, and its ``tl.dot`` multiplies those numbers: here it widens them first."""
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (
+            interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+            if x.dtype.scalar == tl.bfloat16
+            else x
+            for x in (a, b)
+        )
+        return plain(builder, a, b, *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "qk_norm"), [(64, (4, 4), False), (80, (6, 2), True), (96, (3, 1), False), (256, (2, 1), True)]
+)
+def test_each_operator_gives_what_plain_torch_gives(
+    dtype: torch.dtype, head_dim: int, heads: tuple[int, int], qk_norm: bool
+) -> None:
+    config = config_of(head_dim, *heads, qk_norm)
+    generator = torch.Generator().manual_seed(head_dim)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    table = np.array([3, 0, 2], np.int32)
+    spans = [PackedSpan(37, (0,) * 5, table), PackedSpan(0, (0,), np.array([1], np.int32))]
+    layout = lay_out(spans, BLOCK_LEN, torch.tensor(inverse_frequencies(config)), torch.device("cpu"))
+    history = KvCache.allocate(config, 4, dtype, torch.device("cpu"), BLOCK_LEN)
+    history.keys.copy_(rand(*history.keys.shape))
+    history.values.copy_(rand(*history.values.shape))
+    residual, delta, weight = rand(6, config.hidden_size), rand(6, config.hidden_size).to(dtype), rand(config.hidden_size)
+    qkv = rand(6, config.q_size + 2 * config.kv_size).to(dtype)
+    norms = HeadNorms(rand(head_dim), rand(head_dim)) if qk_norm else None
+    gate_up = rand(6, 2 * config.intermediate_size).to(dtype)
+    results = []
+    for ops in (CudaOps(config, dtype), TorchOps(config, dtype)):
+        own = residual.clone()
+        keys, values = history.keys[0].clone(), history.values[0].clone()
+        queries = ops.rotate_and_store(qkv, norms, layout, keys, values)
+        attended = ops.attention(queries, layout, keys, values)
+        results.append([ops.add_norm(own, delta, weight), own, queries, keys, values, attended, ops.gate(gate_up)])
+    exact = dtype == torch.float32
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=1e-5 if exact else 2e-2, atol=1e-5 if exact else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_an_earlier_owner_left_in_a_block_is_not_read(dtype: torch.dtype) -> None:
+    """Blocks are handed on as they are: a sequence whose values overflowed must not spoil the next one."""
+    config = config_of(64, 4, 2, False)
+    cache = KvCache.allocate(config, 2, dtype, torch.device("cpu"), BLOCK_LEN)
+    ops = CudaOps(config, dtype)
+    spans = [PackedSpan(0, (0,) * 3, np.array([1], np.int32))]
+    layout = lay_out(spans, BLOCK_LEN, torch.tensor(inverse_frequencies(config)), torch.device("cpu"))
+    qkv = torch.randn(3, config.q_size + 2 * config.kv_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    attended = []
+    for stale in (0.0, torch.nan):
+        keys, values = (torch.full_like(x[0], stale) for x in (cache.keys, cache.values))
+        queries = ops.rotate_and_store(qkv, None, layout, keys, values)
+        attended.append(ops.attention(queries, layout, keys, values))
+    assert torch.equal(*attended)
+
+
+class Recorded:
+    """A graph that computes again what was recorded, into the same tensors."""
+
+    def __init__(self, compute: Callable[[], Outputs], outputs: Outputs) -> None:
+        self._compute, self._outputs = compute, outputs
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 0)
+
+    def replay(self) -> None:
+        for old, new in zip(self._outputs, self._compute(), strict=True):
+            old.copy_(new)
+
+
+@pytest.fixture
+def num_recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Graphs without a device: a list with the rows of each that was recorded."""
+    rows = []
+
+    def record(compute: Callable[[], Outputs], device: torch.device, pool: object) -> tuple[Recorded, Outputs]:
+        outputs = compute()
+        rows.append(len(outputs[0]))
+        return Recorded(compute, outputs), outputs
+
+    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(graphs, "PADDED_ROWS", (1, 2, 4, 8))  # the interpreter is slow
+    return rows
+
+
+def test_replayed_passes_give_what_plain_ones_give(tiny_model_folder: Path, num_recorded: list[int]) -> None:
+    """Small passes are replayed, each row its own span, with rows of padding that touch nothing; large ones are not."""
+    layers = (-1, 0, 1)
+    graphed, plain = load_with(CudaOps, tiny_model_folder, kind=GraphedModel), load_with(CudaOps, tiny_model_folder)
+    caches = [graphed.new_cache(8, BLOCK_LEN), plain.new_cache(8, BLOCK_LEN)]
+    long, short = np.array([4, 1, 0, 6, 3, 7], np.int32), np.array([2, 5], np.int32)
+    base_len = 0
+    for num_rows in (17, 2, 1, 5, 1):
+        spans = [PackedSpan(base_len, list(range(num_rows)), long), PackedSpan(base_len // 2, (7,), short)]
+        outputs = [
+            model.forward_with_features(spans, cache, layers) for model, cache in zip((graphed, plain), caches, strict=True)
+        ]
+        for found, expected in zip(*outputs, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        base_len += num_rows
+    assert num_recorded == [4, 2, 8]
+    for found, expected in zip((caches[0].keys, caches[0].values), (caches[1].keys, caches[1].values), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_is_warm_records_nothing_while_it_serves(tiny_model_folder: Path, num_recorded: list[int]) -> None:
+    model = load_with(CudaOps, tiny_model_folder, kind=GraphedModel)
+    small = SmallModel(model, num_blocks=4, vocab_size=model.config.vocab_size, eos_token_ids=(1,))
+    assert num_recorded == [1, 2, 4, 8]
+    small.open("a", range(3, 7), 4, SamplingParams(max_tokens=8, temperature=0.0))
+    small.choose([Question("a", drafts=(11, 12))])
+    assert num_recorded == [1, 2, 4, 8]
+
+
+def test_a_pass_takes_one_copy_to_the_device_and_mixes_no_devices(tmp_path: Path, num_recorded: list[int]) -> None:
+    """The meta device stands for a GPU: it computes nothing, but knows which tensors are not on it."""
+
+    def make_ops(config: ModelConfig, dtype: torch.dtype, *_: object, **__: object) -> Ops:
+        return CudaOps(config, dtype, launch=lambda *args, **constants: None)
+
+    write_family("llama-tied", tmp_path)
+    model = load_with(make_ops, tmp_path, device="meta", kind=GraphedModel)
+    cache = model.new_cache(8, BLOCK_LEN)
+    table = np.arange(8, dtype=np.int32)
+    for num_rows in (40, 3):
+        model.forward_with_features([PackedSpan(0, (5,) * num_rows, table)], cache, (0, 2))  # records
+        with OneDevice(torch.device("meta")) as device:
+            model.forward_with_features([PackedSpan(0, (5,) * num_rows, table)], cache, (0, 2))
+        assert device.copies == ["queued"]
+
+
+@pytest.mark.parametrize("changes", [{"shares_embedding": False}, {"anchor_input": True, "anchor_input_rank": 4}])
+def test_the_parallel_stage_of_dspark_lies_on_the_device_whole(
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(
+        backbone, "make_ops", lambda config, dtype, *_, **__: CudaOps(config, dtype, launch=lambda *args, **constants: None)
+    )
+    folder = write_dspark(tmp_path, tiny_model_folder, **changes)
+    network = load_network(folder, target_rows(tiny_model_folder))
+    at = torch.device("meta")
+    stage = backbone.Backbone(network, torch.float32, at)
+    cache = stage.new_cache(4)
+    features = torch.empty(9, stage.config.feature_size, device=at)
+    table = np.arange(4, dtype=np.int32)
+    with OneDevice(at) as device:
+        stage.project([PackedSpan(0, (0,) * 9, table)], features, cache)
+        hidden = stage.run([PackedSpan(9, (0,) * stage.config.block_size, table)], features[:1], cache)
+    assert hidden.device == at
+    assert device.copies == ["queued", "queued"]

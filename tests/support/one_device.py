@@ -1,0 +1,34 @@
+"""Watches what crosses between the host and a device."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_COPIES = {"aten::copy_", "aten::_to_copy", "aten::to"}
+
+
+class OneDevice(TorchDispatchMode):
+    """Raises where an operation reads tensors of two devices, as CUDA would; an index on the host counts, since reading it
+    waits for the device. Numbers (tensors of no dimension) may lie anywhere.
+
+    ``copies``: of those from the host to the device, whether each is "queued" or "waited" for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.copies: list[str] = []
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor) and x.dim()]
+        if len({x.device for x in tensors}) > 1:
+            assert func._schema.name in _COPIES, f"{func} mixes {[(tuple(x.shape), str(x.device)) for x in tensors]}"
+            assert result.device == self._device, f"{func} reads from the device"
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            self.copies.append("queued" if given.get("non_blocking") else "waited")
+        return result

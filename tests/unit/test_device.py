@@ -1,0 +1,300 @@
+"""What targets and drafters exchange with a device, without one: copies, waits, warming up, capture and fallback."""
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.config import Config, TargetConfig
+from cluster.errors import InvalidField
+from cluster.types import ModelInfo, Request, SamplingParams
+from drafters.dspark import sequential
+from drafters.dspark.checkpoint import load_network
+from drafters.small_model import Question, SmallModel
+from engine import factory, loading
+from engine.calibration import ROWS
+from engine.device import to_device
+from engine.forward import CausalModel
+from engine.kv_cache import KvCache
+from engine.layout import PackedSpan, lay_out, pack
+from engine.models.config import load_config
+from engine.models.weights import LinearWeight, open_weights
+from engine.native import NativeLimits, NativeTarget
+from engine.ops import Linear, Logits, TorchOps
+from engine.sampling import Sampler
+from engine.target import SpanInput, SpanOutcome
+from router.plan import Capacity
+from tests.support.dspark import target_rows, write_dspark
+from tests.support.families import write_family
+from tests.support.one_device import OneDevice
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+SPANS = (
+    PackedSpan(30, (7, 8, 9), np.array([4, 1, 0], np.int32)),
+    PackedSpan(9, (3,), np.array([2, 5], np.int32)),
+)
+FREQUENCIES = torch.tensor([1.0, 0.5, 0.25])
+TENSORS = ("token_ids", "positions", "slots", "starts", "base_lens", "tables", "cos", "sin")
+
+
+def test_a_layout_is_one_copy_that_is_not_waited_for() -> None:
+    with OneDevice(META) as device:
+        layout = lay_out(SPANS, 16, FREQUENCIES, META)
+    assert device.copies == ["queued"]
+    expected = lay_out(SPANS, 16, FREQUENCIES, CPU)
+    for name in TENSORS:
+        on_device, on_host = getattr(layout, name), getattr(expected, name)
+        assert (on_device.device, on_device.shape, on_device.dtype) == (META, on_host.shape, on_host.dtype)
+
+
+def test_a_packed_layout_holds_the_same_and_is_aligned() -> None:
+    host = pack(SPANS, 16, FREQUENCIES, CPU)
+    found, expected = host.layout(host.buffer.clone()), lay_out(SPANS, 16, FREQUENCIES, CPU)
+    for name in TENSORS:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        assert (getattr(found, name).data_ptr() - found.token_ids.data_ptr()) % 16 == 0, name
+    assert found.max_span_len == 3
+
+
+def test_rows_of_padding_are_spans_that_are_written_nowhere() -> None:
+    rows = [PackedSpan(9, (3,), np.array([2, 5], np.int32)), PackedSpan(32, (4,), np.array([4, 1, 3], np.int32))]
+    host = pack(rows, 16, FREQUENCIES, CPU, num_padding=2, table_width=5)
+    layout = host.layout(host.buffer)
+    assert layout.token_ids.tolist() == [3, 4, 0, 0]
+    assert layout.positions.tolist() == [9, 32, 0, 0]
+    assert layout.slots.tolist() == [41, 48, -1, -1]
+    assert layout.starts.tolist() == [0, 1, 2, 3, 4]
+    assert layout.base_lens.tolist() == [9, 32, 0, 0]
+    assert layout.tables.tolist() == [[2, 0, 0, 0, 0], [4, 1, 3, 0, 0], [0] * 5, [0] * 5]
+    empty = pack((), 16, FREQUENCIES, CPU, num_padding=2, table_width=1)
+    assert empty.layout(empty.buffer).starts.tolist() == [0, 1, 2]
+
+
+def test_arrays_go_to_a_device_without_a_wait() -> None:
+    with OneDevice(META) as device:
+        to_device(np.arange(5), META)
+    assert device.copies == ["queued"]
+    array = np.arange(3)
+    assert to_device(array, CPU).data_ptr() == array.ctypes.data
+
+
+class Waits(CausalModel):
+    """Notes whether the device was waited for after the last pass, as a GPU has to be."""
+
+    finished = True
+
+    def forward_with_features(self, spans: Any, cache: KvCache, layers: Any) -> Any:
+        self.finished = False
+        return super().forward_with_features(spans, cache, layers)
+
+    def synchronize(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def waits(tiny_model_folder: Path) -> Waits:
+    config = load_config(tiny_model_folder)
+    with open_weights(tiny_model_folder, config, torch.float32) as weights:
+        return Waits(config, weights, TorchOps(config, torch.float32), torch.float32)
+
+
+@pytest.mark.parametrize("samples", [False, True])
+def test_a_pass_is_over_when_execute_returns(waits: Waits, samples: bool) -> None:
+    """Else profiles and the online cost model would learn how long a launch takes."""
+    target = NativeTarget(waits, NativeLimits(16, 16, 4, 64, 128))
+    request = Request("a", tuple(range(8)), SamplingParams(max_tokens=4), arrival_s=0.0)
+    target.open(request, request.prompt_token_ids)
+    target.execute([SpanInput("a", 0, request.prompt_token_ids, samples=samples)])
+    assert waits.finished
+
+
+def test_a_pass_that_only_catches_up_is_over_when_it_returns(waits: Waits) -> None:
+    small = SmallModel(waits, num_blocks=8, vocab_size=257, eos_token_ids=(256,), max_pass_rows=8)
+    small.open("a", range(30), 30, SamplingParams(max_tokens=4))
+    assert small.catch_up([Question("a")]) == [False]
+    assert waits.finished
+    assert small.foresee([Question("a")], max_rows=4) == [None]
+    assert waits.finished
+
+
+class Keeps(TorchOps):
+    """Keeps the weights that products were made of."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.weights: list[torch.Tensor] = []
+
+    def linear(self, weight: LinearWeight) -> Linear:
+        self.weights.append(weight.weight)
+        return super().linear(weight)
+
+    def logits(self, weight: LinearWeight) -> Logits:
+        self.weights.append(weight.weight)
+        return super().logits(weight)
+
+
+@pytest.mark.parametrize(("family", "is_one"), [("llama-tied", True), ("llama", False)])
+def test_tied_embeddings_lie_in_memory_once(family: str, is_one: bool, tmp_path: Path) -> None:
+    write_family(family, tmp_path)
+    config = load_config(tmp_path)
+    ops = Keeps(config, torch.bfloat16)
+    with open_weights(tmp_path, config, torch.bfloat16) as weights:
+        model = CausalModel(config, weights, ops, torch.bfloat16)
+    assert (ops.weights[-1].data_ptr() == model.embedding.data_ptr()) == is_one
+
+
+def test_the_bias_of_dsparks_sequential_head_lies_in_memory_once(
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = load_network(write_dspark(tmp_path, tiny_model_folder), target_rows(tiny_model_folder))
+    ops = Keeps(network.config.shape, torch.bfloat16)
+    monkeypatch.setattr(sequential, "make_ops", lambda *_, **__: ops)
+    sequential.SequentialStage(network, torch.bfloat16, CPU, Sampler(257, (256,)))
+    assert network.markov_head is not None
+    assert ops.weights[-1].data_ptr() == network.markov_head.markov_w2.weight.data_ptr()
+
+
+class Counted:
+    """A target that computes nothing."""
+
+    def __init__(self) -> None:
+        self.passes: list[int] = []
+
+    def open(self, request: Request, token_ids: Sequence[int]) -> int:
+        return 0
+
+    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        self.passes.append(sum(len(span.token_ids) for span in spans))
+        return [SpanOutcome(span.request_id, (), 0) for span in spans]
+
+    def release(self, request_id: str) -> None:
+        pass
+
+    def capacity(self) -> Capacity:
+        return Capacity(32, 64, 64, 8, 128, 1024)
+
+    def check_integrity(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("device", "warmed"), [("cuda", [rows for rows in ROWS if rows <= 128]), ("cpu", [])])
+def test_with_a_stored_profile_a_gpu_still_computes_once_before_it_serves(
+    device: str, warmed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Counted()
+    monkeypatch.setattr(loading, "load_engine", lambda *_: (engine, ModelInfo("m", 10, 8, (), "")))
+    monkeypatch.setattr(loading, "ProfiledCost", lambda *_: SimpleNamespace())
+    loading.load_target(Config(target=TargetConfig(device=device)), profile=SimpleNamespace())  # type: ignore[arg-type]
+    assert engine.passes == warmed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused_by_name(tiny_model_folder: Path) -> None:
+    with pytest.raises(InvalidField, match="device: must be cpu or auto, since"):
+        factory.load_model(tiny_model_folder, device="cuda")
+    with pytest.raises(InvalidField, match="device: must be cpu or auto, since"):
+        loading.identity_of(Config(target=TargetConfig(device="cuda")))
+
+
+def test_without_triton_the_gpu_runs_plain_torch_without_graphs(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "engine.cuda.ops", None)
+    cuda = torch.device("cuda")
+    with caplog.at_level(logging.WARNING):
+        ops = factory.make_ops(load_config(tiny_model_folder), torch.bfloat16, cuda)
+    assert type(ops) is TorchOps
+    assert factory._model_class(cuda, ops) is CausalModel
+    assert "the GPU runs plain torch operators" in caplog.text
+    assert "Triton cannot be imported" in caplog.text
+
+
+def test_where_kernels_cannot_be_compiled_the_gpu_runs_plain_torch(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trial = pytest.importorskip("engine.cuda.trial")
+    tried = []
+
+    def refuse(ops: object, config: object, dtype: torch.dtype, device: torch.device, block_len: int) -> None:
+        tried.append((dtype, device.type, block_len))
+        raise trial.KernelsUnavailable("PTXASError: sm_999 is not defined")
+
+    monkeypatch.setattr(trial, "try_out", refuse)
+    with caplog.at_level(logging.WARNING):
+        ops = factory.make_ops(load_config(tiny_model_folder), torch.bfloat16, torch.device("cuda"), block_len=64)
+    assert type(ops) is TorchOps
+    assert tried == [(torch.bfloat16, "cuda", 64)]
+    assert "sm_999 is not defined" in caplog.text
+
+
+def test_an_error_of_the_device_is_not_taken_for_a_kernel_that_cannot_be_compiled(tiny_model_folder: Path) -> None:
+    trial = pytest.importorskip("engine.cuda.trial")
+    from engine.cuda.ops import CudaOps
+
+    config = load_config(tiny_model_folder)
+    for error, raised in (
+        (torch.OutOfMemoryError("full"), torch.OutOfMemoryError),
+        (RuntimeError("Failed to find C compiler"), trial.KernelsUnavailable),
+    ):
+
+        def fail(*_: Any, error: Exception = error, **__: Any) -> None:
+            raise error
+
+        with pytest.raises(raised, match=str(error)):
+            trial.try_out(CudaOps(config, torch.float32, fail), config, torch.float32, CPU, 32)
+
+
+def test_a_capture_leaves_other_threads_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured in CUDA's global mode, an allocation by any other thread would break the capture, and fail itself."""
+    from engine.cuda import graphs
+
+    did: list[str] = []
+
+    class Stream:
+        def __init__(self, _: torch.device) -> None:
+            pass
+
+        def wait_stream(self, _: object) -> None:
+            pass
+
+    own: list[Stream] = []
+
+    @contextmanager
+    def stream(used: Stream) -> Iterator[None]:
+        own.append(used)
+        yield
+
+    @contextmanager
+    def graph(_: object, *, pool: object, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        assert graphs._CAPTURING.locked(), "a capture begins with a wait for the device"
+        assert stream is own[0], "torch's default is one stream for all threads"
+        did.append(capture_error_mode)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    outputs = (torch.ones(1), torch.ones(1))
+
+    def compute() -> tuple[torch.Tensor, torch.Tensor]:
+        did.append("pass")
+        return outputs
+
+    assert graphs.record(compute, torch.device("cuda"), None)[1] is outputs
+    assert did == ["pass", "pass", "thread_local", "pass"]
+    assert not graphs._CAPTURING.locked()
+
+
+def test_every_size_of_a_graph_is_captured_by_warming_up() -> None:
+    from engine.cuda.graphs import PADDED_ROWS
+
+    assert set(PADDED_ROWS) <= set(ROWS)
