@@ -25,6 +25,7 @@ from cluster.types import ModelInfo
 from deploy.groups import as_made, make_groups, read_inventory, with_cores, with_gpu_memory
 from deploy.local_ray import LaunchError, LocalRay, start
 from deploy.serve_app import APP, Gateway, run_application
+from engine.dtypes import resolve_dtypes
 from engine.models.config import load_config
 from engine.threads import useful_threads
 
@@ -52,7 +53,8 @@ class DeployedCluster:
             LaunchError, PlacementError, InvalidField: says what did not come up, and why.
         """
         inventory = with_cores(read_inventory(ray.nodes()))
-        config = self._config = resolve(self._config, inventory, useful_threads(load_config(model_folder)))
+        config = resolve(self._config, inventory, useful_threads(load_config(model_folder)))
+        config = self._config = resolve_dtypes(config)
         open_store(config.cluster.state, config.cluster.namespace).close()  # a folder that cannot be used is known now
         plan = place(config, inventory)
         if config.memory.gpu_gb is None and any(d.device == "cuda" and not d.is_companion for d in config.drafters):

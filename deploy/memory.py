@@ -25,7 +25,8 @@ def check_memory(config: Config) -> None:
     if needed <= free:
         return
     held = held_dtype(target.dtype)
-    wider = "" if held == target.dtype else f" (weights are held in {held}, since there is no C compiler for the kernels)"
+    is_wider = held == "float32" and target.dtype != held
+    wider = f" (weights are held in {held}, since there is no C compiler for the kernels)" if is_wider else ""
     raise LaunchError(
         f"{config.model.name} needs about {needed / 2**30:.1f} GB of memory{wider}, {free / 2**30:.1f} GB are free: end "
         f"other programs, or lower target.kv_cache_gb ({target.kv_cache_gb:g})"

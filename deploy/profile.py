@@ -14,6 +14,7 @@ from cluster.resolve import resolve
 from cluster.state import open_store
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu
+from engine.dtypes import resolve_dtypes
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from engine.threads import useful_threads
@@ -33,6 +34,7 @@ def run(config: Config, plot: Path, quick: bool) -> None:
     configure_cpu()
     set_threads(num_cores())  # before torch is imported; what each part gets is set when it is measured
     config = resolve(with_shipped(config), here(), useful_threads(load_config(ensure_model(config.model.name))))
+    config = resolve_dtypes(config)
     from deploy.profiling import ProfileEffort, measure_profile
     from engine.loading import identity_of
 

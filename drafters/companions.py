@@ -17,6 +17,7 @@ from drafters.dspark.drafter import DSparkDrafter
 from drafters.dspark.sequential import SequentialStage
 from drafters.following import request_id_of
 from drafters.shipped import find_drafter
+from engine.dtypes import choose_dtype
 from engine.factory import DTYPES
 from engine.kv_cache import num_blocks_for
 from engine.models.weights import open_weights
@@ -66,7 +67,9 @@ def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSpark
     """
     folder = find_drafter(options.path)
     config = load_dspark_config(folder)
-    model, dtype, int8 = host.engine.model, DTYPES[options.dtype], options.dtype == "int8"
+    model = host.engine.model
+    name = choose_dtype(options.dtype, model.device.type, allows_int8=True)
+    dtype, int8 = DTYPES[name], name == "int8"
     _check_fits(folder, config, target, host)
     network = load_network(folder, _rows(host) if config.shares_embedding else None, dtype)
     try:

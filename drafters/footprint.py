@@ -28,6 +28,7 @@ from cluster.config import (
     TableOptions,
 )
 from cluster.errors import ModelUnavailable
+from engine.dtypes import choose_dtype
 from engine.held_dtype import held_dtype
 from engine.models.config import ModelConfig, load_config
 
@@ -187,7 +188,7 @@ def _layers(options: LayersOptions, on_gpu: bool, num_tokens: int, target: str) 
     config, shapes = load_config(folder), _shapes(folder)
     rows = resolve_model(target if options.target == "auto" else options.target)
     num_out = shapes["draft_token_ids"][1][0] if "draft_token_ids" in shapes else config.vocab_size
-    element = _element(options.dtype, on_gpu)
+    element = _element(options.dtype, on_gpu, allows_int8=True)
     embedding = config.vocab_size * config.hidden_size * min(max(element, 2), _narrowest(rows))
     weights = embedding + _head(config, num_out, element) + _layer_weights(config, element)
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -201,7 +202,7 @@ def _dspark(options: DSparkOptions, on_gpu: bool, num_tokens: int) -> Footprint:
 
     folder = find_drafter(options.path)
     config, shapes = load_dspark_config(folder), _shapes(folder)
-    element = _element(options.dtype, on_gpu)
+    element = _element(options.dtype, on_gpu, allows_int8=True)
     held = 0
     for dtype, shape in shapes.values():
         if len(shape) == 2:
@@ -212,8 +213,9 @@ def _dspark(options: DSparkOptions, on_gpu: bool, num_tokens: int) -> Footprint:
     return Footprint(stored, held, _cache(config.shape, options.kv_cache_gb, max(element, 2)), num_tokens * TOKEN_BYTES)
 
 
-def _element(dtype: str, on_gpu: bool) -> int:
+def _element(dtype: str, on_gpu: bool, *, allows_int8: bool = False) -> int:
     """Bytes of a weight. int8 products are a CPU's: elsewhere such weights are bfloat16."""
+    dtype = choose_dtype(dtype, "cuda" if on_gpu else "cpu", allows_int8=allows_int8)
     if on_gpu:
         return DTYPE_BYTES["float32" if dtype == "float32" else "bfloat16"]
     return DTYPE_BYTES[held_dtype(dtype)]

@@ -23,6 +23,7 @@ from cluster.config import (
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.types import ModelInfo
 from drafters.protocol import Drafter, Foreseeing
+from engine.dtypes import choose_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -230,7 +231,8 @@ def _load(options: ModelOptions | LayersOptions, site: Site) -> "tuple[CausalMod
 
         target_folder = ensure_model(site.target.name if options.target == "auto" else options.target)
         check_tokenizer(target_folder, site.target)
-        return load_layers(find_drafter(options.path), target_folder, options.dtype, site.device)
+        dtype = choose_dtype(options.dtype, site.device, allows_int8=True)
+        return load_layers(find_drafter(options.path), target_folder, dtype, site.device)
     from engine.factory import load_model
 
     folder = ensure_model(options.model)

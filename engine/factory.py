@@ -9,6 +9,7 @@ import torch
 from engine.compiling import NoCompiler
 from engine.cpu.ops import CpuOps
 from engine.cpu_setup import configure_cpu
+from engine.dtypes import choose_dtype
 from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.config import ModelConfig, load_config
@@ -41,7 +42,7 @@ def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, i
     return TorchOps(config, dtype)
 
 
-def load_model(folder: Path, dtype: str = "bfloat16", device: str = "cpu", num_layers: int | None = None) -> CausalModel:
+def load_model(folder: Path, dtype: str = "auto", device: str = "cpu", num_layers: int | None = None) -> CausalModel:
     """The model of a Hugging Face folder, ready to run; with ``num_layers`` only its first layers.
 
     Raises:
@@ -50,6 +51,7 @@ def load_model(folder: Path, dtype: str = "bfloat16", device: str = "cpu", num_l
     config = load_config(folder)
     if num_layers is not None:
         config = config.truncated(num_layers)
+    dtype = choose_dtype(dtype, device)
     with open_weights(folder, config, DTYPES[dtype]) as weights:
         return build_model(config, weights, dtype, device)
 
@@ -71,7 +73,7 @@ def _model_class(device: torch.device) -> type[CausalModel]:
 def load_target(
     folder: Path,
     *,
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     device: str = "cpu",
     kv_cache_bytes: int = 2**29,
     block_len: int = BLOCK_LEN,

@@ -10,6 +10,7 @@ from cluster.state import open_store
 from cluster.types import ModelInfo
 from engine.calibration import measure_cost
 from engine.cpu_level import cpu_level
+from engine.dtypes import resolve_dtypes
 from engine.factory import load_target as load_native
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
@@ -53,6 +54,7 @@ def stored_profile(config: Config) -> Profile | None:
 
 def identity_of(config: Config) -> Identity:
     """What a profile of the target of a resolved configuration is stored under, on this machine at its CPU level."""
+    config = resolve_dtypes(config)
     if config.target.device == "cuda":
         return Identity.of(config, torch.cuda.get_device_name())
     level = cpu_level()

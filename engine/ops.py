@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from engine.cpu.packed import packed_linear
 from engine.layout import Layout
 from engine.models.config import ModelConfig
 from engine.models.weights import LinearWeight
@@ -102,6 +103,8 @@ class TorchOps:
         self._scale = 1.0 / math.sqrt(config.head_dim)
 
     def linear(self, weight: LinearWeight) -> Linear:
+        if weight.weight.device.type == "cpu":
+            return packed_linear(weight)
         return lambda x: F.linear(x, weight.weight, weight.bias)
 
     def logits(self, weight: LinearWeight) -> Logits:

@@ -40,7 +40,7 @@ class ModelOptions(Section):
     kind: Literal["model"] = "model"
     model: str = Field(min_length=1)  # as in the section model
     num_layers: Count | None = None  # only its first layers; None: all
-    dtype: Dtype = "bfloat16"
+    dtype: Dtype = "auto"
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.25
 
 
@@ -57,7 +57,7 @@ class LayersOptions(Section):
     kind: Literal["layers"] = "layers"
     path: str = Field(min_length=1)  # the folder, or the name of a shipped drafter
     target: str = Field(default="auto", min_length=1)  # its model, as in the section model; auto: the served one
-    dtype: DrafterDtype = "int8"
+    dtype: DrafterDtype = "auto"
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
     # Drafting stops when the whole draft is less likely than this to be right: two layers with a head of 16 thousand tokens
     # cost 0.13 one-row steps of SmolLM2-135M a token, in which it decodes about 0.25 tokens by itself.
@@ -72,7 +72,7 @@ class DSparkOptions(Section):
 
     kind: Literal["dspark"] = "dspark"
     path: str = Field(min_length=1)  # the folder, or the name of a shipped drafter
-    dtype: DrafterDtype = "int8"
+    dtype: DrafterDtype = "auto"
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
     # A draft ends before a token that is less likely than this to be accepted: its step costs about as much of the
     # target's as it may bring.

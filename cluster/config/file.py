@@ -24,7 +24,7 @@ class TargetConfig(Section):
     """The engine that verifies, and how many there are of it."""
 
     engine: Literal["native"] = "native"
-    dtype: Dtype = "bfloat16"
+    dtype: Dtype = "auto"
     device: Device = "auto"
     replicas: Count = 1
     tensor_parallel: Count = 1  # ranks of one replica

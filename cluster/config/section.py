@@ -7,8 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Auto = Literal["auto"]
 Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["bfloat16", "float32"]
-DrafterDtype = Literal["int8", "bfloat16", "float32"]
+Dtype = Literal["auto", "bfloat16", "float32"]  # auto: the fastest on the device, see engine.dtypes
+DrafterDtype = Literal["auto", "int8", "bfloat16", "float32"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Share = Annotated[float, Field(ge=0, le=4096)]

@@ -1,22 +1,29 @@
-"""``outrider bench decode``: how near a decode step comes to the matrix products that it cannot do without, and how much
-faster than transformers it answers.
+"""``outrider bench decode``: how near a decode step comes to what it cannot do without, and how much faster than
+transformers it answers.
 
 The step is the whole of ``NativeTarget.execute`` for so many sequences with one row each, choice of the token included.
-The floor is all of its matrix products and nothing else, by the operators that the step uses, which are the fastest known
-here: those with weights, the head for every row included, and the two of attention, over as much context in as many layers,
-without its softmax. ``step_over_weight_products`` leaves those two out of the floor, so that it counts the reading of keys
-and values as overhead. Step and floors alternate, so that what disturbs the machine disturbs all.
+The floor is what its products with weights take at least, the head for every row included, and the two products of
+attention over as much context in as many layers, without its softmax. Products with weights take at least the larger of
+
+- what the bytes of the weights in bfloat16 take at the machine's read bandwidth, measured in turn with the step;
+- what the fastest products known take, measured in turn too: by the step's own operators, by oneDNN with fp32 weights laid
+  out for it, or by oneDNN in bfloat16 where the CPU level multiplies in it. A short trial says which is the fastest.
+
+``step_over_weight_products`` leaves attention out of the floor: it counts the reading of keys and values as overhead.
+
+transformers answers in its own best dtype, which a short trial finds for each batch size.
 """
 
 import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,12 +31,17 @@ import torch
 from cluster.types import Request, SamplingParams
 from deploy.bench.report import BenchOptions, BenchResult, Cell, Table
 from engine.cpu.ops import CpuOps
+from engine.cpu_level import cpu_level
 from engine.factory import load_model
 from engine.forward import CausalModel
 from engine.layout import PackedSpan
 from engine.models.prepare import ensure_model
+from engine.models.weights import open_weights
 from engine.native import NativeLimits, NativeTarget
+from engine.ops import TorchOps
 from engine.target import SpanInput
+
+Choice = TypeVar("Choice")
 
 CONTEXT_LEN = 512
 STEP_ROWS = (1, 8, 32)
@@ -38,6 +50,8 @@ PROMPT_LEN = 128
 _BLOCK_LEN = 32
 _PREFILL_LEN = 512
 _SEED = 17
+_NUM_TRIALS = 5  # of each candidate for the best product, or dtype
+_TRIAL_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +69,41 @@ def run(options: BenchOptions) -> BenchResult:
     effort = _QUICK if options.quick else _FULL
     folder = ensure_model(options.model)
     model = load_model(folder)
+    rivals = _rivals(folder, model)
+    dtype, level = str(model.dtype).removeprefix("torch."), cpu_level()
     figures: dict[str, float] = {}
     step_rows, speed_rows = [], []
     for num_rows in STEP_ROWS:
-        times = _steps(model, num_rows, effort.num_steps)
+        times = _steps(model, rivals, num_rows, effort.num_steps)
         figures[f"step_over_floor.rows_{num_rows}"] = times.step_s / times.floor_s
         figures[f"step_over_weight_products.rows_{num_rows}"] = times.step_s / times.weights_s
         step_rows.append(times.row(num_rows))
-    peer = _transformers(folder)
+    rivals.clear()
+    peers = _transformers(folder)
     for batch in BATCHES:
+        kind, peer = _fastest(
+            peers, lambda peer, batch=batch: _generate(peer, model.config.vocab_size, batch, _TRIAL_TOKENS)
+        )
         ours, theirs = _speeds(model, peer, batch, effort)
         figures[f"speedup_over_transformers.batch_{batch}"] = ours / theirs
-        speed_rows.append((batch, ours, theirs, ours / theirs))
+        speed_rows.append((batch, ours, theirs, kind, ours / theirs))
     return BenchResult(
         bench="decode",
         figures=figures,
         tables=(
             Table(
-                f"one step at context {CONTEXT_LEN}, bf16",
-                ("rows", "step ms", "floor ms", "weights ms", "step / floor", "step / weights", "tokens/s"),
+                f"one step at context {CONTEXT_LEN}, {dtype}, CPU level {level}",
+                ("rows", "step ms", "floor ms", "weights ms", "read ms", "best product", "step / floor", "step / weights"),
                 tuple(step_rows),
             ),
             Table(
-                f"greedy answers of {effort.num_new_tokens} tokens to prompts of {PROMPT_LEN}, tokens/s, bf16",
-                ("batch", "outrider", "transformers", "speed-up"),
+                f"greedy answers of {effort.num_new_tokens} tokens to prompts of {PROMPT_LEN}, tokens/s, {dtype}",
+                ("batch", "outrider", "transformers", "its dtype", "speed-up"),
                 tuple(speed_rows),
             ),
         ),
         notes=(
-            "floor: all matrix products of the step, by the operators that it uses; weights: without the two of attention.",
+            "floor: weights ms and attention's two products; weights ms: the larger of read ms and the best product's time.",
             "medians of alternating runs in one process; prompts are random tokens, as long for both sides.",
         ),
     )
@@ -96,27 +116,62 @@ class _StepTimes:
     step_s: float
     floor_s: float
     weights_s: float  # the part of the floor that multiplies with weights
+    read_s: float  # of the bytes of bfloat16 weights
+    best_product: str
 
     def row(self, num_rows: int) -> tuple[Cell, ...]:
+        times = (self.step_s, self.floor_s, self.weights_s, self.read_s)
         ratios = self.step_s / self.floor_s, self.step_s / self.weights_s
-        return (num_rows, self.step_s * 1e3, self.floor_s * 1e3, self.weights_s * 1e3, *ratios, num_rows / self.step_s)
+        return (num_rows, *(one * 1e3 for one in times), self.best_product, *ratios)
 
 
-def _steps(model: CausalModel, num_rows: int, num_steps: int) -> _StepTimes:
-    """A step of ``num_rows`` sequences at CONTEXT_LEN, and its products alone."""
-    weights = _weight_products(model, num_rows)
-    attention = _attention_products(model, num_rows)
+def _rivals(folder: Path, model: CausalModel) -> dict[str, CausalModel]:
+    """The model as it is served, and with products by torch's libraries: in fp32, and in bfloat16 where it is fast."""
+    dtypes = [torch.float32, torch.bfloat16] if cpu_level().has_bf16_products else [torch.float32]
+    rivals = {"outrider": model}
+    for dtype in dtypes:
+        with open_weights(folder, model.config, dtype) as weights:
+            ops = TorchOps(model.config, dtype)
+            rivals[f"oneDNN {str(dtype).removeprefix('torch.')}"] = CausalModel(model.config, weights, ops, dtype)
+    return rivals
+
+
+def _steps(model: CausalModel, rivals: Mapping[str, CausalModel], num_rows: int, num_steps: int) -> _StepTimes:
+    """A step of ``num_rows`` sequences at CONTEXT_LEN, and its floor."""
+    products = {name: _weight_products(rival, num_rows) for name, rival in rivals.items()}
+    best, weights = _fastest(products, lambda work: work())
+    attention, read = _attention_products(model, num_rows), _read_weights(model)
     with _sequences(model, num_rows, CONTEXT_LEN, num_steps + 1) as (target, last_ids):
         step = _decoding(target, last_ids, itertools.count(CONTEXT_LEN))
-        works = (step, weights, attention)
+        works = (step, weights, attention, read)
         for work in works:
             work()
         times_s = [[_elapsed_s(work) for work in works] for _ in range(num_steps)]
-    return _StepTimes(
-        step_s=statistics.median(step_s for step_s, _, _ in times_s),
-        floor_s=statistics.median(weights_s + attention_s for _, weights_s, attention_s in times_s),
-        weights_s=statistics.median(weights_s for _, weights_s, _ in times_s),
-    )
+    step_s, products_s, attention_s, read_s = (statistics.median(each) for each in zip(*times_s, strict=True))
+    weights_s = max(products_s, read_s)
+    return _StepTimes(step_s, weights_s + attention_s, weights_s, read_s, best)
+
+
+def _fastest(candidates: Mapping[str, Choice], work: Callable[[Choice], object]) -> tuple[str, Choice]:
+    """Of the medians of a few runs in turn."""
+    for candidate in candidates.values():
+        work(candidate)
+    times_s = [[_elapsed_s(partial(work, one)) for one in candidates.values()] for _ in range(_NUM_TRIALS)]
+    medians = [statistics.median(each) for each in zip(*times_s, strict=True)]
+    return list(candidates.items())[medians.index(min(medians))]
+
+
+def _read_weights(model: CausalModel) -> Callable[[], None]:
+    """Reads as many bytes as the weights of one row's products have in bfloat16, by a product of two halves."""
+    c = model.config
+    qkv_and_out = (2 * c.q_size + 2 * c.kv_size) * c.hidden_size
+    num = c.num_layers * (qkv_and_out + 3 * c.hidden_size * c.intermediate_size) + c.vocab_size * c.hidden_size
+    first, second = torch.ones(num // 4), torch.ones(num // 4)  # of four bytes each
+
+    def work() -> None:
+        torch.dot(first, second)
+
+    return work
 
 
 def _weight_products(model: CausalModel, num_rows: int) -> Callable[[], None]:
@@ -157,7 +212,6 @@ def _attention_products(model: CausalModel, num_rows: int) -> Callable[[], None]
 
 def _speeds(model: CausalModel, peer: Any, batch: int, effort: _Effort) -> tuple[float, float]:
     """Median tokens per second of ours and of transformers, prefill included."""
-    prompts = _prompts(batch, PROMPT_LEN, model.config.vocab_size)
 
     def ours() -> None:
         with _sequences(model, batch, PROMPT_LEN, effort.num_new_tokens) as (target, last_ids):
@@ -166,10 +220,7 @@ def _speeds(model: CausalModel, peer: Any, batch: int, effort: _Effort) -> tuple
                 step()
 
     def theirs() -> None:
-        ids = torch.tensor(prompts)
-        length = {"max_new_tokens": effort.num_new_tokens, "min_new_tokens": effort.num_new_tokens}
-        made = peer.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **length)
-        assert made.shape == (batch, PROMPT_LEN + effort.num_new_tokens)
+        _generate(peer, model.config.vocab_size, batch, effort.num_new_tokens)
 
     times_s = [(_elapsed_s(ours), _elapsed_s(theirs)) for _ in range(effort.num_rounds + 1)][1:]
     num_tokens = batch * effort.num_new_tokens
@@ -213,10 +264,18 @@ def _prompts(num: int, length: int, vocab_size: int) -> list[tuple[int, ...]]:
     return [tuple(rng.randrange(vocab_size) for _ in range(length)) for _ in range(num)]
 
 
-def _transformers(folder: Path) -> Any:
+def _generate(peer: Any, vocab_size: int, batch: int, num_new_tokens: int) -> None:
+    ids = torch.tensor(_prompts(batch, PROMPT_LEN, vocab_size))
+    length = {"max_new_tokens": num_new_tokens, "min_new_tokens": num_new_tokens}
+    made = peer.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **length)
+    assert made.shape == (batch, PROMPT_LEN + num_new_tokens)
+
+
+def _transformers(folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return {name: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval() for name, dtype in dtypes.items()}
 
 
 def _elapsed_s(work: Callable[[], None]) -> float:

@@ -18,6 +18,7 @@ from torch.nn.functional import embedding
 
 from drafters.dspark.choice import is_plain, make_choice
 from drafters.dspark.network import DSparkNetwork, markov_rows
+from engine.cpu.packed import product_dtype
 from engine.factory import make_ops
 from engine.models.weights import LinearWeight
 from engine.noise import noise_keys
@@ -105,7 +106,7 @@ class SequentialStage:
         self._markov, self._bias = network.markov_head, None
         if self._markov is not None:
             self._bias = ops.logits(LinearWeight(self._markov.markov_w2.weight.detach().to(device, dtype)))
-            self._markov = self._markov.to(device, dtype)
+            self._markov = self._markov.to(device, product_dtype(dtype, device))
         known = range(config.shape.vocab_size) if config.draft_token_ids is None else config.draft_token_ids
         self._race = make_choice(ops, np.array(known, np.int64))
         self._output_ids = None if config.draft_token_ids is None else torch.tensor(known, device=device)
@@ -130,7 +131,8 @@ class SequentialStage:
             latents = None
             if self._markov is not None:
                 embeddings = embedding(torch.from_numpy(rows).to(self._device), self._markov.markov_w1.weight)
-                latents, state = self._markov.step(embeddings, hidden[:, k], state)
+                latents, state = self._markov.step(embeddings, hidden[:, k].to(embeddings.dtype), state)
+                latents = latents.to(hidden.dtype)
             confidences: Sequence[float | None] = [None] * len(blocks)
             if self._confidence is not None and of_hidden is not None:
                 confidences = self._confidence.of_step(of_hidden[k], rows, *self._scaling.at(k))

@@ -25,6 +25,7 @@ from drafters.table import HabitTable, TableDrafter
 from drafters.training.corpus import Answer
 from drafters.training.frozen import FrozenTarget
 from drafters.training.readings import Readings, Rows
+from engine.dtypes import choose_dtype
 from engine.factory import DTYPES
 from engine.sampling import Sampler
 
@@ -90,7 +91,7 @@ def open_drafter(folder: Path, target: FrozenTarget, rows: Rows, features: Repla
         return TableDrafter(HabitTable.load(folder / TABLE_FILE), max_learned=0)
     info, num_blocks = target.info, _CACHE_TOKENS // _BLOCK_LEN
     if kind == "layers":
-        served_as = LayersOptions(path=str(folder)).dtype
+        served_as = choose_dtype(LayersOptions(path=str(folder)).dtype, target.device.type, allows_int8=True)
         model, output_ids = load_layers(folder, target.folder, served_as, str(target.device))
         small = SmallModel(
             model,
@@ -100,7 +101,7 @@ def open_drafter(folder: Path, target: FrozenTarget, rows: Rows, features: Repla
             output_ids=output_ids,
         )
         return ModelDrafter(small)
-    served_as = DSparkOptions(path=str(folder)).dtype
+    served_as = choose_dtype(DSparkOptions(path=str(folder)).dtype, target.device.type, allows_int8=True)
     dtype, int8 = DTYPES[served_as], served_as == "int8"
     network = load_network(folder, TargetRows(rows.embedding, rows.head), dtype)
     sampler = Sampler(info.vocab_size, info.eos_token_ids)

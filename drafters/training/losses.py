@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.cpu.packed import product_dtype
+
 CE_WEIGHT, MATCH_WEIGHT, CONFIDENCE_WEIGHT = 0.1, 0.9, 1.0
 ANNEALED_UNTIL = 0.3  # of training: until then Kullback-Leibler divergence turns into total variation
 # Of logits at once. A dozen passes go over them, which on a CPU are cheap only as long as they stay in its cache.
@@ -38,7 +40,8 @@ class TargetDistribution:
         unique, place = rows.unique(return_inverse=True)
         with torch.no_grad():
             hidden = features[unique, -head.shape[1] :]
-            return cls(F.linear(hidden, head.to(hidden.dtype)), normalisers[unique], place)
+            kind = product_dtype(hidden.dtype, hidden.device)
+            return cls(F.linear(hidden.to(kind), head.to(kind)), normalisers[unique], place)
 
     def log_probs(self, part: slice) -> Tensor:
         """fp32 [len(part), size]"""

@@ -12,6 +12,7 @@ from drafters.dspark.config import DSparkConfig, MarkovKind
 from drafters.training.batches import BatchPlan
 from drafters.training.distil import Schedule
 from drafters.training.places import check_apart
+from engine.cpu.packed import product_dtype
 from engine.models.config import ModelConfig
 from engine.models.int8 import WeightsKind
 
@@ -146,10 +147,7 @@ def schedule(options: TrainOptions, device: torch.device, max_seconds: float | N
 
 def multiplies_bf16(device: torch.device) -> bool:
     """Whether products of bfloat16 are faster than those of float32 there: about twice, on CPUs that have them."""
-    if device.type == "cuda":
-        return True
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return product_dtype(torch.bfloat16, device) == torch.bfloat16
 
 
 def feature_layers(num_layers: int) -> tuple[int, ...]:

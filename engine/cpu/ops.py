@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from engine.cpu.bf16 import Bf16Linear
 from engine.cpu.build import load_library
 from engine.cpu.int8 import Int8Linear
+from engine.cpu.packed import packed_linear
 from engine.cpu.race import CpuRace
-from engine.cpu_level import cpu_level
 from engine.layout import Layout
 from engine.models.config import ModelConfig
 from engine.models.weights import LinearWeight
@@ -22,7 +21,6 @@ from engine.ops import HeadNorms, Linear, Logits, plain_logits
 _VECTOR_LEN = 16  # keys and head elements that the kernels take at once
 _MAX_HEAD_DIM = 512
 _CHUNK_LEN = 512  # keys, as in attention.c
-_PACKED_FOR_ROWS = 32  # the layout that oneDNN chooses for so many rows is as good for one
 
 
 class Shape(ctypes.Structure):
@@ -156,26 +154,6 @@ class CpuOps:
             c = self._config
             shape = self._shapes[block_len] = Shape(c.num_heads, c.num_kv_heads, c.head_dim, block_len)
         return ctypes.byref(shape)
-
-
-def packed_linear(weight: LinearWeight) -> Linear:
-    """The fastest product of few rows with ``weight`` where there is no kernel of ours.
-
-    oneDNN with the weight in its own blocked layout takes about 0.6 of the time of ``F.linear`` at 1 to 64 rows, and no more
-    than it at 512. Without oneDNN it is ``F.linear``. Below AVX-512 BF16 a bfloat16 weight is kept, and multiplied, as fp32:
-    products in bfloat16 take about ten times as long there.
-    """
-    kind = weight.weight.dtype
-    if kind == torch.bfloat16 and not cpu_level().has_bf16_products:
-        bias = None if weight.bias is None else weight.bias.float()
-        wide = packed_linear(LinearWeight(weight.weight.float(), bias))
-        return lambda x: wide(x.float()).to(kind)
-    if not torch.backends.mkldnn.is_available():
-        return lambda x: F.linear(x, weight.weight, weight.bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.weight, _PACKED_FOR_ROWS)
-    bias = None if weight.bias is None else weight.bias.clone()
-    product = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: product(x, packed, bias, "none", [], "")
 
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}

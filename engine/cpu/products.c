@@ -24,7 +24,7 @@ enum { BY_BYTES = 1, WIDTH = 16, COLUMNS = 32 };
 enum { BY_BYTES = 0, WIDTH = 16, COLUMNS = 32 };
 #define ROWS 8
 #define WHOLE_ROWS 8
-#elif __AVXVNNI__
+#elif __AVXVNNI__ && !__AVX512BW__
 enum { BY_BYTES = 1, WIDTH = 8, COLUMNS = 16 };
 #define ROWS 3
 #define WHOLE_ROWS 1
@@ -45,7 +45,7 @@ typedef float wide_floats __attribute__((vector_size(WIDTH * 4), aligned(4)));
 static inline wide add_bytes(wide sum, wide weights, int32_t x) {
 #if __AVX512VNNI__
     return (wide)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
-#elif __AVXVNNI__
+#elif __AVXVNNI__ && !__AVX512BW__
     return (wide)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, _mm256_set1_epi32(x));
 #else
     return (void)weights, (void)x, sum;

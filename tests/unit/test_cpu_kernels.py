@@ -14,7 +14,9 @@ import torch
 from engine import compiling
 from engine.cpu import build
 from engine.cpu.bf16 import Bf16Linear
-from engine.cpu.ops import CpuOps, Shape, packed_linear
+from engine.cpu.ops import CpuOps, Shape
+from engine.cpu.packed import packed_linear
+from engine.cpu_level import AVX512_BF16, cpu_level
 from engine.factory import make_ops
 from engine.layout import Layout, PackedSpan, lay_out
 from engine.models.config import ModelConfig, inverse_frequencies, parse_config
@@ -192,7 +194,7 @@ def test_packed_products(rows: int, biased: bool, dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("rows", [1, 5, 12, 13, 16, 17, 32, 33, 70])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 12, 13, 16, 17, 32, 33, 70])
 @pytest.mark.parametrize(("num_out", "num_in"), [(37, 100), (37, 96), (48, 64), (64, 576), (48, 101)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_of_a_row_do_not_depend_on_the_others(
@@ -212,6 +214,21 @@ def test_products_of_a_row_do_not_depend_on_the_others(
         broken[-1, 3] = torch.nan
         assert linear(broken)[-1].isnan().all()
         assert torch.equal(linear(broken)[:-1], ours[:-1])
+
+
+@pytest.mark.parametrize("pairs", [0, 1])
+def test_both_ways_to_multiply_with_avx512_bf16(pairs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is used depends on whose CPU it is; each must be right on any."""
+    if not cpu_level().includes(AVX512_BF16):
+        pytest.skip("no AVX-512 BF16")
+    ways = (f"-DPAIRS_ARE_FASTER={pairs}", "-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
+    monkeypatch.setattr(compiling, "_FLAGS", (*compiling._FLAGS, *ways))
+    torch.manual_seed(pairs)
+    weight, x = torch.randn(70, 98).to(torch.bfloat16), torch.randn(40, 98).to(torch.bfloat16)
+    linear = Bf16Linear(build.load_library(torch.bfloat16, tmp_path), LinearWeight(weight, None))
+    exact, alone = x.double() @ weight.double().T, torch.cat([linear(x[row : row + 1]) for row in range(40)])
+    torch.testing.assert_close(alone.double(), exact, rtol=1e-2, atol=5e-2)
+    assert all(torch.equal(linear(x[:num]), alone[:num]) for num in range(1, 41))
 
 
 def test_amx_is_used_where_the_cpu_has_it(ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:

@@ -27,8 +27,15 @@ from tests.support.dspark import make_dspark, target_rows, write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
 ALL_X86 = ("-mno-avx512vnni", "-mno-avx512f", "-mno-avxvnni")
-# What each sort of CPU computes with, as far as this one can play it.
-CPUS = {"own": (), "avxvnni": ALL_X86[:2], "avx2": ALL_X86, "plain": ("-mno-avx2", *ALL_X86)}
+# What each sort of CPU computes with, as far as this one can play it. "other" is the code for CPUs that are not x86.
+CPUS = {
+    "own": (),
+    "avx512": ALL_X86[:1],
+    "avxvnni": ALL_X86[:2],
+    "avx2": ALL_X86,
+    "sse2": ("-mno-avx2", *ALL_X86),
+    "other": ("-mno-avx2", *ALL_X86, "-U__SSE2__"),
+}
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
@@ -70,14 +77,21 @@ def test_every_instruction_set_computes_the_same(
 ) -> None:
     monkeypatch.setattr(compiling, "_FLAGS", (*compiling._FLAGS, *CPUS[cpu]))
     torch.manual_seed(0)
-    weight = random_weight(70, 130, uneven=True)
-    x = torch.randn(9, 130).to(dtype)
-    x[3] *= 1000
-    x[4] = 0
-    product = Int8Linear(build.load_library(dtype, tmp_path), weight, dtype)
-    for row in range(9):
-        assert_products_are_close(product, x[row : row + 1], weight)
-    assert_products_are_close(product, x, weight)
+    library = build.load_library(dtype, tmp_path)
+    for num_out, num_in in ((70, 130), (33, 1), (40, 1100)):
+        weight = random_weight(num_out, num_in, uneven=True)
+        x = torch.randn(9, num_in).to(dtype)
+        x[3] *= 1000
+        x[4] = 0
+        product = Int8Linear(library, weight, dtype)
+        alone = torch.cat([product.logits(x[row : row + 1]) for row in range(9)])
+        for num in range(1, 10):
+            assert torch.equal(product.logits(x[:num]), alone[:num])
+        for row in range(9):  # each by its own size
+            assert_products_are_close(product, x[row : row + 1], weight)
+    if dtype == torch.float32:  # the largest sums do not overflow
+        product = Int8Linear(library, LinearWeight(torch.ones(32, 4096), None), dtype)
+        torch.testing.assert_close(product(torch.ones(5, 4096)), torch.full((5, 32), 4096.0))
 
 
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:

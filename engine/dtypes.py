@@ -1,0 +1,69 @@
+"""What ``dtype: auto`` means on this machine. No torch.
+
+The choice is a rule, not a measurement at load: every replica and every restart must choose the same, or a request would be
+answered otherwise after a restart. docs/measurements/decode.md has the measurements that the rule rests on, by CPU level.
+
+The target computes with its weights as published, so ``auto`` never quantises it. Drafters only cost speed when they err.
+"""
+
+import logging
+from functools import cache
+from typing import Any
+
+from cluster.config import CascadeOptions, ChainOptions, Config, DrafterOptions, DSparkOptions, LayersOptions, ModelOptions
+from engine.compiling import find_compiler
+from engine.cpu_level import cpu_level
+
+logger = logging.getLogger(__name__)
+
+AUTO, INT8, BFLOAT16, FLOAT32 = "auto", "int8", "bfloat16", "float32"
+
+
+def choose_dtype(dtype: str, device: str, *, allows_int8: bool = False) -> str:
+    """``dtype``, or where it is auto the fastest on ``device`` (cpu or cuda). Logs each choice once in a process."""
+    if dtype != AUTO:
+        return dtype
+    if device == "cuda":
+        return _chosen(BFLOAT16, "it is on a GPU", allows_int8)
+    if find_compiler() is not None:
+        if allows_int8:
+            return _chosen(INT8, "compiled kernels read half of the bytes of bfloat16", allows_int8)
+        return _chosen(BFLOAT16, "compiled kernels read half of the bytes of float32", allows_int8)
+    if cpu_level().has_bf16_products:
+        return _chosen(BFLOAT16, "there is no C compiler, and oneDNN multiplies in bfloat16 here", allows_int8)
+    return _chosen(FLOAT32, "there is no C compiler, and without one products in bfloat16 are slow here", allows_int8)
+
+
+@cache
+def _chosen(dtype: str, reason: str, allows_int8: bool) -> str:
+    logger.info("dtype auto of %s is %s: %s (CPU level %s)", _who(allows_int8), dtype, reason, cpu_level())
+    return dtype
+
+
+def _who(allows_int8: bool) -> str:
+    return "trained drafters" if allows_int8 else "models"
+
+
+def resolve_dtypes(config: Config) -> Config:
+    """A resolved configuration whose dtypes are chosen too, for target and drafters. Choosing twice changes nothing.
+
+    A launcher chooses for all nodes, so that replicas on CPUs of different levels compute in the same dtype.
+    """
+    target = config.target.model_copy(update={"dtype": choose_dtype(config.target.dtype, config.target.device)})
+    drafters = tuple(
+        one.model_copy(update={"options": _with_dtype(one.options, one.device)}) if one.has_model else one
+        for one in config.drafters
+    )
+    return config.model_copy(update={"target": target, "drafters": drafters})
+
+
+def _with_dtype(options: DrafterOptions, device: str) -> DrafterOptions:
+    update: dict[str, Any] = {}
+    if isinstance(options, ModelOptions | LayersOptions | DSparkOptions):
+        allows_int8 = not isinstance(options, ModelOptions)
+        update = {"dtype": choose_dtype(options.dtype, device, allows_int8=allows_int8)}
+    elif isinstance(options, ChainOptions):
+        update = {"proposer": _with_dtype(options.proposer, device), "verifier": _with_dtype(options.verifier, device)}
+    elif isinstance(options, CascadeOptions):
+        update = {"members": tuple(_with_dtype(member, device) for member in options.members)}
+    return options.model_copy(update=update) if update else options

@@ -1,0 +1,97 @@
+"""What ``dtype: auto`` is, by device, compiler and CPU level; and what torch then multiplies in."""
+
+import logging
+
+import pytest
+import torch
+
+from cluster.config import (
+    CascadeOptions,
+    ChainOptions,
+    Config,
+    DrafterConfig,
+    DSparkOptions,
+    LayersOptions,
+    ModelOptions,
+    NgramOptions,
+)
+from engine import cpu_level, dtypes
+from engine.cpu import packed
+from engine.cpu.packed import packed_linear, product_dtype
+from engine.cpu_level import AVX2, AVX512_BF16, CpuLevel
+from engine.dtypes import choose_dtype, resolve_dtypes
+from engine.models.weights import LinearWeight
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, level = request.param
+    dtypes._chosen.cache_clear()
+    monkeypatch.setattr(dtypes, "find_compiler", lambda: compiler)
+    monkeypatch.setattr(dtypes, "cpu_level", lambda: CpuLevel(level, level))
+
+
+CASES = [
+    (("/usr/bin/cc", AVX2), "cpu", "bfloat16", "int8"),
+    (("/usr/bin/cc", AVX512_BF16), "cpu", "bfloat16", "int8"),
+    ((None, AVX512_BF16), "cpu", "bfloat16", "bfloat16"),
+    ((None, AVX2), "cpu", "float32", "float32"),
+    ((None, AVX2), "cuda", "bfloat16", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("machine", "device", "of_target", "of_drafter"), CASES, indirect=["machine"], ids=str)
+def test_auto_is_the_fastest_that_keeps_the_targets_weights(
+    machine: None, device: str, of_target: str, of_drafter: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "engine.dtypes"):
+        for _ in range(2):
+            assert choose_dtype("auto", device) == of_target
+            assert choose_dtype("auto", device, allows_int8=True) == of_drafter
+    assert [f"is {one}" in record.getMessage() for one, record in zip((of_target, of_drafter), caplog.records, strict=True)]
+    assert choose_dtype("float32", device) == "float32"
+
+
+@pytest.mark.parametrize("machine", [("/usr/bin/cc", AVX2)], indirect=True)
+def test_a_launcher_chooses_for_target_and_drafters_at_any_depth(machine: None) -> None:
+    model = ModelOptions(model="m")
+    chain = ChainOptions(proposer=NgramOptions(), verifier=LayersOptions(path="p"))
+    cascade = CascadeOptions(members=(NgramOptions(), DSparkOptions(path="p"), DSparkOptions(path="q", dtype="float32")))
+    everything = [NgramOptions(), model, chain, cascade]
+    config = Config(drafters=tuple(DrafterConfig(name=f"d{i}", options=one) for i, one in enumerate(everything)))
+    resolved = resolve_dtypes(config)
+    assert resolved.target.dtype == "bfloat16"
+    _, of_model, of_chain, of_cascade = (drafter.options for drafter in resolved.drafters)
+    assert isinstance(of_model, ModelOptions)
+    assert of_model.dtype == "bfloat16"
+    assert isinstance(of_chain, ChainOptions)
+    assert of_chain.verifier.dtype == "int8"
+    assert isinstance(of_cascade, CascadeOptions)
+    assert [getattr(member, "dtype", None) for member in of_cascade.members] == [None, "int8", "float32"]
+    assert resolve_dtypes(resolved) == resolved
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_torch_multiplies_bfloat16_in_fp32_where_it_is_slow(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where oneDNN would lay out weights in bfloat16, as on this machine perhaps."""
+    monkeypatch.setattr(packed, "cpu_level", lambda: cpu_level.CpuLevel(AVX2, AVX2))
+    assert product_dtype(torch.bfloat16, CPU) == torch.float32
+    assert product_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
+    kinds = []
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+
+    def lay_out(weight: torch.Tensor, num_rows: int) -> torch.Tensor:
+        kinds.append(weight.dtype)
+        return reorder(weight, num_rows)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lay_out)
+    torch.manual_seed(0)
+    weight, x = torch.randn(37, 100).to(torch.bfloat16), torch.randn(5, 100).to(torch.bfloat16)
+    bias = torch.randn(37).to(torch.bfloat16) if biased else None
+    ours = packed_linear(LinearWeight(weight, bias))(x)
+    assert ours.dtype == torch.bfloat16
+    assert kinds == [torch.float32]
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-2, atol=5e-2)
