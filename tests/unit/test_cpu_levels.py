@@ -30,7 +30,7 @@ tokenizer = Tokenizer.from_folder(ensure_model("smollm2-135m"))
 prompt = asyncio.run(tokenizer.encode("The capital of France is", add_special_tokens=False, max_tokens=100))
 for config in (with_shipped(Config()), Config(drafters=())):
     with EmbeddedCluster.of(resolve(config, here())) as cluster:
-        request = Request("r", prompt, SamplingParams(max_tokens=24, temperature=0.0))
+        request = Request("r", prompt, SamplingParams(max_tokens=24, temperature=0.0), arrival_s=0.0)
         (completion,) = cluster.complete([request])
         print(repr(tokenizer.decode(completion.token_ids)), completion.num_proposed > 0)
 """
