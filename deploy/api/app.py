@@ -1,6 +1,8 @@
 """The FastAPI app: under uvicorn or mounted by Ray Serve."""
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version as version_of
 from typing import Any
 
@@ -46,7 +48,7 @@ def create_app(
     )
     app.include_router(_open_routes(service))
     app.include_router(_routes(service))
-    app.include_router(_descriptions(describe(app, _BODIES, asks_for_key=settings.api_keys_file is not None)))
+    app.include_router(_descriptions(lambda: describe(app, _BODIES, asks_for_key=settings.api_keys_file is not None)))
     if settings.cors_origins:
         app.add_middleware(Cors, origins=settings.cors_origins)
     app.add_middleware(IgnoredFields)
@@ -128,18 +130,22 @@ def _open_routes(service: Service) -> APIRouter:
     return router
 
 
-def _descriptions(document: dict[str, Any]) -> APIRouter:
-    """The API's description, which holds nothing of this deployment but whether it asks for a key."""
+def _descriptions(make: Callable[[], dict[str, Any]]) -> APIRouter:
+    """The API's description, made when it is first asked for. Of this deployment it says only whether it asks for a key."""
     router = APIRouter()
-    html = page(document)
+    document = cache(make)
 
     @router.get("/openapi.json")
     async def openapi() -> JSONResponse:
-        return JSONResponse(document)
+        """This description, in OpenAPI's format."""
+        return JSONResponse(document())
 
     @router.get("/docs")
     async def docs() -> HTMLResponse:
-        return HTMLResponse(html, headers={"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"})
+        """This description, as a page."""
+        return HTMLResponse(
+            page(document()), headers={"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+        )
 
     return router
 
