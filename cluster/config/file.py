@@ -76,6 +76,9 @@ class TransportConfig(Section):
     host: str = "auto"  # that gRPC listens at; auto: loopback on one machine, else every interface
 
 
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$", max_length=256)]
+
+
 class ApiConfig(Section):
     """The HTTP server, and what it refuses."""
 
@@ -87,6 +90,8 @@ class ApiConfig(Section):
     max_queued_requests: Count = 256  # calls that wait; more are refused with 429
     max_choices: Annotated[int, Field(ge=1, le=128)] = 16  # n of one call
     request_deadline_s: Seconds = 600
+    unknown_fields: Literal["warn", "refuse"] = "warn"  # of a request's body; warn: ignored, and named in a header
+    cors_origins: tuple[Origin, ...] = ()  # web pages that browsers let read answers, such as https://chat.example; "*": all
 
 
 class FileStateConfig(Section):

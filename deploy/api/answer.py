@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from deploy.api.choice import Choice, Delta
 from deploy.api.counts import DraftingCounts
@@ -25,19 +26,30 @@ class Envelope:
         self._head = encode_json(fields)[:-1]
         self._usage_in_chunks = usage_in_chunks  # OpenAI: null in all chunks but the last
 
-    def document(self, choices: Sequence[object], usage: object, outrider: object) -> bytes:
-        """The whole answer of a call that does not stream."""
+    def document(self, choices: Sequence[object], usage: object, outrider: object, root: Mapping[str, object]) -> bytes:
+        """The whole answer of a call that does not stream. ``root``: further fields."""
         tail = f'"choices":{encode_json(choices)},"usage":{encode_json(usage)},"outrider":{encode_json(outrider)}'
-        return f"{self._head},{tail}}}".encode()
+        return f"{self._head},{tail}{_fields(root)}}}".encode()
 
-    def event(self, choices: Sequence[object], *, usage: object = None, outrider: object = None) -> bytes:
+    def event(
+        self,
+        choices: Sequence[object],
+        *,
+        usage: object = None,
+        outrider: object = None,
+        root: Mapping[str, object] = MappingProxyType({}),
+    ) -> bytes:
         """One server-sent event."""
         tail = f'"choices":{encode_json(choices)}'
         if self._usage_in_chunks:
             tail += f',"usage":{encode_json(usage)}'
         if outrider is not None:
             tail += f',"outrider":{encode_json(outrider)}'
-        return f"data: {self._head},{tail}}}\n\n".encode()
+        return f"data: {self._head},{tail}{_fields(root)}}}\n\n".encode()
+
+
+def _fields(root: Mapping[str, object]) -> str:
+    return "".join(f",{encode_json(name)}:{encode_json(value)}" for name, value in root.items())
 
 
 def usage_of(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, object]:
@@ -48,12 +60,25 @@ def usage_of(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, obj
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt_tokens + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": _num_cached_tokens(choices)},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": counts.num_accepted,
             "rejected_prediction_tokens": counts.num_rejected,
         },
     }
+
+
+def _num_cached_tokens(choices: Sequence[Choice]) -> int:
+    """Of the prompts, each counted once: what its first choice found in the prefix cache."""
+    return sum(c.prefill.num_cached_tokens for c in choices if c.counts_prompt and c.prefill is not None)
+
+
+def metrics_of(choices: Sequence[Choice]) -> dict[str, object]:
+    """vLLM's ``metrics``, which describe a single sequence: nothing for a call that has several."""
+    if len(choices) > 1:
+        return {}
+    return {"metrics": {"speculative_decoding": choices[0].counts.speculative_decoding()}}
 
 
 def total_counts(choices: Sequence[Choice]) -> DraftingCounts:

@@ -1,18 +1,29 @@
 """The FastAPI app: under uvicorn or mounted by Ray Serve."""
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
+from importlib.metadata import version as version_of
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import Lifespan
 
 from cluster.client import EngineClient
 from deploy.api.boundary import Boundary
+from deploy.api.cors import Cors
 from deploy.api.errors import install_handlers
+from deploy.api.openapi import body_of, describe, page
 from deploy.api.params import unknown_model
+from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.api.service import Service
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
+from deploy.api.warnings import IgnoredFields
+
+VERSION = version_of("outrider")
+_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 
 
 def create_app(
@@ -24,10 +35,14 @@ def create_app(
         InvalidField: the key file cannot be used.
     """
     service = Service(client, tokenizer, settings)
-    # Without FastAPI's pages: the bodies are read by hand, so a schema made from the routes would not show them.
-    app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    # Without FastAPI's own pages, which load their scripts from the internet.
+    app = FastAPI(title="Outrider", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.include_router(_open_routes(service))
     app.include_router(_routes(service))
+    app.include_router(_descriptions(lambda: describe(app, _BODIES, asks_for_key=settings.api_keys_file is not None)))
+    if settings.cors_origins:
+        app.add_middleware(Cors, origins=settings.cors_origins)
+    app.add_middleware(IgnoredFields)
     app.add_middleware(Boundary, metrics=service.metrics)
     install_handlers(app, settings.retry_after_s)
     return app
@@ -35,26 +50,41 @@ def create_app(
 
 def _routes(service: Service) -> APIRouter:
     """What a key is needed for, where there are keys."""
-    router = APIRouter(prefix="/v1", dependencies=[Depends(_Key(service))])
+    router = APIRouter(dependencies=[Depends(_Key(service))])
 
-    @router.post("/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, openapi_extra=body_of(ChatRequest))
     async def chat(request: Request) -> Response:
+        """Answers a conversation."""
         return await service.chat(request)
 
-    @router.post("/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, openapi_extra=body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
+        """Continues a text."""
         return await service.completions(request)
 
-    @router.get("/models")
+    @router.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
+    async def tokenize(request: Request) -> JSONResponse:
+        """The tokens of a text or of a conversation."""
+        return JSONResponse(await service.tokenize(request))
+
+    @router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
+    async def detokenize(request: Request) -> JSONResponse:
+        """The text of tokens."""
+        return JSONResponse(await service.detokenize(request))
+
+    @router.get("/v1/models")
     async def models() -> JSONResponse:
+        """The served model, as a list."""
         return JSONResponse(await service.models())
 
-    @router.get("/outrider/status")
+    @router.get("/v1/outrider/status")
     async def status() -> JSONResponse:
+        """Targets and drafters as they are now."""
         return JSONResponse(asdict(await service.status()))
 
-    @router.get("/models/{name:path}")
+    @router.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
+        """The served model."""
         info = await service.info()
         if name != info.name:
             raise unknown_model(name, info, "model")
@@ -69,11 +99,44 @@ def _open_routes(service: Service) -> APIRouter:
 
     @router.get("/health")
     async def health() -> JSONResponse:
+        """Whether a target is ready: 200, else 503 with the reason."""
         return JSONResponse(await service.health())
+
+    @router.get("/ping")
+    @router.post("/ping")
+    async def ping() -> JSONResponse:
+        """As /health, for probes that expect this path."""
+        return JSONResponse(await service.health())
+
+    @router.get("/version")
+    async def version() -> JSONResponse:
+        """The version of this server."""
+        return JSONResponse({"version": VERSION})
 
     @router.get("/metrics")
     async def metrics() -> Response:
+        """Metrics for Prometheus."""
         return Response(await service.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return router
+
+
+def _descriptions(make: Callable[[], dict[str, Any]]) -> APIRouter:
+    """The API's description, made when it is first asked for. Of this deployment it says only whether it asks for a key."""
+    router = APIRouter()
+    document = cache(make)
+
+    @router.get("/openapi.json")
+    async def openapi() -> JSONResponse:
+        """This description, in OpenAPI's format."""
+        return JSONResponse(document())
+
+    @router.get("/docs")
+    async def docs() -> HTMLResponse:
+        """This description, as a page."""
+        return HTMLResponse(
+            page(document()), headers={"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+        )
 
     return router
 

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from deploy.api.errors import ApiError, ClientGone, bad_request, nearest, overloaded, shorten
 from deploy.api.schema import FORM_TAGS
 from deploy.api.settings import ApiSettings
+from deploy.api.warnings import note_ignored
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -41,7 +42,9 @@ class BodyReader:
                     self._held += len(part)
                     body += part
                     self._check_sizes(len(body))
-            return parse_body(bytes(body), model)
+            fields, ignored = parse_body(bytes(body), model, strict=self._settings.unknown_fields == "refuse")
+            note_ignored(request.scope, ignored)
+            return fields
         except TimeoutError as error:
             raise ApiError(
                 HTTPStatus.REQUEST_TIMEOUT,
@@ -79,8 +82,9 @@ class BodyReader:
             raise refusal
 
 
-def parse_body(body: bytes, model: type[Model]) -> Model:
-    """Strict JSON (UTF-8, no NaN, no Infinity, nesting bounded), then the fields.
+def parse_body(body: bytes, model: type[Model], *, strict: bool) -> tuple[Model, tuple[str, ...]]:
+    """Strict JSON (UTF-8, no NaN, no Infinity, nesting bounded), then the fields; and the paths of unknown ones, which
+    are ignored, or with ``strict`` refused.
 
     Raises:
         ApiError: 400, naming the field; the first of them where several are wrong.
@@ -96,18 +100,24 @@ def parse_body(body: bytes, model: type[Model]) -> Model:
     if not isinstance(document, dict):
         raise bad_request("body", f"must be a JSON object, got {shorten(document)}")
     try:
-        return model.model_validate(document)
+        return model.model_validate(document), ()
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=True)
-        raise _field_error(details[0], model) from error
+        known = [detail for detail in details if detail["type"] != "extra_forbidden"]
+        if strict or known:
+            raise _field_error((details if strict else known)[0], model) from error
+        return model.model_validate(document, extra="ignore"), tuple(_path(detail) for detail in details)
+
+
+def _path(detail: ErrorDetails) -> str:
+    return ".".join(str(part) for part in detail["loc"] if part not in FORM_TAGS)[:_MAX_SHOWN_NAME]
 
 
 def _field_error(detail: ErrorDetails, model: type[BaseModel]) -> ApiError:
-    path = [str(part) for part in detail["loc"] if part not in FORM_TAGS]
-    param = ".".join(path)[:_MAX_SHOWN_NAME]
+    param = _path(detail)
     match detail["type"]:
         case "extra_forbidden":
-            hint = nearest(path[-1], model.model_fields) if len(path) == 1 else ""
+            hint = nearest(param, model.model_fields) if len(detail["loc"]) == 1 else ""
             return bad_request(param, f"unknown field{hint}", code="unknown_field")
         case "missing":
             return bad_request(param, "is required", code="missing_required_parameter")

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.client import EngineClient
 from deploy.api.admission import Admission
-from deploy.api.answer import Envelope, encode_json, segments_json, total_counts, usage_of
+from deploy.api.answer import Envelope, encode_json, metrics_of, segments_json, total_counts, usage_of
 from deploy.api.choice import Choice, Delta, EngineFailed
 from deploy.api.errors import ApiError, ClientGone, as_api_error, internal_error, timed_out
 from deploy.api.formats import AnswerFormat
@@ -93,7 +93,9 @@ class CallResponse(Response):
         outrider = self._acceptance()
         if call.drafting_details:
             outrider["segments"] = [segments_json(delta) for delta in deltas]
-        body = call.envelope.document(choices, usage_of(call.num_prompt_tokens, call.choices), outrider)
+        usage = usage_of(call.num_prompt_tokens, call.choices)
+        root = {**call.format.root(call.choices), **metrics_of(call.choices)}
+        body = call.envelope.document(choices, usage, outrider, root)
         return Response(body, media_type="application/json")
 
     async def _send_events(self, stream: EventStream, generation: Generation) -> None:
@@ -103,7 +105,8 @@ class CallResponse(Response):
             events = []
             if not stream.started:
                 openings = [call.format.opening(choice) for choice in call.choices]
-                events += [call.envelope.event([opening]) for opening in openings if opening is not None]
+                root = call.format.root(call.choices)
+                events += [call.envelope.event([opening], root=root) for opening in openings if opening is not None]
             for choice, delta in batch:
                 num_unfinished -= delta.finish is not None
                 outrider: dict[str, object] = {}
@@ -115,7 +118,8 @@ class CallResponse(Response):
             await stream.write(b"".join(events))
         if call.include_usage:
             usage = usage_of(call.num_prompt_tokens, call.choices)
-            await stream.write(call.envelope.event([], usage=usage, outrider=self._acceptance()) + DONE)
+            root = metrics_of(call.choices)
+            await stream.write(call.envelope.event([], usage=usage, outrider=self._acceptance(), root=root) + DONE)
         else:
             await stream.write(DONE)
         await stream.end()

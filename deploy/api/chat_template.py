@@ -5,6 +5,7 @@ A template comes with the weights, from strangers: it runs in Jinja's immutable 
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,45 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.errors import InvalidField, ModelUnavailable
+
+_RESERVED = frozenset(
+    {
+        *("messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now"),
+        *("bos_token", "eos_token", "pad_token", "unk_token"),
+    }
+)
+
+
+# Marks where the final message ends. A noncharacter of Unicode, which no text holds that is meant to be read.
+_END = "\ufdd0"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """How a template is rendered.
+
+    Args:
+        add_generation_prompt: end with the beginning of the assistant's answer.
+        continue_final_message: end with the final message's content, for the model to continue it.
+        variables: further names for the template (``chat_template_kwargs``).
+
+    Raises:
+        InvalidField: both ends are asked for, or a variable has the name of something else.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidField("continue_final_message", True, "must not be true together with add_generation_prompt")
+        for name in self.variables:
+            if name in _RESERVED or not name.isidentifier():
+                raise InvalidField(f"chat_template_kwargs.{name[:40]}", name, "is no name for a variable of the template")
+
+
+DEFAULT_OPTIONS = TemplateOptions()
 
 
 class ChatTemplate:
@@ -37,17 +77,27 @@ class ChatTemplate:
             raise ModelUnavailable(f"the model's chat template cannot be read: {error}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt's text, up to where the assistant's answer begins.
+    def render(self, messages: Sequence[Mapping[str, str]], options: TemplateOptions) -> str:
+        """The prompt's text, up to where the assistant's answer begins or goes on.
 
         Raises:
-            InvalidField: the template refuses the messages, as some do when roles do not alternate.
+            InvalidField: the template refuses the messages, as some do when roles do not alternate; or it does not
+                write the final message that is to be continued.
         """
+        if options.continue_final_message:
+            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END}]
+        names = {**self._special_tokens, **options.variables}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+            text = self._template.render(messages=messages, add_generation_prompt=options.add_generation_prompt, **names)
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             roles = [message["role"] for message in messages[:8]]
             raise InvalidField("messages", roles, f"refused by the model's chat template: {error}") from error
+        if not options.continue_final_message:
+            return text
+        end = text.rfind(_END)
+        if end < 0:
+            raise InvalidField("continue_final_message", True, "the model's chat template does not write the final message")
+        return text[:end]
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:

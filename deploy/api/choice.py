@@ -2,9 +2,10 @@
 
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from cluster.errors import LinkClosed, OutriderError, Overloaded
-from cluster.types import Commit, FinishReason, ModelInfo, Request, TokenLogprobs
+from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request, TokenLogprobs
 from deploy.api.counts import DraftingCounts
 from deploy.api.detokenizer import Detokenizer
 from deploy.api.stops import StopMatcher
@@ -45,17 +46,60 @@ class Delta:
     tokens: tuple[OutputToken, ...] = ()
     segments: tuple[Segment, ...] = ()
     finish: FinishReason | None = None
+    token_ids: tuple[int, ...] = ()  # that were generated, those without text included, if the caller asks for them
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What becomes text, and what is told beside it.
+
+    Args:
+        details: keep tokens, for log-probabilities and for who drafted what.
+        token_ids: keep the ids of generated tokens.
+        skip_special_tokens: special tokens add no text.
+        include_stop: what ended the answer, a stop string or token, is part of its text.
+        echo: text that stands before the answer.
+    """
+
+    details: bool = False
+    token_ids: bool = False
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+    echo: str | None = None
+
+
+class Observer(Protocol):
+    """Is told of tokens as they come."""
+
+    def on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
+        """``num_needed`` tokens of ``commit`` are part of an answer; ``gap_s`` after those before, None: the first."""
 
 
 class Choice:
     """Detokenizes, ends at stop strings, and counts. Text is released as soon as no stop string can begin in it.
 
-    Tokens are kept only with ``details``, where the caller wants log-probabilities or to know who drafted what.
+    Args:
+        counts_prompt: it is the first choice of its prompt, for which the prompt's tokens count.
+        observer: told of each commit.
     """
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, info: ModelInfo, *, details: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Tokenizer,
+        info: ModelInfo,
+        options: OutputOptions,
+        *,
+        counts_prompt: bool = True,
+        observer: Observer | None = None,
+    ) -> None:
         self.index = index
         self.request = request
+        self.options = options
+        self.counts_prompt = counts_prompt
+        self.prefill: Prefill | None = None
+        self.failed = False  # the engine could not go on with it
         self.counts = DraftingCounts()
         self.num_tokens = 0  # that were needed, with the one that ended the answer
         self.finish: FinishReason | None = None
@@ -63,9 +107,10 @@ class Choice:
         self.last_token_s: float | None = None
         sampling = request.sampling
         self._end_ids = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else info.eos_token_ids)
-        self._details = details
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopMatcher(sampling.stop)
+        self._observer = observer
+        self._new_ids: list[int] = []
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        self._stops = StopMatcher(sampling.stop, include=options.include_stop)
         self._decoded_len = 0  # characters out of the detokenizer
         self._taken_len = 0  # characters handed out by ``take``
         self._released: list[str] = []  # between the two, and free of stop strings
@@ -79,22 +124,33 @@ class Choice:
         """
         match commit.finish:
             case FinishReason.ERROR:
+                self.failed = True
                 raise EngineFailed(commit.error or "the engine failed")
             case FinishReason.OVERLOADED:
                 raise Overloaded(commit.error or "too many requests wait", retry_after_s=1.0)
             case FinishReason.ABORT:
                 raise LinkClosed("the request was aborted")
+        self.prefill = commit.prefill or self.prefill
         num_before = self.num_tokens
         for i in range(len(commit.token_ids)):
             self.num_tokens += 1
-            if commit.finish is FinishReason.STOP and i + 1 == len(commit.token_ids) and self._is_end(commit.token_ids[i]):
+            ends = (
+                commit.finish is FinishReason.STOP and i + 1 == len(commit.token_ids) and self._is_end(commit.token_ids[i])
+            )
+            if ends and not self.options.include_stop:
                 break  # it was computed, so it counts, but it is no part of the text
             self._append(commit, i)
             if self._stops.matched:
                 self.finish = FinishReason.STOP
                 break
         if self.num_tokens > num_before:
-            self.counts.record(commit, self.num_tokens - num_before)
+            num_needed = self.num_tokens - num_before
+            self.counts.record(commit, num_needed)
+            if self.options.token_ids:
+                self._new_ids.extend(commit.token_ids[:num_needed])
+            if self._observer is not None:
+                gap_s = None if self.last_token_s is None else now_s - self.last_token_s
+                self._observer.on_tokens(commit, num_needed, gap_s)
             self.first_token_s = now_s if self.first_token_s is None else self.first_token_s
             self.last_token_s = now_s
         if self.finish is None and commit.finish is not None:
@@ -107,7 +163,9 @@ class Choice:
             return None
         text = "".join(self._released)
         self._released.clear()
-        delta = Delta(text, *self._take_tokens(text), self.finish) if self._details else Delta(text, finish=self.finish)
+        tokens, segments = self._take_tokens(text) if self.options.details else ((), ())
+        delta = Delta(text, tokens, segments, self.finish, tuple(self._new_ids))
+        self._new_ids.clear()
         self._taken_len += len(text)
         return delta
 
@@ -118,7 +176,7 @@ class Choice:
         text = self._detokenizer.feed(commit.token_ids[i])
         start = self._decoded_len
         self._release(text)
-        if self._details:
+        if self.options.details:
             drafter = commit.drafter if i < commit.num_accepted else None
             logprobs = commit.logprobs[i] if i < len(commit.logprobs) else None
             self._tokens.append(OutputToken(commit.token_ids[i], start, self._decoded_len, drafter, logprobs))

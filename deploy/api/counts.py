@@ -16,18 +16,26 @@ class DraftingCounts:
     num_tokens: int = 0
     num_proposed: int = 0
     num_accepted: int = 0
+    # Of the passes that verified drafts: by how many drafts they verified, how many accepted none, one, two, ...
+    histograms: dict[int, list[int]] = field(default_factory=dict)
     by_drafter: "dict[str, DraftingCounts]" = field(default_factory=dict)
 
     def record(self, commit: Commit, num_needed: int) -> None:
         """Count a commit of which the first ``num_needed`` tokens were needed."""
         num_accepted = min(commit.num_accepted, num_needed)
         self._add(1, num_needed, commit.num_proposed, num_accepted)
+        if commit.num_proposed:
+            self._histogram(commit.num_proposed)[num_accepted] += 1
         if commit.drafter is not None and commit.num_proposed:
             counts = self.by_drafter.setdefault(commit.drafter, DraftingCounts())
             counts._add(1, num_needed, commit.num_proposed, num_accepted)
 
     def merge(self, other: "DraftingCounts") -> None:
         self._add(other.num_rounds, other.num_tokens, other.num_proposed, other.num_accepted)
+        for num_proposed, histogram in other.histograms.items():
+            mine = self._histogram(num_proposed)
+            for num_accepted, num_steps in enumerate(histogram):
+                mine[num_accepted] += num_steps
         for name, counts in other.by_drafter.items():
             self.by_drafter.setdefault(name, DraftingCounts()).merge(counts)
 
@@ -36,6 +44,9 @@ class DraftingCounts:
         self.num_tokens += num_tokens
         self.num_proposed += num_proposed
         self.num_accepted += num_accepted
+
+    def _histogram(self, num_proposed: int) -> list[int]:
+        return self.histograms.setdefault(num_proposed, [0] * (num_proposed + 1))
 
     @property
     def num_rejected(self) -> int:
@@ -51,6 +62,28 @@ class DraftingCounts:
         body = self._figures()
         body["drafters"] = {name: counts._figures() for name, counts in self.by_drafter.items()}
         return body
+
+    def speculative_decoding(self) -> dict[str, object]:
+        """The object of that name in vLLM's answers. A step is a pass that verified drafts of the request; drafts are as
+        long as they come, so ``num_spec_tokens`` is the longest of them."""
+        num_spec_tokens = max(self.histograms, default=0)
+        accepted = [0] * (num_spec_tokens + 1)
+        for histogram in self.histograms.values():
+            for num_accepted, num_steps in enumerate(histogram):
+                accepted[num_accepted] += num_steps
+        num_steps = sum(accepted)
+        return {
+            "mean_acceptance_length": 1 + self.num_accepted / num_steps if num_steps else 1.0,
+            "draft_acceptance_rate": self.num_accepted / self.num_proposed if self.num_proposed else 0.0,
+            "acceptance_histogram": accepted,
+            "acceptance_histogram_by_draft_length": {
+                str(num_proposed): self.histograms[num_proposed] for num_proposed in sorted(self.histograms)
+            },
+            "num_spec_steps": num_steps,
+            "num_accepted_draft_tokens": self.num_accepted,
+            "num_draft_tokens": self.num_proposed,
+            "num_spec_tokens": num_spec_tokens,
+        }
 
     def _figures(self) -> dict[str, object]:
         mean = self.mean_accepted_len

@@ -12,8 +12,8 @@ class Detokenizer:
     character come out as U+FFFD at once; an unfinished character does so in ``flush`` alone, when no more can come.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._token_bytes = tokenizer.token_bytes
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._token_bytes = tokenizer.token_bytes if skip_special_tokens else tokenizer.all_token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:

@@ -1,5 +1,6 @@
 """How the choices of chat and of plain completions look in JSON."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from deploy.api.choice import Choice, Delta, OutputToken
@@ -18,6 +19,9 @@ class AnswerFormat(Protocol):
     def opening(self, choice: Choice) -> dict[str, object] | None:
         """The chunk that a choice's stream begins with, if there is one."""
 
+    def root(self, choices: Sequence[Choice]) -> dict[str, object]:
+        """Fields beside ``choices``, of the whole answer or of a stream's first chunk."""
+
     def chunk(self, choice: Choice, delta: Delta) -> dict[str, object]: ...
 
     def whole(self, choice: Choice, delta: Delta) -> dict[str, object]: ...
@@ -35,12 +39,16 @@ class ChatFormat:
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
+    def root(self, choices: Sequence[Choice]) -> dict[str, object]:
+        return _prompt_token_ids(choices[0])
+
     def chunk(self, choice: Choice, delta: Delta) -> dict[str, object]:
         return {
             "index": choice.index,
             "delta": {"content": delta.text} if delta.text else {},
             "logprobs": self._logprobs(choice, delta),
             "finish_reason": delta.finish,
+            **_token_ids(choice, delta),
         }
 
     def whole(self, choice: Choice, delta: Delta) -> dict[str, object]:
@@ -49,6 +57,7 @@ class ChatFormat:
             "message": {"role": "assistant", "content": delta.text, "refusal": None},
             "logprobs": self._logprobs(choice, delta),
             "finish_reason": delta.finish,
+            **_token_ids(choice, delta),
         }
 
     def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, object] | None:
@@ -83,8 +92,15 @@ class CompletionFormat:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def opening(self, choice: Choice) -> None:
-        return None
+    def opening(self, choice: Choice) -> dict[str, object] | None:
+        prompt_token_ids = _prompt_token_ids(choice)
+        if choice.options.echo is None and not prompt_token_ids:
+            return None
+        text = choice.options.echo or ""
+        return {"index": choice.index, "text": text, "logprobs": None, "finish_reason": None, **prompt_token_ids}
+
+    def root(self, choices: Sequence[Choice]) -> dict[str, object]:
+        return {}
 
     def chunk(self, choice: Choice, delta: Delta) -> dict[str, object]:
         return {
@@ -92,10 +108,12 @@ class CompletionFormat:
             "text": delta.text,
             "logprobs": self._logprobs(choice, delta),
             "finish_reason": delta.finish,
+            **_token_ids(choice, delta),
         }
 
     def whole(self, choice: Choice, delta: Delta) -> dict[str, object]:
-        return self.chunk(choice, delta)
+        echo = choice.options.echo or ""
+        return {**self.chunk(choice, delta), "text": echo + delta.text, **_prompt_token_ids(choice)}
 
     def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, object] | None:
         if choice.request.sampling.top_logprobs is None:
@@ -104,12 +122,16 @@ class CompletionFormat:
         return {
             "tokens": [self._name(token.id) for token in tokens],
             "token_logprobs": [None if t.logprobs is None else _finite(t.logprobs.logprob) for t in tokens],
-            "top_logprobs": [
-                {} if t.logprobs is None else {self._name(i): _finite(logprob) for i, logprob in t.logprobs.top}
-                for t in tokens
-            ],
+            "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": [token.start for token in tokens],
         }
+
+    def _top(self, token: OutputToken) -> dict[str, float | None]:
+        """The most probable tokens, and behind them the chosen one where it is none of them."""
+        if token.logprobs is None:
+            return {}
+        entries = (*token.logprobs.top, (token.id, token.logprobs.logprob))
+        return {self._name(token_id): _finite(logprob) for token_id, logprob in entries}
 
     def _name(self, token_id: int) -> str:
         """Distinct also for parts of characters, which would all read U+FFFD."""
@@ -118,6 +140,14 @@ class CompletionFormat:
             return spelled.decode("utf-8") or self._tokenizer.token_name(token_id)
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _token_ids(choice: Choice, delta: Delta) -> dict[str, object]:
+    return {"token_ids": delta.token_ids} if choice.options.token_ids else {}
+
+
+def _prompt_token_ids(choice: Choice) -> dict[str, object]:
+    return {"prompt_token_ids": choice.request.prompt_token_ids} if choice.options.token_ids else {}
 
 
 def _finite(logprob: float | None) -> float | None:

@@ -1,137 +1,160 @@
-"""What ``/metrics`` exports, for Prometheus."""
+"""What ``/metrics`` exports, for Prometheus: the rows of ``metric_table``, under their own names and under vLLM's."""
 
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from cluster.client import ClusterStatus
+from cluster.types import Commit, FinishReason
 from deploy.api.choice import Choice
-
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+from deploy.api.metric_table import METRICS, Metric
 
 
 class Metrics:
     """One registry per app, so that several can live in a process."""
 
     def __init__(self) -> None:
+        self._counters = {row.name: Counter(row.name, row.text, row.labels, registry=None) for row in _held("counter")}
+        self._gauges = {row.name: Gauge(row.name, row.text, row.labels, registry=None) for row in _held("gauge")}
+        self._histograms = {
+            row.name: Histogram(row.name, row.text, row.labels, buckets=row.buckets, registry=None)
+            for row in _held("histogram")
+        }
+        self.requests = self._counters["outrider_requests"]
+        self.in_flight = self._gauges["outrider_requests_in_flight"]
+        self.queued = self._gauges["outrider_requests_queued"]
+        self.prompt_tokens = self._counters["outrider_prompt_tokens"]
+        self.queue_s = self._histograms["outrider_queue_seconds"]
+        self._completion_tokens = self._counters["outrider_completion_tokens"]
+        self._drafts = self._counters["outrider_drafts_verified"]
+        self._inter_token_s = self._histograms["outrider_inter_token_seconds"]
+        self._verified_at: list[Counter] = []  # by position, as far as drafts have reached
+        self._accepted_at: list[Counter] = []
+        self._by_drafter: dict[str, tuple[Counter, Counter]] = {}
+        for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR):
+            self._counters["outrider_choices_finished"].labels(reason.value)  # a rate needs the zero before the first
         self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "outrider_requests", "HTTP requests answered", ("endpoint", "status"), registry=self._registry
-        )
-        self.in_flight = Gauge("outrider_requests_in_flight", "Calls that are being served", registry=self._registry)
-        self.queued = Gauge("outrider_requests_queued", "Calls that wait for their turn", registry=self._registry)
-        self.prompt_tokens = Counter("outrider_prompt_tokens", "Tokens of prompts", registry=self._registry)
-        self.completion_tokens = Counter("outrider_completion_tokens", "Tokens generated", registry=self._registry)
-        self.accepted = Counter(
-            "outrider_prediction_tokens_accepted", "Draft tokens in answers", ("drafter",), registry=self._registry
-        )
-        self.rejected = Counter(
-            "outrider_prediction_tokens_rejected",
-            "Draft tokens verified in vain",
-            ("drafter",),
-            registry=self._registry,
-        )
-        self.queue_s = Histogram(
-            "outrider_queue_seconds", "Wait for a turn in this process", buckets=_SECONDS, registry=self._registry
-        )
-        self.ttft_s = Histogram(
-            "outrider_ttft_seconds", "From a call's arrival to its first token", buckets=_SECONDS, registry=self._registry
-        )
-        self.tpot_s = Histogram(
-            "outrider_tpot_seconds", "Per token after the first", buckets=_TOKEN_SECONDS, registry=self._registry
-        )
-        self._status = _StatusCollector()
-        self._registry.register(self._status)
+        self._exported = _Exported(self._counters | self._gauges | self._histograms)
+        self._registry.register(self._exported)
+
+    def on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
+        """Count a commit whose first ``num_needed`` tokens are part of an answer, ``gap_s`` after those before it."""
+        self._completion_tokens.inc(num_needed)
+        if gap_s is not None:
+            self._inter_token_s.observe(gap_s)
+        if commit.prefill is not None:
+            self._counters["outrider_prefix_cache_queries"].inc(commit.base_len)
+            self._counters["outrider_prefix_cache_hits"].inc(commit.prefill.num_cached_tokens)
+        if not commit.num_proposed:
+            return
+        num_accepted = min(commit.num_accepted, num_needed)
+        self._drafts.inc()
+        while len(self._verified_at) < commit.num_proposed:
+            position = str(len(self._verified_at))
+            self._verified_at.append(self._counters["outrider_draft_tokens_verified"].labels(position))
+            self._accepted_at.append(self._counters["outrider_draft_tokens_accepted"].labels(position))
+        for counter in self._verified_at[: commit.num_proposed]:
+            counter.inc()
+        for counter in self._accepted_at[:num_accepted]:
+            counter.inc()
+        if commit.drafter is not None:
+            accepted, rejected = self._of_drafter(commit.drafter)
+            accepted.inc(num_accepted)
+            rejected.inc(commit.num_proposed - num_accepted)
 
     def record_choice(self, choice: Choice, arrival_s: float) -> None:
         """Count a choice that ended, for whatever reason. ``arrival_s``: of the call, monotonic."""
-        self.completion_tokens.inc(choice.num_tokens)
-        for name, counts in choice.counts.by_drafter.items():
-            self.accepted.labels(name).inc(counts.num_accepted)
-            self.rejected.labels(name).inc(counts.num_rejected)
-        if choice.first_token_s is None or choice.last_token_s is None:
+        first_s, last_s = choice.first_token_s, choice.last_token_s
+        if choice.finish is not None or choice.failed or first_s is not None:
+            reason = FinishReason.ERROR if choice.failed else choice.finish or FinishReason.ABORT
+            self._counters["outrider_choices_finished"].labels(reason.value).inc()
+        if first_s is None or last_s is None:
             return
-        self.ttft_s.observe(choice.first_token_s - arrival_s)
+        self._observe("outrider_ttft_seconds", first_s - arrival_s)
         if choice.num_tokens > 1:
-            self.tpot_s.observe((choice.last_token_s - choice.first_token_s) / (choice.num_tokens - 1))
+            self._observe("outrider_tpot_seconds", (last_s - first_s) / (choice.num_tokens - 1))
+        if choice.finish is None:
+            return
+        self._observe("outrider_e2e_seconds", last_s - arrival_s)
+        self._observe("outrider_decode_seconds", last_s - first_s)
+        self._observe("outrider_choice_prompt_tokens", len(choice.request.prompt_token_ids))
+        self._observe("outrider_choice_completion_tokens", choice.num_tokens)
+        self._observe("outrider_choice_max_tokens", choice.request.sampling.max_tokens)
+        if choice.prefill is not None:
+            prefill_s = choice.prefill.prefill_s
+            self._observe("outrider_prefill_seconds", prefill_s)
+            self._observe("outrider_inference_seconds", prefill_s + last_s - first_s)
+            self._observe("outrider_choice_queue_seconds", max(0.0, first_s - arrival_s - prefill_s))
 
     def render(self, status: ClusterStatus | None) -> bytes:
-        """In Prometheus' text format. ``status`` None: the cluster does not answer; its gauges are left out."""
-        self._status.status = status
+        """In Prometheus' text format. ``status`` None: the cluster does not answer; what it would tell is left out."""
+        self._exported.status = status
+        if status is not None:
+            self._exported.model = status.model
         return generate_latest(self._registry)
 
+    def _of_drafter(self, name: str) -> tuple[Counter, Counter]:
+        """Its tokens accepted and rejected. Kept, because finding a labelled counter takes longer than counting."""
+        if name not in self._by_drafter:
+            self._by_drafter[name] = (
+                self._counters["outrider_prediction_tokens_accepted"].labels(name),
+                self._counters["outrider_prediction_tokens_rejected"].labels(name),
+            )
+        return self._by_drafter[name]
 
-class _StatusCollector(Collector):
-    """Gauges of the cluster as it is now; a drafter that left takes its series along."""
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
-    def __init__(self) -> None:
+
+def _held(kind: str) -> list[Metric]:
+    """Rows of that kind that this process counts itself."""
+    return [row for row in METRICS if row.kind == kind and row.read is None]
+
+
+class _Exported(Collector):
+    """The whole table as it is now; a target or drafter that left takes its series along."""
+
+    def __init__(self, held: dict[str, Counter | Gauge | Histogram]) -> None:
         self.status: ClusterStatus | None = None
+        self.model: str | None = None  # for the label of vLLM's names; known from the first status on
+        self._held = held
 
-    def collect(self) -> Iterable[Metric]:
-        yield GaugeMetricFamily("outrider_cluster_up", "1 when the cluster answers", value=float(self.status is not None))
-        if self.status is None:
-            return
-        yield GaugeMetricFamily(
-            "outrider_routing_table_version", "Of the newest routing table", value=self.status.table_version
-        )
-        targets, drafters = self.status.targets, self.status.drafters
-        yield _gauge("outrider_target_ready", "1 when it takes requests", [(t.name, t.state == "ready") for t in targets])
-        yield _gauge("outrider_target_running", "Requests in the batch", [(t.name, t.num_running) for t in targets])
-        yield _gauge("outrider_target_waiting", "Requests before it", [(t.name, t.num_waiting) for t in targets])
-        yield _gauge("outrider_target_blocks", "Blocks of the KV cache", [(t.name, t.num_blocks) for t in targets])
-        yield _gauge("outrider_target_free_blocks", "Free ones", [(t.name, t.num_free_blocks) for t in targets])
-        yield _gauge("outrider_target_tokens_per_second", "Committed", [(t.name, t.tokens_per_s) for t in targets])
-        yield _gauge("outrider_target_step_seconds", "Mean of a pass", [(t.name, t.step_ms / 1000) for t in targets])
-        yield _gauge(
-            "outrider_drafter_ready", "1 when it may draft", [(d.name, d.state == "ready") for d in drafters], "drafter"
-        )
-        yield _gauge(
-            "outrider_drafter_requests", "Requests it drafts for", [(d.name, d.num_requests) for d in drafters], "drafter"
-        )
-        yield _gauge(
-            "outrider_drafter_verified",
-            "Draft tokens that a target verified",
-            [(d.name, d.num_proposed) for d in drafters],
-            "drafter",
-        )
-        yield _gauge(
-            "outrider_drafter_accepted", "Of these, those accepted", [(d.name, d.num_accepted) for d in drafters], "drafter"
-        )
-        yield _gauge("outrider_drafter_restarts", "Since the start", [(d.name, d.num_restarts) for d in drafters], "drafter")
-        memory = GaugeMetricFamily(
-            "outrider_drafter_memory_bytes", "Of the device that it is on, that count as its", labels=("drafter", "device")
-        )
-        for one in drafters:
-            if one.device is not None and one.num_bytes is not None:
-                memory.add_metric((one.name, one.device), float(one.num_bytes))
-        yield memory
-        yield _gauge("outrider_drafter_loads", "Into memory", [(d.name, d.num_loads) for d in drafters], "drafter")
-        yield _gauge(
-            "outrider_drafter_evictions",
-            "For want of room for others",
-            [(d.name, d.num_evictions) for d in drafters],
-            "drafter",
-        )
-        yield _gauge(
-            "outrider_drafter_fallbacks",
-            "Loads on a CPU for want of room on its GPU",
-            [(d.name, d.num_fallbacks) for d in drafters],
-            "drafter",
-        )
-        yield _gauge(
-            "outrider_drafter_reply_seconds",
-            "Mean time of a reply",
-            [(d.name, d.reply_ms / 1000) for d in drafters if d.reply_ms is not None],
-            "drafter",
-        )
+    def collect(self) -> Iterable[Family]:
+        yield GaugeMetricFamily("outrider_cluster_up", "1 when the cluster answers, else 0.", value=self.status is not None)
+        for row in METRICS:
+            for family in self._families(row):
+                yield family
+                if self.model is not None:
+                    yield from (_alias(family, row, name, kept, self.model) for name, kept in row.vllm.items())
+
+    def _families(self, row: Metric) -> Iterable[Family]:
+        if row.read is None:
+            for family in self._held[row.name].collect():
+                # The time of creation would be a gauge of its own beside each counter.
+                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+                yield family
+        elif self.status is not None:
+            kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
+            family = kind(row.name, row.text, labels=row.labels)
+            for labels, value in row.read(self.status):
+                family.add_metric(labels, value)
+            yield family
 
 
-def _gauge(name: str, text: str, values: Iterable[tuple[str, float]], label: str = "target") -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=(label,))
-    for who, value in values:
-        family.add_metric((who,), float(value))
-    return family
+def _alias(family: Family, row: Metric, name: str, kept: tuple[str, ...], model: str) -> Family:
+    """The family under another name, with the model's name and the ``kept`` labels alone."""
+    alias = Family(name, row.text, family.type)
+    values: dict[tuple[str, tuple[tuple[str, str], ...]], list[float]] = {}
+    for sample in family.samples:
+        labels = {label: value for label, value in sample.labels.items() if label in (*kept, "le")}
+        suffix = sample.name.removeprefix(family.name)
+        values.setdefault((suffix, tuple(labels.items())), []).append(sample.value)
+    if not values and family.type == "counter" and not kept:
+        values["_total", ()] = [0.0]  # a rate needs the zero before the first count
+    for (suffix, pairs), numbers in values.items():
+        value = sum(numbers) / (len(numbers) if row.mean else 1)
+        alias.add_sample(name + suffix, {"model_name": model, **dict(pairs)}, value)
+    return alias

@@ -31,8 +31,7 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
     Raises:
         ApiError: 404 for an unknown model, else 400.
     """
-    if fields.model != info.name:
-        raise unknown_model(fields.model, info, "model")
+    check_model(fields.model, info)
     n = fields.n or 1
     if n > settings.max_n:
         raise bad_request("n", f"must be at most {settings.max_n} on this server, got {n}")
@@ -52,11 +51,18 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
             if len(given) > 1:
                 raise bad_request("max_completion_tokens", "contradicts max_tokens; give one of them")
         case CompletionRequest():
+            if fields.echo and fields.logprobs is not None:
+                raise bad_request("echo", "is not supported yet together with logprobs")
             if fields.best_of is not None and fields.best_of != n:
                 raise bad_request("best_of", f"is not supported; leave it out or give it the value of n ({n})")
-    for i, token_id in enumerate(fields.stop_token_ids or ()):
-        if token_id >= info.vocab_size:
-            raise _outside_vocabulary(f"stop_token_ids.{i}", token_id, info)
+    for field, token_ids in (("stop_token_ids", fields.stop_token_ids), ("allowed_token_ids", fields.allowed_token_ids)):
+        check_tokens(field, token_ids or (), info)
+
+
+def check_model(name: str | None, info: ModelInfo) -> None:
+    """Raises ApiError (404): not the served model; None is the served one."""
+    if name is not None and name != info.name:
+        raise unknown_model(name, info, "model")
 
 
 def unknown_model(name: str, info: ModelInfo, param: str) -> ApiError:
@@ -93,9 +99,14 @@ def check_prompt(prompt: Prompt, info: ModelInfo, settings: ApiSettings) -> None
         raise bad_request(prompt.field, "must hold at least one token")
     if num_tokens > max_prompt_tokens(info, settings):
         raise prompt_too_long(prompt.field, str(num_tokens), info, settings)
-    if max(prompt.token_ids) >= info.vocab_size:
-        i = next(i for i, token_id in enumerate(prompt.token_ids) if token_id >= info.vocab_size)
-        raise _outside_vocabulary(f"{prompt.field}.{i}", prompt.token_ids[i], info)
+    check_tokens(prompt.field, prompt.token_ids, info)
+
+
+def check_tokens(field: str, token_ids: Sequence[int], info: ModelInfo) -> None:
+    """Raises ApiError (400), naming the first that is no token."""
+    if max(token_ids, default=0) >= info.vocab_size:
+        i = next(i for i, token_id in enumerate(token_ids) if token_id >= info.vocab_size)
+        raise _outside_vocabulary(f"{field}.{i}", token_ids[i], info)
 
 
 def make_requests(
@@ -172,6 +183,7 @@ def sampling_params(
             ignore_eos=bool(fields.ignore_eos),
             seed=seed,
             top_logprobs=_top_logprobs(fields),
+            allowed_token_ids=tuple(fields.allowed_token_ids or ()),
         )
     except InvalidField as error:
         field = limit_field if error.field == "max_tokens" else error.field

@@ -1,17 +1,18 @@
-"""What callers may send: OpenAI's fields, strictly typed, and a few of our own.
+"""What callers may send: the fields of OpenAI and of vLLM, strictly typed, and a few of our own.
 
-Unknown fields are refused: a misspelt one would otherwise change nothing, silently. ``null`` means "not given", as in
-OpenAI's API. Fields of OpenAI's that do not change an answer here are accepted and ignored; those that would, but cannot
-be served yet, are refused by name.
+``null`` means "not given", as in OpenAI's API. Known fields that do not change an answer here are accepted and ignored;
+those that would, but cannot be served yet, are refused by name unless their value turns them off. The models forbid
+unknown fields; ``deploy.api.body`` ignores these with a warning where the settings say so.
 """
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from cluster.types import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from cluster.types import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from deploy.api.chat_template import TemplateOptions
 
 MAX_STOP_CHARS = 1024
 MAX_LEGACY_LOGPROBS = 5
@@ -27,11 +28,24 @@ class _Strict(BaseModel):
 def _only(*allowed: object) -> BeforeValidator:
     """For a field that is known, but can only be absent here, or one of the values that ask for nothing."""
 
-    def check(value: object) -> None:
+    def check(value: object) -> object:
         if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
             raise PydanticCustomError("not_supported", "is not supported yet; leave it out")
+        return value
 
     return BeforeValidator(check)
+
+
+def _without_tools(value: object, info: ValidationInfo) -> object:
+    """``tool_choice`` "none" turns tools off."""
+    if value is not None and value != [] and info.data.get("tool_choice") != "none":
+        raise PydanticCustomError("not_supported", 'are not supported yet; leave them out, or send tool_choice "none"')
+    return value
+
+
+def _off_is_none(value: object) -> object:
+    """vLLM's -1 and 0 turn top-k off."""
+    return None if type(value) is int and value in (-1, 0) else value
 
 
 def _text_or_list(value: object) -> str | None:
@@ -93,12 +107,32 @@ class GenerationFields(_Strict):
     stream_options: StreamOptions | None = None
 
     # Sampling that OpenAI's API lacks, by the names that vLLM and others use.
-    top_k: int | None = None
+    top_k: Annotated[int | None, BeforeValidator(_off_is_none)] = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=256)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+
+    # Of vLLM, and not supported: each with the values that turn it off.
+    bad_words: Annotated[Any, _only([])] = None
+    priority: Annotated[Any, _only(0)] = None
+    prompt_logprobs: Annotated[Any, _only(False)] = None
+    logits_processors: Annotated[Any, _only([])] = None
+    structured_outputs: Annotated[Any, _only()] = None
+    guided_json: Annotated[Any, _only()] = None
+    guided_regex: Annotated[Any, _only()] = None
+    guided_choice: Annotated[Any, _only()] = None
+    guided_grammar: Annotated[Any, _only()] = None
+    use_beam_search: Annotated[Any, _only(False)] = None
+    length_penalty: Annotated[Any, _only(1.0, 1)] = None
+    truncate_prompt_tokens: Annotated[Any, _only()] = None
+    spaces_between_special_tokens: Annotated[Any, _only(True)] = None
+    return_tokens_as_token_ids: Annotated[Any, _only(False)] = None
 
     # Ours. drafting: "auto", "off", a drafter, or a chain "a>b" whose last member stands nearest to the target.
     drafting: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -131,6 +165,9 @@ _Content = Annotated[
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    # Before the content, which is null beside them: the error names what is not supported.
+    function_call: Annotated[Any, _only()] = None
+    tool_calls: Annotated[Any, _only([])] = None
     content: _Content
     name: str | None = None
     tool_call_id: str | None = None
@@ -139,8 +176,6 @@ class Message(_Strict):
     refusal: Annotated[Any, _only()] = None
     annotations: Annotated[Any, _only([])] = None
     audio: Annotated[Any, _only()] = None
-    function_call: Annotated[Any, _only()] = None
-    tool_calls: Annotated[Any, _only([])] = None
 
     def for_template(self) -> dict[str, str]:
         """As chat templates expect it: a role of theirs, and one string."""
@@ -153,18 +188,42 @@ class Message(_Strict):
         return rendered
 
 
-class ChatRequest(GenerationFields):
+_Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
+
+
+class _ChatFields(_Strict):
+    """How messages become a prompt."""
+
+    messages: _Messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    chat_template: Annotated[Any, _only()] = None
+    documents: Annotated[Any, _only([])] = None
+    mm_processor_kwargs: Annotated[Any, _only()] = None
+    media_io_kwargs: Annotated[Any, _only()] = None
+
+    def template_options(self) -> TemplateOptions:
+        """Raises InvalidField: the fields contradict each other."""
+        continues = bool(self.continue_final_message)
+        adds = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        return TemplateOptions(adds, continues, self.chat_template_kwargs or {})
+
+
+class ChatRequest(GenerationFields, _ChatFields):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     max_completion_tokens: int | None = None
+    echo: Annotated[Any, _only(False)] = None
+    add_special_tokens: Annotated[Any, _only(False)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     parallel_tool_calls: bool | None = None  # ignored: without tools it says nothing
     response_format: Annotated[Any, _only({"type": "text"})] = None
-    tools: Annotated[Any, _only([])] = None
-    tool_choice: Annotated[Any, _only("none")] = None
+    tool_choice: Annotated[Any, _only("none")] = None  # before the tools, which it turns off
+    tools: Annotated[Any, AfterValidator(_without_tools)] = None
     functions: Annotated[Any, _only([])] = None
     function_call: Annotated[Any, _only("none")] = None
     modalities: Annotated[Any, _only(["text"])] = None
@@ -194,7 +253,8 @@ class CompletionRequest(GenerationFields):
     prompt: _Prompt
     best_of: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LEGACY_LOGPROBS)] | None = None
-    echo: Annotated[Any, _only(False)] = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
     suffix: Annotated[Any, _only()] = None
 
     def prompts(self) -> Mapping[str, str | list[int]]:
@@ -204,3 +264,21 @@ class CompletionRequest(GenerationFields):
         if isinstance(self.prompt[0], int):
             return {"prompt": self.prompt}
         return {f"prompt.{i}": cast("str | list[int]", one) for i, one in enumerate(self.prompt)}
+
+
+class TokenizeRequest(_ChatFields):
+    """POST /tokenize, of a prompt or of messages."""
+
+    model: str | None = None
+    messages: _Messages | None = None  # type: ignore[assignment]
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    tools: Annotated[Any, _only([])] = None
+
+
+class DetokenizeRequest(_Strict):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[_TokenId]

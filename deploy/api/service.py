@@ -5,6 +5,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from fastapi import Request
@@ -17,7 +18,7 @@ from deploy.api.admission import Admission
 from deploy.api.answer import Envelope
 from deploy.api.body import BodyReader
 from deploy.api.call import Call, CallResponse
-from deploy.api.choice import Choice
+from deploy.api.choice import Choice, OutputOptions
 from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
 from deploy.api.keys import ApiKeys
 from deploy.api.metrics import Metrics
@@ -30,8 +31,9 @@ from deploy.api.params import (
     parse_drafting,
     prompt_too_long,
 )
-from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields
+from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
 from deploy.api.settings import ApiSettings
+from deploy.api.tokenization import detokenize, tokenize
 from deploy.api.tokenizer import TextTooLong, Tokenizer
 
 T = TypeVar("T")
@@ -72,8 +74,9 @@ class Service:
         info = await self.info()
         check_call(fields, 1, info, self._settings)
         messages = [message.for_template() for message in fields.messages]
+        limit = max_prompt_tokens(info, self._settings)
         try:
-            token_ids = await self._tokenizer.encode_chat(messages, max_tokens=max_prompt_tokens(info, self._settings))
+            token_ids = await self._tokenizer.encode_chat(messages, fields.template_options(), max_tokens=limit)
         except TextTooLong as error:
             raise prompt_too_long("messages", f"more than {error.num_tokens}", info, self._settings) from error
         prompts = [Prompt(token_ids, "messages")]
@@ -85,15 +88,31 @@ class Service:
         given = fields.prompts()
         info = await self.info()
         check_call(fields, len(given), info, self._settings)
-        prompts = [Prompt(await self._tokens(prompt, field, info), field) for field, prompt in given.items()]
-        return await self._call(request, fields, prompts, self._completion_format, arrival_s)
+        adds = fields.add_special_tokens is not False
+        prompts = [Prompt(await self._tokens(prompt, field, info, adds), field) for field, prompt in given.items()]
+        echoes: Sequence[str] = ()
+        if fields.echo:
+            for prompt in prompts:
+                check_prompt(prompt, info, self._settings)
+            echoes = [one if isinstance(one, str) else self._tokenizer.text_of(one) for one in given.values()]
+        return await self._call(request, fields, prompts, self._completion_format, arrival_s, echoes)
 
-    async def _tokens(self, prompt: str | list[int], field: str, info: ModelInfo) -> tuple[int, ...]:
+    async def tokenize(self, request: Request) -> dict[str, object]:
+        fields = await self._bodies.read(request, TokenizeRequest)
+        return await tokenize(fields, self._tokenizer, await self.info(), self._settings)
+
+    async def detokenize(self, request: Request) -> dict[str, object]:
+        fields = await self._bodies.read(request, DetokenizeRequest)
+        return detokenize(fields, self._tokenizer, await self.info())
+
+    async def _tokens(
+        self, prompt: str | list[int], field: str, info: ModelInfo, add_special_tokens: bool
+    ) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return tuple(prompt)
         limit = max_prompt_tokens(info, self._settings)
         try:
-            return await self._tokenizer.encode(prompt, add_special_tokens=True, max_tokens=limit)
+            return await self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, max_tokens=limit)
         except TextTooLong as error:
             raise prompt_too_long(field, f"more than {error.num_tokens}", info, self._settings) from error
 
@@ -139,7 +158,9 @@ class Service:
         prompts: Sequence[Prompt],
         form: AnswerFormat,
         arrival_s: float,
+        echoes: Sequence[str] = (),
     ) -> Response:
+        """``echoes``: texts of the prompts, if they are part of the answer."""
         info = await self.info()
         for prompt in prompts:
             check_prompt(prompt, info, self._settings)
@@ -153,7 +174,25 @@ class Service:
             info=info,
             settings=self._settings,
         )
-        details = bool(fields.drafting_details) or requests[0].sampling.top_logprobs is not None
+        options = OutputOptions(
+            details=bool(fields.drafting_details) or requests[0].sampling.top_logprobs is not None,
+            token_ids=bool(fields.return_token_ids),
+            skip_special_tokens=fields.skip_special_tokens is not False,
+            include_stop=bool(fields.include_stop_str_in_output),
+        )
+        n = fields.n or 1
+        choices = [
+            Choice(
+                i,
+                one,
+                self._tokenizer,
+                info,
+                replace(options, echo=echoes[i // n]) if echoes else options,
+                counts_prompt=i % n == 0,
+                observer=self.metrics,
+            )
+            for i, one in enumerate(requests)
+        ]
         stream = bool(fields.stream)
         include_usage = stream and fields.stream_options is not None and bool(fields.stream_options.include_usage)
         kind = form.chunk_kind if stream else form.kind
@@ -161,7 +200,7 @@ class Service:
         self.metrics.prompt_tokens.inc(num_prompt_tokens)
         call = Call(
             request_id=request.state.request_id,
-            choices=[Choice(i, one, self._tokenizer, info, details=details) for i, one in enumerate(requests)],
+            choices=choices,
             format=form,
             envelope=Envelope(call_id, kind, info.name, _fingerprint(info), usage_in_chunks=include_usage),
             arrival_s=arrival_s,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from cluster.config import ApiConfig
 from cluster.errors import InvalidField
@@ -30,6 +31,8 @@ class ApiSettings:
     request_timeout_s: float = float(_DEFAULTS.request_deadline_s)  # from the first byte of a call to the last of its answer
     engine_timeout_s: float = 2.0  # for a question to the cluster that is not a generation
     retry_after_s: float = 1.0  # advice to callers that found a full queue or no target
+    unknown_fields: Literal["warn", "refuse"] = _DEFAULTS.unknown_fields
+    cors_origins: tuple[str, ...] = _DEFAULTS.cors_origins  # of web pages that may read answers; "*": of all
 
     @classmethod
     def from_config(cls, config: ApiConfig) -> "ApiSettings":
@@ -44,6 +47,8 @@ class ApiSettings:
             max_sequences=max_sequences,
             max_n=min(config.max_choices, max_sequences),
             request_timeout_s=float(config.request_deadline_s),
+            unknown_fields=config.unknown_fields,
+            cors_origins=config.cors_origins,
         )
 
     def __post_init__(self) -> None:

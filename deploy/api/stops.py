@@ -14,7 +14,9 @@ class StopMatcher:
         "The answer"| "\\n\\nUs"     (with the stop string "\\n\\nUser:")
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """``include``: the stop string that ends the text is part of it."""
+        self._include = include
         self._stops = tuple(stops)
         self._failures = tuple(_failure_table(stop) for stop in stops)
         self._states = [0] * len(self._stops)  # characters of each stop string that the text ends with
@@ -43,7 +45,7 @@ class StopMatcher:
                 self._states[i] = state
             if longest:
                 self.matched, self._held = True, ""
-                return known[: position - longest]
+                return known[: position if self._include else position - longest]
         num_held = max(self._states)
         self._held = known[len(known) - num_held :]
         return known[: len(known) - num_held]

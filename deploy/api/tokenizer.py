@@ -7,14 +7,17 @@ their concatenation read as UTF-8. That makes streaming linear and exact: see ``
 import asyncio
 import json
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from cluster.errors import InvalidField, ModelUnavailable, OutriderError
-from deploy.api.chat_template import ChatTemplate, load_chat_template
+from deploy.api.chat_template import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions, load_chat_template
+from deploy.api.control_tokens import ChatPrompt, ControlTokens
 
 # Encoding takes about a microsecond a character: up to here a thread would cost more than it frees.
 _INLINE_CHARS = 2000
@@ -40,7 +43,8 @@ class Tokenizer:
         fast.no_padding()
         self._fast = fast
         added = fast.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._control_tokens = ControlTokens(self._special.values())
         self._spelling = _spelling_of(fast)
         self._bytes: dict[int, bytes] = {}  # filled as tokens are met; bounded by the vocabulary
         self._chat_template = chat_template
@@ -72,24 +76,76 @@ class Tokenizer:
             return self._encode(text, add_special_tokens, max_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens, max_tokens)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]], *, max_tokens: int) -> tuple[int, ...]:
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], options: TemplateOptions = DEFAULT_OPTIONS, *, max_tokens: int
+    ) -> tuple[int, ...]:
         """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Special tokens are those that the template writes. What a message spells like one is encoded as text.
 
         Raises:
             InvalidField: the model has no chat template, or its template refuses the messages.
             TextTooLong: as ``encode``.
         """
         if sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
-            return self._encode_chat(messages, max_tokens)
-        return await asyncio.to_thread(self._encode_chat, messages, max_tokens)
+            prompt = self._render(messages, options)
+            if prompt.control_spans is None:
+                return self._encode(prompt.text, False, max_tokens)
+            return await asyncio.to_thread(self._encode_marked, prompt, max_tokens)
+        return await asyncio.to_thread(lambda: self._encode_marked(self._render(messages, options), max_tokens))
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> tuple[int, ...]:
+    def _render(self, messages: Sequence[Mapping[str, str]], options: TemplateOptions) -> ChatPrompt:
         if self._chat_template is None:
             raise InvalidField("messages", len(messages), "the model has no chat template; use /v1/completions")
-        # The template writes the special tokens itself.
-        return self._encode(self._chat_template.render(messages), add_special_tokens=False, max_tokens=max_tokens)
+        return self._control_tokens.prompt(self._chat_template, messages, options)
+
+    def _encode_marked(self, prompt: ChatPrompt, max_tokens: int) -> tuple[int, ...]:
+        """Special tokens where the prompt says that they are, text elsewhere; the template has written them all."""
+        if prompt.control_spans is None:
+            return self._encode(prompt.text, False, max_tokens)
+        self._check_len(prompt.text, max_tokens)
+        fast, aliases, ids = self._aliased
+        pieces, at = [], 0
+        for begin, end in prompt.control_spans:
+            pieces += [prompt.text[at:begin], aliases[prompt.text[begin:end]]]
+            at = end
+        pieces.append(prompt.text[at:])
+        return tuple(ids.get(i, i) for i in fast.encode("".join(pieces), add_special_tokens=False).ids)
+
+    @cached_property
+    def _aliased(self) -> tuple[FastTokenizer, dict[str, str], dict[int, int]]:
+        """This tokenizer with special tokens that nobody can spell, so that their spellings are text: the tokenizer, the
+        aliases by spelling, and the ids of the originals by those of the aliases.
+
+        Made when it is first needed; it takes as much memory as the tokenizer itself.
+        """
+        secret = secrets.token_hex(16)
+        aliases = {spelling: f"{secret}-{token_id}-" for token_id, spelling in self._special.items()}
+        state: dict[str, Any] = json.loads(self._fast.to_str())
+        for added in state["added_tokens"]:
+            added["content"] = aliases.get(added["content"], added["content"])
+        model = state["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {aliases.get(token, token): token_id for token, token_id in model["vocab"].items()}
+        else:  # of a unigram model: token and score
+            model["vocab"] = [[aliases.get(token, token), score] for token, score in model["vocab"]]
+        if isinstance(model.get("unk_token"), str):
+            model["unk_token"] = aliases.get(model["unk_token"], model["unk_token"])
+        state["post_processor"] = None  # it adds special tokens by their names, and is not used here
+        fast = FastTokenizer.from_str(json.dumps(state))
+        ids: dict[int, int] = {}
+        for token_id, spelling in self._special.items():
+            alias_id = fast.token_to_id(aliases[spelling])
+            assert alias_id is not None, f"{spelling}: renamed, it is not in the vocabulary"
+            ids[alias_id] = token_id
+        return fast, aliases, ids
 
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int) -> tuple[int, ...]:
+        self._check_len(text, max_tokens)
+        return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _check_len(self, text: str, max_tokens: int) -> None:
+        """Raises TextTooLong: far too long, as seen without encoding all of it."""
         if len(text) > _SLICE_CHARS:
             num_tokens = 0
             for start in range(0, len(text), _SLICE_CHARS):
@@ -98,16 +154,28 @@ class Tokenizer:
                 )
                 if num_tokens > max_tokens:
                     raise TextTooLong(num_tokens)
-        return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to the text. Special tokens, and ids beyond the vocabulary (padding rows), add nothing."""
         known = self._bytes.get(token_id)
         if known is None:
-            token = None if token_id in self._special_ids else self._fast.id_to_token(token_id)
+            token = None if token_id in self._special else self._fast.id_to_token(token_id)
             known = b"" if token is None else self._spelling(token)
             self._bytes[token_id] = known
         return known
+
+    def all_token_bytes(self, token_id: int) -> bytes:
+        """As ``token_bytes``, but special tokens add their spelling."""
+        spelling = self._special.get(token_id)
+        return self.token_bytes(token_id) if spelling is None else spelling.encode()
+
+    def token_strs(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary writes them; "" for an id that is none."""
+        return [self._fast.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The whole text that ``token_ids`` spell, special tokens included."""
+        return self._fast.decode(list(token_ids), skip_special_tokens=False)
 
     def token_name(self, token_id: int) -> str:
         """A token for people, as in log-probabilities: its text, or its name where it has none."""

@@ -177,9 +177,12 @@ def drafts_again(drafter: str) -> Callable[[Metrics], bool]:
 
     def recovered(metrics: Metrics) -> bool:
         nonlocal first
-        if metrics.get(("outrider_drafter_restarts", drafter), 0.0) < 1 or not metrics["outrider_drafter_ready", drafter]:
+        if (
+            metrics.get(("outrider_drafter_restarts_total", drafter), 0.0) < 1
+            or not metrics["outrider_drafter_ready", drafter]
+        ):
             return False
-        verified = metrics["outrider_drafter_verified", drafter]
+        verified = metrics["outrider_drafter_verified_total", drafter]
         first = verified if first is None else first
         return verified > first
 

@@ -77,8 +77,12 @@ def test_drafters_that_do_not_fit_at_once_take_turns_and_change_no_token(crowded
             assert gauge(http, "outrider_drafter_memory_bytes", name) > 0
             assert gauge(http, "outrider_drafter_memory_bytes", other) == 0
             assert len(crowded.workers("DrafterActor")) == 2
-        assert gauge(http, "outrider_drafter_loads", "three") == 2
-        assert gauge(http, "outrider_drafter_evictions", "three") == gauge(http, "outrider_drafter_evictions", "six") == 1
+        assert gauge(http, "outrider_drafter_loads_total", "three") == 2
+        assert (
+            gauge(http, "outrider_drafter_evictions_total", "three")
+            == gauge(http, "outrider_drafter_evictions_total", "six")
+            == 1
+        )
 
 
 def test_a_named_chain_that_is_not_configured_is_refused(crowded: ServerProcess) -> None:

@@ -14,14 +14,14 @@ def test_killed_drafters_change_no_token_and_come_back(server: ServerProcess) ->
     plain = run(server, kill=None)
     assert not plain.errors
     with server.client() as http:
-        restarts = gauge(http, "outrider_drafter_restarts")
+        restarts = gauge(http, "outrider_drafter_restarts_total")
         disturbed = run(server, kill="DrafterActor")
         assert (disturbed.texts, disturbed.errors) == (plain.texts, {})
-        eventually(lambda: gauge(http, "outrider_drafter_restarts") == restarts + 2)
+        eventually(lambda: gauge(http, "outrider_drafter_restarts_total") == restarts + 2)
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
-        verified = gauge(http, "outrider_drafter_verified", "ngram")
+        verified = gauge(http, "outrider_drafter_verified_total", "ngram")
         assert run(server, kill=None).texts == plain.texts
-        assert gauge(http, "outrider_drafter_verified", "ngram") > verified, "the new process does not draft"
+        assert gauge(http, "outrider_drafter_verified_total", "ngram") > verified, "the new process does not draft"
 
 
 def test_without_a_router_the_last_table_serves_and_another_takes_over(server: ServerProcess) -> None:
@@ -38,7 +38,7 @@ def test_a_supervisor_that_is_killed_finds_its_members_again(server: ServerProce
     assert [p.pid for p in server.workers("DrafterActor")] == drafters
     server.workers("DrafterActor")[0].kill()
     with server.client() as http:
-        eventually(lambda: gauge(http, "outrider_drafter_restarts") == 1)
+        eventually(lambda: gauge(http, "outrider_drafter_restarts_total") == 1)
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
 
 

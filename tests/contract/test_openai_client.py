@@ -182,6 +182,50 @@ def test_drafting_details_cover_the_text(served: Served) -> None:
     assert acceptance["mean_accepted_len"] >= 1.0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_are_chosen_whatever_drafts(served: Served, temperature: float) -> None:
+    if served.model == "scripted":
+        pytest.skip("a script chooses no tokens")
+    allowed = [11, 17, 23, 42]
+    answers = [
+        served.chat(
+            temperature=temperature,
+            extra_body={"allowed_token_ids": allowed, "return_token_ids": True, "drafting": drafting},
+        )
+        for drafting in ("off", "ngram")
+    ]
+    first, second = [answer.choices[0].model_extra["token_ids"] for answer in answers]
+    assert first == second
+    assert len(first) == MAX_TOKENS
+    assert set(first) <= set(allowed)
+
+
+def test_cached_tokens_are_those_of_the_prefix_cache(served: Served) -> None:
+    if served.model == "scripted":
+        pytest.skip("a script has no prefix cache")
+    before = metric(served, "outrider_prefix_cache_hits_total")
+    prompt = [20 + (7 * i) % 200 for i in range(100)]
+    cached = []
+    for ids in (prompt, prompt, [*prompt[:70], *prompt[:30]]):
+        usage = served.openai.completions.create(model=served.model, prompt=ids, max_tokens=2).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        cached.append(usage.prompt_tokens_details.cached_tokens)
+    block_len = 32
+    assert cached == [0, 100 // block_len * block_len, 70 // block_len * block_len]
+    assert metric(served, "outrider_prefix_cache_hits_total") - before == sum(cached)
+
+
+def test_how_speculative_decoding_went(served: Served) -> None:
+    answer = served.chat(extra_body={"drafting": "ngram"})
+    told = answer.model_extra["metrics"]["speculative_decoding"]
+    acceptance = answer.model_extra["outrider"]["acceptance"]
+    assert sum(told["acceptance_histogram"]) == told["num_spec_steps"] <= acceptance["num_rounds"]
+    assert len(told["acceptance_histogram"]) == told["num_spec_tokens"] + 1
+    assert told["num_accepted_draft_tokens"] == acceptance["num_accepted"]
+    assert told["num_draft_tokens"] == acceptance["num_proposed"]
+
+
 def test_two_choices(served: Served) -> None:
     alone = served.text(seed=9)
     first, second = served.chat(seed=9, n=2).choices
@@ -247,8 +291,8 @@ def refused_by(ask: Callable[[], object], kind: type[openai.APIStatusError]) -> 
 def test_errors_have_the_client_s_classes(served: Served) -> None:
     wrong = refused_by(lambda: served.chat(temperature=3.0), openai.BadRequestError)
     assert (wrong.param, wrong.type) == ("temperature", "invalid_request_error")
-    misspelt = refused_by(lambda: served.chat(extra_body={"temprature": 1.0}), openai.BadRequestError)
-    assert misspelt.code == "unknown_field"
+    unsupported = refused_by(lambda: served.chat(extra_body={"prompt_logprobs": 1}), openai.BadRequestError)
+    assert unsupported.param == "prompt_logprobs"
     unknown = served.openai.completions.create
     assert refused_by(lambda: unknown(model="gpt-17", prompt="a"), openai.NotFoundError).code == "model_not_found"
     large = refused_by(lambda: unknown(model=served.model, prompt="a" * 200_000), openai.APIStatusError)

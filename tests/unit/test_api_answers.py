@@ -85,6 +85,7 @@ async def test_usage_counts_prompts_once_and_drafts() -> None:
         "prompt_tokens": 3,
         "completion_tokens": 4 * num_tokens,
         "total_tokens": 3 + 4 * num_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": 4 * (num_tokens - num_bonus),

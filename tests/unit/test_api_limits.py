@@ -513,5 +513,5 @@ async def test_metrics_count_what_happened() -> None:
     assert "outrider_tpot_seconds_count 1.0" in lines
     assert "outrider_requests_in_flight 0.0" in lines
     assert 'outrider_target_ready{target="target-0"} 1.0' in lines
-    assert 'outrider_drafter_verified{drafter="ngram"} 8.0' in lines
-    assert 'outrider_drafter_accepted{drafter="ngram"} 5.0' in lines
+    assert 'outrider_drafter_verified_total{drafter="ngram"} 8.0' in lines
+    assert 'outrider_drafter_accepted_total{drafter="ngram"} 5.0' in lines

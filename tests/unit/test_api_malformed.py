@@ -28,7 +28,7 @@ EVERYWHERE: dict[str, list[Any]] = {
     "max_tokens": [*NOT_AN_INTEGER, 0, -1, MAX_MODEL_LEN, HUGE],
     "temperature": [*NOT_A_NUMBER, -0.1, 2.1, HUGE],
     "top_p": [*NOT_A_NUMBER, 0, -1, 1.01],
-    "top_k": [*NOT_AN_INTEGER, 0, -1, HUGE],
+    "top_k": [*NOT_AN_INTEGER, -2, HUGE],
     "min_p": [*NOT_A_NUMBER, -0.5, 1.5],
     "presence_penalty": [*NOT_A_NUMBER, -2.1, 2.1],
     "frequency_penalty": [*NOT_A_NUMBER, -2.1, 2.1],
@@ -49,6 +49,24 @@ EVERYWHERE: dict[str, list[Any]] = {
     "drafting": [*NOT_A_STRING, "", "unknown", "ngram>unknown", "ngram>ngram", ">", "Auto", "x" * 300],
     "metadata": [5, "a", []],
     "moderation": ["auto", True, {}],
+    "allowed_token_ids": [5, "5", [], [0] * 5000],
+    "skip_special_tokens": NOT_A_BOOLEAN,
+    "include_stop_str_in_output": NOT_A_BOOLEAN,
+    "return_token_ids": NOT_A_BOOLEAN,
+    "bad_words": ["a", ["a"], 5],
+    "priority": [1, -1, "high", True, 0.0],
+    "prompt_logprobs": [0, 1, True, "1"],
+    "logits_processors": [["a"], "a"],
+    "structured_outputs": [{"regex": "a"}, True],
+    "guided_json": [{}, "{}"],
+    "guided_regex": ["a"],
+    "guided_choice": [["a"]],
+    "guided_grammar": ["a"],
+    "use_beam_search": [True, 1],
+    "length_penalty": [0.5, "1"],
+    "truncate_prompt_tokens": [5],
+    "spaces_between_special_tokens": [False],
+    "return_tokens_as_token_ids": [True],
 }
 CHAT_ALONE: dict[str, list[Any]] = {
     "messages": [None, 5, "hello", {}, [], [{"role": "user", "content": "word " * 4 * MAX_MODEL_LEN}]],
@@ -56,6 +74,15 @@ CHAT_ALONE: dict[str, list[Any]] = {
     "logprobs": [*NOT_A_BOOLEAN, 5],
     "top_logprobs": [*NOT_AN_INTEGER, -1, 21, 3],
     "tools": [[{"type": "function", "function": {"name": "f"}}], "f", 5],
+    "add_generation_prompt": NOT_A_BOOLEAN,
+    "continue_final_message": NOT_A_BOOLEAN,
+    "chat_template_kwargs": [5, "a", []],
+    "chat_template": ["{{ messages }}"],
+    "documents": [[{"text": "a"}]],
+    "mm_processor_kwargs": [{}],
+    "media_io_kwargs": [{}],
+    "echo": [True],
+    "add_special_tokens": [True],
     "tool_choice": ["auto", "required", {"type": "function"}],
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text", 5],
     "functions": [[{"name": "f"}], {}],
@@ -70,7 +97,8 @@ COMPLETIONS_ALONE: dict[str, list[Any]] = {
     "prompt": [None, 5, 1.5, True, {}, [], [True], [1.5], [None], "", "word " * 4 * MAX_MODEL_LEN, ["a"] * 65],
     "logprobs": [*NOT_AN_INTEGER, -1, 6],
     "best_of": [*NOT_AN_INTEGER, 2, -1, 0],
-    "echo": [True, 0, "no"],
+    "echo": NOT_A_BOOLEAN,
+    "add_special_tokens": NOT_A_BOOLEAN,
     "suffix": ["end", 5],
     "messages": [[{"role": "user", "content": "hello"}]],
     "max_completion_tokens": [5],
@@ -95,6 +123,22 @@ DEEPER: list[tuple[str, str, dict[str, Any]]] = [
     (CHAT, "messages.0.tool_calls", {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]}),
     (CHAT, "messages.0.contents", {"messages": [{"role": "user", "content": "a", "contents": "b"}]}),
     (CHAT, "messages.0.name", {"messages": [{"role": "user", "content": "a", "name": 5}]}),
+    (CHAT, "messages.0.tool_calls", {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}),
+    (CHAT, "messages.0.content", {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}),
+    (
+        CHAT,
+        "messages.0.function_call",
+        {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
+    ),
+    (CHAT, "tools", {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": None}),
+    (CHAT, "continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
+    (CHAT, "chat_template_kwargs.messages", {"chat_template_kwargs": {"messages": []}}),
+    (CHAT, "chat_template_kwargs.eos_token", {"chat_template_kwargs": {"eos_token": "a"}}),
+    (CHAT, "chat_template_kwargs.a b", {"chat_template_kwargs": {"a b": "a"}}),
+    (CHAT, "allowed_token_ids.0", {"allowed_token_ids": ["5"]}),
+    (CHAT, "allowed_token_ids.0", {"allowed_token_ids": [-1]}),
+    (CHAT, "allowed_token_ids.1", {"allowed_token_ids": [1, 10**6]}),
+    (COMPLETIONS, "echo", {"echo": True, "logprobs": 0}),
     (CHAT, "max_completion_tokens", {"max_tokens": 5, "max_completion_tokens": 6}),
     (CHAT, "top_logprobs", {"top_logprobs": 2, "logprobs": False}),
     (CHAT, "stop.1", {"stop": ["a", 5]}),
@@ -203,7 +247,7 @@ def test_there_are_enough_of_them() -> None:
 
 
 async def test_wrong_fields_are_named_and_the_server_serves_on() -> None:
-    async with serving() as (http, cluster):
+    async with serving(unknown_fields="refuse") as (http, cluster):
         answers = [
             await complaint(http, path, json.dumps(BODIES[path](**fields)).encode(), param) for path, param, fields in CASES
         ]
@@ -248,6 +292,46 @@ def test_whatever_comes_is_answered_or_refused(path: str, fields: dict[str, Any]
     asyncio.run(ask())
 
 
+async def test_unknown_fields_are_ignored_and_named_in_a_header() -> None:
+    async with serving() as (http, cluster):
+        fields = {"temprature": 1, "stream_options": {"usage": True}, "stream": True, "seed": 1}
+        message = {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}], "reasoning": "b"}
+        response = await http.post(CHAT, json=chat_body(**fields, messages=[message]))
+        assert response.status_code == 200
+        (named,) = response.headers.get_list("x-outrider-warning")
+        head, _, paths = named.partition(": ")
+        assert head == "unknown fields ignored"
+        assert set(paths.split(", ")) == {
+            "temprature",
+            "stream_options.usage",
+            "messages.0.content.0.cache_control",
+            "messages.0.reasoning",
+        }
+        plain = await http.post(CHAT, json=chat_body(seed=1, messages=[{"role": "user", "content": "a"}]))
+        assert "x-outrider-warning" not in plain.headers
+        first, second = cluster.requests
+        assert (first.prompt_token_ids, first.sampling) == (second.prompt_token_ids, second.sampling)
+
+
+async def test_a_wrong_field_is_named_rather_than_an_unknown_one() -> None:
+    async with serving() as (http, _):
+        body = {"unknown": 1, "temperature": "hot"}
+        assert await complaint(http, CHAT, json.dumps(chat_body(**body)).encode(), "temperature") is None
+
+
+async def test_the_names_of_unknown_fields_cannot_write_headers() -> None:
+    async with serving() as (http, _):
+        names = ["a\r\nset-cookie: b", "\u2028", "x" * 5000, *(f"field{i}" for i in range(50))]
+        response = await http.post(COMPLETIONS, json=completion_body(**dict.fromkeys(names, 1)))
+        assert response.status_code == 200
+        warning = response.headers["x-outrider-warning"]
+        assert warning.isascii()
+        assert warning.isprintable()
+        assert len(warning) < 1000
+        assert warning.endswith("more")
+        assert "set-cookie" not in response.headers
+
+
 @pytest.mark.parametrize(("path", "name"), MISSPELT)
 async def test_an_unknown_field_names_the_nearest(path: str, name: str) -> None:
     nearest = {
@@ -258,7 +342,7 @@ async def test_an_unknown_field_names_the_nearest(path: str, name: str) -> None:
         "logit_biases": "logit_bias",
         "seeds": "seed",
     }
-    async with serving() as (http, _):
+    async with serving(unknown_fields="refuse") as (http, _):
         error = await refused(http, path, json.dumps(BODIES[path](**{name: 1})).encode(), name)
         assert error["code"] == "unknown_field"
         assert (f"did you mean {nearest.get(name)!r}" in error["message"]) == (name in nearest)

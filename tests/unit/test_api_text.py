@@ -12,7 +12,7 @@ from tokenizers import decoders, models
 
 from cluster.errors import ModelUnavailable
 from cluster.types import Commit, FinishReason, Request, SamplingParams, TokenLogprobs
-from deploy.api.choice import Choice, Delta
+from deploy.api.choice import Choice, Delta, OutputOptions
 from deploy.api.detokenizer import Detokenizer
 from deploy.api.stops import StopMatcher
 from deploy.api.tokenizer import TextTooLong, Tokenizer
@@ -131,7 +131,7 @@ def test_a_stop_string_that_ends_unarmed_is_text(text: str, stops: list[str], un
 
 def choice_of(details: bool = True, **sampling: Any) -> Choice:
     params = SamplingParams(max_tokens=64, **sampling)
-    return Choice(0, Request("r", (1, 2), params, 0.0), tokenizer(), model_info(), details=details)
+    return Choice(0, Request("r", (1, 2), params, 0.0), tokenizer(), model_info(), OutputOptions(details=details))
 
 
 def commits_of(ids: list[int], sizes: list[int], finish: FinishReason) -> list[Commit]:

@@ -1,0 +1,114 @@
+"""Control tokens in a prompt made of messages: those of the chat template are tokens, those that a message spells are text.
+
+The template is rendered a second time with every character masked, in what the caller wrote, that a control token can
+begin or end with. Whatever control tokens are found then are the template's own. The mask is one character for another,
+none of which occurs in the messages, so positions in both renderings agree.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cluster.errors import InvalidField
+from deploy.api.chat_template import ChatTemplate, TemplateOptions
+
+Message = Mapping[str, str]
+
+# Noncharacters of Unicode: valid in a string, and never part of a text. The first marks the end of a final message.
+_MASKS = [chr(code) for code in range(0xFDD1, 0xFDF0)]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The text of a prompt. ``control_spans``: where its control tokens are; None: wherever the text spells one."""
+
+    text: str
+    control_spans: tuple[tuple[int, int], ...] | None = None
+
+
+class ControlTokens:
+    """The spellings of a tokenizer's control tokens."""
+
+    def __init__(self, spellings: Collection[str]) -> None:
+        longest_first = sorted(spellings, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._edges = sorted({edge for spelling in spellings for edge in (spelling[0], spelling[-1])})
+        self._edge = re.compile(f"[{re.escape(''.join(self._edges))}]" if self._edges else r"(?!)")
+
+    def spans(self, text: str) -> tuple[tuple[int, int], ...]:
+        """Begin and end of each spelling in ``text``."""
+        return tuple(match.span() for match in self._pattern.finditer(text))
+
+    def prompt(self, template: ChatTemplate, messages: Sequence[Message], options: TemplateOptions) -> ChatPrompt:
+        """Render the messages, and tell the template's control tokens from what the messages spell.
+
+        Raises:
+            InvalidField: the template refuses the messages, or makes control tokens of what they say.
+        """
+        text = template.render(messages, options)
+        strings = list(_strings(messages, options))
+        if not any(self._edge.search(string) for string in strings):
+            return ChatPrompt(text)
+        hide, show = self._mask([text, *strings])
+        masked = template.render(*_rewrite(messages, options, lambda string: string.translate(hide)))
+        own = self.spans(masked)
+        if masked.translate(show) == text:
+            return ChatPrompt(text, None if own == self.spans(text) else own)
+        # The template looks into the messages, so it must see them as they are, but for complete spellings.
+        names = [masked[begin:end] for begin, end in own]
+        if any(self._pattern.search(string) for string in strings):
+            masked = template.render(
+                *_rewrite(messages, options, lambda string: self._pattern.sub(lambda m: m[0].translate(hide), string))
+            )
+            text, own = masked.translate(show), self.spans(masked)
+        else:
+            own = self.spans(text)
+        if [text[begin:end] for begin, end in own] != names:
+            raise InvalidField("messages", len(messages), "the chat template makes control tokens of what they say")
+        return ChatPrompt(text, None if own == self.spans(text) else own)
+
+    def _mask(self, texts: Sequence[str]) -> tuple[dict[int, str], dict[int, str]]:
+        """A translation of each edge to a character that no text holds, and its inverse."""
+        used = set().union(*map(set, texts))
+        free = [mask for mask in _MASKS if mask not in used]
+        if len(free) < len(self._edges):
+            raise InvalidField("messages", len(texts), "hold too many of Unicode's noncharacters (U+FDD0 to U+FDEF)")
+        pairs = list(zip(self._edges, free, strict=False))
+        return {ord(edge): mask for edge, mask in pairs}, {ord(mask): edge for edge, mask in pairs}
+
+
+def _strings(value: object, *more: object) -> Iterator[str]:
+    """All that the caller wrote, roles apart: these are of a fixed set, and templates compare them."""
+    match value:
+        case str():
+            yield value
+        case TemplateOptions():
+            yield from _strings(value.variables)
+        case Mapping():
+            for name, item in value.items():
+                if name != "role":
+                    yield from _strings(item)
+        case list() | tuple():
+            for item in value:
+                yield from _strings(item)
+    for item in more:
+        yield from _strings(item)
+
+
+def _rewrite(
+    messages: Sequence[Message], options: TemplateOptions, change: Callable[[str], str]
+) -> tuple[list[Message], TemplateOptions]:
+    """Messages and variables with every string of ``_strings`` changed."""
+
+    def rewritten(value: Any) -> Any:
+        match value:
+            case str():
+                return change(value)
+            case Mapping():
+                return {name: item if name == "role" else rewritten(item) for name, item in value.items()}
+            case list() | tuple():
+                return [rewritten(item) for item in value]
+        return value
+
+    return [rewritten(message) for message in messages], replace(options, variables=rewritten(options.variables))

@@ -1,0 +1,33 @@
+"""Which web pages may read answers: the browser asks before it lets a page of another origin do so."""
+
+from http import HTTPStatus
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from deploy.api.errors import ApiError
+from deploy.api.warnings import HEADER
+
+
+class Cors(CORSMiddleware):
+    """Starlette's middleware for this API's methods and headers, with refusals in OpenAI's shape. Sends no cookies."""
+
+    def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
+        super().__init__(
+            app,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after", HEADER),
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < HTTPStatus.BAD_REQUEST:
+            return response
+        # The headers of a refusal are those that let the browser read it; the length is of another body.
+        headers = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
+        message = f"Origin: {bytes(response.body).decode()}; api.cors_origins names the web pages that may call"
+        return ApiError(HTTPStatus.BAD_REQUEST, message, param="Origin", headers=headers).response()

@@ -1,0 +1,77 @@
+"""The description of the API in OpenAPI's format, and as a page that needs nothing but this server."""
+
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+_REF = "#/components/schemas/"
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ccc;padding:.2rem .6rem;text-align:left;"
+    "vertical-align:top}code{font-size:.95em}h2{margin-top:2.5rem}"
+)
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """What a route that reads its body by hand says of it: FastAPI's ``openapi_extra``."""
+    schema = {"$ref": f"{_REF}{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def describe(app: FastAPI, bodies: tuple[type[BaseModel], ...], *, asks_for_key: bool) -> dict[str, Any]:
+    """The OpenAPI document of the app's routes, with the schemas of ``bodies``."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(schemas["$defs"])
+    if asks_for_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """An HTML page of the document. No script, no font, no image: nothing is loaded from elsewhere."""
+    title = escape(document["info"]["title"])
+    parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"]
+    parts.append(f"<h1>{title} {escape(document['info']['version'])}</h1>")
+    parts.append('<p>Also as <a href="openapi.json">openapi.json</a>. Errors are objects <code>error</code>.</p>')
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            parts.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2>")
+            parts.append(f"<p>{escape(operation.get('description') or operation.get('summary', ''))}</p>")
+            parts.extend(_body(operation, document))
+    return "".join(parts)
+
+
+def _body(operation: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str]:
+    content = operation.get("requestBody", {}).get("content", {})
+    if "application/json" not in content:
+        return
+    schemas = document["components"]["schemas"]
+    schema = schemas[content["application/json"]["schema"]["$ref"].removeprefix(_REF)]
+    yield "<table><tr><th>field</th><th>type</th><th></th></tr>"
+    for name, field in schema["properties"].items():
+        needed = "required" if name in schema.get("required", ()) else ""
+        yield f"<tr><td><code>{escape(name)}</code></td><td>{escape(_type(field))}</td><td>{needed}</td></tr>"
+    yield "</table>"
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """A schema in a few words."""
+    if "$ref" in schema:
+        return str(schema["$ref"]).removeprefix(_REF)
+    alternatives = schema.get("anyOf") or schema.get("oneOf")
+    if alternatives:
+        names = [_type(one) for one in alternatives if one.get("type") != "null"]
+        return " or ".join(dict.fromkeys(names))
+    if "enum" in schema or "const" in schema:
+        return " or ".join(repr(value) for value in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return str(schema.get("type", "not supported yet"))

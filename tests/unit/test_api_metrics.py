@@ -1,0 +1,165 @@
+"""What /metrics exports, under our names and under vLLM's."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.client import ClusterStatus, TargetStatus
+from cluster.errors import LinkClosed
+from cluster.types import Commit, FinishReason, Prefill, Request
+from deploy.api.metric_table import METRICS
+from deploy.api.metrics import Metrics
+from deploy.api.scripted import Step
+from tests.support.api import chat_body, finishing, serving, token_ids
+
+CHAT = "/v1/chat/completions"
+
+# The series that dashboards made for vLLM 0.6 to 0.32 and its load tests read, as far as they mean something here.
+VLLM_SERIES = {
+    *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total"),
+    *("vllm:num_preemptions_total", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
+    *("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total"),
+    *("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total"),
+    *(
+        f"vllm:{name}_{suffix}"
+        for suffix in ("bucket", "sum", "count")
+        for name in (
+            *("time_to_first_token_seconds", "time_per_output_token_seconds", "inter_token_latency_seconds"),
+            *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds"),
+            *("request_prefill_time_seconds", "request_decode_time_seconds", "request_time_per_output_token_seconds"),
+            *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
+            "request_params_max_tokens",
+        )
+    ),
+}
+
+Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def parsed(text: str) -> Series:
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    series = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
+    assert len(series) == len(samples), "a series is exported twice"
+    return series
+
+
+def value(series: Series, name: str, **labels: str) -> float:
+    return series[name, frozenset(labels.items())]
+
+
+def drafting(request: Request) -> list[Step]:
+    """Three passes: three tokens of four drafts, one of two, and the end of the sequence."""
+    base = len(request.prompt_token_ids)
+    ids = token_ids("the answer is forty-two")[:4]
+    return [
+        Commit(request.id, base, ids[:3], 4, 2, "ngram", prefill=Prefill(32, 0.5, 0.25)),
+        Commit(request.id, base + 3, ids[3:], 2, 0, "small"),
+        *(replace(commit, base_len=base + 4) for commit in finishing(request, ())),
+    ]
+
+
+async def test_tokens_and_drafts_are_counted_by_position() -> None:
+    async with serving(drafting) as (http, cluster):
+        for _ in range(2):
+            assert (await http.post(CHAT, json=chat_body(max_tokens=9))).status_code == 200
+        series = parsed((await http.get("/metrics")).text)
+        num_prompt_tokens = len(cluster.requests[0].prompt_token_ids)
+    model = {"model_name": "scripted"}
+    for name, vllm, expected in (
+        ("outrider_prompt_tokens_total", "vllm:prompt_tokens_total", 2 * num_prompt_tokens),
+        ("outrider_completion_tokens_total", "vllm:generation_tokens_total", 10),
+        ("outrider_prefix_cache_queries_total", "vllm:prefix_cache_queries_total", 2 * num_prompt_tokens),
+        ("outrider_prefix_cache_hits_total", "vllm:prefix_cache_hits_total", 64),
+        ("outrider_drafts_verified_total", "vllm:spec_decode_num_drafts_total", 4),
+        ("outrider_inter_token_seconds_count", "vllm:inter_token_latency_seconds_count", 4),
+        ("outrider_ttft_seconds_count", "vllm:time_to_first_token_seconds_count", 2),
+        ("outrider_e2e_seconds_count", "vllm:e2e_request_latency_seconds_count", 2),
+        ("outrider_prefill_seconds_sum", "vllm:request_prefill_time_seconds_sum", 0.5),
+        ("outrider_choice_queue_seconds_count", "vllm:request_queue_time_seconds_count", 2),
+        ("outrider_decode_seconds_count", "vllm:request_decode_time_seconds_count", 2),
+        ("outrider_choice_completion_tokens_sum", "vllm:request_generation_tokens_sum", 10),
+    ):
+        assert value(series, name) == value(series, vllm, **model) == expected, name
+    verified = [value(series, "outrider_draft_tokens_verified_total", position=str(i)) for i in range(4)]
+    accepted = [value(series, "outrider_draft_tokens_accepted_total", position=str(i)) for i in range(4)]
+    assert (verified, accepted) == ([4, 4, 2, 2], [2, 2, 0, 0])
+    assert value(series, "vllm:spec_decode_num_draft_tokens_total", **model) == 12
+    assert value(series, "vllm:spec_decode_num_accepted_tokens_total", **model) == 4
+    assert value(series, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position="1", **model) == 2
+    assert value(series, "outrider_prediction_tokens_rejected_total", drafter="ngram") == 4
+    assert value(series, "outrider_prediction_tokens_rejected_total", drafter="small") == 4
+
+
+async def test_choices_are_counted_by_the_reason_of_their_end() -> None:
+    def script(request: Request) -> list[Step]:
+        steps = list(finishing(request, token_ids("the answer")))
+        if request.sampling.seed == 1:
+            return [Commit(request.id, 0, (), finish=FinishReason.ERROR, error="no number")]
+        return steps if request.sampling.seed == 0 else [steps[0], LinkClosed("the target went")]
+
+    async with serving(script) as (http, _):
+        for fields in ({"seed": 0}, {"seed": 0, "max_tokens": 2}, {"seed": 1}, {"seed": 2}):
+            await http.post(CHAT, json=chat_body(**fields))
+        series = parsed((await http.get("/metrics")).text)
+    for reason in ("stop", "length", "error", "abort"):
+        assert value(series, "outrider_choices_finished_total", finished_reason=reason) == 1
+        assert value(series, "vllm:request_success_total", finished_reason=reason, model_name="scripted") == 1
+    assert value(series, "outrider_e2e_seconds_count") == 2  # of those that finished
+
+
+async def test_tokens_are_counted_as_they_come() -> None:
+    """A rate over a long stream is not zero until its end."""
+    metrics = Metrics()
+    metrics.on_tokens(Commit("r", 5, (1, 2, 3)), 3, None)
+    metrics.on_tokens(Commit("r", 8, (1,)), 1, 0.02)
+    series = parsed(metrics.render(None).decode())
+    assert value(series, "outrider_completion_tokens_total") == 4
+    assert value(series, "outrider_inter_token_seconds_sum") == 0.02
+
+
+def test_targets_are_summed_up_under_vllm_s_names() -> None:
+    first = TargetStatus("target-0", "ready", 3, 1, 100, 40, 10.0, 20.0, num_preempted=5)
+    second = TargetStatus("target-1", "ready", 2, 0, 100, 80, 10.0, 20.0, num_preempted=1)
+    series = parsed(Metrics().render(ClusterStatus("m", "fixed", 7, (first, second), ())).decode())
+    assert value(series, "outrider_target_kv_usage_ratio", target="target-0") == pytest.approx(0.6)
+    assert value(series, "outrider_target_preemptions_total", target="target-0") == 5
+    for name, expected in (
+        ("vllm:num_requests_running", 5),
+        ("vllm:num_requests_waiting", 1),
+        ("vllm:num_preemptions_total", 6),
+        ("vllm:kv_cache_usage_perc", 0.4),
+    ):
+        assert value(series, name, model_name="m") == pytest.approx(expected)
+
+
+async def test_every_series_of_vllm_s_dashboards_is_there() -> None:
+    async with serving(drafting) as (http, cluster):
+        await http.post(CHAT, json=chat_body(max_tokens=9))
+        text = (await http.get("/metrics")).text
+        assert {name for name, _ in parsed(text)} >= VLLM_SERIES
+        cluster.failure = LinkClosed("nobody answers")  # what this process counts goes on
+        gone = parsed((await http.get("/metrics")).text)
+    assert value(gone, "vllm:generation_tokens_total", model_name="scripted") == 5
+    assert ("vllm:num_requests_running", frozenset({("model_name", "scripted")})) not in gone
+
+
+async def test_names_help_and_buckets_follow_prometheus_rules() -> None:
+    async with serving(drafting) as (http, _):
+        await http.post(CHAT, json=chat_body(max_tokens=9))
+        lines = (await http.get("/metrics")).text.splitlines()
+    kinds = dict(line.split()[2:4] for line in lines if line.startswith("# TYPE"))
+    for line in lines:
+        if line.startswith("# HELP"):
+            name, text = line.split(maxsplit=3)[2:]
+            assert re.fullmatch(r"(\d|[A-Z]).*\.", text), line
+        elif not line.startswith("#"):
+            name = line.split("{")[0].split(" ")[0]
+            assert name.endswith("_total") == (kinds.get(name) == "counter"), line
+            assert not name.endswith("_created"), line
+    assert "gauge" in kinds.values()
+    for row in METRICS:
+        if row.kind == "histogram" and row.name.endswith("_seconds"):
+            assert max(row.buckets) >= 600

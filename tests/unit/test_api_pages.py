@@ -1,0 +1,126 @@
+"""What the server says of itself, who may read it, and from which web pages."""
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ApiConfig
+from cluster.errors import LinkClosed
+from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deploy.api.settings import ApiSettings
+from tests.support.api import chat_body, serving
+
+CHAT = "/v1/chat/completions"
+PAGE = "https://chat.example"
+PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+
+
+async def test_version_and_ping() -> None:
+    async with serving() as (http, cluster):
+        assert (await http.get("/version")).json() == {"version": version("outrider")}
+        for method in ("GET", "POST"):
+            assert (await http.request(method, "/ping")).status_code == 200
+        cluster.failure = LinkClosed("nobody answers")
+        response = await http.get("/ping")
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "no_target")
+
+
+async def test_the_openapi_document_describes_every_body() -> None:
+    async with serving() as (http, _):
+        document = (await http.get("/openapi.json")).json()
+    assert document["openapi"].startswith("3.")
+    for path, model in (
+        (CHAT, ChatRequest),
+        ("/v1/completions", CompletionRequest),
+        ("/tokenize", TokenizeRequest),
+        ("/detokenize", DetokenizeRequest),
+    ):
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        name = schema["$ref"].rpartition("/")[2]
+        assert set(document["components"]["schemas"][name]["properties"]) == set(model.model_fields)
+    # Every reference leads somewhere.
+    references = set(re.findall(r"#/components/schemas/(\w+)", str(document)))
+    assert references <= set(document["components"]["schemas"])
+
+
+async def test_the_page_of_the_api_loads_nothing_from_elsewhere() -> None:
+    async with serving() as (http, _):
+        response = await http.get("/docs")
+    assert response.headers["content-type"].startswith("text/html")
+    assert response.headers["content-security-policy"].startswith("default-src 'none'")
+    assert not re.search(r"<script|<link|<img|src=|https?://", response.text)
+    for word in (CHAT, "/tokenize", "max_completion_tokens", "skip_special_tokens", "drafting"):
+        assert word in response.text
+
+
+async def test_what_needs_a_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-right\n")
+    async with serving(api_keys_file=keys) as (http, cluster):
+        document = (await http.get("/openapi.json")).json()
+        assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+        for method, path in (
+            ("POST", CHAT),
+            ("POST", "/v1/completions"),
+            ("POST", "/tokenize"),
+            ("POST", "/detokenize"),
+            ("GET", "/v1/models"),
+            ("GET", "/v1/models/scripted"),
+            ("GET", "/v1/outrider/status"),
+        ):
+            body = {"json": {"prompt": "a", "tokens": [1]}} if method == "POST" else {}
+            response = await http.request(method, path, **body)
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key"), path
+        assert cluster.requests == []
+        for path in ("/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs"):
+            assert (await http.get(path)).status_code == 200, path
+        response = await http.post("/tokenize", json={"prompt": "a"}, headers={"authorization": "Bearer sk-right"})
+        assert response.status_code == 200
+
+
+async def test_no_web_page_may_read_answers_by_default() -> None:
+    async with serving() as (http, _):
+        response = await http.post(CHAT, json=chat_body(), headers={"origin": PAGE})
+        assert response.status_code == 200
+        assert not [name for name in response.headers if name.startswith("access-control")]
+        refused = await http.options(CHAT, headers=PREFLIGHT)
+        assert refused.status_code == 405
+        assert "access-control-allow-origin" not in refused.headers
+
+
+async def test_named_web_pages_may_read_answers() -> None:
+    async with serving(cors_origins=(PAGE,)) as (http, _):
+        allowed = await http.options(CHAT, headers=PREFLIGHT)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == PAGE
+        assert "authorization" in allowed.headers["access-control-allow-headers"].lower()
+        for path, body in ((CHAT, chat_body()), (CHAT, {}), ("/v1/nothing", {})):
+            response = await http.post(path, json=body, headers={"origin": PAGE})
+            assert response.headers["access-control-allow-origin"] == PAGE, "the page could not read the error either"
+            assert "x-request-id" in response.headers["access-control-expose-headers"].lower()
+        other = {**PREFLIGHT, "origin": "https://evil.example"}
+        refused = await http.options(CHAT, headers=other)
+        assert refused.status_code == 400
+        assert set(refused.json()["error"]) == {"message", "type", "param", "code"}
+        assert "access-control-allow-origin" not in refused.headers
+        response = await http.post(CHAT, json=chat_body(), headers={"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in response.headers
+
+
+async def test_all_web_pages_may_read_answers_where_the_setting_says_so() -> None:
+    async with serving(cors_origins=("*",)) as (http, _):
+        response = await http.post(CHAT, json=chat_body(), headers={"origin": PAGE})
+        assert response.headers["access-control-allow-origin"] == "*"
+        assert "access-control-allow-credentials" not in response.headers
+
+
+def test_the_settings_of_the_file() -> None:
+    config = ApiConfig.model_validate({"cors_origins": (PAGE, "http://localhost:3000", "*"), "unknown_fields": "refuse"})
+    settings = ApiSettings.from_config(config)
+    assert settings.cors_origins == (PAGE, "http://localhost:3000", "*")
+    assert settings.unknown_fields == "refuse"
+    for wrong in ("chat.example", "https://chat.example/", "ftp://chat.example", ""):
+        with pytest.raises(ValueError, match="cors_origins"):
+            ApiConfig.model_validate({"cors_origins": (wrong,)})

@@ -1,0 +1,281 @@
+"""Fields that vLLM's clients send, and what they do here."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.types import Prefill, Request, SamplingParams, TokenLogprobs
+from deploy.api.scripted import Step
+from tests.support.api import (
+    MODEL,
+    chat_body,
+    completion_body,
+    end_id,
+    events,
+    finishing,
+    saying,
+    serving,
+    token_ids,
+    tokenizer,
+)
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TEXT = "the answer is forty-two"
+
+OFF: dict[str, Any] = {
+    "bad_words": [],
+    "priority": 0,
+    "prompt_logprobs": None,
+    "logits_processors": [],
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "structured_outputs": None,
+    "spaces_between_special_tokens": True,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "return_token_ids": False,
+    "allowed_token_ids": None,
+}
+
+
+async def ask(path: str, body: dict[str, Any], text: str = TEXT, **how: Any) -> dict[str, Any]:
+    async with serving(saying(text, **how)) as (http, _):
+        response = await http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        assert "x-outrider-warning" not in response.headers
+        return dict(response.json())
+
+
+async def chunks_of(path: str, body: dict[str, Any], text: str = TEXT) -> list[dict[str, Any]]:
+    async with serving(saying(text)) as (http, _):
+        response = await http.post(path, json={**body, "stream": True})
+        return [json.loads(data) for data in events(response.text) if data != "[DONE]"]
+
+
+async def request_of(path: str, body: dict[str, Any]) -> Request:
+    async with serving() as (http, cluster):
+        response = await http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return cluster.requests[0]
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat_body), (COMPLETIONS, completion_body)])
+async def test_values_that_turn_a_field_off_change_nothing(path: str, body: Any) -> None:
+    plain = await request_of(path, body(seed=1))
+    for fields in (OFF, {"top_k": -1}, {"top_k": 0}):
+        assert (await request_of(path, body(seed=1, **fields))).sampling == plain.sampling
+
+
+async def test_only_allowed_tokens() -> None:
+    request = await request_of(CHAT, chat_body(seed=1, max_tokens=3, allowed_token_ids=[5, 7]))
+    assert request.sampling == SamplingParams(max_tokens=3, seed=1, allowed_token_ids=(5, 7))
+
+
+async def test_tools_are_ignored_when_the_caller_chooses_none() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    request = await request_of(CHAT, chat_body(tools=tools, tool_choice="none"))
+    assert request.prompt_token_ids == (await request_of(CHAT, chat_body())).prompt_token_ids
+
+
+async def test_a_chat_without_the_beginning_of_the_answer() -> None:
+    request = await request_of(CHAT, chat_body(add_generation_prompt=False))
+    assert request.prompt_token_ids == token_ids("<|start|>user\nwhat is it?<|end|>\n")
+
+
+async def test_the_final_message_is_continued() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the answer "}]
+    for fields in ({}, {"add_generation_prompt": False}):
+        request = await request_of(CHAT, chat_body(messages=messages, continue_final_message=True, **fields))
+        assert request.prompt_token_ids == token_ids("<|start|>user\na<|end|>\n<|start|>assistant\nthe answer ")
+
+
+async def test_special_tokens_are_text_where_they_are_not_skipped() -> None:
+    ids = (*token_ids("the "), end_id(), *token_ids("answer"))
+
+    def script(request: Request) -> list[Step]:
+        return list(finishing(request, ids))
+
+    async with serving(script) as (http, _):
+        for fields, text in (({}, "the answer"), ({"skip_special_tokens": False}, "the <|end|>answer")):
+            answer = (await http.post(CHAT, json=chat_body(ignore_eos=True, **fields))).json()
+            assert answer["choices"][0]["message"]["content"].removesuffix("<|end|>") == text
+        # The end of the sequence is no part of the text.
+        answer = (await http.post(CHAT, json=chat_body(skip_special_tokens=False))).json()
+        assert answer["choices"][0]["message"]["content"] == "the <|end|>answer"
+
+
+@pytest.mark.parametrize("num_per_round", [1, 50])
+async def test_the_stop_string_is_part_of_the_text_if_asked_for(num_per_round: int) -> None:
+    body = chat_body(stop=["r is", "never"], include_stop_str_in_output=True, drafting_details=True)
+    answer = await ask(CHAT, body, num_per_round=num_per_round)
+    assert answer["choices"][0]["message"]["content"] == "the answer is"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    (segments,) = answer["outrider"]["segments"]
+    assert "".join(segment["text"] for segment in segments) == "the answer is"
+
+
+async def test_the_stop_token_is_part_of_the_text_if_asked_for() -> None:
+    (comma,) = token_ids(",")
+
+    def script(request: Request) -> list[Step]:
+        steps = list(finishing(request, token_ids("the answer")))
+        last = steps.pop()
+        return [*steps, replace(last, token_ids=(*last.token_ids[:-1], comma))]
+
+    async with serving(script) as (http, _):
+        for include, text in ((False, "the answer"), (True, "the answer,")):
+            body = chat_body(stop_token_ids=[comma], include_stop_str_in_output=include)
+            answer = (await http.post(CHAT, json=body)).json()
+            assert answer["choices"][0]["message"]["content"] == text
+
+
+async def test_token_ids_of_a_chat() -> None:
+    whole = await ask(CHAT, chat_body(return_token_ids=True))
+    assert tokenizer().text_of(whole["prompt_token_ids"]).startswith("<|start|>user\nwhat is it?")
+    assert whole["choices"][0]["token_ids"] == [*token_ids(TEXT), end_id()]
+    first, *rest = await chunks_of(CHAT, chat_body(return_token_ids=True))
+    assert first["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert all("prompt_token_ids" not in chunk for chunk in rest)
+    streamed = [i for chunk in rest for i in chunk["choices"][0]["token_ids"]]
+    assert streamed == whole["choices"][0]["token_ids"]
+    plain = await ask(CHAT, chat_body())
+    assert "prompt_token_ids" not in plain
+    assert "token_ids" not in plain["choices"][0]
+
+
+async def test_token_ids_of_completions() -> None:
+    body = completion_body(prompt=["the", "an answer"], return_token_ids=True, max_tokens=3)
+    whole = await ask(COMPLETIONS, body)
+    assert [choice["prompt_token_ids"] for choice in whole["choices"]] == [
+        list(token_ids("the")),
+        list(token_ids("an answer")),
+    ]
+    assert [choice["token_ids"] for choice in whole["choices"]] == [list(token_ids(TEXT)[:3])] * 2
+    chunks = await chunks_of(COMPLETIONS, body)
+    prompts = {c["choices"][0]["index"]: c["choices"][0].get("prompt_token_ids") for c in reversed(chunks)}
+    assert prompts == {0: list(token_ids("the")), 1: list(token_ids("an answer"))}
+
+
+async def test_echo() -> None:
+    body = completion_body(prompt=["the ", "an answer "], echo=True, n=2)
+    whole = await ask(COMPLETIONS, body)
+    assert [choice["text"] for choice in whole["choices"]] == ["the " + TEXT] * 2 + ["an answer " + TEXT] * 2
+    texts = dict.fromkeys(range(4), "")
+    for chunk in await chunks_of(COMPLETIONS, body):
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert list(texts.values()) == [choice["text"] for choice in whole["choices"]]
+    ids = await ask(COMPLETIONS, completion_body(prompt=[end_id(), *token_ids("the ")], echo=True))
+    assert ids["choices"][0]["text"] == "<|end|>the " + TEXT
+
+
+async def test_top_logprobs_of_a_completion_include_the_chosen_token() -> None:
+    def script(request: Request) -> list[Step]:
+        top = ((7, -0.1), (8, -0.2))[: request.sampling.top_logprobs]
+        return [
+            replace(commit, logprobs=tuple(TokenLogprobs(-3.0, top) for _ in commit.token_ids))
+            for commit in finishing(request, token_ids("the answer"))
+        ]
+
+    async with serving(script) as (http, _):
+        for num_top in (0, 2):
+            answer = (await http.post(COMPLETIONS, json=completion_body(logprobs=num_top))).json()
+            logprobs = answer["choices"][0]["logprobs"]
+            for name, logprob, top in zip(
+                logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+            ):
+                assert top[name] == logprob == -3.0
+                assert len(top) == num_top + 1
+
+
+def drafted(request: Request) -> list[Step]:
+    """Six passes: without a draft, of drafts of three, two, three and one token, and again without one."""
+    sizes = [(1, 0, 0), (3, 3, 2), (1, 2, 0), (4, 3, 3), (1, 1, 0), (1, 0, 0)]
+    ids = iter((*token_ids("the answer is forty-two, or another")[:10], end_id()))
+    commits, base = [], len(request.prompt_token_ids)
+    template = finishing(request, ())[0]
+    for num_tokens, num_proposed, num_accepted in sizes:
+        piece = tuple(next(ids) for _ in range(num_tokens))
+        drafter = "ngram" if num_proposed else None
+        commit = replace(template, base_len=base, token_ids=piece, num_proposed=num_proposed, num_accepted=num_accepted)
+        commits.append(replace(commit, drafter=drafter, finish=None))
+        base += num_tokens
+    first = replace(commits[0], prefill=Prefill(num_cached_tokens=16, queue_s=0.5, prefill_s=0.25))
+    return [first, *commits[1:-1], replace(commits[-1], finish=template.finish)]
+
+
+SPECULATIVE_DECODING = {
+    "mean_acceptance_length": 1 + 5 / 4,
+    "draft_acceptance_rate": 5 / 9,
+    "acceptance_histogram": [2, 0, 1, 1],
+    "acceptance_histogram_by_draft_length": {"1": [1, 0], "2": [1, 0, 0], "3": [0, 0, 1, 1]},
+    "num_spec_steps": 4,
+    "num_accepted_draft_tokens": 5,
+    "num_draft_tokens": 9,
+    "num_spec_tokens": 3,
+}
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat_body), (COMPLETIONS, completion_body)])
+async def test_how_speculative_decoding_went(path: str, body: Any) -> None:
+    async with serving(drafted) as (http, _):
+        whole = (await http.post(path, json=body(max_tokens=20))).json()
+        assert whole["metrics"] == {"speculative_decoding": SPECULATIVE_DECODING}
+        assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        response = await http.post(path, json=body(max_tokens=20, **options))
+        *chunks, last = [json.loads(data) for data in events(response.text) if data != "[DONE]"]
+        assert last["choices"] == []
+        assert last["metrics"] == whole["metrics"]
+        assert last["usage"] == whole["usage"]
+        assert all("metrics" not in chunk for chunk in chunks)
+        # vLLM's describe one sequence; the cached tokens of a prompt count once.
+        several = (await http.post(path, json=body(max_tokens=20, n=2))).json()
+        assert "metrics" not in several
+        assert several["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+async def test_an_answer_without_drafts_has_an_empty_histogram() -> None:
+    answer = await ask(CHAT, chat_body(), drafter=None)
+    assert answer["metrics"]["speculative_decoding"] == {
+        "mean_acceptance_length": 1.0,
+        "draft_acceptance_rate": 0.0,
+        "acceptance_histogram": [0],
+        "acceptance_histogram_by_draft_length": {},
+        "num_spec_steps": 0,
+        "num_accepted_draft_tokens": 0,
+        "num_draft_tokens": 0,
+        "num_spec_tokens": 0,
+    }
+
+
+async def test_tokenize_and_detokenize() -> None:
+    async with serving(max_request_bytes=5000, max_held_bytes=5000) as (http, _):
+        text = "the <|end|> café"
+        answer = (await http.post("/tokenize", json={"model": MODEL, "prompt": text, "return_token_strs": True})).json()
+        ids = list(token_ids(text))
+        strs = [tokenizer().token_strs([i])[0] for i in ids]
+        assert answer == {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": strs}
+        assert "<|end|>" in strs
+        assert (await http.post("/detokenize", json={"tokens": ids})).json() == {"prompt": text}
+        messages = chat_body()["messages"]
+        chat = (await http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False})).json()
+        assert chat["tokens"] == list(token_ids("<|start|>user\nwhat is it?<|end|>\n"))
+        assert chat["token_strs"] is None
+        # Longer than the model's context, which is no matter here.
+        long = (await http.post("/tokenize", json={"prompt": "an answer " * 400})).json()
+        assert long["count"] == len(token_ids("an answer " * 400)) > 256
+        for path, body, status, param in (
+            ("/tokenize", {}, 400, "prompt"),
+            ("/tokenize", {"prompt": "a", "messages": messages}, 400, "prompt"),
+            ("/tokenize", {"prompt": 5}, 400, "prompt"),
+            ("/tokenize", {"prompt": "a", "model": "gpt-17"}, 404, "model"),
+            ("/tokenize", {"messages": messages, "add_special_tokens": True}, 400, "add_special_tokens"),
+            ("/detokenize", {"tokens": [1, 10**6]}, 400, "tokens.1"),
+            ("/detokenize", {"tokens": [-1]}, 400, "tokens.0"),
+            ("/detokenize", {}, 400, "tokens"),
+            ("/detokenize", {"tokens": [1], "model": "gpt-17"}, 404, "model"),
+        ):
+            response = await http.post(path, json=body)
+            assert (response.status_code, response.json()["error"]["param"]) == (status, param)
