@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from cluster.errors import ModelUnavailable
 from cluster.transport import factory
@@ -15,6 +16,9 @@ from engine.models.prepare import CATALOGUE, ensure_model
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 configure_cpu()  # at the level that OUTRIDER_CPU names, before any test computes
+
+settings.register_profile("outrider", deadline=None)  # a deadline would assert wall times
+settings.load_profile("outrider")
 
 factory.LOCAL.encodes = True  # what could not travel is found out by every test that sends it within the process
 
