@@ -724,7 +724,9 @@ def test_a_proof_cannot_be_sent_back_to_its_maker(ends: Ends, folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "forged", [b"", b"short", bytes(32), proof("secret", Side.CONNECTING, greeting(DRAFTER), greeting(TARGET))]
+    "forged",
+    [b"", b"short", bytes(32), proof("secret", Side.CONNECTING, greeting(DRAFTER), greeting(TARGET))],
+    ids=["empty", "short", "zeros", "of-another-link"],  # a proof is another one in every process
 )
 def test_no_link_without_a_proof(ends: Ends, folder: Path, forged: bytes) -> None:
     mailbox = Mailbox()
