@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from drafters.shadow import Shadowing
+from drafters.counterfactual import Shadow
 
 
 def key_of(link_number: int, request_id: str) -> str:
@@ -38,7 +38,7 @@ class Followed:
     confidences: list[float] = field(default_factory=list)  # of ahead
     num_sent: int = 0
     answered: bool = False  # a proposal for this committed length has left
-    shadow: Shadowing | None = None  # others draft for it: it is only kept in step with, and scored
+    shadow: Shadow | None = None  # set while another drafter drives the request: this one keeps in step and is scored
     exhausted: bool = False  # the drafter gave less than it was asked for: ask no more while what it gave stands
 
     @property

@@ -6,8 +6,7 @@ from dataclasses import replace
 from cluster.messages import LevelReport, Verified
 from cluster.types import SamplingParams
 from drafters.model import Growing, check_min_confidence, foresee, grow
-from drafters.protocol import Chaining, Demand, Draft, Drafter
-from drafters.shadow import Stopping
+from drafters.protocol import Chaining, Demand, Draft, Drafter, Stopping
 from drafters.small_model import Question, SmallModel
 from engine.acceptance import count_accepted
 from engine.sampling import Chosen

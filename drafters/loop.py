@@ -9,10 +9,10 @@ from cluster.errors import LinkClosed, LinkFull
 from cluster.messages import LevelReport, ProposalRound
 from cluster.transport.base import LinkDown, Mailbox
 from cluster.types import Proposal
+from drafters.counterfactual import Scorer
 from drafters.following import Followed
 from drafters.protocol import Chaining, Demand, Drafter
 from drafters.roster import Peer, Roster, RosterLimits
-from drafters.scoring import Scorer
 from router.assignment import drafter_of
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class DrafterLoop:
         self._next_report_s = self._next_scores_s = self._next_spare_s = 0.0
         self._spare_share = spare_share
         self._clock: Callable[[], float] | None = None
-        self._scorer = Scorer(drafter, (limits or RosterLimits()).max_draft_len)
+        self._scorer = Scorer(drafter)
         self._timed_s = 0.0
 
     def step(self, now_s: float) -> bool:
@@ -129,7 +129,7 @@ class DrafterLoop:
     def next_due_s(self) -> float | None:
         """When a step has something to do though no mail comes; None: never."""
         due_s = self._roster.next_due_s()
-        if any(followed.shadow is not None and followed.shadow.pending for _, followed in self._roster.shadows()):
+        if any(shadow.pending for _, shadow in self._roster.shadows()):
             return self._next_spare_s if due_s is None else min(due_s, self._next_spare_s)
         return due_s
 
@@ -159,12 +159,12 @@ class DrafterLoop:
         enough that it stays a share of the time. Mail and drafts come first, and wait for one such piece at the most."""
         if now_s < self._next_spare_s:
             return False
-        peers = {followed.key: peer for peer, followed in self._roster.shadows()}
-        scored = self._scorer.work(followed for _, followed in self._roster.shadows())
+        peers = {shadow.key: peer for peer, shadow in self._roster.shadows()}
+        scored = self._scorer.work(shadow for _, shadow in self._roster.shadows())
         if scored is None:
             return False
-        for followed, score in scored:
-            peers[followed.key].scores.append(score)
+        for key, score in scored:
+            peers[key].scores.append(score)
         if self._clock is not None:
             end_s = self._clock()
             self._next_spare_s = end_s + (end_s - now_s) * (1.0 / self._spare_share - 1.0)

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
-from drafters.protocol import Demand, Draft
-from drafters.shadow import Stopping
+from drafters.protocol import Demand, Draft, Stopping
 from drafters.small_model import Question, SmallModel
 from engine.sampling import Chosen
 

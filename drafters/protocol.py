@@ -6,7 +6,6 @@ from typing import Protocol, runtime_checkable
 
 from cluster.messages import LevelReport
 from cluster.types import SamplingParams
-from drafters.shadow import Stopping
 
 PRICE_SHARE = 0.5  # of a price: what is believed of it, and of a draft, may be off
 
@@ -60,6 +59,18 @@ class Drafter(Protocol):
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the drafter's state disagrees with itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When a token-by-token drafter ends a draft early: before a token of lower confidence, or after the token that makes
+    the survival of the whole draft lower."""
+
+    min_confidence: float = 0.0
+    min_survival: float = 0.0
+
+
+NEVER = Stopping()
 
 
 @runtime_checkable

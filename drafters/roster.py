@@ -8,9 +8,9 @@ from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN
 from cluster.messages import Budget, DraftRound, Extend, Open, Score
 from cluster.soundness import Inspection
 from cluster.transport.base import Event, Link, LinkDown, LinkUp
+from drafters.counterfactual import Shadow
 from drafters.following import Followed, Resyncs, Verdict, key_of, reconcile
 from drafters.protocol import Chaining, Drafter
-from drafters.shadow import Shadowing
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +97,12 @@ class Roster:
                 if followed.budget and request_id not in peer.resyncs:
                     yield followed
 
-    def shadows(self) -> Iterator[tuple[Peer, Followed]]:
+    def shadows(self) -> Iterator[tuple[Peer, Shadow]]:
         """Requests that others draft for."""
         for peer in self.peers.values():
             for followed in peer.followed.values():
                 if followed.shadow is not None:
-                    yield peer, followed
+                    yield peer, followed.shadow
 
     def take(self, event: Event, now_s: float) -> None:
         if isinstance(event, LinkUp):
@@ -218,7 +218,12 @@ class Roster:
             return
         followed = self._follow(peer, opening, now_s)
         followed.budget = 0
-        followed.shadow = Shadowing(followed.committed_len, self._limits.max_draft_len, followed.end_len)
+        followed.shadow = self._new_shadow(followed)
+
+    def _new_shadow(self, followed: Followed) -> Shadow:
+        return Shadow(
+            followed.key, followed.request_id, followed.committed_len, self._limits.max_draft_len, followed.end_len
+        )
 
     @staticmethod
     def _ignore(peer: Peer, request_id: str) -> None:
@@ -314,7 +319,7 @@ class Roster:
             followed.ahead.clear()
             followed.confidences.clear()
             followed.num_sent, followed.answered = 0, False
-            followed.shadow = Shadowing(followed.committed_len, self._limits.max_draft_len, followed.end_len)
+            followed.shadow = self._new_shadow(followed)
         followed.budget = num_tokens
 
     def _refuse(self, peer: Peer, request_id: str, committed_len: int, now_s: float) -> None:

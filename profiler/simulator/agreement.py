@@ -48,6 +48,14 @@ class Agreement:
         """Tokens of `draft`."""
         return min(self.drafted[min(position, len(self.drafted) - 1)], num_tokens)
 
+    def rounds(self, first: int, last: int, draft_len: int) -> tuple[list[int], int]:
+        """The rounds of this drafter driving from ``first`` on: the bases up to ``last``, and the first one behind it."""
+        bases = []
+        while first <= last:
+            bases.append(first)
+            first += min(self.right[first], draft_len) + 1
+        return bases, first
+
     def positions(self, bases: Sequence[int], draft_len: int) -> Positions:
         """Counts over the drafts at ``bases``, as `router.assignment.Positions` defines them."""
         # In plain Python: they are too few for numpy to pay.

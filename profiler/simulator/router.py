@@ -35,6 +35,7 @@ class SimulatedRouter:
         self._target_passes = target_passes
         self._seen = seen
         self._table = router.first_table()
+        self._next_bases: dict[tuple[str, str], int] = {}  # of (request, drafter): where its next virtual round begins
         self.num_slots = 0
 
     @property
@@ -53,6 +54,8 @@ class SimulatedRouter:
         reports = []
         for number, target in enumerate(self._targets):
             reports.append(self._report(target, () if number else levels, with_passes=not number))
+        live = {request.request_id for report in reports for request in report.requests}
+        self._next_bases = {key: base for key, base in self._next_bases.items() if key[0] in live}
         table = self._router.slot(reports)
         if table is not None:
             self._table = table
@@ -73,14 +76,20 @@ class SimulatedRouter:
         )
 
     def _scored(self, slots: Mapping[tuple[str, str], SlotCounts]) -> list[Score]:
-        """What each scorer would have drafted where a round of a request began."""
+        """The virtual rounds of each scorer, as `drafters.counterfactual` defines them: each begins where the one before it
+        would have ended, whoever drove the request."""
         scores = []
         scorers = [(drafter_of(name), self._draft_lens[name]) for name in self._table.scorers]
         for (request_id, drafter), slot in slots.items():
             if not slot.bases:
                 continue
+            first, last = slot.bases[0], slot.bases[-1]
             for other, draft_len in scorers:
                 if other != drafter_of(drafter):
-                    positions = slot.request.answer.of(other).positions(slot.bases, draft_len)
-                    scores.append(Score(request_id, other, positions))
+                    key = request_id, other
+                    agreement = slot.request.answer.of(other)
+                    start = max(first, self._next_bases.get(key, 0))
+                    bases, self._next_bases[key] = agreement.rounds(start, last, draft_len)
+                    if bases:
+                        scores.append(Score(request_id, other, agreement.positions(bases, draft_len)))
         return scores

@@ -12,12 +12,12 @@ from cluster.config import DrafterOptions, LayersOptions, ModelOptions, NgramOpt
 from cluster.messages import Budget, DraftRound, Extend, Hello, Message, Open, ProposalRound, Role, Score
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import ModelInfo, Proposal, SamplingParams
+from drafters.counterfactual import Shadow
 from drafters.led import LedModel
 from drafters.loop import REPORT_PERIOD_S, DrafterLoop
-from drafters.protocol import Drafter
+from drafters.protocol import NEVER, Drafter, Stopping
 from drafters.registry import Site, make
 from drafters.roster import MAX_UNSCORED, RosterLimits
-from drafters.shadow import NEVER, Shadowing, Stopping
 from drafters.small_model import Question, SmallModel
 from engine.factory import load_model
 from engine.models.tokenizer import fingerprint
@@ -28,6 +28,7 @@ EOS = VOCAB_SIZE - 1
 PROMPT = tuple(range(40, 70))
 MAX_DRAFT_LEN = 4
 SAMPLED = SamplingParams(max_tokens=60, temperature=0.8, seed=5, ignore_eos=True)
+SAMPLED_LONG = replace(SAMPLED, max_tokens=400)
 PENALIZED = replace(SAMPLED, repetition_penalty=1.3, presence_penalty=0.5, top_k=40)
 
 
@@ -99,8 +100,9 @@ def scored(
         if i % 3:  # sometimes several commits wait
             bench.settle()
     bench.settle()
+    found = {score.base_len: score for score in bench.scores()}
     assert not bench.proposals()
-    return {score.base_len: score for score in bench.scores()}
+    return found
 
 
 def really(make_one: Callable[[], Drafter], text: Sequence[int], sampling: SamplingParams) -> dict[int, tuple[int, int]]:
@@ -179,13 +181,20 @@ def test_a_score_is_what_really_drafting_gives(
         )
 
     truth = really(make_one, text, sampling)
+    driven, base = [], len(PROMPT)  # the rounds that it has when it drives
+    while base < len(text):
+        driven.append((base, truth[base][0]))
+        base += truth[base][0] + 1
     rng = random.Random(1)
     for lens in ([1] * 40, [rng.randint(1, 5) for _ in range(12)]):
+        committed_len = min(len(PROMPT) + sum(lens), len(text))
         found = scored(make_one, text, sampling, lens)
-        assert len(found) >= len(lens) - MAX_DRAFT_LEN - 1  # of the last nobody knows yet how they end
+        # However the driver's commits fall. What the last draft comes to is not known before its end is committed.
+        decided = [(base, right) for base, right in driven if base + right < committed_len]
+        assert [(score.base_len, score.num_matched) for score in found.values()][: len(decided)] == decided
+        assert len(found) <= len(decided) + 1
         for base_len, score in found.items():
             num_right, num_proposed = truth[base_len]
-            assert score.num_matched == num_right
             assert (score.num_scored > score.num_matched) == (num_right < num_proposed or num_proposed < MAX_DRAFT_LEN)
     assert sum(num_right for num_right, _ in truth.values()) >= 3, "the test needs drafts that are right"
 
@@ -285,33 +294,69 @@ def test_scores_are_told_in_time_though_nothing_is_proposed() -> None:
 
 
 def test_a_busy_drafter_gives_up_scores_and_not_the_request() -> None:
-    shadow = Shadowing(10, 4, 10_000)
+    shadow = shadow_of(10, 4, 10_000)
     shadow.commit(range(MAX_UNSCORED))
     assert shadow.skip() == list(range(MAX_UNSCORED))
     assert (shadow.scored_len, shadow.pending) == (10 + MAX_UNSCORED, [])
 
 
-def advanced(shadow: Shadowing, chosen: int, confidence: float, stopping: Stopping) -> list[tuple[int, int, int]]:
+def shadow_of(scored_len: int, max_draft_len: int, end_len: int) -> Shadow:
+    return Shadow("key", "r", scored_len, max_draft_len, end_len)
+
+
+def advanced(shadow: Shadow, chosen: int, confidence: float, stopping: Stopping) -> Score | None:
     if shadow.begins:
         shadow.begin()
     return shadow.advance(chosen, confidence, stopping)
 
 
-def test_drafts_that_would_have_been_end_where_real_ones_do() -> None:
+def rounds_of(shadow: Shadow, choices: Sequence[int], confidences: Sequence[float], stopping: Stopping) -> list[Score]:
+    found = [advanced(shadow, chosen, c, stopping) for chosen, c in zip(choices, confidences, strict=True)]
+    return [score for score in found if score is not None]
+
+
+def test_virtual_drafts_end_where_real_ones_do() -> None:
     for confidences, stopping, expected in (
-        ((0.9, 0.9, 0.9, 0.9), NEVER, [(5, 4, 4)]),  # the longest draft, all right: what lies behind was not reached
-        ((0.9, 0.1, 0.9, 0.9), Stopping(min_confidence=0.2), [(5, 1, 2)]),
-        ((0.9, 0.5, 0.9, 0.9), Stopping(min_survival=0.5), [(5, 2, 3)]),  # the unlikely token itself is drafted
+        ((0.9, 0.9, 0.9, 0.9), NEVER, Score("r", 5, 4, 4)),  # the longest draft, all right: what lies behind was not reached
+        ((0.9, 0.1, 0.9, 0.9), Stopping(min_confidence=0.2), Score("r", 5, 1, 2)),
+        ((0.9, 0.5, 0.9, 0.9), Stopping(min_survival=0.5), Score("r", 5, 2, 3)),  # the unlikely token itself is drafted
     ):
-        shadow = Shadowing(5, 4, 1000)
+        shadow = shadow_of(5, 4, 1000)
         shadow.commit((1, 2, 3, 4))
-        found = [one for i, c in enumerate(confidences) for one in advanced(shadow, i + 1, c, stopping)]
-        assert found == expected
-    shadow = Shadowing(5, 4, 8)  # it ends at 8: two tokens may be drafted, the last is the target's own
+        assert rounds_of(shadow, (1, 2, 3, 4), confidences, stopping) == [expected]
+    shadow = shadow_of(5, 4, 8)  # it ends at 8: two tokens may be drafted, the last is the target's own
     shadow.commit((1, 2, 3))
-    assert [one for i in range(3) for one in advanced(shadow, i + 1, 1.0, NEVER)] == [(5, 2, 2)]
-    shadow = Shadowing(5, 4, 1000)
+    assert rounds_of(shadow, (1, 2, 3), (1.0,) * 3, NEVER) == [Score("r", 5, 2, 2)]
+
+
+def test_a_virtual_round_begins_where_the_one_before_it_ended_and_not_at_a_commit() -> None:
+    shadow = shadow_of(5, 4, 1000)
     shadow.commit((1,))
-    shadow.commit((2, 3))
-    found = [one for chosen in (1, 2, 9) for one in advanced(shadow, chosen, 1.0, NEVER)]
-    assert found == [(5, 2, 3), (6, 1, 2)]
+    shadow.commit((2, 3))  # a round of the driver's began at 6; its own draft is still right there
+    assert rounds_of(shadow, (1, 2, 9), (1.0,) * 3, NEVER) == [Score("r", 5, 2, 3)]
+    assert shadow.begins
+    shadow.commit((4, 5))
+    assert rounds_of(shadow, (9, 5), (1.0,) * 2, NEVER) == [Score("r", 8, 0, 1)]
+
+
+def test_scores_have_the_mean_of_really_driving_on_text_where_the_driver_differs() -> None:
+    """A text in which every run of five tokens was seen before, and a driver whose rounds end at the third of each."""
+    from drafters.ngram import NgramDrafter
+
+    rng = random.Random(7)
+    phrases = [[rng.randrange(250) for _ in range(5)] for _ in range(6)]
+    text = list(PROMPT) + [token for _ in range(40) for token in phrases[rng.randrange(6)]]
+    truth = really(NgramDrafter, text, SAMPLED_LONG)
+    base, driven = len(PROMPT) + 60, []
+    while base < len(text) - MAX_DRAFT_LEN:
+        driven.append(truth[base][0])
+        base += truth[base][0] + 1
+    lens = [5] * 40
+    lens[0] = 3
+    found = scored(NgramDrafter, text, SAMPLED_LONG, lens)
+    own = [score.num_matched for base, score in found.items() if len(PROMPT) + 60 <= base < len(text) - MAX_DRAFT_LEN]
+    ratio = (1 + sum(own) / len(own)) / (1 + sum(driven) / len(driven))
+    assert 0.95 < ratio < 1.05
+    at_commits = [truth[base][0] for base in range(len(PROMPT) + 63, len(text) - MAX_DRAFT_LEN, 5)]
+    biased = (1 + sum(at_commits) / len(at_commits)) / (1 + sum(driven) / len(driven))
+    assert not 0.95 < biased < 1.05, "the driver's bases must be biased, or the test shows nothing"
