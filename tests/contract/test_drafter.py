@@ -244,7 +244,7 @@ def test_released_requests_may_come_back(drafter: Drafter) -> None:
     assert ids(propose(drafter, Demand("a", 5))) == before
 
 
-@pytest.mark.parametrize("num_tokens", [0, -3, 10_000])
+@pytest.mark.parametrize("num_tokens", [0, -3, 1000])
 def test_demands_of_any_size_are_answered(drafter: Drafter, num_tokens: int) -> None:
     drafter.open("a", [1, 2, 3] * 10, 5, GREEDY)
     drafter.open("b", text(6), 5, SAMPLING)

@@ -21,11 +21,13 @@ from deploy.api.app import create_app
 from deploy.api.scripted import ScriptedClient, Step
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
+from router.cost_model import TableCost
 from tests.support.api import finishing, listening, model_info, token_ids, tokenizer
 
 PROMPT = "Name three large cities, and say in one sentence what each of them is known for."
 STORY = "Once upon a time there was a"
-MAX_TOKENS = 24
+MAX_TOKENS = 16
+COST = TableCost((1, 16), (0.02, 0.04))  # set: measuring it takes longer than most tests here, and none asks for it
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,6 @@ def embedded_cluster(folder: Path) -> Iterator[tuple[EngineClient, Tokenizer, Mo
     """A real model with a real drafter, in this process."""
     from deploy.embedded import EmbeddedCluster, PoolEntry
     from drafters.ngram import NgramDrafter
-    from engine.calibration import measure_cost
     from engine.factory import load_target
     from engine.models.config import load_config
     from engine.models.tokenizer import fingerprint
@@ -87,7 +88,7 @@ def embedded_cluster(folder: Path) -> Iterator[tuple[EngineClient, Tokenizer, Mo
     config = load_config(folder)
     info = ModelInfo("embedded", config.vocab_size, 512, config.eos_token_ids, fingerprint(folder))
     pool = {"ngram": PoolEntry(NgramDrafter())}
-    with EmbeddedCluster(target, info, measure_cost(target), pool) as cluster:
+    with EmbeddedCluster(target, info, COST, pool) as cluster:
         yield cluster.client, Tokenizer.from_folder(folder), info
 
 

@@ -127,7 +127,7 @@ def test_everything_is_measured_and_named(
     write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(257))
     write_dspark(tmp_path / "shipped" / "dspark", target, block_size=5)
     turns = {0.0: {1: Turns(1, 3), 2: Turns(1, 1)}, 0.8: {1: Turns(1, 1)}}
-    effort = replace(QUICK, num_synthetic=18, num_new_tokens=12, num_cost_rounds=2, max_s=math.inf, turns=turns)
+    effort = replace(QUICK, num_synthetic=18, num_new_tokens=8, num_cost_rounds=2, max_s=math.inf, turns=turns)
     monkeypatch.setattr(bench, "QUICK", effort)
     result = bench.run(BenchOptions(quick=True, model=str(target)))
     figures = result.figures
@@ -144,7 +144,7 @@ def test_everything_is_measured_and_named(
     measured = dict(zip(speeds.columns, speeds.rows[0], strict=True))
     assert sum("(9)" in str(cell) and "±" in str(cell) for cell in measured.values()) >= 1, "the best went on"
     assert all("(9)" in str(measured[name]) or "(3)" in str(measured[name]) for name in names)
-    assert figures["accepted_len.layers-2.k7.mean"] > 1.6, "the first token is always right: it is the model itself"
+    assert figures["accepted_len.layers-2.k7.mean"] > 1.45, "the first token is always right: it is the model itself"
     assert figures["accepted_len.chain.k7.mean"] == figures["accepted_len.layers-2.k7.mean"], "its verifier decides"
     assert figures["accepted_len.dspark.k7.mean"] < 1.3, "its weights are random"
     assert figures["speedup.best.batch_2"] == max(figures[f"speedup.{name}.batch_2"] for name in names)
