@@ -32,7 +32,8 @@ def serve(config: Config) -> None:
         LaunchError: the cluster could not be started, or ended by itself; says what to do.
         ModelUnavailable, PlacementError, InvalidField: so do these.
     """
-    print(f"outrider: CPU level {configure_cpu()}", file=sys.stderr, flush=True)
+    _log_to_stderr()
+    configure_cpu()
     with stoppable() as stop:
         check_port(config.api.host, config.api.port)
         model_folder = ensure_model(config.model.name)
@@ -41,6 +42,15 @@ def serve(config: Config) -> None:
             if config.cluster.ray_address is None:
                 prepare_environment(folder)
             _serve(config, model_folder, folder, stop)
+
+
+def _log_to_stderr() -> None:
+    """What this process says of the CPU level, of dtypes and of the state store reaches whoever started it."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("outrider: %(message)s"))
+    for package in ("cluster", "engine", "deploy"):
+        logging.getLogger(package).setLevel(logging.INFO)
+        logging.getLogger(package).addHandler(handler)
 
 
 def _serve(config: Config, model_folder: Path, folder: Path, stop: Stop) -> None:

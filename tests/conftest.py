@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
-from hypothesis import settings
 
 from cluster.errors import ModelUnavailable
 from cluster.transport import factory
@@ -17,13 +17,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 configure_cpu()  # at the level that OUTRIDER_CPU names, before any test computes
 
-settings.register_profile("outrider", deadline=None)  # a deadline would assert wall times
-settings.load_profile("outrider")
+hypothesis.settings.register_profile("tests", deadline=None)  # no test asserts a wall time
+hypothesis.settings.load_profile("tests")
 
 factory.LOCAL.encodes = True  # what could not travel is found out by every test that sends it within the process
 
 MODEL = "smollm2-135m"
-RAY_TIMEOUT_S = 600  # servers start and come back, each within the time that tests.support.waiting gives
 SUITES = ("unit", "contract")  # in this order; then the others
 DATA_VARIABLE = "OUTRIDER_DATA"
 
@@ -36,9 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return item.get_closest_marker("ray") is not None, order.get(item.path.parent.name, len(SUITES))
 
     items.sort(key=rank)
-    for item in items:
-        if item.get_closest_marker("ray") is not None:
-            item.add_marker(pytest.mark.timeout(RAY_TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")

@@ -107,7 +107,6 @@ def test_drafters_of_layers_are_replaced_by_whole_files_alone(target: FrozenTarg
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.timeout(200)
 def test_a_run_whose_time_ended_its_writing_goes_on_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with more prompts, not with more answers, and so not with a new beginning."""
     model = write_wordy_model(tmp_path / "model")

@@ -38,7 +38,6 @@ with join_world("cpu") as world:
 """
 
 
-@pytest.mark.timeout(240)
 def test_two_processes_write_read_and_train_together(tmp_path: Path) -> None:
     """Each writes its share; both read all answers, into one folder; gradients are averaged, so both end with the same."""
     model, folder = write_wordy_model(tmp_path / "model"), tmp_path / "run"
@@ -47,7 +46,7 @@ def test_two_processes_write_read_and_train_together(tmp_path: Path) -> None:
     script.write_text(ONE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([*command, str(model), str(folder)], capture_output=True, text=True, timeout=200, env=environment)
+    ran = subprocess.run([*command, str(model), str(folder)], capture_output=True, text=True, timeout=500, env=environment)
     assert ran.returncode == 0, ran.stderr[:3000]
     assert kind_of(folder / "dspark") == "dspark"
     for kind in ("prompts", "answers"):
