@@ -49,6 +49,7 @@ SLOWED_S = 36.0  # of which so much passes; a target that is silent for 30 s is 
 OVERHEARD_S = 1.0
 NO_DESCRIPTORS_S = 1.5
 POLL_S = 0.05
+STATUS_AGE_S = 1.5  # the API answers with a status of up to a second ago
 DEADLINE_S = 300.0
 
 
@@ -208,20 +209,25 @@ class _Bench:
         self._lost += lost(before, self._killed)
 
     def _kill(self, actor: str) -> psutil.Process:
-        process = self._server.workers(actor)[0]
-        self._killed.add(process)
-        process.kill()
-        return process
+        processes = self._server.workers(actor)
+        if not processes:
+            raise FaultBenchFailed(f"there is no {actor} to kill: {self._server.last_words()}")
+        self._killed.add(processes[0])
+        processes[0].kill()
+        return processes[0]
 
     def _kill_supervisors(self) -> None:
         """Each as soon as the one before it is replaced and answers."""
         for _ in range(NUM_SUPERVISORS):
-            killed = self._kill("PoolSupervisor")
-            until_s = time.monotonic() + DEADLINE_S
-            while not (self._server.workers("PoolSupervisor") != [killed] and self._all_ready()):
-                if time.monotonic() > until_s:
+            killed_s, killed = time.monotonic(), self._kill("PoolSupervisor")
+            while not (self._is_replaced(killed) and time.monotonic() > killed_s + STATUS_AGE_S and self._all_ready()):
+                if time.monotonic() > killed_s + DEADLINE_S:
                     raise FaultBenchFailed(f"no supervisor after {DEADLINE_S:g} s: {self._server.last_words()}")
                 time.sleep(POLL_S)
+
+    def _is_replaced(self, killed: psutil.Process) -> bool:
+        found = self._server.workers("PoolSupervisor")
+        return bool(found) and killed not in found
 
     def _all_ready(self) -> bool:
         with self._server.client() as client:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 DEADLINE_S = 180.0  # as a server has to start: machines may be slow, and busy with others' work
 
@@ -17,11 +18,16 @@ def eventually(truth: Callable[[], bool], deadline_s: float = DEADLINE_S) -> Non
 
 
 def gauge(http: httpx.Client, name: str, member: str | None = None) -> float:
-    """A figure of /metrics, summed over its members or of one."""
-    families = text_string_to_metric_families(http.get("/metrics").text)
-    return sum(
-        sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name == name and (member is None or member in sample.labels.values())
-    )
+    """A figure of /metrics, summed over its members or of one. It may be a second old.
+
+    While the cluster does not answer the API its figures are absent, and are asked for again.
+    """
+    samples: list[Sample] = []
+
+    def answers() -> bool:
+        families = text_string_to_metric_families(http.get("/metrics").text)
+        samples[:] = [sample for family in families for sample in family.samples]
+        return any(sample.name == "outrider_cluster_up" and sample.value for sample in samples)
+
+    eventually(answers)
+    return sum(s.value for s in samples if s.name == name and (member is None or member in s.labels.values()))
