@@ -70,7 +70,7 @@ static void soften(Tile *tile, int num, int64_t padded, int64_t D) {
         if (max == -INFINITY) max = 0; /* nothing seen so far: every weight is 0 */
         vf sums = {0};
         for (int64_t t = 0; t < padded; t += LANES) {
-            vf weight = exp16(loadf(s + t) - max);
+            vf weight = exp_lanes(loadf(s + t) - max);
             store_operands(tile->weights[q] + t, weight);
             sums += weight;
         }
@@ -125,9 +125,9 @@ static inline __attribute__((always_inline)) void add_chunk(Tile *tile, const in
     weigh(tile, num, at, num_keys, LANES);
     int64_t d = 0;
     if (num <= TILE / 2)
-        for (; d + 64 <= D; d += 64) mix(tile, num, 4, at, start, num_keys, d);
-    for (; d + 32 <= D; d += 32) mix(tile, num, 2, at, start, num_keys, d);
-    for (; d < D; d += 16) mix(tile, num, 1, at, start, num_keys, d);
+        for (; d + 4 * LANES <= D; d += 4 * LANES) mix(tile, num, 4, at, start, num_keys, d);
+    for (; d + 2 * LANES <= D; d += 2 * LANES) mix(tile, num, 2, at, start, num_keys, d);
+    for (; d < D; d += LANES) mix(tile, num, 1, at, start, num_keys, d);
 }
 
 static void put_query(Tile *tile, int q, const float *query, int64_t D, int by_tiles) {
@@ -203,9 +203,11 @@ int attention(const float *queries, const elem *keys, const elem *values, const 
                     case 1: add_chunk(&tile, 1, &at, start, num_keys); break;
                     case 2: add_chunk(&tile, 2, &at, start, num_keys); break;
                     case 3: add_chunk(&tile, 3, &at, start, num_keys); break;
-#if __AVX512F__
+#if TILE > 4
                     case 4: add_chunk(&tile, 4, &at, start, num_keys); break;
                     case 5: add_chunk(&tile, 5, &at, start, num_keys); break;
+#endif
+#if TILE > 6
                     case 6: add_chunk(&tile, 6, &at, start, num_keys); break;
                     case 7: add_chunk(&tile, 7, &at, start, num_keys); break;
                     case 8: add_chunk(&tile, 8, &at, start, num_keys); break;
@@ -221,7 +223,7 @@ int attention(const float *queries, const elem *keys, const elem *values, const 
                 const int64_t row = starts[s] + (first + q) / group, head = kv_head * group + (first + q) % group;
                 elem *to = out + (row * heads + head) * D;
                 const float scale = 1.0f / tile.sum[q];
-                for (int64_t d = 0; d < D; d += LANES) store16(to + d, loadf(tile.out[q] + d) * scale);
+                for (int64_t d = 0; d < D; d += LANES) store_elems(to + d, loadf(tile.out[q] + d) * scale);
             }
         }
     }

@@ -6,7 +6,7 @@
 #include <immintrin.h>
 enum { STEP = PAIR }; /* dimensions or positions at once */
 typedef elem operand;
-typedef __m512bh Operands; /* of 16 keys, or dimensions, two each: of row ``a`` and of row ``b`` */
+typedef __m512bh Operands; /* of LANES keys, or dimensions, two each: of row ``a`` and of row ``b`` */
 
 static inline Operands load_operands(const elem *a, const elem *b) {
     static const uint16_t turns[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
@@ -31,7 +31,7 @@ typedef vf Operands;
 
 static inline Operands load_operands(const elem *a, const elem *b) {
     (void)b;
-    return load16(a);
+    return load_elems(a);
 }
 static inline vf multiply_add(vf sum, Operands x, const operand *factors) { return sum + x * *factors; }
 static inline void store_operands(operand *to, vf x) { storef(to, x); }
@@ -39,10 +39,13 @@ static inline void store_operands(operand *to, vf x) { storef(to, x); }
 
 static const elem NOTHING[4 * LANES];
 
-#if __AVX512F__
-enum { TILE = 12 }; /* with two vectors of sums for each, a vector of keys or values and a factor, 32 registers are full */
+/* With two vectors of sums for each, two of keys or values and a factor, the registers are full: 32, or 16. */
+#if __AVX512F__ || __aarch64__
+#define TILE 12
+#elif __AVX2__
+#define TILE 6
 #else
-enum { TILE = 4 };
+#define TILE 4 /* a product takes a register without FMA */
 #endif
 enum { CHUNK = 512, MAX_D = 512, AHEAD = 4 };
 

@@ -16,25 +16,24 @@
 #if ELEM_BF16
 /* Registers hold the sums of ROWS rows by COLUMNS outputs, or of WHOLE_ROWS by a whole panel, beside weights and an input. */
 #if __AVX512F__
-enum { WIDTH = 16, COLUMNS = PANEL };
+enum { COLUMNS = PANEL };
 #define ROWS 12
 #define WHOLE_ROWS 12
-#elif __AVX__
-enum { WIDTH = 8, COLUMNS = 16 };
+#elif __AVX2__
+enum { COLUMNS = 16 };
 #define ROWS 6
 #define WHOLE_ROWS 3
 #elif __aarch64__
-enum { WIDTH = 4, COLUMNS = 16 };
+enum { COLUMNS = 16 };
 #define ROWS 6
 #define WHOLE_ROWS 2
 #else
-enum { WIDTH = 4, COLUMNS = 8 };
+enum { COLUMNS = 8 };
 #define ROWS 4
 #define WHOLE_ROWS 1
 #endif
 enum { AHEAD = 2048 }; /* elements */
-typedef float wide __attribute__((vector_size(WIDTH * 4), aligned(4)));
-typedef uint32_t wide_bits __attribute__((vector_size(WIDTH * 4), aligned(2)));
+typedef uint32_t pairs_of_elems __attribute__((vector_size(LANES * 4), aligned(2)));
 
 /* What is read from memory meanwhile: ``stride`` bytes further at each pair of inputs. */
 typedef struct {
@@ -45,27 +44,27 @@ typedef struct {
 /* sums[row * PANEL + column] of ``num`` rows and ``columns`` outputs, both constants. ``x``: packed, see pack_group. */
 static inline __attribute__((always_inline)) void multiply_widened(const int num, const int columns, const elem *weights,
                                                                    const float *x, int64_t num_in, Ahead ahead, float *sums) {
-    const int vectors = columns / WIDTH;
-    wide s[ROWS][PANEL / WIDTH];
+    const int vectors = columns / LANES;
+    vf s[ROWS][PARTS];
     for (int r = 0; r < num; r++)
-        for (int v = 0; v < vectors; v++) s[r][v] = (wide){0};
+        for (int v = 0; v < vectors; v++) s[r][v] = (vf){0};
     for (int64_t i = 0; i < num_in; i += PAIR, weights += PANEL * PAIR, x += PAIR * num, ahead.from += ahead.stride) {
-        wide_bits pairs[PANEL / WIDTH];
-        wide w[PANEL / WIDTH];
+        pairs_of_elems pairs[PARTS];
+        vf w[PARTS];
         __builtin_prefetch(ahead.from, 0, 3);
         __builtin_prefetch(ahead.from + LINE, 0, 3);
         for (int v = 0; v < vectors; v++) {
-            pairs[v] = *(const wide_bits *)(weights + v * WIDTH * PAIR);
-            w[v] = (wide)(pairs[v] << 16);
+            pairs[v] = *(const pairs_of_elems *)(weights + v * LANES * PAIR);
+            w[v] = (vf)(pairs[v] << 16);
         }
         for (int r = 0; r < num; r++)
             for (int v = 0; v < vectors; v++) s[r][v] += w[v] * x[r];
-        for (int v = 0; v < vectors; v++) w[v] = (wide)(pairs[v] & 0xffff0000);
+        for (int v = 0; v < vectors; v++) w[v] = (vf)(pairs[v] & 0xffff0000);
         for (int r = 0; r < num; r++)
             for (int v = 0; v < vectors; v++) s[r][v] += w[v] * x[num + r];
     }
     for (int r = 0; r < num; r++)
-        for (int v = 0; v < vectors; v++) *(wide *)(sums + r * PANEL + v * WIDTH) = s[r][v];
+        for (int v = 0; v < vectors; v++) storef(sums + r * PANEL + v * LANES, s[r][v]);
 }
 
 #if __AVX512BF16__

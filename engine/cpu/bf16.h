@@ -13,14 +13,14 @@ typedef struct {
     const float *bias;       /* the same; may be null */
 } Bf16Product;
 
-enum { PAIR = 2, PARTS = 2, PANEL = PARTS * LANES, LINE = 64, PAIR_BYTES = PANEL * PAIR * (int)sizeof(elem) };
+enum { PAIR = 2, PANEL = 32, PARTS = PANEL / LANES, LINE = 64, PAIR_BYTES = PANEL * PAIR * (int)sizeof(elem) };
 enum { AMX_ROWS = 16, AMX_DEPTH = 32 }; /* rows of a tile at most; inputs that one instruction adds up */
 
-/* Bias and the choice of a type for 16 sums from output ``first`` on; only those that there are. */
+/* Bias and the choice of a type for LANES sums from output ``first`` on; only those that there are. */
 static inline void put_sums(const Bf16Product *p, elem *out_row, int64_t first, vf sums) {
     const int64_t num = p->num_out - first;
     if (p->bias) sums += loadf(p->bias + first);
-    if (num >= LANES) store16(out_row + first, sums);
+    if (num >= LANES) store_elems(out_row + first, sums);
     else
         for (int64_t i = 0; i < num; i++) out_row[first + i] = store1(sums[i]);
 }

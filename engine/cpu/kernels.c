@@ -19,7 +19,7 @@ void add_norm(float *residual, const elem *delta, const float *weight, elem *out
         vf squares = {0};
         for (int64_t i = 0; i < whole; i += LANES) {
             vf v = loadf(x + i);
-            if (d) storef(x + i, v = v + load16(d + i));
+            if (d) storef(x + i, v = v + load_elems(d + i));
             squares += v * v;
         }
         float sum = sum_lanes(squares);
@@ -28,7 +28,7 @@ void add_norm(float *residual, const elem *delta, const float *weight, elem *out
             sum += x[i] * x[i];
         }
         const float scale = 1.0f / sqrtf(sum / (float)size + eps);
-        for (int64_t i = 0; i < whole; i += LANES) store16(y + i, loadf(x + i) * scale * loadf(weight + i));
+        for (int64_t i = 0; i < whole; i += LANES) store_elems(y + i, loadf(x + i) * scale * loadf(weight + i));
         for (int64_t i = whole; i < size; i++) y[i] = store1(x[i] * scale * weight[i]);
     }
 }
@@ -41,8 +41,8 @@ void gate(const elem *gate_up, elem *out, int64_t rows, int64_t size, int num_th
         const elem *g = gate_up + row * 2 * size, *up = g + size;
         elem *y = out + row * size;
         for (int64_t i = 0; i < whole; i += LANES) {
-            vf x = load16(g + i);
-            store16(y + i, x / (1.0f + exp16(-x)) * load16(up + i));
+            vf x = load_elems(g + i);
+            store_elems(y + i, x / (1.0f + exp_lanes(-x)) * load_elems(up + i));
         }
         for (int64_t i = whole; i < size; i++) {
             float x = load1(g[i]);

@@ -17,49 +17,48 @@
 /* Registers hold the sums of ROWS rows by COLUMNS outputs, or of WHOLE_ROWS by a whole panel. DSpark's blocks mostly have seven
  * rows. BY_BYTES: with VNNI, where a sum takes two registers. */
 #if __AVX512VNNI__
-enum { BY_BYTES = 1, WIDTH = 16, COLUMNS = 32 };
+enum { BY_BYTES = 1, COLUMNS = 32 };
 #define ROWS 7
 #define WHOLE_ROWS 7
 #elif __AVX512BW__
-enum { BY_BYTES = 0, WIDTH = 16, COLUMNS = 32 };
+enum { BY_BYTES = 0, COLUMNS = 32 };
 #define ROWS 8
 #define WHOLE_ROWS 8
 #elif __AVXVNNI__ && !__AVX512BW__
-enum { BY_BYTES = 1, WIDTH = 8, COLUMNS = 16 };
+enum { BY_BYTES = 1, COLUMNS = 16 };
 #define ROWS 3
 #define WHOLE_ROWS 1
 #elif __AVX2__
-enum { BY_BYTES = 0, WIDTH = 8, COLUMNS = 16 };
+enum { BY_BYTES = 0, COLUMNS = 16 };
 #define ROWS 4
 #define WHOLE_ROWS 2
 #else
-enum { BY_BYTES = 0, WIDTH = 4, COLUMNS = 8 };
+enum { BY_BYTES = 0, COLUMNS = 8 };
 #define ROWS 4
 #define WHOLE_ROWS 1
 #endif
-typedef int32_t wide __attribute__((vector_size(WIDTH * 4), aligned(1)));
-typedef int16_t wide_shorts __attribute__((vector_size(WIDTH * 4), aligned(1)));
-typedef float wide_floats __attribute__((vector_size(WIDTH * 4), aligned(4)));
+typedef int32_t quads __attribute__((vector_size(LANES * 4), aligned(1)));
+typedef int16_t shorts __attribute__((vector_size(LANES * 4), aligned(1)));
 
 /* sum[i] += weights (4 unsigned bytes in lane i) . x (4 signed bytes) */
-static inline wide add_bytes(wide sum, wide weights, int32_t x) {
+static inline vi add_bytes(vi sum, vi weights, int32_t x) {
 #if __AVX512VNNI__
-    return (wide)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
 #elif __AVXVNNI__ && !__AVX512BW__
-    return (wide)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, _mm256_set1_epi32(x));
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, _mm256_set1_epi32(x));
 #else
     return (void)weights, (void)x, sum;
 #endif
 }
 
 /* sum[i] += weights (2 signed shorts in lane i) . x (2 signed shorts) */
-static inline wide add_shorts(wide sum, wide weights, int32_t x) {
+static inline vi add_shorts(vi sum, vi weights, int32_t x) {
 #if __AVX512BW__
-    return sum + (wide)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(x));
+    return sum + (vi)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(x));
 #elif __AVX2__
-    return sum + (wide)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(x));
+    return sum + (vi)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(x));
 #elif __SSE2__
-    return sum + (wide)_mm_madd_epi16((__m128i)weights, _mm_set1_epi32(x));
+    return sum + (vi)_mm_madd_epi16((__m128i)weights, _mm_set1_epi32(x));
 #else
     return sum + (weights << 16 >> 16) * (int32_t)(int16_t)x + (weights >> 16) * (x >> 16);
 #endif
@@ -67,9 +66,9 @@ static inline wide add_shorts(wide sum, wide weights, int32_t x) {
 
 /* AHEAD: bytes; a panel is multiplied faster than memory answers, and hardware looks no further than a page. FLUSH: quads, as many
  * as cannot overflow a sum of products of 16 bits and 8. */
-enum { QUAD = 4, PARTS = 2, PANEL = PARTS * LANES, AHEAD = 4096, LARGEST = 127 * 256 + 127, CHUNK = 64, FLUSH = 128 };
-typedef int8_t vb __attribute__((vector_size(16), aligned(1)));
-typedef int16_t vs __attribute__((vector_size(32), aligned(1)));
+enum { QUAD = 4, PANEL = 32, PARTS = PANEL / LANES, AHEAD = 4096, LARGEST = 127 * 256 + 127, CHUNK = 64, FLUSH = 128 };
+typedef int8_t vb __attribute__((vector_size(LANES), aligned(1)));
+typedef int16_t vs __attribute__((vector_size(LANES * 2), aligned(1)));
 
 /* Whether weights are expected as unsigned bytes, else as signed ones with the inputs of a quad as 0, 2, 1, 3. */
 int int8_by_bytes(void) { return BY_BYTES; }
@@ -87,13 +86,13 @@ typedef struct {
 } Product;
 
 static inline vf scaled(const elem *x, const float *columns, int64_t i) {
-    return columns ? load16(x + i) * loadf(columns + i) : load16(x + i);
+    return columns ? load_elems(x + i) * loadf(columns + i) : load_elems(x + i);
 }
 static inline float scaled1(const elem *x, const float *columns, int64_t i) {
     return columns ? load1(x[i]) * columns[i] : load1(x[i]);
 }
 
-/* ``n`` [16] to ``to``, which has room for two bytes of each of ``width`` inputs: high and low bytes apart, or shorts. */
+/* ``n`` to ``to``, which has room for two bytes of each of ``width`` inputs: high and low bytes apart, or shorts. */
 static inline void put_rounded(int8_t *to, int64_t width, int64_t i, vi n, vi *sum_high, vi *sum_low) {
     if (!BY_BYTES) {
         *(vs *)(to + 2 * i) = __builtin_convertvector(n, vs);
@@ -159,15 +158,15 @@ typedef struct {
 
 /* sums[row * PANEL + column] = x W^T of ``num`` rows and ``columns`` outputs, both constants, in units of the scales. */
 static inline __attribute__((always_inline)) void multiply_bytes(const int num, const int columns, const Tile *t, float *sums) {
-    const int vectors = columns / WIDTH;
-    wide h[ROWS][PANEL / WIDTH], l[ROWS][PANEL / WIDTH];
+    const int vectors = columns / LANES;
+    vi h[ROWS][PARTS], l[ROWS][PARTS];
     for (int r = 0; r < num; r++)
-        for (int v = 0; v < vectors; v++) h[r][v] = l[r][v] = (wide){0};
+        for (int v = 0; v < vectors; v++) h[r][v] = l[r][v] = (vi){0};
     for (int64_t q = 0; q < t->num_quads; q++) {
         const uint8_t *weights = t->weights + q * PANEL * QUAD;
-        wide w[PANEL / WIDTH];
+        vi w[PARTS];
         for (int line = 0; line < 2; line++) __builtin_prefetch(weights + line * 64 + AHEAD, 0, 2);
-        for (int v = 0; v < vectors; v++) w[v] = *(const wide *)(weights + v * WIDTH * QUAD);
+        for (int v = 0; v < vectors; v++) w[v] = (vi)*(const quads *)(weights + v * LANES * QUAD);
         for (int r = 0; r < num; r++) {
             const int8_t *row = t->x + 2 * r * t->width + q * QUAD;
             const int32_t xh = word(row), xl = word(row + t->width);
@@ -177,39 +176,39 @@ static inline __attribute__((always_inline)) void multiply_bytes(const int num, 
     }
     for (int r = 0; r < num; r++)
         for (int v = 0; v < vectors; v++) {
-            const wide_floats high = __builtin_convertvector(h[r][v] - 128 * t->rows[r].sum_high, wide_floats);
-            const wide_floats low = __builtin_convertvector(l[r][v] - 128 * t->rows[r].sum_low, wide_floats);
-            *(wide_floats *)(sums + r * PANEL + v * WIDTH) = high * 256.0f + low;
+            const vf high = __builtin_convertvector(h[r][v] - 128 * t->rows[r].sum_high, vf);
+            const vf low = __builtin_convertvector(l[r][v] - 128 * t->rows[r].sum_low, vf);
+            storef(sums + r * PANEL + v * LANES, high * 256.0f + low);
         }
 }
 
 static inline __attribute__((always_inline)) void multiply_shorts(const int num, const int columns, const Tile *t, float *sums) {
-    const int vectors = columns / WIDTH;
+    const int vectors = columns / LANES;
     for (int64_t start = 0; start < t->num_quads; start += FLUSH) {
         const int64_t stop = t->num_quads < start + FLUSH ? t->num_quads : start + FLUSH;
-        wide s[ROWS][PANEL / WIDTH];
+        vi s[ROWS][PARTS];
         for (int r = 0; r < num; r++)
-            for (int v = 0; v < vectors; v++) s[r][v] = (wide){0};
+            for (int v = 0; v < vectors; v++) s[r][v] = (vi){0};
         for (int64_t q = start; q < stop; q++) {
             const uint8_t *weights = t->weights + q * PANEL * QUAD;
             const int8_t *x = t->x + 2 * q * QUAD;
-            wide_shorts bytes[PANEL / WIDTH], w[PANEL / WIDTH];
+            shorts bytes[PARTS], w[PARTS];
             for (int line = 0; line < 2; line++) __builtin_prefetch(weights + line * 64 + AHEAD, 0, 2);
             for (int v = 0; v < vectors; v++) {
-                bytes[v] = *(const wide_shorts *)(weights + v * WIDTH * QUAD);
+                bytes[v] = *(const shorts *)(weights + v * LANES * QUAD);
                 w[v] = bytes[v] << 8 >> 8;
             }
             for (int r = 0; r < num; r++)
-                for (int v = 0; v < vectors; v++) s[r][v] = add_shorts(s[r][v], (wide)w[v], word(x + 2 * r * t->width));
+                for (int v = 0; v < vectors; v++) s[r][v] = add_shorts(s[r][v], (vi)w[v], word(x + 2 * r * t->width));
             for (int v = 0; v < vectors; v++) w[v] = bytes[v] >> 8;
             for (int r = 0; r < num; r++)
-                for (int v = 0; v < vectors; v++) s[r][v] = add_shorts(s[r][v], (wide)w[v], word(x + 2 * r * t->width + 4));
+                for (int v = 0; v < vectors; v++) s[r][v] = add_shorts(s[r][v], (vi)w[v], word(x + 2 * r * t->width + 4));
         }
         for (int r = 0; r < num; r++)
             for (int v = 0; v < vectors; v++) {
-                wide_floats *to = (wide_floats *)(sums + r * PANEL + v * WIDTH);
-                const wide_floats part = __builtin_convertvector(s[r][v], wide_floats);
-                *to = start ? *to + part : part;
+                float *to = sums + r * PANEL + v * LANES;
+                const vf part = __builtin_convertvector(s[r][v], vf);
+                storef(to, start ? loadf(to) + part : part);
             }
     }
 }
@@ -239,11 +238,11 @@ static void multiply(const int num, const Tile *t, float *sums) {
 #undef OF_ROWS
 }
 
-/* Into ``to`` as elements, or as floats with ``base`` (if any) added. Only ``num`` of the 16 outputs are there. */
+/* Into ``to`` as elements, or as floats with ``base`` (if any) added. Only ``num`` of the LANES outputs are there. */
 static inline void put(elem *to, float *to_float, const float *base, vf value, int64_t num) {
     if (num == LANES) {
         if (to_float) storef(to_float, base ? value + loadf(base) : value);
-        else store16(to, value);
+        else store_elems(to, value);
         return;
     }
     for (int64_t i = 0; i < num; i++) {

@@ -25,8 +25,8 @@ typedef struct {
 static inline float logit(Row row, int64_t i) {
     return row.is_float ? ((const float *)row.z)[i] : load1(((const elem *)row.z)[i]);
 }
-static inline vf logits16(Row row, int64_t i) {
-    return row.is_float ? loadf((const float *)row.z + i) : load16((const elem *)row.z + i);
+static inline vf logits_at(Row row, int64_t i) {
+    return row.is_float ? loadf((const float *)row.z + i) : load_elems((const elem *)row.z + i);
 }
 
 /* Of ``num`` logits from ``start``; NaN if there is one. */
@@ -35,7 +35,7 @@ static inline float largest(Row row, int64_t start, int64_t num) {
     vi is_nan = {0};
     int64_t i = 0;
     for (; i + LANES <= num; i += LANES) {
-        const vf x = logits16(row, start + i);
+        const vf x = logits_at(row, start + i);
         highest = choose(x > highest, x, highest);
         is_nan |= (x != x);
     }
