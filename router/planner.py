@@ -15,8 +15,8 @@ from router.verification import VERIFICATION_POLICIES
 
 # A drafter that has had no luck is still given this share of a step, or its luck could never turn.
 PATIENCE = 0.05
-# Seconds that the prompt tokens of a pass may take by the cost model: streams go on and mail is read, whatever the model and
-# the machine. At least MIN_CHUNK_LEN tokens are computed, so that each prompt ends.
+# Seconds that the prompt tokens of a pass may add by the cost model: streams go on and mail is read, whatever the model
+# and the machine. At least MIN_CHUNK_LEN tokens are computed, so that each prompt ends.
 MAX_CHUNK_S = 2.0
 MIN_CHUNK_LEN = 16
 
@@ -136,15 +136,18 @@ class StepPlanner:
 
 
 def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel) -> int:
-    """The most of ``num_tokens`` prompt tokens that a pass computes in MAX_CHUNK_S, and at least MIN_CHUNK_LEN of them.
+    """The most of ``num_tokens`` prompt tokens that add at most MAX_CHUNK_S to a pass, and at least MIN_CHUNK_LEN of them.
+
+    What a pass of one row takes does not count: it is taken however short the chunk is.
 
     Args:
         num_context: tokens that are attended to, summed over the sequences.
     """
     low, high = min(MIN_CHUNK_LEN, num_tokens), num_tokens
+    limit_s = cost.prefill_s(1, num_context) + MAX_CHUNK_S
     while low < high:  # passes never get faster by more rows
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if cost.prefill_s(middle, num_context) <= MAX_CHUNK_S else (low, middle - 1)
+        low, high = (middle, high) if cost.prefill_s(middle, num_context) <= limit_s else (low, middle - 1)
     return low
 
 

@@ -106,8 +106,8 @@ class SequentialStage:
         self._rows = markov_rows(config).numpy()
         self._markov, self._bias = network.markov_head, None
         if self._markov is not None:
-            self._bias = ops.logits(LinearWeight(self._markov.markov_w2.weight.detach().to(device, dtype)))
             self._markov = self._markov.to(device, product_dtype(dtype, device))
+            self._bias = ops.logits(LinearWeight(self._markov.markov_w2.weight.detach().to(dtype)))
         known = range(config.shape.vocab_size) if config.draft_token_ids is None else config.draft_token_ids
         self._race = make_choice(ops, np.array(known, np.int64))
         self._output_ids = None if config.draft_token_ids is None else torch.tensor(known, device=device)

@@ -136,7 +136,7 @@ def test_targets_are_summed_up_under_vllm_s_names() -> None:
 
 
 async def test_every_series_of_vllm_s_dashboards_is_there() -> None:
-    async with serving(drafting) as (http, cluster):
+    async with serving(drafting, status_ttl_s=1e-6) as (http, cluster):
         await http.post(CHAT, json=chat_body(max_tokens=9))
         text = (await http.get("/metrics")).text
         assert {name for name, _ in parsed(text)} >= VLLM_SERIES

@@ -18,7 +18,7 @@ PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST", "access-co
 
 
 async def test_version_and_ping() -> None:
-    async with serving() as (http, cluster):
+    async with serving(status_ttl_s=1e-6) as (http, cluster):
         assert (await http.get("/version")).json() == {"version": version("outrider")}
         for method in ("GET", "POST"):
             assert (await http.request(method, "/ping")).status_code == 200

@@ -36,9 +36,8 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> BenchOptions:
 
 
 @pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Half of the tokens that a quick run takes; and one thread: products of a tiny model are too small to share."""
-    monkeypatch.setattr(invariance, "NUM_TOKENS_QUICK", 12)
+def one_thread() -> Iterator[None]:
+    """Products of a tiny model are too small to share."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -184,8 +184,8 @@ class Counted:
         pass
 
 
-@pytest.mark.parametrize(("device", "warmed"), [("cuda", [rows for rows in ROWS if rows <= 128]), ("cpu", [])])
-def test_with_a_stored_profile_a_gpu_still_computes_once_before_it_serves(
+@pytest.mark.parametrize(("device", "warmed"), [("cuda", [rows for rows in ROWS if rows <= 128]), ("cpu", [1, 8])])
+def test_with_a_stored_profile_a_target_still_computes_before_it_serves(
     device: str, warmed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Counted()

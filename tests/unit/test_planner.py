@@ -106,7 +106,7 @@ def test_a_slow_target_computes_a_prompt_in_chunks_that_take_a_bounded_time() ->
     prompt = view("p", committed_len=150, computed_len=0, drafter=None)
     for others in ([], [view("a", drafter=None)]):
         step = StepPlanner(PlannerSettings()).plan([*others, prompt], {}, CAPACITY, slow, 1.0)
-        assert spans_of(step)["p"] == (20, 0)
+        assert spans_of(step)["p"] == (21, 0)
 
 
 def test_what_is_left_of_a_proposal_is_verified_before_another_is_waited_for() -> None:

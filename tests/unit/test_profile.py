@@ -48,7 +48,7 @@ CASCADE = DrafterConfig(name="all", options=CascadeOptions(members=(NgramOptions
 
 
 def config_of(*drafters: DrafterConfig, threads: int = 2) -> Config:
-    target = TargetConfig(device="cpu", resources=Resources(threads=threads))
+    target = TargetConfig(device="cpu", dtype="bfloat16", resources=Resources(threads=threads))
     return resolve(Config(target=target, drafters=drafters), Inventory((Node("here", 4.0),)))
 
 
