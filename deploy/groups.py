@@ -1,5 +1,6 @@
 """The seam between Ray's nodes and placement groups, and `cluster.placement`, which knows no Ray."""
 
+import logging
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -7,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -15,6 +17,8 @@ from cluster.inventory import Inventory, Node
 from cluster.placement import Group, PlacementPlan
 from deploy.local_ray import LaunchError
 from profiler.hardware import num_cores
+
+_logger = logging.getLogger(__name__)
 
 GROUP_DEADLINE_S = 60.0
 ASK_DEADLINE_S = 20.0
@@ -40,7 +44,7 @@ def read_inventory(nodes: list[dict[str, Any]]) -> Inventory:
 
 
 def with_cores(inventory: Inventory) -> Inventory:
-    """With the physical cores of each node. This machine counts its own; of one that does not answer in time: not known."""
+    """With the physical cores of each node. This machine counts its own; of one that does not answer: not known."""
     if len(inventory.nodes) == 1 and inventory.nodes[0].name == ray.get_runtime_context().get_node_id():
         return Inventory((replace(inventory.nodes[0], num_cores=num_cores()),))
     found = _ask_each(_count_cores, inventory.nodes)
@@ -48,19 +52,27 @@ def with_cores(inventory: Inventory) -> Inventory:
 
 
 def with_gpu_memory(inventory: Inventory) -> Inventory:
-    """With what the GPUs of each node have, as the driver there tells; of a node that does not answer in time: not known."""
+    """With what the GPUs of each node have, as the driver there tells; of a node that does not answer: not known."""
     found = _ask_each(_ask_gpus, [node for node in inventory.nodes if node.num_gpus])
     return Inventory(tuple(replace(node, gpu_bytes=found.get(node.name)) for node in inventory.nodes))
 
 
 def _ask_each(question: Any, nodes: Sequence[Node]) -> dict[str, int | None]:
-    """The answers of a remote function by node, of those that answer in time."""
+    """The answers of a remote function by node. Nodes that fail, or do not answer in time, are left out and logged."""
     asked = {
         question.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote(): node.name
         for node in nodes
     }
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_DEADLINE_S) if asked else ([], [])
-    return {asked[answer]: ray.get(answer) for answer in answered}
+    answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_DEADLINE_S) if asked else ([], [])
+    for answer in late:
+        _logger.warning("node %s did not describe its hardware within %g s", asked[answer], ASK_DEADLINE_S)
+    found: dict[str, int | None] = {}
+    for answer in answered:
+        try:
+            found[asked[answer]] = ray.get(answer)
+        except RayError as error:  # the node died, or cannot import this package
+            _logger.warning("node %s could not describe its hardware: %s", asked[answer], error)
+    return found
 
 
 @ray.remote(num_cpus=0, num_gpus=0, max_retries=0)

@@ -49,10 +49,10 @@ def create_app(
     app.include_router(_open_routes(service))
     app.include_router(_routes(service))
     app.include_router(_descriptions(lambda: describe(app, _BODIES, asks_for_key=settings.api_keys_file is not None)))
-    if settings.cors_origins:
-        app.add_middleware(Cors, origins=settings.cors_origins)
     app.add_middleware(IgnoredFields)
     app.add_middleware(Boundary, metrics=service.metrics, settings=settings)
+    if settings.cors_origins:  # outermost, so that pages can read the boundary's own refusals
+        app.add_middleware(Cors, origins=settings.cors_origins)
     install_handlers(app, settings.retry_after_s)
     return app
 
@@ -71,15 +71,15 @@ def _routes(service: Service) -> APIRouter:
         """Continues a text."""
         return await service.completions(request)
 
-    @router.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
-    async def tokenize(request: Request) -> JSONResponse:
+    @router.post("/tokenize", response_model=None, openapi_extra=body_of(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
         """The tokens of a text or of a conversation."""
-        return JSONResponse(await service.tokenize(request))
+        return await service.tokenize(request)
 
-    @router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
-    async def detokenize(request: Request) -> JSONResponse:
+    @router.post("/detokenize", response_model=None, openapi_extra=body_of(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
         """The text of tokens."""
-        return JSONResponse(await service.detokenize(request))
+        return await service.detokenize(request)
 
     @router.get("/v1/models")
     async def models() -> JSONResponse:

@@ -1,4 +1,4 @@
-"""The outermost layer: gives every call an id, counts it, bounds their number, and answers where everything else failed."""
+"""Gives every call an id, counts it, bounds the number of calls, and answers where everything else failed."""
 
 import logging
 import re
@@ -15,6 +15,8 @@ _logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499  # nginx's number: nobody is there to read an answer
 # Calls beyond those that run or wait for their turn: bodies on their way in, answers on their way out.
 SPARE_CALLS = 64
+# Neither counted nor refused: probes, scrapes and descriptions, which a full server must still answer.
+_OPEN = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs"})
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -46,7 +48,7 @@ class Boundary:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
-        counted = scope["path"].startswith("/v1/")  # probes and scrapes are no load
+        counted = scope["path"] not in _OPEN
         self._metrics.in_flight.inc(counted)
         self._num_calls += counted
         try:

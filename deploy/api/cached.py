@@ -1,4 +1,4 @@
-"""An answer that many ask for and that is found out once."""
+"""Caches an answer briefly; concurrent callers share one query."""
 
 import asyncio
 import time
@@ -35,6 +35,6 @@ class Cached(Generic[T]):
 
 
 def _retrieve(task: "asyncio.Task[T]") -> None:
-    """A failure that nobody waits for any more is nobody's: without this asyncio would log it."""
+    """Marks the exception as retrieved, so that asyncio does not log it when no caller waits."""
     if not task.cancelled():
         task.exception()

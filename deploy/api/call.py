@@ -24,7 +24,7 @@ from deploy.api.sse import DONE, EventStream
 _logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 5.0
-# A reader of a stream that takes nothing for so long is taken for gone.
+# Time after which a stream whose reader takes nothing is ended.
 _STALL_S = 120.0
 
 
@@ -120,20 +120,15 @@ class CallResponse(Response):
                     outrider |= self._acceptance()
                 events.append(call.envelope.event([call.format.chunk(choice, delta)], outrider=outrider or None))
             await _within(_STALL_S, stream.write(b"".join(events)))
+        last = DONE
         if call.include_usage:
             usage = usage_of(call.num_prompt_tokens, call.choices)
             root = metrics_of(call.choices)
-            await stream.write(call.envelope.event([], usage=usage, outrider=self._acceptance(), root=root) + DONE)
-        else:
-            await stream.write(DONE)
-        await stream.end()
+            last = call.envelope.event([], usage=usage, outrider=self._acceptance(), root=root) + DONE
+        await _within(_STALL_S, stream.end(last))
 
     async def _send_last_words(self, stream: EventStream, error: ApiError) -> None:
-        async def send() -> None:
-            await stream.write(f"data: {encode_json(error.body())}\n\n".encode())
-            await stream.end()
-
-        await _within(_LAST_WORDS_S, send())
+        await _within(_LAST_WORDS_S, stream.end(f"data: {encode_json(error.body())}\n\n".encode()))
 
     def _acceptance(self) -> dict[str, object]:
         return {"acceptance": total_counts(self._call.choices).as_json()}

@@ -25,7 +25,7 @@ _RESERVED = frozenset(
 )
 
 
-# Marks where the final message ends. A noncharacter of Unicode, which no text holds that is meant to be read.
+# Marks where the final message ends. A Unicode noncharacter: not part of readable text.
 _END = "\ufdd0"
 
 
@@ -51,7 +51,7 @@ class TemplateOptions:
             raise InvalidField("continue_final_message", True, "must not be true together with add_generation_prompt")
         for name in self.variables:
             if name in _RESERVED or not name.isidentifier():
-                raise InvalidField(f"chat_template_kwargs.{name[:40]}", name, "is no name for a variable of the template")
+                raise InvalidField(f"chat_template_kwargs.{name[:40]}", name, "is not a valid name for a template variable")
 
 
 DEFAULT_OPTIONS = TemplateOptions()

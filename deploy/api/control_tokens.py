@@ -78,22 +78,29 @@ class ControlTokens:
         return {ord(edge): mask for edge, mask in pairs}, {ord(mask): edge for edge, mask in pairs}
 
 
-def _strings(value: object, *more: object) -> Iterator[str]:
-    """All that the caller wrote, roles apart: these are of a fixed set, and templates compare them."""
+def _strings(messages: Sequence[Message], options: TemplateOptions) -> Iterator[str]:
+    """All that the caller wrote and a template can print.
+
+    Left out are the roles of messages, which are of a fixed set and which templates compare, and the names of variables,
+    by which templates find them.
+    """
+    for message in messages:
+        yield from (item for name, item in message.items() if name != "role")
+    for item in options.variables.values():
+        yield from _strings_in(item)
+
+
+def _strings_in(value: object) -> Iterator[str]:
     match value:
         case str():
             yield value
-        case TemplateOptions():
-            yield from _strings(value.variables)
         case Mapping():
             for name, item in value.items():
-                if name != "role":
-                    yield from _strings(item)
+                yield from _strings_in(name)
+                yield from _strings_in(item)
         case list() | tuple():
             for item in value:
-                yield from _strings(item)
-    for item in more:
-        yield from _strings(item)
+                yield from _strings_in(item)
 
 
 def _rewrite(
@@ -106,9 +113,10 @@ def _rewrite(
             case str():
                 return change(value)
             case Mapping():
-                return {name: item if name == "role" else rewritten(item) for name, item in value.items()}
+                return {rewritten(name): rewritten(item) for name, item in value.items()}
             case list() | tuple():
                 return [rewritten(item) for item in value]
         return value
 
-    return [rewritten(message) for message in messages], replace(options, variables=rewritten(options.variables))
+    changed = [{name: item if name == "role" else change(item) for name, item in one.items()} for one in messages]
+    return changed, replace(options, variables={name: rewritten(item) for name, item in options.variables.items()})

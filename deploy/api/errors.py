@@ -75,10 +75,10 @@ def internal_error(message: str, request_id: str) -> ApiError:
     )
 
 
-def timed_out(timeout_s: float) -> ApiError:
+def timed_out(timeout_s: float, advice: str = "ask for fewer tokens, or stream") -> ApiError:
     return ApiError(
         HTTPStatus.GATEWAY_TIMEOUT,
-        f"the answer was not complete within {timeout_s:g} seconds; ask for fewer tokens, or stream",
+        f"the answer was not complete within {timeout_s:g} seconds; {advice}",
         type="timeout_error",
         code="timeout",
     )

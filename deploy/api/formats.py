@@ -127,7 +127,7 @@ class CompletionFormat:
         }
 
     def _top(self, token: OutputToken) -> dict[str, float | None]:
-        """The most probable tokens, and behind them the chosen one where it is none of them."""
+        """The most probable tokens, then the chosen token, if it is not among them."""
         if token.logprobs is None:
             return {}
         entries = (*token.logprobs.top, (token.id, token.logprobs.logprob))

@@ -5,13 +5,15 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import cast
+from typing import TypeVar, cast
 
 from cluster.client import EngineClient
 from cluster.errors import LinkClosed
 from cluster.types import Commit
 from deploy.api.choice import Choice, Delta
 from deploy.api.errors import ClientGone
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -98,7 +100,7 @@ class Generation:
             await commits.aclose()
 
 
-async def unless_disconnected(receive: Callable[[], Awaitable[object]], work: Awaitable[None]) -> None:
+async def unless_disconnected(receive: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
     """Await ``work``, but cancel it as soon as the caller hangs up. ``receive`` is ASGI's; the body has been read.
 
     Raises:
@@ -110,7 +112,7 @@ async def unless_disconnected(receive: Callable[[], Awaitable[object]], work: Aw
         await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not worker.done():
             raise ClientGone
-        worker.result()
+        return worker.result()
     finally:
         worker.cancel()
         watcher.cancel()

@@ -6,7 +6,7 @@ from typing import Literal
 
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
 
-# Upper bounds in seconds. The largest lies beyond the longest call (api.request_deadline_s, 600 s by default).
+# Upper bounds in seconds. Metrics appends api.request_deadline_s (600 s by default) where it exceeds the last of them.
 _CALL = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0)
 _TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0)
 _COUNT = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5)
@@ -113,7 +113,7 @@ _TOKENS: Sequence[Metric] = (
 )
 _DRAFTING: Sequence[Metric] = (
     Metric("outrider_prediction_tokens_accepted", "counter", "Draft tokens that are part of answers.", _DRAFTER),
-    Metric("outrider_prediction_tokens_rejected", "counter", "Draft tokens that were verified in vain.", _DRAFTER),
+    Metric("outrider_prediction_tokens_rejected", "counter", "Draft tokens that were verified and rejected.", _DRAFTER),
     Metric(
         "outrider_drafts_verified",
         "counter",
@@ -227,7 +227,7 @@ _CLUSTER: Sequence[Metric] = (
     Metric(
         "outrider_target_preemptions",
         "counter",
-        "Requests whose cache was given to older ones, to be computed again.",
+        "Preemptions: a request's KV cache was freed for older requests and is computed again.",
         _TARGET,
         read=_targets(lambda target: target.num_preempted),
         vllm={"vllm:num_preemptions": ()},

@@ -14,13 +14,13 @@ from deploy.api.metric_table import METRICS, Metric
 
 
 class Metrics:
-    """One registry per app, so that several can live in a process."""
+    """One registry per app, so that several can live in a process. ``deadline_s``: the longest that a call may take."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline_s: float) -> None:
         self._counters = {row.name: Counter(row.name, row.text, row.labels, registry=None) for row in _held("counter")}
         self._gauges = {row.name: Gauge(row.name, row.text, row.labels, registry=None) for row in _held("gauge")}
         self._histograms = {
-            row.name: Histogram(row.name, row.text, row.labels, buckets=row.buckets, registry=None)
+            row.name: Histogram(row.name, row.text, row.labels, buckets=_buckets(row, deadline_s), registry=None)
             for row in _held("histogram")
         }
         self.requests = self._counters["outrider_requests"]
@@ -112,6 +112,12 @@ class Metrics:
 def _held(kind: str) -> list[Metric]:
     """Rows of that kind that this process counts itself."""
     return [row for row in METRICS if row.kind == kind and row.read is None]
+
+
+def _buckets(row: Metric, deadline_s: float) -> tuple[float, ...]:
+    """Those of the table; of a time, up to the deadline at least."""
+    is_time = row.name.endswith("_seconds")
+    return (*row.buckets, deadline_s) if is_time and deadline_s > row.buckets[-1] else row.buckets
 
 
 class _Exported(Collector):

@@ -20,7 +20,9 @@ from deploy.api.body import BodyReader
 from deploy.api.cached import Cached
 from deploy.api.call import Call, CallResponse
 from deploy.api.choice import Choice, OutputOptions
+from deploy.api.errors import timed_out
 from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
+from deploy.api.generation import unless_disconnected
 from deploy.api.keys import ApiKeys
 from deploy.api.metrics import Metrics
 from deploy.api.params import (
@@ -44,7 +46,7 @@ class Service:
     """Holds what all calls share. Every method may raise what ``errors.as_api_error`` knows."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, settings: ApiSettings) -> None:
-        self.metrics = Metrics()
+        self.metrics = Metrics(settings.request_timeout_s)
         self._client = client
         self._tokenizer = tokenizer
         self._settings = settings
@@ -100,13 +102,26 @@ class Service:
             echoes = [one if isinstance(one, str) else self._tokenizer.text_of(one) for one in given.values()]
         return await self._call(request, fields, prompts, self._completion_format, arrival_s, echoes)
 
-    async def tokenize(self, request: Request) -> dict[str, object]:
+    async def tokenize(self, request: Request) -> Response:
+        arrival_s = time.monotonic()
         fields = await self._bodies.read(request, TokenizeRequest)
-        return await tokenize(fields, self._tokenizer, await self.info(), self._settings)
+        info = await self.info()
+        return await self._in_time(request, arrival_s, tokenize(fields, self._tokenizer, info, self._settings))
 
-    async def detokenize(self, request: Request) -> dict[str, object]:
+    async def detokenize(self, request: Request) -> Response:
+        arrival_s = time.monotonic()
         fields = await self._bodies.read(request, DetokenizeRequest)
-        return detokenize(fields, self._tokenizer, await self.info())
+        info = await self.info()
+        return await self._in_time(request, arrival_s, detokenize(fields, self._tokenizer, info))
+
+    async def _in_time(self, request: Request, arrival_s: float, work: Awaitable[T]) -> T:
+        """Await ``work`` until the deadline of the call that arrived at ``arrival_s``, or until its caller hangs up."""
+        timeout_s = self._settings.request_timeout_s
+        try:
+            async with asyncio.timeout(arrival_s + timeout_s - time.monotonic()):
+                return await unless_disconnected(request.receive, work)
+        except TimeoutError as error:
+            raise timed_out(timeout_s, "send a shorter text") from error
 
     async def _tokens(
         self, prompt: str | list[int], field: str, info: ModelInfo, add_special_tokens: bool

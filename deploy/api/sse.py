@@ -25,5 +25,7 @@ class EventStream:
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
-    async def end(self) -> None:
+    async def end(self, events: bytes) -> None:
+        """As ``write``, with the last events of the answer."""
+        await self.write(events)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

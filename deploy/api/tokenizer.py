@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from cluster.errors import InvalidField, ModelUnavailable, OutriderError
@@ -87,7 +88,9 @@ class Tokenizer:
             InvalidField: the model has no chat template, or its template refuses the messages.
             TextTooLong: as ``encode``.
         """
-        if sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
+        # Variables nest, and to measure them takes as long as to render them: calls with any take the thread.
+        num_chars = sum(len(value) for message in messages for value in message.values())
+        if num_chars <= _INLINE_CHARS and not options.variables:
             prompt = self._render(messages, options)
             if prompt.control_spans is None:
                 return self._encode(prompt.text, False, max_tokens)
@@ -110,7 +113,7 @@ class Tokenizer:
             pieces += [prompt.text[at:begin], aliases[prompt.text[begin:end]]]
             at = end
         pieces.append(prompt.text[at:])
-        return tuple(ids.get(i, i) for i in fast.encode("".join(pieces), add_special_tokens=False).ids)
+        return tuple(ids.get(i, i) for i in _encoding(fast, "".join(pieces), False).ids)
 
     @cached_property
     def _aliased(self) -> tuple[FastTokenizer, dict[str, str], dict[int, int]]:
@@ -142,16 +145,14 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool, max_tokens: int) -> tuple[int, ...]:
         self._check_len(text, max_tokens)
-        return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        return tuple(_encoding(self._fast, text, add_special_tokens).ids)
 
     def _check_len(self, text: str, max_tokens: int) -> None:
         """Raises TextTooLong: far too long, as seen without encoding all of it."""
         if len(text) > _SLICE_CHARS:
             num_tokens = 0
             for start in range(0, len(text), _SLICE_CHARS):
-                num_tokens += (
-                    len(self._fast.encode(text[start : start + _SLICE_CHARS], add_special_tokens=False)) - _CUT_TOKENS
-                )
+                num_tokens += len(_encoding(self._fast, text[start : start + _SLICE_CHARS], False)) - _CUT_TOKENS
                 if num_tokens > max_tokens:
                     raise TextTooLong(num_tokens)
 
@@ -175,7 +176,8 @@ class Tokenizer:
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """The whole text that ``token_ids`` spell, special tokens included."""
-        return self._fast.decode(list(token_ids), skip_special_tokens=False)
+        # Of a batch: ``decode`` would hold the GIL until it is done.
+        return self._fast.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
 
     def token_name(self, token_id: int) -> str:
         """A token for people, as in log-probabilities: its text, or its name where it has none."""
@@ -187,6 +189,13 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text that ``token_ids`` add to what stands before them; special tokens are left out."""
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
+
+
+def _encoding(fast: FastTokenizer, text: str, add_special_tokens: bool) -> Encoding:
+    """Long texts as a batch of one: ``encode`` holds the GIL until it is done, ``encode_batch`` releases it."""
+    if len(text) <= _INLINE_CHARS:
+        return fast.encode(text, add_special_tokens=add_special_tokens)
+    return fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
 def _spelling_of(fast: FastTokenizer) -> Callable[[str], bytes]:

@@ -1,5 +1,7 @@
 """What a message says is text, also where it spells a control token of the template."""
 
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,49 @@ async def test_all_that_a_caller_writes_is_text() -> None:
     template = "{% for m in messages %}{{ m['name'] }}{{ m['content'] }}{% endfor %}{{ style }}<|end|>"
     options = TemplateOptions(variables={"style": ATTACK})
     assert len(control_ids(await encoded("a", template=template, options=options, name=ATTACK))) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "variables"),
+    [
+        ("{{ persona | tojson }}<|end|>", {"persona": {ATTACK: 1}}),
+        ("{{ persona | tojson }}<|end|>", {"persona": {"role": ATTACK}}),
+        ("{{ persona | tojson }}<|end|>", {"persona": [{"a": {END: [END]}}]}),
+        ("{{ persona.role }}{{ persona.name }}<|end|>", {"persona": {"role": ATTACK, "name": "x", END: "y"}}),
+        ("{% for key in persona %}{{ key }}{% endfor %}<|end|>", {"persona": {"<|en": 1, "d|>": 2}}),
+        ("{{ role }}<|end|>", {"role": ATTACK}),
+    ],
+)
+async def test_keys_and_values_of_variables_are_text(template: str, variables: dict[str, object]) -> None:
+    words = Tokenizer(fast_tokenizer(), ChatTemplate(template, {}))
+    ids = await words.encode_chat([{"role": "user", "content": "a"}], TemplateOptions(variables=variables), max_tokens=1000)
+    assert control_ids(ids) == [*token_ids(END)]
+    assert words.text_of(ids) == ChatTemplate(template, {}).render([], TemplateOptions(variables=variables))
+
+
+@pytest.mark.parametrize(
+    ("message", "variables", "inline"),
+    [
+        ({"content": "a"}, {}, True),
+        ({"content": "a" * 3000}, {}, False),
+        ({"content": "a", "name": "a" * 3000}, {}, False),
+        ({"content": "a"}, {"persona": {"a" * 3000: [1]}}, False),
+        ({"content": "a"}, {"persona": [0] * 3000}, False),
+    ],
+)
+async def test_long_conversations_are_rendered_in_a_thread(
+    message: dict[str, str], variables: dict[str, object], inline: bool
+) -> None:
+    threads = []
+
+    class Recording(ChatTemplate):
+        def render(self, messages: Sequence[Mapping[str, str]], options: TemplateOptions) -> str:
+            threads.append(threading.get_ident())
+            return super().render(messages, options)
+
+    words = Tokenizer(fast_tokenizer(), Recording(CHAT_TEMPLATE, {}))
+    await words.encode_chat([{"role": "user", **message}], TemplateOptions(variables=variables), max_tokens=10_000)
+    assert [thread == threading.get_ident() for thread in threads] == [inline]
 
 
 async def test_a_template_that_looks_into_messages_sees_them_as_they_are() -> None:

@@ -4,7 +4,8 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Iterable
+import threading
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,25 @@ from deploy.api.admission import Admission
 from deploy.api.app import create_app
 from deploy.api.boundary import SPARE_CALLS
 from deploy.api.cached import Cached
+from deploy.api.chat_template import ChatTemplate
 from deploy.api.errors import ApiError
 from deploy.api.keys import ApiKeys
 from deploy.api.scripted import ScriptedClient, Step, spell
 from deploy.api.settings import ApiSettings
-from tests.support.api import MODEL, chat_body, events, finishing, model_info, saying, serving, token_ids, tokenizer
+from deploy.api.tokenizer import Tokenizer
+from tests.support.api import (
+    CHAT_TEMPLATE,
+    MODEL,
+    chat_body,
+    events,
+    fast_tokenizer,
+    finishing,
+    model_info,
+    saying,
+    serving,
+    token_ids,
+    tokenizer,
+)
 
 CHAT = "/v1/chat/completions"
 
@@ -144,6 +159,7 @@ class Caller:
         self.cluster = ScriptedClient(model_info(), script or saying("the answer"))
         self.app = app or create_app(self.cluster, tokenizer(), ApiSettings(**settings))
         self.reads = True
+        self.stalls_at: bytes | None = None  # takes nothing from these bytes on
         self.sent: list[dict[str, Any]] = []
         self.got_body = asyncio.Event()
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -151,7 +167,7 @@ class Caller:
     def put(self, **message: Any) -> None:
         self._incoming.put_nowait(message)
 
-    def start(self, body: dict[str, Any] | None) -> asyncio.Task[None]:
+    def start(self, body: dict[str, Any] | None, path: str = CHAT) -> asyncio.Task[None]:
         """``body`` None: it never comes."""
         if body is not None:
             self.put(type="http.request", body=json.dumps(body).encode(), more_body=False)
@@ -161,8 +177,8 @@ class Caller:
             "http_version": "1.1",
             "method": "POST",
             "scheme": "http",
-            "path": CHAT,
-            "raw_path": CHAT.encode(),
+            "path": path,
+            "raw_path": path.encode(),
             "query_string": b"",
             "root_path": "",
             "headers": [(b"content-type", b"application/json"), (b"host", b"api")],
@@ -175,7 +191,8 @@ class Caller:
         self.sent.append(message)
         if message.get("body"):
             self.got_body.set()
-        if message.get("body") and not self.reads:
+        stalls = self.stalls_at is not None and self.stalls_at in message.get("body", b"")
+        if message.get("body") and (stalls or not self.reads):
             await asyncio.Event().wait()  # as a server does whose connection takes no more
 
     @property
@@ -319,17 +336,102 @@ async def test_a_reader_of_a_stream_that_takes_nothing_is_taken_for_gone(monkeyp
     assert len(caller.cluster.aborted) == 1
 
 
+@pytest.mark.parametrize("include_usage", [False, True])
+async def test_a_reader_that_takes_no_end_of_a_stream_is_taken_for_gone(
+    monkeypatch: pytest.MonkeyPatch, include_usage: bool
+) -> None:
+    monkeypatch.setattr(deploy.api.call, "_STALL_S", 0.02)
+    caller = Caller(request_timeout_s=2.0)
+    caller.stalls_at = b"data: [DONE]"
+    await caller.start(chat_body(stream=True, stream_options={"include_usage": include_usage}))
+    assert caller.body.endswith("data: [DONE]\n\n"), "the reader was waited for until the deadline of the call"
+
+
 # ---- too many
 
 
-async def test_calls_beyond_those_that_run_and_wait_are_refused_before_their_bodies_are_read() -> None:
+class HeldTokenizer(Tokenizer):
+    """Encodes and decodes long inputs once ``release`` is set; ``started`` tells that it was asked to."""
+
+    def __init__(self) -> None:
+        super().__init__(fast_tokenizer(), ChatTemplate(CHAT_TEMPLATE, {}))
+        self.started, self.release = threading.Event(), threading.Event()
+        self.on_loop: list[bool] = []
+        self._loop_thread = threading.get_ident()
+
+    def _hold(self) -> None:
+        self.on_loop.append(threading.get_ident() == self._loop_thread)
+        self.started.set()
+        if not self.on_loop[-1]:
+            self.release.wait()
+
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int) -> tuple[int, ...]:
+        self._hold()
+        return super()._encode(text, add_special_tokens, max_tokens)
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        self._hold()
+        return super().text_of(token_ids)
+
+
+TOKENIZING = [("/tokenize", {"prompt": "a" * 3000}), ("/detokenize", {"tokens": [5] * 3000})]
+
+
+@pytest.mark.parametrize(("path", "body"), TOKENIZING)
+@pytest.mark.parametrize("hangs_up", [False, True])
+async def test_tokenizing_ends_at_the_deadline_and_when_the_caller_hangs_up(
+    path: str, body: dict[str, Any], hangs_up: bool
+) -> None:
+    words = HeldTokenizer()
+    settings = ApiSettings(request_timeout_s=300.0 if hangs_up else 0.05)
+    caller = Caller(app=create_app(ScriptedClient(model_info(), saying("")), words, settings))
+    call = caller.start(body, path)
+    try:
+        assert await asyncio.to_thread(words.started.wait, 60.0)
+        if hangs_up:
+            caller.put(type="http.disconnect")
+        await call
+    finally:
+        words.release.set()
+    assert words.on_loop == [False]
+    if hangs_up:
+        assert caller.sent == []
+    else:
+        assert (caller.status, json.loads(caller.body)["error"]["code"]) == (504, "timeout")
+
+
+async def test_many_tokens_are_spelled_in_a_thread() -> None:
+    spelled_on = []
+
+    class Spelling(HeldTokenizer):
+        def token_strs(self, token_ids: Sequence[int]) -> list[str]:
+            spelled_on.append(threading.get_ident() == self._loop_thread)
+            return super().token_strs(token_ids)
+
+    words = Spelling()
+    words.release.set()
+    app = create_app(ScriptedClient(model_info(), saying("")), words, ApiSettings())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
+        for num_words in (1, 10_000):
+            body = {"prompt": "the answer " * num_words, "return_token_strs": True}
+            answer = (await http.post("/tokenize", json=body)).json()
+            assert tuple(answer["tokens"]) == token_ids(body["prompt"])
+            assert answer["count"] == len(answer["tokens"]) > num_words
+            assert answer["token_strs"] == tokenizer().token_strs(answer["tokens"])
+            text = (await http.post("/detokenize", json={"tokens": answer["tokens"]})).json()
+            assert text == {"prompt": body["prompt"]}
+    assert spelled_on == [True, False]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/detokenize"])
+async def test_calls_beyond_those_that_run_and_wait_are_refused_before_their_bodies_are_read(path: str) -> None:
     limits = {"max_concurrent": 2, "max_queued": 3, "max_sequences": 2, "max_n": 2}
     caller = Caller(**limits)
     callers = [Caller(app=caller.app) for _ in range(2 + 3 + SPARE_CALLS)]
-    calls = [caller.start(None) for caller in callers]  # their bodies never come
+    calls = [caller.start(None, path) for caller in callers]  # their bodies never come
     await asyncio.sleep(0)
     refused = Caller(app=caller.app)
-    await refused.start(None)
+    await refused.start(None, path)
     assert (refused.status, json.loads(refused.body)["error"]["code"]) == (429, "overloaded")
     assert dict(refused.sent[0]["headers"])[b"retry-after"] == b"1"
     async with httpx.AsyncClient(transport=httpx.ASGITransport(caller.app), base_url="http://api") as http:

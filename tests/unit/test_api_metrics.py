@@ -1,5 +1,6 @@
 """What /metrics exports, under our names and under vLLM's."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -112,7 +113,7 @@ async def test_choices_are_counted_by_the_reason_of_their_end() -> None:
 
 async def test_tokens_are_counted_as_they_come() -> None:
     """A rate over a long stream is not zero until its end."""
-    metrics = Metrics()
+    metrics = Metrics(600.0)
     metrics.on_tokens(Commit("r", 5, (1, 2, 3)), 3, None)
     metrics.on_tokens(Commit("r", 8, (1,)), 1, 0.02)
     series = parsed(metrics.render(None).decode())
@@ -120,10 +121,23 @@ async def test_tokens_are_counted_as_they_come() -> None:
     assert value(series, "outrider_inter_token_seconds_sum") == 0.02
 
 
+@pytest.mark.parametrize(("deadline_s", "bounds"), [(600, {600, 1200}), (7200, {600, 1200, 7200})])
+async def test_histograms_of_times_reach_the_deadline(deadline_s: int, bounds: set[float]) -> None:
+    async with serving(request_timeout_s=float(deadline_s)) as (http, _):
+        series = parsed((await http.get("/metrics")).text)
+    found: dict[str, set[float]] = {}
+    for name, labels in series:
+        if name.endswith("_bucket"):
+            found.setdefault(name, set()).add(float(dict(labels)["le"]))
+    assert {bound for bound in found["outrider_e2e_seconds_bucket"] if 600 <= bound < math.inf} == bounds
+    assert max(bound for bound in found["outrider_tpot_seconds_bucket"] if bound < math.inf) == deadline_s
+    assert max(bound for bound in found["outrider_choice_max_tokens_bucket"] if bound < math.inf) == 1e5
+
+
 def test_targets_are_summed_up_under_vllm_s_names() -> None:
     first = TargetStatus("target-0", "ready", 3, 1, 100, 40, 10.0, 20.0, num_preempted=5)
     second = TargetStatus("target-1", "ready", 2, 0, 100, 80, 10.0, 20.0, num_preempted=1)
-    series = parsed(Metrics().render(ClusterStatus("m", "fixed", 7, (first, second), ())).decode())
+    series = parsed(Metrics(600.0).render(ClusterStatus("m", "fixed", 7, (first, second), ())).decode())
     assert value(series, "outrider_target_kv_usage_ratio", target="target-0") == pytest.approx(0.6)
     assert value(series, "outrider_target_preemptions_total", target="target-0") == 5
     for name, expected in (

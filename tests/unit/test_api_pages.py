@@ -1,13 +1,17 @@
 """What the server says of itself, who may read it, and from which web pages."""
 
+import asyncio
 import re
+from collections.abc import AsyncIterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.config import ApiConfig
 from cluster.errors import LinkClosed
+from deploy.api.boundary import SPARE_CALLS
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.api.settings import ApiSettings
 from tests.support.api import chat_body, serving
@@ -107,6 +111,31 @@ async def test_named_web_pages_may_read_answers() -> None:
         assert "access-control-allow-origin" not in refused.headers
         response = await http.post(CHAT, json=chat_body(), headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in response.headers
+
+
+async def test_web_pages_may_read_the_refusals_of_the_boundary() -> None:
+    limits: dict[str, Any] = {"max_concurrent": 1, "max_queued": 1, "max_sequences": 1, "max_n": 1}
+    async with serving(cors_origins=(PAGE,), **limits) as (http, cluster):
+        cluster.failure = KeyError("a defect")
+        failed = await http.post(CHAT, json=chat_body(), headers={"origin": PAGE})
+        cluster.failure = None
+        ended = asyncio.Event()
+
+        async def endless() -> AsyncIterator[bytes]:
+            await ended.wait()
+            yield b"{}"
+
+        json_type = {"content-type": "application/json"}
+        calls = [asyncio.create_task(http.post(CHAT, content=endless(), headers=json_type)) for _ in range(2 + SPARE_CALLS)]
+        while f"outrider_requests_in_flight {len(calls)}.0" not in (await http.get("/metrics")).text:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        refused = await http.post(CHAT, json=chat_body(), headers={"origin": PAGE})
+        ended.set()
+        assert {call.status_code for call in await asyncio.gather(*calls)} == {400}
+    assert (failed.status_code, refused.status_code) == (500, 429)
+    for response in (failed, refused):
+        assert response.headers["access-control-allow-origin"] == PAGE
+        assert "x-request-id" in response.headers
 
 
 async def test_all_web_pages_may_read_answers_where_the_setting_says_so() -> None:
