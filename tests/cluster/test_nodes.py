@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from actors.gateway import LinkClient
 from actors.ray_pool import Deployment, start_supervisor
 from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig, ModelConfig, ModelOptions, NgramOptions, Resources, TargetConfig
+from cluster.inventory import Inventory
 from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.types import Request, SamplingParams
 from deploy.bench.server import ServerProcess
-from deploy.groups import make_groups, read_inventory
+from deploy.groups import make_groups, read_inventory, with_cores
+from profiler.hardware import num_cores
 from tests.support.settings import small_config
 from tests.support.waiting import DEADLINE_S, eventually, gauge
 
@@ -102,6 +105,15 @@ def test_groups_land_as_planned(nodes: Cluster) -> None:
     finally:
         for group in groups.values():
             remove_placement_group(group)
+
+
+def test_a_node_that_does_not_answer_is_left_out(nodes: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """Here one that is gone since the inventory was read."""
+    present = read_inventory(ray.nodes())
+    gone = replace(present.nodes[0], name="0" * 56)
+    found = with_cores(Inventory((*present.nodes, gone)))
+    assert [node.num_cores for node in found.nodes] == [num_cores()] * len(present.nodes) + [None]
+    assert gone.name in caplog.text
 
 
 class Caller:

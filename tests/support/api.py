@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -116,7 +116,7 @@ def events(text: str) -> Iterator[str]:
 
 
 @contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
+def listening(app: ASGIApp) -> Iterator[str]:
     """The app behind a real HTTP server on a thread of its own; the address of it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2))

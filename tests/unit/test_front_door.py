@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.client import ClusterStatus
 from cluster.types import Request
@@ -45,10 +46,27 @@ def cluster() -> Cluster:
     return Cluster()
 
 
+class Replica:
+    """The API, and the names of the headers of each request that reached it, by path."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.headers: dict[str, list[set[str]]] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            self.headers.setdefault(scope["path"], []).append({name.decode() for name, _ in scope["headers"]})
+        await self._app(scope, receive, send)
+
+
 @pytest.fixture(scope="module")
-def front(cluster: Cluster) -> Iterator[str]:
-    app = create_app(cluster, tokenizer(), ApiSettings(status_ttl_s=300.0))
-    with listening(app) as url, behind_haproxy(url) as front:
+def replica(cluster: Cluster) -> Replica:
+    return Replica(create_app(cluster, tokenizer(), ApiSettings(status_ttl_s=300.0)))
+
+
+@pytest.fixture(scope="module")
+def front(replica: Replica) -> Iterator[str]:
+    with listening(replica) as url, behind_haproxy(url) as front:
         yield front
 
 
@@ -118,9 +136,20 @@ def test_a_response_has_one_request_id(front: str, path: str, given: list[str], 
     assert kept or request_id.startswith("req_")
 
 
-def test_serve_s_own_switches_do_not_pass(front: str, cluster: Cluster) -> None:
-    answer = wire.exchange(front, wire.get("/health", "X-Request-Timeout-Seconds: 0.001", "Upgrade: websocket"))
+def test_serve_s_own_switches_do_not_pass(front: str, replica: Replica) -> None:
+    switches = {
+        "X-Request-Disconnect-Disabled": "1",
+        "X-Request-Timeout-Seconds": "0.001",
+        "X-Session-Id": "a",
+        "serve_multiplexed_model_id": "a",
+        "Upgrade": "websocket",
+    }
+    given = [f"{name}: {value}" for name, value in switches.items()]
+    answer = wire.exchange(front, wire.get("/version", "X-Other: 1", *given))
     assert answer.status == 200
+    (arrived,) = replica.headers["/version"]
+    assert "x-other" in arrived
+    assert not arrived & {name.lower() for name in switches}
 
 
 def test_probes_and_scrapes_share_an_answer_of_the_cluster(front: str, cluster: Cluster) -> None:
