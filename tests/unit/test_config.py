@@ -11,6 +11,7 @@ from cluster.config import Config, HedgePolicy, NgramOptions, load, show
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.strict_yaml import ConfigError, parse
+from engine.dtypes import resolve_dtypes
 
 LAPTOP = Inventory((Node("laptop", 2),))
 SERVER = Inventory((Node("server", 64, 8),))
@@ -81,7 +82,7 @@ zzz: 1
     )
     assert found == {
         "model.max_modl_len": (1, "unknown key; did you mean 'max_model_len'?"),
-        "target.dtype": (3, "must be 'bfloat16' or 'float32', got 'fp16'"),
+        "target.dtype": (3, "must be 'auto', 'bfloat16' or 'float32', got 'fp16'"),
         "target.replicas": (4, "must be a valid integer, got '2'"),
         "target.kv_cache_gb": (5, "must be greater than 0, got -1"),
         "drafters[0].options.model": (8, "is missing"),
@@ -179,7 +180,7 @@ def test_show_can_be_loaded_again() -> None:
 
 
 def test_resolving_a_laptop() -> None:
-    config = resolve(Config(), LAPTOP)
+    config = resolve_dtypes(resolve(Config(), LAPTOP))
     assert autos(config.model_dump(mode="json")) == []
     assert config.target.device == "cpu"
     assert config.target.resources.threads == 2
