@@ -1,4 +1,4 @@
-"""Turns every "auto" of a configuration into a value, once, for the machines at hand."""
+"""Turns every "auto" of a configuration but those of dtypes into a value, once, for the machines at hand."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ MIN_TARGET_CPUS = 0.5
 
 
 def resolve(config: Config, inventory: Inventory, max_threads: int | None = None) -> Config:
-    """A configuration without "auto", for the machines at hand. Resolving twice changes nothing.
+    """A configuration without "auto", dtypes apart, for the machines at hand. Resolving twice changes nothing.
 
     The target goes to GPUs where there are enough for all its ranks, and with it the drafters in its process. Other
     drafters with a model take the GPUs that are left, one each, or equal shares where there are fewer GPUs than drafters,

@@ -2,7 +2,8 @@
 
 The defaults are a laptop's: SmolLM2-135M-Instruct and drafters that need no training, all on one machine; `outrider` puts
 trained ones among them where they come with the model (`drafters.shipped`). Every section is frozen. "auto" is resolved
-once, by `cluster.resolve.resolve` and, for dtypes, `engine.dtypes.resolve_dtypes`, into a new Config without "auto".
+once into a new Config that holds none any more: by `cluster.resolve.resolve`, and for dtypes by
+`engine.dtypes.resolve_dtypes`.
 """
 
 from cluster.config.drafters import (

@@ -11,6 +11,7 @@ from cluster.config import Config, HedgePolicy, NgramOptions, load, show
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.strict_yaml import ConfigError, parse
+from engine.dtypes import resolve_dtypes
 
 LAPTOP = Inventory((Node("laptop", 2),))
 SERVER = Inventory((Node("server", 64, 8),))
@@ -179,8 +180,8 @@ def test_show_can_be_loaded_again() -> None:
 
 
 def test_resolving_a_laptop() -> None:
-    config = resolve(Config(), LAPTOP)
-    assert autos(config.model_dump(mode="json")) == [".target.dtype"]  # engine.dtypes chooses it
+    config = resolve_dtypes(resolve(Config(), LAPTOP))
+    assert autos(config.model_dump(mode="json")) == []
     assert config.target.device == "cpu"
     assert config.target.resources.threads == 2
     assert config.transport.kind == "unix"

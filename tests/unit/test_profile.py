@@ -24,6 +24,7 @@ from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.state import MemoryStateStore, StateConflict, StateStore
 from cluster.state_file import FileStateStore
+from engine.dtypes import resolve_dtypes
 from profiler.interleaved import Timing
 from profiler.latency import Kind
 from profiler.profile import (
@@ -90,7 +91,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> StateStore:
 
 
 def test_every_part_of_an_identity_makes_another_key() -> None:
-    identity = Identity.of(config_of(), "a machine")
+    identity = Identity.of(resolve_dtypes(config_of()), "a machine")
     others = [
         {"engine": "vllm"},
         {"model": "/elsewhere/smollm2-135m"},
