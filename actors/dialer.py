@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from cluster.errors import OutriderError
+from cluster.errors import LinkClosed, OutriderError
 from cluster.messages import Hello
 from cluster.transport.base import Link, LinkDown, Mailbox
 from cluster.transport.factory import connect
@@ -44,7 +44,7 @@ class Dialer:
         self._hello = hello
         self._peers: dict[str, _Peer] = {}
         self._lost_early: set[Link] = set()
-        self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="dialer")
+        self._threads = _new_executor()
 
     def want(self, addresses: Iterable[str]) -> None:
         """The addresses to keep links to, from now on. Links to others are closed."""
@@ -89,7 +89,10 @@ class Dialer:
     def _dial(self, address: str, peer: _Peer, now_s: float) -> None:
         try:
             peer.dialling = self._threads.submit(connect, address, self._mailbox, self._hello, DIAL_DEADLINE_S)
-        except RuntimeError as error:  # no thread is left
+        except RuntimeError as error:
+            # The executor queues a dial before it starts a thread, and would run this one with the next.
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = _new_executor()
             self._failed(address, peer, error, now_s)
             return
         peer.dialling.add_done_callback(lambda _: self._mailbox.wake())
@@ -97,7 +100,7 @@ class Dialer:
     def _take_up(self, address: str, peer: _Peer, now_s: float) -> None:
         assert peer.dialling is not None
         dialled, peer.dialling = peer.dialling, None
-        error = dialled.exception()
+        error = LinkClosed("the dial was cancelled") if dialled.cancelled() else dialled.exception()
         if error is None:
             peer.link, peer.linked_at_s = dialled.result(), now_s
             if peer.link in self._lost_early:
@@ -114,6 +117,10 @@ class Dialer:
         else:
             logger.warning("no link to %s: next try in %.2f s", address, peer.pause_s, exc_info=error)
         peer.failed(now_s)
+
+
+def _new_executor() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=4, thread_name_prefix="dialer")
 
 
 def _hang_up(dialled: Future[Link]) -> None:

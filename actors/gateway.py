@@ -221,7 +221,7 @@ class LinkClient:
             for commit in commits:
                 stream = self._streams.get(commit.request_id)
                 if stream is None or stream.link is not link or stream.next_len is None:
-                    continue  # it has ended here; nobody can commit what another target serves
+                    continue  # the stream has ended, or belongs to another target
                 fault = commit_fault(commit, self._model.vocab_size) or _contradiction(stream, commit)
                 item: Commit | Exception = commit
                 if fault is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.drafter import DrafterActor
@@ -107,7 +107,7 @@ class RaySpawner:
     """`actors.supervisor.Spawner`: actors by name in the deployment's namespace, placed by its groups.
 
     They are detached, so that they outlive a supervisor that dies and are found again by the next one; they end with their
-    placement groups, which belong to the launcher. The router has a place in the group of the first target.
+    placement groups, which belong to the launcher. The router has a place in the group of the first target that has nodes.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -146,8 +146,16 @@ class RaySpawner:
         router = build_router(policy, pool, max_draft_len, watch, uses_scores(config.router.policy))
         kind = ModelChainScheduler if isinstance(router, ChainScheduler) else RouterActor
         targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])
-        options = self._placed(target_name(0), 0) | {"num_cpus": 0, "num_gpus": 0}
+        options = self._placed(self._router_group(), 0) | {"num_cpus": 0, "num_gpus": 0}
         return self._found_or_made(kind, ROUTER, options, config, router, targets, True)
+
+    def _router_group(self) -> str:
+        """The first target's group whose bundles have nodes; target 0's if none has, since a group may be placed again."""
+        names = [target_name(replica) for replica in range(self._deployment.config.target.replicas)]
+        for name in names:
+            if placement_group_table(self._deployment.groups[name])["state"] == "CREATED":
+                return name
+        return names[0]
 
     def _placed(self, group: str, bundle: int) -> dict[str, Any]:
         placement = self._deployment.groups[group]

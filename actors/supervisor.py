@@ -104,10 +104,10 @@ class Supervisor:
 
     async def status(self) -> ClusterStatus:
         """Of everything, as far as it answers within the health deadline."""
-        reports, model = await self.reports(), self._directory.model
+        reports, notes = await asyncio.gather(self.reports(), self._notes())
+        model = self._directory.model
         name = model.name if model is not None else self._config.model.name
         drafters, models = self._pool.drafters, self._keeper.models
-        notes = await self._notes()
         return cluster_status(self._config, name, reports, self._kinds, drafters, models, self._draining, notes)
 
     async def _notes(self) -> tuple[str, ...]:

@@ -97,6 +97,7 @@ class TargetActor(LoopActor[TargetInfo]):
             StepPlanner.of(config),
             first_table(config),
             companions=[companion.loop for companion in companions],
+            proposers={one.name: [below.name for below in config.proposers_of(one.name)] for one in config.drafters},
         )
         hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
         link_companions(companions, self._mailbox, hello)

@@ -28,7 +28,8 @@ M = TypeVar("M", bound=Message)
 
 
 class Inspection:
-    """What the peers of one process send: unsound parts are dropped, counted and logged, and who goes on is unlinked.
+    """What the peers of one process send: unsound parts are dropped, counted and logged,
+    and a link with MAX_UNSOUND unsound messages is to be closed.
 
     Not thread-safe: whoever reads the mail owns it.
 

@@ -66,10 +66,12 @@ class RedisStateStore:
 
     def get(self, key: str) -> Document | None:
         check_key(key)
-        stored: Any = self._call(lambda: self._client.hmget(self._prefix + key, ["version", "value"]))
-        if stored[0] is None:
+        try:
+            stored: Any = self._call(lambda: self._client.hmget(self._prefix + key, ["version", "value"]))
+            return None if stored == [None, None] else Document(json.loads(stored[1]), int(stored[0]))
+        except (TypeError, ValueError) as error:  # a field is missing; not JSON, no number, or not UTF-8
+            logger.warning("state %r counts as absent, it is not JSON: %s", key, error)
             return None
-        return Document(json.loads(stored[1]), int(stored[0]))
 
     def put(self, key: str, value: JsonValue, expected_version: int | None = None) -> int:
         check_key(key)

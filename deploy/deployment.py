@@ -1,6 +1,7 @@
 """A deployment on a Ray cluster: placement groups, the supervisor and what it starts, the HTTP application."""
 
 import logging
+import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ from cluster.types import ModelInfo
 from deploy.groups import as_made, make_groups, read_inventory, with_cores, with_gpu_memory
 from deploy.local_ray import LaunchError, LocalRay, start
 from deploy.serve_app import APP, Gateway, run_application
+from engine.cpu_level import VARIABLE as CPU_VARIABLE
 from engine.dtypes import resolve_dtypes
 from engine.models.config import load_config
 from engine.threads import useful_threads
@@ -131,8 +133,10 @@ def connect(config: Config, folder: Path) -> DeployedCluster:
     namespace, address = config.cluster.namespace, config.cluster.ray_address
     if address is None:
         return DeployedCluster(config, folder, start(folder, namespace))
+    level = os.environ.get(CPU_VARIABLE)
+    runtime_env = {"env_vars": {CPU_VARIABLE: level}} if level else None  # for the actors on all nodes
     try:
-        ray.init(address=address, namespace=namespace, logging_level="ERROR")
+        ray.init(address=address, namespace=namespace, logging_level="ERROR", runtime_env=runtime_env)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise LaunchError(f"no Ray cluster answers at {address} (cluster.ray_address): {error}") from error
     return DeployedCluster(config, folder, None)

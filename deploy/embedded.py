@@ -38,13 +38,19 @@ START_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class PoolEntry:
-    """A drafter and how its loop drives it. ``companion``: on the target's thread, for it reads its hidden states."""
+    """A drafter and how its loop drives it.
+
+    Args:
+        companion: it runs on the target's thread, since it reads the target's hidden states.
+        proposers: names of those that may ride ahead of it, on which it may report.
+    """
 
     drafter: Drafter
     max_draft_len: int = DEFAULT_DRAFT_LEN
     ahead_len: int = 0
     capacity: int = DEFAULT_CAPACITY
     companion: bool = False
+    proposers: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -133,7 +139,10 @@ class EmbeddedCluster:
         table = table or RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
         self._companions = {name: _loop(name, entry) for name, entry in pool.items() if entry.companion}
         companions = [loop for loop, _ in self._companions.values()]
-        self.loop = TargetLoop(engine, model, self._mailbox, cost, planner, table, companions=companions)
+        proposers = {name: entry.proposers for name, entry in pool.items()}
+        self.loop = TargetLoop(
+            engine, model, self._mailbox, cost, planner, table, companions=companions, proposers=proposers
+        )
         self._listener = listen(self.address, self._mailbox, self._hello(Role.TARGET, "target"))
         self._drafters: dict[str, _RunningDrafter] = {}
         for name, entry in pool.items():
@@ -177,6 +186,7 @@ class EmbeddedCluster:
                     drafter.ahead_len,
                     drafter.capacity,
                     drafter.is_companion,
+                    tuple(below.name for below in config.proposers_of(drafter.name)),
                 )
                 for drafter in config.drafters
             }

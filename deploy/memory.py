@@ -3,6 +3,7 @@
 from cluster.config import Config
 from deploy.local_ray import LaunchError
 from drafters.footprint import target_footprint
+from engine.compiling import kernels_fault
 from engine.held_dtype import held_dtype
 from profiler.hardware import available_memory_bytes
 
@@ -26,7 +27,7 @@ def check_memory(config: Config) -> None:
         return
     held = held_dtype(target.dtype)
     is_wider = held == "float32" and target.dtype != held
-    wider = f" (weights are held in {held}, since there is no C compiler for the kernels)" if is_wider else ""
+    wider = f" (weights are held in {held}, since kernels are not available: {kernels_fault()})" if is_wider else ""
     raise LaunchError(
         f"{config.model.name} needs about {needed / 2**30:.1f} GB of memory{wider}, {free / 2**30:.1f} GB are free: end "
         f"other programs, or lower target.kv_cache_gb ({target.kv_cache_gb:g})"

@@ -142,7 +142,7 @@ class DrafterLoop:
         events = self._mailbox.drain()
         for event in events:
             self._roster.take(event, now_s)
-        while self._roster.unlinked:  # who closes a link hears nothing of it, and who dials must know
+        while self._roster.unlinked:  # closing a link posts no LinkDown here, and the dialler needs one to redial
             self._mailbox.put(LinkDown(self._roster.unlinked.pop(), "it sent too many unsound messages"))
         return bool(events)
 

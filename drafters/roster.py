@@ -64,7 +64,7 @@ class Roster:
 
     def __init__(self, name: str, drafter: Drafter, limits: RosterLimits) -> None:
         self.peers: dict[int, Peer] = {}  # by id(link): links are compared by identity
-        self.unlinked: list[Link] = []  # closed here, for they went on to send what is unsound
+        self.unlinked: list[Link] = []  # links closed after MAX_UNSOUND unsound messages
         self._name = name
         self._drafter = drafter
         self._limits = limits

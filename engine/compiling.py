@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 120.0
 VERSION_TIMEOUT_S = 10.0
+TILE_SIZES = Path(__file__).parent / "cpu" / "tile_sizes.c"
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno")
 
 
@@ -95,9 +96,33 @@ def find_compiler() -> tuple[str, ...] | None:
     return None if path is None else (path,)
 
 
+def kernels_fault() -> str | None:
+    """Why the kernels cannot be compiled or loaded here; None if they can. Tried with a small file, once in a process.
+
+    Raises:
+        InvalidField: ``OUTRIDER_CPU`` names no level of this machine.
+    """
+    compiler = find_compiler()
+    return _no_compiler() if compiler is None else _trial_fault(compiler)
+
+
+@cache
+def _trial_fault(compiler: tuple[str, ...]) -> str | None:
+    try:
+        load_compiled("tile_sizes", (TILE_SIZES,))
+    except NoCompiler as error:
+        return str(error)
+    return None
+
+
+def _no_compiler() -> str:
+    named = os.environ.get("CC")
+    return f"$CC names {named!r}, which was not found" if named else "no C compiler found: install gcc, or set CC"
+
+
 @cache
 def compiler_version(compiler: tuple[str, ...]) -> str:
-    """What the compiler says of itself; empty where it does not start."""
+    """Output of --version; empty if the compiler does not start."""
     try:
         command = [*compiler, "--version"]
         return subprocess.run(command, capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False).stdout
@@ -122,7 +147,11 @@ def _cached(folder: Path, stem: str) -> Path | None:
     """A library's file is named after its content: one that a power loss cut short would crash this process when loaded."""
     found = None
     for path in sorted(folder.glob(f"{stem}-*.so")):
-        if path.name == _name(stem, path.read_bytes()):
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:  # another process has removed it as damaged
+            continue
+        if path.name == _name(stem, content):
             found = found or path
         else:
             logger.warning("%s is damaged and is compiled again", path)
@@ -139,10 +168,7 @@ def _compile(
 ) -> Path:
     """In a folder of its own and then moved, so that no process sees a part of a library."""
     if compiler is None:
-        named = os.environ.get("CC")
-        raise NoCompiler(
-            f"$CC names {named!r}, which was not found" if named else "no C compiler found: install gcc, or set CC"
-        )
+        raise NoCompiler(_no_compiler())
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
         objects, library = [Path(scratch) / f"{source.stem}.o" for source in sources], Path(scratch) / "library.so"
         commands = [[*compiler, *flags, "-c", str(a), "-o", str(b)] for a, b in zip(sources, objects, strict=True)]

@@ -38,11 +38,15 @@ class _Stored(Section):
 
 class CostMemory:
     """Of the target of ``identity``, on this machine and with this version of the engine. A store that cannot be used is
-    logged, and counts as empty."""
+    logged, and counts as empty.
 
-    def __init__(self, store: StateStore, identity: Identity) -> None:
+    Args:
+        operators: the class that computes the passes; without kernels they cost several times as much.
+    """
+
+    def __init__(self, store: StateStore, identity: Identity, operators: str) -> None:
         self._store = store
-        known = f"{identity.model_dump_json()} {code_version()}"
+        known = f"{identity.model_dump_json()} {code_version()} {operators}"
         self._key = f"{PREFIX}/{hashlib.sha256(known.encode()).hexdigest()[:32]}"
 
     def recall(self) -> TableCost | None:

@@ -134,7 +134,7 @@ def _features() -> frozenset[str]:
 
 
 def _sysctl_features() -> frozenset[str]:
-    """What macOS tells of an Intel CPU. It has no AVX-512 BF16 and no AMX."""
+    """Features of an Intel Mac's CPU, from sysctl. It has no AVX-512 BF16 and no AMX."""
     command = ["/usr/sbin/sysctl", "-n", *_SYSCTL_NAMES]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout

@@ -3,9 +3,8 @@
 import logging
 import os
 from functools import cache
-from pathlib import Path
 
-from engine.compiling import NoCompiler, load_compiled
+from engine.compiling import TILE_SIZES, NoCompiler, load_compiled
 from engine.cpu_level import AMX, AVX2, AVX512, AVX512_BF16, GENERIC, CpuLevel, cpu_level
 
 logger = logging.getLogger(__name__)
@@ -22,7 +21,6 @@ _LIMITS = {
     AVX512: ("AVX512_CORE", "avx512", "AVX512"),
     AVX512_BF16: (ONEDNN_WITHOUT_AMX, "avx512", "AVX512"),
 }
-_TILE_SIZES = Path(__file__).parent / "cpu" / "tile_sizes.c"
 
 
 def configure_cpu() -> CpuLevel:
@@ -59,7 +57,7 @@ def _log(level: CpuLevel) -> None:
 def _tells_tile_sizes() -> bool:
     """Whether oneDNN can use this machine's AMX. False where no compiler is there to find out."""
     try:
-        return bool(load_compiled("tile_sizes", (_TILE_SIZES,)).tells_tile_sizes())
+        return bool(load_compiled("tile_sizes", (TILE_SIZES,)).tells_tile_sizes())
     except NoCompiler as error:
         logger.warning(
             "oneDNN does not use AMX, since without a compiler its support cannot be checked (%s); set %s=AVX512_CORE_AMX "

@@ -1,4 +1,4 @@
-"""Copies from the host to a device that wait for nothing, and the wait for what was launched.
+"""Non-blocking copies from host to device, and synchronisation.
 
 A copy from pageable memory waits until all earlier work on the stream is done, so several of them serialise host and device.
 A copy from pinned memory is queued like a kernel. Torch's allocator of pinned memory gives a buffer to the next caller only

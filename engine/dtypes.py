@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from cluster.config import CascadeOptions, ChainOptions, Config, DrafterOptions, DSparkOptions, LayersOptions, ModelOptions
-from engine.compiling import find_compiler
+from engine.compiling import kernels_fault
 from engine.cpu_level import cpu_level
 
 logger = logging.getLogger(__name__)
@@ -25,13 +25,14 @@ def choose_dtype(dtype: str, device: str, *, allows_int8: bool = False) -> str:
         return dtype
     if device == "cuda":
         return _chosen(BFLOAT16, "it is on a GPU", allows_int8)
-    if find_compiler() is not None:
+    fault = kernels_fault()
+    if fault is None:
         if allows_int8:
             return _chosen(INT8, "compiled kernels read half of the bytes of bfloat16", allows_int8)
         return _chosen(BFLOAT16, "compiled kernels read half of the bytes of float32", allows_int8)
     if cpu_level().has_bf16_products:
-        return _chosen(BFLOAT16, "there is no C compiler, and oneDNN multiplies in bfloat16 here", allows_int8)
-    return _chosen(FLOAT32, "there is no C compiler, and without one products in bfloat16 are slow here", allows_int8)
+        return _chosen(BFLOAT16, f"oneDNN multiplies in bfloat16 here, and kernels are not available: {fault}", allows_int8)
+    return _chosen(FLOAT32, f"products in bfloat16 are slow here, and kernels are not available: {fault}", allows_int8)
 
 
 @cache

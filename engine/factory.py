@@ -8,6 +8,7 @@ import torch
 
 from engine.compiling import NoCompiler
 from engine.cpu.ops import CpuOps
+from engine.cpu.packed import product_dtype
 from engine.cpu_setup import configure_cpu
 from engine.device import require
 from engine.dtypes import choose_dtype
@@ -40,7 +41,11 @@ def make_ops(
         try:
             return CpuOps(config, dtype, int8=int8)
         except NoCompiler as error:
-            logger.warning("CPU kernels are not available, decoding will be several times slower: %s", error)
+            logger.warning(
+                "CPU kernels are not available, decoding will be several times slower: %s; weights are held in %s",
+                error,
+                str(product_dtype(dtype, device)).removeprefix("torch."),
+            )
     return TorchOps(config, dtype)
 
 

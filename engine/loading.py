@@ -49,7 +49,7 @@ def _remembered_cost(config: Config, engine: NativeTarget) -> TableCost:
     """Of an earlier start, or measured now and kept."""
     store = open_store(config.cluster.state, config.cluster.namespace)
     try:
-        memory = CostMemory(store, identity_of(config))
+        memory = CostMemory(store, identity_of(config), type(engine.model.ops).__name__)
         known = memory.recall()
         if known is not None:
             _warm_up(config, engine)

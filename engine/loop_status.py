@@ -1,4 +1,4 @@
-"""What the round tells of itself: of each step to whoever drives it, and of its state to other threads."""
+"""The round's status: a report per step, and a snapshot for other threads."""
 
 from dataclasses import dataclass
 

@@ -1,10 +1,10 @@
 """The drafters as the round sees them: who is linked, who follows which request, what they are told and what they say."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from cluster.errors import LinkClosed
-from cluster.messages import ProposalRound, Score
+from cluster.messages import LevelReport, ProposalRound, Score
 from cluster.transport.base import Link
 from cluster.types import Commit, RoutingTable
 from engine.ports import DrafterPort
@@ -22,12 +22,18 @@ class Pool:
     """Not thread-safe: the round owns it. A request whose drafter is not linked is decoded plainly until it is."""
 
     def __init__(
-        self, sequences: Sequences, telemetry: Telemetry, table: RoutingTable, companions: Sequence[str] = ()
+        self,
+        sequences: Sequences,
+        telemetry: Telemetry,
+        table: RoutingTable,
+        companions: Sequence[str] = (),
+        proposers: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self.table = table
         self._sequences = sequences
         self._telemetry = telemetry
         self._ports: dict[str, DrafterPort] = {}
+        self._proposers = proposers or {}
         self._num_routed = 0
         self._asking = {name: Asking() for name in companions}
         self._batch = 1  # requests that the last choice was for
@@ -115,8 +121,8 @@ class Pool:
         drafts = [sequence.proposal.confidences for sequence in taken if sequence.proposal is not None]
         for sequence, survival in zip(taken, stats.foresee(drafts), strict=True):
             sequence.survival = survival
-        self._telemetry.note_levels(message.levels)
-        self._telemetry.note_scores(name, [score for score in message.scores if self._may_be(score, faults)])
+        self._telemetry.note_levels([level for level in message.levels if self._is_own(level, name, faults)])
+        self._telemetry.note_scores(name, [score for score in message.scores if self._is_possible(score, faults)])
         for request_id in message.resyncs:
             stats.num_resyncs += 1
             sequence = self._sequences.get(request_id)
@@ -128,8 +134,16 @@ class Pool:
                 port.release(request_id)
         return tuple(faults)
 
-    def _may_be(self, score: Score, faults: list[str]) -> bool:
-        """Nobody can have scored tokens that are not committed. Of a request that has ended that is not known any more."""
+    def _is_own(self, level: LevelReport, name: str, faults: list[str]) -> bool:
+        """A drafter's process reports on its own model and on those that ride ahead of it there, for any target."""
+        own = drafter_of(name)
+        if level.drafter == own or level.drafter in self._proposers.get(own, ()):
+            return True
+        faults.append(f"a report of the passes of {level.drafter!r}, which does not run there")
+        return False
+
+    def _is_possible(self, score: Score, faults: list[str]) -> bool:
+        """A score cannot cover uncommitted tokens. For an ended request this cannot be checked."""
         sequence = self._sequences.get(score.request_id)
         if sequence is None or score.base_len + score.num_matched <= len(sequence.token_ids):
             return True

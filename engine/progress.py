@@ -1,4 +1,4 @@
-"""How long ago this process got further in a pass, for whoever must tell a long pass from a hung one."""
+"""Time since a pass last advanced: distinguishes a long pass from a hung one."""
 
 import time
 from collections.abc import Callable

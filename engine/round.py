@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -67,6 +67,7 @@ class TargetLoop:
             was committed has been sent to them: what they read of the engine is then exactly what is committed, and their
             proposals are there before the next round. One whose drafts save less time than making them takes is told
             nothing, and asked nothing, but now and then.
+        proposers: for each drafter, those that may ride ahead of it in its process; it may report on them.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class TargetLoop:
         max_waiting: int = 1024,
         clock: Clock | None = None,
         companions: Sequence[Companion] = (),
+        proposers: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self.mailbox = mailbox
         self.telemetry = Telemetry()
@@ -96,7 +98,8 @@ class TargetLoop:
         self._pass_s = 0.0  # of the last pass
         self._sequences = Sequences(model)
         self._newest_table = table or RoutingTable(version=0)
-        self._pool = Pool(self._sequences, self.telemetry, self._newest_table, [one.name for one in companions])
+        names = [one.name for one in companions]
+        self._pool = Pool(self._sequences, self.telemetry, self._newest_table, names, proposers)
         self._callers = Callers(self._end)
         self._inspection = Inspection("the target")
         self._draining = False

@@ -61,7 +61,7 @@ def first_refusal(own: Hello, peer: Greeting) -> Refusal | None:
 
 
 def wrong_secret(own: Hello, peer: Hello) -> Refusal:
-    """Tells nothing of either secret."""
+    """The message contains neither secret."""
     return Refusal(f"the cluster token of {peer.role} {peer.name!r} is not the one of {own.role} {own.name!r}")
 
 

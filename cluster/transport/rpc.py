@@ -210,11 +210,15 @@ class RpcListener:
                 return
             self._links[link] = None
         link.on_closed = lambda: self._forget(link)
-        if context.add_callback(pipe.finish):
-            pipe.start_reading(incoming)
-            yield from pipe.written()
-        else:
+        if not context.add_callback(pipe.finish):
             link.lost("the connection broke")
+            return
+        try:
+            pipe.start_reading(incoming)
+        except RuntimeError as error:
+            link.lost(f"its reading thread did not start: {error}")
+            return
+        yield from pipe.written()
 
     def _forget(self, link: StreamLink) -> None:
         with self._lock:
@@ -235,7 +239,11 @@ class _ThreadPerStream(Executor):
                 future.set_exception(error)  # gRPC's server looks at it
                 raise
 
-        threading.Thread(target=run, name="outrider-link-writer", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="outrider-link-writer", daemon=True).start()
+        except RuntimeError as error:  # raised here, it would end gRPC's serving thread
+            _log.warning("a link is refused, its thread did not start: %s", error)
+            future.set_exception(error)
         return future
 
 

@@ -24,7 +24,7 @@ from cluster.transport.codec import decode, encode, encode_message
 from cluster.transport.frames import Greeting, Ping, Refusal, Welcome
 from cluster.transport.handshake import Side, first_refusal, greeting, proof, proves, refusal, wrong_secret
 
-# Of a frame before both ends have agreed: nobody unknown makes this process hold more.
+# Maximum frame size before the handshake ends; bounds what an unauthenticated peer can occupy.
 MAX_HANDSHAKE_BYTES = 4 * 2**10
 MAX_REASON_LEN = 200  # characters of a peer's refusal in the log
 
@@ -167,7 +167,7 @@ class StreamLink:
         self._say(self._greeting)
 
     def _answer_accepting(self, peer: Greeting) -> None:
-        """The connecting end has heard the accepting one."""
+        """Connecting end: checks the acceptor's proof, then sends its own."""
         mine, secret = self._greeting, self._own.token
         if not proves(peer.proof, secret, Side.ACCEPTING, connecting=mine, accepting=peer):
             self._refuse(wrong_secret(self._own, peer.hello))
@@ -200,7 +200,7 @@ class StreamLink:
         self._pipe.finish()
 
     def _on_refusal(self, refused: Refusal) -> None:
-        """Of a peer that may be anybody: its words are quoted, and cut."""
+        """The peer is not authenticated: its reason is quoted and truncated for the log."""
         refused = replace(refused, reason=repr(refused.reason[:MAX_REASON_LEN])[1:-1])
         if self._accepts:
             _log.warning("a link at %s was refused by its peer: %s", self._address, refused.reason)

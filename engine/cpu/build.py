@@ -31,7 +31,9 @@ def load_library(dtype: torch.dtype, folder: Path | None = None) -> ctypes.CDLL:
     flags = [f"-DELEM_BF16={int(dtype == torch.bfloat16)}"]
     if runtime is not None and compiler is not None and is_clang(compiler) and Path(runtime).name.startswith("libgomp"):
         # clang's code calls functions that only LLVM's and Intel's runtimes have.
-        logger.warning("kernels run on one thread: clang cannot use torch's OpenMP runtime, %s; install gcc", runtime)
+        logger.warning(
+            "kernels run on one thread: clang cannot use torch's OpenMP runtime, %s; install gcc and set CC=gcc", runtime
+        )
     elif runtime is not None:
         flags.append("-fopenmp")
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)

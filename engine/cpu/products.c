@@ -104,7 +104,7 @@ static inline void put_rounded(int8_t *to, int64_t width, int64_t i, vi n, vi *s
     *sum_high += high, *sum_low += low;
 }
 
-/* Rounds x to 16 bits: into ``to`` [2 width], zeros behind num_in. A row that holds no number gets a scale that is none. */
+/* Rounds x to 16 bits: into ``to`` [2 width], zeros behind num_in. A row with NaN or infinity gets a NaN scale. */
 static RowInfo split(const Product *p, const elem *x, int8_t *to) {
     const int64_t whole = p->num_in - p->num_in % LANES;
     vf highest = {0}, broken = {0};

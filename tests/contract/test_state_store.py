@@ -313,6 +313,34 @@ def test_documents_are_readable_by_people_and_by_nobody_else(tmp_path: Path) -> 
 # ---- Redis
 
 
+@pytest.mark.redis
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"version": "1", "value": "no JSON"},
+        {"version": "one", "value": "1"},
+        {"version": "1"},
+        {"value": "1"},
+        {"version": "1", "value": b"\xff"},
+    ],
+    ids=str,
+)
+def test_a_damaged_hash_counts_as_absent_with_a_warning(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture, fields: dict[str, str | bytes]
+) -> None:
+    store = open_store(redis_server.config(), NAMESPACE)
+    with redis.Redis(port=redis_server.port) as client:
+        client.hset(f"{NAMESPACE}:state:damaged", mapping=fields)
+    assert store.get("damaged") is None
+    assert "state 'damaged' counts as absent" in caplog.text
+    assert store.put("damaged", 2) >= 1
+    found = store.get("damaged")
+    assert found is not None
+    assert found.value == 2
+    store.delete("damaged")
+    store.close()
+
+
 @pytest.fixture
 def fragile_redis(tmp_path: Path, redis_server: RedisServer) -> Iterator[RedisServer]:
     """One to be stopped and killed."""

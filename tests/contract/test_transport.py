@@ -885,3 +885,34 @@ def test_a_listener_takes_so_many_links_and_no_more(ends: Ends, address: str) ->
     with pytest.raises(LinkClosed):
         connect(address, mailbox, DRAFTER, DEADLINE_S)
     assert mailbox.drain() == []
+
+
+@pytest.mark.parametrize("thread", ["outrider-link-writer", "outrider-link"])
+def test_a_grpc_listener_outlives_a_thread_that_does_not_start(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, thread: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = ends.listen("grpc://127.0.0.1:0", Mailbox(), limits=QUICK)
+    start, failed = threading.Thread.start, threading.Event()
+
+    def start_or_fail(self: threading.Thread) -> None:
+        if self.name == thread and not failed.is_set():
+            failed.set()
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    done = threading.Event()
+
+    def silent() -> Iterator[bytes]:
+        done.wait(DEADLINE_S)
+        yield from ()
+
+    with grpc.insecure_channel(address.removeprefix("grpc://")) as channel:
+        monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+        call = channel.stream_stream("/outrider.Link/Frames")(silent(), timeout=DEADLINE_S)
+        assert failed.wait(DEADLINE_S)
+        assert eventually(lambda: "can't start new thread" in caplog.text)
+        listener = ends.listeners[0]
+        assert eventually(lambda: not listener._links)  # type: ignore[attr-defined]
+        call.cancel()
+        done.set()
+    assert ends.connect(address, Mailbox()).peer == TARGET

@@ -155,3 +155,21 @@ def test_clang_without_torchs_openmp_makes_kernels_of_one_thread(
 
     _function(library.gate, "pp ll i")(gate_up.data_ptr(), out.data_ptr(), 1, 16, 2)
     assert torch.allclose(out, torch.nn.functional.silu(torch.ones(1, 16)) * 2, atol=1e-5)
+
+
+def test_a_library_that_another_process_removes_meanwhile_is_compiled_again(
+    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_compiled("answer", (source,), folder=cache)
+    (library,) = cache.iterdir()
+    read_bytes = Path.read_bytes
+
+    def read(path: Path) -> bytes:
+        if path == library:
+            monkeypatch.undo()
+            path.unlink()
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert load_compiled("answer", (source,), folder=cache).answer() == 42
+    assert len(list(cache.iterdir())) == 1

@@ -22,19 +22,25 @@ CONFIG = Config(target=TargetConfig(device="cpu"))
 
 def test_a_kept_table_is_recalled_for_the_same_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStateStore()
-    CostMemory(store, identity_of(CONFIG)).keep(TABLE)
-    assert CostMemory(store, identity_of(CONFIG)).recall() == TABLE
+    CostMemory(store, identity_of(CONFIG), "CpuOps").keep(TABLE)
+    assert CostMemory(store, identity_of(CONFIG), "CpuOps").recall() == TABLE
     other = Config(target=TargetConfig(device="cpu", dtype="float32"))
-    assert CostMemory(store, identity_of(other)).recall() is None
+    assert CostMemory(store, identity_of(other), "CpuOps").recall() is None
     monkeypatch.setattr("engine.cost_memory.code_version", lambda: "another")
-    assert CostMemory(store, identity_of(CONFIG)).recall() is None
+    assert CostMemory(store, identity_of(CONFIG), "CpuOps").recall() is None
+
+
+def test_operators_without_kernels_have_other_costs() -> None:
+    store = MemoryStateStore()
+    CostMemory(store, identity_of(CONFIG), "TorchOps").keep(TABLE)
+    assert CostMemory(store, identity_of(CONFIG), "CpuOps").recall() is None
 
 
 def test_another_cpu_level_has_other_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStateStore()
-    CostMemory(store, identity_of(CONFIG)).keep(TABLE)
+    CostMemory(store, identity_of(CONFIG), "CpuOps").keep(TABLE)
     monkeypatch.setenv("OUTRIDER_CPU", "generic")
-    assert CostMemory(store, identity_of(CONFIG)).recall() is None
+    assert CostMemory(store, identity_of(CONFIG), "CpuOps").recall() is None
 
 
 @pytest.mark.parametrize(
@@ -51,7 +57,7 @@ def test_another_cpu_level_has_other_costs(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_what_is_no_table_is_measured_anew(stored: JsonValue, caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStateStore()
-    memory = CostMemory(store, identity_of(CONFIG))
+    memory = CostMemory(store, identity_of(CONFIG), "CpuOps")
     memory.keep(TABLE)
     (key,) = store.keys()
     store.put(key, stored)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import InvalidField
+from engine import compiling, cpu_setup
 from engine import cpu_level as levels
-from engine import cpu_setup
 from engine.compiling import NoCompiler, load_compiled
 from engine.cpu_level import CpuLevel, cpu_level, level_of, machine_level, possible_levels
 from tests.support.cpu_levels import environment_of
@@ -217,7 +217,7 @@ def test_without_a_compiler_onednn_leaves_amx_out_and_the_log_says_so(
 
 
 def test_only_a_cpu_with_amx_tells_tile_sizes(tmp_path: Path) -> None:
-    library = load_compiled("tile_sizes", (cpu_setup._TILE_SIZES,), folder=tmp_path)
+    library = load_compiled("tile_sizes", (compiling.TILE_SIZES,), folder=tmp_path)
     if library.tells_tile_sizes():
         assert "amx_tile" in Path("/proc/cpuinfo").read_text()
 

@@ -2,7 +2,9 @@
 
 import resource
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -154,4 +156,56 @@ def test_without_descriptors_no_link_comes_up_and_later_one_does(scheme: str) ->
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         factory.connect(listener.address, Mailbox(), DRAFTER, 5.0).close()
+        listener.close()
+
+
+def test_a_dial_whose_thread_did_not_start_makes_no_link_later(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor has queued it by then."""
+    start, failures = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def start_or_fail(self: threading.Thread) -> None:
+        if self.name.startswith("dialer") and failures:
+            raise failures.pop()
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    listener = listen(ADDRESS, Mailbox(), TARGET)
+    assert caller.dialer.tick(caller.now_s) == FIRST_PAUSE_S
+    assert not failures
+    caller.now_s = MAX_PAUSE_S
+    caller.until_linked(1)
+    while caller.dialer._peers[ADDRESS].link is None:
+        assert caller.mailbox.wait(5.0)
+        caller.turn()
+    assert len(caller.links) == 1
+    listener.close()
+
+
+def test_dials_that_wait_behind_one_that_fails_are_dialled_again(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four dials run; a fifth waits in the queue, and is cancelled with it."""
+    release, dialled = threading.Event(), []
+
+    def connect(address: str, *args: object) -> Link:
+        dialled.append(address)
+        assert release.wait(20.0)
+        return factory.connect(address, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("actors.dialer.connect", connect)
+    addresses = [f"memory://dialled-{i}" for i in range(5)]
+    listeners = [listen(address, Mailbox(), TARGET) for address in addresses]
+    caller.dialer.want(addresses)
+    caller.turn()
+    submit = ThreadPoolExecutor.submit
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    caller.dialer.want([*addresses, "memory://nobody"])
+    caller.turn()
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    release.set()
+    caller.until_linked(5)
+    assert sorted(dialled[:5]) == addresses
+    for listener in listeners:
         listener.close()

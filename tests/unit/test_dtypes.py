@@ -1,6 +1,10 @@
 """What ``dtype: auto`` is, by device, compiler and CPU level; and what torch then multiplies in."""
 
 import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +20,16 @@ from cluster.config import (
     NgramOptions,
 )
 from engine import cpu_level, dtypes
+from engine.compiling import NoCompiler
 from engine.cpu import packed
 from engine.cpu.packed import packed_linear, product_dtype
-from engine.cpu_level import AVX2, AVX512_BF16, CpuLevel
+from engine.cpu_level import AVX2, AVX512_BF16, CpuLevel, machine_level, possible_levels
 from engine.dtypes import choose_dtype, resolve_dtypes
+from engine.factory import make_ops
+from engine.models.config import load_config
 from engine.models.weights import LinearWeight
+from engine.ops import TorchOps
+from tests.support.cpu_levels import ROOT, environment_of
 
 CPU = torch.device("cpu")
 
@@ -29,7 +38,7 @@ CPU = torch.device("cpu")
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, level = request.param
     dtypes._chosen.cache_clear()
-    monkeypatch.setattr(dtypes, "find_compiler", lambda: compiler)
+    monkeypatch.setattr(dtypes, "kernels_fault", lambda: None if compiler else "no C compiler found")
     monkeypatch.setattr(dtypes, "cpu_level", lambda: CpuLevel(level, level))
 
 
@@ -96,3 +105,36 @@ def test_torch_multiplies_bfloat16_in_fp32_where_it_is_slow(biased: bool, monkey
     assert kinds == [torch.float32]
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     torch.testing.assert_close(ours.double(), exact, rtol=1e-2, atol=5e-2)
+
+
+CHOICES = """
+from engine.dtypes import choose_dtype
+from engine.held_dtype import held_dtype
+import logging
+logging.basicConfig(level=logging.INFO)
+print(choose_dtype("auto", "cpu"), choose_dtype("auto", "cpu", allows_int8=True), held_dtype("bfloat16"))
+"""
+
+
+@pytest.mark.skipif("avx2" not in possible_levels(machine_level()), reason="needs AVX2")
+def test_a_compiler_without_a_cache_folder_makes_no_kernels() -> None:
+    """In a process of its own, since whether there are kernels is found out once."""
+    environment = environment_of("avx2") | {"XDG_CACHE_HOME": "/proc/none"}
+    environment.pop("OUTRIDER_HOME", None)
+    done = subprocess.run([sys.executable, "-c", CHOICES], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.stdout.split() == ["float32"] * 3, done.stderr
+    assert "kernels are not available: the library tile_sizes cannot be built or loaded: " in done.stderr
+    assert "/proc/none" in done.stderr
+
+
+def test_the_log_says_what_weights_are_held_in_without_kernels(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unavailable(*_: object, **__: object) -> None:
+        raise NoCompiler("no C compiler found")
+
+    monkeypatch.setattr("engine.cpu.ops.load_library", unavailable)
+    monkeypatch.setattr(packed, "cpu_level", lambda: CpuLevel(AVX2, AVX2))
+    config = replace(load_config(tiny_model_folder), head_dim=64)
+    assert type(make_ops(config, torch.bfloat16, CPU)) is TorchOps
+    assert "several times slower: no C compiler found; weights are held in float32" in caplog.text

@@ -172,3 +172,15 @@ def test_how_long_a_pass_takes_is_not_taken_for_how_long_drafting_does() -> None
     before = stats.view.reply_s
     stats.replied(0.002, at_least_s=0.0)
     assert stats.view.reply_s < before
+
+
+def test_a_drafter_reports_on_the_models_of_its_own_process_alone() -> None:
+    table, proposers = RoutingTable(0, defaults=(("few", "d"),)), {"d": ("few",), "other": ("few", "d")}
+    telemetry = Telemetry()
+    pool = Pool(Sequences(MODEL), telemetry, table, proposers=proposers)
+    link = Link(hello("d/1"))
+    pool.link_up(link)
+    levels = tuple(LevelReport(name, 1, 5, 0.1, 0) for name in ("d", "few", "other"))
+    faults = pool.hear(link, ProposalRound(0, levels=levels), 1.0)
+    assert faults == ("a report of the passes of 'other', which does not run there",)
+    assert [level.drafter for level in telemetry.take_levels()] == ["d", "few"]

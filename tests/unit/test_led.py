@@ -168,7 +168,13 @@ def test_a_chain_of_three_drafters_serves_the_targets_own_tokens(folder: Path) -
     resolved = resolve(config, Inventory((Node("here", 2.0, 0.0),)))
     requests = [Request(f"r{i}", PROMPT[i:], replace(SAMPLED, max_tokens=40, seed=i), 0.0) for i in range(4)]
     engine, model, _ = load_target(resolved)
-    pool = {one.name: PoolEntry(make_led(one, resolved.proposers_of(one.name), model)) for one in resolved.drafters}
+    pool = {
+        one.name: PoolEntry(
+            make_led(one, resolved.proposers_of(one.name), model),
+            proposers=tuple(below.name for below in resolved.proposers_of(one.name)),
+        )
+        for one in resolved.drafters
+    }
     dear = TableCost((1, 64), (1000.0, 1000.0))  # as the planner believes: proposals are waited for
     table = RoutingTable(1, defaults=(chain,), max_draft_len=8)
     with EmbeddedCluster(engine, model, dear, pool, StepPlanner(PlannerSettings("all", 60.0)), table) as cluster:

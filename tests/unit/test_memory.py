@@ -92,7 +92,7 @@ def test_the_dtype_that_weights_are_held_in(
     dtype: str, level: str, has_compiler: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(held, "cpu_level", lambda: CpuLevel(level, "amx"))
-    monkeypatch.setattr(held, "find_compiler", lambda: ("cc",) if has_compiler else None)
+    monkeypatch.setattr(held, "kernels_fault", lambda: None if has_compiler else "no C compiler found")
     assert held_dtype(dtype) == expected
 
 
@@ -104,8 +104,9 @@ def test_wider_weights_for_want_of_a_compiler_are_counted_and_named(
     config = config_of(model_folder)
     monkeypatch.setattr(held, "cpu_level", lambda: CpuLevel("avx2", "avx2"))
     narrow = target_footprint(config).weight_bytes
-    monkeypatch.setattr(held, "find_compiler", lambda: None)
+    monkeypatch.setattr(held, "kernels_fault", lambda: "no C compiler found")
+    monkeypatch.setattr(memory, "kernels_fault", lambda: "no C compiler found")
     assert 1.7 < target_footprint(config).weight_bytes / narrow < 2.1
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 0)
-    with pytest.raises(LaunchError, match=r"weights are held in float32, since there is no C compiler"):
+    with pytest.raises(LaunchError, match=r"weights are held in float32, since kernels are not available: no C compiler"):
         check_memory(config)

@@ -453,3 +453,27 @@ async def test_nobody_is_taken_for_idle_while_a_target_is_silent(lazy: Superviso
     num_calls = len(process.calls)
     await eventually(lambda: len(process.calls) > num_calls + 20)
     assert "large" not in spawner.lives
+
+
+async def test_targets_and_router_are_asked_for_the_status_at_the_same_time(
+    supervisor: Supervisor, spawner: PretendedSpawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answers when the other has been asked, too."""
+    supervisor.start()
+    await eventually(lambda: len(supervisor.pids()) == 5)
+    both = asyncio.Barrier(2)
+
+    def waiting(process: PretendedProcess, method: str) -> Callable[..., Any]:
+        call = process.call
+
+        async def answer(asked: str, *args: Any) -> Any:
+            if asked == method:
+                await both.wait()
+            return await call(asked, *args)
+
+        return answer
+
+    for name, method in (("target-0", "report"), ("router", "notes")):
+        process = spawner.now(name)
+        monkeypatch.setattr(process, "call", waiting(process, method))
+    assert [target.state for target in (await supervisor.status()).targets] == ["ready", "ready"]

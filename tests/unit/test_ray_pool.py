@@ -1,0 +1,56 @@
+"""Where Ray's part places what it starts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors import ray_pool
+from actors.ray_pool import Deployment, RaySpawner
+from cluster.config import Config, TargetConfig
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (("CREATED", "CREATED"), "target-0"),
+        (("RESCHEDULING", "CREATED"), "target-1"),
+        (("RESCHEDULING", "PENDING"), "target-0"),
+    ],
+)
+async def test_the_router_is_placed_with_a_target_whose_node_is_there(
+    states: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: dict[str, Any] = {
+        f"target-{i}": SimpleNamespace(bundle_specs=[{"CPU": 1}], state=s) for i, s in enumerate(states)
+    }
+    monkeypatch.setattr(ray_pool, "placement_group_table", lambda group: {"state": group.state})
+    monkeypatch.setattr(ray_pool, "PlacementGroupSchedulingStrategy", lambda group, **_: group)
+    spawner = RaySpawner(Deployment(Config(target=TargetConfig(replicas=2)), groups, "/folder", "token"))
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(spawner, "_found_or_made", lambda kind, name, options, *args: made.append(options))
+    await spawner.router()
+    (options,) = made
+    assert options["scheduling_strategy"] is groups[expected]
+    assert options["num_cpus"] == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray Serve's import
+@pytest.mark.parametrize(
+    ("level", "runtime_env"), [("avx2", {"env_vars": {"OUTRIDER_CPU": "avx2"}}), (None, None), ("", None)]
+)
+def test_the_cpu_level_reaches_the_actors_of_a_cluster_that_is_joined(
+    level: str | None, runtime_env: dict[str, Any] | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deploy import deployment
+
+    if level is None:
+        monkeypatch.delenv("OUTRIDER_CPU", raising=False)
+    else:
+        monkeypatch.setenv("OUTRIDER_CPU", level)
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(deployment.ray, "init", lambda **options: asked.append(options))
+    config = Config()
+    joined = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ray_address": "10.0.0.1:6379"})})
+    deployment.connect(joined, tmp_path)
+    assert [options["runtime_env"] for options in asked] == [runtime_env]
