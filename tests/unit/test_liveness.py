@@ -63,11 +63,16 @@ def test_every_layer_of_a_pass_advances(tiny_model_folder: Path, monkeypatch: py
 SLOW = TableCost((1, 8, 64), (0.05, 0.2, 1.6), 1e-4)
 
 
-@pytest.mark.parametrize(("num_context", "most"), [(0, 80), (10_000, 40), (10**6, MIN_CHUNK_LEN)])
-def test_a_prompts_chunk_fits_into_the_time_of_a_pass(num_context: int, most: int) -> None:
+@pytest.mark.parametrize("num_context", [0, 10_000, 10**6])
+def test_a_prompts_chunk_adds_at_most_so_much_time_to_a_pass(num_context: int) -> None:
+    """However long the pass takes anyway."""
     found = max_chunk_len(512, num_context, SLOW)
-    assert found == most
-    assert found == MIN_CHUNK_LEN or SLOW.prefill_s(found, num_context) <= MAX_CHUNK_S
+    assert found in (81, 82)  # 82 would add exactly two seconds
+    assert SLOW.prefill_s(found, num_context) - SLOW.prefill_s(1, num_context) <= MAX_CHUNK_S + 1e-6
+
+
+def test_a_chunk_has_some_tokens_on_the_slowest_target() -> None:
+    assert max_chunk_len(512, 0, TableCost((1, 64), (1.0, 640.0))) == MIN_CHUNK_LEN
 
 
 @pytest.mark.parametrize("num_tokens", [0, 5, 100])
