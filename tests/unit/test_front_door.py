@@ -145,7 +145,8 @@ def test_serve_s_own_switches_do_not_pass(front: str, replica: Replica) -> None:
         "Upgrade": "websocket",
     }
     given = [f"{name}: {value}" for name, value in switches.items()]
-    answer = wire.exchange(front, wire.get("/version", "X-Other: 1", *given))
+    handshake = ["Connection: Upgrade", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="]
+    answer = wire.exchange(front, wire.get("/version", "X-Other: 1", *handshake, *given))
     assert answer.status == 200
     (arrived,) = replica.headers["/version"]
     assert "x-other" in arrived
