@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.soundness import proposal_fault
 from cluster.types import ModelInfo, Proposal, Request, SamplingParams, Slo
 from engine.sequences import Sequences
 from profiler.drafter_stats import MIN_RECORDS, DrafterStats, Judgement
@@ -115,7 +116,6 @@ def test_a_target_tells_survival_once_it_knows_the_drafter() -> None:
 
 
 @pytest.mark.parametrize("confidence", [-0.1, 1.1, float("nan"), float("inf")])
-def test_confidences_that_are_none_are_not_taken(confidence: float) -> None:
-    sequences = Sequences(ModelInfo("m", 100, 200, (99,), ""))
-    sequences.add(Request("r", (1, 2, 3), SamplingParams(max_tokens=50), arrival_s=0.0)).drafter = "d"
-    assert not sequences.offer(Proposal("r", 3, (7,), (confidence,), "d"))
+def test_a_confidence_that_is_no_probability_is_refused_on_receipt(confidence: float) -> None:
+    assert proposal_fault(Proposal("r", 3, (7,), (0.5,), "d"), vocab_size=100) is None
+    assert proposal_fault(Proposal("r", 3, (7,), (confidence,), "d"), vocab_size=100) is not None
