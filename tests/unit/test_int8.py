@@ -76,6 +76,7 @@ def test_every_instruction_set_computes_the_same(
     cpu: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "_FLAGS", (*compiling._FLAGS, *CPUS[cpu]))
+    monkeypatch.setattr(build, "SOURCES", [path for path in build.SOURCES if path.name == "products.c"])
     torch.manual_seed(0)
     library = build.load_library(dtype, tmp_path)
     for num_out, num_in in ((70, 130), (33, 1), (40, 1100)):
