@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence, Set
 
-from actors.members import Member, State
+from actors.processes import Member, State
 from actors.target import DrafterCounts, TargetReport
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.config import Config, DrafterConfig, can_verify

@@ -13,7 +13,7 @@ from drafters.companions import Host
 from drafters.feature_layers import feature_layers
 from drafters.loop import DrafterLoop
 from drafters.registry import make_drafter
-from drafters.roster import RosterLimits
+from drafters.sessions import RosterLimits
 from engine.loading import load_target
 from engine.models.prepare import ensure_model
 from engine.native import NativeTarget

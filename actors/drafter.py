@@ -11,7 +11,7 @@ from cluster.config import DrafterConfig
 from cluster.messages import Hello, Role
 from cluster.types import ModelInfo
 from drafters.loop import DrafterLoop
-from drafters.roster import RosterLimits
+from drafters.sessions import RosterLimits
 from engine.cpu_setup import configure_cpu
 
 

@@ -13,8 +13,8 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.drafter import DrafterActor
-from actors.homes import Homes
-from actors.members import Directory, Process, ProcessEnded
+from actors.memory_budget import Homes
+from actors.processes import Directory, Process, ProcessEnded
 from actors.router import RouterActor
 from actors.supervisor import Supervisor
 from actors.target import TargetActor

@@ -11,12 +11,12 @@ from typing import Any
 
 from actors.cluster_status import cluster_status
 from actors.drafter import DrafterInfo
-from actors.homes import Homes
-from actors.members import Directory, Member, Pool, Process, ProcessEnded, Spawner, State
-from actors.model_keeper import SILENT, ModelKeeper
+from actors.drafter_loader import SILENT, ModelKeeper
+from actors.health import ask, started, watched
+from actors.memory_budget import Homes
+from actors.processes import Directory, Member, Pool, Process, ProcessEnded, Spawner, State
 from actors.restarts import RestartPolicy
 from actors.target import TargetInfo, TargetReport
-from actors.watching import ask, started, watched
 from cluster.client import ClusterStatus, TargetStatus
 from cluster.config import Config
 from cluster.errors import InvalidField
@@ -274,7 +274,7 @@ class Supervisor:
                 offered = models.offered(time.monotonic()) - self._draining
                 await self._ask(router.process, "set_offered", offered, models.on_fallback)
 
-    # ---- who is in memory: `actors.model_keeper.Members`
+    # ---- who is in memory: `actors.drafter_loader.Members`
 
     async def reports(self) -> list[TargetReport]:
         return await asyncio.gather(*(self._report(member) for member in self._pool.targets.values()))

@@ -1,14 +1,15 @@
 """``outrider``: the command line. Commands import what they need when they run, so that ``--help`` is instant."""
 
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from cluster.errors import OutriderError
-from deploy.bench import BENCHES
+from cluster.errors import InvalidField, OutriderError
 
 
 class _OneLineErrors(TyperGroup):
@@ -141,76 +142,16 @@ def profile(
     run(config, plot, quick)
 
 
-@app.command(no_args_is_help=True)
-def bench(
-    name: Annotated[str, typer.Argument(help=", ".join(BENCHES))],
-    more_prompts: Annotated[
-        list[Path] | None, typer.Argument(metavar="[PROMPTS]...", help="further files or folders for --prompts")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="end within 4 minutes on 2 cores")] = False,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE_OR_FOLDER", help="prompts as JSONL, instead of made-up ones; may be repeated"),
-    ] = None,
-    json: Annotated[str, typer.Option(metavar="PATH|-", help="where the JSON object goes; - is standard output")] = "-",
-    model: Annotated[str, typer.Option(help="a name of `outrider models`, or a Hugging Face folder")] = "smollm2-135m",
-    recording: Annotated[
-        Path | None, typer.Option(metavar="NPZ", help="of agreement: written by record, read by routing")
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="whose folder prompts/ is recorded without --prompts"),
-    ] = None,
-    live: Annotated[
-        bool, typer.Option("--live", help="routing: for real, what handing a request over costs, and which chain is chosen")
-    ] = False,
-    expect: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it holds (>= or <=); may be repeated"),
-    ] = None,
-) -> None:
-    """Measure: a table on stderr, one JSON object with the figures on stdout."""
-    from deploy.bench import find_bench
-    from deploy.bench.report import BenchOptions, Expectation, failures, print_result, table_console, write_json
-    from engine.cpu_setup import configure_cpu
+def _add_laboratory() -> None:
+    """``bench`` and ``simulate`` come from ``benchmarks/``, which a checkout has and an installed package has not."""
+    if find_spec("benchmarks") is not None:
+        import_module("benchmarks.cli").add_commands(app)
+        return
+    for name in ("bench", "simulate"):
 
-    configure_cpu()
-    run = find_bench(name).load()
-    expectations = [Expectation.parse(text) for text in expect or ()]
-    result = run(BenchOptions(quick, (*(prompts or ()), *(more_prompts or ())), model, recording, data, live))
-    console = table_console()
-    print_result(result, console)
-    write_json(result, json)
-    unmet = failures(result, expectations)
-    for line in unmet:
-        console.print(f"[bold red]not met:[/] {line}", highlight=False)
-    if unmet:
-        raise typer.Exit(1)
-
-
-@app.command(no_args_is_help=True)
-def simulate(
-    scenario: Annotated[str, typer.Argument(help="spin, specrouter, a100-70b, h100-32b, h100-405b, or a YAML file")],
-    quick: Annotated[bool, typer.Option("--quick", help="less of it")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="where it is drawn; by default outrider-SCENARIO.png")
-    ] = None,
-    json: Annotated[str, typer.Option(metavar="PATH|-", help="where the JSON object goes; - is standard output")] = "-",
-    data: Annotated[
-        Path | None,
-        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="that has the trace which a scenario names"),
-    ] = None,
-    expect: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it holds (>= or <=); may be repeated"),
-    ] = None,
-) -> None:
-    """Hundreds of GPUs in virtual time, decided for by the code that serves: tables, a picture, figures as JSON."""
-    from deploy.bench.report import Expectation
-    from deploy.simulate import run
-
-    if not run(scenario, plot, json, [Expectation.parse(text) for text in expect or ()], quick, data):
-        raise typer.Exit(1)
+        @app.command(name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+        def absent(context: typer.Context) -> None:
+            raise InvalidField("command", context.info_name, "is part of a checkout of the repository: run it there")
 
 
 @app.command()
@@ -275,6 +216,9 @@ def train(
         dtype=dtype,
         data_folder=data,
     )
+
+
+_add_laboratory()
 
 
 models = typer.Typer(help="The models that are known by name, and getting them ready.", invoke_without_command=True)

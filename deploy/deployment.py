@@ -15,8 +15,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
-from actors.homes import find_homes
-from actors.members import Directory
+from actors.memory_budget import find_homes
+from actors.processes import Directory
 from actors.ray_pool import Deployment, start_supervisor
 from cluster.config import Config
 from cluster.placement import place

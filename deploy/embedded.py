@@ -25,7 +25,7 @@ from cluster.transport.factory import connect, listen
 from cluster.types import Commit, ModelInfo, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
-from drafters.roster import RosterLimits
+from drafters.sessions import RosterLimits
 from engine.round import TargetLoop
 from engine.target import TargetEngine
 from profiler.profile import Profile, with_measured_costs

@@ -7,7 +7,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.gateway import LinkClient
-from actors.members import Directory
+from actors.processes import Directory
 
 logger = logging.getLogger(__name__)
 

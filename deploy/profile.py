@@ -11,7 +11,7 @@ from cluster.config import Config
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.state import open_store
-from deploy.bench.report import table_console
+from deploy.console import table_console
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu
 from engine.dtypes import resolve_dtypes

@@ -12,7 +12,6 @@ import torch
 from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions, TableOptions, has_model, parts_of
 from cluster.errors import InvalidField
 from cluster.types import ModelInfo, Request, SamplingParams
-from deploy.bench.transport import round_trips
 from drafters.companions import Host
 from drafters.feature_layers import feature_layers
 from drafters.probe import DrafterProbe
@@ -26,6 +25,7 @@ from profiler.interleaved import Effort, Timing, time_interleaved
 from profiler.latency import MIN_POINTS, Kind
 from profiler.profile import DrafterProfile, Part, Profile, Surface, Trip, parts_of_drafter
 from profiler.stopwatch import OwnTime
+from profiler.transport_probe import round_trips
 
 Said = Callable[[str, float], None]  # what is done, and which share of it
 

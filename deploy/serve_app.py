@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 from ray.serve.config import BackpressureConfig
 
 from actors.gateway import LinkClient
-from actors.members import Directory
+from actors.processes import Directory
 from actors.ray_pool import SUPERVISOR
 from cluster.client import ClusterStatus
 from cluster.config import Config

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cluster.messages import LevelReport
 from cluster.types import SamplingParams
-from drafters.led import LedModel
+from drafters.chained import LedModel
 from drafters.protocol import Demand, Draft, Drafter, Foreseeing, Stopping
 from profiler.calibration import TemperatureScaling
 

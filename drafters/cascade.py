@@ -13,11 +13,11 @@ from itertools import pairwise
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.consensus import Consensus
-from drafters.hearing import Guess, Hearing, PlainHearing, best_of
-from drafters.native.hearing import MOST_MEMBERS, NativeHearing
+from drafters.ensemble import Guess, Hearing, PlainHearing, best_of
+from drafters.marginal_gain import Costs, OwnGain, Worth
+from drafters.native.ensemble import MOST_MEMBERS, NativeHearing
 from drafters.native.lookup import NativeLookup
 from drafters.protocol import Demand, Draft, Drafter
-from drafters.worth import Costs, OwnGain, Worth
 from profiler.online_calibration import OnlineSurvival
 
 _PACE_MEMORY = 0.01  # weight of the newest round in the tokens per step

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from cluster.types import SamplingParams
-from drafters.led import LedModel
+from drafters.chained import LedModel
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.small_model import SmallModel
 from router.chains import PROPOSAL_LEN

@@ -15,7 +15,7 @@ from drafters.dspark.checkpoint import TargetRows, load_network
 from drafters.dspark.config import DSparkConfig, load_dspark_config
 from drafters.dspark.drafter import DSparkDrafter
 from drafters.dspark.sequential import SequentialStage
-from drafters.following import request_id_of
+from drafters.session import request_id_of
 from drafters.shipped import find_drafter
 from engine.dtypes import choose_dtype
 from engine.factory import DTYPES

@@ -10,9 +10,9 @@ from cluster.messages import LevelReport, ProposalRound
 from cluster.transport.base import LinkDown, Mailbox
 from cluster.types import Proposal
 from drafters.counterfactual import Scorer
-from drafters.following import Followed
 from drafters.protocol import Chaining, Demand, Drafter
-from drafters.roster import Peer, Roster, RosterLimits
+from drafters.session import Followed
+from drafters.sessions import Peer, Roster, RosterLimits
 from router.assignment import drafter_of
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ import random
 from typing import Protocol
 
 from cluster.types import SamplingParams
-from drafters.following import key_of
 from drafters.protocol import Demand, Drafter
+from drafters.session import key_of
 from profiler.stopwatch import Stopwatch
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

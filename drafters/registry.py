@@ -97,7 +97,7 @@ def _make_level(options: DrafterOptions, below: Mapping[str, Drafter], site: Sit
     """One that can verify is led by what is below it; another proposes alone."""
     if not can_verify(options):
         return make(options, site)
-    from drafters.led import LedModel
+    from drafters.chained import LedModel
 
     assert isinstance(options, ModelOptions | LayersOptions)
     led = LedModel(_small_model(options, site), below, min_survival=_min_survival(options), clock=site.clock)
@@ -247,7 +247,7 @@ def _min_survival(options: ModelOptions | LayersOptions) -> float:
 def _calibrated(drafter: Drafter, options: ModelOptions | LayersOptions) -> Drafter:
     """With calibrated confidences, where the folder of the model that they are from says how."""
     from drafters.calibrated import CalibratedChaining, CalibratedDrafter, CalibratedForeseeing
-    from drafters.led import LedModel
+    from drafters.chained import LedModel
     from drafters.shipped import find_drafter
     from profiler.calibration import FILE, load_scaling
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cluster.types import SamplingParams
-from drafters.reduced import ReducedHead
+from drafters.reduced_vocab import ReducedHead
 from engine.device import to_device
 from engine.forward import CausalModel, PackedSpan
 from engine.ledger import Checkpoint, Ledger

@@ -8,7 +8,6 @@ from cluster.config import Config
 from cluster.errors import InvalidField
 from cluster.state import open_store
 from cluster.types import ModelInfo
-from engine.calibration import ROWS, measure_cost, warm_up
 from engine.cost_memory import CostMemory
 from engine.cpu_level import cpu_level
 from engine.device import require
@@ -18,6 +17,7 @@ from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
+from engine.pass_timing import ROWS, measure_cost, warm_up
 from profiler.hardware import cpu_name
 from profiler.online_cost import OnlineCost
 from profiler.profile import Identity, Profile, ProfiledCost

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cluster.types import SamplingParams
 from engine.device import to_device
-from engine.race import Peaks, largest, num_rows_at_once, relative
+from engine.gumbel_argmax import Peaks, largest, num_rows_at_once, relative
 
 _NUM_LIKELY = 1024  # tokens that nearly always hold the mass that top-p asks for
 

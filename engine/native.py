@@ -11,8 +11,8 @@ from cluster.errors import InvalidField
 from cluster.types import Request
 from engine.acceptance import verdict
 from engine.device import to_device
-from engine.features import FeatureCache
 from engine.forward import CausalModel
+from engine.hidden_states import FeatureCache
 from engine.layout import PackedSpan
 from engine.ledger import Checkpoint, Ledger
 from engine.sampling import Sampler, SampleSpan, SamplingState

@@ -12,16 +12,16 @@ from cluster.messages import LevelReport, Message, ProposalRound, Role, SubmitRo
 from cluster.soundness import Inspection
 from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
 from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
-from engine.admission import refusal
-from engine.callers import Callers
+from engine.drafter_sessions import Pool
+from engine.gateway_sessions import Callers
 from engine.loop_status import LoopStatus, StepReport
-from engine.pool import Pool
+from engine.refusal import refusal
 from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry
 from profiler.online_cost import OnlineCost
-from router.asking import Pace
 from router.assignment import Observation, RequestView, Score
+from router.colocation_gate import Pace
 from router.cost_model import CostModel
 from router.plan import StepPlan
 from router.planner import Planner, StepPlanner

@@ -6,7 +6,7 @@ So the token at a position is a function of logits, history, parameters and seed
 drafting comes in.
 
 Rows pay only for what their request asks for: they are taken in up to four groups, edited or not, with noise or without, and
-no group reads more of the vocabulary than it must (``engine.race``).
+no group reads more of the vocabulary than it must (``engine.gumbel_argmax``).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from cluster.types import SamplingParams, TokenLogprobs
 from engine.device import to_device
+from engine.gumbel_argmax import first_arrivals, greedy, peaks, probabilities
 from engine.logits import Bias, Edits, Filters, TokenCounts, edit, floors
 from engine.noise import noise_keys
 from engine.ops import Race
-from engine.race import first_arrivals, greedy, peaks, probabilities
 
 
 class SamplingState:

@@ -7,8 +7,8 @@ from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Proposal, Re
 from engine.target import SpanInput, SpanOutcome
 from profiler.drafter_stats import Judgement
 from router.assignment import Chain
-from router.features import prompt_features
 from router.plan import SequenceView, Span
+from router.prompt_features import prompt_features
 
 # Replies that come later than this many rounds do not count in a drafter's reply time.
 MAX_TOLD = 8

@@ -65,7 +65,7 @@ class RequestView:
     prompt_len: int
     committed_len: int
     chain: Chain  # where it is now
-    features: tuple[float, ...] = ()  # of the prompt (`router.features`); (): not known
+    features: tuple[float, ...] = ()  # of the prompt (`router.prompt_features`); (): not known
     opted_out: bool = False  # it wants the target alone
 
 

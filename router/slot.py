@@ -17,9 +17,9 @@ from router.assignment import (
 )
 from router.chains import PassTime
 from router.drift import CollapseWatch
+from router.load_demand import settle
 from router.policies.chain import ModelChains
 from router.table import next_table
-from router.wishes import settle
 
 # Of a draft token on a CPU over one on a GPU, until rounds tell: the memory of the one is read so much faster.
 FALLBACK_COST = 20.0

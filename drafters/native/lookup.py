@@ -11,7 +11,7 @@ from drafters.protocol import Demand, Draft
 from engine.compiling import load_compiled
 
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / name for name in ("automaton.c", "hearing.c", "ngram.c", "suffix.c", "table.c"))
+_SOURCES = tuple(_FOLDER / name for name in ("automaton.c", "ensemble.c", "ngram.c", "suffix.c", "table.c"))
 _HEADERS = (_FOLDER / "automaton.h", _FOLDER / "lookup.h", _FOLDER.parents[1] / "engine" / "noise.h")
 _FLAGS = ("-ffp-contract=off",)  # a multiplication and an addition are rounded as Python rounds them
 

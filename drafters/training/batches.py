@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters.training.corpus import Answer
-from drafters.training.readings import Readings
+from drafters.training.hidden_states import Readings
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from drafters.training.batches import BatchPlan, assemble, epoch
 from drafters.training.corpus import Answer
 from drafters.training.distributed import World
+from drafters.training.hidden_states import Readings
 from drafters.training.losses import Losses
-from drafters.training.readings import Readings
 
 _FORMAT = 1
 _BETAS = (0.9, 0.95)

@@ -14,10 +14,10 @@ from drafters.dspark.config import DSparkConfig
 from drafters.dspark.heads import GatedMarkovHead, MarkovHead, RecurrentHead
 from drafters.dspark.network import DSparkNetwork
 from drafters.training.batches import Batch
-from drafters.training.folding import fold, unfold
 from drafters.training.frozen import FrozenTarget
+from drafters.training.hidden_states import Rows
 from drafters.training.losses import Losses, TargetDistribution, distillation, position_weights
-from drafters.training.readings import Rows
+from drafters.training.normalization import fold, unfold
 from drafters.training.recipe import STORED
 from drafters.training.target_layers import read_final_norm, read_layers
 from drafters.training.vocabulary import positions_in

@@ -24,7 +24,7 @@ from drafters.table import FILE as TABLE_FILE
 from drafters.table import HabitTable, TableDrafter
 from drafters.training.corpus import Answer
 from drafters.training.frozen import FrozenTarget
-from drafters.training.readings import Readings, Rows
+from drafters.training.hidden_states import Readings, Rows
 from engine.dtypes import choose_dtype
 from engine.factory import DTYPES
 from engine.sampling import Sampler

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from drafters.layers import save_layers
 from drafters.training.batches import Batch
+from drafters.training.hidden_states import Rows
 from drafters.training.losses import Losses, TargetDistribution, distillation
-from drafters.training.readings import Rows
 from drafters.training.recipe import STORED
 from drafters.training.target_layers import read_final_norm, read_layers
 from drafters.training.vocabulary import positions_in

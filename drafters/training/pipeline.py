@@ -19,9 +19,7 @@ from drafters.dspark.config import load_dspark_config
 from drafters.shipped import kind_of
 from drafters.table import FILE as TABLE_FILE
 from drafters.table import count_habits
-from drafters.training.allowance import Allowance
 from drafters.training.batches import Batch, assemble, epoch
-from drafters.training.begun import going_on
 from drafters.training.card import CardData, write_card
 from drafters.training.confidences import Halves, calibrate, in_halves
 from drafters.training.corpus import Answer, evaluation_fingerprints, read_given
@@ -29,14 +27,14 @@ from drafters.training.distil import Distillation, Point, Progress
 from drafters.training.distributed import World
 from drafters.training.dspark_student import DSparkStudent
 from drafters.training.evaluation import DRAFT_LENS, Acceptance, acceptance, evaluate, standardisation
+from drafters.training.feature_cache import InMemory, OnDisk, sweep
 from drafters.training.frozen import FrozenTarget, free_memory
 from drafters.training.held_out import hold_out
-from drafters.training.kept import InMemory, OnDisk, sweep
+from drafters.training.hidden_states import Kept, Readings, Rows, target_rows
 from drafters.training.layers_student import LayersStudent
 from drafters.training.manifest import WorkFolder
-from drafters.training.places import check_replaceable, replace_folder
+from drafters.training.output_dir import check_replaceable, replace_folder
 from drafters.training.plots import plot_acceptance, plot_losses
-from drafters.training.readings import Kept, Readings, Rows, target_rows
 from drafters.training.recipe import (
     HELD_OUT,
     MAX_HELD_OUT,
@@ -50,7 +48,9 @@ from drafters.training.recipe import (
     regression_plan,
     schedule,
 )
+from drafters.training.time_budget import Allowance
 from drafters.training.vocabulary import choose_vocabulary, coverage
+from drafters.training.warm_start import going_on
 from drafters.training.writing import Share, Writer
 from engine.models.identity import model_fingerprint
 from engine.models.prepare import ensure_model

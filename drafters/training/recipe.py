@@ -11,7 +11,7 @@ from cluster.errors import InvalidField
 from drafters.dspark.config import DSparkConfig, MarkovKind
 from drafters.training.batches import BatchPlan
 from drafters.training.distil import Schedule
-from drafters.training.places import check_apart
+from drafters.training.output_dir import check_apart
 from engine.cpu.packed import product_dtype
 from engine.models.config import ModelConfig
 from engine.models.int8 import WeightsKind
@@ -31,7 +31,7 @@ DTYPES = ("bfloat16", "float32")  # of the target: in int8 it would teach its ro
 class TrainOptions:
     """``num_prompts``: self-written ones. ``num_tokens``: of answers. ``budget_minutes`` bounds writing and
     training together, and what is written then depends on the machine. With ``begin_with`` the shape of the drafter
-    is that of the one that it goes on with (``drafters.training.begun``)."""
+    is that of the one that it goes on with (``drafters.training.warm_start``)."""
 
     model: str
     drafter: DrafterKind

@@ -27,8 +27,8 @@ from drafters.training.corpus import (
     read_written,
     repair,
 )
-from drafters.training.front import Front
 from drafters.training.frozen import WRITING_COST, FrozenTarget
+from drafters.training.progress import Front
 from drafters.training.starters import STARTERS
 from engine.offline import generate
 

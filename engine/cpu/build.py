@@ -14,7 +14,7 @@ from engine.compiling import find_compiler, is_clang, load_compiled
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = ("kernels.c", "attention.c", "attention_tiles.c", "bf16.c", "tiles.c", "products.c", "race.c")
+_SOURCES = ("kernels.c", "attention.c", "attention_tiles.c", "bf16.c", "tiles.c", "products.c", "gumbel_argmax.c")
 _HEADERS = ("vectors.h", "attention.h", "bf16.h")
 SOURCES = tuple(Path(__file__).with_name(name) for name in _SOURCES)
 HEADERS = (*(Path(__file__).with_name(name) for name in _HEADERS), Path(__file__).parent.with_name("noise.h"))

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from engine.cpu.bf16 import Bf16Linear
 from engine.cpu.build import load_library
+from engine.cpu.gumbel_argmax import CpuRace
 from engine.cpu.int8 import Int8Linear
 from engine.cpu.packed import packed_linear
-from engine.cpu.race import CpuRace
 from engine.layout import Layout
 from engine.models.config import ModelConfig
 from engine.models.weights import LinearWeight

@@ -21,12 +21,12 @@ from cluster.messages import LevelReport
 from router.acceptance import AcceptanceTable, counts_of
 from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score, drafter_of, lessons, opted_out
 from router.chains import PROPOSAL_LEN, Level, PassTime, candidates, fastest, predict
-from router.features import PromptClusters
 from router.matching import Floats, Ints
 from router.policies.experience import Experience
-from router.policies.in_time import InTime, Sums
-from router.policies.room import Room
-from router.policies.turned_out import SPREAD, Choosing, Fills, FillSums, Overruns, OverrunSums, seated
+from router.policies.free_capacity import Room
+from router.policies.observed_overhead import SPREAD, Choosing, Fills, FillSums, Overruns, OverrunSums, seated
+from router.policies.on_time_rate import InTime, Sums
+from router.prompt_features import PromptClusters
 from router.similarity import Depths, Paces, Similarities, guess
 
 REFRESH_SLOTS = 4  # after which the times of all chains are predicted anew; sooner when the pool has changed

@@ -11,9 +11,9 @@ from pydantic import JsonValue
 
 from cluster.config import EpsilonGreedyPolicy
 from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score, drafter_of, opted_out
+from router.policies.expiring_cache import Seen
+from router.policies.free_capacity import Room
 from router.policies.goodput import ShrunkMeans
-from router.policies.room import Room
-from router.policies.seen import Seen
 
 
 class EpsilonGreedy:

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from cluster.config import HedgePolicy
 from router.acceptance import CONTEXT_LENS, NUM_POSITIONS
 from router.assignment import RequestView
-from router.features import PromptClusters
 from router.matching import NOWHERE, Floats, Ints
-from router.policies.seen import GENERATION_SLOTS
+from router.policies.expiring_cache import GENERATION_SLOTS
+from router.prompt_features import PromptClusters
 
 MEMORY_ROUNDS = 100.0  # a request's text changes as it goes on
 _GROWTH = 256

@@ -6,7 +6,7 @@ from pydantic import JsonValue
 
 from cluster.config import FixedPolicy
 from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score, drafter_of, opted_out
-from router.policies.room import Room
+from router.policies.free_capacity import Room
 
 
 class Fixed:

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field, JsonValue, TypeAdapter
 
 from router.assignment import Observation, drafter_of, lessons
-from router.policies.seen import Seen
+from router.policies.expiring_cache import Seen
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[float, Field(ge=0, allow_inf_nan=False)]

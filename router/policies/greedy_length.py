@@ -8,8 +8,8 @@ from pydantic import JsonValue
 
 from cluster.config import GreedyLengthPolicy
 from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score, drafter_of, opted_out
-from router.policies.room import Room
-from router.policies.seen import Seen
+from router.policies.expiring_cache import Seen
+from router.policies.free_capacity import Room
 
 HISTORY_LEN = 512  # prompts whose lengths say what is short
 

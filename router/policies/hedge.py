@@ -23,12 +23,12 @@ from router.assignment import (
     lessons,
     opted_out,
 )
-from router.features import PromptClusters
 from router.matching import NOWHERE, Floats, Ints, match
 from router.policies.experience import Experience
-from router.policies.in_time import InTime, Sums
-from router.policies.room import Room
+from router.policies.free_capacity import Room
+from router.policies.on_time_rate import InTime, Sums
 from router.policies.round_times import RoundTimes, shares_target
+from router.prompt_features import PromptClusters
 
 MAX_CYCLES = 64  # of a slot's matching: what is left to gain then is little, and the next slot begins nearer to it
 _MAX_PRICES = 8  # of a slot, of drafters that the requests with them pay for together
@@ -55,11 +55,11 @@ class Hedge:
 
     L_ij: expected tokens of a round that has a draft, from i's own drafts and scores position by position, shrunk to what
     such prompts (their cluster, at this context length) and all requests saw of j (`router.acceptance`). s_j: of the rounds
-    that a draft could have been there for, the share in which one was (`router.policies.in_time`). T_j: seconds of a round
-    if all requests were with j, which share passes and wait for each other (`router.policies.round_times`). G_ij: a Gumbel
-    draw that stays for the life of i, n_ij the rounds that L_ij rests on. So where drafts are in time i would go to j with a
-    probability proportional to exp(eta n_ij L_ij), which is Hedge, and its perturbed leader where places are scarce (Kalai
-    and Vempala). Drafters of which i has seen little keep a larger draw.
+    that a draft could have been there for, the share in which one was (`router.policies.on_time_rate`). T_j: seconds of
+    a round if all requests were with j, which share passes and wait for each other (`router.policies.round_times`).
+    G_ij: a Gumbel draw that stays for the life of i, n_ij the rounds that L_ij rests on. So where drafts are in time i would
+    go to j with a probability proportional to exp(eta n_ij L_ij), which is Hedge, and its perturbed leader where places are
+    scarce (Kalai and Vempala). Drafters of which i has seen little keep a larger draw.
     Without scores that does not suffice to find what is best for a request that is unlike the others: so a small share
     tries, for a slot, the drafter of which it has seen least. Where scores come, every drafter has been seen: nobody does.
 

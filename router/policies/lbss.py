@@ -46,9 +46,9 @@ from router.assignment import (
     lessons,
     opted_out,
 )
+from router.policies.expiring_cache import Seen
+from router.policies.free_capacity import Room
 from router.policies.goodput import Means
-from router.policies.room import Room
-from router.policies.seen import Seen
 
 _DROPPED = ""  # by lines 9 and 10
 MAX_EPOCH = 62

@@ -11,8 +11,8 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback only
 
+from benchmarks.server import ServerProcess
 from cluster.config import PlannerConfig
-from deploy.bench.server import ServerProcess
 from tests.support.settings import small_config
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.server import ServerProcess
 from cluster.config import ChainPolicy, DrafterConfig, LayersOptions, ModelOptions, PlannerConfig, RouterConfig
-from deploy.bench.server import ServerProcess
 from tests.support.settings import small_config
 from tests.support.streaming import another_takes_over, run, undrafted
 from tests.support.waiting import eventually, gauge
@@ -42,8 +42,8 @@ def plain(chained: ServerProcess) -> Texts:
 
 
 def test_a_chain_of_three_drafters_serves_the_targets_own_tokens(chained: ServerProcess, plain: Texts) -> None:
-    """How many drafts come in time is the machine's affair (`tests/unit/test_led.py` waits for them). On a busy one all of
-    the first may come so late that it is not known how long they take: then there is more to draft for until it is."""
+    """How many drafts come in time is the machine's affair (`tests/unit/test_chained.py` waits for them). On a busy one all
+    of the first may come so late that it is not known how long they take: then there is more to draft for until it is."""
     with chained.client() as http:
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 3)
 

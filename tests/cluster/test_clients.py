@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bench.server import ServerProcess
+from benchmarks.server import ServerProcess
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 

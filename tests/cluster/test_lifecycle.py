@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.server import ServerProcess
 from cluster.config import Config
-from deploy.bench.server import ServerProcess
 from deploy.local_ray import run_folder
 from deploy.processes import descendants
 from tests.support.settings import small_config

@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.server import ServerProcess
 from cluster.config import DrafterConfig, MemoryConfig, ModelOptions
-from deploy.bench.server import ServerProcess
 from drafters.footprint import footprint
 from tests.support.settings import small_config
 from tests.support.waiting import eventually, gauge

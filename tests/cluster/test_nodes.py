@@ -16,13 +16,13 @@ from ray.util.state import list_actors
 
 from actors.gateway import LinkClient
 from actors.ray_pool import Deployment, start_supervisor
+from benchmarks.server import ServerProcess
 from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig, ModelConfig, ModelOptions, NgramOptions, Resources, TargetConfig
 from cluster.inventory import Inventory
 from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.types import Request, SamplingParams
-from deploy.bench.server import ServerProcess
 from deploy.groups import make_groups, read_inventory, with_cores
 from profiler.hardware import num_cores
 from tests.support.settings import small_config

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.server import ServerProcess
 from cluster.config import ApiConfig, ClusterConfig, Config, FileStateConfig, ModelConfig
-from deploy.bench.server import ServerProcess
 from deploy.local_ray import free_port
 from engine.cpu_level import cpu_level, machine_level
 from tests.support.cpu_levels import LOWER_LEVELS, NO_COMPILER, environment_of

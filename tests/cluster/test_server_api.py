@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from deploy.bench.server import ServerProcess
+from benchmarks.server import ServerProcess
 from tests.support.waiting import eventually, gauge
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import openai
 import pytest
 
-from deploy.bench.server import ServerProcess
+from benchmarks.server import ServerProcess
 from tests.support.streaming import MODEL, another_takes_over, run, undrafted
 from tests.support.waiting import eventually, gauge
 

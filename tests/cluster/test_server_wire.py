@@ -13,7 +13,7 @@ import openai
 import psutil
 import pytest
 
-from deploy.bench.server import ServerProcess
+from benchmarks.server import ServerProcess
 from deploy.processes import descendants
 from tests.support import wire
 from tests.support.waiting import eventually, gauge

@@ -8,7 +8,7 @@ from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import Proposal, SamplingParams
 from drafters.loop import DrafterLoop
 from drafters.protocol import Demand, Draft
-from drafters.roster import RosterLimits
+from drafters.sessions import RosterLimits
 
 SAMPLING = SamplingParams(max_tokens=1000)
 

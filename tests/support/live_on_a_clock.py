@@ -13,17 +13,17 @@ from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import ModelInfo, Request, SamplingParams
 from drafters.loop import DrafterLoop
 from drafters.protocol import Demand, Draft
-from drafters.roster import RosterLimits
+from drafters.sessions import RosterLimits
 from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
-from profiler.simulator.agreement import SimulatedRequest
-from profiler.simulator.simulation import ClusterSpec, DrafterSpec
-from profiler.simulator.timing import Work
 from router.assignment import AssignmentPolicy
 from router.drift import CollapseWatch
 from router.plan import Capacity, StepPlan
 from router.planner import Planner
 from router.slot import SlotReport, build_router
+from simulator.agreement import SimulatedRequest
+from simulator.simulation import ClusterSpec, DrafterSpec
+from simulator.timing import Work
 
 VOCAB_SIZE = 50
 EOS = 0

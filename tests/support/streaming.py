@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import openai
 
-from deploy.bench.server import ServerProcess
+from benchmarks.server import ServerProcess
 from tests.support.waiting import DEADLINE_S, eventually, gauge
 
 MODEL = "smollm2-135m"

@@ -5,7 +5,7 @@ import pytest
 
 from router.acceptance import NUM_POSITIONS, AcceptanceTable, Lesson, Rates
 from router.assignment import Positions
-from router.features import NUM_FEATURES, PromptClusters, prompt_features
+from router.prompt_features import NUM_FEATURES, PromptClusters, prompt_features
 
 
 def table(strength: float = 20.0, memory: float = 1e6) -> AcceptanceTable:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chains import FIXED, POLICY, Turns, config
 from cluster.config import ChainPolicy, ModelOptions
-from deploy.bench.chains import FIXED, POLICY, Turns, config
 
 
 def test_the_policy_is_held_against_the_fastest_fixed_chain() -> None:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from benchmarks.comparison import Verdict, compare
 from cluster.types import Commit, FinishReason, Request, SamplingParams, TokenLogprobs
-from deploy.bench.comparison import Verdict, compare
 from engine.noise import gumbel, noise_keys
 
 PROMPT = (1, 2, 3)

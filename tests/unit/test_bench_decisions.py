@@ -5,10 +5,10 @@ import random
 
 import pytest
 
+from benchmarks import decisions
+from benchmarks.report import BenchOptions
 from cluster.config import HedgePolicy
 from cluster.types import RoutingTable
-from deploy.bench import decisions
-from deploy.bench.report import BenchOptions
 
 
 def test_traffic_is_of_the_size_that_is_promised_and_goes_on() -> None:

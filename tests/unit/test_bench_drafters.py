@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bench import drafters as bench
-from deploy.bench.drafters import QUICK, Findings
-from deploy.bench.pace import Speedup, Turns
-from deploy.bench.pool import pool
-from deploy.bench.report import BenchOptions
-from deploy.bench.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
+from benchmarks import drafters as bench
+from benchmarks.drafters import QUICK, Findings
+from benchmarks.pool import pool
+from benchmarks.report import BenchOptions
+from benchmarks.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
+from benchmarks.throughput import Speedup, Turns
 from drafters import shipped
 from drafters.replay import Round
 from tests.support.dspark import write_dspark

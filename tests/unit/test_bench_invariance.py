@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import engine.native
+from benchmarks import invariance
+from benchmarks.fault_injection import Cut, Midway, before_disliked_token, every_second
+from benchmarks.harness import Circumstances, Rig
+from benchmarks.report import BenchOptions, BenchResult
 from cluster.config import DrafterConfig, DSparkOptions
 from cluster.types import SamplingParams, Slo
-from deploy.bench import invariance
-from deploy.bench.mischief import Cut, Midway, before_disliked_token, every_second
-from deploy.bench.report import BenchOptions, BenchResult
-from deploy.bench.rig import Circumstances, Rig
 from drafters import shipped
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand

@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.errors import InvalidField
-from deploy import bench
-from deploy.bench.report import (
+import benchmarks
+from benchmarks.report import (
     BenchOptions,
     BenchResult,
     Expectation,
@@ -19,6 +18,7 @@ from deploy.bench.report import (
     failures,
     print_result,
 )
+from cluster.errors import InvalidField
 from deploy.cli import app
 
 
@@ -39,7 +39,7 @@ def demo_bench(monkeypatch: pytest.MonkeyPatch) -> list[BenchOptions]:
     module = ModuleType("demo_bench_module")
     module.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "demo_bench_module", module)
-    monkeypatch.setitem(bench.BENCHES, "demo", bench.Bench("demo_bench_module", "for the test"))
+    monkeypatch.setitem(benchmarks.BENCHES, "demo", benchmarks.Bench("demo_bench_module", "for the test"))
     return seen
 
 
@@ -112,7 +112,7 @@ def test_a_malformed_expectation_is_refused_before_the_run(demo_bench: list[Benc
 
 def test_an_unknown_benchmark_names_the_nearest() -> None:
     with pytest.raises(InvalidField, match="did you mean invariance"):
-        bench.find_bench("invarience")
+        benchmarks.find_bench("invarience")
 
 
 def test_an_unknown_benchmark_is_one_line_and_exit_code_1() -> None:

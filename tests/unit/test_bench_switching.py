@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import switching
+from benchmarks.switching import Switch, measure, result, waiting_cluster
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
-from deploy.bench import switching
-from deploy.bench.switching import Switch, measure, result, waiting_cluster
 
 
 def test_what_is_saved_is_of_the_stall_beyond_a_usual_round() -> None:

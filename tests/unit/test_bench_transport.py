@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from benchmarks import transport
+from benchmarks.report import BenchOptions
 from cluster.transport.codec import decode, encode
-from deploy.bench import transport
-from deploy.bench.report import BenchOptions
 
 
 def test_one_kb_is_1024_bytes() -> None:

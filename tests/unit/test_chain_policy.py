@@ -12,7 +12,7 @@ from cluster.messages import LevelReport, Verified
 from router.assignment import TARGET_ONLY, Chain, MemberCosts, Observation, PoolMember, Positions, RequestView, Score
 from router.chains import PassTime
 from router.policies.chain import ModelChains
-from router.policies.turned_out import TRIAL_SLOTS
+from router.policies.observed_overhead import TRIAL_SLOTS
 from router.slot import ChainScheduler, SlotReport
 
 TARGET = PassTime(((1, 0.025), (65, 0.057)))

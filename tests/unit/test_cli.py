@@ -6,7 +6,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from deploy.bench import BENCHES
+from benchmarks import BENCHES
 from deploy.cli import app
 
 COMMANDS = ("serve", "config", "chat", "status", "bench", "models", "train")

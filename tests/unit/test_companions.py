@@ -25,8 +25,8 @@ from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
 from engine.target import SpanInput, SpanOutcome
-from router.asking import Pace
 from router.assignment import member_name
+from router.colocation_gate import Pace
 from router.cost_model import TableCost
 from router.planner import PlannerSettings, StepPlanner
 from tests.support.dspark import write_dspark

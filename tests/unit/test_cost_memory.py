@@ -8,10 +8,10 @@ from pydantic import JsonValue
 
 from cluster.config import ClusterConfig, Config, FileStateConfig, ModelConfig, TargetConfig
 from cluster.state import MemoryStateStore
-from engine import calibration, loading
-from engine.calibration import BUDGET_S, measure_cost
+from engine import loading, pass_timing
 from engine.cost_memory import CostMemory, code_version
 from engine.loading import identity_of, load_target
+from engine.pass_timing import BUDGET_S, measure_cost
 from router.cost_model import TableCost
 from router.plan import Capacity
 from tests.support.toys import ToyTarget
@@ -115,7 +115,7 @@ class SlowTarget(ToyTarget):
 
 def test_a_slow_target_is_measured_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     target = SlowTarget(num_blocks=256, max_pass_tokens=512)
-    monkeypatch.setattr(calibration.time, "perf_counter", lambda: target.now_s)
+    monkeypatch.setattr(pass_timing.time, "perf_counter", lambda: target.now_s)
     cost = measure_cost(target, clock=lambda: target.now_s)
     assert cost.rows == (1, 2, 4)
     assert cost.step_s(512, 0) == pytest.approx(512.0)  # what was not measured follows the last points

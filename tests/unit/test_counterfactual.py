@@ -12,12 +12,12 @@ from cluster.config import DrafterOptions, LayersOptions, ModelOptions, NgramOpt
 from cluster.messages import Budget, DraftRound, Extend, Hello, Message, Open, ProposalRound, Role, Score
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import ModelInfo, Proposal, SamplingParams
+from drafters.chained import LedModel
 from drafters.counterfactual import Shadow
-from drafters.led import LedModel
 from drafters.loop import REPORT_PERIOD_S, DrafterLoop
 from drafters.protocol import NEVER, Drafter, Stopping
 from drafters.registry import Site, make
-from drafters.roster import MAX_UNSCORED, RosterLimits
+from drafters.sessions import MAX_UNSCORED, RosterLimits
 from drafters.small_model import Question, SmallModel
 from engine.factory import load_model
 from engine.models.tokenizer import fingerprint

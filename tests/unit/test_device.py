@@ -19,7 +19,6 @@ from drafters.dspark import sequential
 from drafters.dspark.checkpoint import load_network
 from drafters.small_model import Question, SmallModel
 from engine import factory, loading
-from engine.calibration import ROWS
 from engine.device import to_device
 from engine.forward import CausalModel
 from engine.kv_cache import KvCache
@@ -28,6 +27,7 @@ from engine.models.config import load_config
 from engine.models.weights import LinearWeight, open_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.ops import Linear, Logits, TorchOps
+from engine.pass_timing import ROWS
 from engine.sampling import Sampler
 from engine.target import SpanInput, SpanOutcome
 from router.plan import Capacity

@@ -10,17 +10,17 @@ import torch
 from cluster.errors import InvalidField
 from drafters.dspark.heads import GatedMarkovHead, RecurrentHead
 from drafters.training.batches import Batch, BatchPlan, assemble
-from drafters.training.begun import going_on
 from drafters.training.corpus import Answer
 from drafters.training.distil import Distillation, Schedule
 from drafters.training.distributed import World
 from drafters.training.dspark_student import DSparkStudent, _Moments
 from drafters.training.evaluation import standardisation
+from drafters.training.feature_cache import InMemory
 from drafters.training.frozen import FrozenTarget
-from drafters.training.kept import InMemory
+from drafters.training.hidden_states import Readings, target_rows
 from drafters.training.layers_student import LayersStudent
-from drafters.training.readings import Readings, target_rows
 from drafters.training.recipe import HEADS, HeadKind, TrainOptions, dspark_config
+from drafters.training.warm_start import going_on
 
 HERE = World(0, 1, torch.device("cpu"))
 BLOCK, MARKOV_RANK = 4, 16

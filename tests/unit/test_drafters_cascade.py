@@ -9,9 +9,9 @@ import pytest
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.cascade import CascadeDrafter, Member
+from drafters.marginal_gain import Costs
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.replay import common_prefix_len
-from drafters.worth import Costs
 
 SAMPLING = SamplingParams(max_tokens=100, temperature=0.0)
 CONTENT = tuple(range(100, 1000))  # what the target will say: position t holds 100 + t

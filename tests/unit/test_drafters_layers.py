@@ -12,7 +12,7 @@ from cluster.types import SamplingParams
 from drafters.layers import load_layers
 from drafters.model import ModelDrafter
 from drafters.protocol import Demand, Draft
-from drafters.reduced import ReducedHead
+from drafters.reduced_vocab import ReducedHead
 from drafters.small_model import SmallModel
 from engine.factory import load_model
 from engine.sampling import Sampler, SampleSpan, SamplingState

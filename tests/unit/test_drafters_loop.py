@@ -11,7 +11,7 @@ from cluster.transport.base import LinkUp
 from cluster.types import Proposal
 from drafters.loop import DrafterLoop
 from drafters.protocol import Demand, Draft
-from drafters.roster import RosterLimits
+from drafters.sessions import RosterLimits
 from tests.support.drafter_bench import SAMPLING, Bench, Counting, FakeLink
 
 

@@ -14,7 +14,7 @@ from cluster.config import DrafterConfig, NgramOptions
 from cluster.errors import LinkClosed, Overloaded
 from cluster.types import Commit, FinishReason, Request, SamplingParams
 from deploy.embedded import Completing, EmbeddedCluster, PoolEntry
-from drafters.roster import RosterLimits
+from drafters.sessions import RosterLimits
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
 from tests.support.toys import MODEL, ToyDrafter, ToyTarget, plain_run

@@ -24,7 +24,7 @@ from engine.round import TargetLoop
 from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score
 from router.cost_model import TableCost
 from router.policies import POLICIES, build_policy
-from router.policies.room import Room
+from router.policies.free_capacity import Room
 from router.slot import Router, SlotReport
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, choose, plain_run
 

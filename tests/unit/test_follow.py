@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from actors.members import Directory
+from actors.processes import Directory
 from deploy import follow
 
 OLD = Directory("first life", 3, addresses=("grpc://node:1",))

@@ -17,8 +17,8 @@ from drafters.layers import load_layers
 from drafters.protocol import Demand
 from engine import compiling
 from engine.cpu import build
+from engine.cpu.gumbel_argmax import CpuRace
 from engine.cpu.int8 import Int8Linear
-from engine.cpu.race import CpuRace
 from engine.layout import PackedSpan
 from engine.models.int8 import quantise
 from engine.models.weights import LinearWeight

@@ -18,11 +18,11 @@ from router.assignment import (
     RequestView,
     Score,
 )
-from router.features import prompt_features
 from router.policies import build_policy
 from router.policies.experience import Experience
-from router.policies.in_time import InTime
-from router.policies.seen import GENERATION_SLOTS
+from router.policies.expiring_cache import GENERATION_SLOTS
+from router.policies.on_time_rate import InTime
+from router.prompt_features import prompt_features
 from tests.support.observing import right_at
 
 TEN_RIGHT = Positions((10, 9, 8, 7), (9, 8, 7, 6))

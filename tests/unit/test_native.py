@@ -10,10 +10,10 @@ import torch
 
 from cluster.errors import InvalidField, OutOfBlocks
 from cluster.types import Request, SamplingParams
-from engine.calibration import ROWS, measure_cost
 from engine.factory import load_model
 from engine.forward import CausalModel, PackedSpan
 from engine.native import NativeLimits, NativeTarget
+from engine.pass_timing import ROWS, measure_cost
 from engine.target import SpanInput, SpanOutcome
 from tests.support.families import write_family
 

@@ -21,8 +21,8 @@ from cluster.config import (
 from cluster.types import RoutingTable
 from router.assignment import TARGET_ONLY, AssignmentPolicy, Observation, PoolMember, RequestView, drafter_of
 from router.policies import POLICIES, build_policy, build_pool
+from router.policies.expiring_cache import GENERATION_SLOTS, Seen
 from router.policies.goodput import ShrunkMeans
-from router.policies.seen import GENERATION_SLOTS, Seen
 from router.table import MAX_CHAINS, next_table
 
 

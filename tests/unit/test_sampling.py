@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cluster.types import SamplingParams
-from engine import race
+from engine import gumbel_argmax
 from engine.cpu import build
-from engine.cpu.race import CpuRace
+from engine.cpu.gumbel_argmax import CpuRace
 from engine.noise import gumbel, noise_keys
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 
@@ -114,7 +114,7 @@ def test_choices_equal_the_naive_sampler(num_first_blocks: int, kernel: bool, da
     before = logits.clone()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(race, "_NUM_FIRST_BLOCKS", num_first_blocks)
+        patch.setattr(gumbel_argmax, "_NUM_FIRST_BLOCKS", num_first_blocks)
         chosen = Sampler(vocab_size, eos, raced(logits, vocab_size) if kernel else None).choose(logits, spans)
 
     assert torch.equal(logits, before)

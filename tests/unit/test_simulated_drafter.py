@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cluster.messages import LevelReport
-from profiler.simulator.agreement import Agreement, Answer, SimulatedRequest
-from profiler.simulator.drafter import News, SimulatedDrafter, SimulatedProposal
-from profiler.simulator.events import Events
-from profiler.simulator.timing import Jitter, Work
+from simulator.agreement import Agreement, Answer, SimulatedRequest
+from simulator.drafter import News, SimulatedDrafter, SimulatedProposal
+from simulator.events import Events
+from simulator.timing import Jitter, Work
 
 JITTER = Jitter(0.0, np.random.default_rng(0))  # none
 

@@ -8,17 +8,17 @@ import pytest
 
 from cluster.config import EpsilonGreedyPolicy, FixedPolicy, HedgePolicy, LbssPolicy, PolicyConfig
 from cluster.types import FinishReason
-from profiler.simulator.agreement import Agreement, Answer, SimulatedRequest
-from profiler.simulator.contest import compete, endless, regret
-from profiler.simulator.lock_step import LockStep
-from profiler.simulator.simulation import ClusterSpec, DrafterSpec, Load, Outcome, Simulation, in_turn, simulate
-from profiler.simulator.synthetic import DrafterFamily, Family, fitted, runs
-from profiler.simulator.target import TargetLimits
-from profiler.simulator.timing import DraftByCost, PackedPass, PaddedPass
 from router.assignment import Positions
 from router.cost_model import TableCost
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy
+from simulator.agreement import Agreement, Answer, SimulatedRequest
+from simulator.contest import compete, endless, regret
+from simulator.lock_step import LockStep
+from simulator.simulation import ClusterSpec, DrafterSpec, Load, Outcome, Simulation, in_turn, simulate
+from simulator.synthetic import DrafterFamily, Family, fitted, runs
+from simulator.target import TargetLimits
+from simulator.timing import DraftByCost, PackedPass, PaddedPass
 
 FAMILY = Family(
     drafters={"small": DrafterFamily(acceptance=0.4, spread=1.2), "large": DrafterFamily(acceptance=0.75, spread=1.2)}

@@ -7,22 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import record, routing, simulate
+from benchmarks.report import BenchOptions
 from cluster.config import DrafterConfig, NgramOptions, SuffixOptions
 from cluster.errors import InvalidField, OutriderError
 from cluster.strict_yaml import ConfigError
 from cluster.types import ModelInfo, SamplingParams
-from deploy import simulate
-from deploy.bench import record, routing
-from deploy.bench.report import BenchOptions
 from drafters import shipped
 from drafters.agreement import agreement
 from drafters.registry import make_drafter
 from drafters.replay import Recording, replay
-from profiler.simulator.recording import AgreementRecording, Recorder, read_recording
-from profiler.simulator.scenario import Recorded, ServingScenario, read_scenario
-from profiler.simulator.serving import read_trace, requests
 from router.cost_model import TableCost
-from router.features import prompt_features
+from router.prompt_features import prompt_features
+from simulator.recording import AgreementRecording, Recorder, read_recording
+from simulator.scenario import Recorded, ServingScenario, read_scenario
+from simulator.serving import read_trace, requests
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
 INFO = ModelInfo("m", 100, 4096, (99,), "f")

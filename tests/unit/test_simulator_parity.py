@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from cluster.config import EpsilonGreedyPolicy, FixedPolicy, HedgePolicy, PolicyConfig
-from profiler.simulator.agreement import SimulatedRequest
-from profiler.simulator.simulation import ClusterSpec, DrafterSpec, Load, Simulation
-from profiler.simulator.synthetic import DrafterFamily, Family
-from profiler.simulator.target import TargetLimits
-from profiler.simulator.timing import DraftByCost, PackedPass
 from router.assignment import AssignmentPolicy, Observation, Score
 from router.cost_model import TableCost
-from router.features import prompt_features
 from router.plan import StepPlan
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy
 from router.policies.fixed import Fixed
+from router.prompt_features import prompt_features
+from simulator.agreement import SimulatedRequest
+from simulator.simulation import ClusterSpec, DrafterSpec, Load, Simulation
+from simulator.synthetic import DrafterFamily, Family
+from simulator.target import TargetLimits
+from simulator.timing import DraftByCost, PackedPass
 from tests.support.live_on_a_clock import run_live
 
 FAMILY = Family(

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import simulate
+from benchmarks.report import Expectation
+from benchmarks.studies import specrouter, spin
 from cluster.config import HedgePolicy
-from deploy import simulate
-from deploy.bench.report import Expectation
-from profiler.simulator import serving, specrouter, spin
-from profiler.simulator.roofline import Device, Placed, RooflineCost, Shape
-from profiler.simulator.scenario import ServingScenario, SpecRouterScenario, SpinScenario, read_scenario
+from simulator import serving
+from simulator.roofline import Device, Placed, RooflineCost, Shape
+from simulator.scenario import ServingScenario, SpecRouterScenario, SpinScenario, read_scenario
 
 DEVICE = Device(tflops=100, memory_gbps=1000, memory_gb=40, compute_share=0.5, memory_share=0.5)
 SHAPE = Shape(layers=32, hidden=4096, ffn=11008)

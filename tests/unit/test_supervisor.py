@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from actors.drafter import DrafterInfo
-from actors.homes import Homes
-from actors.members import Process, ProcessEnded, State
+from actors.memory_budget import Homes
+from actors.processes import Process, ProcessEnded, State
 from actors.router import RouterInfo
 from actors.supervisor import Supervisor
 from actors.target import DrafterCounts, TargetInfo, TargetReport

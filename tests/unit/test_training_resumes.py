@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.training import allowance
-from drafters.training.allowance import Allowance
+from drafters.training import time_budget
 from drafters.training.batches import BatchPlan
 from drafters.training.distil import Distillation, Schedule
+from drafters.training.feature_cache import InMemory
 from drafters.training.frozen import FrozenTarget
-from drafters.training.kept import InMemory
+from drafters.training.hidden_states import Readings, target_rows
 from drafters.training.layers_student import LayersStudent
 from drafters.training.manifest import WorkFolder
 from drafters.training.pipeline import train
-from drafters.training.readings import Readings, target_rows
+from drafters.training.time_budget import Allowance
 from tests.support.wordy_model import write_wordy_model
 from tests.unit.test_train import HERE, Silent, options
 
@@ -53,7 +53,7 @@ class Cutting(Silent):
 def clock(monkeypatch: pytest.MonkeyPatch, tick_s: float) -> None:
     """From here on time passes by being asked for."""
     times = itertools.count(0.0, tick_s)
-    monkeypatch.setattr(allowance, "monotonic", lambda: next(times))
+    monkeypatch.setattr(time_budget, "monotonic", lambda: next(times))
 
 
 def test_time_that_was_spent_is_not_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,16 +11,16 @@ from cluster.errors import InvalidField, ModelUnavailable
 from drafters.dspark.checkpoint import TargetRows, load_network
 from drafters.layers import load_layers
 from drafters.training.batches import BatchPlan, assemble
-from drafters.training.begun import going_on
 from drafters.training.corpus import Answer
 from drafters.training.dspark_student import DSparkStudent
 from drafters.training.evaluation import standardisation
+from drafters.training.feature_cache import InMemory
 from drafters.training.frozen import FrozenTarget
-from drafters.training.kept import InMemory
+from drafters.training.hidden_states import Readings, target_rows
 from drafters.training.layers_student import LayersStudent
-from drafters.training.readings import Readings, target_rows
 from drafters.training.recipe import TrainOptions, dspark_config, feature_layers, kept_layers
 from drafters.training.vocabulary import choose_vocabulary, coverage
+from drafters.training.warm_start import going_on
 from engine.layout import PackedSpan
 from tests.support.made_answers import answer
 

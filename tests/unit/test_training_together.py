@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from drafters.shipped import kind_of
+from drafters.training.feature_cache import sweep
 from drafters.training.frozen import writing_limits
-from drafters.training.kept import sweep
 from tests.support.wordy_model import write_wordy_model
 
 # One of the processes that torchrun starts. It tells how its own part of the training came out.

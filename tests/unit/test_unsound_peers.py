@@ -10,6 +10,7 @@ from itertools import count
 import pytest
 
 from actors.gateway import LinkClient
+from benchmarks.unsound import Unsound
 from cluster.config import ChainPolicy, DrafterConfig, HedgePolicy, NgramOptions, SuffixOptions
 from cluster.errors import LinkClosed, OutriderError
 from cluster.messages import (
@@ -29,11 +30,10 @@ from cluster.transport.base import LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.factory import listen
 from cluster.transport.simulation import Faults
 from cluster.types import Commit, FinishReason, Request, SamplingParams, Slo
-from deploy.bench.unsound import Unsound
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.registry import make_drafter
-from drafters.roster import RosterLimits
+from drafters.sessions import RosterLimits
 from router import assignment
 from router.assignment import PoolMember, Positions, RequestView
 from router.policies import build_policy

@@ -1,0 +1,63 @@
+"""What each drafter of a pool gets accepted of recorded answers: exact, and of all of them on the same answers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.fixtures import MAX_BATCH, Stable
+from cluster.config import ChainOptions, DrafterConfig, DSparkOptions, LayersOptions, ModelOptions
+from drafters.protocol import Drafter
+from drafters.replay import Recording, Round, replay_lens
+from profiler.prompts import Prompt
+
+Key = tuple[str, float, int]  # drafter, temperature, draft length
+
+
+@dataclass(frozen=True, slots=True)
+class _Contender:
+    name: str
+    draft_lens: tuple[int, ...]  # that it serves in one walk
+    drafter: Drafter
+
+
+def learns(config: DrafterConfig) -> bool:
+    """Whether what it drafts, or how sure it is, depends on what it was asked for and verified of before.
+
+    Others draft the beginning of a longer draft when they are asked for a shorter one. What the proposer of a chain learns
+    changes its cost alone: a chain drafts what its verifier alone would.
+    """
+    return not isinstance(config.options, ModelOptions | LayersOptions | DSparkOptions | ChainOptions)
+
+
+def accepted(
+    stable: Stable,
+    configs: Sequence[DrafterConfig],
+    prompts: Sequence[Prompt],
+    draft_lens: Sequence[int],
+    temperatures: Sequence[float],
+    tell: Callable[[str], None],
+) -> tuple[Mapping[Key, list[Round]], Mapping[float, list[Recording]]]:
+    """The rounds of all drafters, and the answers that they were held against.
+
+    The answers are written part by part, and every drafter is replayed while the target still has what it computed for a
+    part. A drafter that learns is one for each temperature and draft length, and lives through all parts.
+    """
+    contenders = {t: _contenders(stable, configs, draft_lens) for t in temperatures}
+    rounds: dict[Key, list[Round]] = {(c.name, t, n): [] for c in configs for t in temperatures for n in draft_lens}
+    recordings: dict[float, list[Recording]] = {t: [] for t in temperatures}
+    for number, part in enumerate(stable.record(prompts, temperatures)):
+        tell(f"answers {number * MAX_BATCH + 1} to {min(len(prompts), (number + 1) * MAX_BATCH)} of {len(prompts)}")
+        for temperature, answers in part.items():
+            recordings[temperature].extend(answers)
+            with stable.holding(answers):
+                for one in contenders[temperature]:
+                    for draft_len, round_ in replay_lens(one.drafter, answers, one.draft_lens, batch=MAX_BATCH):
+                        rounds[one.name, temperature, draft_len].append(round_)
+    return rounds, recordings
+
+
+def _contenders(stable: Stable, configs: Sequence[DrafterConfig], draft_lens: Sequence[int]) -> list[_Contender]:
+    return [
+        _Contender(config.name, lens, stable.make(config))
+        for config in configs
+        for lens in ([(n,) for n in draft_lens] if learns(config) else [tuple(draft_lens)])
+    ]

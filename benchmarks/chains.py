@@ -1,0 +1,143 @@
+"""Part of ``outrider bench routing --live``: the policy `chain` against fixed chains, by a real server.
+
+The target in fp32, so that tokens do not depend on how they are drafted; a lookup, and behind it either the target's own
+weights in bf16, which are right nearly always and take half of the time, or the first third of its layers, which are hardly
+ever right. Streams with each fixed chain and with the policy take turns at one server, so that a busy machine slows all
+alike. The first streams are the policy's alone: it knows nothing then. Later it has learned from those of fixed chains, too.
+
+Of each pool and number of streams, `seconds.CHAIN` is the median of the turns, `policy_over_fastest` the policy's over that
+of the fastest fixed chain, and `identical` 1 when all answers had the same text.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.load import Ask, HttpTarget, run_streams
+from benchmarks.report import BenchOptions, Cell, Table
+from benchmarks.serve import checked, tokenize
+from benchmarks.server import ServerProcess
+from cluster.config import (
+    ApiConfig,
+    ChainPolicy,
+    ClusterConfig,
+    Config,
+    DrafterConfig,
+    FileStateConfig,
+    ModelConfig,
+    ModelOptions,
+    NgramOptions,
+    PlannerConfig,
+    RouterConfig,
+    TargetConfig,
+)
+from deploy.local_ray import free_port
+from engine.models.config import load_config
+from engine.models.prepare import ensure_model
+
+LOOKUP, MODEL = "lookup", "model"
+POLICY = "auto"
+FIXED = ("off", LOOKUP, MODEL, f"{LOOKUP}>{MODEL}")
+NUM_TOKENS = 200
+NUM_STREAMS, NUM_STREAMS_QUICK = (1, 4), (1,)
+NUM_TURNS, NUM_TURNS_QUICK = 3, 2
+MAX_PROMPT_LEN = 256
+DRAFT_LEN = 6
+HOLD_MS = 200.0  # a draft of a model that takes half of the target's time is worth a wait of several passes
+
+
+def pools(model: str) -> dict[str, ModelOptions]:
+    """The last drafter of each pool."""
+    folder = ensure_model(model)
+    third = max(1, load_config(folder).num_layers // 3)
+    return {
+        "bf16": ModelOptions(model=str(folder), kv_cache_gb=0.125),
+        "third": ModelOptions(model=str(folder), num_layers=third, kv_cache_gb=0.125),
+    }
+
+
+def config(model: str, last: ModelOptions, state: Path) -> Config:
+    """``state``: an empty folder, so that nothing is known of the pool."""
+    return Config(
+        model=ModelConfig(name=model),
+        target=TargetConfig(dtype="float32", kv_cache_gb=0.25),
+        drafters=(
+            DrafterConfig(name=LOOKUP, options=NgramOptions(), max_draft_len=DRAFT_LEN),
+            DrafterConfig(name=MODEL, options=last, max_draft_len=DRAFT_LEN),
+        ),
+        planner=PlannerConfig(max_hold_ms=HOLD_MS),
+        router=RouterConfig(policy=ChainPolicy(), slot_ms=100),
+        api=ApiConfig(port=free_port()),
+        cluster=ClusterConfig(state=FileStateConfig(folder=state)),
+    )
+
+
+def run(options: BenchOptions) -> tuple[dict[str, float], list[Table]]:
+    """Figures, and a table of each pool and number of streams."""
+    figures: dict[str, float] = {}
+    tables = []
+    for pool, last in pools(options.model).items():
+        for num_streams in NUM_STREAMS_QUICK if options.quick else NUM_STREAMS:
+            prompts = asyncio.run(tokenize(ensure_model(options.model), options.prompts, num_streams))
+            asks = [
+                Ask(str(i), prompt[-MAX_PROMPT_LEN:], NUM_TOKENS, temperature=0.8 * (i % 2), seed=i)
+                for i, prompt in enumerate(prompts)
+            ]
+            turns = measure(options.model, last, asks, NUM_TURNS_QUICK if options.quick else NUM_TURNS)
+            name = f"chain.{pool}.streams_{num_streams}"
+            figures |= {f"{name}.{figure}": value for figure, value in turns.figures.items()}
+            tables.append(turns.table(f"{pool}: seconds of {num_streams} streams of {NUM_TOKENS} tokens, turn by turn"))
+    return figures, tables
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Seconds of the first turns, which were the policy's alone, and of the others by chain."""
+
+    first: Sequence[float]
+    by_chain: Mapping[str, Sequence[float]]
+    num_texts: int  # that all answers had
+
+    @property
+    def figures(self) -> dict[str, float]:
+        medians = {chain: statistics.median(seconds) for chain, seconds in self.by_chain.items()}
+        found = {f"seconds.{chain}": seconds for chain, seconds in medians.items()}
+        found["policy_over_fastest"] = medians[POLICY] / min(medians[chain] for chain in FIXED)
+        found["identical"] = float(self.num_texts == 1)
+        return found
+
+    def table(self, title: str) -> Table:
+        names = {POLICY: "the policy", "off": "the target alone"}
+        named = {names.get(chain, chain.replace(">", " > ")): seconds for chain, seconds in self.by_chain.items()}
+        rows: list[tuple[Cell, ...]] = [
+            (name, " ".join(f"{s:.2f}" for s in seconds), statistics.median(seconds))
+            for name, seconds in ({"the policy, at first": self.first} | named).items()
+        ]
+        return Table(title, ("with", "turns", "median"), tuple(rows))
+
+
+def measure(model: str, last: ModelOptions, asks: Sequence[Ask], num_turns: int) -> Turns:
+    with TemporaryDirectory(prefix="outrider-bench-") as state, ServerProcess(config(model, last, Path(state))) as server:
+        with server.client() as client:
+            name = client.get("/v1/models").json()["data"][0]["id"]
+        target = HttpTarget(server.config.api.host, server.config.api.port, name)
+        texts: set[tuple[str, ...]] = set()
+
+        def turn(chain: str) -> float:
+            begun_s = time.monotonic()
+            wanted = [replace(ask, drafting=chain) for ask in asks]
+            answers = checked(asyncio.run(run_streams(target.ask, wanted, len(asks))))
+            texts.add(tuple(answer.text for answer in answers))
+            return time.monotonic() - begun_s
+
+        turn("off")  # prompts are cached from then on
+        first = [turn(POLICY) for _ in range(num_turns)]
+        turns: dict[str, list[float]] = {chain: [] for chain in (*FIXED, POLICY)}
+        for _ in range(num_turns):
+            for chain, seconds in turns.items():
+                seconds.append(turn(chain))
+    return Turns(first, turns, len(texts))

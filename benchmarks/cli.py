@@ -1,0 +1,83 @@
+"""``outrider bench`` and ``outrider simulate``. They import what they need when they run, so that ``--help`` is instant."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks import BENCHES, find_bench
+
+
+def add_commands(app: typer.Typer) -> None:
+    app.command(no_args_is_help=True)(bench)
+    app.command(no_args_is_help=True)(simulate)
+
+
+def bench(
+    name: Annotated[str, typer.Argument(help=", ".join(BENCHES))],
+    more_prompts: Annotated[
+        list[Path] | None, typer.Argument(metavar="[PROMPTS]...", help="further files or folders for --prompts")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="end within 4 minutes on 2 cores")] = False,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE_OR_FOLDER", help="prompts as JSONL, instead of made-up ones; may be repeated"),
+    ] = None,
+    json: Annotated[str, typer.Option(metavar="PATH|-", help="where the JSON object goes; - is standard output")] = "-",
+    model: Annotated[str, typer.Option(help="a name of `outrider models`, or a Hugging Face folder")] = "smollm2-135m",
+    recording: Annotated[
+        Path | None, typer.Option(metavar="NPZ", help="of agreement: written by record, read by routing")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="whose folder prompts/ is recorded without --prompts"),
+    ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="routing: for real, what handing a request over costs, and which chain is chosen")
+    ] = False,
+    expect: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it holds (>= or <=); may be repeated"),
+    ] = None,
+) -> None:
+    """Measure: a table on stderr, one JSON object with the figures on stdout."""
+    from benchmarks.report import BenchOptions, Expectation, failures, print_result, write_json
+    from deploy.console import table_console
+    from engine.cpu_setup import configure_cpu
+
+    configure_cpu()
+    run = find_bench(name).load()
+    expectations = [Expectation.parse(text) for text in expect or ()]
+    result = run(BenchOptions(quick, (*(prompts or ()), *(more_prompts or ())), model, recording, data, live))
+    console = table_console()
+    print_result(result, console)
+    write_json(result, json)
+    unmet = failures(result, expectations)
+    for line in unmet:
+        console.print(f"[bold red]not met:[/] {line}", highlight=False)
+    if unmet:
+        raise typer.Exit(1)
+
+
+def simulate(
+    scenario: Annotated[str, typer.Argument(help="spin, specrouter, a100-70b, h100-32b, h100-405b, or a YAML file")],
+    quick: Annotated[bool, typer.Option("--quick", help="less of it")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="where it is drawn; by default outrider-SCENARIO.png")
+    ] = None,
+    json: Annotated[str, typer.Option(metavar="PATH|-", help="where the JSON object goes; - is standard output")] = "-",
+    data: Annotated[
+        Path | None,
+        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="that has the trace which a scenario names"),
+    ] = None,
+    expect: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it holds (>= or <=); may be repeated"),
+    ] = None,
+) -> None:
+    """Hundreds of GPUs in virtual time, decided for by the code that serves: tables, a picture, figures as JSON."""
+    from benchmarks.report import Expectation
+    from benchmarks.simulate import run
+
+    if not run(scenario, plot, json, [Expectation.parse(text) for text in expect or ()], quick, data):
+        raise typer.Exit(1)

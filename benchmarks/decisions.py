@@ -1,0 +1,278 @@
+"""``outrider bench decisions``: how long deciding takes, in a router's slot and in a target's round.
+
+A slot: 1,000 requests of several kinds, eight drafters with 256 places between them, reports in and a table out, as the live
+router does it (`actors.router.Router`), while requests come and go. Every request that has a place reports what it did,
+and as many scores come with that. A round: the plan of 256 decoding requests with a proposal each.
+
+Deciding takes one thread of Python, and waits for nobody: so on a machine that others use, the ``cpu`` figures, which are of
+that thread's own time, say what a quiet one would show. The collector of garbage is off: it is not the decision's.
+"""
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from benchmarks.report import BenchOptions, BenchResult, Table
+from cluster.config import (
+    CollapseConfig,
+    EpsilonGreedyPolicy,
+    FixedPolicy,
+    GreedyLengthPolicy,
+    HedgePolicy,
+    LbssPolicy,
+    PolicyConfig,
+)
+from cluster.types import RoutingTable, Slo
+from router.assignment import Observation, PoolMember, Positions, RequestView, Score
+from router.cost_model import TableCost, monotone
+from router.drift import CollapseWatch
+from router.plan import Capacity, DrafterView, SequenceView
+from router.planner import StepPlanner
+from router.policies import build_policy
+from router.prompt_features import prompt_features
+from router.slot import Router, SlotReport
+
+NUM_REQUESTS = 1000
+NUM_DRAFTERS = 8
+NUM_PLACES = 256
+NUM_KINDS = 13  # of prompts, which do well with different drafters
+TURNOVER = 0.05  # of the requests end in a slot, and as many come
+DRAFT_LEN = 7
+NUM_ROUNDS = 10  # of a request in a slot
+SLOT_S = 0.25
+NUM_SLOTS, NUM_SLOTS_QUICK = 400, 120
+NUM_SEQUENCES = 256
+NUM_PLANS, NUM_PLANS_QUICK = 2000, 500
+_WARM_UP_SLOTS = 70  # until requests are forgotten as fast as they come
+_SEED = 17
+
+POLICIES: tuple[PolicyConfig, ...] = (
+    HedgePolicy(),
+    LbssPolicy(),
+    EpsilonGreedyPolicy(),
+    GreedyLengthPolicy(),
+    FixedPolicy(),
+)
+
+
+def run(options: BenchOptions) -> BenchResult:
+    num_slots = NUM_SLOTS_QUICK if options.quick else NUM_SLOTS
+    figures: dict[str, float] = {}
+    rows = []
+    for config in POLICIES:
+        times = slot_times(config, num_slots)
+        rows.append((config.kind, times.p50_ms, times.p99_ms, times.p50_cpu_ms, times.p99_cpu_ms))
+        figures |= {f"slot_p50_ms.{config.kind}": times.p50_ms, f"slot_p99_ms.{config.kind}": times.p99_ms}
+        if config.kind == HedgePolicy().kind:
+            figures |= {"slot_p99_ms": times.p99_ms, "slot_p99_cpu_ms": times.p99_cpu_ms}
+    plans = plan_times(NUM_PLANS_QUICK if options.quick else NUM_PLANS)
+    figures |= {"round_p50_ms": plans.p50_ms, "round_p99_ms": plans.p99_ms, "round_p50_cpu_ms": plans.p50_cpu_ms}
+    return BenchResult(
+        "decisions",
+        figures,
+        tables=(
+            Table(
+                f"a slot: {NUM_REQUESTS} requests, {NUM_DRAFTERS} drafters, {NUM_PLACES} places",
+                ("policy", "p50 ms", "p99 ms", "p50 cpu ms", "p99 cpu ms"),
+                tuple(rows),
+            ),
+            Table(
+                f"a round: {NUM_SEQUENCES} requests with {DRAFT_LEN} draft tokens each",
+                ("", "p50 ms", "p99 ms", "p50 cpu ms", "p99 cpu ms"),
+                (("plan", plans.p50_ms, plans.p99_ms, plans.p50_cpu_ms, plans.p99_cpu_ms),),
+            ),
+        ),
+        notes=("slot_p99_ms is that of hedge, the default", "the first slots, in which arrays grow, do not count"),
+    )
+
+
+class Times:
+    """Of one decision after the other, by the clock and by the thread's own time."""
+
+    def __init__(self) -> None:
+        self._wall_ms: list[float] = []
+        self._cpu_ms: list[float] = []
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+        yield
+        self._cpu_ms.append(1e3 * (time.thread_time() - cpu_s))
+        self._wall_ms.append(1e3 * (time.perf_counter() - wall_s))
+
+    @property
+    def p50_ms(self) -> float:
+        return statistics.median(self._wall_ms)
+
+    @property
+    def p99_ms(self) -> float:
+        return statistics.quantiles(self._wall_ms, n=100)[98]
+
+    @property
+    def p50_cpu_ms(self) -> float:
+        return statistics.median(self._cpu_ms)
+
+    @property
+    def p99_cpu_ms(self) -> float:
+        return statistics.quantiles(self._cpu_ms, n=100)[98]
+
+
+def slot_times(config: PolicyConfig, num_slots: int) -> Times:
+    traffic = Traffic(random.Random(_SEED))
+    router = Router(build_policy(config), traffic.pool, DRAFT_LEN, CollapseWatch(CollapseConfig(), SLOT_S))
+    times = Times()
+    with _collected_before():
+        for slot in range(_WARM_UP_SLOTS + num_slots):
+            if slot == _WARM_UP_SLOTS:
+                times = Times()
+            report = traffic.report()
+            with times.one():
+                table = router.slot([report])
+            if table is not None:
+                traffic.follow(table)
+    return times
+
+
+def plan_times(num_plans: int) -> Times:
+    rng = random.Random(_SEED)
+    planner, batches = StepPlanner(), [sequences(rng) for _ in range(8)]
+    drafters = {f"d{j}": DrafterView(0.005, 1.5, 0.6) for j in range(NUM_DRAFTERS)}
+    capacity = Capacity(16, 100_000, 50_000, 2 * NUM_SEQUENCES, 16 * NUM_SEQUENCES, 8192)
+    times, cost = Times(), step_cost()
+    with _collected_before():
+        for i in range(num_plans):
+            with times.one():
+                planner.plan(batches[i % len(batches)], drafters, capacity, cost, 0.0)
+    return times
+
+
+def step_cost() -> TableCost:
+    """As a target's, flat up to a knee."""
+    return monotone([(1, 0.02), (8, 0.021), (64, 0.03), (256, 0.06), (1024, 0.2), (4096, 0.8)], 1e-8)
+
+
+def sequences(rng: random.Random) -> list[SequenceView]:
+    """Decoding requests, each with a proposal of which calibration says how far it will be right."""
+    found = []
+    for i in range(NUM_SEQUENCES):
+        survival, probability = [], 1.0
+        for _ in range(DRAFT_LEN):
+            probability *= rng.uniform(0.3, 1.0)
+            survival.append(probability)
+        length = rng.randint(100, 2000)
+        found.append(
+            SequenceView(
+                request_id=f"chatcmpl-{i:024x}-0",
+                committed_len=length,
+                computed_len=length - 1,
+                prompt_len=length // 2,
+                num_drafted=DRAFT_LEN,
+                confidences=tuple(survival),
+                running=True,
+                arrival_s=0.0,
+                slo=Slo(),
+                drafter=f"d{i % NUM_DRAFTERS}",
+                awaiting_since_s=None,
+                max_new_tokens=200,
+                survival=tuple(survival),
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Of prompts: which tokens they have, and how likely each drafter's tokens are right."""
+
+    words: tuple[int, ...]
+    rates: tuple[float, ...]
+
+
+class Traffic:
+    """Requests of several kinds, and what their target would report of them."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.pool = tuple(PoolMember(f"d{j}", NUM_PLACES // NUM_DRAFTERS, 0.02 * (j + 1)) for j in range(NUM_DRAFTERS))
+        self._kinds = [
+            _Kind(
+                tuple(rng.randrange(50_000) for _ in range(20)),
+                tuple(rng.uniform(0.1, 0.8) for _ in range(NUM_DRAFTERS)),
+            )
+            for _ in range(NUM_KINDS)
+        ]
+        self._live: dict[str, tuple[RequestView, _Kind]] = {}
+        self._num_born = 0
+        self._version = 0
+        self._come(NUM_REQUESTS)
+
+    def report(self) -> SlotReport:
+        observations, scores = [], []
+        for request, kind in self._live.values():
+            if request.chain:
+                drafted = int(request.chain[0][1:])
+                observations.append(self._observe(request, drafted, kind.rates[drafted]))
+                other = self._rng.randrange(NUM_DRAFTERS)
+                if other != drafted:
+                    scores.append(Score(request.request_id, f"d{other}", self._positions(kind.rates[other])))
+        requests = tuple(request for request, _ in self._live.values())
+        members = tuple(member.name for member in self.pool)
+        return SlotReport(requests, tuple(observations), self._version, members, scores=tuple(scores))
+
+    def follow(self, table: RoutingTable) -> None:
+        """The target takes up the table; some requests end, others come."""
+        self._version = table.version
+        for request_id, (request, kind) in list(self._live.items()):
+            if self._rng.random() < TURNOVER:
+                del self._live[request_id]
+                continue
+            chain = table.chains.get(request_id, request.chain)
+            moved = replace(request, chain=chain, committed_len=request.committed_len + 2 * NUM_ROUNDS)
+            self._live[request_id] = (moved, kind)
+        self._come(NUM_REQUESTS - len(self._live))
+
+    def _come(self, num: int) -> None:
+        for _ in range(num):
+            kind = self._rng.choice(self._kinds)
+            length = self._rng.randint(20, 400)
+            features = prompt_features([self._rng.choice(kind.words) for _ in range(length)])
+            request_id = f"chatcmpl-{self._num_born:024x}-0"
+            self._num_born += 1
+            self._live[request_id] = (RequestView(request_id, length, length, (), features), kind)
+
+    def _observe(self, request: RequestView, drafter: int, rate: float) -> Observation:
+        positions = self._positions(rate)
+        num_right = sum(positions.num_right)
+        return Observation(
+            request.request_id,
+            f"d{drafter}",
+            NUM_ROUNDS,
+            NUM_ROUNDS * DRAFT_LEN,
+            num_right,
+            NUM_ROUNDS + num_right,
+            NUM_ROUNDS * 0.02 * (1.0 + 0.1 * drafter),
+            positions,
+        )
+
+    def _positions(self, rate: float) -> Positions:
+        positions = Positions()
+        for _ in range(NUM_ROUNDS):
+            num_right = 0
+            while num_right < DRAFT_LEN and self._rng.random() < rate:
+                num_right += 1
+            positions = positions.plus(num_right, failed=num_right < DRAFT_LEN)
+        return positions
+
+
+@contextmanager
+def _collected_before() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,284 @@
+"""``outrider bench decode``: how near a decode step comes to what it cannot do without, and how much faster than
+transformers it answers.
+
+The step is the whole of ``NativeTarget.execute`` for so many sequences with one row each, choice of the token included.
+The floor is what its products with weights take at least, the head for every row included, and the two products of
+attention over as much context in as many layers, without its softmax. Products with weights take at least the larger of
+
+- what the bytes of the weights in bfloat16 take at the machine's read bandwidth, measured in turn with the step;
+- what the fastest products known take, measured in turn too: by the step's own operators, by oneDNN with fp32 weights laid
+  out for it, or by oneDNN in bfloat16 where the CPU level multiplies in it. A short trial says which is the fastest.
+
+``step_over_weight_products`` leaves attention out of the floor: it counts the reading of keys and values as overhead.
+
+transformers answers in its own best dtype, which a short trial finds for each batch size.
+"""
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from benchmarks.report import BenchOptions, BenchResult, Cell, Table
+from cluster.types import Request, SamplingParams
+from engine.cpu.ops import CpuOps
+from engine.cpu_level import cpu_level
+from engine.factory import load_model
+from engine.forward import CausalModel
+from engine.layout import PackedSpan
+from engine.models.prepare import ensure_model
+from engine.models.weights import open_weights
+from engine.native import NativeLimits, NativeTarget
+from engine.ops import TorchOps
+from engine.target import SpanInput
+
+Choice = TypeVar("Choice")
+
+CONTEXT_LEN = 512
+STEP_ROWS = (1, 8, 32)
+BATCHES = (1, 8)
+PROMPT_LEN = 128
+_BLOCK_LEN = 32
+_PREFILL_LEN = 512
+_SEED = 17
+_NUM_TRIALS = 5  # of each candidate for the best product, or dtype
+_TRIAL_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    num_steps: int  # of step and floor, alternating
+    num_rounds: int  # of answers by each side
+    num_new_tokens: int
+
+
+_QUICK = _Effort(num_steps=60, num_rounds=2, num_new_tokens=48)
+_FULL = _Effort(num_steps=300, num_rounds=5, num_new_tokens=128)
+
+
+def run(options: BenchOptions) -> BenchResult:
+    effort = _QUICK if options.quick else _FULL
+    folder = ensure_model(options.model)
+    model = load_model(folder)
+    rivals = _rivals(folder, model)
+    dtype, level = str(model.dtype).removeprefix("torch."), cpu_level()
+    figures: dict[str, float] = {}
+    step_rows, speed_rows = [], []
+    for num_rows in STEP_ROWS:
+        times = _steps(model, rivals, num_rows, effort.num_steps)
+        figures[f"step_over_floor.rows_{num_rows}"] = times.step_s / times.floor_s
+        figures[f"step_over_weight_products.rows_{num_rows}"] = times.step_s / times.weights_s
+        step_rows.append(times.row(num_rows))
+    rivals.clear()
+    peers = _transformers(folder)
+    for batch in BATCHES:
+        kind, peer = _fastest(
+            peers, lambda peer, batch=batch: _generate(peer, model.config.vocab_size, batch, _TRIAL_TOKENS)
+        )
+        ours, theirs = _speeds(model, peer, batch, effort)
+        figures[f"speedup_over_transformers.batch_{batch}"] = ours / theirs
+        speed_rows.append((batch, ours, theirs, kind, ours / theirs))
+    return BenchResult(
+        bench="decode",
+        figures=figures,
+        tables=(
+            Table(
+                f"one step at context {CONTEXT_LEN}, {dtype}, CPU level {level}",
+                ("rows", "step ms", "floor ms", "weights ms", "read ms", "best product", "step / floor", "step / weights"),
+                tuple(step_rows),
+            ),
+            Table(
+                f"greedy answers of {effort.num_new_tokens} tokens to prompts of {PROMPT_LEN}, tokens/s, {dtype}",
+                ("batch", "outrider", "transformers", "its dtype", "speed-up"),
+                tuple(speed_rows),
+            ),
+        ),
+        notes=(
+            "floor: weights ms and attention's two products; weights ms: the larger of read ms and the best product's time.",
+            "medians of alternating runs in one process; prompts are random tokens, as long for both sides.",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _StepTimes:
+    """Medians."""
+
+    step_s: float
+    floor_s: float
+    weights_s: float  # the part of the floor that multiplies with weights
+    read_s: float  # of the bytes of bfloat16 weights
+    best_product: str
+
+    def row(self, num_rows: int) -> tuple[Cell, ...]:
+        times = (self.step_s, self.floor_s, self.weights_s, self.read_s)
+        ratios = self.step_s / self.floor_s, self.step_s / self.weights_s
+        return (num_rows, *(one * 1e3 for one in times), self.best_product, *ratios)
+
+
+def _rivals(folder: Path, model: CausalModel) -> dict[str, CausalModel]:
+    """The model as it is served, and with products by torch's libraries: in fp32, and in bfloat16 where it is fast."""
+    dtypes = [torch.float32, torch.bfloat16] if cpu_level().has_bf16_products else [torch.float32]
+    rivals = {"outrider": model}
+    for dtype in dtypes:
+        with open_weights(folder, model.config, dtype) as weights:
+            ops = TorchOps(model.config, dtype)
+            rivals[f"oneDNN {str(dtype).removeprefix('torch.')}"] = CausalModel(model.config, weights, ops, dtype)
+    return rivals
+
+
+def _steps(model: CausalModel, rivals: Mapping[str, CausalModel], num_rows: int, num_steps: int) -> _StepTimes:
+    """A step of ``num_rows`` sequences at CONTEXT_LEN, and its floor."""
+    products = {name: _weight_products(rival, num_rows) for name, rival in rivals.items()}
+    best, weights = _fastest(products, lambda work: work())
+    attention, read = _attention_products(model, num_rows), _read_weights(model)
+    with _sequences(model, num_rows, CONTEXT_LEN, num_steps + 1) as (target, last_ids):
+        step = _decoding(target, last_ids, itertools.count(CONTEXT_LEN))
+        works = (step, weights, attention, read)
+        for work in works:
+            work()
+        times_s = [[_elapsed_s(work) for work in works] for _ in range(num_steps)]
+    step_s, products_s, attention_s, read_s = (statistics.median(each) for each in zip(*times_s, strict=True))
+    weights_s = max(products_s, read_s)
+    return _StepTimes(step_s, weights_s + attention_s, weights_s, read_s, best)
+
+
+def _fastest(candidates: Mapping[str, Choice], work: Callable[[Choice], object]) -> tuple[str, Choice]:
+    """By the shortest of a few runs of each, in turn: what disturbs the machine only adds to a run."""
+    for candidate in candidates.values():
+        work(candidate)
+    times_s = [[_elapsed_s(partial(work, one)) for one in candidates.values()] for _ in range(_NUM_TRIALS)]
+    shortest = [min(each) for each in zip(*times_s, strict=True)]
+    return list(candidates.items())[shortest.index(min(shortest))]
+
+
+def _read_weights(model: CausalModel) -> Callable[[], None]:
+    """Reads as many bytes as the weights of one row's products have in bfloat16, by a product of two halves."""
+    c = model.config
+    qkv_and_out = (2 * c.q_size + 2 * c.kv_size) * c.hidden_size
+    num = c.num_layers * (qkv_and_out + 3 * c.hidden_size * c.intermediate_size) + c.vocab_size * c.hidden_size
+    first, second = torch.ones(num // 4), torch.ones(num // 4)  # of four bytes each
+
+    def work() -> None:
+        torch.dot(first, second)
+
+    return work
+
+
+def _weight_products(model: CausalModel, num_rows: int) -> Callable[[], None]:
+    c = model.config
+    widths = (c.hidden_size, c.q_size, c.hidden_size, c.intermediate_size)
+    inputs = [torch.randn(num_rows, width).to(model.dtype) for width in widths]
+
+    @torch.inference_mode()
+    def work() -> None:
+        for products in model.layer_products:
+            for product, rows in zip(products, inputs, strict=True):
+                product(rows)
+        model.logits(inputs[0])
+
+    return work
+
+
+def _attention_products(model: CausalModel, num_rows: int) -> Callable[[], None]:
+    """Nothing where the model runs on plain torch, whose products over blocks cannot be told from the rest."""
+    ops = model.ops
+    if not isinstance(ops, CpuOps):
+        return lambda: None
+    num_blocks = CONTEXT_LEN // _BLOCK_LEN + 1
+    cache = model.new_cache(num_rows * num_blocks, _BLOCK_LEN)
+    cache.keys.fill_(0.1)  # written, for pages that never were would all be the same one
+    cache.values.fill_(0.1)
+    tables = np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, num_blocks)
+    layout = model.lay_out([PackedSpan(CONTEXT_LEN, (0,), table) for table in tables], _BLOCK_LEN)
+    queries = torch.randn(num_rows, model.config.num_heads, model.config.head_dim)
+
+    @torch.inference_mode()
+    def work() -> None:
+        for keys, values in zip(cache.keys, cache.values, strict=True):
+            ops.attention_products(queries, layout, keys, values)
+
+    return work
+
+
+def _speeds(model: CausalModel, peer: Any, batch: int, effort: _Effort) -> tuple[float, float]:
+    """Median tokens per second of ours and of transformers, prefill included."""
+
+    def ours() -> None:
+        with _sequences(model, batch, PROMPT_LEN, effort.num_new_tokens) as (target, last_ids):
+            step = _decoding(target, last_ids, itertools.count(PROMPT_LEN))
+            for _ in range(effort.num_new_tokens - 1):
+                step()
+
+    def theirs() -> None:
+        _generate(peer, model.config.vocab_size, batch, effort.num_new_tokens)
+
+    times_s = [(_elapsed_s(ours), _elapsed_s(theirs)) for _ in range(effort.num_rounds + 1)][1:]
+    num_tokens = batch * effort.num_new_tokens
+    return num_tokens / statistics.median(t for t, _ in times_s), num_tokens / statistics.median(t for _, t in times_s)
+
+
+@contextmanager
+def _sequences(
+    model: CausalModel, num: int, prompt_len: int, num_new_tokens: int
+) -> Iterator[tuple[NativeTarget, dict[str, int]]]:
+    """A target that holds ``num`` different prompts, computed, and the first token of each answer."""
+    max_len = prompt_len + num_new_tokens + 1
+    limits = NativeLimits(num * -(-max_len // _BLOCK_LEN), _BLOCK_LEN, num, _PREFILL_LEN, max_len)
+    target = NativeTarget(model, limits, prefix_cache=False)
+    sampling = SamplingParams(max_tokens=num_new_tokens, temperature=0.0, ignore_eos=True)
+    prompts = _prompts(num, prompt_len, model.config.vocab_size)
+    requests = [Request(str(i), prompt, sampling, arrival_s=0.0) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        target.open(request, request.prompt_token_ids)
+    last_ids: dict[str, int] = {}
+    at_once = max(1, _PREFILL_LEN // prompt_len)
+    for start in range(0, num, at_once):
+        spans = [SpanInput(request.id, 0, request.prompt_token_ids) for request in requests[start : start + at_once]]
+        last_ids |= {outcome.request_id: outcome.token_ids[0] for outcome in target.execute(spans)}
+    yield target, last_ids
+
+
+def _decoding(target: NativeTarget, last_ids: dict[str, int], lens: Iterator[int]) -> Callable[[], None]:
+    """A step of one row for every sequence."""
+
+    def step() -> None:
+        base_len = next(lens)
+        for outcome in target.execute([SpanInput(name, base_len, (token,)) for name, token in last_ids.items()]):
+            last_ids[outcome.request_id] = outcome.token_ids[0]
+
+    return step
+
+
+def _prompts(num: int, length: int, vocab_size: int) -> list[tuple[int, ...]]:
+    rng = random.Random(_SEED)
+    return [tuple(rng.randrange(vocab_size) for _ in range(length)) for _ in range(num)]
+
+
+def _generate(peer: Any, vocab_size: int, batch: int, num_new_tokens: int) -> None:
+    ids = torch.tensor(_prompts(batch, PROMPT_LEN, vocab_size))
+    length = {"max_new_tokens": num_new_tokens, "min_new_tokens": num_new_tokens}
+    made = peer.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **length)
+    assert made.shape == (batch, PROMPT_LEN + num_new_tokens)
+
+
+def _transformers(folder: Path) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return {name: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval() for name, dtype in dtypes.items()}
+
+
+def _elapsed_s(work: Callable[[], None]) -> float:
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s

@@ -1,0 +1,65 @@
+"""What a draft costs: timed in turn with steps of the target."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from benchmarks.fixtures import Stable
+from benchmarks.throughput import sample
+from cluster.config import DrafterConfig
+from cluster.types import Request, SamplingParams
+from drafters.protocol import Demand, Draft, Drafter
+from drafters.replay import Recording, replay
+from engine.target import SpanInput
+
+NUM_COST_ANSWERS = 12  # of which drafts are timed
+
+
+class _Timed:
+    """A drafter whose drafts are timed, each beside a one-row step of the target."""
+
+    def __init__(self, drafter: Drafter, step: Callable[[], None]) -> None:
+        self._drafter, self._step = drafter, step
+        self.open, self.extend, self.release = drafter.open, drafter.extend, drafter.release
+        self.check_integrity = drafter.check_integrity
+        self.draft_s: list[float] = []
+        self.step_s: list[float] = []
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        start_s = time.perf_counter()
+        drafts = self._drafter.propose(demands)
+        middle_s = time.perf_counter()
+        self._step()
+        self.draft_s.append(middle_s - start_s)
+        self.step_s.append(time.perf_counter() - middle_s)
+        return drafts
+
+
+def draft_cost(
+    stable: Stable, config: DrafterConfig, recordings: Sequence[Recording], draft_len: int, num_rounds: int
+) -> float:
+    """Of a draft for one request, as a share of a one-row target step."""
+    request = Request("step", (0,), SamplingParams(max_tokens=1, temperature=0.0), arrival_s=0.0)
+    stable.plain.open(request, request.prompt_token_ids)
+    lens = itertools.count()
+
+    def step() -> None:
+        stable.plain.execute([SpanInput(request.id, next(lens), (0,))])
+
+    timed = _Timed(stable.make(config), step)
+    chosen = sample(recordings, NUM_COST_ANSWERS)
+    with stable.holding(chosen):
+        for recording in chosen:
+            for _ in itertools.islice(replay(timed, [recording], draft_len), -(-num_rounds // len(chosen))):
+                pass
+            timed.release(recording.name)  # which was left half-way
+    stable.plain.release(request.id)
+    return _typical_s(timed.draft_s) / _typical_s(timed.step_s)
+
+
+def _typical_s(times_s: Sequence[float]) -> float:
+    """The mean without the outer tenths: a cascade's drafts are of two kinds, so a median would show one of them alone."""
+    ordered = sorted(times_s)
+    cut = len(ordered) // 10
+    return statistics.fmean(ordered[cut : len(ordered) - cut])

@@ -1,0 +1,139 @@
+"""Targets, recorded answers and fresh drafters: what the comparison of drafters is made with."""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+
+from cluster.config import DrafterConfig
+from cluster.types import ModelInfo, Request, SamplingParams
+from deploy.api.tokenizer import Tokenizer
+from drafters.companions import Host
+from drafters.feature_layers import feature_layers
+from drafters.protocol import Drafter
+from drafters.registry import make_drafter
+from drafters.replay import Recording
+from engine.factory import load_model
+from engine.kv_cache import BLOCK_LEN
+from engine.models.prepare import ensure_model
+from engine.models.tokenizer import fingerprint
+from engine.native import NativeLimits, NativeTarget
+from engine.offline import generate
+from engine.pass_timing import measure_cost
+from engine.target import SpanInput
+from engine.threads import in_own_thread
+from profiler.online_cost import OnlineCost
+from profiler.prompts import Prompt
+
+MAX_PROMPT_LEN = 1024
+MAX_BATCH = 32  # recorded or held at once
+MAX_PASS_TOKENS = 512
+
+
+class Stable:
+    """Loads the model once, in bf16 as it is served.
+
+    ``plain`` is the target alone; ``target`` keeps the hidden states that some of ``drafters`` read.
+    """
+
+    def __init__(self, model: str, drafters: Sequence[DrafterConfig], max_new_tokens: int) -> None:
+        self._folder = ensure_model(model)
+        network = load_model(self._folder)
+        config = network.config
+        self._max_len = min(config.max_len, MAX_PROMPT_LEN + max_new_tokens)
+        self.info = ModelInfo(model, config.vocab_size, self._max_len, config.eos_token_ids, fingerprint(self._folder))
+        num_blocks = MAX_BATCH * (self._max_len // BLOCK_LEN + 1)
+        limits = NativeLimits(num_blocks, BLOCK_LEN, MAX_BATCH, MAX_PASS_TOKENS, self._max_len)
+        self._make_plain = partial(NativeTarget, network, limits)
+        self.plain = self._make_plain()
+        layers = feature_layers(drafters)
+        self.target = NativeTarget(network, limits, feature_layers=layers) if layers else self.plain
+        self.cost = OnlineCost(measure_cost(self.plain))  # as a served target corrects it
+        self._max_new_tokens = max_new_tokens
+
+    @cached_property
+    def rival(self) -> NativeTarget:
+        """The target alone once more, for two that serve the same requests side by side."""
+        return in_own_thread(self._make_plain)
+
+    def make(self, drafter: DrafterConfig, clock: Callable[[], float] | None = None) -> Drafter:
+        """A new one each time, for most of them learn: nobody shall know an answer from having seen it before."""
+        host = Host(self.target, self._folder) if drafter.is_companion else None
+        return in_own_thread(lambda: make_drafter(drafter, self.info, host, clock))
+
+    def cache_prompts(self, engine: NativeTarget, requests: Sequence[Request]) -> None:
+        """When one of ``requests`` comes to ``engine``, at most a block of its prompt is computed.
+
+        Unless too much else has come meanwhile: the cache holds MAX_BATCH requests of the largest length.
+        """
+        asked = [replace(r, id=f"{r.id}/cached", sampling=replace(r.sampling, max_tokens=1)) for r in requests]
+        in_own_thread(lambda: list(generate(engine, self.info, self.cost, asked, MAX_BATCH)))
+
+    def record(
+        self, prompts: Sequence[Prompt], temperatures: Sequence[float]
+    ) -> Iterator[Mapping[float, Sequence[Recording]]]:
+        """The target's answers by temperature, MAX_BATCH prompts at a time, in an order in which the domains are mixed, the
+        same one every time. Of the answers at hand the target's cache still has most, so that holding them costs little."""
+        encoded = self._encode(prompts)
+        mixed = random.Random(0).sample(range(len(prompts)), len(prompts))
+        for start in range(0, len(mixed), MAX_BATCH):
+            part = mixed[start : start + MAX_BATCH]
+            asked = [(t, i, self._request(prompts[i].id, encoded[i], t, i + 1)) for t in temperatures for i in part]
+            requests = [request for _, _, request in asked]
+            outputs = {r.id: tokens for r, tokens in generate(self.target, self.info, self.cost, requests, MAX_BATCH)}
+            yield {
+                t: [
+                    # Replayed requests are known to drafters by the names that a loop gives them: link number and request.
+                    Recording(f"0/{r.id}", prompts[i].domain, r.prompt_token_ids, outputs[r.id], r.sampling)
+                    for temperature, i, r in asked
+                    if temperature == t
+                ]
+                for t in temperatures
+            }
+
+    @contextmanager
+    def holding(self, recordings: Sequence[Recording]) -> Iterator[None]:
+        """The target holds the hidden states of whole answers, at most MAX_BATCH, for drafters that read them."""
+        held = recordings if self.target.feature_layers else ()
+        for recording in held:
+            self._hold(recording)
+        try:
+            yield
+        finally:
+            for recording in held:
+                self.target.release(as_request(recording).id)
+
+    def _hold(self, recording: Recording) -> None:
+        request = as_request(recording)
+        token_ids = (*recording.prompt_token_ids, *recording.output_token_ids)
+        start = self.target.open(request, token_ids)
+        while start < len(token_ids):
+            chunk = token_ids[start : start + MAX_PASS_TOKENS]
+            self.target.execute([SpanInput(request.id, start, chunk, samples=False)])
+            start += len(chunk)
+
+    def _request(self, prompt_id: str, prompt: tuple[int, ...], temperature: float, seed: int) -> Request:
+        sampling = SamplingParams(max_tokens=self._max_new_tokens, temperature=temperature, seed=seed)
+        return Request(
+            f"{prompt_id}@{temperature}",
+            prompt[-(self._max_len - self._max_new_tokens) :],
+            sampling,
+            arrival_s=float(seed),
+        )
+
+    def _encode(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+        tokenizer = Tokenizer.from_folder(self._folder)
+
+        async def encode() -> list[tuple[int, ...]]:
+            return [
+                tuple(await tokenizer.encode_chat([{"role": "user", "content": prompt.text}], max_tokens=2**17))
+                for prompt in prompts
+            ]
+
+        return asyncio.run(encode())
+
+
+def as_request(recording: Recording, arrival_s: float = 0.0) -> Request:
+    return Request(recording.name.partition("/")[2], recording.prompt_token_ids, recording.sampling, arrival_s)

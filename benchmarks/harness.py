@@ -1,0 +1,166 @@
+"""One model in fp32, its requests, and clusters in one process that run them, again and again under other circumstances."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from benchmarks.fault_injection import Midway, every_second
+from cluster.config import DrafterConfig
+from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
+from deploy.api.tokenizer import Tokenizer
+from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
+from drafters.companions import Host
+from drafters.feature_layers import feature_layers
+from drafters.protocol import Drafter
+from drafters.registry import make_drafter
+from engine.factory import load_model
+from engine.models.prepare import ensure_model
+from engine.models.tokenizer import fingerprint
+from engine.native import NativeLimits, NativeTarget
+from router.cost_model import TableCost
+from router.planner import Planner, PlannerSettings, StepPlanner
+
+TEMPERATURES = (0.0, 0.8)
+DRAFT_LEN = 5
+MAX_TEXT_TOKENS = 2**17  # of a prompt before it is cut
+MAX_PROMPT_LEN = 1024
+BLOCK_LEN = 16
+MAX_PASS_TOKENS = 2048  # so large that all requests run before the first is half done
+MAX_KV_CACHE_TOKENS = 32768
+NUM_TOP_LOGPROBS = 20
+DEADLINE_S = 60.0
+
+# Verification of everything that comes, and holds long enough for everything to come: what is tested is what drafts do to
+# tokens, not whether they are worth their time.
+PATIENT = PlannerSettings(verification="all", max_hold_s=DEADLINE_S, max_chunk_len=MAX_PASS_TOKENS)
+PRECIOUS_PASSES = TableCost((1,), (100 * DEADLINE_S,))
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """How requests are run. ``kill`` and ``preempt`` happen once, when the first request is half done.
+
+    ``pool`` makes the drafters; requests are dealt out to them in turn. The drafter ``kill`` is killed, and another started
+    in its place by ``successor``. ``preempt``: half of the batch gives up its cache and is recomputed.
+    ``companions`` belong to the pool, and are made anew beside the target of the run.
+    """
+
+    pool: Callable[[], Mapping[str, Drafter]] = dict
+    companions: tuple[DrafterConfig, ...] = ()
+    max_num_sequences: int = 256
+    prefix_cache: bool = True
+    kill: str | None = None
+    successor: Callable[[], Drafter] | None = None
+    preempt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    completions: list[Completion]  # in the order of the requests
+    as_meant: bool  # drafts were verified where there are drafters, and what was to happen midway did
+
+
+class Rig:
+    """Loads the model once. Requests are every prompt at every temperature, with a seed of its own."""
+
+    def __init__(self, model: str, prompts: Sequence[str], max_tokens: int) -> None:
+        self._folder = folder = ensure_model(model)
+        self._model = load_model(folder, dtype="float32")
+        config = self._model.config
+        self._max_tokens = max_tokens
+        self._info = ModelInfo(
+            name=model,
+            vocab_size=config.vocab_size,
+            max_model_len=min(config.max_len, MAX_PROMPT_LEN + max_tokens),
+            eos_token_ids=config.eos_token_ids,
+            tokenizer_fingerprint=fingerprint(folder),
+        )
+        tokenizer = Tokenizer.from_folder(folder)
+        self.requests = [
+            self._request(index, temperature, _encode(tokenizer, prompt))
+            for index, prompt in enumerate(prompts)
+            for temperature in TEMPERATURES
+        ]
+
+    def make(self, config: DrafterConfig) -> Drafter:
+        return make_drafter(config, self._info)
+
+    def run(self, circumstances: Circumstances) -> Run:
+        """Raises what the target or the streams raise."""
+        engine = self._engine(circumstances)
+        capacity = len(self.requests)
+        pool = {name: PoolEntry(drafter, DRAFT_LEN, capacity=capacity) for name, drafter in circumstances.pool().items()}
+        host = Host(engine, self._folder)
+        for config in circumstances.companions:
+            drafter = make_drafter(config, self._info, host)
+            pool[config.name] = PoolEntry(drafter, DRAFT_LEN, capacity=capacity, companion=True)
+        table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=DRAFT_LEN)
+        half_done = threading.Event()
+        planner: Planner = StepPlanner(PATIENT)
+        if circumstances.preempt:
+            planner = Midway(planner, self._max_tokens // 2, every_second)
+        elif circumstances.kill is not None:
+            planner = Midway(planner, self._max_tokens // 2, lambda _: half_done.set() or ())
+        with (
+            EmbeddedCluster(engine, self._info, PRECIOUS_PASSES, pool, planner, table) as cluster,
+            _killer(cluster, circumstances, capacity, half_done),
+        ):
+            completions = cluster.complete(self.requests)
+            num_preempted = cluster.loop.telemetry.num_preempted
+        engine.check_integrity()
+        for entry in pool.values():
+            entry.drafter.check_integrity()
+        as_meant = not pool or any(completion.num_proposed for completion in completions)
+        if isinstance(planner, Midway):
+            as_meant = as_meant and planner.has_happened
+        if circumstances.preempt:
+            as_meant = as_meant and num_preempted >= len(self.requests) // 4  # some had ended
+        return Run(completions, as_meant)
+
+    def _engine(self, circumstances: Circumstances) -> NativeTarget:
+        wanted = sum(len(request.prompt_token_ids) + self._max_tokens + BLOCK_LEN for request in self.requests)
+        limits = NativeLimits(
+            num_blocks=max(self._info.max_model_len, min(wanted, MAX_KV_CACHE_TOKENS)) // BLOCK_LEN + 1,
+            block_len=BLOCK_LEN,
+            max_num_sequences=circumstances.max_num_sequences,
+            max_pass_tokens=MAX_PASS_TOKENS,
+            max_model_len=self._info.max_model_len,
+        )
+        return NativeTarget(self._model, limits, circumstances.prefix_cache, feature_layers(circumstances.companions))
+
+    def _request(self, index: int, temperature: float, prompt: tuple[int, ...]) -> Request:
+        sampling = SamplingParams(
+            max_tokens=self._max_tokens, temperature=temperature, seed=index + 1, top_logprobs=NUM_TOP_LOGPROBS
+        )
+        max_prompt_len = self._info.max_model_len - self._max_tokens
+        return Request(f"{index}@{temperature}", prompt[-max_prompt_len:], sampling, arrival_s=index * 1e-6)
+
+
+def _encode(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
+    return asyncio.run(tokenizer.encode_chat([{"role": "user", "content": prompt}], max_tokens=MAX_TEXT_TOKENS))
+
+
+@contextmanager
+def _killer(
+    cluster: EmbeddedCluster, circumstances: Circumstances, capacity: int, half_done: threading.Event
+) -> Iterator[None]:
+    """Kills the drafter from a thread of its own when the event comes, and starts its successor."""
+    name, successor = circumstances.kill, circumstances.successor
+    if name is None or successor is None:
+        yield
+        return
+
+    def kill() -> None:
+        half_done.wait()
+        cluster.kill_drafter(name)
+        cluster.start_drafter(name, PoolEntry(successor(), DRAFT_LEN, capacity=capacity))
+
+    thread = threading.Thread(target=kill, name="killer")
+    thread.start()
+    try:
+        yield
+    finally:
+        half_done.set()
+        thread.join()

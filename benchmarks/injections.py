@@ -1,0 +1,149 @@
+"""What is done to the processes of a running server, by ``outrider bench faults``: from outside, with no help of theirs."""
+
+import fcntl
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from benchmarks.server import ServerProcess
+from benchmarks.unsound import Unsound
+from cluster.errors import InvalidField, OutriderError
+from cluster.messages import Hello, Role
+from cluster.transport.base import LinkDown, Mailbox
+from cluster.transport.factory import connect
+from engine.models.config import load_config
+from engine.models.tokenizer import fingerprint
+
+ACTORS = ("TargetActor", "DrafterActor", "RouterActor", "PoolSupervisor", "ServeReplica")
+NUM_UNSOUND = 400  # messages that a faulty peer sends at most: its link is closed before
+UNLINK_S = 30.0
+SLOW_PERIOD_S = 0.5
+SOCKET_POLL_S = 0.01
+
+
+def running(server: ServerProcess) -> dict[str, set[psutil.Process]]:
+    """The server's processes, by actor class."""
+    return {actor: set(server.workers(actor)) for actor in ACTORS}
+
+
+def lost(before: dict[str, set[psutil.Process]], killed: set[psutil.Process]) -> list[str]:
+    """Processes of ``before`` that have ended and were not killed on purpose."""
+    return [
+        f"{actor} {process.pid}"
+        for actor, processes in before.items()
+        for process in processes - killed
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    ]
+
+
+def target_address(server: ServerProcess) -> str:
+    """Where the target listens: its only unix socket of that name."""
+    (target,) = server.workers("TargetActor")
+    paths = {connection.laddr for connection in target.net_connections("unix") if connection.laddr}
+    return next(f"unix://{path}" for path in sorted(paths) if path.endswith("target-0.sock"))
+
+
+def unlinked_peers(server: ServerProcess, model_folder: Path, secret: str) -> int:
+    """A drafter and a gateway that send whatever they like. Returns how many of the two the target has unlinked."""
+    address, vocab_size = target_address(server), load_config(model_folder).vocab_size
+    num_unlinked = 0
+    for role in (Role.DRAFTER, Role.GATEWAY):
+        mailbox = Mailbox()
+        link = connect(address, mailbox, Hello(role, "faulty", vocab_size, fingerprint(model_folder), secret))
+        draws = Unsound(seed=1, request_ids=[], drafter="faulty", vocab_size=vocab_size)
+        try:
+            for _ in range(NUM_UNSOUND):
+                link.send(draws.proposal_round() if role is Role.DRAFTER else draws.submit_round())
+                time.sleep(0.005)
+            until_s = time.monotonic() + UNLINK_S
+            while not any(isinstance(event, LinkDown) for event in mailbox.drain()):
+                if time.monotonic() > until_s:
+                    break
+                mailbox.wait(1.0)
+            else:
+                num_unlinked += 1
+        except OutriderError:
+            num_unlinked += 1
+        finally:
+            link.close()
+    return num_unlinked
+
+
+@contextmanager
+def locked_state(folder: Path) -> Iterator[None]:
+    """Nobody else can write to a state folder meanwhile."""
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def without_descriptors(process: psutil.Process) -> Iterator[None]:
+    """A process can open nothing more meanwhile: no file, no socket."""
+    soft, hard = process.rlimit(resource.RLIMIT_NOFILE)
+    process.rlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        process.rlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def slowed(process: psutil.Process, factor: float) -> Iterator[None]:
+    """A process runs only for a share of the time meanwhile, as on a machine that is slower by ``factor``."""
+    ended = threading.Event()
+
+    def hinder() -> None:
+        while not ended.is_set():
+            process.send_signal(signal.SIGSTOP)
+            ended.wait(SLOW_PERIOD_S * (1.0 - 1.0 / factor))
+            process.send_signal(signal.SIGCONT)
+            ended.wait(SLOW_PERIOD_S / factor)
+
+    hindering = threading.Thread(target=hinder, name="slow down", daemon=True)
+    hindering.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        hindering.join()
+
+
+def overheard(address: str, seconds: float) -> bytes:
+    """What those say that dial an address whose owner has just died: somebody else listens there for a while."""
+    path, heard = Path(address.removeprefix("unix://")), bytearray()
+    until_s = time.monotonic() + seconds
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as impostor:
+        impostor.bind(str(path))
+        impostor.listen()
+        while (left_s := until_s - time.monotonic()) > 0:
+            impostor.settimeout(left_s)
+            try:
+                victim, _ = impostor.accept()
+                with victim:
+                    victim.settimeout(max(SOCKET_POLL_S, until_s - time.monotonic()))
+                    heard += victim.recv(2**16)
+            except TimeoutError:
+                break
+    path.unlink(missing_ok=True)
+    return bytes(heard)
+
+
+def is_refused(address: str, model_folder: Path) -> bool:
+    """Whether a target turns away who does not know the secret."""
+    hello = Hello(Role.DRAFTER, "stranger", load_config(model_folder).vocab_size, fingerprint(model_folder), "a guess")
+    try:
+        connect(address, Mailbox(), hello).close()
+    except InvalidField:
+        raise
+    except OutriderError:
+        return True
+    return False

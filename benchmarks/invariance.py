@@ -1,0 +1,184 @@
+"""The same tokens, whatever is drafted, by whom, how much of it, and whatever happens to drafters and batches meanwhile.
+
+Every prompt runs at temperature 0 and at 0.8 with a seed, in fp32: once plainly, and once in each scenario. Each run of a
+scenario is held against the plain one, token by token (DESIGN idea 1).
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from benchmarks.comparison import TIE_MARGIN, Comparison, Verdict, compare
+from benchmarks.fault_injection import Cut, before_disliked_token
+from benchmarks.harness import Circumstances, Rig, Run
+from benchmarks.pool import pool as comparable
+from benchmarks.report import BenchOptions, BenchResult, Cell, Table
+from cluster.config import (
+    DEFAULT_DRAFTERS,
+    ChainOptions,
+    DrafterConfig,
+    DSparkOptions,
+    LayersOptions,
+    ModelOptions,
+    NgramOptions,
+)
+from cluster.types import Request
+from drafters.protocol import Drafter
+from profiler.prompts import choose_prompts
+
+NUM_PROMPTS, NUM_PROMPTS_QUICK = 40, 12
+NUM_TOKENS, NUM_TOKENS_QUICK = 48, 24
+SMALL_BATCH = 5
+SELF = "itself"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a scenario came to, one comparison for each request."""
+
+    scenario: str
+    run: Run
+    comparisons: list[Comparison]
+    seconds: float
+
+    def count(self, verdict: Verdict) -> int:
+        return sum(comparison.verdict is verdict for comparison in self.comparisons)
+
+    @property
+    def num_proposed(self) -> int:
+        return sum(completion.num_proposed for completion in self.run.completions)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(completion.num_accepted for completion in self.run.completions)
+
+    @property
+    def acceptance_before_end(self) -> float:
+        """Over the rounds after which a sequence went on: drafts that lie beyond its end say nothing."""
+        commits = [c for completion in self.run.completions for c in completion.commits if c.finish is None]
+        return sum(c.num_accepted for c in commits) / max(1, sum(c.num_proposed for c in commits))
+
+    def row(self) -> tuple[Cell, ...]:
+        verdicts = (self.count(verdict) for verdict in Verdict)
+        done = "yes" if self.run.as_meant else "NO"
+        return (self.scenario, *verdicts, self.num_proposed, self.num_accepted, done, round(self.seconds, 1))
+
+
+def run(options: BenchOptions) -> BenchResult:
+    """Figures: ``identical_fraction``, ``tie_fraction``, ``self_draft_acceptance``, and ``as_meant_fraction``: in how many
+    scenarios drafts were verified and the accident happened, for otherwise they show nothing."""
+    num_prompts, num_tokens = (NUM_PROMPTS_QUICK, NUM_TOKENS_QUICK) if options.quick else (NUM_PROMPTS, NUM_TOKENS)
+    rig = Rig(options.model, [p.text for p in choose_prompts(options.prompts, num_prompts)], num_tokens)
+    console = Console(stderr=True)
+    plain = rig.run(Circumstances(prefix_cache=False))
+    outcomes = []
+    for name, circumstances in scenarios(rig, options.model).items():
+        console.print(f"invariance: {name}", highlight=False)
+        start_s = time.monotonic()
+        ran = rig.run(circumstances)
+        seconds = time.monotonic() - start_s
+        pairs = zip(rig.requests, plain.completions, ran.completions, strict=True)
+        outcomes.append(Outcome(name, ran, [compare(r, a.commits, b.commits) for r, a, b in pairs], seconds))
+    return result(rig.requests, outcomes)
+
+
+def scenarios(rig: Rig, model: str) -> Mapping[str, Circumstances]:
+    """Every drafter of the default pool alone, what the pool lacks, and all that are shipped for this model, in chains and
+    a cascade, too; then what may go wrong, with those drafters whose drafts are mostly right, for a wrong draft that is
+    dropped shows little."""
+    own = DrafterConfig(name=SELF, options=ModelOptions(model=model, dtype="float32", kv_cache_gb=1.0))
+    half = DrafterConfig(name="model", options=ModelOptions(model=model, dtype="bfloat16"))
+    chain = DrafterConfig(
+        name="chain", options=ChainOptions(proposer=NgramOptions(), verifier=ModelOptions(model=model, dtype="bfloat16"))
+    )
+    models: dict[str, Drafter] = {}
+
+    def make(config: DrafterConfig) -> Drafter:
+        """Models are loaded once; lookups are made anew, lest they know the answers of the last scenario."""
+        if not config.has_model:
+            return rig.make(config)
+        if config.name not in models:
+            models[config.name] = rig.make(config)
+        return models[config.name]
+
+    def pool(*configs: DrafterConfig) -> Callable[[], Mapping[str, Drafter]]:
+        return lambda: {config.name: make(config) for config in configs}
+
+    def cut(num_kept: Callable[[Sequence[int]], int]) -> Callable[[], Mapping[str, Drafter]]:
+        return lambda: {SELF: Cut(make(own), num_kept)}
+
+    def alone(config: DrafterConfig, **more: bool) -> Circumstances:
+        return Circumstances(companions=(config,), **more) if config.is_companion else Circumstances(pool(config), **more)
+
+    others = beyond_defaults(model)
+    rng = random.Random(0)
+    mixed = pool(*DEFAULT_DRAFTERS, half)
+    return {
+        "no drafts, small batches": Circumstances(max_num_sequences=SMALL_BATCH),
+        **{config.name: Circumstances(pool(config)) for config in (*DEFAULT_DRAFTERS, half, chain)},
+        **{f"pool's {config.name}": alone(config) for config in others},
+        SELF: Circumstances(pool(own)),
+        "random lengths": Circumstances(cut(lambda token_ids: rng.randint(0, len(token_ids)))),
+        "adversary": Circumstances(cut(before_disliked_token)),
+        "drafter killed": Circumstances(mixed, kill=half.name, successor=lambda: rig.make(half)),
+        "half preempted": Circumstances(mixed, prefix_cache=False, preempt=True),
+        **{
+            f"half preempted, {config.name}": alone(config, prefix_cache=False, preempt=True)
+            for config in others
+            if config.is_companion
+        },
+    }
+
+
+def beyond_defaults(model: str) -> list[DrafterConfig]:
+    """Of the drafters that `outrider bench drafters` compares those that are not defaults for any model, and chains of the
+    models in them: with what is shipped, all of that."""
+    known = [config for config in comparable(model) if config not in DEFAULT_DRAFTERS]
+    verifiers = [config for config in known if isinstance(config.options, LayersOptions)]
+    proposers = [config for config in known if isinstance(config.options, DSparkOptions | LayersOptions)]
+    chains = [
+        DrafterConfig(
+            name=f"{proposer.name}-{verifier.name}",
+            options=ChainOptions(proposer=proposer.options, verifier=verifier.options),
+        )
+        for verifier in verifiers[-1:]
+        for proposer in proposers
+        if proposer is not verifier
+    ]
+    return known + chains
+
+
+def result(requests: list[Request], outcomes: list[Outcome]) -> BenchResult:
+    num_runs = sum(len(outcome.comparisons) for outcome in outcomes)
+    num_ties = sum(outcome.count(Verdict.TIE) for outcome in outcomes)
+    num_equal = sum(outcome.count(Verdict.EQUAL) for outcome in outcomes)
+    own = next(outcome for outcome in outcomes if outcome.scenario == SELF)
+    return BenchResult(
+        bench="invariance",
+        figures={
+            "identical_fraction": (num_equal + num_ties) / num_runs,
+            "tie_fraction": num_ties / num_runs,
+            "self_draft_acceptance": own.acceptance_before_end,
+            "as_meant_fraction": sum(outcome.run.as_meant for outcome in outcomes) / len(outcomes),
+            "num_runs": num_runs,
+        },
+        tables=(
+            Table(
+                f"{len(requests)} requests a scenario, each against its plain run",
+                ("scenario", *Verdict, "proposed", "accepted", "as meant", "seconds"),
+                tuple(outcome.row() for outcome in outcomes),
+            ),
+        ),
+        notes=tuple(_unequal(requests, outcomes)),
+    )
+
+
+def _unequal(requests: list[Request], outcomes: Iterable[Outcome]) -> Iterable[str]:
+    """Where runs that are not equal part."""
+    for outcome in outcomes:
+        for request, comparison in zip(requests, outcome.comparisons, strict=True):
+            if comparison.verdict is not Verdict.EQUAL:
+                yield f"{outcome.scenario}, request {request.id}: {comparison}; a tie is at most {TIE_MARGIN}"

@@ -1,0 +1,154 @@
+"""The same requests to the server over HTTP and to a cluster in this process, each answer with the times of its pieces."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from benchmarks.timed_http import BrokenResponse, post_json
+from cluster.client import EngineClient
+from cluster.types import Request, SamplingParams
+
+REQUEST_DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, whoever answers it."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    drafting: str = "auto"  # as of the API; an engine in this process is not told
+
+
+@dataclass(slots=True)
+class Answer:
+    """``pieces_s``: when each piece came, seconds after the request was sent. A piece may hold several tokens."""
+
+    sent_s: float
+    pieces_s: list[float] = field(default_factory=list)
+    text: str = ""
+    num_tokens: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.pieces_s[0]
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None for a single one."""
+        return (self.pieces_s[-1] - self.pieces_s[0]) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+    @property
+    def end_s(self) -> float:
+        return self.sent_s + (self.pieces_s[-1] if self.pieces_s else 0.0)
+
+
+Asker = Callable[[Ask], Awaitable[Answer]]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpTarget:
+    """Where a server answers, and for which model."""
+
+    host: str
+    port: int
+    model: str
+
+    async def ask(self, ask: Ask, on_piece: Callable[[int], None] = lambda number: None) -> Answer:
+        """A streamed completion. An error, or a stream that breaks off, is noted in the answer. ``on_piece`` is told how
+        many pieces have come."""
+        answer = Answer(time.monotonic())
+        body = {
+            "model": self.model,
+            "prompt": list(ask.prompt_token_ids),
+            "max_tokens": ask.max_tokens,
+            "temperature": ask.temperature,
+            "seed": ask.seed,
+            "ignore_eos": True,
+            "drafting": ask.drafting,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        try:
+            response = await post_json(self.host, self.port, "/v1/completions", body, on_piece)
+        except (OSError, BrokenResponse) as error:
+            answer.error = f"{type(error).__name__}: {error}"
+            return answer
+        if response.status != HTTPStatus.OK:
+            answer.error = f"{response.status} {response.body.decode(errors='replace')}"
+            return answer
+        for came_s, event in _events(response.chunks):
+            _take(answer, came_s - answer.sent_s, event)
+        if not response.whole and answer.error is None:
+            answer.error = "the stream broke off"
+        return answer
+
+
+def _events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The events of a stream, each with the time at which its end came."""
+    rest = b""
+    for came_s, piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n\n")
+        for event in whole:
+            data = event.removeprefix(b"data: ")
+            if data and data != b"[DONE]":
+                yield came_s, json.loads(data)
+
+
+def _take(answer: Answer, came_s: float, event: dict[str, Any]) -> None:
+    if "error" in event:
+        answer.error = str(event["error"].get("message", event["error"]))
+        return
+    text = "".join(choice.get("text") or "" for choice in event.get("choices", ()))
+    if text:
+        answer.text += text
+        answer.pieces_s.append(came_s)
+    if event.get("usage"):
+        details = event["usage"]["completion_tokens_details"]
+        answer.num_tokens = event["usage"]["completion_tokens"]
+        answer.num_accepted = details["accepted_prediction_tokens"]
+        answer.num_proposed = details["rejected_prediction_tokens"] + details["accepted_prediction_tokens"]
+
+
+async def ask_engine(client: EngineClient, ask: Ask) -> Answer:
+    """The same, straight to an engine in this process."""
+    answer = Answer(time.monotonic())
+    sampling = SamplingParams(ask.max_tokens, ask.temperature, seed=ask.seed, ignore_eos=True)
+    async for commit in client.generate(Request(ask.id, ask.prompt_token_ids, sampling, time.monotonic())):
+        if commit.token_ids:
+            answer.pieces_s.append(time.monotonic() - answer.sent_s)
+        answer.num_tokens += len(commit.token_ids)
+        answer.num_proposed += commit.num_proposed
+        answer.num_accepted += commit.num_accepted
+        answer.error = commit.error
+    return answer
+
+
+async def run_streams(ask_one: Asker, asks: Sequence[Ask], num_streams: int) -> list[Answer]:
+    """Answers in the order of ``asks``, of which ``num_streams`` are under way at a time."""
+    waiting = iter(enumerate(asks))
+    answers: dict[int, Answer] = {}
+
+    async def stream() -> None:
+        for i, ask in waiting:
+            async with asyncio.timeout(REQUEST_DEADLINE_S):
+                answers[i] = await ask_one(ask)
+
+    await asyncio.gather(*(stream() for _ in range(num_streams)))
+    return [answers[i] for i in range(len(asks))]
+
+
+def tokens_per_s(answers: Sequence[Answer]) -> float:
+    """Over the time in which any of them was under way."""
+    elapsed_s = max(a.end_s for a in answers) - min(a.sent_s for a in answers)
+    return sum(a.num_tokens for a in answers) / elapsed_s

@@ -1,0 +1,102 @@
+"""``outrider bench record``: what every drafter of the pool would propose at every position of the target's answers.
+
+In a file (`simulator.recording`) that the simulator and ``outrider bench routing`` read.
+"""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.fixtures import MAX_BATCH, Stable
+from benchmarks.pool import pool
+from benchmarks.report import BenchOptions, BenchResult, Cell, Table
+from drafters.agreement import agreement
+from profiler.prompts import Prompt, choose_prompts, load_prompts
+from router.prompt_features import prompt_features
+from simulator.recording import AgreementRecording, Recorder
+
+DRAFT_LEN = 8
+NUM_NEW_TOKENS = 128
+MAX_PER_DOMAIN = 40
+NUM_QUICK = 30
+DEFAULT_PATH = Path("outrider-recording.npz")
+
+
+def run(options: BenchOptions) -> BenchResult:
+    path = options.recording or DEFAULT_PATH
+    recording = record(options)
+    recording.save(path)
+    return result(recording, path)
+
+
+def record(options: BenchOptions) -> AgreementRecording:
+    """At temperature 0. Of prompts of files MAX_PER_DOMAIN of each domain, or when in a hurry NUM_QUICK in all."""
+    console = Console(stderr=True)
+    configs = pool(options.model)
+    stable = Stable(options.model, configs, NUM_NEW_TOKENS)
+    prompts = _prompts(options)
+    drafters = {config.name: stable.make(config) for config in configs}
+    recorder = Recorder(options.model, [(c.name, c.options.kind) for c in configs], DRAFT_LEN, 0.0)
+    domains = {prompt.id: prompt.domain for prompt in prompts}
+    num_done = 0
+    for answers in stable.record(prompts, (0.0,)):
+        part = answers[0.0]
+        with stable.holding(part):
+            found = {name: agreement(drafter, part, DRAFT_LEN) for name, drafter in drafters.items()}
+        for number, one in enumerate(part):
+            if one.output_token_ids:
+                prompt_id = one.name.partition("/")[2].rpartition("@")[0]
+                recorder.add(
+                    prompt_id,
+                    domains[prompt_id],
+                    len(one.prompt_token_ids),
+                    prompt_features(one.prompt_token_ids),
+                    [found[config.name][number] for config in configs],
+                )
+        num_done += len(part)
+        console.print(f"record: {num_done} of {len(prompts)} answers, batches of {MAX_BATCH}", highlight=False)
+    return recorder.recording()
+
+
+def _prompts(options: BenchOptions) -> list[Prompt]:
+    paths = options.prompts or options.data_prompts
+    if options.quick or not paths:
+        return choose_prompts(paths, NUM_QUICK if options.quick else 120)
+    return load_prompts(paths, MAX_PER_DOMAIN)
+
+
+def result(recording: AgreementRecording, path: Path) -> BenchResult:
+    header = recording.header
+    figures: dict[str, float] = {
+        "num_requests": float(len(recording)),
+        "num_domains": float(len(set(recording.domains))),
+        "num_positions": float(recording.output_lens.sum()),
+        "file_mb": path.stat().st_size / 2**20,
+    }
+    rows: list[tuple[Cell, ...]] = []
+    for j, name in enumerate(header.drafters):
+        accepted_len = recording.accepted_len(name)
+        drafted = recording.drafted[j]
+        figures[f"accepted_len.{name}"] = accepted_len
+        rows.append(
+            (
+                name,
+                header.kinds[j],
+                accepted_len,
+                float((recording.right[j] > 0).mean()),
+                float((drafted > 0).mean()),
+                float(drafted.mean()),
+            )
+        )
+    return BenchResult(
+        "record",
+        figures,
+        tables=(
+            Table(
+                f"agreement at every position, drafts of up to {header.draft_len}",
+                ("drafter", "kind", "accepted length", "first right", "not empty", "mean draft"),
+                tuple(rows),
+            ),
+        ),
+        notes=(f"written to {path}; accepted lengths count the bonus token, and are of drafts that are verified whole.",),
+    )

@@ -1,0 +1,224 @@
+"""``outrider bench routing``: assignment policies on recorded agreement and measured costs, in the simulator's virtual time.
+
+Goodput is committed tokens per second. ``goodput_over_hindsight``: relative to every request being with the drafter that was
+best for it; ``goodput_over_best_single``: relative to all being with the one that was best for all; and
+``hindsight_over_best_single`` is how much there is to gain. Combinations (a cascade, a chain) hold other drafters in them;
+the pool with them is compared apart, under ``all.``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from benchmarks import chains, switching
+from benchmarks.pool import pool
+from benchmarks.record import DEFAULT_PATH, record
+from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
+from cluster.config import (
+    Config,
+    DrafterConfig,
+    EpsilonGreedyPolicy,
+    GreedyLengthPolicy,
+    HedgePolicy,
+    LbssPolicy,
+    ModelConfig,
+    PolicyConfig,
+    Resources,
+    TargetConfig,
+)
+from cluster.resolve import resolve
+from deploy.profile import here
+from profiler.profile import ProfiledCost
+from router.cost_model import CostModel
+from router.planner import PlannerSettings, StepPlanner
+from simulator.agreement import SimulatedRequest
+from simulator.contest import Contest, compete, endless, regret
+from simulator.plots import Panel, plot
+from simulator.recording import AgreementRecording, read_recording
+from simulator.simulation import ClusterSpec, DrafterSpec
+from simulator.target import TargetLimits
+from simulator.timing import DraftByCost, PackedPass
+
+POLICIES: tuple[PolicyConfig, ...] = (HedgePolicy(), LbssPolicy(), EpsilonGreedyPolicy(), GreedyLengthPolicy())
+COMBINATIONS = ("cascade", "chain")
+CONCURRENCY = 4
+NUM_REQUESTS = 1200  # the recording is gone through again and again, each time in another order
+NUM_QUICK = 200
+NUM_ENDLESS = 16  # requests that never end, to see what policies miss as time goes on
+ENDLESS_S = 1800.0
+ENDLESS_QUICK_S = 240.0
+PLOT = Path("outrider-routing.png")
+
+
+def run(options: BenchOptions) -> BenchResult:
+    if options.live:
+        return _live(options)
+    path = options.recording or DEFAULT_PATH
+    if not path.exists():
+        record(options).save(path)
+    recording = read_recording(path)
+    configs = [config for config in pool(options.model) if config.name in recording.header.drafters]
+    cost = measured_cost(options.model, configs)
+    return compare(recording, configs, cost, options.quick, PLOT)
+
+
+def _live(options: BenchOptions) -> BenchResult:
+    """What a switch costs, and whether the policy `chain` finds the fastest chain."""
+    result = switching.run(options)
+    figures, tables = chains.run(options)
+    return replace(result, figures={**result.figures, **figures}, tables=(*result.tables, *tables))
+
+
+def measured_cost(model: str, configs: Sequence[DrafterConfig]) -> CostModel:
+    """As `outrider profile` has stored it for this machine, else measured now."""
+    config = resolve(
+        Config(
+            model=ModelConfig(name=model),
+            target=TargetConfig(resources=Resources(threads=describe_environment().num_threads)),
+            drafters=tuple(configs),
+        ),
+        here(),
+    )
+    from deploy.profiling import ProfileEffort, measure_profile
+    from engine.loading import stored_profile
+
+    stored = stored_profile(config)
+    if stored is not None:
+        cost = ProfiledCost(stored, config)
+        if all(cost.draft_s(one.name, 1, one.max_draft_len) is not None for one in configs):
+            return cost
+    return ProfiledCost(measure_profile(config, ProfileEffort.of(quick=True)), config)
+
+
+def compare(
+    recording: AgreementRecording, configs: Sequence[DrafterConfig], cost: CostModel, quick: bool, picture: Path
+) -> BenchResult:
+    console = Console(stderr=True)
+    parts = [config for config in configs if config.options.kind not in COMBINATIONS]
+    num_requests = NUM_QUICK if quick else NUM_REQUESTS
+    requests = drawn(recording, num_requests)
+    contests: dict[str, Contest] = {}
+    for prefix, chosen in (("", parts), ("all.", list(configs))):
+        if prefix and len(chosen) == len(parts):
+            continue
+        console.print(f"routing: {len(requests)} requests, {', '.join(c.name for c in chosen)}", highlight=False)
+        contests[prefix] = compete(cluster(chosen, cost), POLICIES, requests, CONCURRENCY)
+    figures: dict[str, float] = {}
+    for prefix, contest in contests.items():
+        figures |= contest.figures(prefix)
+    console.print("routing: regret", highlight=False)
+    chosen_requests = [endless(request, 2**17) for request in drawn(recording, NUM_ENDLESS)]
+    until_s = ENDLESS_QUICK_S if quick else ENDLESS_S
+    lasting = compete(cluster(parts, cost), POLICIES, chosen_requests, NUM_ENDLESS, until_s=until_s)
+    curves = regret(lasting)
+    draw(curves, picture)
+    return BenchResult(
+        "routing",
+        figures,
+        tables=(
+            *(_goodput_table(prefix, contest) for prefix, contest in contests.items()),
+            _regret_table(curves, until_s),
+        ),
+        notes=(
+            f"simulated, on recorded agreement of {len(recording)} answers of {recording.header.model} and costs measured "
+            f"here; {CONCURRENCY} requests at a time.",
+            f"regret: {NUM_ENDLESS} requests that never end; drawn in {picture}.",
+        ),
+    )
+
+
+def drawn(recording: AgreementRecording, num_requests: int, seed: int = 0) -> list[SimulatedRequest]:
+    """Of the recording in random order, again and again."""
+    random = np.random.default_rng(seed)
+    requests: list[SimulatedRequest] = []
+    while len(requests) < num_requests:
+        for number in random.permutation(len(recording)).tolist()[: num_requests - len(requests)]:
+            requests.append(
+                SimulatedRequest(
+                    f"{len(requests)}:{recording.ids[number]}",
+                    0.0,
+                    int(recording.prompt_lens[number]),
+                    int(recording.output_lens[number]),
+                    recording.answer(number),
+                    recording.domains[number],
+                    tuple(recording.features[number].tolist()),
+                )
+            )
+    return requests
+
+
+def cluster(configs: Sequence[DrafterConfig], cost: CostModel) -> ClusterSpec:
+    target = TargetConfig()
+    config = Config()
+    limits = TargetLimits(
+        target.block_len,
+        num_blocks=65_536,
+        max_num_sequences=target.max_num_sequences,
+        max_pass_tokens=target.max_pass_tokens,
+        max_model_len=2**20,
+    )
+    drafters = tuple(
+        DrafterSpec(c.name, c.capacity, c.max_draft_len, c.ahead_len, c.replicas, c.is_companion) for c in configs
+    )
+    settings = PlannerSettings.of(config)
+    return ClusterSpec(
+        cost,
+        PackedPass(cost),
+        DraftByCost(cost),
+        limits,
+        drafters,
+        lambda: StepPlanner(settings),
+        slot_s=config.router.slot_ms / 1e3,
+    )
+
+
+def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], picture: Path) -> None:
+    series = {kind: (at.tolist(), tokens.tolist()) for kind, (at, tokens) in curves.items()}
+    plot(
+        [
+            Panel("regret", series, x="seconds", y="tokens missed"),
+            Panel("regret, time in logarithm", series, x="seconds", y="tokens missed", log_x=True),
+        ],
+        "policies against the best drafter of each request",
+        picture,
+    )
+
+
+def _goodput_table(prefix: str, contest: Contest) -> Table:
+    best_single, hindsight = contest.best_single, contest.hindsight.goodput
+    shares = {name: contest.best.count(name) / len(contest.best) for name in contest.single}
+    rows: list[tuple[Cell, ...]] = []
+    for name, outcome in {
+        **{f"all with {name}": outcome for name, outcome in contest.single.items()},
+        "best of each in hindsight": contest.hindsight,
+        **contest.policies,
+    }.items():
+        drafter = name.removeprefix("all with ")
+        rows.append(
+            (
+                name,
+                outcome.goodput,
+                outcome.accepted_len,
+                outcome.goodput / hindsight,
+                outcome.goodput / contest.single[best_single].goodput,
+                shares.get(drafter, "-"),
+                sum(one.num_switches for one in outcome.served) / max(1, len(outcome.served)),
+            )
+        )
+    title = "the whole pool" if prefix else "drafters that hold no other"
+    columns = ("who", "tokens/s", "accepted length", "over hindsight", "over best single", "best for", "switches")
+    return Table(f"simulated goodput, {title}", columns, tuple(rows))
+
+
+def _regret_table(curves: dict[str, tuple[np.ndarray, np.ndarray]], until_s: float) -> Table:
+    """What each doubling of the time adds: constant where regret grows like log T, twice as much each time where like T."""
+    ends = [until_s / 2**k for k in range(5, -1, -1)]
+    rows: list[tuple[Cell, ...]] = []
+    for kind, (at, tokens) in curves.items():
+        values = np.interp(ends, at, tokens)
+        rows.append((kind, float(values[0]), *np.diff(values).tolist()))
+    columns = ("policy", f"by {ends[0]:.3g} s", *(f"until {end:.4g} s" for end in ends[1:]))
+    return Table("tokens missed, and what each doubling of the time adds", columns, tuple(rows))

@@ -1,0 +1,240 @@
+"""What HTTP, Ray Serve and separate processes cost over the same cluster in one process, and how much memory they hold."""
+
+import asyncio
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from actors.router import RouterActor
+from actors.threads import set_threads
+from benchmarks.load import Answer, Ask, HttpTarget, ask_engine, run_streams, tokens_per_s
+from benchmarks.report import BenchOptions, BenchResult, Table, describe_environment
+from benchmarks.server import ServerProcess
+from cluster.client import EngineClient
+from cluster.config import ApiConfig, Config, ModelConfig
+from cluster.errors import OutriderError
+from cluster.inventory import Inventory, Node
+from cluster.resolve import resolve
+from cluster.types import RoutingTable
+from deploy.api.tokenizer import Tokenizer
+from deploy.embedded import EmbeddedCluster
+from deploy.local_ray import free_port
+from deploy.processes import tree_cpu_s, tree_pss_bytes
+from drafters.shipped import with_shipped
+from engine.models.prepare import ensure_model
+from engine.round import TargetLoop
+from profiler.prompts import choose_prompts
+from router.policies import build_policy, build_pool
+from router.slot import Router, SlotReport
+
+NUM_STREAMS = 8
+MAX_TEXT_TOKENS = 1_000_000  # of a prompt before it is cut
+MAX_PROMPT_LEN = 512
+SAMPLE_PERIOD_S = 0.5
+IN_PROCESS = "in process"
+
+
+class BenchFailed(OutriderError):
+    """A request was not answered, so that there is nothing to compare."""
+
+
+def run(options: BenchOptions) -> BenchResult:
+    """Figures: ``throughput_over_in_process``, ``ttft_overhead_ms``, ``peak_pss_gb``, and what they are made of.
+
+    Both clusters answer the same requests in turn (A B A B), one idle while the other works.
+    """
+    num_rounds, num_requests, num_tokens, num_single = (2, 8, 96, 10) if options.quick else (4, 16, 128, 20)
+    console = Console(stderr=True)
+    config = local_config(options.model)
+    set_threads(config.target.resources.threads)
+    folder = ensure_model(options.model)
+    prompts = iter(asyncio.run(tokenize(folder, options.prompts, num_requests * (num_rounds + 3) + num_single)))
+
+    def load(name: str) -> list[Ask]:
+        """Prompts that were not asked before: the drafters remember answers."""
+        return [Ask(f"{name}-{i}", next(prompts), num_tokens) for i in range(num_requests)]
+
+    console.print("serve: starting both", highlight=False)
+    with ServerProcess(config) as server, EmbeddedCluster.of(config) as embedded, _routed(config, embedded.loop):
+        bench = _Bench(server, embedded.client, embedded.model.name)
+        console.print("serve: warming up", highlight=False)
+        asyncio.run(bench.throughput(load("warm")))
+        pairs = []
+        for number in range(num_rounds):
+            console.print(f"serve: round {number + 1} of {num_rounds}", highlight=False)
+            pairs.append(asyncio.run(bench.throughput(load(f"round-{number}"))))
+        console.print("serve: time to first token of an idle server", highlight=False)
+        ttfts = asyncio.run(bench.ttft([Ask(f"single-{i}", next(prompts), 1) for i in range(num_single)]))
+        console.print("serve: memory under load", highlight=False)
+        held = asyncio.run(bench.memory(load("memory")))
+        console.print("serve: CPU under load", highlight=False)
+        cpu_ms = asyncio.run(bench.cpu_ms_per_token(load("cpu")))
+    return _result(pairs, ttfts, held, cpu_ms)
+
+
+def local_config(model: str) -> Config:
+    """The default configuration, resolved for this machine, at a free port."""
+    num_cores = describe_environment().num_cores
+    config = with_shipped(Config(model=ModelConfig(name=model), api=ApiConfig(port=free_port())))
+    return resolve(config, Inventory((Node("here", float(num_cores)),)))
+
+
+async def tokenize(folder: Path, files: Sequence[Path], num_prompts: int) -> list[tuple[int, ...]]:
+    """Prompts as chats; cut to MAX_PROMPT_LEN, and repeated where the files hold too few."""
+    tokenizer = Tokenizer.from_folder(folder)
+    chats = [[{"role": "user", "content": prompt.text}] for prompt in choose_prompts(files, num_prompts)]
+    token_ids = [(await tokenizer.encode_chat(chat, max_tokens=MAX_TEXT_TOKENS))[-MAX_PROMPT_LEN:] for chat in chats]
+    return [token_ids[i % len(token_ids)] for i in range(num_prompts)]
+
+
+class _Loop:
+    """`actors.router.Targets` over a loop in this process."""
+
+    def __init__(self, loop: TargetLoop) -> None:
+        self._loop = loop
+
+    def reports(self, deadline_s: float) -> list[SlotReport]:
+        status = self._loop.status()
+        drafters = tuple(name for name, _ in status.followed)
+        return [SlotReport(self._loop.requests(), self._loop.take_observations(), status.table_version, drafters)]
+
+    def publish(self, table: RoutingTable) -> None:
+        self._loop.publish_table(table)
+
+
+@contextmanager
+def _routed(config: Config, loop: TargetLoop) -> Iterator[None]:
+    """The cluster in this process is routed as the server is, or the two would draft differently."""
+    router = Router(build_policy(config.router.policy), build_pool(config), max(1, config.max_draft_len))
+    actor = RouterActor(config, router, _Loop(loop))
+    actor.start()
+    try:
+        yield
+    finally:
+        actor.stop()
+
+
+class _Bench:
+    def __init__(self, server: ServerProcess, engine: EngineClient, model: str) -> None:
+        self._server = server
+        self._engine = engine
+        self._http = HttpTarget(server.config.api.host, server.config.api.port, model)
+
+    async def over_http(self, asks: Sequence[Ask]) -> list[Answer]:
+        return checked(await run_streams(self._http.ask, asks, NUM_STREAMS))
+
+    async def in_process(self, asks: Sequence[Ask]) -> list[Answer]:
+        return checked(await run_streams(lambda ask: ask_engine(self._engine, ask), asks, NUM_STREAMS))
+
+    async def throughput(self, asks: Sequence[Ask]) -> tuple[list[Answer], list[Answer]]:
+        return await self.over_http(asks), await self.in_process(asks)
+
+    async def ttft(self, asks: Sequence[Ask]) -> list[tuple[float, float]]:
+        """One request at a time, seconds over HTTP and in process. Prompts differ: none is in a prefix cache."""
+        pairs = []
+        for ask in asks:
+            http, own = checked([await self._http.ask(ask), await ask_engine(self._engine, ask)])
+            pairs.append((http.ttft_s, own.ttft_s))
+        return pairs
+
+    async def memory(self, asks: Sequence[Ask]) -> dict[str, int]:
+        """What each process of the server held, at the moment at which their sum was largest."""
+        samples: list[dict[str, int]] = []
+        done = threading.Event()
+
+        def sample() -> None:
+            while True:
+                samples.append(tree_pss_bytes(self._server.pid))
+                if done.wait(SAMPLE_PERIOD_S):
+                    return
+
+        sampling = asyncio.create_task(asyncio.to_thread(sample))
+        try:
+            await self.over_http(asks)
+        finally:
+            done.set()
+            await sampling
+        return max(samples, key=lambda held: sum(held.values()))
+
+    async def cpu_ms_per_token(self, asks: Sequence[Ask]) -> dict[str, float]:
+        """Of each process of the server, and of this one in its place. Apart from `memory`, whose sampling takes time."""
+        before = tree_cpu_s(self._server.pid)
+        num_tokens = _num_tokens(await self.over_http(asks))
+        after = tree_cpu_s(self._server.pid)
+        own_s = time.process_time()
+        num_own_tokens = _num_tokens(await self.in_process(asks))
+        own_s = time.process_time() - own_s
+        per_token = {name: 1e3 * (s - before.get(name, 0.0)) / num_tokens for name, s in after.items()}
+        return {**per_token, IN_PROCESS: 1e3 * own_s / num_own_tokens}
+
+
+def _num_tokens(answers: Sequence[Answer]) -> int:
+    return sum(answer.num_tokens for answer in answers)
+
+
+def checked(answers: list[Answer]) -> list[Answer]:
+    for answer in answers:
+        if answer.error is not None or not answer.pieces_s:
+            raise BenchFailed(f"a request was not answered: {answer.error or 'no token came'}")
+    return answers
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
+def _result(
+    pairs: Sequence[tuple[list[Answer], list[Answer]]],
+    ttfts: Sequence[tuple[float, float]],
+    held: Mapping[str, int],
+    cpu_ms: Mapping[str, float],
+) -> BenchResult:
+    ratios = [tokens_per_s(over_http) / tokens_per_s(in_process) for over_http, in_process in pairs]
+    figures = {
+        "throughput_over_in_process": statistics.median(ratios),
+        "ttft_overhead_ms": 1e3 * statistics.median(http - own for http, own in ttfts),
+        "peak_pss_gb": sum(held.values()) / 2**30,
+        "http.cpu_ms_per_token": sum(ms for name, ms in cpu_ms.items() if name != IN_PROCESS),
+        "in_process.cpu_ms_per_token": cpu_ms[IN_PROCESS],
+    }
+    rows = []
+    for name, side in (("http", 0), ("in_process", 1)):
+        answers = [answer for pair in pairs for answer in pair[side]]
+        tpots_s = [a.tpot_s for a in answers if a.tpot_s is not None]
+        num_proposed = sum(a.num_proposed for a in answers)
+        measured = {
+            "tokens_per_s": statistics.median(tokens_per_s(pair[side]) for pair in pairs),
+            "ttft_ms_p50": 1e3 * _percentile([a.ttft_s for a in answers], 50),
+            "ttft_ms_p99": 1e3 * _percentile([a.ttft_s for a in answers], 99),
+            "tpot_ms_p50": 1e3 * _percentile(tpots_s, 50),
+            "tpot_ms_p99": 1e3 * _percentile(tpots_s, 99),
+            "proposed_per_token": num_proposed / sum(a.num_tokens for a in answers),
+            "acceptance": sum(a.num_accepted for a in answers) / max(1, num_proposed),
+            "idle_ttft_ms": 1e3 * statistics.median(pair[side] for pair in ttfts),
+        }
+        figures |= {f"{name}.{key}": value for key, value in measured.items()}
+        rows.append((name, *measured.values()))
+    largest_first = sorted(held.items(), key=lambda item: -item[1])
+    return BenchResult(
+        bench="serve",
+        figures=figures,
+        tables=(
+            Table(
+                f"{NUM_STREAMS} streams",
+                ("", "tokens/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "proposed/token", "acceptance", "idle TTFT ms"),
+                tuple(rows),
+            ),
+            Table(
+                "processes under load",
+                ("process", "PSS MB", "CPU ms per token"),
+                tuple((name, size / 2**20, cpu_ms.get(name, 0.0)) for name, size in largest_first),
+            ),
+        ),
+        notes=(f"ratios of the rounds: {', '.join(f'{ratio:.3f}' for ratio in ratios)}",),
+    )

@@ -1,0 +1,243 @@
+"""SPIN's evaluation (section VI, figures 10 and 11) rebuilt: its parts switched on in turn, its policies against each other.
+
+    vanilla                 one drafter for all; sequences padded to the longest; draft, then verify
+    spin w/o bat. & pipe.   LBSS chooses the drafter of each request
+    spin w/o pipe.          and sequences are packed: what fast batch verification is for
+    spin                    and the batch is verified in micro-batches, in turn, while others are drafted
+    outrider                hedge instead of LBSS, from full information, lengths by goodput, passes when it pays to leave
+
+All but the last verify every draft whole, and in all but vanilla drafters keep in step (fast switching). Figure 11 compares
+LBSS with SPIN's two baselines, without packing and pipeline.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+
+import numpy as np
+
+from cluster.config import FixedPolicy, GreedyLengthPolicy, HedgePolicy, PolicyConfig
+from router.planner import Planner, PlannerSettings, StepPlanner
+from router.policies import build_policy
+from simulator.agreement import SimulatedRequest
+from simulator.lock_step import LockStep
+from simulator.plots import Panel
+from simulator.scenario import SpinScenario, Text
+from simulator.simulation import ClusterSpec, DrafterSpec, in_turn, simulate
+from simulator.study import Cell, Said, Study, StudyTable
+from simulator.target import TargetLimits
+from simulator.timing import DraftByCost, PackedPass, PaddedPass
+
+MIX = "mix"
+PARTS = ("spin w/o bat. & pipe.", "spin w/o pipe.", "spin")
+SELECTION = ("greedy", "epsilon-greedy", "lbss")
+_MOST_TOKENS_PER_S = 200  # of a request: how long an endless answer must be
+
+# What the paper's text says (figures 10 and 11 are pictures): text, target, of what, over what, ratio.
+PAPER = (
+    ("alpaca", "llama-7b", "spin w/o bat. & pipe.", "vanilla llama-68m", 62.33 / 32.21),
+    ("alpaca", "llama-7b", "spin", "mean vanilla", 2.34),
+    ("cp", "llama-7b", "spin w/o bat. & pipe.", "mean vanilla", 1.45),
+    ("cp", "llama-7b", "spin w/o pipe.", "mean vanilla", 1.81),
+    ("cp", "llama-7b", "spin", "mean vanilla", 1.99),
+    ("alpaca", "llama-7b", "lbss", "greedy", 65.31 / 32.21),
+    ("alpaca", "llama-7b", "lbss", "epsilon-greedy", 65.31 / 43.78),
+    ("cp", "llama-7b", "lbss", "epsilon-greedy", 1.45),
+    ("cp", "llama-30b", "lbss", "epsilon-greedy", 1.79),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    policy: PolicyConfig
+    packed: bool = False
+    num_micro_batches: int | None = 1  # None: the live rule
+    verification: str = "all"
+    scores: bool = False
+    in_step: bool = True
+
+
+PADDED_S, PACKED_S = 0.52921, 0.33546  # figure 12: a pass over 16 requests of Alpaca by llama-7b
+_NUM_BATCHES = 200
+
+Goodputs = Mapping[tuple[str, str], Mapping[str, float]]  # by text and target, by variant
+
+
+def run(scenario: SpinScenario, said: Said = lambda what: None) -> Study:
+    variants = _variants(scenario)
+    texts = [*scenario.texts, *([MIX] if scenario.mix and len(scenario.texts) > 1 else [])]
+    goodputs: dict[tuple[str, str], dict[str, float]] = {}
+    for target in scenario.targets:
+        for text in texts:
+            said(f"{target}, {text}")
+            sets = [_requests(scenario, text, repeat) for repeat in range(scenario.repeats)]
+            found = {
+                name: fmean(_goodput(scenario, target, variant, requests) for requests in sets)
+                for name, variant in variants.items()
+            }
+            goodputs[text, target] = {**found, SELECTION[2]: found[PARTS[0]]}  # which is the same
+    return _study(scenario, goodputs, _verification_s(scenario))
+
+
+def _variants(scenario: SpinScenario) -> dict[str, _Variant]:
+    vanilla = {f"vanilla {name}": _Variant(FixedPolicy(chain=(name,)), in_step=False) for name in scenario.drafters}
+    lbss = scenario.lbss
+    return {
+        **vanilla,
+        PARTS[0]: _Variant(lbss),
+        PARTS[1]: _Variant(lbss, packed=True),
+        PARTS[2]: _Variant(lbss, packed=True, num_micro_batches=scenario.micro_batches),
+        "outrider": _Variant(HedgePolicy(), True, None, "goodput", scores=True),
+        "greedy": _Variant(GreedyLengthPolicy()),
+        "epsilon-greedy": _Variant(scenario.epsilon_greedy),
+    }
+
+
+def _requests(scenario: SpinScenario, text: str, repeat: int) -> list[SimulatedRequest]:
+    """A set that goes on beyond the horizon. The same for every variant and target."""
+    random = np.random.default_rng((scenario.seed, repeat, *text.encode()))
+    kinds: list[Text] = [scenario.texts[text]] if text != MIX else list(scenario.texts.values())
+    longest = max(drafter.max_draft_len for drafter in scenario.drafters.values())
+    num_tokens = int(scenario.horizon_s * _MOST_TOKENS_PER_S)
+    requests = []
+    for i in range(scenario.batch):
+        kind = kinds[i % len(kinds)]
+        # Of different ages, for in a batch that goes on some have just come and some are about to end.
+        age = int(random.integers(kind.output_len.draw(random)))
+        answer = kind.family.answer(random, num_tokens, longest)
+        requests.append(SimulatedRequest(f"r{i}", 0.0, kind.prompt_len.draw(random) + age, num_tokens, answer))
+    return requests
+
+
+def _goodput(scenario: SpinScenario, target: str, variant: _Variant, requests: list[SimulatedRequest]) -> float:
+    cost = scenario.cost(scenario.targets[target])
+    settings = PlannerSettings(variant.verification, scenario.max_hold_s, max_chunk_len=4096)
+
+    def planner() -> Planner:
+        planner = StepPlanner(settings)
+        return planner if variant.num_micro_batches is None else LockStep(planner, variant.num_micro_batches)
+
+    spec = ClusterSpec(
+        cost,
+        PackedPass(cost) if variant.packed else PaddedPass(cost),
+        DraftByCost(cost),
+        TargetLimits(16, 2**24, scenario.batch, 2**16, 2**24),
+        tuple(DrafterSpec(name, one.capacity, one.max_draft_len) for name, one in scenario.drafters.items()),
+        planner,
+        link_s=scenario.link_us * 1e-6,
+        slot_s=scenario.slot_s,
+        scores=variant.scores,
+        in_step=variant.in_step,
+        jitter=scenario.jitter,
+    )
+    load = in_turn(requests, scenario.batch)
+    return simulate(spec, build_policy(variant.policy), load, scenario.seed, scenario.horizon_s).goodput
+
+
+def _verification_s(scenario: SpinScenario) -> tuple[float, float] | None:
+    """Of sixteen requests of Alpaca by llama-7b, padded and packed (figure 12)."""
+    text, target = scenario.texts.get("alpaca"), scenario.targets.get("llama-7b")
+    if text is None or target is None:
+        return None
+    cost = scenario.cost(target)
+    random = np.random.default_rng(scenario.seed)
+    num_rows = 1 + max(drafter.max_draft_len for drafter in scenario.drafters.values())
+    batches = [
+        [(num_rows, text.prompt_len.draw(random) + int(random.integers(text.output_len.draw(random)))) for _ in range(16)]
+        for _ in range(_NUM_BATCHES)
+    ]
+    return (
+        fmean(PaddedPass(cost).seconds(batch, ()) for batch in batches),
+        fmean(PackedPass(cost).seconds(batch, ()) for batch in batches),
+    )
+
+
+def _study(scenario: SpinScenario, goodputs: Goodputs, verification_s: tuple[float, float] | None) -> Study:
+    vanilla = [f"vanilla {name}" for name in scenario.drafters]
+    figures: dict[str, float] = {}
+    num_held = {"parts": 0, "selection": 0}
+    parts_rows: list[tuple[Cell, ...]] = []
+    selection_rows: list[tuple[Cell, ...]] = []
+    for (text, target), found in goodputs.items():
+        best = max(found[name] for name in vanilla)
+        ordered = [best, *(found[part] for part in PARTS)]
+        num_held["parts"] += _ascends(ordered)
+        num_held["selection"] += _ascends([found[name] for name in SELECTION])
+        key = f"{text}.{target}"
+        figures[f"spin_over_best_vanilla.{key}"] = found["spin"] / best
+        figures[f"outrider_over_spin.{key}"] = found["outrider"] / found["spin"]
+        figures[f"lbss_over_epsilon_greedy.{key}"] = found["lbss"] / found["epsilon-greedy"]
+        parts_rows.append(
+            (
+                text,
+                target,
+                *(found[name] for name in vanilla),
+                *(found[part] for part in PARTS),
+                found["outrider"],
+                "yes" if _ascends(ordered) else "no",
+            )
+        )
+        selection = [found[name] for name in SELECTION]
+        selection_rows.append((text, target, *selection, "yes" if _ascends(selection) else "no"))
+    figures["order_holds.figure_10"] = num_held["parts"] / len(goodputs)
+    figures["order_holds.figure_11"] = num_held["selection"] / len(goodputs)
+    short = tuple(name.removeprefix("vanilla llama-") for name in vanilla)
+    tables: tuple[StudyTable, ...] = (
+        StudyTable(
+            "figure 10: goodput, tokens/s, simulated",
+            ("text", "target", *short, "w/o bat. & pipe.", "w/o pipe.", "spin", "outrider", "in order"),
+            tuple(parts_rows),
+        ),
+        StudyTable(
+            "figure 11: goodput, tokens/s, simulated", ("text", "target", *SELECTION, "in order"), tuple(selection_rows)
+        ),
+        _paper_table(goodputs, vanilla),
+    )
+    if verification_s is not None:
+        padded_s, packed_s = verification_s
+        figures["packed_over_padded.figure_12"] = packed_s / padded_s
+        rows: tuple[tuple[Cell, ...], ...] = (
+            ("padded, ms", 1e3 * PADDED_S, 1e3 * padded_s),
+            ("packed, ms", 1e3 * PACKED_S, 1e3 * packed_s),
+            ("packed over padded", PACKED_S / PADDED_S, packed_s / padded_s),
+        )
+        title = "figure 12: a pass over 16 requests, alpaca, llama-7b"
+        tables = (*tables, StudyTable(title, ("what", "paper", "simulated"), rows))
+    return Study(
+        "spin",
+        figures,
+        tables,
+        _panels(goodputs, vanilla),
+        (
+            "simulated: costs by a roofline, acceptance by families that were chosen by hand; ratios are what came of it.",
+            "in order: each part above the one before it, the first above every vanilla; then greedy, epsilon-greedy, lbss.",
+        ),
+    )
+
+
+def _paper_table(goodputs: Goodputs, vanilla: list[str]) -> StudyTable:
+    rows: list[tuple[Cell, ...]] = []
+    for text, target, what, over, ratio in PAPER:
+        found = goodputs.get((text, target))
+        if found is None or (over != "mean vanilla" and over not in found):
+            continue
+        base = fmean(found[name] for name in vanilla) if over == "mean vanilla" else found[over]
+        rows.append((text, target, what, over, ratio, found[what] / base))
+    return StudyTable("the paper's ratios beside ours", ("text", "target", "of", "over", "paper", "simulated"), tuple(rows))
+
+
+def _panels(goodputs: Goodputs, vanilla: list[str]) -> tuple[Panel, ...]:
+    panels = []
+    texts = tuple(dict.fromkeys(text for text, _ in goodputs))
+    for target in dict.fromkeys(target for _, target in goodputs):
+        for title, names in (("figure 10", [*vanilla, *PARTS, "outrider"]), ("figure 11", list(SELECTION))):
+            series: dict[str, tuple[list[float], list[float]]] = {
+                name: ([], [goodputs[text, target][name] for text in texts]) for name in names
+            }
+            panels.append(Panel(f"{title}, {target}", series, y="tokens/s", labels=texts))
+    return tuple(panels)
+
+
+def _ascends(values: list[float]) -> bool:
+    return all(a < b for a, b in pairwise(values))

@@ -1,0 +1,154 @@
+"""Part of ``outrider bench routing --live``: what it costs to hand a request to another drafter in mid-request.
+
+The whole cluster in one process, on the real model. A request with a long prompt is drafted for by a lookup; then the
+routing table names a drafter with a model, which has kept in step in its spare time (SPIN's fast switching, section IV.C),
+or has not. The stall is the time from telling it to the first commit that verifies a draft of the new drafter, less what a
+round with it usually takes. Both ways take turns, each on prompts of its own, so that a busy machine slows both alike.
+
+`switch_stall_saved`: the share of the stall that being in step saves; medians over the switches.
+"""
+
+import asyncio
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+
+from benchmarks.report import BenchOptions, BenchResult, Table
+from cluster.config import Config, DrafterConfig, ModelConfig, ModelOptions, NgramOptions, TargetConfig
+from cluster.resolve import resolve
+from cluster.types import Request, RoutingTable, SamplingParams
+from deploy.embedded import EmbeddedCluster, PoolEntry
+from deploy.profile import here
+from router.cost_model import TableCost
+from router.planner import PlannerSettings, StepPlanner
+
+PROMPT_LEN, PROMPT_LEN_QUICK = 1024, 512
+NUM_SWITCHES, NUM_SWITCHES_QUICK = 8, 4  # of each way
+NUM_LAYERS = 4  # of the drafter, which are the target's first
+DRAFT_LEN = 4
+BEFORE = 64  # tokens until the switch
+NUM_ROUNDS = 4  # with the new drafter, from which its usual round is taken
+MAX_TOKENS = 160
+NUM_BEFORE_TOLD = 2  # passes: the one under way when the table comes, and the one at whose end drafters are told
+FROM, TO = "lookup", "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Seconds from the telling of the new drafter to the first commit with a draft of it, and of a usual round with it."""
+
+    first_s: float
+    round_s: float
+
+    @property
+    def stall_s(self) -> float:
+        return max(0.0, self.first_s - self.round_s)
+
+
+def run(options: BenchOptions) -> BenchResult:
+    prompt_len = PROMPT_LEN_QUICK if options.quick else PROMPT_LEN
+    num_switches = NUM_SWITCHES_QUICK if options.quick else NUM_SWITCHES
+    with waiting_cluster(resolve(config(options.model, prompt_len), here())) as cluster:
+        switches = measure(cluster, prompt_len, num_switches)
+    return result(switches, prompt_len)
+
+
+def waiting_cluster(config: Config) -> EmbeddedCluster:
+    """Of a resolved configuration. Its planner takes passes to be so dear that it waits for every proposal: else a target
+    that decodes plainly meanwhile would hide the stall, and lose the drafts instead."""
+    from drafters.registry import make_drafter
+    from engine.loading import load_target
+
+    engine, model, _ = load_target(config)
+    pool = {one.name: PoolEntry(make_drafter(one, model), one.max_draft_len) for one in config.drafters}
+    return EmbeddedCluster(engine, model, TableCost((1,), (1e4,)), pool, StepPlanner(PlannerSettings("all", 60.0)))
+
+
+def config(model: str, prompt_len: int) -> Config:
+    drafter = ModelOptions(model=model, num_layers=NUM_LAYERS, kv_cache_gb=0.25)
+    return Config(
+        model=ModelConfig(name=model, max_model_len=prompt_len + MAX_TOKENS),
+        target=TargetConfig(kv_cache_gb=0.25),
+        drafters=(
+            DrafterConfig(name=FROM, options=NgramOptions(), max_draft_len=DRAFT_LEN),
+            DrafterConfig(name=TO, options=drafter, max_draft_len=DRAFT_LEN),
+        ),
+    )
+
+
+def measure(cluster: EmbeddedCluster, prompt_len: int, num_switches: int) -> dict[bool, list[Switch]]:
+    """By whether the new drafter was in step."""
+    rng = random.Random(5)
+    vocab = range(cluster.model.vocab_size // 8, cluster.model.vocab_size // 2)
+    switches: dict[bool, list[Switch]] = {True: [], False: []}
+    version = 0
+    for i in range(num_switches + 1):  # the first of each warms up
+        for in_step in (True, False) if i % 2 else (False, True):
+            sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+            request = Request(f"s{version}", tuple(rng.choices(vocab, k=prompt_len)), sampling, time.monotonic())
+            found = asyncio.run(_switch(cluster, request, version, (TO,) if in_step else ()))
+            version += 2
+            if i and found is not None:
+                switches[in_step].append(found)
+    return switches
+
+
+async def _switch(cluster: EmbeddedCluster, request: Request, version: int, scorers: tuple[str, ...]) -> Switch | None:
+    """None: the request ended before the new drafter had drafted often enough."""
+
+    def table(number: int, drafter: str) -> RoutingTable:
+        chain = (drafter,)
+        return RoutingTable(version + number, {request.id: chain}, (chain,), max_draft_len=DRAFT_LEN, scorers=scorers)
+
+    cluster.loop.publish_table(table(1, FROM))
+    num_tokens, switched, told_s = 0, False, []
+    arrived_s: list[float] = []
+    stream = cluster.client.generate(request)
+    async for commit in stream:
+        now_s = time.monotonic()
+        num_tokens += len(commit.token_ids)
+        if not switched and num_tokens >= BEFORE:
+            switched = True
+            cluster.loop.publish_table(table(2, TO))
+        elif switched and commit.drafter == TO and commit.num_proposed:
+            arrived_s.append(now_s)
+            if len(arrived_s) > NUM_ROUNDS:
+                break
+        elif switched and len(told_s) < NUM_BEFORE_TOLD:
+            told_s.append(now_s)
+    await stream.aclose()
+    if not told_s or len(arrived_s) <= NUM_ROUNDS:
+        return None
+    rounds = [later - sooner for sooner, later in pairwise(arrived_s)]
+    return Switch(arrived_s[0] - told_s[-1], statistics.median(rounds))
+
+
+def result(switches: dict[bool, list[Switch]], prompt_len: int) -> BenchResult:
+    stalls = {in_step: statistics.median(one.stall_s for one in found) for in_step, found in switches.items()}
+    rows = tuple(
+        (
+            "in step" if in_step else "catches up",
+            len(found),
+            1e3 * statistics.median(one.first_s for one in found),
+            1e3 * statistics.median(one.round_s for one in found),
+            1e3 * stalls[in_step],
+        )
+        for in_step, found in switches.items()
+    )
+    return BenchResult(
+        "routing",
+        {
+            "switch_stall_saved": 1.0 - stalls[True] / stalls[False] if stalls[False] > 0.0 else 0.0,
+            "switch_stall_ms.in_step": 1e3 * stalls[True],
+            "switch_stall_ms.catching_up": 1e3 * stalls[False],
+        },
+        tables=(
+            Table(
+                f"a switch in mid-request, prompts of {prompt_len} tokens, to the target's first {NUM_LAYERS} layers",
+                ("the new drafter", "switches", "first draft verified ms", "usual round ms", "stall ms"),
+                rows,
+            ),
+        ),
+    )

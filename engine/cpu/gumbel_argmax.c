@@ -1,0 +1,132 @@
+/* The choice of one token per row among the logits of a head: the lowest argmax_v(z_v / T + G(key, v)), G as engine/noise.py
+ * defines it. As in engine/gumbel_argmax.py, the largest noise of 64 consecutive tokens is known by one hash, so that few tokens are
+ * looked at by themselves; here those of a reduced head too, of which a block of 64 holds fewer. z are float, differences and
+ * quotients of them too, and scores double, as there: the winner is the same to the last bit. */
+#include "../noise.h"
+#include "vectors.h"
+
+static const double LARGEST_NOISE = 27.05;
+static const double ROUNDING = 1e-5; /* more than a float32 of noise is off */
+static const float LOWEST_TEMPERATURE = 1e-6f;
+
+typedef struct {
+    int64_t num_columns, num_blocks;
+    const int64_t *token_ids; /* [num_columns], ascending */
+    const int64_t *blocks;    /* [num_blocks], token id / 64, ascending: those that hold a token of the head */
+    const int64_t *starts;    /* [num_blocks + 1]: first column of each block */
+} Head;
+
+/* Logits of one row: elements as they are compiled for, or floats. */
+typedef struct {
+    const void *z;
+    int is_float;
+} Row;
+
+static inline float logit(Row row, int64_t i) {
+    return row.is_float ? ((const float *)row.z)[i] : load1(((const elem *)row.z)[i]);
+}
+static inline vf logits_at(Row row, int64_t i) {
+    return row.is_float ? loadf((const float *)row.z + i) : load_elems((const elem *)row.z + i);
+}
+
+/* Of ``num`` logits from ``start``; NaN if there is one. */
+static inline float largest(Row row, int64_t start, int64_t num) {
+    vf highest = splat(-INFINITY);
+    vi is_nan = {0};
+    int64_t i = 0;
+    for (; i + LANES <= num; i += LANES) {
+        const vf x = logits_at(row, start + i);
+        highest = choose(x > highest, x, highest);
+        is_nan |= (x != x);
+    }
+    float max = -INFINITY;
+    int found_nan = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        max = highest[lane] > max ? highest[lane] : max;
+        found_nan |= is_nan[lane] != 0;
+    }
+    for (; i < num; i++) {
+        const float x = logit(row, start + i);
+        max = x > max ? x : max;
+        found_nan |= x != x;
+    }
+    return found_nan ? NAN : max;
+}
+
+/* Where the race stands. */
+typedef struct {
+    double score;
+    int64_t column;
+} Best;
+
+/* What is the same for all tokens of a row. */
+typedef struct {
+    const Head *head;
+    Row row;
+    uint64_t key;
+    float max, temperature, floor;
+} Race;
+
+static inline float below(const Race *race, float z) { return (z - race->max) / race->temperature; }
+
+/* The best after those of a block's tokens that can be better. */
+static Best look_into(const Race *race, int64_t block, Best best) {
+    const Head *head = race->head;
+    const uint64_t bits = block_bits(race->key, head->blocks[block]);
+    const double bound = ROUNDING - log(exponential(bits) / BLOCK_LEN);
+    for (int64_t i = head->starts[block]; i < head->starts[block + 1]; i++) {
+        const float z = below(race, logit(race->row, i));
+        if (!(z >= race->floor) || z + bound < best.score) continue;
+        const double score = z + noise(race->key, head->token_ids[i], bits);
+        if (score > best.score || (score == best.score && i < best.column)) best = (Best){score, i};
+    }
+    return best;
+}
+
+/* ``first``: the lowest of the most probable tokens' columns. ``highest``: of each block. */
+static int64_t winner(const Race *race, int64_t first, const float *highest) {
+    const Head *head = race->head;
+    const int64_t token_id = head->token_ids[first];
+    Best best = {noise(race->key, token_id, block_bits(race->key, token_id / BLOCK_LEN)), first};
+    double bounds[head->num_blocks];
+    int64_t likeliest = -1;
+    for (int64_t b = 0; b < head->num_blocks; b++) {
+        const float z = below(race, highest[b]);
+        bounds[b] = z >= race->floor ? z + LARGEST_NOISE : -INFINITY;
+        if (bounds[b] < best.score) continue;
+        bounds[b] = z + ROUNDING - log(exponential(block_bits(race->key, head->blocks[b])) / BLOCK_LEN);
+        if (likeliest < 0 || bounds[b] > bounds[likeliest]) likeliest = b;
+    }
+    if (likeliest >= 0) best = look_into(race, likeliest, best);
+    for (int64_t b = 0; b < head->num_blocks; b++)
+        if (b != likeliest && bounds[b] >= best.score) best = look_into(race, b, best);
+    return best.column;
+}
+
+/* Logits of rows ``stride`` apart, keys, temperatures and floors [rows] -> columns and the largest logits [rows].
+ *
+ * Temperature 0 takes the lowest argmax. A token whose (z - max) / T is below the floor is not chosen; no floors admit all.
+ * A row without a finite maximum has column 0. */
+void race(const Head *head, const void *logits, int64_t stride, int is_float, const uint64_t *keys, const float *temperatures,
+          const float *floors, int64_t *columns, float *maxima, int64_t rows, int num_threads) {
+    const int64_t size = is_float ? (int64_t)sizeof(float) : (int64_t)sizeof(elem);
+#pragma omp parallel for num_threads(threads_for(rows * head->num_columns / 4, num_threads)) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const Row row = {(const char *)logits + r * stride * size, is_float};
+        const int64_t *starts = head->starts;
+        float highest[head->num_blocks];
+        for (int64_t b = 0; b < head->num_blocks; b++) highest[b] = largest(row, starts[b], starts[b + 1] - starts[b]);
+        const float max = maxima[r] = largest((Row){highest, 1}, 0, head->num_blocks);
+        columns[r] = 0;
+        if (!isfinite(max)) continue;
+        int64_t block = 0;
+        while (highest[block] < max) block++;
+        int64_t first = starts[block];
+        while (logit(row, first) < max) first++;
+        columns[r] = first;
+        if (!(temperatures[r] > 0)) continue;
+        const float temperature = temperatures[r] < LOWEST_TEMPERATURE ? LOWEST_TEMPERATURE : temperatures[r];
+        const Race race = {head, row, keys[r], max, temperature, floors ? floors[r] : -INFINITY};
+        columns[r] = winner(&race, first, highest);
+    }
+}

@@ -1,0 +1,150 @@
+"""Round trips between two processes, over each transport: 1 KB, and what a round of 32 requests really carries.
+
+The other process is a drafter that answers at once, so all of the time is the data plane's: encoding, the queue, the kernel,
+decoding and the waking of the owner's thread. A bare blocking socket, measured in the same run, is the floor.
+"""
+
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+from cluster.errors import LinkClosed
+from cluster.messages import DraftRound, Extend, Hello, Message, ProposalRound, Role
+from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
+from cluster.transport.codec import encode
+from cluster.transport.factory import connect, listen
+from cluster.types import Proposal
+
+TRIPS_PER_TURN = 200
+WARM_UP_TRIPS = 100
+DRAFT_LEN = 7
+DEADLINE_S = 30.0
+
+_TARGET = Hello(Role.TARGET, "target", 49152, "bench")
+
+
+def down_round(num_requests: int) -> DraftRound:
+    """What a target says after a round: the tokens that it committed."""
+    extends = tuple(Extend(f"chatcmpl-{index:024x}-0", 700 + index, (284, 1093, 28, 20417)) for index in range(num_requests))
+    return DraftRound(12, extends=extends)
+
+
+def up_round(down: DraftRound) -> ProposalRound:
+    """What a drafter answers: as many drafts of DRAFT_LEN tokens."""
+    token_ids, confidences = tuple(range(9000, 9000 + DRAFT_LEN)), (0.75,) * DRAFT_LEN
+    base_len = [extend.base_len + len(extend.token_ids) for extend in down.extends]
+    return ProposalRound(
+        down.table_version,
+        tuple(
+            Proposal(extend.request_id, base, token_ids, confidences, "model")
+            for extend, base in zip(down.extends, base_len, strict=True)
+        ),
+    )
+
+
+def one_kb() -> DraftRound:
+    """A message of 1024 bytes on the wire."""
+    overhead = len(encode(DraftRound(1, releases=("x" * 1000,)))) - 1000
+    return DraftRound(1, releases=("x" * (1024 - overhead),))
+
+
+def round_trips(num_turns: int) -> Mapping[str, list[float]]:
+    """Seconds of every round trip, by transport and payload."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-"))
+        mailbox = Mailbox()
+        addresses: list[str] = []
+        for address in (f"unix://{folder}/link", "grpc://127.0.0.1:0"):
+            listener = listen(address, mailbox, _TARGET)
+            stack.callback(listener.close)
+            addresses.append(listener.address)
+        near, far = socket.socketpair()
+        stack.enter_context(near)
+        near.settimeout(DEADLINE_S)
+        with far:
+            command = [sys.executable, "-m", __name__, str(far.fileno()), *addresses]
+            drafter = stack.enter_context(subprocess.Popen(command, pass_fds=[far.fileno()]))
+        stack.callback(drafter.kill)
+
+        payload = encode(one_kb())
+        trips: dict[str, Callable[[], None]] = {"raw_socket_1kb": partial(_raw_trip, near, payload)}
+        for name, link in _links(mailbox, len(addresses)).items():
+            for kind, message in (("1kb", one_kb()), ("round_32", down_round(32))):
+                trips[f"{name}_{kind}"] = partial(_trip, link, mailbox, message)
+        for trip in trips.values():
+            for _ in range(WARM_UP_TRIPS):
+                trip()
+        times: dict[str, list[float]] = {name: [] for name in trips}
+        for _ in range(num_turns):
+            for name, trip in trips.items():
+                for _ in range(TRIPS_PER_TURN):
+                    start_s = time.perf_counter()
+                    trip()
+                    times[name].append(time.perf_counter() - start_s)
+        return times
+
+
+def _links(mailbox: Mailbox, num_links: int) -> dict[str, Link]:
+    """The links of the drafter, by the name under which it came."""
+    links: dict[str, Link] = {}
+    until_s = time.monotonic() + DEADLINE_S
+    while len(links) < num_links:
+        if not mailbox.wait(until_s - time.monotonic()):
+            raise LinkClosed(f"the other process opened {len(links)} of {num_links} links within {DEADLINE_S:g} s")
+        links |= {event.link.peer.name: event.link for event in mailbox.drain() if isinstance(event, LinkUp)}
+    return links
+
+
+def _trip(link: Link, mailbox: Mailbox, message: Message) -> None:
+    link.send(message)
+    if not mailbox.wait(DEADLINE_S):
+        raise LinkClosed(f"{link.peer.name} did not answer within {DEADLINE_S:g} s")
+    for event in mailbox.drain():
+        if isinstance(event, LinkDown):
+            raise LinkClosed(event.reason)
+
+
+def _raw_trip(sock: socket.socket, payload: bytes) -> None:
+    sock.sendall(payload)
+    num_left = len(payload)
+    while num_left:
+        num_read = len(sock.recv(num_left))
+        if num_read == 0:
+            raise LinkClosed("the other process closed the raw socket")
+        num_left -= num_read
+
+
+def _echo(raw: socket.socket) -> None:
+    while data := raw.recv(2**16):
+        raw.sendall(data)
+
+
+def answer(fd: int, addresses: list[str]) -> None:
+    """The other process: echo what the raw socket brings until it is closed, and answer every round on the links."""
+    mailbox = Mailbox()
+    for address in addresses:
+        hello = replace(_TARGET, role=Role.DRAFTER, name=address.partition("://")[0])
+        connect(address, mailbox, hello)
+    with socket.socket(fileno=fd) as raw:
+        echo = threading.Thread(target=_echo, args=(raw,), daemon=True)
+        echo.start()
+        num_links = len(addresses)
+        while num_links:
+            mailbox.wait(DEADLINE_S)
+            for event in mailbox.drain():
+                match event:
+                    case Received(link, DraftRound() as down):
+                        link.send(up_round(down) if down.extends else down)
+                    case LinkDown():
+                        num_links -= 1
+
+
+if __name__ == "__main__":
+    answer(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,114 @@
+"""Whether a drafter that drafts in the target's own time is asked in a round, and down to which tokens.
+
+The target waits while such a drafter drafts. Its drafts must save more time than making them takes: their accepted tokens
+would have been decoded plainly, and their rows make the pass longer. Both are measured, for each size of the batch: where a
+batch is large a row costs more, and a draft for all may take longer than a pass. What the round has to do with drafts
+counts, too, once rounds without them have shown what it takes else.
+"""
+
+from router.cost_model import CostModel
+from router.ewma import RunningMean
+
+_MEMORY = 64.0  # rounds
+_FIRST_ROUNDS = 16  # of a size of batch, at any price
+_TRIAL_ROUNDS = 6  # the first of them is spent on catching up, too; they count as much as all before
+_PAUSE = 64  # rounds without it, before it is tried again
+_LONGEST_PAUSE = 512  # twice as long whenever it was tried in vain
+
+
+class _Known:
+    """Of one size of batch."""
+
+    def __init__(self) -> None:
+        self.saved_s, self.cost_s = RunningMean(), RunningMean()
+        self.rest_s = {True: RunningMean(), False: RunningMean()}  # of rounds that it is asked in, and of others
+        self.pause = _PAUSE
+        self.num_paused = 0
+        self.num_trials_left = _FIRST_ROUNDS
+
+    def asks(self) -> bool:
+        if self.num_trials_left:
+            self.num_trials_left -= 1
+            return True
+        if self.saved_s.value > self.cost_s.value + self._handling_s:
+            self.pause, self.num_paused = _PAUSE, 0
+            return True
+        self.num_paused += 1
+        if self.num_paused < self.pause:
+            return False
+        self.num_paused, self.num_trials_left = 0, _TRIAL_ROUNDS - 1
+        self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+        for mean in (self.saved_s, self.cost_s):
+            mean.fade(_TRIAL_ROUNDS)
+        return True
+
+    @property
+    def _handling_s(self) -> float:
+        """What its drafts take of a round beside the drafting: to be told, heard, planned and judged."""
+        asked, unasked = self.rest_s[True], self.rest_s[False]
+        return max(0.0, asked.value - unasked.value) if asked.is_known and unasked.is_known else 0.0
+
+
+class Asking:
+    """Of one drafter. Sizes of batches are told apart by octave."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+        self._was_asked = False
+        self.is_asked = True  # in this round
+
+    def decide(self, batch: int) -> bool:
+        """Whether to ask it for the drafts of the next round of ``batch`` requests. Once a round."""
+        self._was_asked, self.is_asked = self.is_asked, self._of(batch).asks()
+        return self.is_asked
+
+    def drafted(self, batch: int, seconds: float) -> None:
+        """It was asked, and the target waited so long. After a pause this is not what it usually takes: it caught up."""
+        if self._was_asked:
+            mean = self._of(batch).cost_s
+            mean.add(mean.usual(seconds), _MEMORY)
+
+    def handled(self, batch: int, seconds: float) -> None:
+        """A round took so long beside the pass and the drafting."""
+        if self._was_asked == self.is_asked:
+            mean = self._of(batch).rest_s[self.is_asked]
+            mean.add(mean.usual(seconds), _MEMORY)
+
+    def came_true(self, batch: int, saved_s: float) -> None:
+        """What it drafted for a round has saved so much."""
+        self._of(batch).saved_s.add(saved_s, _MEMORY)
+
+    def _of(self, batch: int) -> _Known:
+        return self._known.setdefault(batch.bit_length(), _Known())
+
+
+def saved_s(num_sequences: int, num_verified: int, num_accepted: int, num_context: int, cost: CostModel) -> float:
+    """What drafts have saved in a pass over so many sequences: their accepted tokens, decoded plainly, would have taken
+    their share of passes; verifying them made this one longer."""
+    plain_s = cost.step_s(num_sequences, num_context)
+    return num_accepted * plain_s / num_sequences - (cost.step_s(num_sequences + num_verified, num_context) - plain_s)
+
+
+class Pace:
+    """Tokens decoded per second over the last rounds, all that decoding takes included."""
+
+    def __init__(self) -> None:
+        self._tokens, self._seconds = RunningMean(), RunningMean()
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Of a round. Not positive, the seconds were mistaken, and say nothing."""
+        if seconds <= 0.0:
+            return
+        self._tokens.add(num_tokens, _MEMORY)
+        self._seconds.add(self._seconds.usual(seconds), _MEMORY)
+
+    def row_price(self, num_rows: int, num_context: int, cost: CostModel) -> float:
+        """Tokens that could be decoded while one row more, or the last of them, is computed: a draft token less likely to
+        survive than this is not worth a row. At a knee the cheaper side counts."""
+        if not self._seconds.is_known:
+            return 0.0
+        here_s = cost.step_s(num_rows, num_context)
+        row_s = cost.step_s(num_rows + 1, num_context) - here_s
+        if num_rows > 1:
+            row_s = min(row_s, here_s - cost.step_s(num_rows - 1, num_context))
+        return min(1.0, row_s * self._tokens.value / self._seconds.value)

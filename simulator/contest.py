@@ -1,0 +1,131 @@
+"""Assignment policies on the same requests: against the best drafter of each in hindsight, and the best single one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.config import FixedPolicy, PolicyConfig
+from router.policies import build_policy, uses_scores
+from simulator.agreement import Agreement, Answer, SimulatedRequest
+from simulator.simulation import ClusterSpec, Outcome, in_turn, simulate
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """``single``: everybody with one drafter. ``best``: in hindsight, of each request. ``policies``: by kind."""
+
+    single: Mapping[str, Outcome]
+    best: Sequence[str]
+    hindsight: Outcome
+    policies: Mapping[str, Outcome]
+
+    @property
+    def best_single(self) -> str:
+        return max(self.single, key=lambda name: self.single[name].goodput)
+
+    def figures(self, prefix: str = "") -> dict[str, float]:
+        best_single = self.single[self.best_single].goodput
+        found = {f"{prefix}hindsight_over_best_single": self.hindsight.goodput / best_single}
+        for kind, outcome in self.policies.items():
+            found[f"{prefix}goodput_over_hindsight.{kind}"] = outcome.goodput / self.hindsight.goodput
+            found[f"{prefix}goodput_over_best_single.{kind}"] = outcome.goodput / best_single
+        return found
+
+
+def compete(
+    spec: ClusterSpec,
+    policies: Sequence[PolicyConfig],
+    requests: Sequence[SimulatedRequest],
+    concurrency: int,
+    seed: int = 0,
+    until_s: float | None = None,
+) -> Contest:
+    """What is best for a request in hindsight is judged by runs in which all were with one drafter, in three ways: the least
+    time per token that it took; the most tokens of a round, over what such a round takes beside the prompts, which are to be
+    computed whoever drafts; or the best single drafter for all. Hindsight is whichever of the three commits most."""
+    names = [drafter.name for drafter in spec.drafters]
+    single = {name: _alone(spec, name, requests, concurrency, seed, until_s) for name in names}
+    nobody = build_policy(FixedPolicy(chain=()))
+    prompts_s = sum(spec.pass_timer.seconds([], [(one.prompt_len, one.prompt_len)]) for one in requests) / spec.num_targets
+    found: list[tuple[Outcome, list[str]]] = []
+    for speeds in (
+        {name: _tokens_per_s(outcome) for name, outcome in single.items()},
+        {name: _tokens_per_mean_round(outcome, prompts_s) for name, outcome in single.items()},
+    ):
+        best = [max(names, key=lambda name: speeds[name].get(request.id, 0.0)) for request in requests]
+        fixed = [replace(request, chain=(name,)) for request, name in zip(requests, best, strict=True)]
+        found.append((simulate(spec, nobody, in_turn(fixed, concurrency), seed, until_s), best))
+    best_single = max(names, key=lambda name: single[name].goodput)
+    found.append((single[best_single], [best_single] * len(requests)))
+    hindsight, best = max(found, key=lambda one: one[0].goodput)
+    outcomes: dict[str, Outcome] = {}
+    for policy in policies:
+        informed = replace(spec, scores=uses_scores(policy), in_step=uses_scores(policy))
+        outcomes[policy.kind] = simulate(informed, build_policy(policy), in_turn(requests, concurrency), seed, until_s)
+    return Contest(single, best, hindsight, outcomes)
+
+
+def regret(contest: Contest) -> dict[str, tuple[Floats, Floats]]:
+    """Of each policy: when, in seconds, and how many tokens hindsight would have committed more by then."""
+    times, tokens = _curve(contest.hindsight)
+    found = {}
+    for kind, outcome in contest.policies.items():
+        at, have = _curve(outcome)
+        at, have = at[at <= times[-1]], have[at <= times[-1]]
+        found[kind] = (at, np.interp(at, times, tokens) - have)
+    return found
+
+
+def endless(request: SimulatedRequest, num_tokens: int) -> SimulatedRequest:
+    """The same text over and over, its first token left out: a request whose drafters stay as good as they are."""
+    answer = request.answer
+
+    def again(agreement: Agreement) -> Agreement:
+        num_times = -(-num_tokens // max(1, len(agreement.right) - 1))
+        confidences = agreement.confidences
+        if confidences is not None and len(confidences) > 1:
+            confidences = np.tile(confidences[1:], (num_times, 1))
+        part = slice(1, None) if len(agreement.right) > 1 else slice(None)
+        return Agreement(agreement.drafted[part] * num_times, agreement.right[part] * num_times, confidences, agreement.flat)
+
+    by_drafter = {name: again(agreement) for name, agreement in answer.by_drafter.items()}
+    return replace(request, max_tokens=num_tokens, answer=Answer(num_tokens, by_drafter))
+
+
+def _alone(
+    spec: ClusterSpec,
+    drafter: str,
+    requests: Sequence[SimulatedRequest],
+    concurrency: int,
+    seed: int,
+    until_s: float | None,
+) -> Outcome:
+    alone = replace(spec, drafters=tuple(one for one in spec.drafters if one.name == drafter))
+    policy = build_policy(FixedPolicy(chain=(drafter,)))
+    return simulate(alone, policy, in_turn(requests, concurrency), seed, until_s)
+
+
+def _tokens_per_s(outcome: Outcome) -> dict[str, float]:
+    """Of each request that ended, after its first token; of one that was cut off what it had until then."""
+    found = {
+        one.request.id: (one.num_tokens - 1) / max(1e-9, one.end_s - one.first_token_s)
+        for one in outcome.served
+        if one.num_tokens > 1
+    }
+    return found | outcome.open_tokens_per_s
+
+
+def _tokens_per_mean_round(outcome: Outcome, prompts_s: float) -> dict[str, float]:
+    """Tokens of a round of each request that ended, over what a round of a request took of the run, its prompts left out."""
+    ended = [one for one in outcome.served if one.num_rounds > 1]
+    round_s = max(1e-9, outcome.end_s - prompts_s) / max(1, sum(one.num_rounds - 1 for one in ended))
+    return {one.request.id: (one.num_tokens - 1) / (one.num_rounds - 1) / round_s for one in ended}
+
+
+def _curve(outcome: Outcome) -> tuple[Floats, Floats]:
+    points = [(0.0, 0), *outcome.slots]
+    return np.array([when for when, _ in points]), np.array([float(tokens) for _, tokens in points])

@@ -1,0 +1,168 @@
+"""Synthetic agreement: families of drafters whose acceptance differs by request, and the family that fits a recording.
+
+Of request i, drafter j says token t as the answer has it with probability a_ij, independently of what was before, where
+
+    logit a_ij = mean_j + common z_i + own_j e_ij           z, e standard normal
+
+so that requests are hard or easy for all (z), and drafters differ in what is hard for them (e). Which tokens are missed is
+partly the same for all drafters: with probability ``shared`` a token's difficulty is common. A draft is right up to its
+first miss. With probability ``clumps`` a token is hit or missed as the one before it was: that keeps a_ij, and makes runs
+longer, as those of lookups are. With ``decay`` the probability falls by that factor with each position, as of block
+drafters.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Annotated, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from cluster.config import Section
+from simulator.agreement import Agreement, Answer
+
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Probability = Annotated[float, Field(ge=0, le=1)]
+_LEAST = 0.01  # of an acceptance: nobody is always right, or always wrong
+
+
+class DrafterFamily(Section):
+    """Of one drafter: the acceptance of the median request, and how much it alone varies, in logits."""
+
+    acceptance: Annotated[float, Field(gt=0, lt=1)]
+    spread: Annotated[float, Field(ge=0, le=5)] = 0.5
+    clumps: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    silence: Probability = 0.0  # that it says nothing where its first token would be wrong
+
+
+class Family(Section):
+    """Of all drafters of a pool, on requests of one kind."""
+
+    drafters: Mapping[str, DrafterFamily]
+    common: Annotated[float, Field(ge=0, le=5)] = 0.5  # spread of the difficulty of requests, in logits
+    shared: Probability = 0.5
+    alike: Probability = 0.5  # that two drafters say the same where neither is right
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if not self.drafters:
+            raise ValueError("drafters must name at least one")
+        return self
+
+    def rates(self, random: np.random.Generator) -> dict[str, float]:
+        """The acceptance of each drafter for one request."""
+        difficulty = self.common * random.standard_normal()
+        return {
+            name: _clipped(_sigmoid(_logit(one.acceptance) + difficulty + one.spread * random.standard_normal()))
+            for name, one in self.drafters.items()
+        }
+
+    def answer(
+        self, random: np.random.Generator, output_len: int, draft_len: int, pairs: Sequence[tuple[str, str]] = ()
+    ) -> Answer:
+        """A request of so many tokens. ``pairs``: (proposer, verifier) whose agreement with each other is wanted, too."""
+        rates = self.rates(random)
+        common = random.random(output_len)
+        hits: dict[str, Bools] = {}
+        for name, rate in rates.items():
+            own = random.random(output_len)
+            drawn = np.where(random.random(output_len) < self.shared, common, own) < rate
+            hits[name] = _clumped(drawn, random, self.drafters[name].clumps)
+        by_drafter = {}
+        for name, one in self.drafters.items():
+            right = runs(hits[name], draft_len)
+            if one.decay < 1.0:
+                right = np.minimum(right, _broken_off(random, one.decay, output_len, draft_len))
+            drafted = np.full(output_len, draft_len, np.uint8)
+            if one.silence:
+                drafted[(right == 0) & (random.random(output_len) < one.silence)] = 0
+            later = one.clumps + (1.0 - one.clumps) * rates[name]
+            flat = tuple(
+                (np.where(np.arange(draft_len) == 0, rates[name], later) * one.decay ** np.arange(draft_len)).tolist()
+            )
+            by_drafter[name] = Agreement(drafted.tobytes(), right.astype(np.uint8).tobytes(), flat=flat)
+        inner = {}
+        for a, b in pairs:
+            both_wrong = ~hits[a] & ~hits[b] & (random.random(output_len) < self.alike)
+            right = runs((hits[a] & hits[b]) | both_wrong, draft_len)
+            drafted = np.full(output_len, draft_len, np.uint8)
+            inner[a, b] = Agreement(drafted.tobytes(), right.astype(np.uint8).tobytes(), flat=(rates[a],) * draft_len)
+        return Answer(output_len, by_drafter, inner)
+
+
+def runs(hits: Bools, longest: int) -> NDArray[np.int64]:
+    """How many hits follow each other from each position on, at most ``longest``."""
+    misses = np.append(np.flatnonzero(~hits), len(hits))
+    at = np.arange(len(hits))
+    return np.minimum(misses[np.searchsorted(misses, at)] - at, longest)
+
+
+def fitted(
+    runs_right: Mapping[str, Sequence[NDArray[np.int64]]], drafted: Mapping[str, Sequence[NDArray[np.int64]]], draft_len: int
+) -> Family:
+    """The family nearest to a recording, by moments: of the logits of each request's own rates, shrunk by half a draft.
+
+    Args:
+        runs_right: of each drafter and request, how many tokens were right from each position on.
+        drafted: and how many it drafted.
+    """
+    names = list(runs_right)
+    logits = np.zeros((len(names), len(next(iter(runs_right.values())))))
+    found: dict[str, DrafterFamily] = {}
+    shapes = []
+    for j, name in enumerate(names):
+        first = np.array([(np.count_nonzero(right > 0) + 0.5) / (len(right) + 1.0) for right in runs_right[name]])
+        logits[j] = np.log(first / (1.0 - first))
+        right, num = np.concatenate(runs_right[name]), np.concatenate(drafted[name])
+        reached = [int(np.count_nonzero(right >= k)) for k in range(draft_len + 1)]
+        conditional = [reached[k + 1] / reached[k] for k in range(draft_len) if reached[k] >= 30]
+        steps = [b / a for a, b in pairwise(conditional) if a > 0.0]
+        change = float(np.exp(np.mean(np.log(np.maximum(steps, 1e-3))))) if steps else 1.0
+        rise = (conditional[1] - conditional[0]) / (1.0 - conditional[0]) if len(conditional) > 1 else 0.0
+        wrong = right == 0
+        silence = int(np.count_nonzero(wrong & (num == 0))) / max(1, int(np.count_nonzero(wrong)))
+        shapes.append((min(0.99, max(0.0, rise)), min(1.0, max(0.05, change)), silence))
+    covariance = np.cov(logits) if len(names) > 1 else np.array([[np.var(logits)]])
+    shared = covariance[~np.eye(len(names), dtype=bool)]
+    common = max(0.0, float(shared.mean())) if len(shared) else 0.0
+    for j, name in enumerate(names):
+        own = max(0.0, float(covariance[j, j]) - common)
+        found[name] = DrafterFamily(
+            acceptance=_clipped(_sigmoid(float(np.median(logits[j])))),
+            spread=min(5.0, own**0.5),
+            clumps=shapes[j][0],
+            decay=shapes[j][1],
+            silence=shapes[j][2],
+        )
+    return Family(drafters=found, common=min(5.0, common**0.5))
+
+
+def _clumped(drawn: Bools, random: np.random.Generator, clumps: float) -> Bools:
+    """Each as the one before it with probability ``clumps``."""
+    if not clumps:
+        return drawn
+    renewed = random.random(len(drawn)) >= clumps
+    renewed[:1] = True
+    hits: Bools = drawn[np.maximum.accumulate(np.where(renewed, np.arange(len(drawn)), 0))]
+    return hits
+
+
+def _broken_off(random: np.random.Generator, decay: float, num: int, longest: int) -> NDArray[np.int64]:
+    """How far drafts come when token k is spoiled with probability 1 - decay**k, independently."""
+    spoiled = random.random((num, longest)) >= decay ** np.arange(longest)
+    return np.where(spoiled.any(axis=1), spoiled.argmax(axis=1), longest)
+
+
+def _logit(p: float) -> float:
+    return float(np.log(p / (1.0 - p)))
+
+
+def _sigmoid(x: float) -> float:
+    return float(1.0 / (1.0 + np.exp(-x)))
+
+
+def _clipped(p: float) -> float:
+    return min(max(p, _LEAST), 1.0 - _LEAST)

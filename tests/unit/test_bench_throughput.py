@@ -1,0 +1,292 @@
+"""Whose speed is compared, and how."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import interleaved
+from benchmarks.fixtures import Stable, as_request
+from benchmarks.interleaved import Pace, ServedLane
+from benchmarks.throughput import Pair, Race, Speedup, Turns, jackknife, laps, near_best, ratio, sample
+from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
+from cluster.errors import GenerationFailed
+from cluster.types import Request, SamplingParams
+from drafters.ngram import NgramDrafter
+from drafters.protocol import Demand, Draft, Drafter
+from drafters.replay import Recording
+from engine.kv_cache import BLOCK_LEN
+from engine.native import NativeTarget
+from engine.target import SpanInput, SpanOutcome
+from profiler.prompts import choose_prompts
+from tests.support.dspark import write_dspark
+from tests.support.tiny_model import write_tiny_model
+
+NGRAM = DrafterConfig(name="ngram", options=NgramOptions())
+
+
+def recordings(**lens: tuple[int, ...]) -> list[Recording]:
+    sampling = SamplingParams(max_tokens=64)
+    return [
+        Recording(f"0/{domain}-{i}", domain, (1,), (7,) * num, sampling)
+        for domain, of_domain in lens.items()
+        for i, num in enumerate(of_domain)
+    ]
+
+
+def test_a_sample_holds_all_domains_alike_whatever_the_length_of_their_answers() -> None:
+    known = recordings(qa=(3, 4, 5) * 10, chat=(64,) * 50, code=(64,) * 20)
+    chosen = sample(known, 6)
+    assert sorted(r.domain for r in chosen) == ["chat", "chat", "code", "code", "qa", "qa"]
+    assert sample(known, 6) == chosen
+
+
+def test_an_answer_without_a_draft_is_not_chosen_while_there_are_others() -> None:
+    known = recordings(qa=(1, 2, 9), chat=(1,))
+    assert [len(r.output_token_ids) for r in sample(known, 4)] == [9]
+    assert len(sample(recordings(qa=(1, 2)), 4)) == 2
+
+
+def test_each_place_has_three_answers_to_measure_and_nobody_sees_an_answer_twice() -> None:
+    known = recordings(qa=(9,) * 80, chat=(9,) * 80)
+    found, served = laps(known, 4, 5)
+    assert [(len(lap.measured), len(lap.others)) for lap in found] == [(12, 8)] * 5
+    assert [sorted({r.domain for r in lap.measured}) for lap in found] == [["chat", "qa"]] * 5
+    used = [r.name for r in (*served, *(r for lap in found for r in (*lap.measured, *lap.others)))]
+    assert len(served) == 8
+    assert len(set(used)) == len(used)
+
+
+def test_of_few_answers_there_are_fewer_laps() -> None:
+    def lens(num: int, batch: int) -> list[tuple[int, int]]:
+        return [(len(lap.measured), len(lap.others)) for lap in laps(recordings(qa=(9,) * num), batch, 5)[0]]
+
+    assert lens(60, 4) == [(12, 8)] * 2
+    assert lens(24, 4) == [(8, 8)], "a short one"
+    assert lens(24, 8) == [], "some places would be free"
+    assert lens(30, 1) == [(3, 0)] * 5
+
+
+def pairs(*seconds: tuple[float, float]) -> list[Pair]:
+    return [Pair(Pace(100, plain_s), Pace(100, drafted_s)) for plain_s, drafted_s in seconds]
+
+
+def test_the_speed_up_is_that_of_all_answers_together() -> None:
+    """A long answer counts for more than a short one; a lap that held more tokens took longer for that."""
+    short = Pair(Pace(10, 1.0), Pace(10, 1.0))
+    assert ratio([*pairs((10.0, 5.0)), short]) == pytest.approx(11.0 / 6.0)
+    assert ratio([Pair(Pace(100, 10.0), Pace(110, 5.5)), short]) == pytest.approx(11.0 / 6.0)
+
+
+def test_the_error_is_that_of_the_choice_of_answers() -> None:
+    assert jackknife(pairs((10.0, 5.0)) * 4) == pytest.approx(0.0)
+    error = jackknife(pairs((10.0, 5.0), (10.0, 10.0)) * 2)
+    assert error == pytest.approx(0.257, abs=0.01)  # of the seconds: 2.5 / sqrt(3) / 7.5, times the ratio 1.33
+    assert jackknife(pairs((10.0, 5.0))) is None
+
+
+def test_those_near_the_best_are_measured_on() -> None:
+    assert near_best({"a": 1.8, "b": 1.55, "c": 1.5, "d": 0.6}) == ["a", "b"]
+    assert near_best({"a": 0.7}) == ["a"]
+    assert near_best({}) == []
+
+
+def test_what_could_not_be_measured_has_no_speed_up(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
+    ngram = DrafterConfig(name="ngram", options=NgramOptions())
+    stable = Stable(str(folder), [ngram], 1)
+    (part,) = stable.record(choose_prompts((), 1), [0.0])
+    for batch in (1, 16):  # a single commit; too few answers
+        race = Race(stable, [ngram], part[0.0], batch, Turns(1, 1))
+        while not race.is_over:
+            race.step()
+        race.close()
+        assert race.speedups() == {}
+
+
+class _Failing(NgramDrafter):
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        raise FloatingPointError("no draft")
+
+
+@pytest.fixture
+def stable(tmp_path: Path) -> Stable:
+    return Stable(str(write_tiny_model(tmp_path / "target", max_position_embeddings=2048)), [NGRAM], 8)
+
+
+def recorded(stable: Stable, num: int) -> list[Recording]:
+    (part,) = stable.record(choose_prompts((), num), [0.0])
+    return list(part[0.0])
+
+
+def test_a_drafter_that_fails_is_not_measured_as_slow(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = recorded(stable, 9)
+    monkeypatch.setattr(stable, "make", lambda *_: _Failing())
+    with pytest.raises(GenerationFailed, match="the drafter failed"):
+        Race(stable, [NGRAM], known, 1, Turns(1, 1))
+
+
+def test_an_engine_that_fails_in_its_turn_ends_the_race(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+    race = Race(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
+
+    def fail(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        raise FloatingPointError("the device is gone")
+
+    monkeypatch.setattr(stable, "cache_prompts", lambda *_: None)
+    monkeypatch.setattr(stable.plain, "execute", fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        race.step()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        race.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("completing")]
+
+
+def test_the_plain_target_is_slow_and_the_drafter_fast(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the other way round."""
+    race = Race(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
+
+    def end(lane: ServedLane) -> Pace:
+        lane.served.cluster.abort()
+        return Pace(100, 10.0 if lane.served.drafter is None else 5.0)
+
+    monkeypatch.setattr(ServedLane, "end", end)
+    assert race.step() == {"ngram": Pair(Pace(100, 10.0), Pace(100, 5.0))}
+    race.close()
+    assert race.speedups() == {"ngram": Speedup(2.0, None, 3)}
+
+
+@pytest.mark.parametrize("unmeasured", ["plain", "drafted"])
+def test_a_lap_that_either_could_not_be_measured_in_does_not_count(
+    unmeasured: str, stable: Stable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    race = Race(stable, [NGRAM], recorded(stable, 12), 1, Turns(2, 2))
+
+    def end(lane: ServedLane) -> Pace | None:
+        lane.served.cluster.abort()
+        kind, seconds = ("plain", 10.0) if lane.served.drafter is None else ("drafted", 5.0)
+        return None if kind == unmeasured and not found else Pace(100, seconds)
+
+    monkeypatch.setattr(ServedLane, "end", end)
+    found: list[dict[str, Pair]] = []
+    while not race.is_over:
+        found.append(race.step())
+    race.close()
+    assert found == [{}, {"ngram": Pair(Pace(100, 10.0), Pace(100, 5.0))}]
+    assert race.speedups() == {"ngram": Speedup(2.0, None, 3)}
+
+
+def test_a_drafters_clock_stands_still_in_the_turns_of_others(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It learns from seconds how long a round takes."""
+    clocks = []
+    make = stable.make
+
+    def made(config: DrafterConfig, clock: Callable[[], float]) -> Drafter:
+        clocks.append(clock)
+        return make(config, clock)
+
+    monkeypatch.setattr(stable, "make", made)
+    race = Race(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
+    (clock,) = clocks
+    shown_s, now_s = clock(), time.monotonic()
+    assert shown_s < now_s
+    assert clock() == shown_s
+    race.step()
+    assert shown_s < clock() < shown_s + time.monotonic() - now_s
+    race.close()
+
+
+def test_nothing_is_left_where_answers_took_many_turns(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of about a pass; the same answers as in one."""
+    known = recorded(stable, 24)
+    told: dict[str, list[int]] = {}
+    end = ServedLane.end
+
+    def ended(lane: ServedLane) -> Pace | None:
+        for r, completion in zip(lane.requests[: lane.num_measured], lane.completing.completions, strict=False):
+            told.setdefault(r.id, []).extend(completion.token_ids)
+        return end(lane)
+
+    num_paused = 0  # while answers were under way
+    take_turn = ServedLane.take_turn
+
+    def taken(lane: ServedLane, turn_s: float) -> None:
+        nonlocal num_paused
+        take_turn(lane, turn_s)
+        num_paused += lane.num_told > 0 and not lane.has_ended
+
+    monkeypatch.setattr(interleaved, "TURN_S", 0.002)
+    monkeypatch.setattr(ServedLane, "end", ended)
+    monkeypatch.setattr(ServedLane, "take_turn", taken)
+    race = Race(stable, [NGRAM], known, 2, Turns(2, 2))
+    while not race.is_over:
+        assert set(race.step()) == {"ngram"}
+    race.close()
+    assert num_paused > 0
+    expected = {as_request(r).id: list(r.output_token_ids) for r in known}
+    for request_id, token_ids in told.items():
+        assert token_ids in (expected[request_id], 2 * expected[request_id])  # served before, or by both
+    for engine in (stable.plain, stable.rival):
+        assert engine.capacity().num_free_blocks == engine.capacity().num_blocks
+        engine.check_integrity()
+
+
+def test_prompts_are_computed_once_for_all_who_race(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = [DrafterConfig(name=name, options=NgramOptions()) for name in ("a", "b")]
+    unknown = [replace(recording, prompt_token_ids=recording.prompt_token_ids[::-1]) for recording in recorded(stable, 24)]
+    race = Race(stable, configs, unknown, 2, Turns(2, 2))
+    num_computed: list[int] = []
+    cache_prompts = stable.cache_prompts
+
+    def counting(execute: Callable[[Sequence[SpanInput]], list[SpanOutcome]]) -> Callable[..., list[SpanOutcome]]:
+        def counted(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+            num_computed.extend(len(span.token_ids) for span in spans if not span.is_decode)
+            return execute(spans)
+
+        return counted
+
+    def cached(engine: NativeTarget, requests: Sequence[Request]) -> None:
+        cache_prompts(engine, requests)
+        assert max(num_computed) > BLOCK_LEN
+        num_computed.clear()
+
+    for engine in (stable.plain, stable.rival):
+        monkeypatch.setattr(engine, "execute", counting(engine.execute))
+    monkeypatch.setattr(stable, "cache_prompts", cached)
+    while not race.is_over:
+        race.step()
+        assert num_computed
+        assert max(num_computed) <= BLOCK_LEN
+    race.close()
+    assert {name: speedup.num_answers for name, speedup in race.speedups().items()} == {"a": 12, "b": 12}
+
+
+def test_only_who_reads_the_targets_features_races_on_a_target_that_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keeping them takes time, which is not the others'."""
+    folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
+    path = write_dspark(tmp_path / "dspark", folder)
+    dspark = DrafterConfig(name="dspark", options=DSparkOptions(path=str(path)))
+    ngram = DrafterConfig(name="ngram", options=NgramOptions())
+    stable = Stable(str(folder), [ngram, dspark], 8)
+    (part,) = stable.record(choose_prompts((), 3), [0.0])
+    passes: list[int] = []
+    execute = stable.target.execute
+
+    def counted(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        passes.append(len(spans))
+        return execute(spans)
+
+    monkeypatch.setattr(stable.target, "execute", counted)
+    num_passes = {}
+    for config in (ngram, dspark):
+        passes.clear()
+        race = Race(stable, [config], part[0.0], 1, Turns(1, 1))
+        race.step()
+        race.close()
+        num_passes[config.name] = len(passes)
+    assert num_passes["ngram"] == 0
+    assert num_passes["dspark"] > 0

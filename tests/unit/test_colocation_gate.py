@@ -1,0 +1,95 @@
+"""When a drafter that keeps the target waiting is asked, and what a row of a pass is worth."""
+
+from collections.abc import Callable
+
+import pytest
+
+from router.colocation_gate import Asking, Pace, saved_s
+from router.cost_model import TableCost
+
+COST = TableCost((1, 2, 4, 8, 16), (0.010, 0.010, 0.012, 0.016, 0.032))
+
+
+def asked(
+    asking: Asking, batch: int, num_rounds: int, saves_s: Callable[[int], float], cost_s: float, handling_s: float = 0.0
+) -> list[bool]:
+    """In each round; what it saves may depend on the round."""
+    found = []
+    for number in range(num_rounds):
+        found.append(asking.decide(batch))
+        if asking.is_asked:
+            asking.drafted(batch, cost_s)
+            asking.came_true(batch, saves_s(number))
+        asking.handled(batch, 0.001 + (handling_s if asking.is_asked else 0.0))
+    return found
+
+
+def test_one_that_saves_more_than_it_takes_is_asked_in_every_round() -> None:
+    assert all(asked(Asking(), 4, 500, lambda _: 0.005, 0.004))
+
+
+def test_one_that_saves_less_is_asked_hardly_ever() -> None:
+    found = asked(Asking(), 16, 2000, lambda _: 0.004, 0.005)
+    assert all(found[:16]), "first it is tried"
+    assert 10 < sum(found[16:]) < 60, "then now and then"
+
+
+def test_one_that_becomes_better_is_found_out() -> None:
+    found = asked(Asking(), 1, 1000, lambda number: 0.0 if number < 300 else 0.05, 0.004)
+    assert sum(found[100:300]) < 30
+    assert all(found[-300:])
+
+
+def test_one_that_becomes_worse_is_found_out() -> None:
+    found = asked(Asking(), 1, 1500, lambda number: 0.01 if number < 300 else 0.0, 0.004)
+    assert all(found[:300])
+    assert sum(found[600:]) < 60
+
+
+def test_what_the_round_has_to_do_with_drafts_counts_too() -> None:
+    """Known from pauses; one that saves enough from the first is not put to the test."""
+
+    def saves_s(number: int) -> float:
+        return 0.0 if number < 300 else 0.02
+
+    assert all(asked(Asking(), 1, 2000, saves_s, 0.004, handling_s=0.001)[-300:])
+    assert sum(asked(Asking(), 1, 2000, saves_s, 0.004, handling_s=0.018)[-1000:]) < 60
+    assert all(asked(Asking(), 1, 300, lambda _: 0.005, 0.004, handling_s=0.002))
+
+
+def test_what_pays_for_a_few_need_not_pay_for_many() -> None:
+    asking = Asking()
+    for _ in range(40):
+        asked(asking, 1, 1, lambda _: 0.01, 0.001)
+        asked(asking, 16, 1, lambda _: 0.01, 0.02)
+    assert asking.decide(1)
+    assert not asking.decide(16)
+    assert asking.decide(2), "of another size nothing is known"
+
+
+def test_catching_up_after_a_pause_is_not_taken_for_the_cost_of_a_draft() -> None:
+    asking = Asking()
+    found = []
+    for _ in range(400):
+        paused = bool(found) and not found[-1]
+        found.append(asking.decide(1))
+        if asking.is_asked:
+            asking.drafted(1, 1.0 if paused else 0.004)
+            asking.came_true(1, 0.0 if len(found) < 60 else 0.01)
+    assert all(found[-100:])
+
+
+def test_drafts_save_the_time_of_their_tokens_less_that_of_their_rows() -> None:
+    assert saved_s(4, 4, 2, 0, COST) == pytest.approx(2 * 0.012 / 4 - 0.004)
+    assert saved_s(8, 8, 1, 0, COST) < 0.0
+    assert saved_s(8, 0, 0, 0, COST) == 0.0
+
+
+def test_a_row_costs_the_tokens_that_its_time_is_good_for() -> None:
+    pace = Pace()
+    assert pace.row_price(8, 0, COST) == 0.0, "before anything is known"
+    for _ in range(10):
+        pace.note(8, 0.016)
+    assert pace.row_price(12, 0, COST) == pytest.approx(0.002 * 500)
+    assert pace.row_price(8, 0, COST) == pytest.approx(0.001 * 500), "at a knee the cheaper side"
+    assert pace.row_price(2, 0, COST) == 0.0, "a row that is free"

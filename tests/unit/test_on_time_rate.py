@@ -1,0 +1,309 @@
+"""Whether a drafter's drafts come in time: only rounds count that a draft could have been there for."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from cluster.config import ChainPolicy, HedgePolicy
+from cluster.messages import Hello, Message, ProposalRound, Role
+from cluster.types import ModelInfo, Proposal, Request, RoutingTable, SamplingParams
+from engine.drafter_sessions import Pool
+from engine.sequences import LiveSequence, Sequences
+from engine.target import SpanOutcome
+from engine.telemetry import Telemetry
+from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
+from router.plan import Span
+from router.policies import build_policy
+from router.policies.on_time_rate import InTime
+from tests.support.observing import right_at
+
+MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
+TABLE = RoutingTable(version=0, defaults=(("d",),), max_draft_len=4)
+RIGHT, WRONG = 5, 6
+
+
+@dataclass(eq=False)
+class Link:
+    """The target's end of a link to a drafter whose mail the test writes."""
+
+    peer: Hello = field(default_factory=lambda: Hello(Role.DRAFTER, "d", 100, "fingerprint"))
+
+    def send(self, message: Message) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Target:
+    """Rounds of one request after another, each token of which is RIGHT."""
+
+    def __init__(self, companions: tuple[str, ...] = ()) -> None:
+        self.sequences, self.telemetry, self.link = Sequences(MODEL), Telemetry(step_s=0.1), Link()
+        self.pool = Pool(self.sequences, self.telemetry, TABLE, companions)
+        self.pool.link_up(self.link)
+        self.now_s = 0.0
+
+    def take(self, num_tokens: int, request_id: str = "r") -> LiveSequence:
+        sequence = self.sequences.add(Request(request_id, (1, 2, 3), SamplingParams(max_tokens=num_tokens), arrival_s=0.0))
+        self.pool.seat(sequence)
+        return sequence
+
+    def hear(self, sequence: LiveSequence, *token_ids: int) -> None:
+        """A proposal for what is committed."""
+        confidences = (0.5,) * len(token_ids)
+        proposal = Proposal(sequence.request.id, len(sequence.token_ids), token_ids, confidences, "d")
+        self.pool.hear(self.link, ProposalRound(0, (proposal,)), self.now_s)
+
+    def round(self, sequence: LiveSequence) -> None:
+        """Verifies what is at hand, and commits."""
+        self.now_s += 0.1
+        request_id = sequence.request.id
+        num_left = len(sequence.token_ids) - sequence.computed_len
+        span = self.sequences.span_input(Span(request_id, num_left, 4))
+        drafts = span.token_ids[len(span.token_ids) - span.num_drafts :]
+        num_right = next((i for i, token in enumerate(drafts) if token != RIGHT), len(drafts))
+        commit = self.sequences.apply(span, SpanOutcome(request_id, (RIGHT,) * (num_right + 1), num_right))
+        assert commit is not None
+        self.pool.tell(sequence, commit, self.now_s)
+        if commit.finish is not None:
+            self.sequences.remove(request_id)
+            self.pool.release(sequence)
+
+    def fail(self, sequence: LiveSequence) -> None:
+        span = self.sequences.span_input(Span(sequence.request.id, 1, 0))
+        commit = self.sequences.apply(span, SpanOutcome(span.request_id, (), 0, error="no number among the logits"))
+        assert commit is not None
+        self.pool.tell(sequence, commit, self.now_s)
+
+    def seen(self) -> Observation:
+        (seen,) = self.telemetry.take_observations()
+        return seen
+
+
+def share(target: Target) -> float:
+    in_time = InTime(memory_rounds=1000.0)
+    in_time.observe(target.telemetry.take_observations())
+    return float(in_time.shares(["d"]).item())
+
+
+@pytest.mark.parametrize("drafts", [(), (WRONG,), (RIGHT, WRONG), (RIGHT, RIGHT, RIGHT, RIGHT)])
+@pytest.mark.parametrize("num_tokens", [2, 3, 8])
+def test_a_punctual_drafter_of_short_requests_is_in_time(num_tokens: int, drafts: tuple[int, ...]) -> None:
+    target = Target()
+    for number in range(40):
+        sequence = target.take(num_tokens, f"r{number}")
+        target.round(sequence)
+        while sequence.finish is None:
+            if sequence.max_new_tokens > 1:  # for one token nobody asks for a draft
+                target.hear(sequence, *drafts)
+            target.round(sequence)
+    assert share(target) == 1.0
+
+
+def test_a_late_drafter_of_short_requests_is_not() -> None:
+    target = Target()
+    for number in range(40):
+        sequence = target.take(8, f"r{number}")
+        while sequence.finish is None:
+            target.round(sequence)
+    assert share(target) < 0.05
+
+
+def test_of_each_round_it_is_known_whether_a_draft_was_waited_for() -> None:
+    target = Target()
+    sequence = target.take(20)
+    target.round(sequence)  # of its first token: nothing was asked for yet
+    target.round(sequence)
+    target.hear(sequence, RIGHT, RIGHT, RIGHT)
+    target.round(sequence)
+    assert sequence.finish is None
+    assert (seen := target.seen()).num_rounds == 3
+    assert (seen.num_missed, seen.num_in_time, seen.num_awaited) == (1, 1, 2)
+
+
+def test_nothing_is_waited_for_from_a_drafter_that_has_been_told_nothing() -> None:
+    """One that the request has come to, and one that was down."""
+    target = Target()
+    sequence = target.take(20)
+    target.round(sequence)
+    target.pool.follow(RoutingTable(1, {"r": ()}, max_draft_len=4))
+    target.round(sequence)
+    target.pool.follow(RoutingTable(2, {"r": ("d",)}, max_draft_len=4))
+    target.round(sequence)  # the first with it again
+    target.pool.link_down(target.link, "it was killed")
+    target.round(sequence)
+    target.link = Link()
+    target.pool.link_up(target.link)
+    target.round(sequence)  # the first with the new one
+    assert (seen := target.seen()).num_rounds == 3  # the two without a drafter are nobody's
+    assert seen.num_awaited == 0
+
+
+def test_rounds_that_a_companion_is_not_asked_in_are_rounds_without_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it there; but they are short for want of its drafts, and what they take counts, too."""
+    target = Target(companions=("d",))
+    sequence = target.take(20)
+    target.round(sequence)
+    target.hear(sequence, RIGHT)
+    monkeypatch.setattr(target.pool, "is_asked", lambda name: False)
+    target.round(sequence)  # it had been asked before this one
+    for _ in range(5):
+        assert sequence.awaiting_since_s is None
+        target.round(sequence)
+    assert (seen := target.seen()).num_rounds == 7
+    assert (seen.num_missed, seen.num_in_time, seen.num_awaited) == (5, 1, 6)
+    target.pool.link_down(target.link, "it was killed")
+    target.link = Link()
+    target.pool.link_up(target.link)
+    target.round(sequence)  # the new one has been told nothing before this
+    assert target.seen().num_awaited == 0
+
+
+def test_a_draft_that_did_not_come_while_its_request_was_computed_anew_is_missed() -> None:
+    target = Target()
+    sequence = target.take(20)
+    target.round(sequence)
+    sequence.awaiting_since_s = None  # it was preempted: nothing is held for it any more
+    target.round(sequence)
+    assert (seen := target.seen()).num_rounds == 2
+    assert (seen.num_missed, seen.num_in_time) == (1, 0)
+
+
+def test_a_late_draft_that_is_still_ahead_is_in_time_for_the_round_it_reaches() -> None:
+    target = Target()
+    sequence = target.take(20)
+    target.round(sequence)
+    target.round(sequence)
+    proposal = Proposal("r", len(sequence.token_ids) - 1, (RIGHT, RIGHT, RIGHT), (0.5,) * 3, "d")
+    target.pool.hear(target.link, ProposalRound(0, (proposal,)), target.now_s)
+    target.round(sequence)
+    assert ((seen := target.seen()).num_missed, seen.num_in_time) == (1, 1)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_pass_that_failed_says_nothing_of_a_drafter(is_late: bool) -> None:
+    target = Target()
+    sequence = target.take(20)
+    target.round(sequence)
+    target.hear(sequence, RIGHT, WRONG)
+    target.round(sequence)
+    if not is_late:
+        target.hear(sequence, RIGHT)
+    target.fail(sequence)
+    assert sequence.judgement is None
+    assert (seen := target.seen()).num_rounds == 2
+    assert (seen.num_missed, seen.num_in_time) == (0, 1)
+
+
+# ---- what policies make of it
+
+
+@pytest.mark.parametrize("config", [HedgePolicy(exploration=0.0, learning_rate=1000.0), ChainPolicy()], ids=lambda c: c.kind)
+def test_a_companion_that_is_mostly_not_asked_is_worth_what_its_few_drafts_bring(config: HedgePolicy | ChainPolicy) -> None:
+    """Its drafts are long, and the rounds without them short: 130 tokens a second, where the other drafter makes 190."""
+    policy = build_policy(config)
+    for number in range(200):
+        policy.observe(
+            [
+                Observation(f"a{number}", "cascade", 20, 14, 6, 26, 0.2, right_at(2, 6), num_missed=18),
+                Observation(f"b{number}", "lookup", 20, 140, 20, 40, 0.21, right_at(20, 20)),
+            ]
+        )
+    pool = [PoolMember("cascade", 64, 0.0), PoolMember("lookup", 64, 0.0)]
+    assert policy.assign([RequestView("new", 5, 5, ())], pool) == {"new": ("lookup",)}
+
+
+# ---- what outlives the policy
+
+CONFIGS = [HedgePolicy(exploration=0.0, learning_rate=1000.0), ChainPolicy()]
+POOL = [PoolMember("late", 8, 0.05), PoolMember("punctual", 8, 0.05)]
+
+
+def learned(config: HedgePolicy | ChainPolicy) -> AssignmentPolicy:
+    """The one is right, and late for all but a few rounds; the other is right less often."""
+    policy = build_policy(config)
+    for number in range(60):
+        policy.observe(
+            [
+                Observation(f"a{number}", "late", 20, 14, 14, 24, 1.0, right_at(2, 14), num_missed=18),
+                Observation(f"b{number}", "punctual", 20, 140, 40, 60, 1.0, right_at(20, 40)),
+            ]
+        )
+    return policy
+
+
+def chosen(policy: AssignmentPolicy) -> str:
+    """The last drafter of a chain for a new request."""
+    return policy.assign([RequestView("new", 5, 5, ())], POOL)["new"][-1]
+
+
+def kept(policy: AssignmentPolicy) -> dict[str, Any]:
+    """As the store gives it back."""
+    found = json.loads(json.dumps(policy.snapshot()))
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_who_is_late_is_known_to_a_router_that_is_restarted(config: HedgePolicy | ChainPolicy) -> None:
+    before, fresh = learned(config), build_policy(config)
+    fresh.restore(kept(before))
+    assert chosen(fresh) == chosen(before) == "punctual"
+    assert kept(fresh) == kept(before)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_drafters_of_which_nothing_but_their_lateness_is_known_are_known_for_it(config: HedgePolicy | ChainPolicy) -> None:
+    before, fresh = build_policy(config), build_policy(config)
+    assert before.snapshot() is None
+    for number in range(60):
+        before.observe([Observation(f"a{number}", "late", 20, 0, 0, 20, 1.0, num_missed=20)])
+    fresh.restore(kept(before))
+    assert kept(fresh) == kept(before)
+    assert kept(fresh)["acceptance"] == {}
+    for policy in (before, fresh):
+        assert chosen(policy) == "punctual"  # which nobody has tried
+    in_slot = [
+        Observation("c", "late", 20, 60, 60, 80, 1.0, right_at(20, 60)),
+        Observation("d", "punctual", 20, 60, 40, 60, 1.0, right_at(20, 40)),
+    ]
+    for policy in (before, fresh):
+        policy.observe(in_slot)
+    assert kept(fresh) == kept(before)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_of_a_drafter_that_could_have_drafted_for_no_round_no_lateness_is_kept(config: HedgePolicy | ChainPolicy) -> None:
+    policy = build_policy(config)
+    policy.observe([Observation("a", "new", 1, 0, 0, 1, 1.0)])  # a first token
+    if config.kind == "chain":
+        assert policy.snapshot() is None
+    else:
+        assert kept(policy)["rounds"] == {"new": [1.0, 1.0, 1.0, 1.0]}
+        assert kept(policy)["in_time"] == {}
+        build_policy(config).restore(kept(policy))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_what_was_kept_before_lateness_was_is_taken_up_and_lateness_learned_anew(config: HedgePolicy | ChainPolicy) -> None:
+    older = kept(learned(config))
+    del older["in_time"]
+    policy = learned(config)
+    policy.restore(older)
+    assert kept(policy) == {**older, "in_time": {}}
+    assert chosen(policy) == "late"  # nobody has seen it be late
+    for number in range(60):
+        policy.observe([Observation(f"c{number}", "late", 20, 0, 0, 20, 1.0, num_missed=20)])
+        last = chosen(policy)
+    assert last == "punctual"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+@pytest.mark.parametrize("damage", [None, [], {"late": 1}, {"late": [1]}, {"late": [-1, -1]}, {"late": [1, 2]}])
+def test_what_cannot_be_is_refused_and_changes_nothing(config: HedgePolicy | ChainPolicy, damage: Any) -> None:
+    policy = learned(config)
+    before = kept(policy)
+    with pytest.raises(ValueError, match="in_time"):
+        policy.restore({**before, "in_time": damage})
+    assert kept(policy) == before

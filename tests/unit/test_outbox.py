@@ -1,0 +1,128 @@
+"""What the round tells drafters and gateways: in messages that links carry, and nothing lost while they are full."""
+
+from collections.abc import Callable
+
+import pytest
+
+from cluster.errors import LinkClosed, LinkFull, WireError
+from cluster.messages import CommitRound, DraftRound, Hello, Message, Role
+from cluster.types import Commit, Request, SamplingParams
+from engine import outbox
+from engine.outbox import DrafterPort, GatewayPort
+from engine.sequences import LiveSequence
+
+
+class FakeLink:
+    """Takes messages as ``behave`` lets it."""
+
+    def __init__(self, behave: Callable[[Message], None] = lambda _: None) -> None:
+        self.peer = Hello(Role.DRAFTER, "d", 8, "f")
+        self.sent: list[Message] = []
+        self.behave = behave
+        self.closed = False
+
+    def send(self, message: Message) -> None:
+        self.behave(message)
+        self.sent.append(message)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def refuse(error: Exception) -> Callable[[Message], None]:
+    def behave(_: Message) -> None:
+        raise error
+
+    return behave
+
+
+def sequence(name: str, num_tokens: int = 4) -> LiveSequence:
+    request = Request(name, (1,) * num_tokens, SamplingParams(max_tokens=9), 0.0)
+    return LiveSequence(request, list(request.prompt_token_ids))
+
+
+def test_a_drafter_that_comes_back_is_told_everything_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_OPENED_TOKENS", 10)
+    link = FakeLink()
+    port = DrafterPort(link)
+    for i in range(5):
+        port.open(sequence(f"r{i}"), 8)
+    port.open(sequence("huge", 50), 8)
+    port.release("gone")
+    port.flush(3)
+    messages = [m for m in link.sent if isinstance(m, DraftRound)]
+    assert [len(m.opens) for m in messages] == [2, 2, 1, 1]
+    assert [b.request_id for m in messages for b in m.budgets] == [o.request_id for m in messages for o in m.opens]
+    assert messages[0].releases == ("gone",)
+    port.flush(4)
+    assert len(link.sent) == 4, "nothing is said twice"
+
+
+def test_what_a_full_link_refused_goes_with_the_next_round() -> None:
+    link = FakeLink(refuse(LinkFull("slow")))
+    port = DrafterPort(link)
+    port.open(sequence("a"), 8)
+    port.flush(1)
+    port.extend("a", 4, (5,))
+    port.extend("b", 7, (1,))
+    port.flush(1)
+    port.extend("b", 8, (2, 3))
+    link.behave = lambda _: None
+    port.flush(2)
+    (message,) = link.sent
+    assert isinstance(message, DraftRound)
+    assert message.opens[0].token_ids == (1, 1, 1, 1, 5)
+    (extend,) = message.extends
+    assert (extend.base_len, extend.token_ids) == (7, (1, 2, 3))
+
+
+def test_a_new_bound_reaches_those_that_are_followed() -> None:
+    link = FakeLink()
+    port = DrafterPort(link)
+    port.open(sequence("a"), 8)
+    port.flush(1)
+    port.budget(3)
+    port.flush(2)
+    assert isinstance(link.sent[-1], DraftRound)
+    assert [(b.request_id, b.num_tokens) for b in link.sent[-1].budgets] == [("a", 3)]
+
+
+@pytest.mark.parametrize("error", [WireError("too many bytes"), LinkClosed("gone")])
+def test_a_message_that_cannot_be_sent_ends_its_link_and_nothing_else(error: Exception) -> None:
+    port = DrafterPort(FakeLink(refuse(error)))
+    port.open(sequence("a"), 8)
+    with pytest.raises(LinkClosed):
+        port.flush(1)
+    gateway = GatewayPort(FakeLink(refuse(error)))
+    gateway.publish([Commit("a", 0, (1,))])
+    with pytest.raises(LinkClosed):
+        gateway.flush()
+
+
+def test_who_never_reads_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_PENDING_RELEASES", 3)
+    monkeypatch.setattr(outbox, "MAX_PENDING_COMMITS", 3)
+    link = FakeLink(refuse(LinkFull("slow")))
+    port, gateway = DrafterPort(link), GatewayPort(link)
+    for i in range(3):
+        port.release(f"r{i}")
+        gateway.publish([Commit(f"r{i}", 0, (1,))])
+        port.flush(1)
+        gateway.flush()
+    assert not link.closed
+    port.release("r3")
+    with pytest.raises(LinkClosed, match="4 releases unread"):
+        port.flush(1)
+    gateway.publish([Commit("r3", 0, (1,))])
+    with pytest.raises(LinkClosed, match="4 commits unread"):
+        gateway.flush()
+    assert link.closed
+
+
+def test_commits_go_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_COMMITS", 2)
+    link = FakeLink()
+    gateway = GatewayPort(link)
+    gateway.publish([Commit(str(i), 0, (1,)) for i in range(5)])
+    gateway.flush()
+    assert [len(m.commits) for m in link.sent if isinstance(m, CommitRound)] == [2, 2, 1]
