@@ -7,24 +7,25 @@ import pytest
 from benchmarks import transport
 from benchmarks.report import BenchOptions
 from cluster.transport.codec import decode, encode
+from profiler import transport_probe
 
 
 def test_one_kb_is_1024_bytes() -> None:
-    assert len(encode(transport.one_kb())) == 1024
+    assert len(encode(transport_probe.one_kb())) == 1024
 
 
 def test_an_answer_extends_what_was_committed() -> None:
-    down = transport.down_round(32)
-    up = transport.up_round(down)
+    down = transport_probe.down_round(32)
+    up = transport_probe.up_round(down)
     assert decode(encode(up)) == up
     for extend, proposal in zip(down.extends, up.proposals, strict=True):
         assert proposal.base_len == extend.base_len + len(extend.token_ids)
-        assert len(proposal.token_ids) == len(proposal.confidences) == transport.DRAFT_LEN
+        assert len(proposal.token_ids) == len(proposal.confidences) == transport_probe.DRAFT_LEN
 
 
 def test_every_transport_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "NUM_TURNS_QUICK", 2)
-    monkeypatch.setattr(transport, "TRIPS_PER_TURN", 10)
+    monkeypatch.setattr(transport_probe, "TRIPS_PER_TURN", 10)
     result = transport.run(BenchOptions(quick=True))
     assert all(math.isfinite(value) and value > 0 for value in result.figures.values())
     assert [row[0] for row in result.tables[0].rows] == [
