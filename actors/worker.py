@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from engine.garbage import spare_what_stays
+from engine.garbage import freeze_startup_objects
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class LoopActor(ABC, Generic[Info]):
         with self._starting:
             if self._thread is None:
                 self._thread = self._begin()
-                spare_what_stays()
+                freeze_startup_objects()
                 self._began.set()
         return self._info()
 

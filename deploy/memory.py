@@ -4,7 +4,7 @@ from cluster.config import Config
 from deploy.local_ray import LaunchError
 from drafters.footprint import target_footprint
 from engine.compiling import kernels_fault
-from engine.held_dtype import held_dtype
+from engine.dtypes import held_dtype
 from profiler.hardware import available_memory_bytes
 
 # Ray, Serve and the small processes as measured, without weights and KV caches.

@@ -54,8 +54,8 @@ class HostFeatures:
             starts = torch.tensor([engine.feature_layers.index(layer) * width for layer in layers])
             self._columns = (starts[:, None] + torch.arange(width)).flatten().to(engine.model.device)
 
-    def read_features(self, request_id: str, start: int, stop: int) -> Tensor:
-        rows = self._engine.read_features(request_id_of(request_id), start, stop)
+    def read_hidden_states(self, request_id: str, start: int, stop: int) -> Tensor:
+        rows = self._engine.read_hidden_states(request_id_of(request_id), start, stop)
         return rows if self._columns is None else rows[:, self._columns]
 
 

@@ -3,7 +3,7 @@
     total = process + weights as held + KV cache + what is kept of each request
 
 Weights are held as the products want them: the head apart from the embedding though they may be one in the file, int8 with a
-scale a row, and without a compiler in what torch multiplies fast (``engine/held_dtype.py``). ``stored_bytes`` are what is
+scale a row, and without a compiler in what torch multiplies fast (``engine/dtypes.py``). ``stored_bytes`` are what is
 read to load it.
 """
 
@@ -28,8 +28,7 @@ from cluster.config import (
     TableOptions,
 )
 from cluster.errors import ModelUnavailable
-from engine.dtypes import choose_dtype
-from engine.held_dtype import held_dtype
+from engine.dtypes import choose_dtype, held_dtype
 from engine.models.config import ModelConfig, load_config
 
 # Measured, resident: an actor's process alone, and what torch adds to it once it has computed. On CUDA

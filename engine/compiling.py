@@ -1,4 +1,4 @@
-"""Compiles C files for the CPU level in force, once, into a cache folder. No torch."""
+"""Compiles C files for the CPU level in force into a cache folder. No torch."""
 
 import ctypes
 import hashlib
@@ -28,7 +28,7 @@ _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno")
 
 
 class NoCompiler(OutriderError):
-    """A library cannot be built or loaded here. Says why."""
+    """A library cannot be built or loaded here."""
 
 
 def cache_folder() -> Path:
@@ -54,13 +54,13 @@ def load_compiled(
     A cached library that is incomplete or does not load is removed and compiled again, once.
 
     Args:
-        name: of its file, before what tells builds apart.
-        headers: that the sources include.
-        flags: of the compiler, beside the usual ones.
+        name: prefix of the file name.
+        headers: included by the sources.
+        flags: additional compiler flags.
         folder: the cache, ``cache_folder()`` by default.
-        level: to compile for, by default the one in force. One that the machine does not have gives a library that crashes.
-        keeps_gil: other Python threads wait while its functions run. For functions that mostly take microseconds: a thread
-            that releases the lock gets it back only when another thread has had its turn.
+        level: CPU level to compile for, by default the one in force. The library crashes on a machine without that level.
+        keeps_gil: keep the GIL during calls, for functions of microseconds, since reacquiring it waits
+            for a thread switch.
 
     Raises:
         NoCompiler: no compiler is there, it failed, the library does not load, or others may write to the cache folder.
@@ -135,7 +135,7 @@ def is_clang(compiler: tuple[str, ...]) -> bool:
 
 
 def _prepare(folder: Path) -> None:
-    """A folder of ours that others could read but not write to, as a copy of a home folder may be, is made private."""
+    """Makes the folder private. One of ours that others can read but not write, as in a copied home folder, is accepted."""
     if folder.is_dir():
         status = folder.stat()
         if status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o022:
@@ -144,7 +144,7 @@ def _prepare(folder: Path) -> None:
 
 
 def _cached(folder: Path, stem: str) -> Path | None:
-    """A library's file is named after its content: one that a power loss cut short would crash this process when loaded."""
+    """The cached library, or None. File names hold a digest of the content, since loading a truncated library crashes."""
     found = None
     for path in sorted(folder.glob(f"{stem}-*.so")):
         try:
@@ -166,7 +166,7 @@ def _name(stem: str, content: bytes) -> str:
 def _compile(
     folder: Path, stem: str, sources: Sequence[Path], flags: Sequence[str], compiler: tuple[str, ...] | None
 ) -> Path:
-    """In a folder of its own and then moved, so that no process sees a part of a library."""
+    """Compiles in a temporary folder and renames the result, so that no process sees a partial library."""
     if compiler is None:
         raise NoCompiler(_no_compiler())
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
@@ -188,7 +188,7 @@ def _run(command: list[str]) -> None:
 
 
 def _key(files: Sequence[Path], flags: Sequence[str], compiler: tuple[str, ...] | None) -> str:
-    """``-march=native`` means another library on another CPU, so its name and features are part of the key."""
+    """Includes the CPU's name and features, on which ``-march=native`` depends."""
     text = "\0".join(path.read_text() for path in files)
     version = "" if compiler is None else compiler_version(compiler)
     parts = (text, repr(flags), repr(compiler), version, platform.machine(), _libc(), _cpu_features())

@@ -1,4 +1,4 @@
-"""What a target's passes cost, as measured at an earlier start and kept in the state store for the next."""
+"""Measured pass costs of a target, kept in the state store between starts."""
 
 import hashlib
 import json
@@ -37,11 +37,10 @@ class _Stored(Section):
 
 
 class CostMemory:
-    """Of the target of ``identity``, on this machine and with this version of the engine. A store that cannot be used is
-    logged, and counts as empty.
+    """Costs of one target on this machine with this version of the engine. An unusable store is logged and counts as empty.
 
     Args:
-        operators: the class that computes the passes; without kernels they cost several times as much.
+        operators: name of the operators' class; without kernels a pass costs several times as much.
     """
 
     def __init__(self, store: StateStore, identity: Identity, operators: str) -> None:
@@ -50,17 +49,17 @@ class CostMemory:
         self._key = f"{PREFIX}/{hashlib.sha256(known.encode()).hexdigest()[:32]}"
 
     def recall(self) -> TableCost | None:
-        """None: nothing that can be used was kept."""
+        """The stored costs; None if there are no usable ones."""
         try:
             document = self._store.get(self._key)
             if document is None:
                 return None
             found = _Stored.model_validate_json(json.dumps(document.value))
         except StateUnavailable as error:
-            logger.warning("what passes cost was not recalled: %s", error)
+            logger.warning("stored pass costs cannot be read: %s", error)
             return None
         except ValidationError as error:
-            logger.warning("state %r is no cost table, passes are measured anew: %s", self._key, error)
+            logger.warning("state %r is not a cost table, passes are measured again: %s", self._key, error)
             return None
         return monotone(found.points, found.per_context_s)
 
@@ -69,12 +68,12 @@ class CostMemory:
         try:
             self._store.put(self._key, {"points": points, "per_context_s": cost.per_context_s})
         except (StateUnavailable, InvalidField) as error:
-            logger.warning("what passes cost was not kept, the next start measures them again: %s", error)
+            logger.warning("pass costs cannot be stored, the next start measures them again: %s", error)
 
 
 @cache
 def code_version() -> str:
-    """A digest of the engine's sources: another kernel has other times."""
+    """A digest of the engine's sources, since changed kernels have other times."""
     digest = hashlib.sha256()
     for file in sorted(file for file in _SOURCES.rglob("*") if file.suffix in (".py", ".c", ".h")):
         digest.update(file.relative_to(_SOURCES).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")

@@ -1,4 +1,4 @@
-"""Which instructions kernels, torch and oneDNN may use: the machine's CPU level, or a lower one named in ``OUTRIDER_CPU``.
+"""The CPU level, which limits the instructions of kernels, torch and oneDNN: the machine's, or a lower ``OUTRIDER_CPU``.
 
 No torch. Importing this reads and sets nothing.
 """
@@ -20,7 +20,7 @@ AVX2, AVX512, AVX512_BF16, AMX = "avx2", "avx512", "avx512_bf16", "amx"
 # On x86-64 each level includes those before it. NEON stands alone: an ARM CPU has no lower level.
 X86_LEVELS = (GENERIC, AVX2, AVX512, AVX512_BF16, AMX)
 
-# What a level needs beside the features of those before it, under Linux's names.
+# Features of a level beside those of the levels before it, under Linux's names.
 _FEATURES = {
     GENERIC: (),
     AVX2: ("avx2", "fma", "f16c", "bmi1", "bmi2"),
@@ -123,7 +123,7 @@ def level_of(architecture: str, features: frozenset[str]) -> str:
 
 
 def _features() -> frozenset[str]:
-    """Those of the first core, which are those of all."""
+    """Features of the first core, which all cores share."""
     if sys.platform == "darwin":
         return _sysctl_features()
     try:

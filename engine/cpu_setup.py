@@ -1,4 +1,4 @@
-"""What torch, oneDNN and MKL must be told before they compute anything on a CPU."""
+"""Limits torch, oneDNN and MKL to the CPU level in force."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ ONEDNN_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 VARIABLES = (*ONEDNN_VARIABLES, "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 ONEDNN_WITHOUT_AMX = "AVX512_CORE_FP16"
 
-# The most that each library may use at a lowered level: oneDNN, torch's own kernels, MKL.
+# Limits of oneDNN, torch's own kernels and MKL at a lowered level.
 _LIMITS = {
     GENERIC: ("SSE41", "default", "SSE4_2"),
     AVX2: ("AVX2", "avx2", "AVX2"),

@@ -1,9 +1,9 @@
-"""What ``dtype: auto`` means on this machine. No torch.
+"""The meaning of ``dtype: auto`` on this machine. No torch.
 
-The choice is a rule, not a measurement at load: every replica and every restart must choose the same, or a request would be
-answered otherwise after a restart. docs/measurements/decode.md has the measurements that the rule rests on, by CPU level.
+The choice is a rule rather than a measurement at load, since all replicas and restarts must choose the same for equal
+outputs. docs/measurements/decode.md has the measurements behind the rule, by CPU level.
 
-The target computes with its weights as published, so ``auto`` never quantises it. Drafters only cost speed when they err.
+``auto`` never quantises the target. It may quantise drafters, whose errors cost only speed.
 """
 
 import logging
@@ -20,7 +20,7 @@ AUTO, INT8, BFLOAT16, FLOAT32 = "auto", "int8", "bfloat16", "float32"
 
 
 def choose_dtype(dtype: str, device: str, *, allows_int8: bool = False) -> str:
-    """``dtype``, or where it is auto the fastest on ``device`` (cpu or cuda). Logs each choice once in a process."""
+    """``dtype``, or for auto the fastest on ``device`` (cpu or cuda). Logs each choice once per process."""
     if dtype != AUTO:
         return dtype
     if device == "cuda":
@@ -45,10 +45,26 @@ def _who(allows_int8: bool) -> str:
     return "trained drafters" if allows_int8 else "models"
 
 
-def resolve_dtypes(config: Config) -> Config:
-    """A resolved configuration whose dtypes are chosen too, for target and drafters. Choosing twice changes nothing.
+def held_dtype(dtype: str) -> str:
+    """The dtype of weights in memory on a CPU, for a configured one.
 
-    A launcher chooses for all nodes, so that replicas on CPUs of different levels compute in the same dtype.
+    Without C kernels torch computes the products: it has none with int8 weights, and below AVX-512 BF16 those in bf16 are
+    about ten times slower than in fp32, so weights are held in fp32 there.
+
+    Raises:
+        InvalidField: ``OUTRIDER_CPU`` names no level of this machine.
+    """
+    if dtype == "float32":
+        return dtype
+    if kernels_fault() is None:
+        return "bfloat16" if dtype == "auto" else dtype
+    return "bfloat16" if cpu_level().has_bf16_products else "float32"
+
+
+def resolve_dtypes(config: Config) -> Config:
+    """A resolved configuration with the dtypes of target and drafters chosen. Idempotent.
+
+    The launcher chooses for all nodes, so that replicas on CPUs of different levels compute in the same dtype.
     """
     target = config.target.model_copy(update={"dtype": choose_dtype(config.target.dtype, config.target.device)})
     drafters = tuple(

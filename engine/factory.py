@@ -1,4 +1,4 @@
-"""The one place that knows which operators run on which device. A vendor's package is imported here and nowhere else."""
+"""Chooses operators by device. Vendors' packages are imported only here."""
 
 import logging
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ from engine.ops import Ops, TorchOps
 
 logger = logging.getLogger(__name__)
 
-# Of activations and KV cache. int8 is of weights: where there are no such products they are bfloat16 too.
+# dtype of activations and KV cache. int8 concerns weights; where no int8 products exist, they are bfloat16 too.
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16}
 
 
 def make_ops(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, int8: bool = False, block_len: int = BLOCK_LEN
 ) -> Ops:
-    """The fastest operators that work here: what cannot be built is replaced by plain torch, and the log says so.
+    """The fastest operators available. Falls back to plain torch where kernels cannot be built, with a warning.
 
     Args:
-        int8: products with weights shall read int8 forms of them, where there are such products: on a CPU.
-        block_len: of the KV cache; on a GPU the kernels are compiled for it now.
+        int8: quantise weights to int8, where such products exist (on a CPU).
+        block_len: of the KV cache; on a GPU the kernels are compiled for it here.
     """
     if device.type == "cuda":
         return _cuda_ops(config, dtype, device, block_len)
@@ -75,7 +75,7 @@ def load_model(
     num_layers: int | None = None,
     block_len: int = BLOCK_LEN,
 ) -> CausalModel:
-    """The model of a Hugging Face folder, ready to run; with ``num_layers`` only its first layers.
+    """Loads the model of a Hugging Face folder; with ``num_layers`` only its first layers.
 
     Raises:
         ModelUnavailable: missing, half-written or unsupported; one line that says which.
@@ -89,7 +89,7 @@ def load_model(
 
 
 def build_model(config: ModelConfig, weights: Weights, dtype: str, device: str, block_len: int = BLOCK_LEN) -> CausalModel:
-    """A model ready to run, of weights from anywhere.
+    """Builds a model from weights.
 
     Raises:
         InvalidField: the device is a GPU, and there is none.
@@ -121,7 +121,7 @@ def load_target(
     prefix_cache: bool = True,
     feature_layers: Sequence[int] = (),
 ) -> NativeTarget:
-    """A native target for the model of a Hugging Face folder. A longer ``max_model_len`` than the model's is cut to it.
+    """A native target for the model of a Hugging Face folder. ``max_model_len`` is capped at the model's.
 
     Raises:
         ModelUnavailable: missing, half-written or unsupported; one line that says which.

@@ -1,7 +1,7 @@
-"""The forward pass: spans of different sequences and lengths, packed into one batch of rows.
+"""The forward pass over spans of different sequences and lengths, packed into one batch of rows.
 
-There is no prefill and no decode here, only rows. A pass is begun, runs layer by layer, and is finished; between layers
-its state is at hand, for whoever needs the hidden states of some layer or wants rows to leave.
+Prefill and decode are not distinguished. A pass begins, runs layer by layer and finishes; its state is accessible between
+layers, for hidden states and for early exit of rows.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class _Layer:
 
 @dataclass(slots=True)
 class Pass:
-    """A pass under way. After layer i, what follows it reads is ``residual + delta``."""
+    """State of a pass. The output of the layers so far is ``residual + delta``."""
 
     layout: Layout
     cache: KvCache
@@ -44,12 +44,12 @@ class Pass:
 
 
 class CausalModel:
-    """A decoder of the Llama family over a paged KV cache. Immutable; not thread-safe, for its operators own buffers.
+    """A decoder of the Llama family over a paged KV cache. Immutable; not thread-safe, since its operators own buffers.
 
     Args:
         config: the model's shape.
-        weights: read once, here.
-        ops: the operators, of this shape and dtype.
+        weights: read once, by the constructor.
+        ops: operators for this shape and dtype.
         dtype: of weights, products and KV cache.
     """
 
@@ -74,43 +74,42 @@ class CausalModel:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """[vocab, hidden], in the dtype or a narrower one: for whoever shares it."""
+        """[vocab, hidden], in the dtype or a narrower one."""
         return self._embedding
 
     @property
     def layer_products(self) -> list[tuple[Linear, Linear, Linear, Linear]]:
-        """The products with weights of each layer, in the order of a pass: qkv, out, gate and up, down."""
+        """Linear products of each layer, in the order of a pass: qkv, out, gate_up, down."""
         return [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self._layers]
 
     def new_cache(self, num_blocks: int, block_len: int = BLOCK_LEN) -> KvCache:
         return KvCache.allocate(self.config, num_blocks, self.dtype, self.device, block_len)
 
     def warm_up(self, cache: KvCache) -> None:
-        """Prepares what small passes over ``cache`` need; on a CPU there is nothing to prepare."""
+        """Prepares small passes over ``cache``; does nothing on a CPU."""
 
     def synchronize(self) -> None:
-        """Returns when the device has computed every pass so far."""
+        """Waits until the device has computed every pass so far."""
         synchronize(self.device)
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[PackedSpan], cache: KvCache) -> torch.Tensor:
         """Computes all spans and writes their keys and values to ``cache``.
 
-        Two spans of a pass may share blocks that lie wholly before both base_lens, and no others.
+        Two spans of a pass may share only blocks that lie wholly before both base_lens.
 
         Returns:
             The final hidden states, [rows, hidden] in the dtype, rows in the order of the spans.
         """
-        return self.forward_with_features(spans, cache, ())[0]
+        return self.forward_with_hidden_states(spans, cache, ())[0]
 
     @torch.inference_mode()
-    def forward_with_features(
+    def forward_with_hidden_states(
         self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``forward``, and beside it the hidden states after ``layers``: [rows, len(layers) * hidden], in the dtype.
+        """As ``forward``, with the hidden states after ``layers``: [rows, len(layers) * hidden], in the dtype.
 
-        -1 is the embedding, i the output of layer i as transformers' ``hidden_states[i + 1]`` has it, so that the last
-        layer's is taken after the final norm.
+        -1 is the embedding, i is transformers' ``hidden_states[i + 1]``, so the last layer's is taken after the final norm.
         """
         return self._pass(self.lay_out(spans, cache.block_len), cache, layers)
 
@@ -138,12 +137,12 @@ class CausalModel:
         return lay_out(spans, block_len, self._inverse_frequencies, self.device)
 
     def enter(self, layout: Layout, cache: KvCache) -> Pass:
-        """A pass over rows that are laid out already."""
+        """Begins a pass over a given layout."""
         return Pass(layout, cache, F.embedding(layout.token_ids, self._embedding).float())
 
     @torch.inference_mode()
     def run_layers(self, state: Pass, start: int, stop: int, taps: frozenset[int] = frozenset()) -> None:
-        """Layers ``start`` .. ``stop`` - 1; the outputs of those in ``taps`` are kept in ``state.taps``."""
+        """Runs layers ``start`` .. ``stop`` - 1; outputs of those in ``taps`` are kept in ``state.taps``."""
         ops, layout = self._ops, state.layout
         for index in range(start, stop):
             PASSES.advanced()

@@ -1,8 +1,8 @@
-"""The choice of one token per row, without looking at most of the vocabulary.
+"""Gumbel-argmax over logits, evaluated for few blocks of the vocabulary.
 
-A row of logits is read once, for the largest logit of each block of 64 tokens. Everything else looks into few blocks: the
-argmax lies in the block with the largest maximum, and where noise is added, a block whose largest logit plus largest noise
-(``engine.noise.block_max``) stays below a score already seen cannot win.
+A row of logits is read once, for the maximum of each block of 64 tokens. The argmax lies in the block with the largest
+maximum. With noise, a block whose largest logit plus largest noise (``engine.noise.block_max``) is below a score already
+seen cannot win and is skipped.
 
 Shapes: logits x (R, V) of any floating type; block maxima (R, B), B = ceil(V / 64).
 """
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from engine.noise import BLOCK_LEN, block_gumbel, block_max
 
-_NUM_FIRST_BLOCKS = 8  # looked into at once; the winner is nearly always among them
-_ROUNDING = 1e-4  # more than float32 can be off when a bound is compared with a score
+_NUM_FIRST_BLOCKS = 8  # evaluated first; the winner is nearly always among them
+_ROUNDING = 1e-4  # exceeds the float32 error of a bound
 _CACHED_VALUES = 1 << 18  # float32 values: 1 MB
-_MIN_TEMPERATURE = 1e-6  # below, float32 logits differ by more than the noise can make up for
+_MIN_TEMPERATURE = 1e-6  # below it, differences of float32 logits exceed any noise
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The largest logit of each block (R, B), and of each row (R,). A NaN shows in both. float32."""
+    """The largest logit of each block (R, B) and of each row (R,), float32. NaN propagates to both."""
 
     blocks: Tensor
     rows: Tensor
@@ -41,7 +41,7 @@ def peaks(x: Tensor) -> Peaks:
 
 
 def greedy(x: Tensor, at: Peaks) -> Tensor:
-    """The lowest of the most probable tokens of each row, (R,) int64."""
+    """The most probable token of each row, the lowest id of equal ones, (R,) int64."""
     block_ids = at.blocks.argmax(-1, keepdim=True)  # torch promises the first of equal ones
     token_ids, values = _look_into(x, block_ids)
     return token_ids.flatten(1).gather(1, values.flatten(1).argmax(-1, keepdim=True)).squeeze(1)
@@ -60,12 +60,12 @@ def largest(x: Tensor, num: int) -> Tensor:
     """The ``num`` largest values of each row in descending order, (R, num)."""
     if x.device.type != "cpu":
         return x.topk(num).values
-    # NumPy selects and sorts with vector instructions, ten times as fast as torch for a thousand of many.
+    # NumPy selects and sorts with vector instructions: ten times as fast as torch for the largest thousand.
     selected = np.partition(x.float().numpy(), -num, axis=-1)[:, -num:]
     return torch.from_numpy(np.sort(selected, axis=-1)[:, ::-1].copy())
 
 
-def first_arrivals(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor, keys: Tensor) -> Tensor:
+def gumbel_argmax(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor, keys: Tensor) -> Tensor:
     """argmax over {v: z_v >= floor} of z_v + G(key, v), (R,) int64: samples of softmax(z) over these tokens.
 
     The sum is taken in float64, where it is exact. A row without a finite maximum yields V.
@@ -82,7 +82,7 @@ def first_arrivals(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor, k
     highest, block_ids = bounds.topk(num_first)
     rows = torch.arange(len(x), device=x.device)
 
-    def race(rows: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def best_of(rows: Tensor, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(r,) rows and (r, b) blocks of each: the best score and the token that has it, (r,)."""
         token_ids, values = _look_into(x, block_ids, rows)
         z = relative(values, at.rows[rows], temperatures[rows])
@@ -91,14 +91,14 @@ def first_arrivals(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor, k
         best = scores.amax(-1)
         return best, _lowest_id(scores == best[:, None], token_ids.flatten(1), x.shape[-1])
 
-    best, token_ids = race(rows, block_ids[:, :_NUM_FIRST_BLOCKS])
+    best, token_ids = best_of(rows, block_ids[:, :_NUM_FIRST_BLOCKS])
     if num_first <= _NUM_FIRST_BLOCKS:
         return token_ids
     open_rows = (highest[:, -1] >= best).nonzero().squeeze(1)
     if len(open_rows) == 0:
         return token_ids
     pair_rows, pair_blocks = (bounds[open_rows] >= best[open_rows, None]).nonzero(as_tuple=True)
-    pair_best, pair_tokens = race(open_rows[pair_rows], pair_blocks[:, None])
+    pair_best, pair_tokens = best_of(open_rows[pair_rows], pair_blocks[:, None])
     best = best.scatter_reduce(0, open_rows[pair_rows], pair_best, "amax")
     wins = pair_best == best[open_rows[pair_rows]]
     token_ids[open_rows] = x.shape[-1]
@@ -106,7 +106,7 @@ def first_arrivals(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor, k
 
 
 def probabilities(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor | None, token_ids: Tensor) -> Tensor:
-    """Of one token in each row under softmax(z) over {v: z_v >= floor}, (R,) float32. No floors admit all tokens."""
+    """Probability of one token per row under softmax(z) over {v: z_v >= floor}, (R,) float32. None admits all tokens."""
     parts = []
     for start in range(0, len(x), num_rows_at_once(x)):
         rows = slice(start, start + num_rows_at_once(x))
@@ -120,7 +120,7 @@ def probabilities(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor | N
 
 
 def num_rows_at_once(x: Tensor) -> int:
-    """Of whole rows. On a CPU, temporaries that leave the caches and the allocator's pool cost more than the arithmetic."""
+    """Rows per chunk. On a CPU, temporaries that exceed the caches cost more than the arithmetic."""
     return max(1, _CACHED_VALUES // x.shape[-1]) if x.device.type == "cpu" else len(x)
 
 
@@ -134,7 +134,7 @@ def _look_into(x: Tensor, block_ids: Tensor, rows: Tensor | None = None) -> tupl
 
 
 def _on_device(noise: Callable[..., Any], *arrays: Tensor) -> Tensor:
-    """Noise by whichever twin is faster: on a CPU NumPy's, twice to three times."""
+    """Noise by NumPy on a CPU, which is two to three times as fast as torch there."""
     if arrays[0].device.type == "cpu":
         return torch.from_numpy(noise(*(array.numpy() for array in arrays)))
     return cast(Tensor, noise(*arrays))

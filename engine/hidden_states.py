@@ -1,7 +1,7 @@
-"""The target's own hidden states, kept for drafters that are conditioned on them.
+"""The target's hidden states, kept for feature-conditioned drafters.
 
-They lie beside the KV cache under the same block tables and slots, written by the pass that computed the position. So
-rollback, prefix sharing, eviction and preemption are the ledger's, and need nothing here.
+They share the block tables and slots of the KV cache and are written by the pass that computes the position, so the ledger
+handles their rollback, prefix sharing, eviction and preemption.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from engine.layout import PackedSpan
 from engine.models.config import ModelConfig
 
 
-class FeatureCache:
+class HiddenStateCache:
     """Hidden states after chosen layers, one row per slot of a KV cache.
 
     Args:
-        layers: ascending, as of ``CausalModel.forward_with_features``.
+        layers: ascending, as of ``CausalModel.forward_with_hidden_states``.
 
     Raises:
         InvalidField: the model has no such layers, or they do not ascend.
@@ -45,18 +45,18 @@ class FeatureCache:
         self._rows = cache_zeros((num_blocks * block_len, width), dtype, device) if layers else None
 
     def write(self, spans: Sequence[PackedSpan], features: torch.Tensor) -> None:
-        """``features``: of all rows of a pass over ``spans``."""
+        """Stores ``features`` [rows, len(layers) * hidden] of all rows of a pass over ``spans``."""
         if self._rows is not None:
             block_len = self._block_len
             slots = [
                 int(span.block_table[position // block_len]) * block_len + position % block_len
                 for span in spans
                 for position in range(span.base_len, span.base_len + len(span.token_ids))
-            ]  # of a few rows each: sooner than by arrays
+            ]  # faster than arrays for spans of a few rows
             self._rows.index_copy_(0, to_device(np.array(slots), self._rows.device), features)
 
     def read(self, block_table: NDArray[np.int32], start: int, stop: int) -> torch.Tensor:
-        """Of positions ``start`` .. ``stop`` - 1 of the sequence: a copy, [stop - start, len(layers) * hidden]."""
+        """A copy of positions ``start`` .. ``stop`` - 1 of the sequence: [stop - start, len(layers) * hidden]."""
         if self._rows is None:
             raise LookupError("no features are kept: name the layers in feature_layers")
         return self._rows[to_device(self._slots(block_table, start, stop), self._rows.device)]

@@ -1,4 +1,4 @@
-"""The memory that keys and values lie in, cut into blocks. Which sequence holds which block is the ledger's affair."""
+"""The memory of keys and values, in blocks. ``engine.ledger`` assigns blocks to sequences."""
 
 import math
 import mmap
@@ -9,7 +9,7 @@ import torch
 from cluster.errors import InvalidField
 from engine.models.config import ModelConfig
 
-BLOCK_LEN = 32  # tokens: two vectors of 16 keys on a CPU, and half a tile on a GPU
+BLOCK_LEN = 32  # tokens: two vectors of 16 keys on a CPU, half a tile on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class KvCache:
     def allocate(
         config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device, block_len: int = BLOCK_LEN
     ) -> "KvCache":
-        """Zeroed, so that what was never written holds numbers."""
+        """Allocates a zeroed cache, so that unwritten positions are finite."""
         head = (config.num_layers, num_blocks, config.num_kv_heads)
         shapes = (*head, config.head_dim, block_len), (*head, block_len, config.head_dim)
         return KvCache(*(cache_zeros(shape, dtype, device) for shape in shapes))
@@ -54,9 +54,9 @@ def num_blocks_for(config: ModelConfig, num_bytes: int, dtype: torch.dtype, bloc
 
 
 def cache_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU in large pages where the system has them: blocks are scattered, and small pages would each cost a walk.
-    All pages are written here once, for the system to give them now: in a pass a first write takes 0.4 ms, and a new block
-    may lie in a page that is new in every layer.
+    """A zeroed tensor; on a CPU in huge pages where the system has them, since blocks are scattered over many pages.
+
+    All pages are written once here, so that no pass pays for page faults (0.4 ms each).
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The geometry of one packed pass: which rows belong to which span, where they stand, and where their keys lie."""
+"""Index tensors of a packed pass: the span, position and KV cache slot of each row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Layout:
 
 
 def lay_out(spans: Sequence[PackedSpan], block_len: int, inverse_frequencies: torch.Tensor, device: torch.device) -> Layout:
-    """The layout of a pass, on ``device``. To a GPU it is one copy, which is queued and not waited for.
+    """The layout of a pass on ``device``. A GPU gets it in one asynchronous copy.
 
     Args:
         spans: at least one, each of at least one token.
@@ -65,10 +65,10 @@ _ALIGNMENT = 64  # bytes; Triton compiles a kernel once more for pointers that a
 
 @dataclass(frozen=True, slots=True)
 class HostLayout:
-    """The tensors of a ``Layout`` side by side in one buffer on the host, so that one copy takes them to a device."""
+    """The tensors of a ``Layout`` in one host buffer, so that one copy moves them to a device."""
 
     buffer: torch.Tensor  # uint8
-    parts: tuple[tuple[str, torch.dtype, torch.Size], ...]  # of the buffer in its order, each aligned
+    parts: tuple[tuple[str, torch.dtype, torch.Size], ...]  # in the order of the buffer, each aligned
     max_span_len: int
 
     def layout(self, buffer: torch.Tensor) -> Layout:
@@ -95,7 +95,7 @@ def pack(
     Args:
         spans: each of at least one token; at least one, or padding.
         inverse_frequencies: fp32 [head_dim / 2], on the CPU.
-        num_padding: rows behind those of the spans, each a span of its own: they attend to position 0 of block 0, and
+        num_padding: rows appended to those of the spans, each a span of its own that attends to position 0 of block 0;
             their keys and values are not written (slot -1).
         table_width: of the block tables; None: as the longest span needs.
     """

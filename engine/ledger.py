@@ -1,15 +1,15 @@
-"""Who holds which block of the KV cache, and how many tokens of each sequence are computed. Plain Python, no torch.
+"""Ownership of KV cache blocks, and the computed length of each sequence. No torch.
 
     0 ......................... computed_len ............ + reserved by an open checkpoint
     | committed, in the cache   | speculated: computed by the pass under way, not final |
     | full blocks: may be shared, never written again | tail block: this sequence's own |
 
-``speculate`` reserves room for the tokens that a pass computes, ``commit`` keeps the first of them. Keeping fewer is the
-rollback: the length simply does not move over the rest, and blocks that hold nothing else fall free at once.
+``speculate`` reserves blocks for the tokens that a pass computes; ``commit`` keeps the first of them. Committing fewer is
+the rollback: the computed length does not move over the rest, and blocks that hold nothing else are freed at once.
 
-A block that is wholly committed is registered under a 128-bit chained digest of its tokens and of all before it, so equal
-digests mean equal prefixes. When its last holder releases it, it stays cached, and counts as free: it is evicted, the least
-recently used first and a sequence's end before its beginning, when no empty block is left.
+A fully committed block is registered under a 128-bit chained digest of its tokens and of all tokens before it, so equal
+digests mean equal prefixes. After its last holder releases it, it stays cached and counts as free. Eviction takes the least
+recently used block first, and a sequence's last blocks before its first, when no empty block is left.
 """
 
 from array import array
@@ -28,12 +28,12 @@ _ROOT = b"outrider prefix"  # the parent digest of a first block
 
 
 class LedgerMisuse(OutriderError, ValueError):
-    """An unknown or already open request, or a checkpoint that is not the open one. A bug of the caller; nothing changed."""
+    """A bug of the caller: an unknown or already open request, or a checkpoint that is not open. Nothing changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Room reserved for ``token_ids`` at positions base_len .. base_len + len(token_ids), to be committed once."""
+    """Blocks reserved for ``token_ids`` at positions base_len .. base_len + len(token_ids); committed once."""
 
     request_id: str
     base_len: int
@@ -44,7 +44,7 @@ class Checkpoint:
 @dataclass(slots=True)
 class _Sequence:
     computed_len: int
-    blocks: NDArray[np.int32]  # the first num_blocks are held, the rest is room to grow
+    blocks: NDArray[np.int32]  # the first num_blocks are held, the rest is spare capacity
     num_blocks: int
     digest: bytes  # of the full blocks
     tail: list[int] = field(default_factory=list)  # committed tokens after the full blocks
@@ -62,12 +62,12 @@ class _Sequence:
 
 
 class Ledger:
-    """The blocks of one KV cache. Not thread-safe: its engine owns it.
+    """The blocks of one KV cache. Not thread-safe.
 
     Args:
         num_blocks: blocks in the cache, numbered from 0.
         block_len: tokens per block.
-        prefix_cache: share full blocks between sequences that begin alike, and keep them after their release.
+        prefix_cache: share full blocks between sequences with equal prefixes, and keep them after their release.
     """
 
     def __init__(self, num_blocks: int, block_len: int, prefix_cache: bool = True) -> None:
@@ -78,8 +78,8 @@ class Ledger:
         self._prefix_cache = prefix_cache
         self._sequences: dict[str, _Sequence] = {}
         self._num_holders = [0] * num_blocks
-        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: what fell free last is used first
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached and held by nobody, the next to go first
+        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is used first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached and unheld, in order of eviction
         self._block_of: dict[bytes, int] = {}  # digest -> the block registered under it
         self._digest_of: dict[int, bytes] = {}  # its inverse
         self._serials = count()
@@ -88,10 +88,10 @@ class Ledger:
         return request_id in self._sequences
 
     def open(self, request_id: str, token_ids: Sequence[int]) -> int:
-        """Hold a sequence that begins with ``token_ids``.
+        """Registers a sequence that begins with ``token_ids``.
 
-        Returns how many of them are computed already, because they lie in cached full blocks, which it now shares: at most
-        len - 1, for the last one must be computed to predict the next.
+        Returns the number of its tokens in cached full blocks, which it now shares: at most len - 1, since the last token
+        must be computed to predict the next.
 
         Raises:
             LedgerMisuse: the request is open.
@@ -123,7 +123,7 @@ class Ledger:
         return self.speculate_all({request_id: token_ids})[request_id]
 
     def speculate_all(self, spans: Mapping[str, Sequence[int]]) -> dict[str, Checkpoint]:
-        """``speculate`` for several requests: for all of them, or for none if it raises."""
+        """``speculate`` for several requests, atomically."""
         for request_id, token_ids in spans.items():
             if self._get(request_id).checkpoint is not None:
                 raise LedgerMisuse(f"request {request_id!r} has an open checkpoint: commit it first")
@@ -145,10 +145,10 @@ class Ledger:
         return checkpoints
 
     def commit(self, checkpoint: Checkpoint, num_tokens: int) -> None:
-        """The first ``num_tokens`` of the checkpoint are final; the rest is rolled back. 0 undoes the speculation.
+        """Makes the first ``num_tokens`` of the checkpoint final and rolls back the rest.
 
         Raises:
-            LedgerMisuse: committed before, its request was released since, or more tokens than it has.
+            LedgerMisuse: the checkpoint was committed, its request was released, or it has fewer tokens.
         """
         sequence = self._speculating(checkpoint)
         if not 0 <= num_tokens <= len(checkpoint.token_ids):
@@ -165,12 +165,12 @@ class Ledger:
             self._drop_block(sequence.pop())
 
     def revise(self, checkpoint: Checkpoint, token_ids: Sequence[int]) -> Checkpoint:
-        """Speculate on ``token_ids`` instead, from the same base_len: more tokens, fewer, or others. Positions keep their
-        blocks, so what was computed of the tokens that both begin with stays.
+        """Replaces the tokens of an open checkpoint at the same base_len. Positions keep their blocks, so the computed part
+        of a common prefix stays valid.
 
         Raises:
             OutOfBlocks: more blocks are needed than are free; nothing changed.
-            LedgerMisuse: the checkpoint is not open any more, or no tokens.
+            LedgerMisuse: the checkpoint is not open, or ``token_ids`` is empty.
         """
         sequence = self._speculating(checkpoint)
         request_id = checkpoint.request_id
@@ -187,14 +187,14 @@ class Ledger:
         return sequence.checkpoint
 
     def release(self, request_id: str) -> None:
-        """Let go of all blocks of a request; an open checkpoint lapses. What is full stays cached while there is room.
+        """Releases all blocks of a request and its open checkpoint. Full blocks stay cached until evicted.
 
         Raises:
             LedgerMisuse: unknown request.
         """
         sequence = self._get(request_id)
         del self._sequences[request_id]
-        while sequence.num_blocks:  # from the end, so that a prefix outlives what follows it
+        while sequence.num_blocks:  # from the end, so that a prefix is evicted after what follows it
             self._drop_block(sequence.pop())
 
     def computed_len(self, request_id: str) -> int:
@@ -202,7 +202,7 @@ class Ledger:
         return self._get(request_id).computed_len
 
     def block_table(self, request_id: str) -> NDArray[np.int32]:
-        """The request's blocks, (num_blocks,), those reserved by an open checkpoint included: position t lies in
+        """Blocks of the request, (num_blocks,), including those of an open checkpoint; position t lies in
         block_table[t // block_len]. A read-only view, valid until the next call that changes the request."""
         sequence = self._get(request_id)
         view = sequence.blocks[: sequence.num_blocks]
@@ -216,7 +216,7 @@ class Ledger:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, cached ones included."""
+        """Unheld blocks, cached ones included."""
         return len(self._empty) + len(self._evictable)
 
     def check_integrity(self) -> None:
@@ -262,14 +262,14 @@ class Ledger:
         num_full = len(sequence.tail) // self.block_len
         for i in range(num_full):
             sequence.digest = _chain(sequence.digest, sequence.tail[i * self.block_len : (i + 1) * self.block_len])
-            if sequence.digest not in self._block_of:  # else another sequence computed the same: its block is found
+            if sequence.digest not in self._block_of:  # else another sequence registered an equal block first
                 block = int(sequence.blocks[tail_index + i])
                 self._block_of[sequence.digest] = block
                 self._digest_of[block] = sequence.digest
         del sequence.tail[: num_full * self.block_len]
 
     def _take_block(self) -> int:
-        """An empty block, if need be an evicted one. The caller has checked that one is free."""
+        """An empty block, or else an evicted one. The caller has checked that one is free."""
         if self._empty:
             block = self._empty.pop()
         else:

@@ -1,4 +1,4 @@
-"""From the configuration to a target that is ready to serve."""
+"""Loads the target of a configuration, with its cost model."""
 
 from collections.abc import Sequence
 
@@ -28,12 +28,12 @@ from router.cost_model import TableCost
 def load_target(
     config: Config, feature_layers: Sequence[int] = (), profile: Profile | None = None, remembers: bool = False
 ) -> tuple[NativeTarget, ModelInfo, OnlineCost]:
-    """The target of a resolved configuration, what others must know of its model, and what its passes cost.
+    """The target of a resolved configuration, the description of its model, and its cost model.
 
     Args:
         feature_layers: as of ``NativeTarget``.
-        profile: what they cost, as measured before (``stored_profile``); without one it is measured now, in seconds.
-        remembers: what is measured now is kept in the configured state store, and taken from there by later starts.
+        profile: a stored profile (``stored_profile``); without one, costs are measured now, in seconds.
+        remembers: store measured costs in the configured state store, and reuse those of earlier starts.
 
     Raises:
         ModelUnavailable, InvalidField: as ``load_engine``.
@@ -46,7 +46,7 @@ def load_target(
 
 
 def _remembered_cost(config: Config, engine: NativeTarget) -> TableCost:
-    """Of an earlier start, or measured now and kept."""
+    """Costs of an earlier start, or else measured now and stored."""
     store = open_store(config.cluster.state, config.cluster.namespace)
     try:
         memory = CostMemory(store, identity_of(config), type(engine.model.ops).__name__)
@@ -62,13 +62,13 @@ def _remembered_cost(config: Config, engine: NativeTarget) -> TableCost:
 
 
 def _warm_up(config: Config, engine: NativeTarget) -> None:
-    """For a target whose costs are known. On a GPU every size of a pass compiles kernels and captures a graph of its own."""
+    """Warms up a target whose costs are known. On a GPU every pass size compiles kernels and captures its own graph."""
     warm_up(engine, ROWS if config.target.device == "cuda" else (1, 8))
 
 
 def stored_profile(config: Config) -> Profile | None:
-    """What `outrider profile` has measured for the target of a resolved configuration on this machine. None: nothing that
-    can be used; the log says why where there is something.
+    """The stored `outrider profile` of a resolved configuration on this machine. None if there is no usable one;
+    the log says why an existing one is unusable.
     """
     store = open_store(config.cluster.state, config.cluster.namespace)
     try:
@@ -78,7 +78,7 @@ def stored_profile(config: Config) -> Profile | None:
 
 
 def identity_of(config: Config) -> Identity:
-    """What a profile of the target of a resolved configuration is stored under, on this machine at its CPU level.
+    """The key of the target's profile on this machine at its CPU level.
 
     Raises:
         InvalidField: the target's device is a GPU, and there is none.
@@ -92,7 +92,7 @@ def identity_of(config: Config) -> Identity:
 
 
 def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[NativeTarget, ModelInfo]:
-    """As ``load_target``, without what it costs.
+    """As ``load_target``, without the cost model.
 
     Raises:
         ModelUnavailable: missing, half-written or unsupported; one line that says which.

@@ -1,10 +1,10 @@
-"""What is done to logits before a token is chosen: edits of single values, and floors under which no token may be chosen.
+"""Logits processing: edits of single values (``edit``), and thresholds below which no token may be chosen (``floors``).
 
-The order is: penalties, logit bias, allowed tokens, the mask of min_tokens, temperature, top-k, top-p, min-p. Edits change
-few values of a row, so they work on those alone; a mask from a grammar belongs beside the allowed tokens, in ``edit``.
+The order is: penalties, logit bias, allowed tokens, the mask of min_tokens, temperature, top-k, top-p, min-p. Edits touch
+only the values that they change; a grammar mask belongs beside the allowed tokens, in ``edit``.
 
-The last three keep the most probable tokens, so each is a floor on the tempered logits z. Tokens that are equally probable
-are kept or dropped together: what is kept depends on the logits alone, not on how something was sorted.
+Top-k, top-p and min-p keep the most probable tokens, so each is a floor on the tempered logits z. Equally probable tokens
+are kept or dropped together, so the result depends on the logits alone and not on a sort order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,11 +20,11 @@ from cluster.types import SamplingParams
 from engine.device import to_device
 from engine.gumbel_argmax import Peaks, largest, num_rows_at_once, relative
 
-_NUM_LIKELY = 1024  # tokens that nearly always hold the mass that top-p asks for
+_NUM_LIKELY = 1024  # tokens that nearly always hold the mass of top-p
 
 
 class TokenCounts:
-    """The distinct tokens of a sequence, and how often each was generated. Append-only."""
+    """The distinct tokens of a sequence, with how often each was generated. Append-only."""
 
     def __init__(self) -> None:
         self.lowest_id = 0
@@ -47,9 +47,9 @@ class TokenCounts:
     def with_drafts(
         self, draft_ids: Sequence[int], num_rows: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]:
-        """Tokens (K,), how often each was generated before each row (num_rows, K), and whether it occurred at all.
+        """Tokens (K,), how often each was generated before each row (num_rows, K), and whether it occurred (num_rows, K).
 
-        The last row has all the drafts before it, each row above it one less.
+        The last row follows all drafts, each earlier row one draft less.
         """
         num_known = len(self._slots)
         new_ids = list(dict.fromkeys(token_id for token_id in draft_ids if token_id not in self._slots))
@@ -82,7 +82,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """What to change in the rows of one span."""
+    """Edits of the rows of one span."""
 
     sampling: SamplingParams
     counts: TokenCounts | None  # None: no penalties
@@ -93,7 +93,7 @@ class Edits:
     allowed_ids: NDArray[np.int64] | None = None  # only these may be chosen; None: all
 
     def id_outside(self, vocab_size: int) -> int | None:
-        """A token that the edits touch and that the vocabulary does not have, if there is one."""
+        """An edited token id outside the vocabulary, if there is one."""
         ids = [] if self.bias is None else [int(self.bias.token_ids.min()), int(self.bias.token_ids.max())]
         if self.allowed_ids is not None:
             ids += [int(self.allowed_ids.min()), int(self.allowed_ids.max())]
@@ -126,7 +126,7 @@ def edit(x: Tensor, edits: Edits) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Of R rows, each (R,) on the CPU. What keeps every token: top_k >= V, top_p = 1, min_p = 0."""
+    """Filters of R rows, each (R,) on the CPU. Neutral values: top_k >= V, top_p = 1, min_p = 0."""
 
     top_k: NDArray[np.int64]
     top_p: NDArray[np.float64]
@@ -152,21 +152,21 @@ def floors(x: Tensor, at: Peaks, temperatures: Tensor, filters: Filters) -> Tens
 
 
 def _select(where: NDArray[np.bool_], limits: NDArray[Any], x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows that a filter applies to and their limits, in parts of a size that suits the device."""
+    """The rows that a filter applies to, with their limits, in chunks that suit the device."""
     for rows in np.split(np.flatnonzero(where), range(num_rows_at_once(x), len(where), num_rows_at_once(x))):
         if len(rows):
             yield to_device(rows, x.device), to_device(limits[rows], x.device)
 
 
 def _kth_largest(x: Tensor, ks: Tensor) -> Tensor:
-    """Of each row, (R, 1)."""
+    """The k-th largest value of each row, (R, 1)."""
     return largest(x, int(ks.max())).gather(1, ks[:, None] - 1)
 
 
 def _nucleus_floor(z: Tensor, wanted: Tensor) -> Tensor:
-    """The last z in the smallest set of most probable tokens in which the sum of exp(z) is at least ``wanted``, (R,).
+    """The least z of the smallest set of most probable tokens whose sum of exp(z) is at least ``wanted``, (R,).
 
-    Tokens are sorted only as far as they are likely to be needed, and to the end in the rows where that was too few.
+    Sorts the _NUM_LIKELY largest first, and all tokens only in rows where those do not suffice.
     """
     floor = torch.empty_like(z[:, 0])
     open_rows = torch.arange(len(z), device=z.device)

@@ -1,4 +1,4 @@
-"""The native target: one model of ours, one paged KV cache, one ledger of who holds what in it."""
+"""The native target: a model, a paged KV cache, and the ledger of its blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from cluster.types import Request
 from engine.acceptance import verdict
 from engine.device import to_device
 from engine.forward import CausalModel
-from engine.hidden_states import FeatureCache
+from engine.hidden_states import HiddenStateCache
 from engine.layout import PackedSpan
 from engine.ledger import Checkpoint, Ledger
 from engine.sampling import Sampler, SampleSpan, SamplingState
@@ -22,7 +22,7 @@ from router.plan import Capacity
 
 @dataclass(frozen=True, slots=True)
 class NativeLimits:
-    """What the target holds and computes at once. Lengths and block counts are in tokens and blocks of the KV cache."""
+    """Limits of the KV cache and of a pass. ``*_len`` and ``max_pass_tokens`` are in tokens, ``num_blocks`` in KV blocks."""
 
     num_blocks: int
     block_len: int
@@ -35,10 +35,10 @@ class NativeTarget:
     """``engine.target.TargetEngine`` over a ``CausalModel``, in this process.
 
     Args:
-        feature_layers: of which hidden states are kept for drafters in this process (``read_features``).
+        feature_layers: layers whose hidden states are kept for drafters in this process (``read_hidden_states``).
 
     Raises:
-        InvalidField: the limits do not fit the model, or each other; or it has no such layers.
+        InvalidField: the limits contradict the model or each other, or the model has no such layers.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class NativeTarget:
         self._model = model
         self._limits = limits
         self._cache = model.new_cache(limits.num_blocks, limits.block_len)
-        self._features = FeatureCache(
+        self._features = HiddenStateCache(
             model.config, feature_layers, limits.num_blocks, limits.block_len, model.dtype, model.device
         )
         self._ledger = Ledger(limits.num_blocks, limits.block_len, prefix_cache)
         vocab_size = model.config.vocab_size
-        self._sampler = Sampler(vocab_size, model.config.eos_token_ids, model.ops.race(np.arange(vocab_size)))
+        self._sampler = Sampler(vocab_size, model.config.eos_token_ids, model.ops.gumbel_argmax(np.arange(vocab_size)))
         self._states: dict[str, SamplingState] = {}
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
@@ -84,7 +84,7 @@ class NativeTarget:
         checkpoints = self._ledger.speculate_all({span.request_id: span.token_ids for span in spans})
         try:
             outcomes = self._compute(spans)
-            self._model.synchronize()  # callers time passes, and one in which nothing is sampled reads nothing back
+            self._model.synchronize()  # callers time passes, and a pass without sampled rows reads nothing back
         except BaseException:
             for checkpoint in checkpoints.values():
                 self._ledger.commit(checkpoint, 0)
@@ -105,10 +105,10 @@ class NativeTarget:
     def feature_layers(self) -> tuple[int, ...]:
         return self._features.layers
 
-    def read_features(self, request_id: str, start: int, stop: int) -> torch.Tensor:
-        """The target's hidden states after ``feature_layers``, side by side, at committed positions start .. stop - 1.
+    def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
+        """Hidden states after ``feature_layers``, concatenated, at committed positions start .. stop - 1.
 
-        Of ``n`` committed tokens the first n - 1 are computed, unless the request is still being prefilled or was preempted.
+        The first n - 1 of n committed tokens are computed, unless the request is in prefill or was preempted.
 
         Returns:
             [stop - start, len(feature_layers) * hidden] in the model's dtype.
@@ -140,7 +140,7 @@ class NativeTarget:
             assert request_id in self._ledger, f"{request_id!r} has a sampling state and no blocks"
 
     def _check(self, span: SpanInput) -> None:
-        """A span that contradicts the ledger is a bug of the round: better refused than computed."""
+        """Raises ValueError for a span that contradicts the ledger, which is a bug of the caller."""
         computed_len = self._ledger.computed_len(span.request_id)
         if span.base_len != computed_len:
             raise ValueError(
@@ -151,7 +151,7 @@ class NativeTarget:
 
     def _compute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         packed = [PackedSpan(span.base_len, span.token_ids, self._ledger.block_table(span.request_id)) for span in spans]
-        hidden, features = self._model.forward_with_features(packed, self._cache, self._features.layers)
+        hidden, features = self._model.forward_with_hidden_states(packed, self._cache, self._features.layers)
         self._features.write(packed, features)
         sampled = [span for span in spans if span.samples]
         if not sampled:
@@ -170,7 +170,7 @@ class NativeTarget:
         return [verdicts.get(span.request_id) or SpanOutcome(span.request_id, (), 0) for span in spans]
 
     def _commit(self, span: SpanInput, outcome: SpanOutcome, checkpoint: Checkpoint) -> None:
-        """The bonus token has no keys yet: it is computed by the next pass."""
+        """Commits the span without its bonus token, whose keys the next pass computes."""
         self._ledger.commit(checkpoint, len(span.token_ids) - span.num_drafts + outcome.num_accepted)
         self._states[span.request_id].extend(outcome.token_ids)
 
@@ -180,7 +180,7 @@ def _drafts(span: SpanInput) -> tuple[int, ...]:
 
 
 def _sampled_rows(spans: Sequence[SpanInput]) -> NDArray[np.int64]:
-    """Of all rows of the pass those whose logits are wanted, ascending."""
+    """Indices of the rows whose logits are sampled, ascending."""
     ends = np.cumsum([len(span.token_ids) for span in spans])
     rows = [np.arange(end - span.num_drafts - 1, end) for span, end in zip(spans, ends, strict=True) if span.samples]
     return np.concatenate(rows)

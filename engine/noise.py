@@ -1,21 +1,21 @@
-"""Gumbel noise G(seed, position, token), the same wherever it is computed: CPU, CUDA, NumPy, any process (DESIGN idea 1).
+"""Gumbel noise G(seed, position, token), identical on CPU, CUDA, NumPy and in every process (DESIGN idea 1).
 
-The token at a position is the one that arrives first in a race: token v arrives after T_v / p_v, with T_v ~ Exp(1), and
-argmax_v(log p_v - log T_v) is distributed as p. So G = -log T is standard Gumbel noise, independent for each token.
+The Gumbel-max identity as exponential arrival times: with T_v ~ Exp(1) i.i.d., argmax_v(log p_v - log T_v) is distributed
+as p, and G_v = -log T_v is standard Gumbel noise.
 
-The times come in blocks of 64 consecutive tokens, so that a whole block can be ruled out by one hash. The first arrival of
-64 is Exp(64) = E_b / 64, it is each of the 64 with equal probability, and since the exponential distribution has no memory
-the others come E_v later, independently:
+The times are drawn in blocks of 64 consecutive tokens, so that one hash bounds a whole block. The minimum of 64 times is
+Exp(64) = E_b / 64 and belongs to each of the 64 tokens with equal probability. As the exponential distribution is
+memoryless, the other times follow it by independent E_v:
 
     T_v = E_b / 64           for the token of block b that is first,
     T_v = E_b / 64 + E_v     for the other 63,
 
-which are 64 independent Exp(1) times. Hence -log(E_b / 64) is the largest noise of the block, known without looking into it.
+which are 64 independent Exp(1) times. Hence -log(E_b / 64) is the largest noise of the block.
 
 Every E is -log(u), u = (32 random bits + 1/2) / 2^32, so G lies between -3.15 and 27.04. The bits are a counter-based hash:
 output number c of the generator SplitMix64 started at a key, the key being mixed from seed and position; counters below 2^32
 are tokens, those above are blocks. The integers are bit-identical everywhere; logarithms are taken in float64 and rounded
-once to float32, so that the last bit of a vendor's logarithm does not show.
+once to float32, so that the last bit of a vendor's logarithm has no effect.
 
 The functions take NumPy int64 arrays or torch int64 tensors alike, of at least one dimension (both then wrap on overflow).
 This module needs no torch.
@@ -72,13 +72,13 @@ def block_gumbel(keys: "Array", block_ids: "Array", offsets: "Array") -> Any:
 
 
 def gumbel_of_few(seed: int, position: int, token_ids: Iterable[int]) -> list[float]:
-    """Noise of a few tokens at one position, float32 values. In plain Python: arrays do not pay below about twenty."""
+    """Noise of a few tokens at one position, float32 values, in plain Python. Faster than arrays below about 20."""
     key = _reference_mix(_reference_mix(seed + _GAMMA) + position * _GAMMA)
     return [_reference_gumbel(key, token_id) for token_id in token_ids]
 
 
 def reference_gumbel(seed: int, position: int, token_id: int) -> float:
-    """The definition, in plain Python: what every other way to compute the noise must equal. A float32 value."""
+    """The definition in plain Python, which every other implementation must equal. A float32 value."""
     return gumbel_of_few(seed, position, (token_id,))[0]
 
 

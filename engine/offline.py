@@ -1,4 +1,4 @@
-"""Offline generation: many requests through one target, in this thread, without drafters, links to others, or a server."""
+"""Offline generation: many requests through one target on this thread, without drafters or a server."""
 
 import itertools
 import time
@@ -19,9 +19,9 @@ _ADDRESS = "memory://offline"
 def generate(
     engine: TargetEngine, model: ModelInfo, cost: CostModel, requests: Iterable[Request | None], max_in_flight: int = 256
 ) -> Iterator[tuple[Request, tuple[int, ...]]]:
-    """Yields each request with its output as it finishes. ``requests`` is read as room falls free, never further.
+    """Yields each request with its output as it finishes. ``requests`` is read only as capacity becomes free.
 
-    A None among them means: none for now, ask again after the next pass. With nothing under way it ends the generation.
+    A None means that no request is ready: it is polled again after the next pass. With no live request it ends generation.
 
     Raises:
         GenerationFailed: the target refused a request, or failed on it; says why.

@@ -1,4 +1,4 @@
-"""The operators that a forward pass is made of: one protocol, and the plain torch version that all others are held to."""
+"""The operators of a forward pass: the protocol, and the plain torch reference that others are tested against."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Linear = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out]
 
 
 class Logits(Protocol):
-    """The product with rows of a head: [rows, in] -> fp32 [rows, out], added to ``base`` (fp32, its rows may lie apart)."""
+    """The product with an output head: [rows, in] -> fp32 [rows, out], added to ``base`` (fp32, possibly strided rows)."""
 
     def __call__(self, x: torch.Tensor, base: torch.Tensor | None = None, /) -> torch.Tensor: ...
 
@@ -32,8 +32,8 @@ def plain_logits(linear: Linear) -> Logits:
     return logits
 
 
-class Race(Protocol):
-    """The choice of one token per row: argmax_v(z_v / T + G(key, v)), the lowest of equal ones."""
+class GumbelArgmax(Protocol):
+    """Chooses one token per row: argmax_v(z_v / T + G(key, v)), the lowest id of equal ones."""
 
     def __call__(
         self,
@@ -43,13 +43,13 @@ class Race(Protocol):
         floors: NDArray[np.float32] | None = None,
         /,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The token of each row, and its largest logit: where that is not finite (NaN if one is) the token says nothing.
+        """The token and the largest logit of each row. Where that logit is not finite (NaN if any is), the token is void.
 
         Args:
             logits: [rows, columns] in the dtype of the operators or fp32; each row contiguous.
             keys: of the noise, [rows]; ``engine.noise.noise_keys``.
             temperatures: [rows]; 0 takes the most probable token.
-            floors: [rows], of (z - max z) / T: what is below is not chosen.
+            floors: [rows], the least (z - max z) / T that may be chosen.
         """
 
 
@@ -68,13 +68,13 @@ class Ops(Protocol):
     """
 
     def linear(self, weight: LinearWeight) -> Linear:
-        """The product with ``weight``, which may be laid out anew: keep no other reference to it."""
+        """The product with ``weight``, whose layout may change: keep no other reference to it."""
 
     def logits(self, weight: LinearWeight) -> Logits:
-        """As ``linear``, for what is chosen from."""
+        """As ``linear``, for an output head."""
 
-    def race(self, token_ids: NDArray[np.int64]) -> Race | None:
-        """A kernel for the choice among logits of ``token_ids``, ascending; None: there is none, plain torch does it."""
+    def gumbel_argmax(self, token_ids: NDArray[np.int64]) -> GumbelArgmax | None:
+        """A kernel that chooses among logits of ``token_ids``, ascending. None: plain torch chooses."""
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         """``residual`` [rows, hidden] += delta, in place; returns its RMS norm (arXiv 1910.07467) in the dtype."""
@@ -95,7 +95,7 @@ class Ops(Protocol):
 
 
 class TorchOps:
-    """The reference, on any device. Slow and plain: attention loops over spans."""
+    """The reference on any device. Slow: attention loops over spans."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._config = config
@@ -110,7 +110,7 @@ class TorchOps:
     def logits(self, weight: LinearWeight) -> Logits:
         return plain_logits(self.linear(weight))
 
-    def race(self, token_ids: NDArray[np.int64]) -> None:
+    def gumbel_argmax(self, token_ids: NDArray[np.int64]) -> None:
         return None
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class TorchOps:
     ) -> torch.Tensor:
         c = self._config
         q, k, v = qkv.float().split([c.q_size, c.kv_size, c.kv_size], dim=-1)
-        q = q.view(len(q), c.num_heads, c.head_dim)  # a context being projected has no heads
+        q = q.view(len(q), c.num_heads, c.head_dim)  # DSpark projects its context without query heads
         k = k.view(-1, c.num_kv_heads, c.head_dim)
         if norms is not None:
             q, k = self._norm(q, norms.q), self._norm(k, norms.k)

@@ -1,4 +1,4 @@
-"""A quick measurement of what a target's pass costs, taken before it serves: the planner's first cost table."""
+"""Quick measurement of a target's pass times before it serves: the planner's first cost table."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,20 +7,20 @@ from cluster.types import Request, SamplingParams
 from engine.target import SpanInput, TargetEngine
 from router.cost_model import TableCost, monotone
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # beyond, every row costs what the last ones did
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # extrapolated beyond
 _CONTEXT_LEN = 512
 _NUM_CONTEXTS = 2
 _NUM_REPEATS = 5
-_POINT_S = 0.25  # spent on one point at most, beyond its first two passes
-BUDGET_S = 5.0  # spent on all points, but for the first _LEAST_POINTS, and then on the context
+_POINT_S = 0.25  # limit per point, beyond its first two passes
+BUDGET_S = 5.0  # limit for all points after the first _LEAST_POINTS, and again for the context
 _LEAST_POINTS = 3
 
 
 def measure_cost(target: TargetEngine, clock: Callable[[], float] = time.monotonic) -> TableCost:
-    """Step time over rows, and per token of context, by running passes on ``target``, which must hold no request.
+    """Measures step time over rows and per token of context on ``target``, which must hold no request.
 
-    The least of several repeats is taken: what disturbs a measurement only ever adds to it. On a slow machine fewer rows and
-    less context are measured, as many as fit into BUDGET_S each.
+    Takes the minimum of several repeats, since disturbances only add time. A slow machine measures fewer rows and less
+    context, as far as BUDGET_S allows for each.
 
     Args:
         clock: of the budget.
@@ -47,7 +47,7 @@ def measure_cost(target: TargetEngine, clock: Callable[[], float] = time.monoton
 
 
 def warm_up(target: TargetEngine, sizes: Sequence[int] = ROWS) -> None:
-    """One pass of each size, in rows: kernels, graphs and buffers are made before the first request, not by it.
+    """Runs one pass of each size, in rows, so that kernels, graphs and buffers exist before the first request.
 
     ``target`` must hold no request. ``measure_cost`` does this too.
     """
@@ -71,7 +71,7 @@ def _one_span_s(target: TargetEngine, num_rows: int) -> float:
 
 
 def _context_s(target: TargetEngine, context_len: int, num_sequences: int, max_pass_tokens: int) -> float:
-    """One row for each of ``num_sequences`` sequences of ``context_len`` tokens. They differ, lest they share blocks."""
+    """One row for each of ``num_sequences`` sequences of ``context_len`` tokens, which share no blocks."""
     requests = [_request(i) for i in range(num_sequences)]
     for i, request in enumerate(requests):
         token_ids = (i,) * context_len
@@ -91,7 +91,7 @@ def _context_s(target: TargetEngine, context_len: int, num_sequences: int, max_p
 
 
 def _least_s(one_pass: Callable[[int], float]) -> float:
-    """The first pass only warms up: it lets kernels and buffers of this shape be made."""
+    """The minimum over repeats, after one pass that warms up this shape."""
     one_pass(0)
     times_s = [one_pass(1)]
     while len(times_s) < _NUM_REPEATS and sum(times_s) < _POINT_S:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 class Progress:
-    """``advanced`` is called by the thread that computes, at least once a layer; ``still_s`` by any thread."""
+    """``advanced`` is called by the computing thread, at least once per layer; ``still_s`` by any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -15,9 +15,9 @@ class Progress:
         self._advanced_s = self._clock()
 
     def still_s(self) -> float:
-        """Seconds since the last advance; since the beginning, if there was none."""
+        """Seconds since the last advance, or since construction."""
         return self._clock() - self._advanced_s
 
 
-# Of this process: whatever model its loop runs. A process has one loop.
+# A process has one loop, and so one progress.
 PASSES = Progress()

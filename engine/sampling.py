@@ -1,12 +1,11 @@
-"""How a token is chosen, for targets and drafters alike (DESIGN idea 1): argmax_v(z_v + G(seed, position, v)).
+"""Sampling for targets and drafters alike (DESIGN idea 1): argmax_v(z_v + G(seed, position, v)).
 
 z are the logits after penalties, bias, the masks of allowed_token_ids and min_tokens, temperature, top-k, top-p and min-p,
 in that order; G is Gumbel noise (``engine.noise``). At temperature 0 it is the plain argmax, the lowest id of equal ones.
-So the token at a position is a function of logits, history, parameters and seed: nothing of the batch, the device or the
-drafting comes in.
+The token at a position is thus a function of logits, history, parameters and seed, independent of batch, device and drafts.
 
-Rows pay only for what their request asks for: they are taken in up to four groups, edited or not, with noise or without, and
-no group reads more of the vocabulary than it must (``engine.gumbel_argmax``).
+Rows are processed in up to four groups, edited or not and with or without noise, so that a row pays only for what its
+request uses.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,18 +20,18 @@ from torch import Tensor
 
 from cluster.types import SamplingParams, TokenLogprobs
 from engine.device import to_device
-from engine.gumbel_argmax import first_arrivals, greedy, peaks, probabilities
+from engine.gumbel_argmax import greedy, gumbel_argmax, peaks, probabilities
 from engine.logits import Bias, Edits, Filters, TokenCounts, edit, floors
 from engine.noise import noise_keys
-from engine.ops import Race
+from engine.ops import GumbelArgmax
 
 
 class SamplingState:
-    """What the choice of a request's next token depends on beside its logits. One per followed request.
+    """Everything but the logits that a request's next token depends on. One per request.
 
     Args:
-        token_ids: prompt, then what is committed of the output.
-        prompt_len: how many of them are the prompt.
+        token_ids: the prompt, then the committed output.
+        prompt_len: number of prompt tokens among them.
     """
 
     def __init__(self, sampling: SamplingParams, token_ids: Sequence[int], prompt_len: int) -> None:
@@ -49,7 +48,7 @@ class SamplingState:
             self.counts.add(token_ids[prompt_len:], generated=True)
 
     def __len__(self) -> int:
-        """Committed tokens, prompt included: the position that the next token will have."""
+        """Committed tokens, prompt included: the position of the next token."""
         return self._len
 
     @property
@@ -57,7 +56,7 @@ class SamplingState:
         return self._len - self.prompt_len
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Tokens were committed."""
+        """Adds committed tokens."""
         self._len += len(token_ids)
         if self.counts is not None:
             self.counts.add(token_ids, generated=True)
@@ -65,9 +64,9 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """The last ``num_rows`` of the len(drafts) + 1 rows that a request has in the logits.
+    """The last ``num_rows`` of a request's len(drafts) + 1 rows of logits.
 
-    Of all of them, row i predicts position len(state) + i, and its history is the state's and drafts[:i].
+    Row i of all of them predicts position len(state) + i after the history of the state and drafts[:i].
     """
 
     state: SamplingState
@@ -86,29 +85,29 @@ class SampleSpan:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What was chosen for the rows of one span.
+    """Tokens chosen for the rows of one span.
 
-    ``error``: no token could be chosen in the row after these, because all are masked or its logits are not finite. The
-    request cannot go on if that row is reached; behind a rejected draft token it means nothing (``engine.acceptance``).
+    ``error``: the row after these has no choice, because all tokens are masked or its logits are not finite. It ends the
+    request if that row is reached, and is ignored behind a rejected draft token (``engine.acceptance``).
     """
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()  # if the request asks for them
-    confidences: tuple[float, ...] = ()  # if the caller does: the probability that the token had
+    logprobs: tuple[TokenLogprobs, ...] = ()  # if requested
+    confidences: tuple[float, ...] = ()  # if the caller wants them: the probability of each token
     error: str | None = None
 
 
 class Sampler:
-    """Chooses tokens. Stateless: what it knows of a request comes with the span.
+    """Chooses tokens. Stateless: the state of a request comes with its span.
 
     Args:
-        race: a kernel for the choice among all tokens, on the device and of the dtype of the logits; None: plain torch.
+        kernel: chooses among all tokens, on the device and in the dtype of the logits; None: plain torch.
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], race: Race | None = None) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], kernel: GumbelArgmax | None = None) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
-        self._race = race
+        self._kernel = kernel
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, spans: Sequence[SampleSpan], want_confidences: bool = False) -> list[Chosen]:
@@ -116,9 +115,9 @@ class Sampler:
 
         Args:
             logits: (sum of num_rows, V or more) of any floating type on any device, in the order of the spans. They are not
-                changed; columns past the vocabulary (padding) are not looked at.
-            want_confidences: fill ``Chosen.confidences``: under the distribution that is sampled, at temperature 0 under
-                that of temperature 1.
+                modified; columns past the vocabulary (padding) are ignored.
+            want_confidences: fill ``Chosen.confidences`` with probabilities under the sampled distribution (temperature 1
+                for greedy requests).
 
         Raises:
             ValueError: the rows or columns do not fit the spans or the vocabulary.
@@ -129,12 +128,12 @@ class Sampler:
         logits = logits[:, : self.vocab_size]
         members = [self._member(span, start) for span, start in zip(spans, ends, strict=False)]
         picks = _Picks(np.full(ends[-1], self.vocab_size), np.full(ends[-1], np.nan), np.zeros(ends[-1]))
-        race = None if want_confidences else self._race
+        kernel = None if want_confidences else self._kernel
         for edited in (False, True):
-            for noisy in (False, True) if race is None else (None,):
+            for noisy in (False, True) if kernel is None else (None,):
                 alike = [m for m in members if m.error is None and m.is_edited == edited and noisy in (None, m.is_noisy)]
                 if alike:
-                    _pick(logits, alike, picks, want_confidences, race)
+                    _pick(logits, alike, picks, want_confidences, kernel)
         logprobs = _raw_logprobs(logits, members, picks)
         if not logprobs and not want_confidences and np.isfinite(picks.highest).all():
             token_ids = picks.token_ids.tolist()
@@ -159,7 +158,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A span, the rows that it has in the logits, and what to edit there."""
+    """A span, its rows of the logits, and their edits."""
 
     span: SampleSpan
     rows: slice
@@ -182,15 +181,17 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Picks:
-    """Of each row, (N,): the token, the largest logit, which says whether there is one, and the token's probability."""
+    """Per row, (N,): the token, the largest logit (not finite: no choice), and the token's probability."""
 
     token_ids: NDArray[np.int64]
     highest: NDArray[np.float64]
     confidences: NDArray[np.float64]
 
 
-def _pick(logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confidences: bool, race: Race | None) -> None:
-    """Choose for the rows of spans that are alike, and note it in ``picks``. To ``race`` all rows are alike in noise."""
+def _pick(
+    logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confidences: bool, kernel: GumbelArgmax | None
+) -> None:
+    """Chooses for the rows of one group and writes ``picks``. The kernel takes rows with and without noise together."""
     is_all = sum(member.span.num_rows for member in members) == len(logits)
     rows: slice | NDArray[np.int64] = slice(None)
     x = logits
@@ -205,8 +206,8 @@ def _pick(logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confid
             if member.edits is not None:
                 edit(x[start:end], member.edits)
             start = end
-    if race is not None:
-        picks.token_ids[rows], picks.highest[rows] = _raced(x, members, race)
+    if kernel is not None:
+        picks.token_ids[rows], picks.highest[rows] = _by_kernel(x, members, kernel)
         return
     at = peaks(x)
     temperatures = torch.ones_like(at.rows)
@@ -214,7 +215,7 @@ def _pick(logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confid
     if members[0].is_noisy:
         temperatures = to_device(_temperatures(members), x.device)
         floor = floors(x, at, temperatures, _filters(members))
-        token_ids = first_arrivals(x, at, temperatures, floor, to_device(_keys(members), x.device))
+        token_ids = gumbel_argmax(x, at, temperatures, floor, to_device(_keys(members), x.device))
     else:
         token_ids = greedy(x, at)
     columns = [token_ids.double(), at.rows.double()]
@@ -227,15 +228,15 @@ def _pick(logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confid
         picks.confidences[rows] = found[2]
 
 
-def _raced(x: Tensor, members: Sequence[_Member], race: Race) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def _by_kernel(x: Tensor, members: Sequence[_Member], kernel: GumbelArgmax) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     temperatures = _temperatures(members)
     if not temperatures.any():
-        return race(x, np.zeros(len(x), np.int64), temperatures)
+        return kernel(x, np.zeros(len(x), np.int64), temperatures)
     floor = None
     if any(member.is_filtered for member in members):
         tempered = torch.from_numpy(np.where(temperatures > 0, temperatures, np.float32(1.0)))
         floor = floors(x, peaks(x), tempered, _filters(members)).numpy()
-    return race(x, _keys(members), temperatures, floor)
+    return kernel(x, _keys(members), temperatures, floor)
 
 
 def _temperatures(members: Sequence[_Member]) -> NDArray[np.float32]:
@@ -263,7 +264,7 @@ def _keys(members: Sequence[_Member]) -> NDArray[np.int64]:
 
 
 def _raw_logprobs(logits: Tensor, members: Sequence[_Member], picks: _Picks) -> dict[int, TokenLogprobs]:
-    """By row, where the request asks for them."""
+    """Logprobs by row, where requested."""
     asking = [(m, m.span.state.sampling.top_logprobs) for m in members]
     num_top = {row: num for m, num in asking if num is not None for row in range(m.rows.start, m.rows.stop)}
     if not num_top:

@@ -1,4 +1,4 @@
-"""Single passes of a target, as a profile wants to time them: so many rows on so much context."""
+"""Timed single passes of a target over given numbers of rows and context, for profiles."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,20 +10,20 @@ from profiler.stopwatch import Stopwatch
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 CONTEXTS = (0, 512, 2048, 8192, 32768)
 CHUNKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-_ROWS_PER_SEQUENCE = 2  # a decode step is one row of each, a verification of a few: in between
-_CACHE_SHARE = 4  # the context measured is at most this part of the cache: it stays cached from one pass to the next
+_ROWS_PER_SEQUENCE = 2  # between a decode step (1) and a verification (a few)
+_CACHE_SHARE = 4  # the measured context is at most this part of the cache, so that it stays cached between passes
 
-_LAST = 2  # stands in no context
+_LAST = 2  # a token that occurs in no context
 
 Grid = list[tuple[int, int]]
 
 
 class TargetProbe:
-    """``target`` must hold no request, and holds none between two passes. Contexts are computed once, where the target
-    caches prefixes, and never in the time that is measured.
+    """``target`` must hold no request, and holds none between two passes. Contexts are computed outside the measured time,
+    and once where the target caches prefixes.
 
     Args:
-        max_rows: of a pass; what it takes for more is extrapolated.
+        max_rows: per pass; larger passes are extrapolated.
     """
 
     def __init__(self, target: TargetEngine, stopwatch: Stopwatch, max_rows: int | None = None) -> None:
@@ -35,7 +35,7 @@ class TargetProbe:
         self._numbers = itertools.count()
 
     def pass_grid(self) -> Grid:
-        """(rows, context) that can be measured: a few sequences hold only so much."""
+        """The measurable pairs (rows, context)."""
         most = self._capacity.num_blocks * self._capacity.block_len // _CACHE_SHARE
         rows = [rows for rows in ROWS if rows <= self._max_rows]
         return [
@@ -52,7 +52,7 @@ class TargetProbe:
         return [(c, before) for c in CHUNKS for before in CONTEXTS if c <= self._max_rows and c + before <= longest]
 
     def step(self, num_rows: int, context: int) -> float:
-        """Seconds of a pass that verifies: the rows are spread evenly over sequences that share the context."""
+        """Seconds of a verifying pass whose rows and context are spread evenly over sequences."""
         num_sequences, rows_each = self._shape(num_rows)
         before = self._whole_blocks(context // num_sequences)
         requests = [_request(f"{next(self._numbers)}") for _ in range(num_sequences)]
@@ -64,7 +64,7 @@ class TargetProbe:
         return self._timed(requests, spans)
 
     def prefill(self, num_rows: int, context: int) -> float:
-        """Seconds of a pass over a chunk of a prompt that nobody has seen."""
+        """Seconds of a pass over an uncached chunk of a prompt."""
         before = self._whole_blocks(context)
         request = _request(f"{next(self._numbers)}")
         while True:
@@ -72,7 +72,7 @@ class TargetProbe:
             chunk = (number % 2**8, number // 2**8 % 2**8, number // 2**16, *(_LAST,) * (num_rows - 3))
             if self._hold(request, (1,) * before, (*chunk, _LAST)) == before:
                 return self._timed([request], [SpanInput(request.id, before, chunk, samples=False)])
-            self._target.release(request.id)  # another probe has computed this one
+            self._target.release(request.id)  # cached by an earlier probe
 
     def _shape(self, num_rows: int) -> tuple[int, int]:
         """Sequences, and rows of each."""
@@ -81,11 +81,11 @@ class TargetProbe:
         return num_sequences, num_rows // num_sequences
 
     def _whole_blocks(self, num_tokens: int) -> int:
-        """What can be cached of a context."""
+        """The cacheable part of a context."""
         return num_tokens // self._capacity.block_len * self._capacity.block_len
 
     def _hold(self, request: Request, context: tuple[int, ...], further: tuple[int, ...]) -> int:
-        """Opens a request and computes its context. Returns how much is computed: more if it was cached."""
+        """Opens a request and computes its context. Returns the computed length, larger if more was cached."""
         base_len = self._target.open(request, (*context, *further))
         while base_len < len(context):
             chunk = context[base_len : base_len + self._capacity.max_pass_tokens]

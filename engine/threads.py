@@ -1,4 +1,4 @@
-"""How many threads a model can use, and on which thread it may compute before a loop runs it on its own."""
+"""Number of OpenMP threads for a model, and computing on a temporary thread before serving."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +8,8 @@ from engine.models.config import ModelConfig
 
 Result = TypeVar("Result")
 
-# Weights of a product for each thread. Kernels share a product among two threads from twice as many on (threads_for in
-# cpu/vectors.h): with fewer, waiting for each other takes what the further thread saves.
+# Weights per thread of a product. Kernels use two threads from twice as many weights on (threads_for in cpu/vectors.h);
+# below that, synchronisation costs what the second thread saves.
 WEIGHTS_PER_THREAD = 2**16
 
 
@@ -26,12 +26,11 @@ def useful_threads(config: ModelConfig) -> int:
 
 
 def in_own_thread(call: Callable[[], Result]) -> Result:
-    """What ``call`` returns or raises, called on a thread that ends with it.
+    """Runs ``call`` on a thread that ends with it; returns or raises what it does.
 
-    OpenMP gives every thread that computes a team of its own, which lasts as long as the thread. Once there are more members
-    of teams than processors, all of them sleep where they would have waited, and every product has to wake them: a pass of
-    SmolLM2-135M with four rows on two cores then takes 16 ms instead of 9.4. So what is loaded, measured or tried on a CPU
-    before a loop runs there is done on a thread that takes its team with it.
+    OpenMP gives every computing thread a team that lives as long as the thread. With more team members than processors,
+    idle members sleep instead of spinning and each product must wake them: a pass of SmolLM2-135M with four rows on two
+    cores then takes 16 ms instead of 9.4. So loading and measuring on a CPU are done on a thread whose team ends with it.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="own") as executor:
         return executor.submit(call).result()

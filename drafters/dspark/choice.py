@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.noise import gumbel
-from engine.ops import Ops, Race
+from engine.ops import GumbelArgmax, Ops
 from engine.sampling import SamplingState
 
 NUM_CANDIDATES = 64
@@ -35,12 +35,12 @@ def make_choice(ops: Ops, token_ids: NDArray[np.int64]) -> Choice:
     Args:
         token_ids: that the columns of the logits are for, ascending.
     """
-    race = ops.race(token_ids)
-    return partial(choose_plain, token_ids) if race is None else partial(_choose, race)
+    kernel = ops.gumbel_argmax(token_ids)
+    return partial(choose_plain, token_ids) if kernel is None else partial(_choose, kernel)
 
 
-def _choose(race: Race, logits: Tensor, keys: NDArray[np.int64], temperatures: NDArray[np.float32]) -> list[int]:
-    chosen: list[int] = race(logits, keys, temperatures)[0].tolist()
+def _choose(kernel: GumbelArgmax, logits: Tensor, keys: NDArray[np.int64], temperatures: NDArray[np.float32]) -> list[int]:
+    chosen: list[int] = kernel(logits, keys, temperatures)[0].tolist()
     return chosen
 
 

@@ -21,7 +21,7 @@ from engine.sampling import SamplingState
 class Features(Protocol):
     """The target's hidden states after the drafter's layers, for requests by the drafter's names for them."""
 
-    def read_features(self, request_id: str, start: int, stop: int) -> Tensor:
+    def read_hidden_states(self, request_id: str, start: int, stop: int) -> Tensor:
         """[stop - start, feature_size] of committed positions.
 
         Raises:
@@ -186,7 +186,7 @@ class DSparkDrafter:
     def _read(self, request_id: str, start: int, stop: int) -> Tensor:
         if start == stop:
             return torch.empty(0, self._config.feature_size, dtype=self._backbone.dtype, device=self._backbone.device)
-        return self._features.read_features(request_id, start, stop).to(self._backbone.dtype)
+        return self._features.read_hidden_states(request_id, start, stop).to(self._backbone.dtype)
 
     def _run(self, part: Sequence[_Job], last_features: Tensor | None) -> Tensor:
         """h of all blocks. Their keys and values lie behind the contexts only while they are computed."""

@@ -62,7 +62,7 @@ class ReplayedFeatures:
     def drop(self, recording: Recording) -> None:
         del self._held[recording.name]
 
-    def read_features(self, request_id: str, start: int, stop: int) -> Tensor:
+    def read_hidden_states(self, request_id: str, start: int, stop: int) -> Tensor:
         if request_id not in self._held:
             raise LookupError(f"{request_id!r} is not held")
         return self._held[request_id][start:stop]

@@ -60,7 +60,7 @@ class Readings:
     """Reads answers with the target.
 
     Args:
-        layers: ascending, the last layer among them; as of ``CausalModel.forward_with_features``.
+        layers: ascending, the last layer among them; as of ``CausalModel.forward_with_hidden_states``.
         kept: where they are looked up, and left for the next time.
         max_pass_tokens: answers are read together up to so many tokens, a longer one alone.
     """
@@ -100,7 +100,7 @@ class Readings:
             table = torch.arange(first, first + num, dtype=torch.int32).numpy()
             spans.append(PackedSpan(0, answer.token_ids, table))
             first += num
-        _, features = model.forward_with_features(spans, cache, self._layers)
+        _, features = model.forward_with_hidden_states(spans, cache, self._layers)
         # Clones leave inference mode, so that what is trained may save them for its backward pass.
         readings = {}
         for answer, part in zip(answers, features.split(lens), strict=True):

@@ -1,1 +1,1 @@
-"""The CPU fast path: one C file of small kernels, and the operators built on it and on oneDNN."""
+"""The CPU fast path: C kernels, and the operators built on them and on oneDNN."""

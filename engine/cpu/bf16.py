@@ -1,4 +1,4 @@
-"""Products with bfloat16 weights on any CPU: what ``bf16.c`` and ``tiles.c`` compute, of weights laid out once."""
+"""Products with bfloat16 weights on any CPU, computed by ``bf16.c`` and ``tiles.c`` from prepacked weights."""
 
 import ctypes
 
@@ -20,9 +20,9 @@ class _Product(ctypes.Structure):
 
 
 class Bf16Linear:
-    """``engine.ops.Linear``. A row's result depends on nothing else in the batch, not even in the last bit.
+    """``engine.ops.Linear``. A row's result is bit-identical whatever else is in the batch.
 
-    docs/measurements/decode.md says what it takes at each CPU level, beside oneDNN in fp32 and bf16.
+    docs/measurements/decode.md compares it with oneDNN in fp32 and bf16 at each CPU level.
     """
 
     def __init__(self, library: ctypes.CDLL, weight: LinearWeight) -> None:

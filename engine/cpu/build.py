@@ -1,7 +1,7 @@
-"""The C files beside it, compiled and loaded.
+"""Compiles and loads the C kernels in this folder.
 
-The library is linked without an OpenMP runtime: it takes the one that torch has already loaded, and with it torch's own
-threads. Two runtimes in a process would have twice the threads, waiting for each other.
+The library is linked without an OpenMP runtime and uses the one that torch has loaded, with torch's threads. Two runtimes in
+a process would oversubscribe the cores.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ def load_library(dtype: torch.dtype, folder: Path | None = None) -> ctypes.CDLL:
 
 
 def _openmp_runtime() -> str | None:
-    """The OpenMP library that torch has loaded; None where the platform does not tell, and kernels run on one thread."""
+    """The OpenMP library that torch has loaded; None where this cannot be found out, and kernels run on one thread."""
     try:
         mapped = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -53,7 +53,7 @@ static inline float largest(Row row, int64_t start, int64_t num) {
     return found_nan ? NAN : max;
 }
 
-/* Where the race stands. */
+/* The row under evaluation. */
 typedef struct {
     double score;
     int64_t column;
@@ -65,41 +65,41 @@ typedef struct {
     Row row;
     uint64_t key;
     float max, temperature, floor;
-} Race;
+} Choice;
 
-static inline float below(const Race *race, float z) { return (z - race->max) / race->temperature; }
+static inline float below(const Choice *at, float z) { return (z - at->max) / at->temperature; }
 
 /* The best after those of a block's tokens that can be better. */
-static Best look_into(const Race *race, int64_t block, Best best) {
-    const Head *head = race->head;
-    const uint64_t bits = block_bits(race->key, head->blocks[block]);
+static Best look_into(const Choice *at, int64_t block, Best best) {
+    const Head *head = at->head;
+    const uint64_t bits = block_bits(at->key, head->blocks[block]);
     const double bound = ROUNDING - log(exponential(bits) / BLOCK_LEN);
     for (int64_t i = head->starts[block]; i < head->starts[block + 1]; i++) {
-        const float z = below(race, logit(race->row, i));
-        if (!(z >= race->floor) || z + bound < best.score) continue;
-        const double score = z + noise(race->key, head->token_ids[i], bits);
+        const float z = below(at, logit(at->row, i));
+        if (!(z >= at->floor) || z + bound < best.score) continue;
+        const double score = z + noise(at->key, head->token_ids[i], bits);
         if (score > best.score || (score == best.score && i < best.column)) best = (Best){score, i};
     }
     return best;
 }
 
 /* ``first``: the lowest of the most probable tokens' columns. ``highest``: of each block. */
-static int64_t winner(const Race *race, int64_t first, const float *highest) {
-    const Head *head = race->head;
+static int64_t winner(const Choice *at, int64_t first, const float *highest) {
+    const Head *head = at->head;
     const int64_t token_id = head->token_ids[first];
-    Best best = {noise(race->key, token_id, block_bits(race->key, token_id / BLOCK_LEN)), first};
+    Best best = {noise(at->key, token_id, block_bits(at->key, token_id / BLOCK_LEN)), first};
     double bounds[head->num_blocks];
     int64_t likeliest = -1;
     for (int64_t b = 0; b < head->num_blocks; b++) {
-        const float z = below(race, highest[b]);
-        bounds[b] = z >= race->floor ? z + LARGEST_NOISE : -INFINITY;
+        const float z = below(at, highest[b]);
+        bounds[b] = z >= at->floor ? z + LARGEST_NOISE : -INFINITY;
         if (bounds[b] < best.score) continue;
-        bounds[b] = z + ROUNDING - log(exponential(block_bits(race->key, head->blocks[b])) / BLOCK_LEN);
+        bounds[b] = z + ROUNDING - log(exponential(block_bits(at->key, head->blocks[b])) / BLOCK_LEN);
         if (likeliest < 0 || bounds[b] > bounds[likeliest]) likeliest = b;
     }
-    if (likeliest >= 0) best = look_into(race, likeliest, best);
+    if (likeliest >= 0) best = look_into(at, likeliest, best);
     for (int64_t b = 0; b < head->num_blocks; b++)
-        if (b != likeliest && bounds[b] >= best.score) best = look_into(race, b, best);
+        if (b != likeliest && bounds[b] >= best.score) best = look_into(at, b, best);
     return best.column;
 }
 
@@ -107,7 +107,7 @@ static int64_t winner(const Race *race, int64_t first, const float *highest) {
  *
  * Temperature 0 takes the lowest argmax. A token whose (z - max) / T is below the floor is not chosen; no floors admit all.
  * A row without a finite maximum has column 0. */
-void race(const Head *head, const void *logits, int64_t stride, int is_float, const uint64_t *keys, const float *temperatures,
+void gumbel_argmax(const Head *head, const void *logits, int64_t stride, int is_float, const uint64_t *keys, const float *temperatures,
           const float *floors, int64_t *columns, float *maxima, int64_t rows, int num_threads) {
     const int64_t size = is_float ? (int64_t)sizeof(float) : (int64_t)sizeof(elem);
 #pragma omp parallel for num_threads(threads_for(rows * head->num_columns / 4, num_threads)) schedule(static)
@@ -126,7 +126,7 @@ void race(const Head *head, const void *logits, int64_t stride, int is_float, co
         columns[r] = first;
         if (!(temperatures[r] > 0)) continue;
         const float temperature = temperatures[r] < LOWEST_TEMPERATURE ? LOWEST_TEMPERATURE : temperatures[r];
-        const Race race = {head, row, keys[r], max, temperature, floors ? floors[r] : -INFINITY};
-        columns[r] = winner(&race, first, highest);
+        const Choice at = {head, row, keys[r], max, temperature, floors ? floors[r] : -INFINITY};
+        columns[r] = winner(&at, first, highest);
     }
 }

@@ -1,4 +1,4 @@
-"""The choice of one token per row on a CPU: what ``gumbel_argmax.c`` computes for one head."""
+"""Gumbel-argmax on a CPU, computed by ``gumbel_argmax.c`` for one output head."""
 
 import ctypes
 
@@ -22,16 +22,16 @@ class _Head(ctypes.Structure):
     ]
 
 
-class CpuRace:
-    """``engine.ops.Race``, exactly (DESIGN idea 1).
+class CpuGumbelArgmax:
+    """``engine.ops.GumbelArgmax``, exact (DESIGN idea 1).
 
     Args:
-        library: of kernels for ``dtype``.
-        token_ids: that the columns of the logits are for, ascending.
+        library: kernels for ``dtype``.
+        token_ids: of the columns of the logits, ascending.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, token_ids: NDArray[np.int64]) -> None:
-        self._function = library.race
+        self._function = library.gumbel_argmax
         self._function.argtypes = _SIGNATURE
         self._function.restype = None
         self._dtypes = (dtype, torch.float32)
@@ -50,7 +50,7 @@ class CpuRace:
         floors: NDArray[np.float32] | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         if logits.dtype not in self._dtypes or logits.stride(-1) != 1 or logits.shape[-1] != len(self._token_ids):
-            raise ValueError(f"logits of {logits.dtype} {tuple(logits.shape)}, {len(self._token_ids)} columns are raced")
+            raise ValueError(f"logits of {logits.dtype} {tuple(logits.shape)}, {len(self._token_ids)} columns are expected")
         num_rows = len(logits)
         keys, temperatures = np.ascontiguousarray(keys), np.ascontiguousarray(temperatures, np.float32)
         floors = None if floors is None else np.ascontiguousarray(floors, np.float32)

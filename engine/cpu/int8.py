@@ -1,4 +1,4 @@
-"""Products with int8 weights on a CPU: what ``products.c`` computes, of weights laid out for it once."""
+"""Products with int8 weights on a CPU, computed by ``products.c`` from prepacked weights."""
 
 import ctypes
 
@@ -22,8 +22,8 @@ class _Product(ctypes.Structure):
 class Int8Linear:
     """``engine.ops.Linear`` and ``engine.ops.Logits`` of a matrix that is quantised here.
 
-    Inputs are rounded to 16 bits of their row's scale, so what is lost is lost in the weights. A row's result depends on
-    nothing else in the batch.
+    Inputs are rounded to 16 bits of their row's scale, so nearly all error comes from the weights. A row's result depends
+    on nothing else in the batch.
 
     Args:
         library: the kernels for activations of ``dtype``.
@@ -59,7 +59,7 @@ class Int8Linear:
         return out
 
     def logits(self, x: Tensor, base: Tensor | None = None) -> Tensor:
-        """[rows, in] -> fp32 [rows, out], added to ``base``, fp32, whose rows may lie apart."""
+        """[rows, in] -> fp32 [rows, out], added to ``base``, fp32, possibly with strided rows."""
         out = torch.empty(x.shape[0], self._num_out)
         if base is None:
             self._run(x, None, out.data_ptr(), None, 0)

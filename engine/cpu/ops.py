@@ -1,5 +1,5 @@
-"""Operators on a CPU: matrix products with weights laid out for it once, by the C files beside this where they know the type
-and the CPU, else by oneDNN; everything else by ``attention.c`` and ``kernels.c``."""
+"""Operators on a CPU. Matrix products use prepacked weights, by the C kernels where they support the type, else by oneDNN;
+everything else is in ``attention.c`` and ``kernels.c``."""
 
 import ctypes
 from pathlib import Path
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from engine.cpu.bf16 import Bf16Linear
 from engine.cpu.build import load_library
-from engine.cpu.gumbel_argmax import CpuRace
+from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cpu.int8 import Int8Linear
 from engine.cpu.packed import packed_linear
 from engine.layout import Layout
@@ -28,15 +28,15 @@ class Shape(ctypes.Structure):
 
 
 class CpuOps:
-    """``engine.ops.Ops`` for bfloat16 or float32. Every tensor it is given must be contiguous.
+    """``engine.ops.Ops`` for bfloat16 or float32. Tensors must be contiguous.
 
     Args:
-        int8: products with weights are made with int8 forms of them, which are made here: half of the bytes to read.
+        int8: quantise weights to int8, which halves the bytes read.
         folder: of the compiled kernels.
 
     Raises:
         NoCompiler: the kernels cannot be built here.
-        ValueError: a head dimension or dtype that the kernels do not know; see ``supports``.
+        ValueError: a head dimension or dtype without kernels; see ``supports``.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, int8: bool = False, folder: Path | None = None) -> None:
@@ -68,9 +68,9 @@ class CpuOps:
     def logits(self, weight: LinearWeight) -> Logits:
         return Int8Linear(self._library, weight, self._dtype).logits if self._int8 else plain_logits(self.linear(weight))
 
-    def race(self, token_ids: NDArray[np.int64]) -> CpuRace:
+    def gumbel_argmax(self, token_ids: NDArray[np.int64]) -> CpuGumbelArgmax:
         """The choice among logits of ``token_ids``, ascending."""
-        return CpuRace(self._library, self._dtype, token_ids)
+        return CpuGumbelArgmax(self._library, self._dtype, token_ids)
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         rows, size = residual.shape
@@ -113,7 +113,7 @@ class CpuOps:
         return self._attend(queries, layout, keys, values, products_only=False)
 
     def attention_products(self, queries: torch.Tensor, layout: Layout, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Does only the two products of ``attention``, for measuring what they take at least."""
+        """Computes only the two products of ``attention``: the floor of its time, for benchmarks."""
         self._attend(queries, layout, keys, values, products_only=True)
 
     def _attend(

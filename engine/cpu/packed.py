@@ -1,4 +1,4 @@
-"""Products by torch's own libraries, with weights laid out once: where no kernel of ours is."""
+"""Products by torch's own libraries with prepacked weights, where there is no C kernel."""
 
 from collections.abc import Callable
 
@@ -9,20 +9,20 @@ from torch import Tensor
 from engine.cpu_level import cpu_level
 from engine.models.weights import LinearWeight
 
-_PACKED_FOR_ROWS = 32  # the layout that oneDNN chooses for so many rows is as good for one
+_PACKED_FOR_ROWS = 32  # oneDNN's layout for so many rows is as fast for one
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In which torch itself multiplies what is in ``dtype``.
+    """The dtype in which torch multiplies values of ``dtype``.
 
-    It is fp32 for bfloat16 on a CPU below AVX-512 BF16, where products in bfloat16 take about ten times as long.
+    fp32 for bfloat16 on a CPU below AVX-512 BF16, where products in bfloat16 take about ten times as long.
     """
     is_slow = dtype == torch.bfloat16 and device.type == "cpu" and not cpu_level().has_bf16_products
     return torch.float32 if is_slow else dtype
 
 
 def packed_linear(weight: LinearWeight) -> Callable[[Tensor], Tensor]:
-    """The fastest product of few rows with ``weight`` on a CPU where there is no kernel of ours: [rows, in] -> [rows, out].
+    """The fastest product of few rows with ``weight`` on a CPU without C kernels: [rows, in] -> [rows, out].
 
     oneDNN with the weight in its own blocked layout takes about 0.6 of the time of ``F.linear`` at 1 to 64 rows, and no more
     than it at 512. Without oneDNN it is ``F.linear``. Weights are held, and multiplied, in their ``product_dtype``: below

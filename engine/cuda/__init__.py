@@ -1,1 +1,1 @@
-"""The CUDA path: Triton kernels, and graphs of small decode passes. Imported by the factory alone."""
+"""The CUDA path: Triton kernels, and CUDA graphs of small decode passes. Only the factory imports it."""

@@ -1,8 +1,8 @@
-"""CUDA graphs of small passes: at few rows a pass is shorter than the launching of its kernels.
+"""CUDA graphs of small passes, which take less time than launching their kernels one by one.
 
-Every row of a small pass is laid out as a span of its own, at its own position, with its sequence's block table. Keys and
-values of all rows are written before any row attends, so a verify span means the same cut into rows, and one graph per
-padded number of rows serves every mixture of decode rows and verify spans.
+Every row of a small pass is a span of its own, at its own position, with its sequence's block table. Keys and values of all
+rows are written before any row attends, so splitting a verify span into rows changes nothing, and one graph per padded
+number of rows serves every mixture of decode rows and verify spans.
 """
 
 import threading
@@ -19,8 +19,8 @@ from engine.models.weights import Weights
 from engine.ops import Ops
 
 PADDED_ROWS = (1, 2, 4, 8, 16, 32)
-_NUM_WARMUPS = 2  # passes before a capture: kernels are compiled and libraries choose their algorithms
-_CAPTURING = threading.Lock()  # a capture begins with a wait for the device, which another capture forbids
+_NUM_WARMUPS = 2  # passes before a capture, in which kernels are compiled and libraries choose algorithms
+_CAPTURING = threading.Lock()  # a capture begins with a synchronisation, which another capture forbids
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
@@ -32,7 +32,7 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     hidden: torch.Tensor  # what it writes, [padded rows, hidden]
     features: torch.Tensor  # and [padded rows, layers * hidden]
-    cache: KvCache  # held, lest another one come to lie at its address
+    cache: KvCache  # kept alive, so that no other cache gets its address
 
 
 class GraphedModel(CausalModel):
@@ -50,10 +50,10 @@ class GraphedModel(CausalModel):
         self._pool: tuple[int, int] | None = None  # of memory, shared by all graphs: one runs at a time
 
     @torch.inference_mode()
-    def forward_with_features(self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]) -> Outputs:
+    def forward_with_hidden_states(self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]) -> Outputs:
         num_rows = sum(len(span.token_ids) for span in spans)
         if not 1 <= num_rows <= PADDED_ROWS[-1]:
-            return super().forward_with_features(spans, cache, layers)
+            return super().forward_with_hidden_states(spans, cache, layers)
         padded_rows = next(padded for padded in PADDED_ROWS if padded >= num_rows)
         captured = self._captured(padded_rows, cache, layers)
         rows = rows_as_spans(spans)
@@ -93,9 +93,9 @@ class GraphedModel(CausalModel):
 def record(
     compute: Callable[[], Outputs], device: torch.device, pool: tuple[int, int] | None
 ) -> tuple[torch.cuda.CUDAGraph, Outputs]:
-    """A graph of what ``compute`` launches, and the tensors that a replay writes.
+    """Captures what ``compute`` launches; returns the graph and the tensors that a replay writes.
 
-    Other threads may use the device meanwhile: the capture forbids unsafe calls to its own thread alone.
+    Other threads may use the device meanwhile: the capture restricts only its own thread.
     """
     stream = torch.cuda.Stream(device)
     with _CAPTURING:

@@ -1,6 +1,6 @@
 """Triton kernels of the forward pass. Layouts are those of ``engine.kv_cache`` and ``engine.layout``; all sums are fp32.
 
-They run on CUDA, and on a CPU under ``TRITON_INTERPRET=1``, which is how they are tested where no GPU is.
+They run on CUDA, and on a CPU under ``TRITON_INTERPRET=1``, as tests without a GPU do.
 """
 
 import triton
@@ -53,7 +53,7 @@ def rotate_and_store_kernel(
     HAS_NORMS: tl.constexpr,
     WIDTH: tl.constexpr,  # head_dim / 2, rounded up to a power of two
 ):
-    """One program a row and head of q, k or v. A slot below 0 marks a row of padding, which is written nowhere."""
+    """One program a row and head of q, k or v. A negative slot marks a row of padding, which is not written."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2
@@ -95,9 +95,7 @@ def rotate_and_store_kernel(
             tl.store(keys + place + (half + i) * BLOCK_LEN, turned_second.to(element), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["table_width"]
-)  # it changes from pass to pass, and each kind of number would be compiled anew
+@triton.jit(do_not_specialize=["table_width"])  # it changes from pass to pass, and each specialisation would be compiled
 def attention_kernel(
     queries,
     keys,
@@ -116,8 +114,8 @@ def attention_kernel(
 ):
     """One program a span, KV head and tile of queries; online softmax over blocks (arXiv 2205.14135).
 
-    Positions from ``seen_len`` on hold whatever an earlier owner of the block has left there, and 0 * NaN is NaN: their
-    values are not loaded.
+    Positions from ``seen_len`` on may hold stale values of an earlier owner of the block. They are not loaded, as 0 * NaN is
+    NaN.
     """
     span = tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Operators on CUDA: matrix products by cuBLAS, everything else by the Triton kernels beside this file."""
+"""Operators on CUDA: matrix products by cuBLAS, everything else by the Triton kernels of this folder."""
 
 import math
 from typing import Any, Protocol
@@ -15,10 +15,10 @@ from engine.models.config import ModelConfig
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, Linear, Logits, plain_logits
 
-TILES = (16, 32, 64)  # queries of an attention program; 16 is the least that a tensor core multiplies
+TILES = (16, 32, 64)  # queries of an attention program; 16 is the minimum of a tensor core
 _GATE_WIDTH = 1024
 _TILE_BYTES = 16 * 2**10  # of the queries of a tile: they live in registers
-_STAGED_BYTES = 64 * 2**10  # of queries, keys and values: up to here the next block is loaded while one is computed
+_STAGED_BYTES = 64 * 2**10  # of queries, keys and values: up to here the next block is loaded during the computation of one
 
 
 class Launch(Protocol):
@@ -48,7 +48,7 @@ class CudaOps:
     def logits(self, weight: LinearWeight) -> Logits:
         return plain_logits(self.linear(weight))
 
-    def race(self, token_ids: NDArray[np.int64]) -> None:
+    def gumbel_argmax(self, token_ids: NDArray[np.int64]) -> None:
         return None
 
     def add_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:

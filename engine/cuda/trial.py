@@ -1,4 +1,4 @@
-"""Runs every kernel once, in every variant that a pass can launch: so they are compiled before the first request.
+"""Runs every variant of every kernel once, so that all are compiled before the first request.
 
 Where that fails, the model runs on plain torch (``engine.factory``).
 """
@@ -42,7 +42,7 @@ def try_out(ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.dev
 def _run_all(ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> None:
     c = config
     group = c.num_heads // c.num_kv_heads
-    span_lens = [max(1, tile // group) for tile in TILES] if group else [1]  # a context that is projected has no queries
+    span_lens = [max(1, tile // group) for tile in TILES] if group else [1]  # DSpark's context projection has no query heads
     num_blocks = -(-max(span_lens) // block_len)
     cache = KvCache.allocate(replace(c, num_layers=1), num_blocks, dtype, device, block_len)
     frequencies = torch.tensor(inverse_frequencies(c), dtype=torch.float32)

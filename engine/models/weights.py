@@ -1,7 +1,7 @@
 """Weights of a model, read from safetensors one tensor at a time.
 
-Files are mapped, not read: a tensor's pages are touched when it is fused and cast, and dropped with the mapping, so the
-peak lies near the size of the weights themselves. What is fused here (q, k, v; gate, up) is one product in the pass.
+Files are memory-mapped: pages are read when a tensor is fused and cast, and dropped with the mapping, so peak memory is near
+the size of the weights. Fused weights (q, k, v; gate, up) are one product in the pass.
 """
 
 import json
@@ -24,7 +24,8 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """Of ``y = x W^T + b``: ``weight`` [out, in], ``bias`` [out]. ``uneven``: x is of very different sizes, see ``int8``."""
+    """``y = x W^T + b``: ``weight`` [out, in], ``bias`` [out]. ``uneven``: columns of x differ by orders of
+    magnitude (``engine.models.int8``)."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -33,7 +34,7 @@ class LinearWeight:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Norm weights are fp32, for norms are computed in fp32."""
+    """One decoder layer. Norm weights are fp32, as norms are computed in fp32."""
 
     input_norm: torch.Tensor  # [hidden]
     qkv: LinearWeight  # [q_size + 2 kv_size, hidden]
@@ -49,7 +50,7 @@ class Weights(Protocol):
     """A source of the weights of one model, read once, layer by layer."""
 
     def embedding(self) -> torch.Tensor:
-        """[vocab, hidden]; in the file's own dtype where that is narrower, for rows are cast when they are looked up"""
+        """[vocab, hidden]; in the file's own dtype where that is narrower, as rows are cast on lookup"""
 
     def layers(self) -> Iterator[LayerWeights]: ...
 
@@ -57,7 +58,7 @@ class Weights(Protocol):
         """[hidden], fp32"""
 
     def head(self) -> torch.Tensor:
-        """[vocab, hidden]; where they are tied and of one dtype, the same tensor as ``embedding()``"""
+        """[vocab, hidden]; the same tensor as ``embedding()`` where tied and of one dtype"""
 
 
 class TensorWeights:

@@ -64,14 +64,14 @@ class PrefixFeatures:
         self.token_ids: dict[str, list[int]] = {}
         self.num_rows = 0
 
-    def read_features(self, request_id: str, start: int, stop: int) -> Tensor:
+    def read_hidden_states(self, request_id: str, start: int, stop: int) -> Tensor:
         token_ids = self.token_ids[request_id]
         if not 0 <= start <= stop < len(token_ids):
             raise LookupError(f"{request_id!r} has no features {start} to {stop}")
         self.num_rows += stop - start
         table = np.arange(self._cache.num_blocks, dtype=np.int32)
         spans = [PackedSpan(0, token_ids[:stop], table)]
-        return self._model.forward_with_features(spans, self._cache, self._layers)[1][start:stop].clone()
+        return self._model.forward_with_hidden_states(spans, self._cache, self._layers)[1][start:stop].clone()
 
 
 class WithFeatures:

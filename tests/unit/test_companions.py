@@ -283,8 +283,8 @@ def test_features_of_other_layers_are_picked_out(target: Path, folder: Path, oth
     request = Request("r", prompt, SamplingParams(max_tokens=3), 0.0)
     engine.open(request, prompt)
     engine.execute([SpanInput("r", 0, prompt)])
-    whole = engine.read_features("r", 0, 30)
-    picked = HostFeatures(engine, (0, 2)).read_features("3/r", 4, 9)
+    whole = engine.read_hidden_states("r", 0, 30)
+    picked = HostFeatures(engine, (0, 2)).read_hidden_states("3/r", 4, 9)
     assert picked.equal(whole[4:9].view(5, 4, 64)[:, [1, 3]].flatten(1))
     with pytest.raises(InvalidField, match=r"must hold \[2\]"):
         HostFeatures(engine_of(target, (0,))[0], (0, 2))

@@ -90,9 +90,9 @@ class Waits(CausalModel):
 
     finished = True
 
-    def forward_with_features(self, spans: Any, cache: KvCache, layers: Any) -> Any:
+    def forward_with_hidden_states(self, spans: Any, cache: KvCache, layers: Any) -> Any:
         self.finished = False
-        return super().forward_with_features(spans, cache, layers)
+        return super().forward_with_hidden_states(spans, cache, layers)
 
     def synchronize(self) -> None:
         self.finished = True

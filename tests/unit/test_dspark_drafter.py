@@ -79,7 +79,7 @@ class Reference:
         config, net = self.network.config, self.network
         anchor = len(token_ids) - 1
         self.features.token_ids["reference"] = token_ids
-        features = self.features.read_features("reference", 0, anchor)
+        features = self.features.read_hidden_states("reference", 0, anchor)
         features = torch.cat([features, torch.full((1, config.feature_size), 7.0)])  # the anchor's: not to be read
         hidden = net(features, torch.tensor(token_ids), (len(token_ids),), torch.tensor([anchor]))
         state = SamplingState(sampling, token_ids, prompt_len)

@@ -109,7 +109,7 @@ def test_torch_multiplies_bfloat16_in_fp32_where_it_is_slow(biased: bool, monkey
 
 CHOICES = """
 from engine.dtypes import choose_dtype
-from engine.held_dtype import held_dtype
+from engine.dtypes import held_dtype
 import logging
 logging.basicConfig(level=logging.INFO)
 print(choose_dtype("auto", "cpu"), choose_dtype("auto", "cpu", allows_int8=True), held_dtype("bfloat16"))

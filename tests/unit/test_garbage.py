@@ -2,14 +2,14 @@
 
 import gc
 
-from engine.garbage import spare_what_stays
+from engine.garbage import freeze_startup_objects
 
 
 def test_what_is_there_is_left_out_and_what_comes_later_is_collected() -> None:
     gc.collect()
     num_before = len(gc.get_objects())
     try:
-        spare_what_stays()
+        freeze_startup_objects()
         assert len(gc.get_objects()) < num_before / 10
         cycle: list[object] = []
         cycle.append(cycle)

@@ -63,7 +63,7 @@ def prefill(target: NativeTarget, name: str, token_ids: list[int], chunk_len: in
 
 def assert_features(target: NativeTarget, theirs: torch.nn.Module, name: str, token_ids: list[int]) -> None:
     """Of all positions that are computed: all but the last."""
-    read = target.read_features(name, 0, len(token_ids) - 1)
+    read = target.read_hidden_states(name, 0, len(token_ids) - 1)
     torch.testing.assert_close(read, expected(theirs, token_ids)[:-1], rtol=1e-4, atol=1e-4)
 
 
@@ -77,9 +77,9 @@ def test_features_are_the_hidden_states_also_after_rollbacks(pair: tuple[CausalM
         for name, token_ids in sequences.items():
             grow(target, name, token_ids, 8, rng)
             assert_features(target, theirs, name, token_ids)
-    part = target.read_features("a", 5, 21)
-    assert torch.equal(part, target.read_features("a", 0, 30)[5:21])
-    assert target.read_features("a", 7, 7).shape == (0, len(LAYERS) * model.config.hidden_size)
+    part = target.read_hidden_states("a", 5, 21)
+    assert torch.equal(part, target.read_hidden_states("a", 0, 30)[5:21])
+    assert target.read_hidden_states("a", 7, 7).shape == (0, len(LAYERS) * model.config.hidden_size)
 
 
 def test_a_shared_prefix_shares_its_features(pair: tuple[CausalModel, torch.nn.Module]) -> None:
@@ -91,12 +91,12 @@ def test_a_shared_prefix_shares_its_features(pair: tuple[CausalModel, torch.nn.M
     second = [*first[:50], *tokens(4, 9)]
     assert opened(target, "b", second) == 48
     target.execute([SpanInput("b", 48, tuple(second[48:]))])
-    torch.testing.assert_close(target.read_features("b", 0, 59), expected(theirs, second), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(target.read_hidden_states("b", 0, 59), expected(theirs, second), rtol=1e-4, atol=1e-4)
     target.release("a")
     third = [*first[:40], *tokens(5, 30)]
     prefill(target, "c", third, 20)
     assert_features(target, theirs, "c", third)
-    torch.testing.assert_close(target.read_features("b", 0, 59), expected(theirs, second), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(target.read_hidden_states("b", 0, 59), expected(theirs, second), rtol=1e-4, atol=1e-4)
 
 
 def test_features_of_a_preempted_sequence_are_gone_until_it_is_computed_again(
@@ -109,7 +109,7 @@ def test_features_of_a_preempted_sequence_are_gone_until_it_is_computed_again(
     grow(target, "a", token_ids, 10, random.Random(3))
     target.release("a")
     with pytest.raises(LookupError, match="'a': positions 0 to 1 are not in 0 to 0"):
-        target.read_features("a", 0, 1)
+        target.read_hidden_states("a", 0, 1)
     rival = tokens(7, 100)
     prefill(target, "b", rival, 100)  # takes the blocks
     with pytest.raises(OutOfBlocks):
@@ -126,13 +126,13 @@ def test_only_committed_positions_can_be_read(pair: tuple[CausalModel, torch.nn.
     prefill(target, "a", token_ids, 20)
     for start, stop in ((0, 20), (-1, 3), (5, 4)):
         with pytest.raises(LookupError, match="not in 0 to 19"):
-            target.read_features("a", start, stop)
+            target.read_hidden_states("a", start, stop)
     with pytest.raises(LookupError, match="'b'"):
-        target.read_features("b", 0, 1)
+        target.read_hidden_states("b", 0, 1)
     plain = NativeTarget(pair[0], LIMITS)
     prefill(plain, "a", token_ids, 20)
     with pytest.raises(LookupError, match="feature_layers"):
-        plain.read_features("a", 0, 1)
+        plain.read_hidden_states("a", 0, 1)
 
 
 @pytest.mark.parametrize("layers", [(2, 1), (0, 0), (-2,), (3,)])
@@ -156,7 +156,7 @@ def test_features_of_the_real_model(model_folder: Path, dtype: str) -> None:
     grow(target, "a", token_ids, 5, random.Random(4))
     theirs = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     wanted = expected(theirs, token_ids, layers)[:-1]
-    read = target.read_features("a", 0, len(token_ids) - 1).float()
+    read = target.read_hidden_states("a", 0, len(token_ids) - 1).float()
     for ours, their in zip(read.chunk(len(layers), -1), wanted.chunk(len(layers), -1), strict=True):
         error = (ours - their).norm(dim=-1) / their.norm(dim=-1)
         assert error.max() < (1e-3 if dtype == "float32" else 0.1)

@@ -17,7 +17,7 @@ from drafters.layers import load_layers
 from drafters.protocol import Demand
 from engine import compiling
 from engine.cpu import build
-from engine.cpu.gumbel_argmax import CpuRace
+from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cpu.int8 import Int8Linear
 from engine.layout import PackedSpan
 from engine.models.int8 import quantise
@@ -249,9 +249,9 @@ def test_the_race_has_the_winner_that_the_definition_says(token_ids: range | lis
     logits = torch.from_numpy(rng.normal(size=(12, len(ids))).astype(np.float32)) * sharpness
     seeds, positions = rng.integers(0, 2**63, 12).astype(np.uint64), rng.integers(0, 3000, 12)
     temperatures = np.array([0.0, 0.3, 1.0, 2.0] * 3, np.float32)
-    won = CpuRace(build.load_library(torch.float32), torch.float32, ids)(logits, noise_keys(seeds, positions), temperatures)[
-        0
-    ]
+    won = CpuGumbelArgmax(build.load_library(torch.float32), torch.float32, ids)(
+        logits, noise_keys(seeds, positions), temperatures
+    )[0]
     for row, token_id in enumerate(won):
         z = logits[row].double().numpy()
         if temperatures[row]:
@@ -261,7 +261,7 @@ def test_the_race_has_the_winner_that_the_definition_says(token_ids: range | lis
 
 
 def test_of_equal_logits_the_first_token_wins() -> None:
-    race = CpuRace(build.load_library(torch.float32), torch.float32, np.arange(10, 200))
+    race = CpuGumbelArgmax(build.load_library(torch.float32), torch.float32, np.arange(10, 200))
     logits = torch.zeros(2, 190)
     logits[1, [150, 70, 71]] = 1.0
     assert race(logits, np.zeros(2, np.int64), np.zeros(2, np.float32))[0].tolist() == [10, 80]

@@ -11,9 +11,9 @@ from deploy.local_ray import LaunchError
 from deploy.memory import BASE_BYTES, check_memory
 from drafters.feature_layers import feature_layers
 from drafters.footprint import target_footprint
-from engine import held_dtype as held
+from engine import dtypes as held
 from engine.cpu_level import CpuLevel
-from engine.held_dtype import held_dtype
+from engine.dtypes import held_dtype
 from engine.kv_cache import num_blocks_for
 from engine.models.config import load_config
 from tests.support.dspark import write_dspark

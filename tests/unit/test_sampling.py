@@ -14,7 +14,7 @@ from torch import Tensor
 from cluster.types import SamplingParams
 from engine import gumbel_argmax
 from engine.cpu import build
-from engine.cpu.gumbel_argmax import CpuRace
+from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.noise import gumbel, noise_keys
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 
@@ -89,8 +89,8 @@ def states(vocab_size: int) -> st.SearchStrategy[tuple[SamplingParams, list[int]
     )
 
 
-def raced(logits: Tensor, vocab_size: int) -> CpuRace:
-    return CpuRace(build.load_library(logits.dtype), logits.dtype, np.arange(vocab_size))
+def raced(logits: Tensor, vocab_size: int) -> CpuGumbelArgmax:
+    return CpuGumbelArgmax(build.load_library(logits.dtype), logits.dtype, np.arange(vocab_size))
 
 
 @pytest.mark.parametrize(("num_first_blocks", "kernel"), [(1, False), (8, False), (8, True)])

@@ -166,7 +166,8 @@ def test_replayed_passes_give_what_plain_ones_give(tiny_model_folder: Path, num_
     for num_rows in (17, 2, 1, 5, 1):
         spans = [PackedSpan(base_len, list(range(num_rows)), long), PackedSpan(base_len // 2, (7,), short)]
         outputs = [
-            model.forward_with_features(spans, cache, layers) for model, cache in zip((graphed, plain), caches, strict=True)
+            model.forward_with_hidden_states(spans, cache, layers)
+            for model, cache in zip((graphed, plain), caches, strict=True)
         ]
         for found, expected in zip(*outputs, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -196,9 +197,9 @@ def test_a_pass_takes_one_copy_to_the_device_and_mixes_no_devices(tmp_path: Path
     cache = model.new_cache(8, BLOCK_LEN)
     table = np.arange(8, dtype=np.int32)
     for num_rows in (40, 3):
-        model.forward_with_features([PackedSpan(0, (5,) * num_rows, table)], cache, (0, 2))  # records
+        model.forward_with_hidden_states([PackedSpan(0, (5,) * num_rows, table)], cache, (0, 2))  # records
         with OneDevice(torch.device("meta")) as device:
-            model.forward_with_features([PackedSpan(0, (5,) * num_rows, table)], cache, (0, 2))
+            model.forward_with_hidden_states([PackedSpan(0, (5,) * num_rows, table)], cache, (0, 2))
         assert device.copies == ["queued"]
 
 
