@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.fixtures import MAX_BATCH, Stable
-from cluster.config import ChainOptions, DrafterConfig, DSparkOptions, LayersOptions, ModelOptions
+from cluster.config import DrafterConfig, DSparkOptions, LayersOptions, ModelOptions
 from drafters.protocol import Drafter
 from drafters.replay import Recording, Round, replay_lens
 from profiler.prompts import Prompt
@@ -22,10 +22,9 @@ class _Contender:
 def learns(config: DrafterConfig) -> bool:
     """Whether what it drafts, or how sure it is, depends on what it was asked for and verified of before.
 
-    Others draft the beginning of a longer draft when they are asked for a shorter one. What the proposer of a chain learns
-    changes its cost alone: a chain drafts what its verifier alone would.
+    Others draft a prefix of their longer draft when asked for a shorter one.
     """
-    return not isinstance(config.options, ModelOptions | LayersOptions | DSparkOptions | ChainOptions)
+    return not isinstance(config.options, ModelOptions | LayersOptions | DSparkOptions)
 
 
 def accepted(

@@ -18,12 +18,8 @@ from benchmarks.pool import pool as comparable
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from cluster.config import (
     DEFAULT_DRAFTERS,
-    ChainOptions,
     DrafterConfig,
-    DSparkOptions,
-    LayersOptions,
     ModelOptions,
-    NgramOptions,
 )
 from cluster.types import Request
 from drafters.protocol import Drafter
@@ -86,14 +82,12 @@ def run(options: BenchOptions) -> BenchResult:
 
 
 def scenarios(rig: Rig, model: str) -> Mapping[str, Circumstances]:
-    """Every drafter of the default pool alone, what the pool lacks, and all that are shipped for this model, in chains and
-    a cascade, too; then what may go wrong, with those drafters whose drafts are mostly right, for a wrong draft that is
-    dropped shows little."""
+    """Circumstances by name: every drafter of the default pool and every shipped one alone, then faults.
+
+    Faults use drafters whose drafts are mostly right, since dropping a wrong draft shows little.
+    """
     own = DrafterConfig(name=SELF, options=ModelOptions(model=model, dtype="float32", kv_cache_gb=1.0))
     half = DrafterConfig(name="model", options=ModelOptions(model=model, dtype="bfloat16"))
-    chain = DrafterConfig(
-        name="chain", options=ChainOptions(proposer=NgramOptions(), verifier=ModelOptions(model=model, dtype="bfloat16"))
-    )
     models: dict[str, Drafter] = {}
 
     def make(config: DrafterConfig) -> Drafter:
@@ -118,7 +112,7 @@ def scenarios(rig: Rig, model: str) -> Mapping[str, Circumstances]:
     mixed = pool(*DEFAULT_DRAFTERS, half)
     return {
         "no drafts, small batches": Circumstances(max_num_sequences=SMALL_BATCH),
-        **{config.name: Circumstances(pool(config)) for config in (*DEFAULT_DRAFTERS, half, chain)},
+        **{config.name: Circumstances(pool(config)) for config in (*DEFAULT_DRAFTERS, half)},
         **{f"pool's {config.name}": alone(config) for config in others},
         SELF: Circumstances(pool(own)),
         "random lengths": Circumstances(cut(lambda token_ids: rng.randint(0, len(token_ids)))),
@@ -134,21 +128,8 @@ def scenarios(rig: Rig, model: str) -> Mapping[str, Circumstances]:
 
 
 def beyond_defaults(model: str) -> list[DrafterConfig]:
-    """Of the drafters that `outrider bench drafters` compares those that are not defaults for any model, and chains of the
-    models in them: with what is shipped, all of that."""
-    known = [config for config in comparable(model) if config not in DEFAULT_DRAFTERS]
-    verifiers = [config for config in known if isinstance(config.options, LayersOptions)]
-    proposers = [config for config in known if isinstance(config.options, DSparkOptions | LayersOptions)]
-    chains = [
-        DrafterConfig(
-            name=f"{proposer.name}-{verifier.name}",
-            options=ChainOptions(proposer=proposer.options, verifier=verifier.options),
-        )
-        for verifier in verifiers[-1:]
-        for proposer in proposers
-        if proposer is not verifier
-    ]
-    return known + chains
+    """The drafters of `outrider bench drafters` that are not defaults for every model."""
+    return [config for config in comparable(model) if config not in DEFAULT_DRAFTERS]
 
 
 def result(requests: list[Request], outcomes: list[Outcome]) -> BenchResult:

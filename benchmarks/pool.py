@@ -2,7 +2,6 @@
 
 from cluster.config import (
     CascadeOptions,
-    ChainOptions,
     DrafterConfig,
     DrafterOptions,
     DSparkOptions,
@@ -33,8 +32,6 @@ def pool(model: str) -> tuple[DrafterConfig, ...]:
     }
     members = [*lookups.values(), *(blocks or layers)[:1]]
     combined: dict[str, DrafterOptions] = {"cascade": CascadeOptions(members=tuple(members))}
-    if layers:
-        combined["chain"] = ChainOptions(proposer=SuffixOptions(), verifier=layers[0])
     others = {name: options for name, options in trained.items() if not isinstance(options, TableOptions)}
     everything = lookups | others | combined
     return tuple(DrafterConfig(name=name, options=options) for name, options in everything.items())

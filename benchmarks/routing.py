@@ -43,7 +43,7 @@ from simulator.target import TargetLimits
 from simulator.timing import DraftByCost, PackedPass
 
 POLICIES: tuple[PolicyConfig, ...] = (HedgePolicy(), LbssPolicy(), EpsilonGreedyPolicy(), GreedyLengthPolicy())
-COMBINATIONS = ("cascade", "chain")
+COMBINATIONS = ("cascade",)
 CONCURRENCY = 4
 NUM_REQUESTS = 1200  # the recording is gone through again and again, each time in another order
 NUM_QUICK = 200

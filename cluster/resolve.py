@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from cluster.config import (
     CascadeOptions,
-    ChainOptions,
     Config,
     DrafterConfig,
     DrafterOptions,
@@ -93,9 +92,6 @@ def _with_target(options: DrafterOptions, model: str) -> DrafterOptions:
     """Drafters that share rows of the served model are told its name, be they part of another or not."""
     if isinstance(options, LayersOptions) and options.target == "auto":
         return options.model_copy(update={"target": model})
-    if isinstance(options, ChainOptions):
-        parts = {"proposer": _with_target(options.proposer, model), "verifier": _with_target(options.verifier, model)}
-        return options.model_copy(update=parts)
     if isinstance(options, CascadeOptions):
         return options.model_copy(update={"members": tuple(_with_target(member, model) for member in options.members)})
     return options

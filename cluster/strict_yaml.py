@@ -6,6 +6,7 @@ Every problem names the line, the path of the key and the value; an unknown key 
 import difflib
 import json
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -78,7 +79,8 @@ def parse(text: str, model: type[M], source: str) -> M:
         # By way of JSON, because strict pydantic takes a list for a tuple and a string for a path from JSON alone.
         return model.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        problems = [_explain(detail, model, document.lines) for detail in error.errors(include_url=False)]
+        details = error.errors(include_url=False)
+        problems = [_explain(detail, model, document.lines) for detail in details if not _is_consequence(detail, details)]
         raise ConfigError(source, tuple(sorted(problems, key=lambda problem: problem.line or 0))) from error
 
 
@@ -126,6 +128,14 @@ class _Document:
         if value is None or isinstance(value, str | bool | int | float):
             return value
         return node.value  # a date or bytes: the text that was written
+
+
+def _is_consequence(detail: Any, details: Sequence[Any]) -> bool:
+    """Whether a list is only too short because its elements are wrong: pydantic counts the valid ones."""
+    if detail["type"] != "too_short":
+        return False
+    loc = detail["loc"]
+    return any(len(other["loc"]) > len(loc) and other["loc"][: len(loc)] == loc for other in details)
 
 
 def _explain(detail: Any, model: type[BaseModel], lines: dict[Loc, int]) -> Problem:

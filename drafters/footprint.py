@@ -16,7 +16,6 @@ from pathlib import Path
 
 from cluster.config import (
     CascadeOptions,
-    ChainOptions,
     Config,
     DrafterConfig,
     DrafterOptions,
@@ -134,8 +133,6 @@ def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> 
             return _layers(options, on_gpu, num_tokens, target)
         case DSparkOptions():
             return _dspark(options, on_gpu, num_tokens)
-        case ChainOptions():
-            return _of(options.proposer, on_gpu, num_tokens, target).plus(_of(options.verifier, on_gpu, num_tokens, target))
         case CascadeOptions():
             total = Footprint()
             for member in options.members:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config import (
     CascadeOptions,
-    ChainOptions,
     DrafterConfig,
     DrafterOptions,
     DSparkOptions,
@@ -41,7 +40,6 @@ COSTS = {
     "dspark": 0.15,
     "layers": 0.35,
     "model": 1.0,
-    "chain": 1.0,
     "cascade": 0.35,
 }
 
@@ -105,7 +103,7 @@ def _make_level(options: DrafterOptions, below: Mapping[str, Drafter], site: Sit
 
 
 def make(options: DrafterOptions, site: Site) -> Drafter:
-    """As ``make_drafter``; chains and cascades make their parts so."""
+    """As ``make_drafter``; a cascade makes its members so."""
     return _FACTORIES[options.kind](options, site)
 
 
@@ -195,14 +193,6 @@ def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
     return CascadeDrafter(members, site.clock)
 
 
-def _make_chain(options: ChainOptions, site: Site) -> Drafter:
-    from drafters.chain import ChainDrafter
-
-    verifier = options.verifier
-    chain = ChainDrafter(make(options.proposer, site), _small_model(verifier, site), min_survival=_min_survival(verifier))
-    return _calibrated(chain, verifier)
-
-
 def _small_model(options: ModelOptions | LayersOptions, site: Site) -> "SmallModel":
     from drafters.small_model import SmallModel
     from engine.kv_cache import num_blocks_for
@@ -267,6 +257,5 @@ _FACTORIES: Mapping[str, Callable[[Any, Site], Drafter]] = {
     "model": _make_model,
     "layers": _make_model,
     "dspark": _make_dspark,
-    "chain": _make_chain,
     "cascade": _make_cascade,
 }

@@ -10,7 +10,7 @@ import logging
 from functools import cache
 from typing import Any
 
-from cluster.config import CascadeOptions, ChainOptions, Config, DrafterOptions, DSparkOptions, LayersOptions, ModelOptions
+from cluster.config import CascadeOptions, Config, DrafterOptions, DSparkOptions, LayersOptions, ModelOptions
 from engine.compiling import kernels_fault
 from engine.cpu_level import cpu_level
 
@@ -79,8 +79,6 @@ def _with_dtype(options: DrafterOptions, device: str) -> DrafterOptions:
     if isinstance(options, ModelOptions | LayersOptions | DSparkOptions):
         allows_int8 = not isinstance(options, ModelOptions)
         update = {"dtype": choose_dtype(options.dtype, device, allows_int8=allows_int8)}
-    elif isinstance(options, ChainOptions):
-        update = {"proposer": _with_dtype(options.proposer, device), "verifier": _with_dtype(options.verifier, device)}
     elif isinstance(options, CascadeOptions):
         update = {"members": tuple(_with_dtype(member, device) for member in options.members)}
     return options.model_copy(update=update) if update else options

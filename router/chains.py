@@ -1,6 +1,6 @@
 """What a chain of models costs per token, which chains a pool allows, and which of them is the fastest.
 
-A chain [M_1, ..., M_n, target] runs so (`drafters.chain`): M_j's draft is what M_j alone would say; M_{j-1} proposes up to
+A chain [M_1, ..., M_n, target] runs so (`drafters.chained`): M_j's draft is what M_j alone would say; M_{j-1} proposes up to
 w_{j-1} tokens of it, one pass of M_j verifies those and adds a token of its own, and so on until the draft is as long as it
 was asked for. So what lies below M_n changes what a draft costs, and never what it says:
 

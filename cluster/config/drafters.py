@@ -88,14 +88,6 @@ class TableOptions(Section):
     min_confidence: Fraction = 0.1  # a draft ends before a token less probable than this
 
 
-class ChainOptions(Section):
-    """Two drafters as one: the verifier checks what the proposer drafts, before it leaves."""
-
-    kind: Literal["chain"] = "chain"
-    proposer: "DrafterOptions"
-    verifier: Annotated[ModelOptions | LayersOptions, Field(discriminator="kind")]
-
-
 class CascadeOptions(Section):
     """Of several drafters the one that promises most, per request and round; the dear ones only when it pays to ask them.
 
@@ -121,17 +113,9 @@ class CascadeOptions(Section):
 
 
 DrafterOptions = Annotated[
-    NgramOptions
-    | SuffixOptions
-    | TableOptions
-    | ModelOptions
-    | LayersOptions
-    | DSparkOptions
-    | ChainOptions
-    | CascadeOptions,
+    NgramOptions | SuffixOptions | TableOptions | ModelOptions | LayersOptions | DSparkOptions | CascadeOptions,
     Field(discriminator="kind"),
 ]
-ChainOptions.model_rebuild()
 CascadeOptions.model_rebuild()
 
 
@@ -139,7 +123,7 @@ def has_model(options: DrafterOptions) -> bool:
     """Whether such a drafter multiplies matrices."""
     if isinstance(options, CascadeOptions):
         return any(has_model(member) for member in options.members)
-    return isinstance(options, ModelOptions | LayersOptions | DSparkOptions | ChainOptions)
+    return isinstance(options, ModelOptions | LayersOptions | DSparkOptions)
 
 
 def can_verify(options: DrafterOptions) -> bool:
@@ -153,9 +137,6 @@ def parts_of(options: DrafterOptions) -> Iterator[DrafterOptions]:
     if isinstance(options, CascadeOptions):
         for member in options.members:
             yield from parts_of(member)
-    if isinstance(options, ChainOptions):
-        yield from parts_of(options.proposer)
-        yield options.verifier
 
 
 class DrafterConfig(Section):

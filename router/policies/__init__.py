@@ -5,7 +5,6 @@ from typing import Any
 
 from cluster.config import (
     CascadeOptions,
-    ChainOptions,
     ChainPolicy,
     Config,
     DrafterOptions,
@@ -78,9 +77,7 @@ def member_costs(config: Config, cost: CostModel) -> dict[str, MemberCosts]:
 
 
 def prior_cost(options: DrafterOptions) -> float:
-    """Of a draft token; a chain pays for both of its models, a cascade for the dearest member that it may ask."""
-    if isinstance(options, ChainOptions):
-        return prior_cost(options.proposer) + prior_cost(options.verifier)
+    """Cost of a draft token by kind; a cascade counts as its most expensive member."""
     if isinstance(options, CascadeOptions):
         return max(prior_cost(member) for member in options.members)
     return PRIOR_COST[options.kind]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.server import ServerProcess
-from cluster.config import ChainPolicy, DrafterConfig, LayersOptions, ModelOptions, PlannerConfig, RouterConfig
+from cluster.config import ChainPolicy, DrafterConfig, ModelOptions, PlannerConfig, RouterConfig
 from tests.support.settings import small_config
 from tests.support.streaming import another_takes_over, run, undrafted
 from tests.support.waiting import eventually, gauge
@@ -18,9 +18,9 @@ Texts = Mapping[int, str]
 
 @pytest.fixture(scope="module")
 def chained(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A lookup, two trained layers, and a third of the target's own; the scheduler decides which of them, in which chain."""
+    """A lookup, four of the target's layers, and ten of them; the scheduler decides which of them, in which chain."""
     config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
-    few = LayersOptions(path="layers-2", target=str(model_folder), min_survival=0.5, kv_cache_gb=0.1)
+    few = ModelOptions(model=str(model_folder), num_layers=4, dtype="float32", kv_cache_gb=0.1)
     third = ModelOptions(model=str(model_folder), num_layers=10, dtype="float32", kv_cache_gb=0.1)
     drafters = (
         config.drafters[0],

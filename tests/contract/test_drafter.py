@@ -1,14 +1,14 @@
 """One suite over every drafter: what a loop may rely on."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from cluster.config import (
     CascadeOptions,
-    ChainOptions,
+    DrafterConfig,
     DrafterOptions,
     LayersOptions,
     ModelOptions,
@@ -17,12 +17,13 @@ from cluster.config import (
     TableOptions,
 )
 from cluster.types import ModelInfo, SamplingParams
-from drafters.protocol import Demand, Draft, Drafter
-from drafters.registry import Site, make
+from drafters.protocol import Chaining, Demand, Draft, Drafter
+from drafters.registry import Site, make, make_led
 from drafters.table import count_habits
 from engine.factory import load_model
 from engine.forward import CausalModel
 from engine.models.tokenizer import fingerprint
+from tests.support.always_led import AlwaysLed
 from tests.support.dspark import make_dspark, write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
@@ -107,19 +108,31 @@ def _make_one(kind: str, folder: Path, layers_folder: Path, table_file: Path) ->
     options: dict[str, DrafterOptions] = {
         "table": TableOptions(path=str(table_file), max_learned=0),
         "layers": layers,
-        "layers-chain": ChainOptions(proposer=layers, verifier=model(2)),
         "cascade": CascadeOptions(members=(*lookups, layers)),
         "lookup-cascade": CascadeOptions(members=lookups),
         "ngram": NgramOptions(),
         "suffix": SuffixOptions(),
         "model": model(NUM_LAYERS),
         "shallow": model(1),
-        "chain": ChainOptions(proposer=model(1), verifier=model(NUM_LAYERS)),
-        "lookup-chain": ChainOptions(proposer=NgramOptions(), verifier=model(2)),
-        "long-chain": ChainOptions(proposer=ChainOptions(proposer=NgramOptions(), verifier=model(1)), verifier=model(2)),
+    }
+    chains: dict[str, tuple[DrafterOptions, ...]] = {
+        "layers-chain": (layers, model(2)),
+        "chain": (model(1), model(NUM_LAYERS)),
+        "lookup-chain": (NgramOptions(), model(2)),
+        "long-chain": (NgramOptions(), model(1), model(2)),
     }
     target = ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), fingerprint(folder))
+    if kind in chains:
+        return lambda: _chain(chains[kind], target)
     return lambda: make(options[kind], Site(target, "cpu"))
+
+
+def _chain(levels: Sequence[DrafterOptions], target: ModelInfo) -> Drafter:
+    """A chain of the pool in which every request has all ``levels``, smallest first."""
+    configs = [DrafterConfig(name=f"level-{i}", options=options) for i, options in enumerate(levels)]
+    drafter = make_led(configs[-1], configs[:-1], target)
+    assert isinstance(drafter, Chaining)
+    return AlwaysLed(drafter, [config.name for config in configs[:-1]])
 
 
 @pytest.fixture

@@ -71,9 +71,9 @@ drafters:
     options: {max_match_len: 3}
   - name: d
     options:
-      kind: chain
-      proposer: {kind: ngram, max_mtch_len: 3}
-      verifier: {kind: model, model: 7}
+      kind: cascade
+      members: [{kind: ngram, max_mtch_len: 3}]
+      costs: 7
 router:
   policy: {kind: epsilon-greedy, epsilon: 1.5}
 api: 5
@@ -88,11 +88,11 @@ zzz: 1
         "drafters[0].options.model": (8, "is missing"),
         "drafters[1].options.kind": (
             10,
-            "must be one of 'ngram', 'suffix', 'table', 'model', 'layers', 'dspark', 'chain', 'cascade', got 'ngrm'",
+            "must be one of 'ngram', 'suffix', 'table', 'model', 'layers', 'dspark', 'cascade', got 'ngrm'",
         ),
         "drafters[2].options": (12, "needs the key 'kind'"),
-        "drafters[3].options.proposer.max_mtch_len": (16, "unknown key; did you mean 'max_match_len'?"),
-        "drafters[3].options.verifier.model": (17, "must be a valid string, got 7"),
+        "drafters[3].options.members[0].max_mtch_len": (16, "unknown key; did you mean 'max_match_len'?"),
+        "drafters[3].options.costs": (17, "must be a valid array, got 7"),
         "router.policy.epsilon": (19, "must be less than or equal to 1, got 1.5"),
         "api": (20, "must be an object, got 5"),
         "zzz": (21, f"unknown key; known here: {', '.join(Config.model_fields)}"),
@@ -204,7 +204,7 @@ drafters:
 - {{name: ngram, options: {{kind: ngram}}}}
 - {{name: a, options: {{kind: model, model: x}}}}
 - {{name: b, options: {{kind: model, model: x}}}}
-- {{name: c, options: {{kind: chain, proposer: {{kind: ngram}}, verifier: {{kind: model, model: x}}}}}}
+- {{name: c, options: {{kind: cascade, members: [{{kind: ngram}}, {{kind: model, model: x}}]}}}}
 """
 
 

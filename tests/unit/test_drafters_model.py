@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from cluster.types import Request, SamplingParams
-from drafters.chain import ChainDrafter
+from drafters.chained import LedModel
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.small_model import Question, SmallModel
 from engine.factory import load_model, load_target
 from engine.target import SpanInput, TargetEngine
+from tests.support.always_led import AlwaysLed
 from tests.support.tiny_model import write_tiny_model
 
 VOCAB_SIZE = 257
@@ -98,10 +99,15 @@ def test_another_model_is_wrong_and_a_wrong_draft_costs_only_its_rows(folder: Pa
     assert model.num_rows <= len(output) + drafted - accepted
 
 
+def led(proposer: Drafter, verifier: SmallModel) -> Drafter:
+    return AlwaysLed(LedModel(verifier, {"below": proposer}), ("below",))
+
+
 def chains(folder: Path, verifier: SmallModel) -> list[Drafter]:
     shallow = ModelDrafter(small_model(folder, num_layers=2))
-    nested = ChainDrafter(NgramDrafter(), small_model(folder, num_layers=2))
-    return [ChainDrafter(proposer, verifier) for proposer in (shallow, NgramDrafter(), nested)]
+    middle = LedModel(small_model(folder, num_layers=2), {"below": NgramDrafter()})
+    of_three = AlwaysLed(LedModel(verifier, {"below": middle}), ("below", "below"))
+    return [led(shallow, verifier), led(NgramDrafter(), verifier), of_three]
 
 
 @pytest.mark.parametrize("index", range(3))
@@ -128,7 +134,7 @@ def test_a_chain_saves_passes_of_its_verifier(folder: Path) -> None:
     """The verifier's own weights as the proposer: every proposal is right, so a pass confirms it and adds a token."""
     verifier, alone = small_model(folder), small_model(folder)
     output = plain_run(folder, SAMPLED)
-    chain = ChainDrafter(ModelDrafter(small_model(folder)), verifier, proposal_len=4)
+    chain = AlwaysLed(LedModel(verifier, {"below": ModelDrafter(small_model(folder))}, proposal_len=4), ("below",))
     assert ride(chain, output, SAMPLED, 5) == ride(ModelDrafter(alone), output, SAMPLED, 5)
     assert verifier.num_passes <= alone.num_passes / 4
 
@@ -155,7 +161,7 @@ def test_nothing_is_drafted_behind_the_end(folder: Path) -> None:
     ):
         for drafter in (
             ModelDrafter(small_model(folder)),
-            ChainDrafter(ModelDrafter(small_model(folder, num_layers=1)), small_model(folder)),
+            led(ModelDrafter(small_model(folder, num_layers=1)), small_model(folder)),
         ):
             drafter.open("r", PROMPT, len(PROMPT), params)
             (draft,) = drafter.propose([Demand("r", 4)])
@@ -166,7 +172,7 @@ def test_nothing_is_drafted_behind_the_end(folder: Path) -> None:
 
 def test_a_row_that_cannot_be_sampled_ends_the_draft(folder: Path) -> None:
     impossible = SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((VOCAB_SIZE, 1.0),))
-    for drafter in (ModelDrafter(small_model(folder)), ChainDrafter(NgramDrafter(), small_model(folder))):
+    for drafter in (ModelDrafter(small_model(folder)), led(NgramDrafter(), small_model(folder))):
         drafter.open("r", PROMPT, len(PROMPT), impossible)
         drafter.open("s", PROMPT, len(PROMPT), GREEDY)
         drafts = drafter.propose([Demand("r", 4), Demand("s", 4)])
@@ -234,7 +240,7 @@ def test_a_request_with_tokens_that_a_model_has_no_rows_for_is_followed_in_silen
     folder: Path, is_chain: bool, sampling: SamplingParams
 ) -> None:
     verifier = small_model(folder)
-    drafter = ChainDrafter(ModelDrafter(small_model(folder, num_layers=2)), verifier) if is_chain else ModelDrafter(verifier)
+    drafter = led(ModelDrafter(small_model(folder, num_layers=2)), verifier) if is_chain else ModelDrafter(verifier)
     drafter.open("asked", (*PROMPT[:20], BEYOND, *PROMPT[20:]), len(PROMPT) + 1, sampling)
     drafter.open("answered", PROMPT, len(PROMPT), sampling)
     drafter.open("ahead", PROMPT[:30], 30, sampling)
@@ -259,7 +265,7 @@ def test_a_chain_takes_no_more_of_a_proposal_than_its_verifier_can_read(folder: 
                 Draft(d.request_id, (right[0], BEYOND, 3)[: d.num_tokens], (0.5,) * min(3, d.num_tokens)) for d in demands
             ]
 
-    alone, chain = ModelDrafter(small_model(folder)), ChainDrafter(Wide(), small_model(folder))
+    alone, chain = ModelDrafter(small_model(folder)), led(Wide(), small_model(folder))
     right = (0,)
     for drafter in (alone, chain):
         drafter.open("r", PROMPT, len(PROMPT), GREEDY)

@@ -10,7 +10,6 @@ import pytest
 
 from cluster.config import (
     CascadeOptions,
-    ChainOptions,
     DrafterConfig,
     DrafterOptions,
     LayersOptions,
@@ -23,12 +22,11 @@ from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.types import ModelInfo, SamplingParams
 from drafters.calibrated import CalibratedDrafter
 from drafters.cascade import CascadeDrafter
-from drafters.chain import ChainDrafter
 from drafters.model import ModelDrafter
 from drafters.native.lookup import NativeLookup
 from drafters.ngram import NgramDrafter
-from drafters.protocol import Demand, Draft, Drafter
-from drafters.registry import make_drafter
+from drafters.protocol import Chaining, Demand, Draft, Drafter
+from drafters.registry import make_drafter, make_led
 from drafters.suffix import SuffixDrafter
 from drafters.table import FILE as TABLE_FILE
 from drafters.table import TableDrafter, count_habits
@@ -63,7 +61,6 @@ def test_makes_every_kind(folder: Path) -> None:
     assert kind_of(made(NgramOptions(), target)) == "ngram"
     assert kind_of(made(SuffixOptions(max_match_len=1), target)) == "suffix"
     assert isinstance(made(model, target), ModelDrafter)
-    assert isinstance(made(ChainOptions(proposer=NgramOptions(), verifier=model), target), ChainDrafter)
 
 
 def test_makes_the_trained_kinds(folder: Path, tmp_path: Path) -> None:
@@ -72,7 +69,6 @@ def test_makes_the_trained_kinds(folder: Path, tmp_path: Path) -> None:
     layers = LayersOptions(path=str(tmp_path / "trained"), dtype="float32", kv_cache_gb=0.001)
     assert isinstance(made(layers, target), ModelDrafter)
     assert isinstance(made(layers.model_copy(update={"target": str(folder)}), target), ModelDrafter)
-    assert isinstance(made(ChainOptions(proposer=NgramOptions(), verifier=layers), target), ChainDrafter)
     assert isinstance(made(CascadeOptions(members=(NgramOptions(), layers)), target), CascadeDrafter)
     save_scaling(TemperatureScaling((1.5,)), tmp_path / "trained" / CALIBRATION_FILE)
     assert isinstance(made(layers, target), CalibratedDrafter)
@@ -94,17 +90,21 @@ def test_a_chain_drafts_what_its_verifier_would_by_itself_and_is_as_sure_of_it(
     sampling = SamplingParams(max_tokens=200, temperature=temperature, seed=3, ignore_eos=True)
     prompts = {f"r{i}": tuple(range(20 + i, 50 + i)) for i in range(6)}
 
-    def drafts(options: DrafterOptions) -> list[Draft]:
-        drafter = make_drafter(DrafterConfig(name="d", options=options), target)
+    def drafts(options: DrafterOptions, proposer: DrafterOptions | None = None) -> list[Draft]:
+        below = [] if proposer is None else [DrafterConfig(name="below", options=proposer)]
+        drafter = make_led(DrafterConfig(name="d", options=options), below, target)
         for name, prompt in prompts.items():
             drafter.open(name, prompt, len(prompt), sampling)
+            if proposer is not None:
+                assert isinstance(drafter, Chaining)
+                assert drafter.lead(name, ("below",))
         return drafter.propose([Demand(name, 7) for name in prompts])
 
-    raw = drafts(ChainOptions(proposer=NgramOptions(), verifier=endless))
+    raw = drafts(endless, NgramOptions())
     save_scaling(TemperatureScaling((2.0, 0.5, 1.5)), trained / CALIBRATION_FILE)
     expected = drafts(alone)
     for proposer in (NgramOptions(), endless):
-        found = drafts(ChainOptions(proposer=proposer, verifier=alone))
+        found = drafts(alone, proposer)
         assert [draft.token_ids for draft in found] == [draft.token_ids for draft in expected]
         for draft, own in zip(found, expected, strict=True):
             assert draft.confidences == pytest.approx(own.confidences, rel=1e-4)
@@ -191,7 +191,7 @@ def test_another_tokenizer_is_refused_with_what_differs(
     with pytest.raises(IncompatibleTokenizer, match=reason):
         made(ModelOptions(model=str(other)), target_of(folder))
     with pytest.raises(IncompatibleTokenizer, match=reason):
-        made(ChainOptions(proposer=NgramOptions(), verifier=ModelOptions(model=str(other))), target_of(folder))
+        made(CascadeOptions(members=(NgramOptions(), ModelOptions(model=str(other)))), target_of(folder))
 
 
 def test_a_target_that_is_elsewhere_is_compared_by_its_fingerprint(folder: Path) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from cluster.config import (
     CascadeOptions,
-    ChainOptions,
     Config,
     DrafterConfig,
     DSparkOptions,
@@ -67,17 +66,17 @@ def test_auto_is_the_fastest_that_keeps_the_targets_weights(
 @pytest.mark.parametrize("machine", [("/usr/bin/cc", AVX2)], indirect=True)
 def test_a_launcher_chooses_for_target_and_drafters_at_any_depth(machine: None) -> None:
     model = ModelOptions(model="m")
-    chain = ChainOptions(proposer=NgramOptions(), verifier=LayersOptions(path="p"))
+    layers = LayersOptions(path="p")
     cascade = CascadeOptions(members=(NgramOptions(), DSparkOptions(path="p"), DSparkOptions(path="q", dtype="float32")))
-    everything = [NgramOptions(), model, chain, cascade]
+    everything = [NgramOptions(), model, layers, cascade]
     config = Config(drafters=tuple(DrafterConfig(name=f"d{i}", options=one) for i, one in enumerate(everything)))
     resolved = resolve_dtypes(config)
     assert resolved.target.dtype == "bfloat16"
-    _, of_model, of_chain, of_cascade = (drafter.options for drafter in resolved.drafters)
+    _, of_model, of_layers, of_cascade = (drafter.options for drafter in resolved.drafters)
     assert isinstance(of_model, ModelOptions)
     assert of_model.dtype == "bfloat16"
-    assert isinstance(of_chain, ChainOptions)
-    assert of_chain.verifier.dtype == "int8"
+    assert isinstance(of_layers, LayersOptions)
+    assert of_layers.dtype == "int8"
     assert isinstance(of_cascade, CascadeOptions)
     assert [getattr(member, "dtype", None) for member in of_cascade.members] == [None, "int8", "float32"]
     assert resolve_dtypes(resolved) == resolved

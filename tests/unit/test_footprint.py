@@ -8,7 +8,6 @@ import pytest
 
 from cluster.config import (
     CascadeOptions,
-    ChainOptions,
     DrafterConfig,
     DrafterOptions,
     DSparkOptions,
@@ -121,7 +120,6 @@ def test_a_drafter_takes_all_that_it_is_made_of(model: Path) -> None:
     large = ModelOptions(model=str(model), kv_cache_gb=0.02)
     both = of(small).weight_bytes + of(large).weight_bytes
     assert of(small).weight_bytes < of(large).weight_bytes
-    assert of(ChainOptions(proposer=small, verifier=large)).weight_bytes == both
     assert of(CascadeOptions(members=(NgramOptions(), small))).weight_bytes == of(small).weight_bytes
     assert of(large, DrafterConfig(name="small", options=small)).weight_bytes == both
     assert of(large).process_bytes == PROCESS_BYTES + TORCH_BYTES

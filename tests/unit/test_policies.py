@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from cluster.config import (
-    ChainOptions,
+    CascadeOptions,
     Config,
     DrafterConfig,
     EpsilonGreedyPolicy,
@@ -235,19 +235,20 @@ def test_the_pool_has_a_member_per_replica_and_orders_by_size() -> None:
     model = ModelOptions(model="x")
     config = Config(
         drafters=(
-            DrafterConfig(name="chain", options=ChainOptions(proposer=NgramOptions(), verifier=model)),
+            DrafterConfig(name="cascade", options=CascadeOptions(members=(NgramOptions(), model))),
             DrafterConfig(name="model", options=model, replicas=2, capacity=7),
             DrafterConfig(name="ngram", options=NgramOptions()),
         )
     )
     pool = build_pool(config)
     assert [(member.name, member.capacity) for member in pool] == [
-        ("chain", 64),
+        ("cascade", 64),
         ("model", 7),
         ("model/1", 7),
         ("ngram", 64),
     ]
-    assert [drafter_of(member.name) for member in sorted(pool, key=lambda m: m.cost)] == ["ngram", "model", "model", "chain"]
+    by_cost = sorted(pool, key=lambda member: member.cost)
+    assert [drafter_of(member.name) for member in by_cost] == ["ngram", "cascade", "model", "model"]
 
 
 def test_a_table_changes_its_version_only_when_it_must() -> None:

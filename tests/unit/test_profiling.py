@@ -9,7 +9,6 @@ import pytest
 from benchmarks.profile import result
 from cluster.config import (
     CascadeOptions,
-    ChainOptions,
     ClusterConfig,
     Config,
     DrafterConfig,
@@ -180,7 +179,7 @@ def config(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
         target=TargetConfig(device="cpu", dtype="float32", kv_cache_gb=0.05, resources=Resources(threads=1)),
         drafters=(
             DrafterConfig(name="small", options=small, max_draft_len=4),
-            DrafterConfig(name="chained", options=ChainOptions(proposer=SuffixOptions(), verifier=small), max_draft_len=4),
+            DrafterConfig(name="lookup", options=SuffixOptions(), max_draft_len=4),
             DrafterConfig(name="all", options=CascadeOptions(members=(NgramOptions(), blocks)), max_draft_len=4),
         ),
         cluster=ClusterConfig(state=FileStateConfig(folder=folder / "state")),
@@ -193,7 +192,7 @@ def test_what_was_measured_is_what_serving_reads(config: Config, capsys: pytest.
 
     assert stored_profile(config) is None
     profile = measure_profile(config, LEAST)
-    assert {drafter.label for drafter in profile.drafters.values()} == {"small", "chained", "all.0-ngram", "all.1-dspark"}
+    assert {drafter.label for drafter in profile.drafters.values()} == {"small", "lookup", "all.0-ngram", "all.1-dspark"}
     assert {"unix_1kb", "grpc_1kb"} <= set(profile.transport)
     assert all(surface.fit.form in FORMS for surface in surfaces(profile).values())
     figures = result(profile).figures
@@ -208,7 +207,7 @@ def test_what_was_measured_is_what_serving_reads(config: Config, capsys: pytest.
     _, _, cost = load_target(config, profile=profile)
     assert isinstance(cost, OnlineCost)
     assert cost.step_s(1, 0) == pytest.approx(profile.step.fit.at(1, 0))
-    assert set(pool_costs(config, cost)) == {"small", "chained", "all"}
+    assert set(pool_costs(config, cost)) == {"small", "lookup", "all"}
     assert cost.catch_up_s("small", 16) is not None
 
 

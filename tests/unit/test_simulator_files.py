@@ -114,7 +114,7 @@ def test_a_pool_is_recorded_on_the_answers_of_a_model(tmp_path: Path, monkeypatc
     path = tmp_path / "r.npz"
     result = record.run(BenchOptions(quick=True, model=str(target), recording=path))
     found = read_recording(path)
-    assert set(found.header.drafters) == {"ngram", "suffix", "table", "layers-2", "cascade", "chain"}
+    assert set(found.header.drafters) == {"ngram", "suffix", "table", "layers-2", "cascade"}
     assert result.figures["num_requests"] == len(found) == 4
     right = found.right[found.header.drafters.index("layers-2")]
     assert (right > 0).mean() > 0.5, "the drafter is the model itself"

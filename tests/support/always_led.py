@@ -1,0 +1,30 @@
+"""A drafter of a chain whose requests are all led by the same proposers: a ``Drafter`` for contract tests."""
+
+from collections.abc import Sequence
+
+from cluster.types import SamplingParams
+from drafters.protocol import Chaining, Demand, Draft
+
+
+class AlwaysLed:
+    """``drafter`` behind ``proposers``, smallest first."""
+
+    def __init__(self, drafter: Chaining, proposers: Sequence[str]) -> None:
+        self._drafter = drafter
+        self._proposers = tuple(proposers)
+
+    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+        self._drafter.open(request_id, token_ids, prompt_len, sampling)
+        assert self._drafter.lead(request_id, self._proposers)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self._drafter.extend(request_id, token_ids)
+
+    def propose(self, demands: Sequence[Demand]) -> list[Draft]:
+        return self._drafter.propose(demands)
+
+    def release(self, request_id: str) -> None:
+        self._drafter.release(request_id)
+
+    def check_integrity(self) -> None:
+        self._drafter.check_integrity()
