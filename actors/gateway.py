@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from actors.dialer import Dialer
@@ -87,7 +87,7 @@ class LinkClient:
     def is_linked(self) -> bool:
         return bool(self._links)
 
-    async def generate(self, request: Request) -> AsyncIterator[Commit]:
+    async def generate(self, request: Request) -> AsyncGenerator[Commit, None]:
         refused_by: set[Link] = set()
         while True:
             stream = self._submit(request, refused_by)

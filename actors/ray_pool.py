@@ -175,7 +175,8 @@ class RaySpawner:
 
 def _actor(kind: type, **options: Any) -> Any:
     """Ray never restarts these by itself: the supervisor does, by one policy."""
-    remote = ray.remote(concurrency_groups=WAITING)(kind)
+    options_of_class: dict[str, Any] = {"concurrency_groups": WAITING}  # which Ray's stubs do not know
+    remote: Any = ray.remote(**options_of_class)(kind)
     return remote.options(max_restarts=0, max_concurrency=NUM_THREADS, **options)
 
 

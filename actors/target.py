@@ -86,7 +86,7 @@ class TargetActor(LoopActor[TargetInfo]):
         self._engine, self._model, cost, companions = in_own_thread(
             lambda: load_with_companions(config, stored_profile(config), remembers=True)
         )
-        self._draft_costs = lambda: pool_costs(config, cost)
+        self._draft_costs: Callable[[], Mapping[str, float]] = lambda: pool_costs(config, cost)
         self._member_costs = member_costs(config, cost)
         self._cost = cost
         self._loop = TargetLoop(

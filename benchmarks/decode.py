@@ -81,9 +81,8 @@ def run(options: BenchOptions) -> BenchResult:
     rivals.clear()
     peers = _transformers(folder)
     for batch in BATCHES:
-        kind, peer = _fastest(
-            peers, lambda peer, batch=batch: _generate(peer, model.config.vocab_size, batch, _TRIAL_TOKENS)
-        )
+        trial = partial(_generate, vocab_size=model.config.vocab_size, batch=batch, num_new_tokens=_TRIAL_TOKENS)
+        kind, peer = _fastest(peers, trial)
         ours, theirs = _speeds(model, peer, batch, effort)
         figures[f"speedup_over_transformers.batch_{batch}"] = ours / theirs
         speed_rows.append((batch, ours, theirs, kind, ours / theirs))
@@ -278,7 +277,7 @@ def _transformers(folder: Path) -> dict[str, Any]:
     return {name: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval() for name, dtype in dtypes.items()}
 
 
-def _elapsed_s(work: Callable[[], None]) -> float:
+def _elapsed_s(work: Callable[[], object]) -> float:
     start_s = time.perf_counter()
     work()
     return time.perf_counter() - start_s

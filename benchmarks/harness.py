@@ -20,6 +20,7 @@ from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeLimits, NativeTarget
 from router.cost_model import TableCost
+from router.plan import SequenceView
 from router.planner import Planner, PlannerSettings, StepPlanner
 
 TEMPERATURES = (0.0, 0.8)
@@ -102,7 +103,7 @@ class Rig:
         if circumstances.preempt:
             planner = Midway(planner, self._max_tokens // 2, every_second)
         elif circumstances.kill is not None:
-            planner = Midway(planner, self._max_tokens // 2, lambda _: half_done.set() or ())
+            planner = Midway(planner, self._max_tokens // 2, _setting(half_done))
         with (
             EmbeddedCluster(engine, self._info, PRECIOUS_PASSES, pool, planner, table) as cluster,
             _killer(cluster, circumstances, capacity, half_done),
@@ -164,3 +165,13 @@ def _killer(
     finally:
         half_done.set()
         thread.join()
+
+
+def _setting(event: threading.Event) -> Callable[[Sequence[SequenceView]], Sequence[SequenceView]]:
+    """Preempts nobody; sets ``event``."""
+
+    def preempted(_: Sequence[SequenceView]) -> Sequence[SequenceView]:
+        event.set()
+        return ()
+
+    return preempted

@@ -46,7 +46,7 @@ def lost(before: dict[str, set[psutil.Process]], killed: set[psutil.Process]) ->
 def target_address(server: ServerProcess) -> str:
     """Where the target listens: its only unix socket of that name."""
     (target,) = server.workers("TargetActor")
-    paths = {connection.laddr for connection in target.net_connections("unix") if connection.laddr}
+    paths = {str(connection.laddr) for connection in target.net_connections("unix") if connection.laddr}
     return next(f"unix://{path}" for path in sorted(paths) if path.endswith("target-0.sock"))
 
 

@@ -7,7 +7,7 @@ scenario is held against the plain one, token by token (DESIGN idea 1).
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
@@ -104,8 +104,8 @@ def scenarios(rig: Rig, model: str) -> Mapping[str, Circumstances]:
     def cut(num_kept: Callable[[Sequence[int]], int]) -> Callable[[], Mapping[str, Drafter]]:
         return lambda: {SELF: Cut(make(own), num_kept)}
 
-    def alone(config: DrafterConfig, **more: bool) -> Circumstances:
-        return Circumstances(companions=(config,), **more) if config.is_companion else Circumstances(pool(config), **more)
+    def alone(config: DrafterConfig) -> Circumstances:
+        return Circumstances(companions=(config,)) if config.is_companion else Circumstances(pool(config))
 
     others = beyond_defaults(model)
     rng = random.Random(0)
@@ -120,7 +120,7 @@ def scenarios(rig: Rig, model: str) -> Mapping[str, Circumstances]:
         "drafter killed": Circumstances(mixed, kill=half.name, successor=lambda: rig.make(half)),
         "half preempted": Circumstances(mixed, prefix_cache=False, preempt=True),
         **{
-            f"half preempted, {config.name}": alone(config, prefix_cache=False, preempt=True)
+            f"half preempted, {config.name}": replace(alone(config), prefix_cache=False, preempt=True)
             for config in others
             if config.is_companion
         },

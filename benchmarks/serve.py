@@ -13,7 +13,7 @@ from rich.console import Console
 from actors.router import RouterActor
 from actors.threads import set_threads
 from benchmarks.load import Answer, Ask, HttpTarget, ask_engine, run_streams, tokens_per_s
-from benchmarks.report import BenchOptions, BenchResult, Table, describe_environment
+from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
 from benchmarks.server import ServerProcess
 from cluster.client import EngineClient
 from cluster.config import ApiConfig, Config, ModelConfig
@@ -203,7 +203,7 @@ def _result(
         "http.cpu_ms_per_token": sum(ms for name, ms in cpu_ms.items() if name != IN_PROCESS),
         "in_process.cpu_ms_per_token": cpu_ms[IN_PROCESS],
     }
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for name, side in (("http", 0), ("in_process", 1)):
         answers = [answer for pair in pairs for answer in pair[side]]
         tpots_s = [a.tpot_s for a in answers if a.tpot_s is not None]

@@ -103,7 +103,8 @@ async def _switch(cluster: EmbeddedCluster, request: Request, version: int, scor
         return RoutingTable(version + number, {request.id: chain}, (chain,), max_draft_len=DRAFT_LEN, scorers=scorers)
 
     cluster.loop.publish_table(table(1, FROM))
-    num_tokens, switched, told_s = 0, False, []
+    num_tokens, switched = 0, False
+    told_s: list[float] = []
     arrived_s: list[float] = []
     stream = cluster.client.generate(request)
     async for commit in stream:

@@ -136,7 +136,7 @@ def connect(config: Config, folder: Path) -> DeployedCluster:
     level = os.environ.get(CPU_VARIABLE)
     runtime_env = {"env_vars": {CPU_VARIABLE: level}} if level else None  # for the actors on all nodes
     try:
-        ray.init(address=address, namespace=namespace, logging_level="ERROR", runtime_env=runtime_env)
+        ray.init(address=address, namespace=namespace, logging_level=logging.ERROR, runtime_env=runtime_env)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise LaunchError(f"no Ray cluster answers at {address} (cluster.ray_address): {error}") from error
     return DeployedCluster(config, folder, None)

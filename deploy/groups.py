@@ -131,7 +131,7 @@ def as_made(plan: PlacementPlan, groups: Mapping[str, PlacementGroup]) -> Placem
 
 def _make(group: Group) -> PlacementGroup:
     labels: list[Mapping[str, str]] = [bundle.node_labels for bundle in group.bundles]
-    return placement_group(
+    made: PlacementGroup = placement_group(
         [
             {key: share for key, share in (("CPU", b.cpus), ("GPU", b.gpus)) if share} or {"CPU": SMALLEST_SHARE}
             for b in group.bundles
@@ -140,3 +140,4 @@ def _make(group: Group) -> PlacementGroup:
         name=group.name,
         bundle_label_selector=[dict(one) for one in labels] if any(labels) else None,
     )
+    return made

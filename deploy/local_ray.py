@@ -1,6 +1,7 @@
 """A Ray cluster of this machine alone, in a folder of its own, that ends without a trace."""
 
 import fcntl
+import logging
 import os
 import resource
 import secrets
@@ -181,7 +182,7 @@ def start(folder: Path, namespace: str, **options: Any) -> LocalRay:
             namespace=namespace,
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             _temp_dir=str(folder / "ray"),
             **options,
         )

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from fastapi import FastAPI
@@ -105,7 +106,7 @@ def build_asgi_app(gateway: Gateway, client: LinkClient) -> FastAPI:
 
 def build_application(gateway: Gateway) -> serve.Application:
     settings = ApiSettings.from_config(gateway.config.api)
-    deployment = serve.deployment(
+    deployment: Any = serve.deployment(
         serve.ingress()(ApiReplica),
         name="api",
         num_replicas=1,
@@ -116,7 +117,8 @@ def build_application(gateway: Gateway) -> serve.Application:
         health_check_period_s=5,
         ray_actor_options={"num_cpus": API_CPUS},
     )
-    return deployment.bind(gateway)
+    application: serve.Application = deployment.bind(gateway)
+    return application
 
 
 def run_application(gateway: Gateway) -> None:

@@ -176,14 +176,15 @@ def _processes(drafters: tuple[DrafterStatus, ...]) -> Table:
     table = _table("drafter", "kind", "restarts", "loads", "memory", "device")
     for drafter in drafters:
         counted = drafter.num_bytes is not None
-        loaded = drafter.device is not None and bool(drafter.num_bytes)
+        memory = f"{drafter.num_bytes / 2**30:.2f} GB" if drafter.device and drafter.num_bytes else UNKNOWN
+        device = drafter.device.rpartition("/")[2] if drafter.device and drafter.num_bytes else UNKNOWN
         table.add_row(
             Text(drafter.name),
             drafter.kind,
             f"{drafter.num_restarts}",
             f"{drafter.num_loads}" if counted else UNKNOWN,
-            f"{drafter.num_bytes / 2**30:.2f} GB" if loaded else UNKNOWN,
-            drafter.device.rpartition("/")[2] if loaded else UNKNOWN,
+            memory,
+            device,
         )
     return table
 

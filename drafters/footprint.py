@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from cluster.config import (
     CascadeOptions,
@@ -267,7 +268,7 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     try:
         with file.open("rb") as opened:
             (size,) = struct.unpack("<Q", opened.read(8))
-            raw = json.loads(opened.read(size)) if size <= _MAX_HEADER else None
+            raw: Any = json.loads(opened.read(size)) if size <= _MAX_HEADER else None
         return {name: (one["dtype"], tuple(one["shape"])) for name, one in raw.items() if name != "__metadata__"}
     except (OSError, struct.error, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelUnavailable(f"{file} is not a whole safetensors file ({error}); prepare the model again") from error

@@ -35,7 +35,7 @@ def generate(
     try:
         while True:
             room = itertools.islice(pending, max_in_flight - len(live))
-            fresh = tuple(itertools.takewhile(lambda request: request is not None, room))
+            fresh = tuple(_until_none(room))
             if fresh:
                 live.update((request.id, (request, [])) for request in fresh)
                 link.send(SubmitRound(submits=fresh))
@@ -59,3 +59,10 @@ def generate(
             engine.release(request_id)
         link.close()
         listener.close()
+
+
+def _until_none(requests: Iterable[Request | None]) -> Iterator[Request]:
+    for request in requests:
+        if request is None:
+            return
+        yield request

@@ -118,5 +118,7 @@ def _rewrite(
                 return [rewritten(item) for item in value]
         return value
 
-    changed = [{name: item if name == "role" else change(item) for name, item in one.items()} for one in messages]
+    changed: list[Mapping[str, str]] = [
+        {name: item if name == "role" else change(item) for name, item in one.items()} for one in messages
+    ]
     return changed, replace(options, variables={name: rewritten(item) for name, item in options.variables.items()})

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from drafters.dspark.network import DSparkNetwork
+from drafters.dspark.network import DSparkLayer, DSparkNetwork
 from engine.factory import make_ops
 from engine.kv_cache import KvCache
 from engine.layout import Layout, PackedSpan, lay_out
@@ -50,17 +50,18 @@ class Backbone:
         self._frequencies = torch.tensor(inverse_frequencies(shape))
         self._fc = self._linear(network.fc, uneven=True)
         self._hidden_norm = self._norm(network.hidden_norm)
-        layers = list(network.layers)
+        layers = [layer for layer in network.layers if isinstance(layer, DSparkLayer)]
         self._context_kv = self._linear(*(part for x in layers for part in (x.self_attn.k_proj, x.self_attn.v_proj)))
         self._layers = [self._fused(layer) for layer in layers]
         self._final_norm = self._norm(network.norm)
         self._embedding = network.embed_tokens.weight.detach().to(device)
-        self._anchor_input = None
+        self._anchor_input: tuple[Linear, ...] | None = None
         if network.anchor_input is not None:
             reduce = network.anchor_input.reduce
-            is_reduced = isinstance(reduce, torch.nn.Linear)
-            maps = self._linear(network.anchor_input.maps, uneven=not is_reduced)
-            self._anchor_input = (self._linear(reduce, uneven=True), maps) if is_reduced else (maps,)
+            if isinstance(reduce, torch.nn.Linear):
+                self._anchor_input = (self._linear(reduce, uneven=True), self._linear(network.anchor_input.maps))
+            else:
+                self._anchor_input = (self._linear(network.anchor_input.maps, uneven=True),)
 
     def new_cache(self, num_blocks: int) -> KvCache:
         return KvCache.allocate(self.config.shape, num_blocks, self.dtype, self.device)
@@ -115,7 +116,7 @@ class Backbone:
             x = product(x)
         return embedded.float() + x.float().view(embedded.shape)
 
-    def _fused(self, layer: torch.nn.Module) -> _Layer:
+    def _fused(self, layer: DSparkLayer) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         norms = None
         if self.config.shape.qk_norm:
@@ -139,7 +140,7 @@ class Backbone:
         return self._ops.linear(LinearWeight(weight, bias, uneven))
 
     def _norm(self, norm: torch.nn.Module) -> Tensor:
-        return norm.weight.detach().float().to(self.device)
+        return norm.get_parameter("weight").detach().float().to(self.device)
 
 
 def _each_row_at_the_end(layout: Layout, block_size: int) -> Layout:

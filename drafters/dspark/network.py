@@ -29,15 +29,18 @@ class DSparkNetwork(nn.Module):
         config: its shape; parameters are initialised as usual, ``checkpoint.load_network`` fills them.
     """
 
+    _frequencies: Tensor
+    _rows: Tensor
+
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.config = config
         shape = config.shape
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size).requires_grad_(False)
-        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_layers))
-        self.norm = _RmsNorm(shape.hidden_size, shape.norm_eps)
+        self.layers = nn.ModuleList(DSparkLayer(shape) for _ in range(shape.num_layers))
+        self.norm = RmsNorm(shape.hidden_size, shape.norm_eps)
         self.fc = nn.Linear(config.feature_size, shape.hidden_size, bias=config.fc_bias)
-        self.hidden_norm = _RmsNorm(shape.hidden_size, shape.norm_eps)
+        self.hidden_norm = RmsNorm(shape.hidden_size, shape.norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, config.num_outputs, bias=False).requires_grad_(False)
         self.markov_head: MarkovHead | None = MARKOV_HEADS[config.markov_kind](config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.has_confidence else None
@@ -143,7 +146,7 @@ def markov_rows(config: DSparkConfig) -> Tensor:
     return rows
 
 
-class _RmsNorm(nn.Module):
+class RmsNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -195,8 +198,8 @@ class _Attention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden_size, shape.kv_size, bias=shape.qkv_bias)
         self.v_proj = nn.Linear(shape.hidden_size, shape.kv_size, bias=shape.qkv_bias)
         self.o_proj = nn.Linear(shape.q_size, shape.hidden_size, bias=shape.out_bias)
-        self.q_norm = _RmsNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
-        self.k_norm = _RmsNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
+        self.q_norm = RmsNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
+        self.k_norm = RmsNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
 
     def forward(
         self, x: Tensor, context: Tensor, at: tuple[_Rotation, _Rotation], parts: Sequence[_Part], anchors: Tensor
@@ -247,13 +250,13 @@ class _Mlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class _Layer(nn.Module):
+class DSparkLayer(nn.Module):
     def __init__(self, shape: ModelConfig) -> None:
         super().__init__()
         self.self_attn = _Attention(shape)
         self.mlp = _Mlp(shape)
-        self.input_layernorm = _RmsNorm(shape.hidden_size, shape.norm_eps)
-        self.post_attention_layernorm = _RmsNorm(shape.hidden_size, shape.norm_eps)
+        self.input_layernorm = RmsNorm(shape.hidden_size, shape.norm_eps)
+        self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.norm_eps)
 
     def forward(
         self, x: Tensor, context: Tensor, at: tuple[_Rotation, _Rotation], parts: Sequence[_Part], anchors: Tensor

@@ -34,6 +34,11 @@ class DSparkStudent(nn.Module):
         mean, std: of the features, fp32 [feature_size].
     """
 
+    mean: Tensor
+    std: Tensor
+    places: Tensor
+    weights: Tensor
+
     def __init__(self, config: DSparkConfig, rows: Rows, mean: Tensor, std: Tensor) -> None:
         super().__init__()
         self.config = config
@@ -200,6 +205,7 @@ def _set_anchor_input(network: DSparkNetwork, maps: Tensor, moments: _Moments) -
     weight, bias = flat[:-1], flat[-1]
     rank = network.config.anchor_input_rank
     module = network.anchor_input
+    assert module is not None
     module.maps.bias.copy_(bias)
     if rank is None:
         module.maps.weight.copy_(weight.T)
@@ -209,7 +215,7 @@ def _set_anchor_input(network: DSparkNetwork, maps: Tensor, moments: _Moments) -
         _, _, vectors = torch.svd_lowrank(moments.spread() @ flat, q=rank, niter=2)
     reduce = (weight @ vectors).T  # [rank, n]
     scale = reduce.norm(dim=1, keepdim=True).clamp_min(1e-6)  # rows of unit length suit the optimiser
-    module.reduce.weight.copy_(reduce / scale)
+    module.reduce.get_parameter("weight").copy_(reduce / scale)
     module.maps.weight.copy_(vectors * scale.T)
 
 
@@ -270,5 +276,5 @@ def _copy_layers(network: DSparkNetwork, target: FrozenTarget) -> None:
         network.layers, read_layers(target.folder, range(num_target - num_own, num_target)), strict=True
     ):
         layer.load_state_dict(weights, strict=False)
-        nn.init.zeros_(layer.self_attn.o_proj.weight)
-        nn.init.zeros_(layer.mlp.down_proj.weight)
+        nn.init.zeros_(layer.get_submodule("self_attn.o_proj").get_parameter("weight"))
+        nn.init.zeros_(layer.get_submodule("mlp.down_proj").get_parameter("weight"))

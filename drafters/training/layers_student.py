@@ -22,6 +22,9 @@ class LayersStudent(nn.Module):
     vocabulary: of its head, ascending token ids; None: the whole one.
     """
 
+    head: Tensor
+    places: Tensor
+
     def __init__(self, folder: Path, indices: Sequence[int], rows: Rows, vocabulary: Tensor | None) -> None:
         from transformers import AutoConfig, AutoModel
 

@@ -76,7 +76,9 @@ def distillation(
     """
     scale = weights / weights.sum()
     annealed = min(1.0, progress / ANNEALED_UNTIL)
-    total, cross_entropy, acceptance = _Distillation.apply(logits, target, places, scale, annealed)
+    total, cross_entropy, acceptance = _Distillation.apply(  # type: ignore[no-untyped-call]
+        logits, target, places, scale, annealed
+    )
     # |p - q|_1 over all tokens is 2 (1 - sum of minima), for outside the vocabulary q is 0.
     variation = 2.0 * (scale * (1.0 - acceptance)).sum()
     confidence = logits.new_zeros((), dtype=torch.float32)

@@ -13,7 +13,7 @@ def fold(network: DSparkNetwork, mean: Tensor, std: Tensor) -> None:
     the means are taken out: some features have means far from zero, which would turn the rounding into an error of the
     bias."""
     network.fc.weight.copy_(quantise(network.fc.weight / std, uneven=True).dequantised())
-    network.fc.bias -= network.fc.weight @ mean
+    network.fc.bias.sub_(network.fc.weight @ mean)
     first = _first_map(network)
     if first is not None:
         first.weight[:, : len(std)] /= std
@@ -25,7 +25,7 @@ def fold(network: DSparkNetwork, mean: Tensor, std: Tensor) -> None:
 def unfold(network: DSparkNetwork, mean: Tensor, std: Tensor) -> None:
     """The inverse of ``fold`` for a network that was loaded, so is rounded already; of any standardisation, also of another
     than was folded in."""
-    network.fc.bias += network.fc.weight @ mean
+    network.fc.bias.add_(network.fc.weight @ mean)
     network.fc.weight *= std
     first = _first_map(network)
     if first is not None:
@@ -46,4 +46,4 @@ def _shift(network: DSparkNetwork, first: nn.Linear, mean: Tensor, sign: float) 
     module = network.anchor_input
     assert module is not None
     shift = first.weight[:, : len(mean)] @ mean
-    module.maps.bias += sign * (shift if first is module.maps else quantise(module.maps.weight).dequantised() @ shift)
+    module.maps.bias.add_(sign * (shift if first is module.maps else quantise(module.maps.weight).dequantised() @ shift))

@@ -9,6 +9,7 @@ from drafters.training.evaluation import Acceptance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _SIZE = (9.0, 3.6)  # inches
 _DPI = 110
@@ -47,7 +48,7 @@ def plot_acceptance(found: Sequence[Acceptance], path: Path) -> None:
     figure.savefig(path, dpi=_DPI)
 
 
-def _figure(num: int) -> "tuple[object, list[Axes]]":
+def _figure(num: int) -> "tuple[Figure, list[Axes]]":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

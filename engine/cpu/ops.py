@@ -3,6 +3,7 @@ everything else is in ``attention.c`` and ``kernels.c``."""
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -156,7 +157,7 @@ class CpuOps:
         return ctypes.byref(shape)
 
 
-_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
+_TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
 
 
 def _function(function: "ctypes._FuncPointer", signature: str) -> "ctypes._FuncPointer":

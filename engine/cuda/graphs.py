@@ -8,6 +8,7 @@ number of rows serves every mixture of decode rows and verify spans.
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ class GraphedModel(CausalModel):
         super().__init__(config, weights, ops, dtype, device)
         # (padded rows, address of the keys, layers whose hidden states are wanted) -> graph
         self._graphs: dict[tuple[int, int, tuple[int, ...]], _Captured] = {}
-        self._pool: tuple[int, int] | None = None  # of memory, shared by all graphs: one runs at a time
+        self._pool: Any = None  # of memory, shared by all graphs: one runs at a time
 
     @torch.inference_mode()
     def forward_with_hidden_states(self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]) -> Outputs:
@@ -90,9 +91,7 @@ class GraphedModel(CausalModel):
         return _Captured(buffer, width, graph, hidden, features, cache)
 
 
-def record(
-    compute: Callable[[], Outputs], device: torch.device, pool: tuple[int, int] | None
-) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+def record(compute: Callable[[], Outputs], device: torch.device, pool: Any) -> tuple[torch.cuda.CUDAGraph, Outputs]:
     """Captures what ``compute`` launches; returns the graph and the tensors that a replay writes.
 
     Other threads may use the device meanwhile: the capture restricts only its own thread.

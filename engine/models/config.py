@@ -185,7 +185,7 @@ def _max_len(raw: Mapping[str, Any]) -> int:
         or bool(raw.get("use_sliding_window", False))
         or "sliding_attention" in (raw.get("layer_types") or ())
     )
-    return min(max_len, int(window)) if slides else max_len
+    return min(max_len, int(window)) if slides and window is not None else max_len
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[float, ...]:

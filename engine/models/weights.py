@@ -148,7 +148,7 @@ class SafetensorsFolder:
         file = self._file_of.get(name)
         if file is None:
             raise ModelUnavailable(f"{self._folder}: no tensor {name} in its safetensors files")
-        tensor = file.get_tensor(name)
+        tensor: torch.Tensor = file.get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise ModelUnavailable(f"{self._folder}: tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
         return tensor
@@ -181,7 +181,8 @@ class SafetensorsFolder:
         if not path.is_file():
             raise ModelUnavailable(f"{path} is missing: the folder holds no safetensors weights, or half of them")
         try:
-            return stack.enter_context(safe_open(path, framework="pt"))
+            opened: safe_open = stack.enter_context(safe_open(path, framework="pt"))
+            return opened
         except SafetensorError as error:
             raise ModelUnavailable(f"{path} is not a whole safetensors file ({error}); prepare the model again") from error
 
