@@ -1,6 +1,7 @@
 """A target replica as a process: the round on a thread of its own, links on others, and a few questions answered beside."""
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -94,6 +95,7 @@ class TargetActor(LoopActor[TargetInfo]):
             self._model,
             self._mailbox,
             cost,
+            time.monotonic,
             StepPlanner.of(config),
             first_table(config),
             companions=[companion.loop for companion in companions],
@@ -103,7 +105,7 @@ class TargetActor(LoopActor[TargetInfo]):
         link_companions(companions, self._mailbox, hello)
         self._listener = listen(self._address, self._mailbox, hello)
         # When the round ends the links go, too, so that nobody waits for this target.
-        return LoopThread(f"target {name}", self._loop, self._mailbox.wake, on_end=self._listener.close)
+        return LoopThread(f"target {name}", self._loop.run, self._mailbox.wake, on_end=self._listener.close)
 
     def _info(self) -> TargetInfo:
         from cluster.transport.factory import as_seen_from_elsewhere

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from cluster.errors import OutOfBlocks
@@ -46,6 +46,16 @@ class Companion(Protocol):
         """Returns whether there was anything to do: if so, it is called again at once."""
 
 
+@dataclass(slots=True)
+class PendingPass:
+    """A round between its two halves. ``execute`` fills in what the engine computes, and since when."""
+
+    plan: StepPlan
+    began_s: float
+    spans: list[SpanInput] = field(default_factory=list)
+    pass_began_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class _Decoded:
     """Of a round: when it began, the tokens that it decoded, and the seconds that prompts took in its pass."""
@@ -58,11 +68,12 @@ class _Decoded:
 class TargetLoop:
     """Owns a target, its sequences, and its ends of the links to drafters and gateways.
 
-    ``step`` is to be called by one thread (``run`` does); ``publish_table``, ``drain``, ``status``, ``requests``,
-    ``take_observations``, ``take_scores`` and ``take_levels`` by any. Time comes in as data, so that a simulation can step
-    it.
+    One thread calls ``step`` (``run`` does); any thread may call ``publish_table``, ``drain``, ``status``, ``requests``,
+    ``take_observations``, ``take_scores`` and ``take_levels``. A simulation on a virtual clock calls the parts of ``step``
+    itself: ``begin`` and ``execute`` when a round begins, ``finish`` and ``draft`` when its pass has taken its time.
 
     Args:
+        clock: monotonic, in seconds; read when a pass begins and ends, and around what colocated drafters do.
         companions: drafters linked to ``mailbox`` as any others, stepped at the end of each round on this thread, when what
             was committed has been sent to them: what they read of the engine is then exactly what is committed, and their
             proposals are there before the next round. One whose drafts save less time than making them takes is told
@@ -76,10 +87,10 @@ class TargetLoop:
         model: ModelInfo,
         mailbox: Mailbox,
         cost: CostModel,
+        clock: Clock,
         planner: Planner | None = None,
         table: RoutingTable | None = None,
         max_waiting: int = 1024,
-        clock: Clock | None = None,
         companions: Sequence[Companion] = (),
         proposers: Mapping[str, Collection[str]] | None = None,
     ) -> None:
@@ -151,20 +162,19 @@ class TargetLoop:
 
     # ---- the loop's own thread
 
-    def run(self, stop: threading.Event, clock: Clock) -> None:
+    def run(self, stop: threading.Event) -> None:
         """Steps until stopped. Whatever the engine raises ends every request with an error and is raised on."""
-        self.run_on(stop, clock)
+        self.run_resumably(stop)
         self.fail_all("the target stops")
 
-    def run_on(self, stop: threading.Event, clock: Clock) -> None:
-        """As ``run``, but when stopped it leaves requests under way as they are, for a thread that runs it later."""
-        self._clock = clock
+    def run_resumably(self, stop: threading.Event) -> None:
+        """As ``run``, but requests under way stay as they are, for a thread that runs the loop later."""
         self._last_round = None
         try:
             while not stop.is_set():
-                report = self.step(clock())
+                report = self.step(self._clock())
                 if not report.executed:
-                    wait_s = IDLE_WAIT_S if report.wake_s is None else max(0.0, report.wake_s - clock())
+                    wait_s = IDLE_WAIT_S if report.wake_s is None else max(0.0, report.wake_s - self._clock())
                     self.mailbox.wait(min(wait_s, IDLE_WAIT_S))
         except BaseException as error:
             self.fail_all(f"the target failed: {type(error).__name__}: {error}")
@@ -181,13 +191,64 @@ class TargetLoop:
         self._flush()
 
     def step(self, now_s: float) -> StepReport:
-        """Mail, plan, one pass, the word spread of what it committed, and the companions' drafts on top of that."""
-        report = self._round(now_s)
+        """One round: take mail, plan, execute one pass, publish the commits, let colocated drafters draft on top of them."""
+        begun = self.begin(now_s)
+        if isinstance(begun, StepReport):
+            self.draft(None, now_s)
+            return begun
+        outcomes = self.execute(begun)
+        self.finish(begun, outcomes, self._clock())
+        self.draft(begun, now_s)
+        return StepReport(executed=True)
+
+    def begin(self, now_s: float) -> PendingPass | StepReport:
+        """The first half of a round: mail and plan. A report instead of a pass: there is nothing to compute now."""
+        self._pool.follow(self._newest_table)
+        self._take_mail(now_s)
+        self._unread_since_s = None
+        if not self._sequences:
+            self._last_round = None
+            self._flush()
+            return StepReport(executed=False)
+        capacity = self._engine.capacity()
+        plan = self._planner.plan(self._sequences.views(), self._pool.views(), capacity, self._cost, now_s)
+        self._note_holds(plan, now_s)
+        if plan.is_empty:
+            self._last_round = None
+            self._flush()
+            return StepReport(executed=False, wake_s=plan.wake_s)
+        self._unread_since_s = now_s
+        return PendingPass(plan, began_s=now_s)
+
+    def finish(self, begun: PendingPass, outcomes: Sequence[SpanOutcome], end_s: float) -> None:
+        """The second half of a round, after its pass: commit, tell drafters and gateways, record what the pass took."""
+        spans = begun.spans
+        pass_s = self._pass_s = end_s - begun.pass_began_s
+        if self._learning is not None and spans:
+            self._learn(self._learning, spans, pass_s)
+        last_round, self._last_round = self._last_round, None
+        num_sampled = sum(span.samples for span in spans) if self._companions else 0
+        if num_sampled:
+            self._pool.choose(num_sampled)
+        commits = self._apply(spans, outcomes, end_s)
+        if num_sampled:
+            if last_round is not None:
+                self._pace.note(last_round.num_tokens, begun.began_s - last_round.began_s - last_round.prompts_s)
+            self._weigh(spans, commits)
+            self._last_round = self._decoded(spans, commits, begun.began_s)
+        self.telemetry.record(sum(len(s.token_ids) for s in spans), commits, end_s - begun.began_s, end_s)
+        self._flush()
+        if not self._sequences:
+            self._engine.check_integrity()
+            self.telemetry.idle()
+
+    def draft(self, finished: PendingPass | None, now_s: float) -> None:
+        """Lets each colocated drafter follow the commits and draft. ``finished``: the pass of this round, if it had one."""
         drafting_s = 0.0
         for companion in tuple(self._companions):
             if not self._pool.is_asked(companion.name):
                 continue
-            start_s = self._clock() if self._clock is not None else now_s
+            start_s = self._clock()
             try:
                 while companion.step(now_s):
                     pass
@@ -195,47 +256,12 @@ class TargetLoop:
                 logger.exception("drafter %s failed, and is left out from now on", companion.name)
                 self._companions.remove(companion)
                 self._pool.leave_out(companion.name, f"{type(error).__name__}: {error}")
-            if self._clock is not None and report.executed:
-                self._pool.drafted(companion.name, self._clock() - start_s)
-                drafting_s += self._clock() - start_s
-        if self._companions and self._clock is not None and report.executed:
-            self._pool.handled(self._clock() - now_s - self._pass_s - drafting_s)
-        return report
-
-    def _round(self, now_s: float) -> StepReport:
-        self._pool.follow(self._newest_table)
-        self._take_mail(now_s)
-        self._unread_since_s = None
-        last_round, self._last_round = self._last_round, None
-        if not self._sequences:
-            self._flush()
-            return StepReport(executed=False)
-        capacity = self._engine.capacity()
-        plan = self._planner.plan(self._sequences.views(), self._pool.views(), capacity, self._cost, now_s)
-        self._note_holds(plan, now_s)
-        if plan.is_empty:
-            self._flush()
-            return StepReport(executed=False, wake_s=plan.wake_s)
-        self._unread_since_s = now_s
-        start_s = self._clock() if self._clock is not None else now_s
-        spans, outcomes = self._execute(plan, start_s)
-        end_s = self._clock() if self._clock is not None else now_s
-        self._pass_s = end_s - start_s
-        num_sampled = sum(span.samples for span in spans) if self._companions and self._clock is not None else 0
-        if num_sampled:
-            self._pool.choose(num_sampled)
-        commits = self._apply(spans, outcomes, end_s)
-        if num_sampled:
-            if last_round is not None:
-                self._pace.note(last_round.num_tokens, now_s - last_round.began_s - last_round.prompts_s)
-            self._weigh(spans, commits)
-            self._last_round = self._decoded(spans, commits, now_s)
-        self.telemetry.record(sum(len(s.token_ids) for s in spans), commits, end_s - now_s, end_s)
-        self._flush()
-        if not self._sequences:
-            self._engine.check_integrity()
-            self.telemetry.idle()
-        return StepReport(executed=True)
+            if finished is not None:
+                seconds = self._clock() - start_s
+                self._pool.drafted(companion.name, seconds)
+                drafting_s += seconds
+        if self._companions and finished is not None:
+            self._pool.handled(self._clock() - finished.began_s - self._pass_s - drafting_s)
 
     # ---- mail
 
@@ -304,39 +330,43 @@ class TargetLoop:
         for request_id in plan.held:
             self._sequences[request_id].held = True
 
-    def _execute(self, plan: StepPlan, now_s: float) -> tuple[list[SpanInput], list[SpanOutcome]]:
+    def execute(self, begun: PendingPass) -> Sequence[SpanOutcome]:
+        """Preempts, admits and computes as planned.
+
+        Raises:
+            OutOfBlocks: one request alone does not fit.
+        """
+        plan = begun.plan
         for request_id in plan.preempted:
             self._preempt(self._sequences[request_id])
+        begun.pass_began_s = self._clock()
         for request_id in plan.admitted:
             sequence = self._sequences[request_id]
-            sequence.admit(self._engine.open(sequence.request, sequence.token_ids), now_s)
-        spans = [self._sequences.span_input(span) for span in plan.spans]
-        while spans:
+            sequence.admit(self._engine.open(sequence.request, sequence.token_ids), begun.pass_began_s)
+        begun.spans = [self._sequences.span_input(span) for span in plan.spans]
+        while begun.spans:
+            begun.pass_began_s = self._clock()
             try:
-                return spans, self._timed(spans)
+                return self._engine.execute(begun.spans)
             except OutOfBlocks:
                 # Blocks that preempted sequences shared did not fall free, so the plan was too hopeful.
                 running = [sequence for sequence in self._sequences if sequence.running]
                 if len(running) == 1:
                     raise
-                last_span = spans[0].request_id if len(spans) == 1 else None
+                last_span = begun.spans[0].request_id if len(begun.spans) == 1 else None
                 victim = running[-2] if running[-1].request.id == last_span else running[-1]
                 self._preempt(victim)
-                spans = [span for span in spans if span.request_id != victim.request.id]
-        return [], []
+                begun.spans = [span for span in begun.spans if span.request_id != victim.request.id]
+        return ()
 
-    def _timed(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
-        """One pass. What it took corrects the cost model; one with prompts does not, for their rows are not all sampled."""
-        if self._learning is None or self._clock is None:
-            return self._engine.execute(spans)
-        start_s = self._clock()
-        outcomes = self._engine.execute(spans)
+    @staticmethod
+    def _learn(cost: OnlineCost, spans: Sequence[SpanInput], pass_s: float) -> None:
+        """What a pass took corrects the cost model. One with prompts does not, for their rows are not all sampled."""
         if all(span.is_decode for span in spans):
             num_rows, context = sum(len(span.token_ids) for span in spans), sum(span.base_len for span in spans)
-            drift = self._learning.observe(num_rows, context, self._clock() - start_s)
+            drift = cost.observe(num_rows, context, pass_s)
             if drift is not None:
                 logger.info("passes of about %d rows now take %.2f times what was measured", drift.num_rows, drift.ratio)
-        return outcomes
 
     def _weigh(self, spans: Sequence[SpanInput], commits: Sequence[Commit]) -> None:
         """What the companions' drafts have saved in this pass, and what a row costs at the pace of the last rounds."""

@@ -71,7 +71,7 @@ class SimulatedCluster:
         )
         cost = TableCost((1, 8, 32), (0.02, 0.025, rng.choice((0.03, 0.1))), 1e-6)
         self.loop = TargetLoop(
-            self.engine, MODEL, self.mailbox, cost, StepPlanner(settings), max_waiting=64, clock=self._after_pass
+            self.engine, MODEL, self.mailbox, cost, self._after_pass, StepPlanner(settings), max_waiting=64
         )
         self.names = [f"toy-{i}" for i in range(num_drafters)]
         self.drafters = {name: self._start_drafter(name) for name in self.names}
@@ -134,7 +134,7 @@ class SimulatedCluster:
         self.loop.step(self.now_s)
 
     def _after_pass(self) -> float:
-        """The round asks for the time once a pass: when it is over."""
+        """The round asks for the time when a pass begins and when it is over."""
         self.now_s += self.rng.uniform(0.001, 0.05)
         return self.now_s
 

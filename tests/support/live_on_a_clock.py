@@ -276,10 +276,10 @@ def run_live(
         model,
         target.mailbox,
         spec.cost,
+        lambda: world.now_s,
         planner,
         router.first_table(),
         spec.limits.max_waiting,
-        clock=lambda: world.now_s,
     )
 
     def hello(role: Role, name: str) -> Hello:
