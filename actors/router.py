@@ -92,7 +92,7 @@ class RouterActor(LoopActor[RouterInfo]):
 
     def wishes(self) -> dict[str, int]:
         """How many requests would be with each drafter that is not in memory, by the last slot."""
-        return dict(self._router.wishes)
+        return dict(self._router.load_demand)
 
     def _forget(self) -> None:
         if self._memory is not None:

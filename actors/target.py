@@ -81,6 +81,7 @@ class TargetActor(LoopActor[TargetInfo]):
         from engine.round import TargetLoop
         from engine.threads import in_own_thread
         from profiler.profile import pool_costs
+        from router.draft_length import DraftLengths
         from router.planner import StepPlanner
         from router.policies import member_costs
 
@@ -98,7 +99,8 @@ class TargetActor(LoopActor[TargetInfo]):
             time.monotonic,
             StepPlanner.of(config),
             first_table(config),
-            companions=[companion.loop for companion in companions],
+            draft_lengths=DraftLengths.of(config),
+            colocated=[companion.loop for companion in companions],
             proposers={one.name: [below.name for below in config.proposers_of(one.name)] for one in config.drafters},
         )
         hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
@@ -179,4 +181,4 @@ class TargetActor(LoopActor[TargetInfo]):
 def first_table(config: Config) -> RoutingTable:
     """What serves until the router has spoken: every drafter in turn."""
     chains = tuple((drafter.name,) for drafter in config.drafters)
-    return RoutingTable(version=0, defaults=chains or ((),), max_draft_len=max(1, config.max_draft_len))
+    return RoutingTable(version=0, defaults=chains or ((),))

@@ -30,6 +30,7 @@ from engine.round import TargetLoop
 from engine.target import TargetEngine
 from profiler.profile import Profile, with_measured_costs
 from router.cost_model import CostModel
+from router.draft_length import DraftLengths
 from router.planner import Planner, StepPlanner
 
 _numbers = itertools.count()
@@ -128,10 +129,18 @@ class EmbeddedCluster:
         self.clock = clock or StoppableClock()
         table = table or RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
         self._companions = {name: _loop(name, entry) for name, entry in pool.items() if entry.companion}
-        companions = [loop for loop, _ in self._companions.values()]
         proposers = {name: entry.proposers for name, entry in pool.items()}
         self.loop = TargetLoop(
-            engine, model, self._mailbox, cost, self.clock, planner, table, companions=companions, proposers=proposers
+            engine,
+            model,
+            self._mailbox,
+            cost,
+            self.clock,
+            planner,
+            table,
+            draft_lengths=DraftLengths({name: entry.max_draft_len for name, entry in pool.items()}),
+            colocated=[loop for loop, _ in self._companions.values()],
+            proposers=proposers,
         )
         self._listener = listen(self.address, self._mailbox, self._hello(Role.TARGET, "target"))
         self._drafters: dict[str, _RunningDrafter] = {}
@@ -188,7 +197,7 @@ class EmbeddedCluster:
             cost,
             pool,
             StepPlanner.of(config),
-            RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=config.max_draft_len),
+            RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),)),
         )
 
     def pause(self) -> None:

@@ -17,6 +17,7 @@ from drafters.sessions import RosterLimits
 from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
 from router.assignment import AssignmentPolicy
+from router.draft_length import DraftLengths
 from router.drift import CollapseWatch
 from router.plan import Capacity, StepPlan
 from router.planner import Planner
@@ -267,9 +268,8 @@ def run_live(
     gateway = Actor(Mailbox())
     gateway.called = True  # nobody runs it
     planner = Noting(spec.planner())
-    max_draft_len = max(drafter.max_draft_len for drafter in spec.drafters)
     watch = None if spec.collapse is None else CollapseWatch(spec.collapse, spec.slot_s)
-    router = build_router(policy, spec.pool(), max_draft_len, watch)
+    router = build_router(policy, spec.pool(), watch)
     engine = FakeTarget(world, target, spec, known)
     loop = TargetLoop(
         engine,
@@ -280,6 +280,7 @@ def run_live(
         planner,
         router.first_table(),
         spec.limits.max_waiting,
+        DraftLengths({drafter.name: drafter.max_draft_len for drafter in spec.drafters}),
     )
 
     def hello(role: Role, name: str) -> Hello:
