@@ -1,8 +1,10 @@
 """A drafter as a process: its loop on a thread, and links to every target replica, redialled when lost."""
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from actors.mailbox import DialledMailbox
 from actors.threads import set_threads
@@ -65,7 +67,12 @@ class DrafterActor(LoopActor[DrafterInfo]):
         loop = DrafterLoop(
             self._name, drafter, self._mailbox, limits, ahead_len=config.ahead_len, spare_share=config.spare_share
         )
-        return LoopThread(f"drafter {self._name}", loop, self._mailbox.wake, on_end=self._mailbox.close)
+        return LoopThread(
+            f"drafter {self._name}",
+            partial(loop.run, clock=time.monotonic),
+            self._mailbox.wake,
+            on_end=self._mailbox.close,
+        )
 
     def _info(self) -> DrafterInfo:
         return DrafterInfo(self._name, os.getpid())

@@ -142,8 +142,8 @@ class RaySpawner:
 
         config = self._deployment.config
         watch = CollapseWatch(config.router.collapse, config.router.slot_ms / 1e3)
-        policy, pool, max_draft_len = build_policy(config.router.policy), build_pool(config), max(1, config.max_draft_len)
-        router = build_router(policy, pool, max_draft_len, watch, uses_scores(config.router.policy))
+        policy, pool = build_policy(config.router.policy), build_pool(config)
+        router = build_router(policy, pool, watch, uses_scores(config.router.policy))
         kind = ModelChainScheduler if isinstance(router, ChainScheduler) else RouterActor
         targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])
         options = self._placed(self._router_group(), 0) | {"num_cpus": 0, "num_gpus": 0}

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from actors.router_memory import RouterMemory
@@ -53,7 +54,7 @@ class RouterActor(LoopActor[RouterInfo]):
         if self._remembers:
             state = self._config.cluster
             self._memory = RouterMemory(open_store(state.state, state.namespace), self._config)
-        return LoopThread("router", self, self._wake.set, on_end=self._forget)
+        return LoopThread("router", partial(self.run, clock=time.monotonic), self._wake.set, on_end=self._forget)
 
     def _info(self) -> RouterInfo:
         return RouterInfo(os.getpid())
@@ -91,7 +92,7 @@ class RouterActor(LoopActor[RouterInfo]):
 
     def wishes(self) -> dict[str, int]:
         """How many requests would be with each drafter that is not in memory, by the last slot."""
-        return dict(self._router.wishes)
+        return dict(self._router.load_demand)
 
     def _forget(self) -> None:
         if self._memory is not None:

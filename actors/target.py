@@ -1,6 +1,7 @@
 """A target replica as a process: the round on a thread of its own, links on others, and a few questions answered beside."""
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -80,6 +81,7 @@ class TargetActor(LoopActor[TargetInfo]):
         from engine.round import TargetLoop
         from engine.threads import in_own_thread
         from profiler.profile import pool_costs
+        from router.draft_length import DraftLengths
         from router.planner import StepPlanner
         from router.policies import member_costs
 
@@ -94,16 +96,18 @@ class TargetActor(LoopActor[TargetInfo]):
             self._model,
             self._mailbox,
             cost,
+            time.monotonic,
             StepPlanner.of(config),
             first_table(config),
-            companions=[companion.loop for companion in companions],
+            draft_lengths=DraftLengths.of(config),
+            colocated=[companion.loop for companion in companions],
             proposers={one.name: [below.name for below in config.proposers_of(one.name)] for one in config.drafters},
         )
         hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
         link_companions(companions, self._mailbox, hello)
         self._listener = listen(self._address, self._mailbox, hello)
         # When the round ends the links go, too, so that nobody waits for this target.
-        return LoopThread(f"target {name}", self._loop, self._mailbox.wake, on_end=self._listener.close)
+        return LoopThread(f"target {name}", self._loop.run, self._mailbox.wake, on_end=self._listener.close)
 
     def _info(self) -> TargetInfo:
         from cluster.transport.factory import as_seen_from_elsewhere
@@ -177,4 +181,4 @@ class TargetActor(LoopActor[TargetInfo]):
 def first_table(config: Config) -> RoutingTable:
     """What serves until the router has spoken: every drafter in turn."""
     chains = tuple((drafter.name,) for drafter in config.drafters)
-    return RoutingTable(version=0, defaults=chains or ((),), max_draft_len=max(1, config.max_draft_len))
+    return RoutingTable(version=0, defaults=chains or ((),))

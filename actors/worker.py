@@ -5,7 +5,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from engine.garbage import freeze_startup_objects
 
@@ -18,21 +18,24 @@ WAIT_END_S = 10.0
 Info = TypeVar("Info")
 
 
-class Loop(Protocol):
-    def run(self, stop: threading.Event, clock: Callable[[], float]) -> None: ...
-
-
 class LoopThread:
     """Runs a loop until stopped, or until it fails. Every method may be called from any thread.
 
     Args:
+        run: the loop; it returns soon after its event is set and ``wake`` is called.
         wake: ends the loop's wait, so that it sees that it is to stop.
         on_end: called on the loop's thread when it has ended, whichever way.
     """
 
-    def __init__(self, name: str, loop: Loop, wake: Callable[[], None], on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[threading.Event], None],
+        wake: Callable[[], None],
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self._name = name
-        self._loop = loop
+        self._run_loop = run
         self._wake = wake
         self._on_end = on_end
         self._stop = threading.Event()
@@ -42,7 +45,7 @@ class LoopThread:
 
     def _run(self) -> None:
         try:
-            self._loop.run(self._stop, time.monotonic)
+            self._run_loop(self._stop)
         except BaseException as error:
             # Owned by `wait_end`, whose caller, the supervisor, starts another process.
             logger.exception("%s failed", self._name)

@@ -26,7 +26,7 @@ from cluster.config import (
     LbssPolicy,
     PolicyConfig,
 )
-from cluster.types import RoutingTable, Slo
+from cluster.types import RoutingTable
 from router.assignment import Observation, PoolMember, Positions, RequestView, Score
 from router.cost_model import TableCost, monotone
 from router.drift import CollapseWatch
@@ -123,7 +123,7 @@ class Times:
 
 def slot_times(config: PolicyConfig, num_slots: int) -> Times:
     traffic = Traffic(random.Random(_SEED))
-    router = Router(build_policy(config), traffic.pool, DRAFT_LEN, CollapseWatch(CollapseConfig(), SLOT_S))
+    router = Router(build_policy(config), traffic.pool, CollapseWatch(CollapseConfig(), SLOT_S))
     times = Times()
     with _collected_before():
         for slot in range(_WARM_UP_SLOTS + num_slots):
@@ -169,12 +169,8 @@ def sequences(rng: random.Random) -> list[SequenceView]:
                 request_id=f"chatcmpl-{i:024x}-0",
                 committed_len=length,
                 computed_len=length - 1,
-                prompt_len=length // 2,
                 num_drafted=DRAFT_LEN,
-                confidences=tuple(survival),
                 running=True,
-                arrival_s=0.0,
-                slo=Slo(),
                 drafter=f"d{i % NUM_DRAFTERS}",
                 awaiting_since_s=None,
                 max_new_tokens=200,

@@ -46,16 +46,16 @@ def before_disliked_token(token_ids: Sequence[int]) -> int:
 
 
 class Midway:
-    """A planner that lets something happen once, when a request has ``at_len`` output tokens; else the one that it wraps.
+    """A planner that lets something happen once, when a request has ``num_left`` tokens left at most; else the one that it wraps.
 
     ``happen`` gets the running sequences and returns those to preempt.
     """
 
     def __init__(
-        self, planner: Planner, at_len: int, happen: Callable[[Sequence[SequenceView]], Sequence[SequenceView]]
+        self, planner: Planner, num_left: int, happen: Callable[[Sequence[SequenceView]], Sequence[SequenceView]]
     ) -> None:
         self._planner = planner
-        self._at_len = at_len
+        self._num_left = num_left
         self._happen = happen
         self.has_happened = False
 
@@ -68,7 +68,7 @@ class Midway:
         now_s: float,
     ) -> StepPlan:
         running = [s for s in sequences if s.running]
-        if self.has_happened or all(s.committed_len - s.prompt_len < self._at_len for s in running):
+        if self.has_happened or all(s.max_new_tokens > self._num_left for s in running):
             return self._planner.plan(sequences, drafters, capacity, cost, now_s)
         self.has_happened = True
         victims = {s.request_id for s in self._happen(running)}

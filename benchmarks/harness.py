@@ -97,7 +97,7 @@ class Rig:
         for config in circumstances.companions:
             drafter = make_drafter(config, self._info, host)
             pool[config.name] = PoolEntry(drafter, DRAFT_LEN, capacity=capacity, companion=True)
-        table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=DRAFT_LEN)
+        table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
         half_done = threading.Event()
         planner: Planner = StepPlanner(PATIENT)
         if circumstances.preempt:

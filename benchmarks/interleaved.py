@@ -90,7 +90,7 @@ class Served:
             self.engine = stable.target if config.is_companion else stable.plain
             self.drafter = stable.make(config, clock)
             pool = {"drafter": PoolEntry(self.drafter, DRAFT_LEN, capacity=batch, companion=True)}
-        table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=DRAFT_LEN)
+        table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
         self.cluster = EmbeddedCluster(self.engine, stable.info, stable.cost, pool, StepPlanner(), table, clock)
         self.cluster.pause()
 

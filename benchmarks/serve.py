@@ -110,7 +110,7 @@ class _Loop:
 @contextmanager
 def _routed(config: Config, loop: TargetLoop) -> Iterator[None]:
     """The cluster in this process is routed as the server is, or the two would draft differently."""
-    router = Router(build_policy(config.router.policy), build_pool(config), max(1, config.max_draft_len))
+    router = Router(build_policy(config.router.policy), build_pool(config))
     actor = RouterActor(config, router, _Loop(loop))
     actor.start()
     try:

@@ -72,8 +72,8 @@ def config(model: str, prompt_len: int) -> Config:
         model=ModelConfig(name=model, max_model_len=prompt_len + MAX_TOKENS),
         target=TargetConfig(kv_cache_gb=0.25),
         drafters=(
-            DrafterConfig(name=FROM, options=NgramOptions(), max_draft_len=DRAFT_LEN),
-            DrafterConfig(name=TO, options=drafter, max_draft_len=DRAFT_LEN),
+            DrafterConfig(name=FROM, options=NgramOptions()),
+            DrafterConfig(name=TO, options=drafter),
         ),
     )
 
@@ -100,7 +100,7 @@ async def _switch(cluster: EmbeddedCluster, request: Request, version: int, scor
 
     def table(number: int, drafter: str) -> RoutingTable:
         chain = (drafter,)
-        return RoutingTable(version + number, {request.id: chain}, (chain,), max_draft_len=DRAFT_LEN, scorers=scorers)
+        return RoutingTable(version + number, {request.id: chain}, (chain,), scorers=scorers)
 
     cluster.loop.publish_table(table(1, FROM))
     num_tokens, switched = 0, False

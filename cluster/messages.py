@@ -56,10 +56,11 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many draft tokens a request may be sent per round."""
+    """What the drafter may spend on each proposal for a request. No tokens: it keeps in step, and does not draft."""
 
     request_id: str
     num_tokens: int
+    row_price: float = 0.0  # in tokens: a draft token that is less likely to survive will not be verified
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,18 @@ from dataclasses import replace
 from math import isfinite, isnan
 from typing import TypeVar
 
-from cluster.messages import CommitRound, DraftRound, Extend, LevelReport, Message, Open, ProposalRound, Score, SubmitRound
+from cluster.messages import (
+    Budget,
+    CommitRound,
+    DraftRound,
+    Extend,
+    LevelReport,
+    Message,
+    Open,
+    ProposalRound,
+    Score,
+    SubmitRound,
+)
 from cluster.transport.base import Link
 from cluster.types import MAX_DRAFT_LEN, Commit, FinishReason, Proposal, Request, SamplingParams
 
@@ -91,7 +102,7 @@ def sound_part(message: M, vocab_size: int) -> tuple[M, list[str]]:
                 message,
                 opens=sound(message.opens, lambda opening: open_fault(opening, vocab_size)),
                 extends=sound(message.extends, lambda extension: extend_fault(extension, vocab_size)),
-                budgets=sound(message.budgets, lambda budget: id_fault(budget.request_id)),
+                budgets=sound(message.budgets, budget_fault),
                 releases=sound(message.releases, id_fault),
             )
         case SubmitRound():  # what else is wrong with a request is told to its caller (`request_fault`)
@@ -112,7 +123,7 @@ def proposal_fault(proposal: Proposal, vocab_size: int) -> str | None:
         return f"a proposal of {len(token_ids)} tokens (at most {MAX_DRAFT_LEN}) with {len(confidences)} confidences"
     if not _known(token_ids, vocab_size):
         return f"a proposal of tokens outside the vocabulary of {vocab_size}: {max(token_ids)}"
-    if not all(0.0 <= confidence <= 1.0 for confidence in confidences):  # false for NaN, too
+    if confidences and not (min(confidences) >= 0.0 and max(confidences) <= 1.0 and not isnan(sum(confidences))):
         return f"a proposal of confidences that are not between 0 and 1: {confidences}"
     return id_fault(proposal.request_id) or (f"a base length of {proposal.base_len}" if proposal.base_len < 0 else None)
 
@@ -153,6 +164,12 @@ def open_fault(opening: Open, vocab_size: int) -> str | None:
     if len(opening.proposers) > MAX_PROPOSERS:
         return f"an opening with {len(opening.proposers)} proposers, at most {MAX_PROPOSERS}"
     return id_fault(opening.request_id) or _names_fault(opening.proposers) or sampling_fault(opening.sampling, vocab_size)
+
+
+def budget_fault(budget: Budget) -> str | None:
+    if not 0 <= budget.num_tokens <= MAX_DRAFT_LEN or not 0.0 <= budget.row_price <= 1.0:
+        return f"a budget of {budget.num_tokens} tokens (at most {MAX_DRAFT_LEN}) at a row price of {budget.row_price}"
+    return id_fault(budget.request_id)
 
 
 def extend_fault(extension: Extend, vocab_size: int) -> str | None:

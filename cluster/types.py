@@ -204,7 +204,6 @@ class RoutingTable:
     version: int
     chains: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: tuple[tuple[str, ...], ...] = ((),)
-    max_draft_len: int = 8
     scorers: tuple[str, ...] = ()
 
 

@@ -6,12 +6,12 @@ The very loops that the actors run. For tests, benchmarks, notebooks, and whoeve
 import asyncio
 import itertools
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -30,6 +30,7 @@ from engine.round import TargetLoop
 from engine.target import TargetEngine
 from profiler.profile import Profile, with_measured_costs
 from router.cost_model import CostModel
+from router.draft_length import DraftLengths
 from router.planner import Planner, StepPlanner
 
 _numbers = itertools.count()
@@ -98,17 +99,6 @@ class StoppableClock:
             self._state = (time.monotonic() - shows_s, None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Resumable:
-    """The target's loop by the cluster's clock; requests under way outlast the thread that runs it."""
-
-    loop: TargetLoop
-    clock: StoppableClock
-
-    def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
-        self.loop.run_on(stop, self.clock)
-
-
 @dataclass(slots=True)
 class _RunningDrafter:
     entry: PoolEntry
@@ -136,18 +126,26 @@ class EmbeddedCluster:
         self.address = f"memory://embedded-{os.getpid()}-{next(_numbers)}"
         self._engine = engine
         self._mailbox = Mailbox()
+        self.clock = clock or StoppableClock()
         table = table or RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
         self._companions = {name: _loop(name, entry) for name, entry in pool.items() if entry.companion}
-        companions = [loop for loop, _ in self._companions.values()]
         proposers = {name: entry.proposers for name, entry in pool.items()}
         self.loop = TargetLoop(
-            engine, model, self._mailbox, cost, planner, table, companions=companions, proposers=proposers
+            engine,
+            model,
+            self._mailbox,
+            cost,
+            self.clock,
+            planner,
+            table,
+            draft_lengths=DraftLengths({name: entry.max_draft_len for name, entry in pool.items()}),
+            colocated=[loop for loop, _ in self._companions.values()],
+            proposers=proposers,
         )
         self._listener = listen(self.address, self._mailbox, self._hello(Role.TARGET, "target"))
         self._drafters: dict[str, _RunningDrafter] = {}
         for name, entry in pool.items():
             self.start_drafter(name, entry)
-        self.clock = clock or StoppableClock()
         self._is_paused = False
         self._target = self._start_target()
         self.client = LinkClient("embedded", model, [self.address], self._status)
@@ -199,7 +197,7 @@ class EmbeddedCluster:
             cost,
             pool,
             StepPlanner.of(config),
-            RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),), max_draft_len=config.max_draft_len),
+            RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),)),
         )
 
     def pause(self) -> None:
@@ -235,7 +233,10 @@ class EmbeddedCluster:
         """Also takes the place of a drafter of that name. A companion is one from the beginning: it is only linked again."""
         loop, mailbox = self._companions[name] if entry.companion else _loop(name, entry)
         link = connect(self.address, mailbox, self._hello(Role.DRAFTER, name))
-        thread = None if entry.companion else LoopThread(f"drafter-{name}", loop, mailbox.wake, on_end=link.close)
+        thread = None
+        if not entry.companion:
+            run = partial(loop.run, clock=time.monotonic)
+            thread = LoopThread(f"drafter-{name}", run, mailbox.wake, on_end=link.close)
         self._drafters[name] = _RunningDrafter(entry, thread, link)
 
     def kill_drafter(self, name: str) -> None:
@@ -346,7 +347,7 @@ class EmbeddedCluster:
         return ClusterStatus(self.model.name, "fixed", status.table_version, (target,), tuple(drafters))
 
     def _start_target(self) -> LoopThread:
-        return LoopThread("target", _Resumable(self.loop, self.clock), self._mailbox.wake, on_end=self._on_end)
+        return LoopThread("target", self.loop.run_resumably, self._mailbox.wake, on_end=self._on_end)
 
     def _on_end(self) -> None:
         if not self._is_paused:

@@ -62,7 +62,6 @@ class DrafterLoop:
         spare_share: float = 1.0,
     ) -> None:
         self.name = name
-        self.row_price = 0.0  # of a draft token, for a drafter that is told (``Demand``)
         self._drafter = drafter
         self._chaining = drafter if isinstance(drafter, Chaining) else None
         self._mailbox = mailbox
@@ -189,7 +188,9 @@ class DrafterLoop:
         batch = list(wanted)
         if not batch:
             return False
-        demands = [Demand(followed.key, num_tokens, tuple(followed.ahead), self.row_price) for followed, num_tokens in batch]
+        demands = [
+            Demand(followed.key, num_tokens, tuple(followed.ahead), followed.row_price) for followed, num_tokens in batch
+        ]
         for (followed, num_tokens), draft in zip(batch, self._drafter.propose(demands), strict=True):
             followed.ahead.extend(draft.token_ids)
             followed.confidences.extend(draft.confidences)

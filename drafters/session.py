@@ -33,6 +33,7 @@ class Followed:
     token_ids: list[int]
     end_len: int  # committed length at which the request ends at the latest
     budget: int  # draft tokens per proposal
+    row_price: float  # in tokens: of verifying one of them
     heard_s: float
     ahead: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)  # of ahead

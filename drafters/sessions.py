@@ -243,6 +243,7 @@ class Roster:
             token_ids=list(opening.token_ids),
             end_len=opening.prompt_len + opening.sampling.max_tokens,
             budget=self._limits.max_draft_len,
+            row_price=0.0,
             heard_s=now_s,
         )
         self._drafter.open(followed.key, opening.token_ids, opening.prompt_len, opening.sampling)
@@ -320,7 +321,7 @@ class Roster:
             followed.confidences.clear()
             followed.num_sent, followed.answered = 0, False
             followed.shadow = self._new_shadow(followed)
-        followed.budget = num_tokens
+        followed.budget, followed.row_price = num_tokens, budget.row_price
 
     def _refuse(self, peer: Peer, request_id: str, committed_len: int, now_s: float) -> None:
         """The target is owed an empty proposal for each commit, or it would hold the request for one that never comes, and

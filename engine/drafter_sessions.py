@@ -1,138 +1,164 @@
-"""The drafters as the round sees them: who is linked, who follows which request, what they are told and what they say."""
+"""The drafters of a target: which are linked, which follow each request, what they are sent and what they propose."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from cluster.errors import LinkClosed
 from cluster.messages import LevelReport, ProposalRound, Score
 from cluster.transport.base import Link
-from cluster.types import Commit, RoutingTable
-from engine.outbox import DrafterPort
+from cluster.types import Commit, Proposal, RoutingTable
+from engine.colocated import ColocatedDrafters
+from engine.outbox import DrafterOutbox
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
+from profiler.drafter_stats import DrafterStats
 from router.assignment import Chain, drafter_of
-from router.colocation_gate import Asking, saved_s
-from router.cost_model import CostModel
-from router.plan import DrafterView
+from router.plan import DraftBudget, DrafterView, StepPlan
 
 logger = logging.getLogger(__name__)
 
 
-class Pool:
-    """Not thread-safe: the round owns it. A request whose drafter is not linked is decoded plainly until it is."""
+class DrafterSessions:
+    """Not thread-safe: the round owns it. A request whose drafter is not linked is decoded plainly until it is.
+
+    Args:
+        proposers: for each drafter, those that may ride ahead of it in its process; it may report on them.
+    """
 
     def __init__(
         self,
         sequences: Sequences,
         telemetry: Telemetry,
         table: RoutingTable,
-        companions: Sequence[str] = (),
+        colocated: ColocatedDrafters,
         proposers: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self.table = table
         self._sequences = sequences
         self._telemetry = telemetry
-        self._ports: dict[str, DrafterPort] = {}
+        self._colocated = colocated
+        self._outboxes: dict[str, DrafterOutbox] = {}
         self._proposers = proposers or {}
-        self._num_routed = 0
-        self._asking = {name: Asking() for name in companions}
-        self._batch = 1  # requests that the last choice was for
+        self._num_assigned = 0  # by the table's defaults
+        self._num_held = 0  # by the last plan
 
     def views(self) -> dict[str, DrafterView]:
-        """What is known of each linked drafter."""
-        return {name: self._telemetry.drafter(name).view for name in self._ports}
+        """What the planner knows of each linked drafter."""
+        return {name: self._telemetry.drafter(name).view for name in self._outboxes}
 
-    def followed(self) -> tuple[tuple[str, int], ...]:
-        """Linked drafters and how many requests each follows."""
-        return tuple((name, len(port.followed) - len(port.shadows)) for name, port in self._ports.items())
+    def num_followed(self) -> tuple[tuple[str, int], ...]:
+        """Linked drafters, and for how many requests each drafts."""
+        return tuple([(name, len(box.followed) - len(box.scoring)) for name, box in self._outboxes.items()])
 
     # ---- links
 
     def link_up(self, link: Link) -> None:
-        """A drafter came, or came back: it takes the place of a former one of its name, and follows what that followed."""
+        """A drafter connected, or came back: it replaces a former one of its name, and follows that one's requests."""
         name = link.peer.name
-        former = self._ports.get(name)
+        former = self._outboxes.get(name)
         if former is not None and former.link is not link:
             former.link.close()
-        port = self._ports[name] = DrafterPort(link)
+        outbox = self._outboxes[name] = DrafterOutbox(link)
         self._telemetry.drafter(name).restarted()
         for sequence in self._sequences:
-            if sequence.drafter == name:
-                port.open(sequence, self.table.max_draft_len)
-                sequence.expect_nothing()
+            if sequence.draft.drafter == name:
+                outbox.open(sequence)
+                sequence.draft.expect_nothing()
             elif name in self._scorers(sequence):
-                port.shadow(sequence)
+                outbox.open_for_scoring(sequence)
         logger.info("drafter %s is up", name)
 
     def link_down(self, link: Link, reason: str) -> None:
         name = link.peer.name
-        port = self._ports.get(name)
-        if port is None or port.link is not link:
-            return  # a newer link has taken its place
-        del self._ports[name]
+        if not self.knows(link):
+            return  # a newer link has replaced it
+        del self._outboxes[name]
         for sequence in self._sequences:
-            if sequence.drafter == name:
-                sequence.expect_nothing()
+            if sequence.draft.drafter == name:
+                sequence.draft.expect_nothing()
                 self._telemetry.forget(sequence.request.id)
         logger.warning("drafter %s is down: %s", name, reason)
 
     def knows(self, link: Link) -> bool:
-        port = self._ports.get(link.peer.name)
-        return port is not None and port.link is link
+        outbox = self._outboxes.get(link.peer.name)
+        return outbox is not None and outbox.link is link
 
-    def leave_out(self, name: str, reason: str) -> None:
-        """Hang up on a drafter."""
-        port = self._ports.get(name)
-        if port is not None:
-            port.link.close()
-            self.link_down(port.link, reason)
+    def disconnect(self, name: str, reason: str) -> None:
+        outbox = self._outboxes.get(name)
+        if outbox is not None:
+            outbox.link.close()
+            self.link_down(outbox.link, reason)
 
-    # ---- what they say
+    # ---- what drafters send
 
-    def hear(self, link: Link, message: ProposalRound, now_s: float, unread_since_s: float | None = None) -> tuple[str, ...]:
-        """Takes what is sound (`cluster.soundness`), of a link that it knows.
+    def receive(
+        self, link: Link, message: ProposalRound, now_s: float, unread_since_s: float | None = None
+    ) -> tuple[str, ...]:
+        """Takes the sound message (`cluster.soundness`) of a known link.
 
-        Returns what contradicts what the drafter was told, and was left out.
+        Returns its faults: parts that contradict what the drafter was sent, and were ignored.
 
         Args:
-            unread_since_s: since when nobody has looked for mail; None: it has come just now.
+            unread_since_s: when mail was last read before; None: the message has come just now.
         """
         name = link.peer.name
-        port = self._ports[name]
-        stats = self._telemetry.drafter(name)
-        taken, faults = [], []
-        for proposal in message.proposals:
-            if proposal.drafter != name:
-                faults.append(f"a proposal in the name of {proposal.drafter!r}")
-                continue
-            sequence = self._sequences.get(proposal.request_id)
-            if sequence is None or proposal.request_id not in port.followed:
-                port.release(proposal.request_id)
-                continue
-            told_s = sequence.told_s.get(proposal.base_len)
-            # A stale reply tells how long drafting takes, too. An empty one does not: a full drafter sends it at once.
-            if told_s is not None and proposal.token_ids:
-                at_least_s = None if unread_since_s is None else max(0.0, unread_since_s - told_s)
-                stats.replied(now_s - told_s, at_least_s)
-            if self._sequences.offer(proposal):
-                taken.append(sequence)
-            else:
-                stats.num_stale += 1
-        drafts = [sequence.proposal.confidences for sequence in taken if sequence.proposal is not None]
-        for sequence, survival in zip(taken, stats.foresee(drafts), strict=True):
-            sequence.survival = survival
-        self._telemetry.note_levels([level for level in message.levels if self._is_own(level, name, faults)])
-        self._telemetry.note_scores(name, [score for score in message.scores if self._is_possible(score, faults)])
+        outbox, stats = self._outboxes[name], self._telemetry.drafter(name)
+        faults: list[str] = []
+        taken = [
+            sequence
+            for proposal in message.proposals
+            if (sequence := self._offer(proposal, outbox, stats, now_s, unread_since_s, faults)) is not None
+        ]
+        if taken:
+            confidences = [one.draft.proposal.confidences for one in taken if one.draft.proposal is not None]
+            for sequence, survival in zip(taken, stats.foresee(confidences), strict=True):
+                sequence.draft.set_survival(survival)
+        if message.levels:
+            self._telemetry.note_levels([level for level in message.levels if self._is_own(level, name, faults)])
+        if message.scores:
+            self._telemetry.note_scores(name, [score for score in message.scores if self._is_possible(score, faults)])
         for request_id in message.resyncs:
             stats.num_resyncs += 1
-            sequence = self._sequences.get(request_id)
-            if sequence is not None and sequence.drafter == name:
-                port.open(sequence, self.table.max_draft_len)
-            elif sequence is not None and request_id in port.shadows:
-                port.shadow(sequence)
-            else:
-                port.release(request_id)
+            self._reopen(request_id, name, outbox)
         return tuple(faults)
+
+    def _offer(
+        self,
+        proposal: Proposal,
+        outbox: DrafterOutbox,
+        stats: DrafterStats,
+        now_s: float,
+        unread_since_s: float | None,
+        faults: list[str],
+    ) -> LiveSequence | None:
+        """Returns the request whose proposal this now is, if it was taken."""
+        if proposal.drafter != outbox.link.peer.name:
+            faults.append(f"a proposal in the name of {proposal.drafter!r}")
+            return None
+        sequence = self._sequences.get(proposal.request_id)
+        if sequence is None or proposal.request_id not in outbox.followed:
+            outbox.release(proposal.request_id)
+            return None
+        # A stale reply tells how long drafting takes, too. An empty one does not: a full drafter sends it at once.
+        if proposal.token_ids:
+            sent_s = sequence.draft.sent_s(proposal.base_len)
+            if sent_s is not None:
+                at_least_s = None if unread_since_s is None else max(0.0, unread_since_s - sent_s)
+                stats.replied(now_s - sent_s, at_least_s)
+        if sequence.draft.offer(proposal):
+            return sequence
+        stats.num_stale += 1
+        return None
+
+    def _reopen(self, request_id: str, name: str, outbox: DrafterOutbox) -> None:
+        """The drafter asks for a request anew."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.draft.drafter == name:
+            outbox.open(sequence)
+        elif sequence is not None and request_id in outbox.scoring:
+            outbox.open_for_scoring(sequence)
+        else:
+            outbox.release(request_id)
 
     def _is_own(self, level: LevelReport, name: str, faults: list[str]) -> bool:
         """A drafter's process reports on its own model and on those that ride ahead of it there, for any target."""
@@ -150,144 +176,134 @@ class Pool:
         faults.append(f"a score up to {score.base_len + score.num_matched} of {len(sequence.token_ids)} tokens")
         return False
 
-    # ---- whether companions are asked: the target waits while they draft
+    # ---- what drafters are sent
 
-    def is_asked(self, name: str) -> bool:
-        """One that is not is told nothing meanwhile: its port keeps what it is to be told."""
-        asking = self._asking.get(name)
-        return asking is None or asking.is_asked or not self._sequences
+    def note_plan(self, plan: StepPlan, now_s: float) -> None:
+        """Sends new budgets, and records which drafters were late: those whose holds ran out before the proposal came."""
+        if self._num_held:
+            for span in plan.spans:
+                draft = self._sequences[span.request_id].draft
+                waited_s = draft.end_hold(now_s)
+                if waited_s is not None and draft.drafter is not None:
+                    self._telemetry.drafter(draft.drafter).late(waited_s)
+        for request_id in plan.held:
+            self._sequences[request_id].draft.hold()
+        self._num_held = sum(sequence.draft.is_held for sequence in self._sequences) if self._num_held or plan.held else 0
+        self.set_budgets(plan.budgets)
 
-    def choose(self, batch: int) -> None:
-        """Who is asked for the drafts of the next round of ``batch`` requests."""
-        for asking in self._asking.values():
-            asking.decide(batch)
-        self._batch = batch
+    def set_budgets(self, budgets: Mapping[str, DraftBudget]) -> None:
+        for request_id, budget in budgets.items():
+            sequence = self._sequences[request_id]
+            if sequence.draft.set_budget(budget):
+                outbox = self._outbox_of(sequence)
+                if outbox is not None:
+                    outbox.set_budget(request_id, budget)
 
-    def drafted(self, name: str, seconds: float) -> None:
-        """The companion took so long, to follow what was committed and to draft."""
-        self._asking[name].drafted(self._batch, seconds)
+    def publish(self, sequence: LiveSequence, commit: Commit, now_s: float) -> None:
+        """Learns from a commit, and sends it to the drafters that follow the request, unless one last token is left."""
+        draft = sequence.draft
+        outbox = self._outbox_of(sequence)
+        if sequence.teaches and commit.error is None:  # a failed pass says nothing
+            judgement = draft.judgement
+            if judgement is not None:
+                self._telemetry.drafter(judgement.drafter).judged(judgement, commit.num_proposed)
+            if outbox is not None:
+                missed = judgement is None and draft.expects_draft
+                self._telemetry.observe(
+                    commit, outbox.link.peer.name, now_s, judgement, draft.budget.num_tokens, missed=missed
+                )
+        draft.expect_nothing()
+        if commit.finish is not None or sequence.max_new_tokens <= 1:
+            return
+        if self.table.scorers:
+            for one in self._outboxes.values():
+                if one is not outbox and commit.request_id in one.scoring:
+                    one.extend(commit.request_id, commit.base_len, commit.token_ids)
+        if outbox is not None:
+            outbox.extend(commit.request_id, commit.base_len, commit.token_ids)
+            draft.expect_draft()
+            if self._colocated.is_queried(outbox.link.peer.name):
+                draft.await_proposal(now_s)
 
-    def handled(self, seconds: float) -> None:
-        """The round took so long beside the pass and what the companions did."""
-        for asking in self._asking.values():
-            asking.handled(self._batch, seconds)
+    def release(self, sequence: LiveSequence) -> None:
+        """The request has ended: closes its sessions."""
+        request_id = sequence.request.id
+        self._telemetry.forget(request_id)
+        own = self._outbox_of(sequence)
+        for outbox in self._outboxes.values():
+            if outbox is own or request_id in outbox.followed:
+                outbox.release(request_id)
 
-    def weigh(self, commits: Sequence[Commit], batch: int, num_context: int, cost: CostModel) -> None:
-        """What companions' drafts have saved in a pass over ``batch`` sequences."""
-        for name, asking in self._asking.items():
-            own = [commit for commit in commits if commit.drafter == name]
-            if own:
-                num_verified = sum(commit.num_proposed for commit in own)
-                num_accepted = sum(commit.num_accepted for commit in own)
-                asking.came_true(batch, saved_s(batch, num_verified, num_accepted, num_context, cost))
+    def flush(self) -> None:
+        for name, outbox in tuple(self._outboxes.items()):
+            if self._sequences and not self._colocated.is_queried(name):
+                continue
+            try:
+                outbox.flush(self.table.version)
+            except LinkClosed as gone:
+                self.link_down(outbox.link, str(gone))
 
-    # ---- who follows whom
+    # ---- which drafter follows which request
 
     def follow(self, table: RoutingTable) -> None:
-        """Takes up a newer routing table: requests whose chain changed are handed from one drafter to the other."""
+        """Takes up a newer routing table: hands over the requests whose chain changed."""
         if table is self.table:
             return
-        former_len, former_scorers = self.table.max_draft_len, self.table.scorers
-        self.table = table
-        if table.max_draft_len != former_len:
-            for port in self._ports.values():
-                port.budget(table.max_draft_len)
+        former_scorers, self.table = self.table.scorers, table
         for sequence in self._sequences:
             if sequence.request.chain is None:
                 chain = table.chains.get(sequence.request.id)
-                if chain is not None and chain != sequence.chain:
+                if chain is not None and chain != sequence.draft.chain:
                     self._switch(sequence, chain)
             if table.scorers != former_scorers:
-                self._see_to_shadows(sequence)
+                self._update_scoring(sequence)
 
-    def seat(self, sequence: LiveSequence) -> None:
-        """A drafter for a new request: its own choice, the table's, or the next of the table's defaults."""
+    def assign(self, sequence: LiveSequence) -> None:
+        """Chooses the chain of a new request: its own, the table's, or the next of the table's defaults."""
         chain = sequence.request.chain
         if chain is None:
             defaults = self.table.defaults
-            chain = self.table.chains.get(sequence.request.id, defaults[self._num_routed % len(defaults)])
-            self._num_routed += 1
+            chain = self.table.chains.get(sequence.request.id, defaults[self._num_assigned % len(defaults)])
+            self._num_assigned += 1
         self._switch(sequence, chain)
 
-    def tell(self, sequence: LiveSequence, commit: Commit, now_s: float) -> None:
-        """What was committed, to whoever follows it. A request that wants one more token wants no drafts for it."""
-        port = self._port_of(sequence)
-        if port is not None:
-            name = port.link.peer.name
-            if sequence.teaches and commit.error is None:  # a pass that failed says nothing
-                missed = sequence.judgement is None and sequence.can_have_draft
-                self._telemetry.observe(commit, name, now_s, sequence.judgement, self.table.max_draft_len, missed)
-        sequence.expect_nothing()
-        if commit.finish is None and sequence.max_new_tokens > 1:
-            for one in self._ports.values():
-                if commit.request_id in one.followed:
-                    one.extend(commit.request_id, commit.base_len, commit.token_ids)
-            if port is not None:
-                sequence.can_have_draft = True
-                if self.is_asked(port.link.peer.name):
-                    sequence.await_proposal(now_s)
-
-    def release(self, sequence: LiveSequence) -> None:
-        """Nobody needs to follow it any more."""
-        request_id = sequence.request.id
-        self._telemetry.forget(request_id)
-        own = self._port_of(sequence)
-        for port in self._ports.values():
-            if port is own or request_id in port.followed:
-                port.release(request_id)
-
-    def flush(self) -> None:
-        """Sends every drafter what it is to be told now."""
-        for name, port in tuple(self._ports.items()):
-            if not self.is_asked(name):
-                continue
-            try:
-                port.flush(self.table.version)
-            except LinkClosed as gone:
-                self.link_down(port.link, str(gone))
-
     def _switch(self, sequence: LiveSequence, chain: Chain) -> None:
-        """Hands a request to the last drafter of a chain, in whose process the others ride ahead of it.
-
-        Where that drafter stays, so does its proposal: the same would come from it behind any others.
-        """
-        drafter = chain[-1] if chain else None
-        request_id, max_draft_len = sequence.request.id, self.table.max_draft_len
-        former = self._port_of(sequence)
-        moves = drafter != sequence.drafter
-        sequence.chain, sequence.drafter = chain, drafter
-        if moves:
+        """Hands a request to the last drafter of a chain, in whose process the others ride ahead of it."""
+        request_id = sequence.request.id
+        former = self._outbox_of(sequence)
+        if sequence.draft.switch(chain):
             self._telemetry.forget(request_id)
-            sequence.proposal = None
-            sequence.expect_nothing()
             if former is not None:
                 if former.link.peer.name in self._scorers(sequence):
-                    former.shift(request_id, 0)
+                    former.stop_drafting(request_id)
                 else:
                     former.release(request_id)
-        port = self._port_of(sequence)
-        if port is not None:
-            if request_id in port.shadows and len(chain) == 1:  # it is in step, or nearly
-                port.shift(request_id, max_draft_len)
+        outbox = self._outbox_of(sequence)
+        if outbox is not None:
+            if request_id in outbox.scoring and len(chain) == 1:  # it is in step, or nearly
+                outbox.start_drafting(request_id, sequence.draft.budget)
             else:
-                port.open(sequence, max_draft_len)
-        self._see_to_shadows(sequence)
+                outbox.open(sequence)
+        self._update_scoring(sequence)
 
     def _scorers(self, sequence: LiveSequence) -> tuple[str, ...]:
-        """Who is to keep in step with a request though another drafts for it; one whose chain is fixed goes nowhere, and of
-        one that says nothing of drafters no scores are wanted."""
-        if sequence.request.chain is not None or not sequence.teaches:
+        """The drafters to keep in step with a request that another drafts for.
+
+        None for a request whose chain is fixed, or that says nothing of drafters.
+        """
+        if not self.table.scorers or sequence.request.chain is not None or not sequence.teaches:
             return ()
-        own = drafter_of(sequence.drafter) if sequence.drafter is not None else None
-        return tuple(name for name in self.table.scorers if drafter_of(name) != own)
+        own = drafter_of(sequence.draft.drafter) if sequence.draft.drafter is not None else None
+        return tuple([name for name in self.table.scorers if drafter_of(name) != own])
 
-    def _see_to_shadows(self, sequence: LiveSequence) -> None:
+    def _update_scoring(self, sequence: LiveSequence) -> None:
         request_id, scorers = sequence.request.id, self._scorers(sequence)
-        for name, port in self._ports.items():
-            if name in scorers and request_id not in port.followed:
-                port.shadow(sequence)
-            elif name not in scorers and request_id in port.shadows:
-                port.release(request_id)
+        for name, outbox in self._outboxes.items():
+            if name in scorers and request_id not in outbox.followed:
+                outbox.open_for_scoring(sequence)
+            elif name not in scorers and request_id in outbox.scoring:
+                outbox.release(request_id)
 
-    def _port_of(self, sequence: LiveSequence) -> DrafterPort | None:
-        return self._ports.get(sequence.drafter) if sequence.drafter is not None else None
+    def _outbox_of(self, sequence: LiveSequence) -> DrafterOutbox | None:
+        drafter = sequence.draft.drafter
+        return None if drafter is None else self._outboxes.get(drafter)

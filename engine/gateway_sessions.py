@@ -1,4 +1,4 @@
-"""The gateways as the round sees them: whose request is whose, and what each is to be told."""
+"""The gateways of a target: which request came by which, and the commits to send to each."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -6,58 +6,57 @@ from dataclasses import dataclass, field
 from cluster.errors import LinkClosed
 from cluster.transport.base import Link
 from cluster.types import Commit
-from engine.outbox import GatewayPort
+from engine.outbox import GatewayOutbox
 
 
 @dataclass(slots=True)
-class Callers:
-    """Not thread-safe: the round owns it. ``end`` is called for each request that nobody waits for any more."""
+class GatewaySessions:
+    """Not thread-safe: the round owns it. ``end`` is called for each request whose caller is gone."""
 
     end: Callable[[str], None]
-    _ports: dict[Link, GatewayPort] = field(default_factory=dict)
-    _port_of: dict[str, GatewayPort] = field(default_factory=dict)  # by request
+    _outboxes: dict[Link, GatewayOutbox] = field(default_factory=dict)
+    _owners: dict[str, GatewayOutbox] = field(default_factory=dict)  # by request
 
     def link_up(self, link: Link) -> None:
-        self._ports[link] = GatewayPort(link)
+        self._outboxes[link] = GatewayOutbox(link)
 
     def link_down(self, link: Link) -> None:
-        """Its requests end: there is nobody to tell."""
-        port = self._ports.pop(link, None)
-        if port is not None:
-            for request_id in [key for key, owner in self._port_of.items() if owner is port]:
-                del self._port_of[request_id]
+        """Ends the requests that came by the link."""
+        outbox = self._outboxes.pop(link, None)
+        if outbox is not None:
+            for request_id in [key for key, owner in self._owners.items() if owner is outbox]:
+                del self._owners[request_id]
                 self.end(request_id)
 
     def knows(self, link: Link) -> bool:
-        return link in self._ports
+        return link in self._outboxes
 
-    def own(self, link: Link, request_id: str) -> None:
+    def add(self, link: Link, request_id: str) -> None:
         """The request came by this link."""
-        self._port_of[request_id] = self._ports[link]
+        self._owners[request_id] = self._outboxes[link]
 
     def abort(self, link: Link, request_id: str) -> None:
-        """The caller is gone. Nobody can abort what came by another link."""
-        port = self._port_of.get(request_id)
-        if port is not None and port.link is link:
-            del self._port_of[request_id]
+        """The caller is gone. A request that came by another link is left alone."""
+        outbox = self._owners.get(request_id)
+        if outbox is not None and outbox.link is link:
+            del self._owners[request_id]
             self.end(request_id)
 
     def refuse(self, link: Link, commit: Commit) -> None:
-        """The one commit of a request that was not taken."""
-        self._ports[link].publish([commit])
+        """``commit``: the only one of a request that the target does not take."""
+        self._outboxes[link].publish((commit,))
 
-    def tell(self, commits: Iterable[Commit]) -> None:
+    def publish(self, commits: Iterable[Commit]) -> None:
         for commit in commits:
-            port = self._port_of.get(commit.request_id)
-            if port is not None:
-                port.publish([commit])
+            outbox = self._owners.get(commit.request_id)
+            if outbox is not None:
+                outbox.publish((commit,))
                 if commit.finish is not None:
-                    del self._port_of[commit.request_id]
+                    del self._owners[commit.request_id]
 
     def flush(self) -> None:
-        """Sends every gateway what it is to be told."""
-        for link, port in tuple(self._ports.items()):
+        for link, outbox in tuple(self._outboxes.items()):
             try:
-                port.flush()
+                outbox.flush()
             except LinkClosed:
                 self.link_down(link)

@@ -27,7 +27,7 @@ def generate(
         GenerationFailed: the target refused a request, or failed on it; says why.
     """
     network, mailbox, inbox = LocalNetwork(), Mailbox(), Mailbox(capacity=2**20)
-    loop = TargetLoop(engine, model, mailbox, cost, max_waiting=max_in_flight)
+    loop = TargetLoop(engine, model, mailbox, cost, time.monotonic, max_waiting=max_in_flight)
     listener = network.listen(_ADDRESS, mailbox, Hello(Role.TARGET, "target", model.vocab_size, ""))
     link = network.connect(_ADDRESS, inbox, Hello(Role.GATEWAY, "offline", model.vocab_size, ""))
     pending = iter(requests)

@@ -87,28 +87,3 @@ def saved_s(num_sequences: int, num_verified: int, num_accepted: int, num_contex
     their share of passes; verifying them made this one longer."""
     plain_s = cost.step_s(num_sequences, num_context)
     return num_accepted * plain_s / num_sequences - (cost.step_s(num_sequences + num_verified, num_context) - plain_s)
-
-
-class Pace:
-    """Tokens decoded per second over the last rounds, all that decoding takes included."""
-
-    def __init__(self) -> None:
-        self._tokens, self._seconds = RunningMean(), RunningMean()
-
-    def note(self, num_tokens: int, seconds: float) -> None:
-        """Of a round. Not positive, the seconds were mistaken, and say nothing."""
-        if seconds <= 0.0:
-            return
-        self._tokens.add(num_tokens, _MEMORY)
-        self._seconds.add(self._seconds.usual(seconds), _MEMORY)
-
-    def row_price(self, num_rows: int, num_context: int, cost: CostModel) -> float:
-        """Tokens that could be decoded while one row more, or the last of them, is computed: a draft token less likely to
-        survive than this is not worth a row. At a knee the cheaper side counts."""
-        if not self._seconds.is_known:
-            return 0.0
-        here_s = cost.step_s(num_rows, num_context)
-        row_s = cost.step_s(num_rows + 1, num_context) - here_s
-        if num_rows > 1:
-            row_s = min(row_s, here_s - cost.step_s(num_rows - 1, num_context))
-        return min(1.0, row_s * self._tokens.value / self._seconds.value)

@@ -3,13 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cluster.types import Slo
-
-# Nobody changes a SequenceView or a Span once it is made. They are not frozen all the same: a round makes hundreds of each,
-# and that takes three times as long then.
+from cluster.records import record
 
 
-@dataclass(slots=True)
+@record
 class SequenceView:
     """One live request as the planner sees it.
 
@@ -23,28 +20,35 @@ class SequenceView:
     request_id: str
     committed_len: int
     computed_len: int
-    prompt_len: int
     num_drafted: int  # proposal at hand that extends committed_len
-    confidences: tuple[float, ...]  # of those draft tokens
     running: bool  # holds blocks; a waiting one must be admitted first
-    arrival_s: float
-    slo: Slo
-    drafter: str | None  # whose proposal is at hand or awaited; None: decoded plainly
-    awaiting_since_s: float | None  # when the drafter was last told of a commit; None: nothing awaited
+    drafter: str | None  # whose proposal is at hand or awaited; None: plain decoding
+    awaiting_since_s: float | None  # when the drafter was sent the newest commit; None: no proposal is awaited
     max_new_tokens: int  # committed tokens that may still come, at least 1
     survival: tuple[float, ...] = ()  # calibrated probability that each prefix of the proposal is right; (): not known yet
 
 
 @dataclass(frozen=True, slots=True)
+class DraftBudget:
+    """What a drafter may spend on the next proposal for a request."""
+
+    num_tokens: int  # of the proposal, at most
+    row_price: float = 0.0  # in tokens: a draft token that is less likely to survive is not worth its row of the pass
+
+
+NO_DRAFTS = DraftBudget(0)
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterView:
-    """What is known of a drafter: running means over what it did for this target."""
+    """Running means over a drafter's proposals to this target."""
 
     reply_s: float  # from a commit to the proposal that answers it
     accepted_per_round: float  # draft tokens accepted of a proposal, without the bonus token
     acceptance: float  # of a draft token, given that those before it were accepted
 
 
-# What is assumed of a drafter before its first proposal: worth a short wait.
+# Assumed of a drafter before its first proposal: worth a short wait.
 UNKNOWN_DRAFTER = DrafterView(reply_s=0.0, accepted_per_round=1.0, acceptance=0.6)
 
 
@@ -54,16 +58,16 @@ class Capacity:
 
     block_len: int
     num_blocks: int
-    num_free_blocks: int  # at once free, cached blocks that nobody uses included
+    num_free_blocks: int  # cached blocks that no sequence uses included
     max_num_sequences: int
     max_pass_tokens: int
     max_model_len: int
 
 
-@dataclass(slots=True)
+@record
 class Span:
-    """What the next pass computes of one sequence: ``num_compute`` committed tokens from computed_len on, then, if these
-    reach the end of what is committed, ``num_verify`` draft tokens."""
+    """The rows of one sequence in a pass: ``num_compute`` committed tokens from computed_len on, then, if these reach the
+    last committed token, ``num_verify`` draft tokens."""
 
     request_id: str
     num_compute: int
@@ -72,13 +76,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the next target pass does, in the order of the batch."""
+    """What the next target pass computes, and how far to draft meanwhile."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # in the order of the batch
     admitted: tuple[str, ...] = ()  # waiting requests that start to run, in spans too
-    preempted: tuple[str, ...] = ()  # running requests that give up their blocks, to be recomputed later
+    preempted: tuple[str, ...] = ()  # running requests that give up their blocks, to be computed again later
     held: Mapping[str, float] = field(default_factory=dict)  # request -> when it stops waiting for its proposal
-    wake_s: float | None = None  # when to plan anew if nothing comes meanwhile; None unless everybody waits
+    wake_s: float | None = None  # when to plan again if no mail comes; None unless every request is held
+    budgets: Mapping[str, DraftBudget] = field(default_factory=dict)  # request -> for the proposal after the pass
 
     @property
     def is_empty(self) -> bool:

@@ -47,14 +47,13 @@ class Router:
 
     A drafter is healthy when every target that reports is linked with it. It costs what a target's profile says, else what
     the pool does. One whose acceptance collapses is quarantined, where there is a ``watch``. One that is offered, for it
-    could be loaded, may be wished for: ``wishes`` are how many requests would be with it.
+    could be loaded, may be wished for: ``load_demand`` is how many requests would be with it.
     """
 
     def __init__(
         self,
         policy: AssignmentPolicy,
         pool: Sequence[PoolMember],
-        max_draft_len: int,
         watch: CollapseWatch | None = None,
         scores: bool = False,
     ) -> None:
@@ -63,12 +62,11 @@ class Router:
         self._watch = watch
         self._pool = tuple(pool)
         self._known = frozenset(drafter_of(member.name) for member in self._pool)  # of others nothing is learned
-        self._draft_lens = {member.name: member.max_draft_len for member in self._pool}
-        self._table = RoutingTable(version=0, max_draft_len=max_draft_len)
+        self._table = RoutingTable(version=0)
         self._draining: frozenset[str] = frozenset()
         self._offered: frozenset[str] = frozenset()
         self._on_fallback: frozenset[str] = frozenset()
-        self.wishes: Mapping[str, int] = {}  # of the last slot
+        self.load_demand: Mapping[str, int] = {}  # of the last slot
 
     @property
     def policy(self) -> AssignmentPolicy:
@@ -85,7 +83,7 @@ class Router:
         """Before any target has reported: for requests to come, with the pool as it is configured."""
         chain = self._policy.assign([NEXT_REQUEST], self._pool)[NEXT_REQUEST.request_id]
         defaults, scorers = (chain,), self._scorers(self._pool)
-        self._table = RoutingTable(1, {}, defaults, self._table.max_draft_len, scorers)
+        self._table = RoutingTable(1, {}, defaults, scorers)
         return self._table
 
     def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:
@@ -95,7 +93,7 @@ class Router:
         """
         if not reports:
             return None
-        observations = [self._within(seen) for report in reports for seen in report.observations]
+        observations = [seen for report in reports for seen in report.observations]
         scores = [score for report in reports for score in report.scores if drafter_of(score.drafter) in self._known]
         if self._watch is not None:
             self._watch.observe(observations)
@@ -105,7 +103,7 @@ class Router:
         pool = self._judged_pool(reports, linked | absent)
         requests = [request for report in reports for request in report.requests]
         every = [*requests, NEXT_REQUEST]
-        chains, self.wishes = settle(self._policy.assign(every, pool), every, pool, absent)
+        chains, self.load_demand = settle(self._policy.assign(every, pool), every, pool, absent)
         pool = [member for member in pool if member.name not in absent]
         versions = [report.table_version for report in reports]
         defaults = (chains[NEXT_REQUEST.request_id],)
@@ -114,14 +112,6 @@ class Router:
             return None
         self._table = table
         return table
-
-    def _within(self, seen: Observation) -> Observation:
-        """Without the positions behind its longest draft. A target has one longest draft for all drafters; the end of a
-        shorter one, of which it is not said that it is unfinished, it takes for silence."""
-        draft_len = self._draft_lens.get(seen.drafter)
-        if draft_len is None or len(seen.positions.num_reached) <= draft_len:
-            return seen
-        return replace(seen, positions=seen.positions.up_to(draft_len))
 
     def _scorers(self, pool: Sequence[PoolMember]) -> tuple[str, ...]:
         """One member of each drafter, where the policy learns from scores; those in the target's own process have no time
@@ -160,11 +150,10 @@ class ChainScheduler(Router):
         self,
         policy: ModelChains,
         pool: Sequence[PoolMember],
-        max_draft_len: int,
         watch: CollapseWatch | None = None,
         scores: bool = False,
     ) -> None:
-        super().__init__(policy, pool, max_draft_len, watch, scores)
+        super().__init__(policy, pool, watch, scores)
         self._chains = policy
 
     def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:
@@ -181,11 +170,10 @@ class ChainScheduler(Router):
 def build_router(
     policy: AssignmentPolicy,
     pool: Sequence[PoolMember],
-    max_draft_len: int,
     watch: CollapseWatch | None = None,
     scores: bool = False,
 ) -> Router:
     """Of the kind that the policy needs."""
     if isinstance(policy, ModelChains):
-        return ChainScheduler(policy, pool, max_draft_len, watch, scores)
-    return Router(policy, pool, max_draft_len, watch, scores)
+        return ChainScheduler(policy, pool, watch, scores)
+    return Router(policy, pool, watch, scores)

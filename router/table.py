@@ -31,7 +31,7 @@ def next_table(
         moving = [request for request in requests if live.get(request.request_id, request.chain) != request.chain]
         kept = dict.fromkeys([*(r.request_id for r in moving), *live])
         live = {request_id: live[request_id] for request_id in list(kept)[:MAX_CHAINS]}
-    table = RoutingTable(previous.version, live, tuple(defaults) or ((),), previous.max_draft_len, tuple(scorers))
+    table = RoutingTable(previous.version, live, tuple(defaults) or ((),), tuple(scorers))
     if previous.version > 0 and table == previous and all(version == previous.version for version in versions):
         return previous
     return replace(table, version=max(previous.version, *versions) + 1)

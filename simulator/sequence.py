@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cluster.types import FinishReason, Slo
+from cluster.types import FinishReason
 from profiler.drafter_stats import Judgement
 from router.assignment import NO_POSITIONS, Chain, Observation
 from router.plan import SequenceView
@@ -10,7 +10,6 @@ from simulator.agreement import SimulatedRequest
 from simulator.drafter import SimulatedProposal
 
 _MAX_TOLD = 8  # as engine.sequences.MAX_TOLD
-_NO_SLO = Slo()
 
 
 class SimulatedSequence:
@@ -72,12 +71,8 @@ class SimulatedSequence:
             request.id,
             self.committed_len,
             self.computed_len,
-            request.prompt_len,
             self.num_drafted or 0,
-            self.confidences if has_drafts else (),
             self.running,
-            request.arrival_s,
-            _NO_SLO,
             self.drafter,
             self.awaiting_since_s,
             request.max_tokens - self.position,

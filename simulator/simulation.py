@@ -171,7 +171,6 @@ class Simulation:
         self._until_s = until_s
         self.outcome = Outcome()
         jitter = Jitter(spec.jitter, np.random.default_rng(seed))
-        max_draft_len = max((drafter.max_draft_len for drafter in spec.drafters), default=1)
 
         def drafter(drafter: DrafterSpec, replica: int) -> SimulatedDrafter:
             return SimulatedDrafter(
@@ -191,7 +190,7 @@ class Simulation:
         pool = spec.pool()
         watch = None if spec.collapse is None else CollapseWatch(spec.collapse, spec.slot_s)
         self._router = SimulatedRouter(
-            build_router(policy, pool, max_draft_len, watch, spec.scores),
+            build_router(policy, pool, watch, spec.scores),
             {member.name: member.max_draft_len for member in pool},
             spec.draft_timer.take_levels,
             lambda num_context: pass_times(spec.cost, num_context),

@@ -306,7 +306,7 @@ class SimulatedTarget:
     def _news_of(self, drafter: str) -> News:
         news = self._news.get(drafter)
         if news is None:
-            news = self._news[drafter] = News({}, {}, {}, set(), self.table.max_draft_len)
+            news = self._news[drafter] = News({}, {}, {}, set(), self._drafters[drafter].max_draft_len)
         return news
 
     # ---- the pass
@@ -397,7 +397,7 @@ class SimulatedTarget:
             slot.num_missed += judgement is None and sequence.can_have_draft
             slot.bases.append(base)
             if judgement is not None:
-                failed = judgement.failed(num_new, self.table.max_draft_len, finished)
+                failed = judgement.failed(num_new, self._drafters[drafter].max_draft_len, finished)
                 slot.positions = slot.positions.plus(judgement.num_right, failed)
             sequence.expect_nothing()
             if not finished and request.max_tokens - sequence.position > 1:

@@ -18,7 +18,7 @@ def encode_draft_round(message: DraftRound, out: wire.Frame) -> None:
     for extend in message.extends:
         add(request_id=extend.request_id, base_len=extend.base_len, token_ids=extend.token_ids)
     for budget in message.budgets:
-        to.budgets.add(request_id=budget.request_id, num_tokens=budget.num_tokens)
+        to.budgets.add(request_id=budget.request_id, num_tokens=budget.num_tokens, row_price=budget.row_price)
     to.releases.extend(message.releases)
 
 
@@ -38,7 +38,7 @@ def decode_draft_round(message: wire.DraftRound) -> DraftRound:
             ]
         ),
         extends=tuple([Extend(extend.request_id, extend.base_len, tuple(extend.token_ids)) for extend in message.extends]),
-        budgets=tuple([Budget(budget.request_id, budget.num_tokens) for budget in message.budgets]),
+        budgets=tuple([Budget(budget.request_id, budget.num_tokens, budget.row_price) for budget in message.budgets]),
         releases=tuple(message.releases),
     )
 

@@ -141,12 +141,14 @@ class Extend(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Budget(_message.Message):
-    __slots__ = ("request_id", "num_tokens")
+    __slots__ = ("request_id", "num_tokens", "row_price")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROW_PRICE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    row_price: float
+    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., row_price: _Optional[float] = ...) -> None: ...
 
 class DraftRound(_message.Message):
     __slots__ = ("table_version", "opens", "extends", "budgets", "releases")

@@ -4,6 +4,7 @@ Everything random comes from one seed, so a failing seed replays: ``run(seed)``.
 """
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
@@ -14,6 +15,8 @@ from cluster.types import Commit, FinishReason, Request, RoutingTable, SamplingP
 from drafters.loop import DrafterLoop
 from engine.round import TargetLoop
 from router.cost_model import TableCost
+from router.draft_length import DraftLengths
+from router.plan import DraftBudget, SequenceView
 from router.planner import PlannerSettings, StepPlanner
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyDrafter, ToyTarget
 
@@ -38,6 +41,26 @@ class Outcome:
     finish: FinishReason | None = None
     num_proposed: int = 0
     num_accepted: int = 0
+
+
+class RandomBudgets(DraftLengths):
+    """Lengths and prices that change at any time."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self._rng = rng
+        self._last: dict[str, DraftBudget] = {}
+
+    def budgets(self, sequences: Iterable[SequenceView], row_price: float) -> dict[str, DraftBudget]:
+        rng, last = self._rng, self._last
+        self._last = {
+            s.request_id: last[s.request_id]
+            if s.request_id in last and rng.random() < 0.9
+            else DraftBudget(rng.randint(1, 8), rng.random())
+            for s in sequences
+            if s.drafter is not None
+        }
+        return self._last
 
 
 class SimulatedCluster:
@@ -71,7 +94,14 @@ class SimulatedCluster:
         )
         cost = TableCost((1, 8, 32), (0.02, 0.025, rng.choice((0.03, 0.1))), 1e-6)
         self.loop = TargetLoop(
-            self.engine, MODEL, self.mailbox, cost, StepPlanner(settings), max_waiting=64, clock=self._after_pass
+            self.engine,
+            MODEL,
+            self.mailbox,
+            cost,
+            self._after_pass,
+            StepPlanner(settings),
+            max_waiting=64,
+            draft_lengths=RandomBudgets(rng),
         )
         self.names = [f"toy-{i}" for i in range(num_drafters)]
         self.drafters = {name: self._start_drafter(name) for name in self.names}
@@ -134,7 +164,7 @@ class SimulatedCluster:
         self.loop.step(self.now_s)
 
     def _after_pass(self) -> float:
-        """The round asks for the time once a pass: when it is over."""
+        """The round asks for the time when a pass begins and when it is over."""
         self.now_s += self.rng.uniform(0.001, 0.05)
         return self.now_s
 
@@ -180,7 +210,6 @@ class SimulatedCluster:
                 if self.version > 1
                 else {},
                 defaults=tuple((name,) for name in self.names) or ((),),
-                max_draft_len=self.rng.randint(1, 8),
                 scorers=tuple(name for name in self.names if self.rng.random() < 0.5),
             )
         )

@@ -17,6 +17,7 @@ from drafters.sessions import RosterLimits
 from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
 from router.assignment import AssignmentPolicy
+from router.draft_length import DraftLengths
 from router.drift import CollapseWatch
 from router.plan import Capacity, StepPlan
 from router.planner import Planner
@@ -267,19 +268,19 @@ def run_live(
     gateway = Actor(Mailbox())
     gateway.called = True  # nobody runs it
     planner = Noting(spec.planner())
-    max_draft_len = max(drafter.max_draft_len for drafter in spec.drafters)
     watch = None if spec.collapse is None else CollapseWatch(spec.collapse, spec.slot_s)
-    router = build_router(policy, spec.pool(), max_draft_len, watch)
+    router = build_router(policy, spec.pool(), watch)
     engine = FakeTarget(world, target, spec, known)
     loop = TargetLoop(
         engine,
         model,
         target.mailbox,
         spec.cost,
+        lambda: world.now_s,
         planner,
         router.first_table(),
         spec.limits.max_waiting,
-        clock=lambda: world.now_s,
+        DraftLengths({drafter.name: drafter.max_draft_len for drafter in spec.drafters}),
     )
 
     def hello(role: Role, name: str) -> Hello:

@@ -13,7 +13,7 @@ from benchmarks.fault_injection import Cut, Midway, before_disliked_token, every
 from benchmarks.harness import Circumstances, Rig
 from benchmarks.report import BenchOptions, BenchResult
 from cluster.config import DrafterConfig, DSparkOptions
-from cluster.types import SamplingParams, Slo
+from cluster.types import SamplingParams
 from drafters import shipped
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand
@@ -125,20 +125,16 @@ def _view(name: str, num_generated: int, running: bool = True) -> SequenceView:
         request_id=name,
         committed_len=4 + num_generated,
         computed_len=3 + num_generated if running else 0,
-        prompt_len=4,
         num_drafted=0,
-        confidences=(),
         running=running,
-        arrival_s=0.0,
-        slo=Slo(),
         drafter=None,
         awaiting_since_s=None,
-        max_new_tokens=8,
+        max_new_tokens=8 - num_generated,
     )
 
 
 def test_midway_preempts_half_of_the_running_once() -> None:
-    planner = Midway(StepPlanner(), 3, every_second)
+    planner = Midway(StepPlanner(), 5, every_second)
     capacity = Capacity(16, 64, 64, 8, 64, 256)
     views = [_view(name, 2) for name in "abcd"]
     assert planner.plan(views, {}, capacity, TableCost((1,), (0.01,)), 0.0).preempted == ()

@@ -176,7 +176,7 @@ def test_a_chain_of_three_drafters_serves_the_targets_own_tokens(folder: Path) -
         for one in resolved.drafters
     }
     dear = TableCost((1, 64), (1000.0, 1000.0))  # as the planner believes: proposals are waited for
-    table = RoutingTable(1, defaults=(chain,), max_draft_len=8)
+    table = RoutingTable(1, defaults=(chain,))
     with EmbeddedCluster(engine, model, dear, pool, StepPlanner(PlannerSettings("all", 60.0)), table) as cluster:
         found = cluster.complete(requests)
         assert sum(one.num_proposed for one in found) > 0

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from router.colocation_gate import Asking, Pace, saved_s
+from router.colocation_gate import Asking, saved_s
 from router.cost_model import TableCost
 
 COST = TableCost((1, 2, 4, 8, 16), (0.010, 0.010, 0.012, 0.016, 0.032))
@@ -83,13 +83,3 @@ def test_drafts_save_the_time_of_their_tokens_less_that_of_their_rows() -> None:
     assert saved_s(4, 4, 2, 0, COST) == pytest.approx(2 * 0.012 / 4 - 0.004)
     assert saved_s(8, 8, 1, 0, COST) < 0.0
     assert saved_s(8, 0, 0, 0, COST) == 0.0
-
-
-def test_a_row_costs_the_tokens_that_its_time_is_good_for() -> None:
-    pace = Pace()
-    assert pace.row_price(8, 0, COST) == 0.0, "before anything is known"
-    for _ in range(10):
-        pace.note(8, 0.016)
-    assert pace.row_price(12, 0, COST) == pytest.approx(0.002 * 500)
-    assert pace.row_price(8, 0, COST) == pytest.approx(0.001 * 500), "at a knee the cheaper side"
-    assert pace.row_price(2, 0, COST) == 0.0, "a row that is free"

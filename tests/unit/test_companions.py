@@ -26,8 +26,8 @@ from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
 from engine.target import SpanInput, SpanOutcome
 from router.assignment import member_name
-from router.colocation_gate import Pace
 from router.cost_model import TableCost
+from router.draft_length import DecodeRate
 from router.planner import PlannerSettings, StepPlanner
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_model
@@ -191,7 +191,7 @@ def test_a_row_has_its_price_also_where_prompts_come_in_nearly_every_pass(
     """The tokens of each round that decodes are noted, whatever of prompts is in it."""
     engine, model = engine_of(target, (0, 2))
     decoded: list[int] = []
-    execute, note = engine.execute, Pace.note
+    execute, note = engine.execute, DecodeRate.note
     noted: list[int] = []
 
     def executed(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
@@ -200,12 +200,13 @@ def test_a_row_has_its_price_also_where_prompts_come_in_nearly_every_pass(
         decoded.append(sum(len(outcome.token_ids) for outcome in outcomes if outcome.request_id in decoding))
         return outcomes
 
-    def noting(pace: Pace, num_tokens: int, seconds: float) -> None:
-        noted.append(num_tokens)
-        note(pace, num_tokens, seconds)
+    def noting(rate: DecodeRate, began_s: float, num_tokens: int, prompts_s: float) -> None:
+        if num_tokens:
+            noted.append(num_tokens)
+        note(rate, began_s, num_tokens, prompts_s)
 
     monkeypatch.setattr(engine, "execute", executed)
-    monkeypatch.setattr(Pace, "note", noting)
+    monkeypatch.setattr(DecodeRate, "note", noting)
     planner = StepPlanner(PlannerSettings(max_chunk_len=8))
     with EmbeddedCluster(engine, model, COST, {"wrong": PoolEntry(_Wrong(), companion=True)}, planner) as cluster:
         cluster.complete(requests(6))

@@ -1,17 +1,20 @@
 """What the round makes of what its drafters say."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import pytest
 
 from cluster.messages import Budget, DraftRound, Hello, LevelReport, Message, ProposalRound, Role, Score
 from cluster.types import Commit, ModelInfo, Proposal, Request, RoutingTable, SamplingParams
-from engine.drafter_sessions import Pool
+from engine.colocated import ColocatedDrafters
+from engine.drafter_sessions import DrafterSessions
 from engine.sequences import Sequences
 from engine.telemetry import Telemetry
 from profiler.drafter_stats import DrafterStats
 from router import assignment
 from router.assignment import Positions
+from router.plan import DraftBudget
 
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
 PEER = Hello(Role.DRAFTER, "d", 100, "fingerprint")
@@ -31,45 +34,51 @@ class Link:
     def close(self) -> None: ...
 
 
+def sessions(
+    sequences: Sequences, telemetry: Telemetry, table: RoutingTable, proposers: Mapping[str, Collection[str]] | None = None
+) -> DrafterSessions:
+    return DrafterSessions(sequences, telemetry, table, ColocatedDrafters((), lambda: 0.0), proposers)
+
+
 def test_an_empty_answer_says_nothing_of_how_long_drafting_takes() -> None:
     """A full drafter answers at once, for it does not draft."""
     sequences, telemetry = Sequences(MODEL), Telemetry()
-    pool = Pool(sequences, telemetry, RoutingTable(version=0, defaults=(("d",),), max_draft_len=4))
+    drafters = sessions(sequences, telemetry, RoutingTable(version=0, defaults=(("d",),)))
     link = Link()
-    pool.link_up(link)
+    drafters.link_up(link)
     request = Request("r", (1, 2, 3), SamplingParams(max_tokens=20), arrival_s=0.0)
-    pool.seat(sequences.add(request))
+    drafters.assign(sequences.add(request))
     sequence = sequences.get("r")
     assert sequence is not None
-    sequence.await_proposal(10.0)
-    pool.hear(link, ProposalRound(0, (Proposal("r", 3, (), (), "d"),)), 10.001)
+    sequence.draft.await_proposal(10.0)
+    drafters.receive(link, ProposalRound(0, (Proposal("r", 3, (), (), "d"),)), 10.001)
     assert telemetry.drafter("d").reply_s is None
-    pool.hear(link, ProposalRound(0, (Proposal("r", 3, (5,), (0.5,), "d"),)), 10.02)
+    drafters.receive(link, ProposalRound(0, (Proposal("r", 3, (5,), (0.5,), "d"),)), 10.02)
     assert telemetry.drafter("d").reply_s == pytest.approx(0.02)
 
 
 def test_a_chain_runs_at_its_last_drafter_and_a_proposal_outlives_a_change_below() -> None:
     sequences, telemetry = Sequences(MODEL), Telemetry()
-    pool = Pool(sequences, telemetry, RoutingTable(version=0, defaults=(("a", "d"),), max_draft_len=4))
+    drafters = sessions(sequences, telemetry, RoutingTable(version=0, defaults=(("a", "d"),)))
     link = Link()
-    pool.link_up(link)
+    drafters.link_up(link)
     sequence = sequences.add(Request("r", (1, 2, 3), SamplingParams(max_tokens=20), arrival_s=0.0))
-    pool.seat(sequence)
-    pool.flush()
+    drafters.assign(sequence)
+    drafters.flush()
     assert [(opened.request_id, opened.proposers) for opened in link.sent.pop().opens] == [("r", ("a",))]
-    assert (sequence.chain, sequence.drafter) == (("a", "d"), "d")
+    assert (sequence.draft.chain, sequence.draft.drafter) == (("a", "d"), "d")
     level = LevelReport("d", 1, 5, 0.0, 0)
-    pool.hear(link, ProposalRound(0, (Proposal("r", 3, (5,), (0.5,), "d"),), levels=(level,)), 10.02)
+    drafters.receive(link, ProposalRound(0, (Proposal("r", 3, (5,), (0.5,), "d"),), levels=(level,)), 10.02)
     assert telemetry.take_levels() == (level,)
     assert telemetry.take_levels() == ()
-    pool.follow(RoutingTable(version=1, chains={"r": ("a", "b/1", "d")}))
-    assert sequence.proposal is not None
-    pool.flush()
+    drafters.follow(RoutingTable(version=1, chains={"r": ("a", "b/1", "d")}))
+    assert sequence.draft.proposal is not None
+    drafters.flush()
     assert [(opened.token_ids, opened.proposers) for opened in link.sent[-1].opens] == [((1, 2, 3), ("a", "b"))]
     assert not link.sent[-1].releases
-    pool.follow(RoutingTable(version=2, chains={"r": ("d", "a")}))
-    assert sequence.proposal is None
-    pool.flush()
+    drafters.follow(RoutingTable(version=2, chains={"r": ("d", "a")}))
+    assert sequence.draft.proposal is None
+    drafters.flush()
     assert link.sent[-1].releases == ("r",)
 
 
@@ -83,73 +92,76 @@ def told(link: Link) -> DraftRound:
 
 def test_scorers_keep_in_step_and_take_over_without_being_told_all_again() -> None:
     sequences, telemetry = Sequences(MODEL), Telemetry()
-    pool = Pool(sequences, telemetry, RoutingTable(0, defaults=(("a",),), max_draft_len=4, scorers=("a", "b", "c/1")))
+    drafters = sessions(sequences, telemetry, RoutingTable(0, defaults=(("a",),), scorers=("a", "b", "c/1")))
     links = {name: Link(hello(name)) for name in ("a", "b", "c", "c/1", "d")}
     for link in links.values():
-        pool.link_up(link)
+        drafters.link_up(link)
     sequence = sequences.add(Request("r", (1, 2, 3), SamplingParams(max_tokens=20), arrival_s=0.0))
-    pool.seat(sequence)
-    pool.flush()
+    drafters.assign(sequence)
+    drafters.set_budgets({"r": DraftBudget(4)})
+    drafters.flush()
     rounds = {name: told(link) for name, link in links.items()}
     assert {name: [b.num_tokens for b in one.budgets] for name, one in rounds.items()} == {
         "a": [4], "b": [0], "c": [], "c/1": [0], "d": []
     }  # fmt: skip
-    assert dict(pool.followed()) == {"a": 1, "b": 0, "c": 0, "c/1": 0, "d": 0}
+    assert dict(drafters.num_followed()) == {"a": 1, "b": 0, "c": 0, "c/1": 0, "d": 0}
     sequence.token_ids.extend((5, 6))
-    pool.tell(sequence, Commit("r", 3, (5, 6)), 1.0)
-    pool.flush()
+    drafters.publish(sequence, Commit("r", 3, (5, 6)), 1.0)
+    drafters.flush()
     assert [len(told(links[name]).extends) for name in ("a", "b", "c/1", "d")] == [1, 1, 1, 0]
-    pool.hear(links["b"], ProposalRound(0, scores=(Score("r", 3, 2, 3), Score("r", 5, 0, 1))), 1.0)
+    drafters.receive(links["b"], ProposalRound(0, scores=(Score("r", 3, 2, 3), Score("r", 5, 0, 1))), 1.0)
     assert telemetry.take_scores() == (assignment.Score("r", "b", Positions((2, 1, 1), (1, 1, 0))),)
     assert telemetry.take_scores() == ()
-    pool.hear(links["b"], ProposalRound(0, (Proposal("r", 3, (5,), (0.5,), "b"),), resyncs=("r",)), 1.0)
-    assert sequence.proposal is None  # it is not its turn
-    assert pool.hear(links["b"], ProposalRound(0, (Proposal("r", 5, (5,), (0.5,), "a"),)), 1.0) == (
+    drafters.receive(links["b"], ProposalRound(0, (Proposal("r", 3, (5,), (0.5,), "b"),), resyncs=("r",)), 1.0)
+    assert sequence.draft.proposal is None  # it is not its turn
+    assert drafters.receive(links["b"], ProposalRound(0, (Proposal("r", 5, (5,), (0.5,), "a"),)), 1.0) == (
         "a proposal in the name of 'a'",
     )
-    assert sequence.proposal is None
-    pool.flush()
+    assert sequence.draft.proposal is None
+    drafters.flush()
     again = told(links["b"])
     assert ([len(o.token_ids) for o in again.opens], [b.num_tokens for b in again.budgets]) == ([5], [0])
-    pool.follow(RoutingTable(1, {"r": ("b",)}, max_draft_len=4, scorers=("a", "b")))
-    pool.flush()
+    drafters.follow(RoutingTable(1, {"r": ("b",)}, scorers=("a", "b")))
+    drafters.set_budgets({"r": DraftBudget(4, 0.25)})
+    drafters.flush()
     assert told(links["a"]).budgets == (Budget("r", 0),)  # it stays in step
-    assert (taken := told(links["b"])).budgets == (Budget("r", 4),)
+    assert (taken := told(links["b"])).budgets == (Budget("r", 4, 0.25),)
     assert not taken.opens
     assert told(links["c/1"]).releases == ("r",)
-    pool.follow(RoutingTable(2, {"r": ("b",)}, max_draft_len=6))
-    pool.flush()
+    drafters.follow(RoutingTable(2, {"r": ("b",)}))
+    drafters.set_budgets({"r": DraftBudget(6, 0.5)})
+    drafters.flush()
     assert told(links["a"]).releases == ("r",)
-    assert told(links["b"]).budgets == (Budget("r", 6),)
-    pool.release(sequence)
-    pool.flush()
+    assert told(links["b"]).budgets == (Budget("r", 6, 0.5),)
+    drafters.release(sequence)
+    drafters.flush()
     assert told(links["b"]).releases == ("r",)
     assert not told(links["d"]).releases
 
 
 def test_whoever_chose_its_chain_is_scored_by_nobody() -> None:
     sequences, telemetry = Sequences(MODEL), Telemetry()
-    pool = Pool(sequences, telemetry, RoutingTable(0, defaults=(("a",),), scorers=("b",)))
+    drafters = sessions(sequences, telemetry, RoutingTable(0, defaults=(("a",),), scorers=("b",)))
     link = Link(hello("b"))
-    pool.link_up(link)
-    pool.seat(sequences.add(Request("r", (1, 2), SamplingParams(max_tokens=20), arrival_s=0.0, chain=("a",))))
-    pool.seat(sequences.add(Request("s", (1, 2), SamplingParams(max_tokens=20), arrival_s=0.0)))
-    pool.flush()
+    drafters.link_up(link)
+    drafters.assign(sequences.add(Request("r", (1, 2), SamplingParams(max_tokens=20), arrival_s=0.0, chain=("a",))))
+    drafters.assign(sequences.add(Request("s", (1, 2), SamplingParams(max_tokens=20), arrival_s=0.0)))
+    drafters.flush()
     assert [opened.request_id for opened in told(link).opens] == ["s"]
 
 
 @pytest.mark.parametrize("says_something", [True, False])
 def test_a_request_whose_tokens_the_caller_dictates_says_nothing_of_drafters(says_something: bool) -> None:
     sequences, telemetry = Sequences(MODEL), Telemetry()
-    pool = Pool(sequences, telemetry, RoutingTable(0, defaults=(("a",),), scorers=("b",)))
+    drafters = sessions(sequences, telemetry, RoutingTable(0, defaults=(("a",),), scorers=("b",)))
     links = {name: Link(hello(name)) for name in ("a", "b")}
     for link in links.values():
-        pool.link_up(link)
+        drafters.link_up(link)
     bias = ((5, 1.0 if says_something else 100.0),)
     sequence = sequences.add(Request("r", (1, 2), SamplingParams(max_tokens=20, logit_bias=bias), arrival_s=0.0))
-    pool.seat(sequence)
-    pool.tell(sequence, Commit("r", 2, (5, 5), drafter="a", num_proposed=1, num_accepted=1), 1.0)
-    pool.flush()
+    drafters.assign(sequence)
+    drafters.publish(sequence, Commit("r", 2, (5, 5), drafter="a", num_proposed=1, num_accepted=1), 1.0)
+    drafters.flush()
     assert [opened.request_id for opened in told(links["a"]).opens] == ["r"]  # it is drafted for all the same
     assert bool(telemetry.take_observations()) == says_something
     assert bool(links["b"].sent) == says_something  # and scored by nobody
@@ -177,10 +189,10 @@ def test_how_long_a_pass_takes_is_not_taken_for_how_long_drafting_does() -> None
 def test_a_drafter_reports_on_the_models_of_its_own_process_alone() -> None:
     table, proposers = RoutingTable(0, defaults=(("few", "d"),)), {"d": ("few",), "other": ("few", "d")}
     telemetry = Telemetry()
-    pool = Pool(Sequences(MODEL), telemetry, table, proposers=proposers)
+    drafters = sessions(Sequences(MODEL), telemetry, table, proposers=proposers)
     link = Link(hello("d/1"))
-    pool.link_up(link)
+    drafters.link_up(link)
     levels = tuple(LevelReport(name, 1, 5, 0.1, 0) for name in ("d", "few", "other"))
-    faults = pool.hear(link, ProposalRound(0, levels=levels), 1.0)
+    faults = drafters.receive(link, ProposalRound(0, levels=levels), 1.0)
     assert faults == ("a report of the passes of 'other', which does not run there",)
     assert [level.drafter for level in telemetry.take_levels()] == ["d", "few"]

@@ -4,6 +4,7 @@ Both serve requests here, through the registries, the router's slot and the real
 """
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -120,12 +121,12 @@ def test_a_policy_and_a_drafter_of_somebody_elses_serve(registered: None) -> Non
     policy = build_policy(AlphabeticalPolicy())  # type: ignore[arg-type]
     assert isinstance(policy, Alphabetical)
     pool = [PoolMember("ngram", 8, 0.001), PoolMember("a-oracle", 8, 0.1)]
-    router = Router(policy, pool, max_draft_len=4)
+    router = Router(policy, pool)
     network, mailbox, gateway_mailbox = LocalNetwork(), Mailbox(), Mailbox()
     hello = Hello(Role.TARGET, "target", VOCAB_SIZE, MODEL.tokenizer_fingerprint)
     network.listen(TARGET, mailbox, hello)
-    table = RoutingTable(version=0, defaults=((),), max_draft_len=4)  # nobody drafts until the policy has spoken
-    target = TargetLoop(ToyTarget(), MODEL, mailbox, TableCost((1, 32), (0.02, 0.03)), table=table)
+    table = RoutingTable(version=0, defaults=((),))  # nobody drafts until the policy has spoken
+    target = TargetLoop(ToyTarget(), MODEL, mailbox, TableCost((1, 32), (0.02, 0.03)), time.monotonic, table=table)
 
     def linked(name: str, drafter: Drafter) -> DrafterLoop:
         own = Mailbox()

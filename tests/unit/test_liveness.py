@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,9 +82,8 @@ def test_a_fast_target_computes_all_that_is_asked_for(num_tokens: int) -> None:
 # Questions that wait.
 
 
-class Looping:
-    def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
-        stop.wait()
+def _wait(stop: threading.Event) -> None:
+    stop.wait()
 
 
 class Actor(LoopActor[str]):
@@ -94,7 +92,7 @@ class Actor(LoopActor[str]):
         self.woken = threading.Event()
 
     def _begin(self) -> LoopThread:
-        return LoopThread("looping", Looping(), self.woken.set)
+        return LoopThread("looping", _wait, self.woken.set)
 
     def _info(self) -> str:
         return "it runs"

@@ -9,7 +9,8 @@ import pytest
 from cluster.config import ChainPolicy, HedgePolicy
 from cluster.messages import Hello, Message, ProposalRound, Role
 from cluster.types import ModelInfo, Proposal, Request, RoutingTable, SamplingParams
-from engine.drafter_sessions import Pool
+from engine.colocated import ColocatedDrafters
+from engine.drafter_sessions import DrafterSessions
 from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanOutcome
 from engine.telemetry import Telemetry
@@ -20,7 +21,7 @@ from router.policies.on_time_rate import InTime
 from tests.support.observing import right_at
 
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
-TABLE = RoutingTable(version=0, defaults=(("d",),), max_draft_len=4)
+TABLE = RoutingTable(version=0, defaults=(("d",),))
 RIGHT, WRONG = 5, 6
 
 
@@ -35,25 +36,36 @@ class Link:
     def close(self) -> None: ...
 
 
+@dataclass
+class _Idle:
+    """A colocated loop that nobody steps."""
+
+    name: str
+
+    def step(self, now_s: float) -> bool:
+        return False
+
+
 class Target:
     """Rounds of one request after another, each token of which is RIGHT."""
 
-    def __init__(self, companions: tuple[str, ...] = ()) -> None:
+    def __init__(self, colocated_names: tuple[str, ...] = ()) -> None:
         self.sequences, self.telemetry, self.link = Sequences(MODEL), Telemetry(step_s=0.1), Link()
-        self.pool = Pool(self.sequences, self.telemetry, TABLE, companions)
-        self.pool.link_up(self.link)
+        self.colocated = ColocatedDrafters([_Idle(name) for name in colocated_names], lambda: self.now_s)
+        self.drafters = DrafterSessions(self.sequences, self.telemetry, TABLE, self.colocated)
+        self.drafters.link_up(self.link)
         self.now_s = 0.0
 
     def take(self, num_tokens: int, request_id: str = "r") -> LiveSequence:
         sequence = self.sequences.add(Request(request_id, (1, 2, 3), SamplingParams(max_tokens=num_tokens), arrival_s=0.0))
-        self.pool.seat(sequence)
+        self.drafters.assign(sequence)
         return sequence
 
     def hear(self, sequence: LiveSequence, *token_ids: int) -> None:
         """A proposal for what is committed."""
         confidences = (0.5,) * len(token_ids)
         proposal = Proposal(sequence.request.id, len(sequence.token_ids), token_ids, confidences, "d")
-        self.pool.hear(self.link, ProposalRound(0, (proposal,)), self.now_s)
+        self.drafters.receive(self.link, ProposalRound(0, (proposal,)), self.now_s)
 
     def round(self, sequence: LiveSequence) -> None:
         """Verifies what is at hand, and commits."""
@@ -65,16 +77,16 @@ class Target:
         num_right = next((i for i, token in enumerate(drafts) if token != RIGHT), len(drafts))
         commit = self.sequences.apply(span, SpanOutcome(request_id, (RIGHT,) * (num_right + 1), num_right))
         assert commit is not None
-        self.pool.tell(sequence, commit, self.now_s)
+        self.drafters.publish(sequence, commit, self.now_s)
         if commit.finish is not None:
             self.sequences.remove(request_id)
-            self.pool.release(sequence)
+            self.drafters.release(sequence)
 
     def fail(self, sequence: LiveSequence) -> None:
         span = self.sequences.span_input(Span(sequence.request.id, 1, 0))
         commit = self.sequences.apply(span, SpanOutcome(span.request_id, (), 0, error="no number among the logits"))
         assert commit is not None
-        self.pool.tell(sequence, commit, self.now_s)
+        self.drafters.publish(sequence, commit, self.now_s)
 
     def seen(self) -> Observation:
         (seen,) = self.telemetry.take_observations()
@@ -127,14 +139,14 @@ def test_nothing_is_waited_for_from_a_drafter_that_has_been_told_nothing() -> No
     target = Target()
     sequence = target.take(20)
     target.round(sequence)
-    target.pool.follow(RoutingTable(1, {"r": ()}, max_draft_len=4))
+    target.drafters.follow(RoutingTable(1, {"r": ()}))
     target.round(sequence)
-    target.pool.follow(RoutingTable(2, {"r": ("d",)}, max_draft_len=4))
+    target.drafters.follow(RoutingTable(2, {"r": ("d",)}))
     target.round(sequence)  # the first with it again
-    target.pool.link_down(target.link, "it was killed")
+    target.drafters.link_down(target.link, "it was killed")
     target.round(sequence)
     target.link = Link()
-    target.pool.link_up(target.link)
+    target.drafters.link_up(target.link)
     target.round(sequence)  # the first with the new one
     assert (seen := target.seen()).num_rounds == 3  # the two without a drafter are nobody's
     assert seen.num_awaited == 0
@@ -142,20 +154,20 @@ def test_nothing_is_waited_for_from_a_drafter_that_has_been_told_nothing() -> No
 
 def test_rounds_that_a_companion_is_not_asked_in_are_rounds_without_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it there; but they are short for want of its drafts, and what they take counts, too."""
-    target = Target(companions=("d",))
+    target = Target(colocated_names=("d",))
     sequence = target.take(20)
     target.round(sequence)
     target.hear(sequence, RIGHT)
-    monkeypatch.setattr(target.pool, "is_asked", lambda name: False)
+    monkeypatch.setattr(target.colocated, "is_queried", lambda name: False)
     target.round(sequence)  # it had been asked before this one
     for _ in range(5):
-        assert sequence.awaiting_since_s is None
+        assert sequence.draft.awaiting_since_s is None
         target.round(sequence)
     assert (seen := target.seen()).num_rounds == 7
     assert (seen.num_missed, seen.num_in_time, seen.num_awaited) == (5, 1, 6)
-    target.pool.link_down(target.link, "it was killed")
+    target.drafters.link_down(target.link, "it was killed")
     target.link = Link()
-    target.pool.link_up(target.link)
+    target.drafters.link_up(target.link)
     target.round(sequence)  # the new one has been told nothing before this
     assert target.seen().num_awaited == 0
 
@@ -164,7 +176,7 @@ def test_a_draft_that_did_not_come_while_its_request_was_computed_anew_is_missed
     target = Target()
     sequence = target.take(20)
     target.round(sequence)
-    sequence.awaiting_since_s = None  # it was preempted: nothing is held for it any more
+    sequence.preempt()  # it was preempted: nothing is held for it any more
     target.round(sequence)
     assert (seen := target.seen()).num_rounds == 2
     assert (seen.num_missed, seen.num_in_time) == (1, 0)
@@ -176,7 +188,7 @@ def test_a_late_draft_that_is_still_ahead_is_in_time_for_the_round_it_reaches() 
     target.round(sequence)
     target.round(sequence)
     proposal = Proposal("r", len(sequence.token_ids) - 1, (RIGHT, RIGHT, RIGHT), (0.5,) * 3, "d")
-    target.pool.hear(target.link, ProposalRound(0, (proposal,)), target.now_s)
+    target.drafters.receive(target.link, ProposalRound(0, (proposal,)), target.now_s)
     target.round(sequence)
     assert ((seen := target.seen()).num_missed, seen.num_in_time) == (1, 1)
 
@@ -191,7 +203,7 @@ def test_a_pass_that_failed_says_nothing_of_a_drafter(is_late: bool) -> None:
     if not is_late:
         target.hear(sequence, RIGHT)
     target.fail(sequence)
-    assert sequence.judgement is None
+    assert sequence.draft.judgement is None
     assert (seen := target.seen()).num_rounds == 2
     assert (seen.num_missed, seen.num_in_time) == (0, 1)
 
@@ -210,8 +222,8 @@ def test_a_companion_that_is_mostly_not_asked_is_worth_what_its_few_drafts_bring
                 Observation(f"b{number}", "lookup", 20, 140, 20, 40, 0.21, right_at(20, 20)),
             ]
         )
-    pool = [PoolMember("cascade", 64, 0.0), PoolMember("lookup", 64, 0.0)]
-    assert policy.assign([RequestView("new", 5, 5, ())], pool) == {"new": ("lookup",)}
+    drafters = [PoolMember("cascade", 64, 0.0), PoolMember("lookup", 64, 0.0)]
+    assert policy.assign([RequestView("new", 5, 5, ())], drafters) == {"new": ("lookup",)}
 
 
 # ---- what outlives the policy

@@ -5,11 +5,12 @@ from collections.abc import Callable
 import pytest
 
 from cluster.errors import LinkClosed, LinkFull, WireError
-from cluster.messages import CommitRound, DraftRound, Hello, Message, Role
+from cluster.messages import Budget, CommitRound, DraftRound, Hello, Message, Role
 from cluster.types import Commit, Request, SamplingParams
 from engine import outbox
-from engine.outbox import DrafterPort, GatewayPort
+from engine.outbox import DrafterOutbox, GatewayOutbox
 from engine.sequences import LiveSequence
+from router.plan import DraftBudget
 
 
 class FakeLink:
@@ -44,10 +45,10 @@ def sequence(name: str, num_tokens: int = 4) -> LiveSequence:
 def test_a_drafter_that_comes_back_is_told_everything_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MAX_OPENED_TOKENS", 10)
     link = FakeLink()
-    port = DrafterPort(link)
+    port = DrafterOutbox(link)
     for i in range(5):
-        port.open(sequence(f"r{i}"), 8)
-    port.open(sequence("huge", 50), 8)
+        port.open(sequence(f"r{i}"))
+    port.open(sequence("huge", 50))
     port.release("gone")
     port.flush(3)
     messages = [m for m in link.sent if isinstance(m, DraftRound)]
@@ -60,8 +61,8 @@ def test_a_drafter_that_comes_back_is_told_everything_in_messages_of_bounded_siz
 
 def test_what_a_full_link_refused_goes_with_the_next_round() -> None:
     link = FakeLink(refuse(LinkFull("slow")))
-    port = DrafterPort(link)
-    port.open(sequence("a"), 8)
+    port = DrafterOutbox(link)
+    port.open(sequence("a"))
     port.flush(1)
     port.extend("a", 4, (5,))
     port.extend("b", 7, (1,))
@@ -78,22 +79,22 @@ def test_what_a_full_link_refused_goes_with_the_next_round() -> None:
 
 def test_a_new_bound_reaches_those_that_are_followed() -> None:
     link = FakeLink()
-    port = DrafterPort(link)
-    port.open(sequence("a"), 8)
+    port = DrafterOutbox(link)
+    port.open(sequence("a"))
     port.flush(1)
-    port.budget(3)
+    port.set_budget("a", DraftBudget(3, 0.5))
     port.flush(2)
     assert isinstance(link.sent[-1], DraftRound)
-    assert [(b.request_id, b.num_tokens) for b in link.sent[-1].budgets] == [("a", 3)]
+    assert link.sent[-1].budgets == (Budget("a", 3, 0.5),)
 
 
 @pytest.mark.parametrize("error", [WireError("too many bytes"), LinkClosed("gone")])
 def test_a_message_that_cannot_be_sent_ends_its_link_and_nothing_else(error: Exception) -> None:
-    port = DrafterPort(FakeLink(refuse(error)))
-    port.open(sequence("a"), 8)
+    port = DrafterOutbox(FakeLink(refuse(error)))
+    port.open(sequence("a"))
     with pytest.raises(LinkClosed):
         port.flush(1)
-    gateway = GatewayPort(FakeLink(refuse(error)))
+    gateway = GatewayOutbox(FakeLink(refuse(error)))
     gateway.publish([Commit("a", 0, (1,))])
     with pytest.raises(LinkClosed):
         gateway.flush()
@@ -103,7 +104,7 @@ def test_who_never_reads_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MAX_PENDING_RELEASES", 3)
     monkeypatch.setattr(outbox, "MAX_PENDING_COMMITS", 3)
     link = FakeLink(refuse(LinkFull("slow")))
-    port, gateway = DrafterPort(link), GatewayPort(link)
+    port, gateway = DrafterOutbox(link), GatewayOutbox(link)
     for i in range(3):
         port.release(f"r{i}")
         gateway.publish([Commit(f"r{i}", 0, (1,))])
@@ -122,7 +123,7 @@ def test_who_never_reads_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commits_go_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MAX_COMMITS", 2)
     link = FakeLink()
-    gateway = GatewayPort(link)
+    gateway = GatewayOutbox(link)
     gateway.publish([Commit(str(i), 0, (1,)) for i in range(5)])
     gateway.flush()
     assert [len(m.commits) for m in link.sent if isinstance(m, CommitRound)] == [2, 2, 1]

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.types import Slo
 from profiler.drafter_stats import DrafterStats, Judgement
 from router.cost_model import TableCost, monotone
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
@@ -28,12 +27,8 @@ def view(name: str = "a", **changes: Any) -> SequenceView:
         request_id=name,
         committed_len=20,
         computed_len=19,
-        prompt_len=10,
         num_drafted=0,
-        confidences=(),
         running=True,
-        arrival_s=0.0,
-        slo=Slo(),
         drafter="d",
         awaiting_since_s=None,
         max_new_tokens=50,
@@ -116,7 +111,7 @@ def test_what_is_left_of_a_proposal_is_verified_before_another_is_waited_for() -
 def test_requests_are_admitted_in_order_while_whole_prompts_fit() -> None:
     capacity = replace(CAPACITY, num_free_blocks=10)
     waiting = [
-        view(name, running=False, committed_len=length, computed_len=0, arrival_s=i)
+        view(name, running=False, committed_len=length, computed_len=0)
         for i, (name, length) in enumerate([("a", 20), ("b", 24), ("c", 4)])
     ]
     step = plan(waiting, capacity=capacity)
@@ -125,8 +120,8 @@ def test_requests_are_admitted_in_order_while_whole_prompts_fit() -> None:
 
 def test_the_youngest_gives_way_when_blocks_run_out() -> None:
     full = replace(CAPACITY, num_free_blocks=0)
-    old = view("old", committed_len=21, computed_len=20, arrival_s=0.0)
-    young = view("young", committed_len=21, computed_len=20, arrival_s=1.0)
+    old = view("old", committed_len=21, computed_len=20)
+    young = view("young", committed_len=21, computed_len=20)
     step = plan([old, young], capacity=full)
     assert step.preempted == ("young",)
     assert spans_of(step) == {"old": (1, 0)}
@@ -145,7 +140,7 @@ def test_drafts_give_way_before_sequences_do() -> None:
 
 def test_half_computed_prompts_that_hold_all_blocks_do_not_deadlock() -> None:
     full = replace(CAPACITY, num_free_blocks=0)
-    batch = [view(n, committed_len=40, computed_len=20, arrival_s=i) for i, n in enumerate("ab")]
+    batch = [view(n, committed_len=40, computed_len=20) for n in "ab"]
     assert plan(batch, capacity=full).preempted == ("b",)
 
 
@@ -179,7 +174,6 @@ sequences = st.lists(
             computed_len=min(done, prompt - 1) if running else 0,
             num_drafted=drafted,
             running=running,
-            arrival_s=float(i),
             awaiting_since_s=1.0 if waits and not drafted else None,
         ),
         st.integers(0, 10**6),
@@ -199,7 +193,7 @@ sequences = st.lists(
 def test_no_plan_asks_for_more_than_there_is(
     batch: list[SequenceView], num_free: int, max_pass_tokens: int, verification: str
 ) -> None:
-    batch.sort(key=lambda s: s.arrival_s)
+    batch.sort(key=lambda s: int(s.request_id))
     capacity = replace(CAPACITY, num_free_blocks=num_free, max_pass_tokens=max_pass_tokens, max_num_sequences=12)
     step = plan(batch, capacity=capacity, verification=verification)
     by_id = {s.request_id: s for s in batch}

@@ -254,14 +254,14 @@ def test_the_pool_has_a_member_per_replica_and_orders_by_size() -> None:
 def test_a_table_changes_its_version_only_when_it_must() -> None:
     requests = [view("a", ("d0",)), view("b")]
     assert next_table(RoutingTable(0), [], {}, [()], [0]).version == 1  # what was never published is
-    first = next_table(RoutingTable(0, max_draft_len=5), requests, {"a": ("d1",), "b": ()}, [("d0",)], [0, 0])
-    assert first == RoutingTable(1, {"a": ("d1",), "b": ()}, (("d0",),), 5)
+    first = next_table(RoutingTable(0), requests, {"a": ("d1",), "b": ()}, [("d0",)], [0, 0])
+    assert first == RoutingTable(1, {"a": ("d1",), "b": ()}, (("d0",),))
     assert next_table(first, requests, {"a": ("d1",), "b": ()}, [("d0",)], [1, 1]) is first
     assert next_table(first, requests, {"a": ("d1",), "b": ()}, [("d0",)], [1, 0]).version == 2  # one has not heard it
     assert next_table(first, requests[:1], {"a": ("d1",), "b": ()}, [("d0",)], [1]) == RoutingTable(
-        2, {"a": ("d1",)}, (("d0",),), 5
+        2, {"a": ("d1",)}, (("d0",),)
     )
-    assert next_table(first, [], {}, [], [41]) == RoutingTable(42, {}, ((),), 5)  # a restarted router overtakes
+    assert next_table(first, [], {}, [], [41]) == RoutingTable(42, {}, ((),))  # a restarted router overtakes
 
 
 def test_a_table_is_bounded_and_drops_those_who_stay_first() -> None:

@@ -248,6 +248,6 @@ def test_the_router_takes_measured_costs_and_keeps_the_priors_of_others() -> Non
     policy = Seeing()
     pool = [PoolMember("known", 4, 0.1), PoolMember("known/1", 4, 0.1), PoolMember("other", 4, 0.2)]
     as_policy: AssignmentPolicy = policy  # type: ignore[assignment]
-    table = Router(as_policy, pool, 4).slot([SlotReport((), (), 0, ("known", "other"), draft_costs={"known": 0.03})])
+    table = Router(as_policy, pool).slot([SlotReport((), (), 0, ("known", "other"), draft_costs={"known": 0.03})])
     assert isinstance(table, RoutingTable)
     assert policy.costs == {"known": 0.03, "known/1": 0.03, "other": 0.2}

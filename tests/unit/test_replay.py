@@ -46,7 +46,7 @@ def test_a_replay_gets_accepted_what_the_engine_accepts(folder: Path, temperatur
     engine, info = target_of(folder)
     drafter = make(NgramOptions(min_match_len=1), Site(info, "cpu"))
     pool = {"ngram": PoolEntry(drafter, DRAFT_LEN)}
-    table = RoutingTable(version=0, defaults=(("ngram",),), max_draft_len=DRAFT_LEN)
+    table = RoutingTable(version=0, defaults=(("ngram",),))
     planner = StepPlanner(PlannerSettings(verification="all", max_hold_s=60.0))
     requests = [request(f"r{i}", 10 * i, temperature) for i in range(4)]
     with EmbeddedCluster(engine, info, PRECIOUS_PASSES, pool, planner, table) as cluster:

@@ -50,13 +50,13 @@ def view(request_id: str, *chain: str) -> RequestView:
 
 
 def test_no_target_no_table() -> None:
-    assert Router(build_policy(FixedPolicy()), POOL, 4).slot([]) is None
+    assert Router(build_policy(FixedPolicy()), POOL).slot([]) is None
 
 
 def test_a_table_is_published_once_and_again_to_whoever_missed_it() -> None:
-    router = Router(build_policy(FixedPolicy()), POOL, 4)
+    router = Router(build_policy(FixedPolicy()), POOL)
     table = router.slot([report(view("r"))])
-    assert table == RoutingTable(1, {"r": ("a",)}, (("a",),), 4)
+    assert table == RoutingTable(1, {"r": ("a",)}, (("a",),))
     assert router.slot([report(view("r", "a"), version=1)]) is None
     again = router.slot([report(view("r", "a"), version=1), report(version=0)])
     assert again is not None
@@ -64,7 +64,7 @@ def test_a_table_is_published_once_and_again_to_whoever_missed_it() -> None:
 
 
 def test_a_drafter_that_one_target_lost_or_that_drains_gets_nobody() -> None:
-    router = Router(build_policy(FixedPolicy()), POOL, 4)
+    router = Router(build_policy(FixedPolicy()), POOL)
     table = router.slot([report(view("r", "a")), report(drafters=("b",))])
     assert table is not None
     assert table.chains == {"r": ("b",)}
@@ -77,7 +77,7 @@ def test_a_drafter_that_one_target_lost_or_that_drains_gets_nobody() -> None:
 
 def test_a_drafter_that_could_be_loaded_is_wished_for_and_its_requests_are_served_on() -> None:
     pool = (*POOL, PoolMember("lazy", 8, 0.01))
-    router = Router(Fixed(FixedPolicy(chain=("lazy",))), pool, 4)
+    router = Router(Fixed(FixedPolicy(chain=("lazy",))), pool)
     table = router.slot([report(view("r", "a"), view("s"))])
     assert table is not None
     assert table.chains == {"r": (), "s": ()}, "what nobody offers cannot be had"
@@ -101,7 +101,7 @@ def test_what_was_measured_of_a_drafter_does_not_hold_on_its_fallback() -> None:
             return super().assign(requests, pool)
 
     seen: list[dict[str, tuple[float, MemberCosts | None]]] = []
-    router = Router(Watched(FixedPolicy()), POOL, 4)
+    router = Router(Watched(FixedPolicy()), POOL)
     reported = replace(report(view("r")), draft_costs={"a": 0.3, "b": 0.3}, member_costs={"a": costs, "b": costs})
     router.set_offered(frozenset(), frozenset({"b"}))
     router.slot([reported])
@@ -109,13 +109,13 @@ def test_what_was_measured_of_a_drafter_does_not_hold_on_its_fallback() -> None:
 
 
 def test_a_router_that_starts_over_is_heard() -> None:
-    table = Router(build_policy(FixedPolicy()), POOL, 4).slot([report(view("r"), version=41)])
+    table = Router(build_policy(FixedPolicy()), POOL).slot([report(view("r"), version=41)])
     assert table is not None
     assert table.version == 42
 
 
 def test_what_targets_saw_decides_also_for_requests_to_come() -> None:
-    router = Router(build_policy(EpsilonGreedyPolicy(epsilon=0.0)), POOL, 4)
+    router = Router(build_policy(EpsilonGreedyPolicy(epsilon=0.0)), POOL)
     seen = tuple(
         Observation(f"{drafter}{i}", drafter, 20, 80, accepted, 20 + accepted, 1.0)
         for drafter, accepted in (("a", 5), ("b", 60))
@@ -308,7 +308,7 @@ def test_what_is_no_snapshot_is_refused_and_changes_nothing(stored: JsonValue, c
 
 
 def test_scores_of_all_targets_reach_the_policy() -> None:
-    router = Router(build_policy(HedgePolicy(exploration=0.0)), POOL, 4)
+    router = Router(build_policy(HedgePolicy(exploration=0.0)), POOL)
     views = [view(f"r{i}", "a") for i in range(4)]
     router.slot([report(*views)])
     scores = tuple(Score(one.request_id, "b", Positions((50,), (49,))) for one in views)
@@ -318,24 +318,9 @@ def test_scores_of_all_targets_reach_the_policy() -> None:
     assert set(table.chains.values()) == {("b",)}
 
 
-def test_the_longest_draft_of_a_drafter_is_not_taken_for_silence() -> None:
-    """A target has one longest draft for all; of a drafter with a shorter one it sees its tokens end."""
-    pool = (PoolMember("a", 8, 0.1, max_draft_len=2), PoolMember("b", 8, 0.2, max_draft_len=4))
-    told: list[Observation] = []
-
-    class Listening(Fixed):
-        def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
-            told.extend(observations)
-
-    right_up_to_its_end = Positions((5, 5, 5), (5, 5))
-    seen = tuple(Observation("r", name, 5, 10, 10, 15, 1.0, right_up_to_its_end) for name in ("a", "b"))
-    Router(Listening(FixedPolicy()), pool, 4).slot([report(view("r"), seen=seen)])
-    assert [one.positions for one in told] == [Positions((5, 5), (5, 5)), right_up_to_its_end]
-
-
 def test_a_drafter_whose_acceptance_collapses_is_left_and_tried_again() -> None:
     watch = CollapseWatch(CollapseConfig(quarantine_s=2.5, trial_places=1), 0.25)
-    router = Router(build_policy(FixedPolicy()), POOL, 4, watch)
+    router = Router(build_policy(FixedPolicy()), POOL, watch)
 
     def slot(number: int, num_right: int, num_seen: int = 4) -> dict[str, tuple[str, ...]]:
         requests = [view(f"r{number}-{i}", "a") for i in range(4)]
@@ -372,7 +357,7 @@ def test_what_catching_up_costs_reaches_the_policy() -> None:
 
     policy = Recorder(FixedPolicy())
     costs = MemberCosts(((1, 0.01),), 1e-4, 0.02)
-    Router(policy, (*POOL, PoolMember("a/1", 8, 0.1)), 4).slot([replace(report(), member_costs={"a": costs})])
+    Router(policy, (*POOL, PoolMember("a/1", 8, 0.1))).slot([replace(report(), member_costs={"a": costs})])
     assert {member.name: member.costs for member in policy.pool} == {"a": costs, "b": None, "a/1": costs}
 
 
@@ -386,7 +371,7 @@ def test_the_policy_knows_in_how_many_targets_a_companion_is() -> None:
 
     policy = Shown(FixedPolicy())
     pool = (PoolMember("a", 8, 0.1), PoolMember("b", 8, 0.2, leads=False))
-    Router(policy, pool, 4).slot([report(view("r"), drafters=("a", "b")), report(view("q"), drafters=("a", "b"))])
+    Router(policy, pool).slot([report(view("r"), drafters=("a", "b")), report(view("q"), drafters=("a", "b"))])
     assert {member.name: member.num_targets for member in policy.pool} == {"a": 1, "b": 2}
 
 
@@ -462,6 +447,6 @@ def test_one_replica_of_each_drafter_scores_where_the_policy_learns_from_that() 
     ]
     linked = ("a", "a/1", "b", "c/1")
     for scores, scorers in ((False, ()), (True, ("a", "c/1"))):
-        table = Router(build_policy(HedgePolicy()), pool, 4, scores=scores).slot([report(view("r"), drafters=linked)])
+        table = Router(build_policy(HedgePolicy()), pool, scores=scores).slot([report(view("r"), drafters=linked)])
         assert table is not None
         assert table.scorers == scorers

@@ -16,34 +16,13 @@ def start(**parameters: Any) -> tuple[Sequences, LiveSequence]:
     sequences = Sequences(MODEL)
     sampling = SamplingParams(**{"max_tokens": 10, **parameters})
     sequence = sequences.add(Request("r", (1, 2, 3), sampling, 0.0))
-    sequence.running, sequence.computed_len, sequence.drafter = True, 2, "d"
+    sequence.running, sequence.computed_len = True, 2
+    sequence.draft.switch(("d",))
     return sequences, sequence
 
 
 def propose(base_len: int, *token_ids: int, drafter: str = "d") -> Proposal:
     return Proposal("r", base_len, token_ids, (0.5,) * len(token_ids), drafter)
-
-
-def test_a_proposal_must_extend_what_is_committed() -> None:
-    sequences, sequence = start()
-    assert not sequences.offer(propose(2, 5))
-    assert not sequences.offer(propose(4, 5))
-    assert not sequences.offer(propose(3, 5, drafter="former"))
-    assert not sequences.offer(Proposal("gone", 3, (5,), (0.5,), "d"))
-    assert sequence.proposal is None
-    assert sequences.offer(propose(3, 5))
-
-
-def test_a_late_proposal_is_cut_to_what_is_still_ahead() -> None:
-    sequences, sequence = start()
-    sequence.token_ids.extend((5, 6))  # committed while the proposal was under way
-    assert not sequences.offer(propose(3, 5))  # all of it is history
-    assert not sequences.offer(propose(3, 5, 7, 8))  # refuted
-    assert sequences.offer(propose(3, 5, 6, 7, 8))
-    assert sequence.proposal == propose(5, 7, 8)
-    assert not sequences.offer(propose(4, 6, 9))  # another is at hand already
-    assert sequences.offer(propose(5, 9))  # but one that knows all takes its place
-    assert sequence.proposal == propose(5, 9)
 
 
 def test_prefill_is_measured_from_the_first_admission() -> None:
@@ -60,38 +39,24 @@ def test_prefill_is_measured_from_the_first_admission() -> None:
 
 def test_a_pass_commits_what_was_accepted_and_the_bonus_token() -> None:
     sequences, sequence = start()
-    sequences.offer(propose(3, 5, 6, 7))
+    sequence.draft.offer(propose(3, 5, 6, 7))
     span = sequences.span_input(Span("r", 1, 3))
     assert (span.base_len, span.token_ids, span.num_drafts, span.samples) == (2, (3, 5, 6, 7), 3, True)
     commit = sequences.apply(span, SpanOutcome("r", (5, 6, 8), 2))
     assert commit is not None
     assert (commit.base_len, commit.token_ids, commit.num_proposed, commit.num_accepted) == (3, (5, 6, 8), 3, 2)
-    assert (sequence.computed_len, len(sequence.token_ids), sequence.proposal) == (5, 6, None)
-
-
-def test_what_was_not_verified_is_judged_by_the_bonus_token_and_kept_if_it_agrees() -> None:
-    sequences, sequence = start()
-    sequences.offer(propose(3, 5, 6, 7, 8))
-    sequence.survival = (0.8, 0.4, 0.2, 0.1)
-    sequences.apply(sequences.span_input(Span("r", 1, 1)), SpanOutcome("r", (5, 6), 1))
-    assert sequence.judgement is not None
-    assert (sequence.judgement.num_right, sequence.judgement.num_judged) == (2, 2)
-    assert sequence.proposal == propose(5, 7, 8)
-    assert sequence.survival == pytest.approx((0.5, 0.25))
-    sequences.apply(sequences.span_input(Span("r", 1, 0)), SpanOutcome("r", (9 + 1,), 0))
-    assert (sequence.judgement.num_right, sequence.judgement.num_judged) == (0, 1)
-    assert sequence.proposal is None
+    assert (sequence.computed_len, len(sequence.token_ids), sequence.draft.proposal) == (5, 6, None)
 
 
 def test_a_chunk_that_does_not_reach_the_end_commits_nothing() -> None:
     sequences, sequence = start()
     sequence.computed_len = 0
-    sequences.offer(propose(3, 5))
+    sequence.draft.offer(propose(3, 5))
     span = sequences.span_input(Span("r", 2, 0))
     assert (span.token_ids, span.samples, span.num_drafts) == ((1, 2), False, 0)
     assert sequences.apply(span, SpanOutcome("r", (), 0)) is None
     assert sequence.computed_len == 2
-    assert sequence.proposal is not None
+    assert sequence.draft.proposal is not None
 
 
 @pytest.mark.parametrize(
@@ -111,7 +76,7 @@ def test_what_lies_beyond_the_end_is_cut_off(
     parameters: dict[str, object], token_ids: tuple[int, ...], committed: tuple[int, ...], finish: FinishReason | None
 ) -> None:
     sequences, sequence = start(**parameters)
-    sequences.offer(propose(3, *token_ids[:-1]))
+    sequence.draft.offer(propose(3, *token_ids[:-1]))
     span = sequences.span_input(Span("r", 1, len(token_ids) - 1))
     commit = sequences.apply(span, SpanOutcome("r", token_ids, len(token_ids) - 1))
     assert commit is not None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.soundness import proposal_fault
-from cluster.types import ModelInfo, Proposal, Request, SamplingParams, Slo
+from cluster.types import ModelInfo, Proposal, Request, SamplingParams
 from engine.sequences import Sequences
 from profiler.drafter_stats import MIN_RECORDS, DrafterStats, Judgement
 from router.cost_model import TableCost
@@ -27,12 +27,8 @@ def view(name: str, survival: tuple[float, ...], num_drafted: int | None = None)
         request_id=name,
         committed_len=20,
         computed_len=19,
-        prompt_len=10,
         num_drafted=len(survival) if num_drafted is None else num_drafted,
-        confidences=(),
         running=True,
-        arrival_s=0.0,
-        slo=Slo(),
         drafter="d",
         awaiting_since_s=None,
         max_new_tokens=50,
@@ -96,13 +92,13 @@ def test_without_calibration_the_drafters_mean_counts() -> None:
 def test_a_target_tells_survival_once_it_knows_the_drafter() -> None:
     sequences = Sequences(ModelInfo("m", 100, 200, (99,), ""))
     request = Request("r", (1, 2, 3), SamplingParams(max_tokens=50), arrival_s=0.0)
-    sequence = sequences.add(request)
-    sequence.drafter = "d"
+    draft = sequences.add(request).draft
+    draft.switch(("d",))
     stats = DrafterStats()
 
     def told() -> tuple[float, ...]:
-        assert sequences.offer(Proposal("r", 3, (7, 8), (0.9, 0.9), "d"))
-        sequence.survival = stats.foresee([(0.9, 0.9)])[0]
+        assert draft.offer(Proposal("r", 3, (7, 8), (0.9, 0.9), "d"))
+        draft.set_survival(stats.foresee([(0.9, 0.9)])[0])
         return sequences.views()[0].survival
 
     assert told() == ()
@@ -111,7 +107,7 @@ def test_a_target_tells_survival_once_it_knows_the_drafter() -> None:
     boasted = told()
     assert len(boasted) == 2
     assert boasted[0] < 0.1, "it says 0.9 and is never right"
-    sequence.proposal = None
+    draft.judge((1,))
     assert sequences.views()[0].survival == ()
 
 

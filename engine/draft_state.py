@@ -1,0 +1,151 @@
+"""What is drafted for one request: by which chain, what is awaited, what is at hand, and how the last proposal did."""
+
+from dataclasses import dataclass, field, replace
+
+from cluster.types import Proposal
+from profiler.drafter_stats import Judgement
+from router.assignment import Chain
+from router.plan import NO_DRAFTS, DraftBudget
+
+# Commits whose time is kept. The reply to an older one does not count in its drafter's reply time.
+MAX_AWAITED = 8
+
+
+@dataclass(slots=True, eq=False)
+class DraftState:
+    """Anybody may read the fields; only the methods here write them.
+
+    Args:
+        token_ids: the committed tokens, shared with the sequence, which extends them.
+    """
+
+    token_ids: list[int]
+    prompt_len: int
+    chain: Chain = ()  # of pool members, nearest to the target last
+    drafter: str | None = None  # the last of the chain, which follows the request
+    budget: DraftBudget = NO_DRAFTS  # by the last plan
+    awaiting_since_s: float | None = None  # when the drafter was sent the newest commit; None: no proposal is awaited
+    expects_draft: bool = False  # a drafter followed the request at its last commit, queried or not
+    is_held: bool = False  # for its proposal, by the last plan
+    proposal: Proposal | None = None  # extends the committed tokens
+    survival: tuple[float, ...] = ()  # calibrated, of the prefixes of the proposal; (): not known
+    judgement: Judgement | None = None  # of the proposal that was at hand in the last pass
+    _sent_s: dict[int, float] = field(default_factory=dict)  # committed length -> when the drafter was sent it
+
+    # ---- who drafts, and how far
+
+    def switch(self, chain: Chain) -> bool:
+        """Takes a new chain. Returns whether the last drafter changed; then its proposal is dropped.
+
+        Where that drafter stays, so does the proposal: it would be the same behind any others.
+        """
+        drafter = chain[-1] if chain else None
+        moved = drafter != self.drafter
+        self.chain, self.drafter = chain, drafter
+        if moved:
+            self.budget = NO_DRAFTS
+            self.proposal = None
+            self.expect_nothing()
+        return moved
+
+    def set_budget(self, budget: DraftBudget) -> bool:
+        """Returns whether it changed."""
+        if budget is self.budget or budget == self.budget:
+            return False
+        self.budget = budget
+        return True
+
+    # ---- waiting
+
+    def await_proposal(self, now_s: float) -> None:
+        """The drafter is being sent the newest commit."""
+        self.awaiting_since_s = now_s
+        sent_s = self._sent_s
+        sent_s[len(self.token_ids)] = now_s
+        if len(sent_s) > MAX_AWAITED:
+            del sent_s[next(iter(sent_s))]
+
+    def expect_draft(self) -> None:
+        self.expects_draft = True
+
+    def expect_nothing(self) -> None:
+        """The drafter is gone, or has not been sent the newest commit."""
+        self.awaiting_since_s = None
+        self.expects_draft = False
+
+    def sent_s(self, base_len: int) -> float | None:
+        """When the drafter was sent the commit that ends at ``base_len``; None: long ago, or never."""
+        return self._sent_s.get(base_len)
+
+    def hold(self) -> None:
+        """The request sits out a pass, for its proposal."""
+        self.is_held = True
+
+    def end_hold(self, now_s: float) -> float | None:
+        """The request is computed. Returns how long it waited if the hold ran out before its proposal came."""
+        was_held, self.is_held = self.is_held, False
+        if not was_held or self.awaiting_since_s is None or self.drafter is None:
+            return None
+        return now_s - self.awaiting_since_s
+
+    def preempt(self) -> None:
+        self.is_held = False
+        self.awaiting_since_s = None
+
+    # ---- proposals
+
+    def offer(self, proposal: Proposal) -> bool:
+        """Takes a sound proposal (`cluster.soundness`) of the request's drafter; returns whether it did.
+
+        A late one is cut to what is still ahead, if the tokens committed meanwhile agree with it; any other is refused.
+        """
+        if proposal.drafter != self.drafter:
+            return False
+        lag = len(self.token_ids) - proposal.base_len
+        if lag < 0 or proposal.base_len < self.prompt_len:
+            return False
+        if lag > 0:
+            agrees = proposal.token_ids[:lag] == tuple(self.token_ids[proposal.base_len :])
+            if self.proposal is not None or not agrees or lag >= len(proposal.token_ids):
+                return False
+            proposal = _behind(proposal, lag)
+        self.proposal = proposal
+        self.survival = ()
+        self.awaiting_since_s = None
+        return True
+
+    def set_survival(self, survival: tuple[float, ...]) -> None:
+        """Of the proposal at hand, as its drafter is calibrated."""
+        self.survival = survival
+
+    def judge(self, committed: tuple[int, ...]) -> str | None:
+        """Compares the proposal at hand with the tokens that a pass committed, and keeps the part that is still ahead.
+
+        Returns whose proposal it was; None: there was none. ``committed`` () says that the pass failed.
+        """
+        proposal, self.proposal = self.proposal, None
+        if proposal is None or not committed:
+            self.judgement = None
+            return None
+        drafts, confidences = proposal.token_ids, proposal.confidences
+        num_right = 0
+        for drafted, token in zip(drafts, committed, strict=False):
+            if drafted != token:
+                break
+            num_right += 1
+        num_judged = min(num_right + 1, len(drafts), len(committed))
+        self.judgement = Judgement(proposal.drafter, confidences[:num_judged], num_right, proposal.unfinished)
+        if num_right == len(committed) < len(drafts):
+            self.proposal = _behind(proposal, num_right)
+            survival = self.survival
+            self.survival = tuple([s / max(survival[num_right - 1], 1e-9) for s in survival[num_right:]])
+        return proposal.drafter
+
+
+def _behind(proposal: Proposal, num_tokens: int) -> Proposal:
+    return replace(
+        proposal,
+        base_len=proposal.base_len + num_tokens,
+        token_ids=proposal.token_ids[num_tokens:],
+        confidences=proposal.confidences[num_tokens:],
+    )

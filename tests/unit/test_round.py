@@ -1,0 +1,56 @@
+"""The round in two halves, as a simulation on a virtual clock runs it."""
+
+import pytest
+
+from cluster.messages import CommitRound, Hello, Role, SubmitRound
+from cluster.transport.base import Mailbox, Received
+from cluster.transport.memory import LocalNetwork
+from cluster.types import Commit, Request, SamplingParams
+from engine.loop_status import StepReport
+from engine.round import TargetLoop
+from profiler.online_cost import OnlineCost
+from router.cost_model import TableCost
+from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, plain_run
+
+PASS_S = 0.04
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 2.0])
+def test_a_pass_takes_its_time_between_the_halves(slowdown: float) -> None:
+    """The commits carry the time of the end, and the cost model learns what lay between."""
+    clock, mailbox, inbox, network = Clock(), Mailbox(), Mailbox(), LocalNetwork()
+    cost = OnlineCost(TableCost((1, 32), (PASS_S, PASS_S)))
+    loop = TargetLoop(ToyTarget(), MODEL, mailbox, cost, clock)
+    network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
+    gateway = network.connect("memory://t", inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
+    request = Request("r", (1, 2, 3), SamplingParams(max_tokens=30, ignore_eos=True), 0.0)
+    gateway.send(SubmitRound((request,)))
+    commits: list[Commit] = []
+    while True:
+        begun = loop.begin(clock.now_s)
+        if isinstance(begun, StepReport):
+            break
+        outcomes = loop.execute(begun)
+        assert begun.spans
+        clock.now_s += slowdown * PASS_S  # an event queue does other things meanwhile
+        loop.finish(begun, outcomes, clock.now_s)
+        loop.draft(begun, clock.now_s)
+        for event in inbox.drain():
+            if isinstance(event, Received) and isinstance(event.message, CommitRound):
+                commits += event.message.commits
+    assert tuple(token for commit in commits for token in commit.token_ids) == plain_run(request)
+    assert commits[0].prefill is not None
+    assert commits[0].prefill.prefill_s == pytest.approx(slowdown * PASS_S)
+    assert loop.telemetry.step_s == pytest.approx(slowdown * PASS_S)
+    assert clock.now_s == pytest.approx(len(commits) * slowdown * PASS_S)
+    if slowdown == 1.0:
+        assert cost.step_s(1, 0) == pytest.approx(PASS_S)
+    else:
+        assert cost.step_s(1, 0) > 1.2 * PASS_S
