@@ -1,4 +1,4 @@
-# make setup | serve | test | check | proto        README.md says what each needs.
+# make setup | serve | test | test-fast | check | proto        README.md says what each needs.
 # Every step of setup leaves a stamp in the environment, so that a second run has nothing to do.
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 # What to serve: make serve CONFIG=deploy/examples/one-node-8gpu.yaml
 CONFIG ?=
 
-.PHONY: setup serve test test-local test-ray check proto
+.PHONY: setup serve test test-fast test-local test-ray check proto
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed $(VENV)/.model
@@ -22,6 +22,11 @@ $(VENV)/.torch: constraints.txt
 
 # torch stands before: left to the dependencies it would come in its newest build, with gigabytes of CUDA packages.
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+# What tests and checks need beside; serving does not.
+$(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
@@ -39,17 +44,22 @@ serve: setup
 EXCLUDED := not gpu and not vllm and not browser$(if $(shell command -v redis-server),, and not redis)
 test: test-local test-ray
 
-test-local: setup
+test-local: setup $(VENV)/.dev
 	$(BIN)/pytest -m '$(EXCLUDED) and not ray' --numprocesses 2 --dist worksteal --durations 20 $(ARGS)
 
-test-ray: setup
+# Unit tests without Ray, the embedded model, compiled kernels or training: within 3 minutes on 2 cores.
+test-fast: $(VENV)/.dev
+	CC=none $(BIN)/pytest tests/unit -m '$(EXCLUDED) and not ray and not model and not slow' --numprocesses 2 --dist worksteal \
+	    --durations 20 $(ARGS)
+
+test-ray: setup $(VENV)/.dev
 	$(BIN)/pytest -m '$(EXCLUDED) and ray' --durations 20 $(ARGS)
 
-check: setup
+check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-proto: setup
+proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. cluster/transport/wire.proto

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from benchmarks import chains, switching
+from benchmarks import chains, score_bias, switching
 from benchmarks.pool import pool
 from benchmarks.record import DEFAULT_PATH, record
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
@@ -62,7 +62,12 @@ def run(options: BenchOptions) -> BenchResult:
     recording = read_recording(path)
     configs = [config for config in pool(options.model) if config.name in recording.header.drafters]
     cost = measured_cost(options.model, configs)
-    return compare(recording, configs, cost, options.quick, PLOT)
+    result = compare(recording, configs, cost, options.quick, PLOT)
+    figures, table = score_bias.run(options)
+    note = "score_bias: a drafter in the target's process (dspark) is scored here, but not yet while it serves."
+    return replace(
+        result, figures={**result.figures, **figures}, tables=(*result.tables, table), notes=(*result.notes, note)
+    )
 
 
 def _live(options: BenchOptions) -> BenchResult:

@@ -4,6 +4,7 @@ Positions are absolute: position ``t`` holds token ``token_ids[t]`` of prompt fo
 the tokens, prompt included, that are final. Lengths that include the bonus token say so.
 """
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,6 +18,10 @@ MAX_LOGIT_BIAS = 1024
 MAX_DRAFT_LEN = 64  # tokens of one proposal
 MAX_ALLOWED_TOKENS = 4096
 DICTATING_BIAS = 20.0  # nats: more than any target's logits differ among the tokens that it would really say
+
+
+def _fresh_seed() -> int:
+    return secrets.randbits(64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # matched by the round; the token itself is committed
     min_tokens: int = 0  # stop tokens and the end of sequence cannot be chosen before
     ignore_eos: bool = False
-    seed: int = 0
+    seed: int = field(default_factory=_fresh_seed)  # of the noise; the same seed repeats it
     top_logprobs: int | None = None  # None: no log-probabilities; 0: of the chosen token alone
     allowed_token_ids: tuple[int, ...] = ()  # only these can be chosen; (): every token can
 

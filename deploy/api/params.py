@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.errors import InvalidField
-from cluster.types import MAX_SEED, ModelInfo, Request, SamplingParams, Slo
+from cluster.types import MAX_SEED, ModelInfo, Request, SamplingParams
 from deploy.api.errors import ApiError, bad_request, nearest, shorten
 from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields
 from deploy.api.settings import ApiSettings
@@ -134,7 +134,6 @@ def make_requests(
                     prompt_token_ids=prompt.token_ids,
                     sampling=sampling_params(fields, prompt, choice_seed(seed, i), info, settings),
                     arrival_s=arrival_s,
-                    slo=_slo(fields),
                     chain=chain,
                 )
             )
@@ -261,13 +260,6 @@ def _logit_bias(fields: GenerationFields, info: ModelInfo) -> tuple[tuple[int, f
             raise bad_request(f"logit_bias.{key}", f"must lie between -100 and 100, got {bias}")
         biases[int(key)] = bias
     return tuple(biases.items())
-
-
-def _slo(fields: GenerationFields) -> Slo:
-    if fields.slo is None:
-        return Slo()
-    ttft_ms, tpot_ms = fields.slo.ttft_ms, fields.slo.tpot_ms
-    return Slo(ttft_s=None if ttft_ms is None else ttft_ms / 1000.0, tpot_s=None if tpot_ms is None else tpot_ms / 1000.0)
 
 
 def _outside_vocabulary(param: str, token_id: int, info: ModelInfo) -> ApiError:

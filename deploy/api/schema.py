@@ -85,11 +85,6 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None  # ignored: chunks are never padded
 
 
-class SloFields(_Strict):
-    ttft_ms: Annotated[float, Field(gt=0)] | None = None
-    tpot_ms: Annotated[float, Field(gt=0)] | None = None
-
-
 class GenerationFields(_Strict):
     """What chat and plain completions have in common. Ranges without a bound here are checked by ``SamplingParams``."""
 
@@ -137,7 +132,6 @@ class GenerationFields(_Strict):
     # Ours. drafting: "auto", "off", a drafter, or a chain "a>b" whose last member stands nearest to the target.
     drafting: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     drafting_details: bool | None = None  # every chunk says which of its text was drafted, and by whom
-    slo: SloFields | None = None
 
     # Accepted and ignored: they change where an answer is kept, billed or cached, not what it says.
     user: str | None = None

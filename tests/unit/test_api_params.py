@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.config import ApiConfig
 from cluster.errors import InvalidField
-from cluster.types import MAX_SEED, Request, SamplingParams, Slo
+from cluster.types import MAX_SEED, Request, SamplingParams
 from deploy.api.errors import ApiError
 from deploy.api.params import choice_seed, parse_drafting
 from deploy.api.settings import ApiSettings
@@ -32,7 +32,7 @@ async def test_defaults_are_openai_s() -> None:
     (chat,) = await requests_of(CHAT, chat_body(seed=1))
     room = MAX_MODEL_LEN - len(chat.prompt_token_ids)
     assert chat.sampling == SamplingParams(max_tokens=room, temperature=1.0, seed=1)
-    assert (chat.chain, chat.slo) == (None, Slo())
+    assert chat.chain is None
     (completion,) = await requests_of(COMPLETIONS, completion_body(seed=1))
     assert completion.sampling == SamplingParams(max_tokens=16, temperature=1.0, seed=1)
 
@@ -66,7 +66,6 @@ async def test_every_parameter_arrives() -> None:
         "seed": 5,
         "logprobs": True,
         "top_logprobs": 3,
-        "slo": {"ttft_ms": 250, "tpot_ms": 40.0},
         "drafting": "small",
     }
     (request,) = await requests_of(CHAT, chat_body(**fields))
@@ -87,7 +86,6 @@ async def test_every_parameter_arrives() -> None:
         seed=5,
         top_logprobs=3,
     )
-    assert request.slo == Slo(ttft_s=0.25, tpot_s=0.04)
     assert request.chain == ("small",)
 
 

@@ -317,3 +317,13 @@ def test_min_tokens_masks_the_ends_until_then_and_no_longer() -> None:
     assert choose_one(logits, sampling, drafts=(0, 0, 0), eos=(1,)).token_ids == (0, 0, 1, 1)
     lenient = replace(sampling, ignore_eos=True)
     assert choose_one(logits, lenient, drafts=(0, 0, 0), eos=(1,)).token_ids == (1, 1, 1, 1)
+
+
+def test_requests_without_a_seed_have_noise_of_their_own() -> None:
+    logits = torch.zeros(1, 1000)
+    chosen = set()
+    for _ in range(8):
+        state = SamplingState(SamplingParams(max_tokens=4, temperature=1.0), [1], 1)
+        (one,) = Sampler(1000, ()).choose(logits, [SampleSpan(state, (), 1)])
+        chosen.add(one.token_ids)
+    assert len(chosen) > 1
