@@ -22,7 +22,7 @@ class Members(Protocol):
 
     async def reports(self) -> Sequence[TargetReport]: ...
 
-    async def wishes(self) -> Mapping[str, int]:
+    async def load_demand(self) -> Mapping[str, int]:
         """How many requests the router would give to each drafter that is not in memory."""
 
     def load(self, name: str) -> None:
@@ -65,7 +65,7 @@ class ModelKeeper:
         reports = await members.reports()
         if any(report.status.state == SILENT for report in reports):
             return  # it does not tell what it does, so that nobody may be taken for idle
-        wanting, with_them = Counter(dict(await members.wishes())), Counter[str]()
+        wanting, with_them = Counter(dict(await members.load_demand())), Counter[str]()
         for report in reports:
             wanting.update(report.named)
             with_them.update({one.name: one.num_requests for one in report.drafters})

@@ -90,7 +90,7 @@ class RouterActor(LoopActor[RouterInfo]):
         fault = self._memory.fault if self._memory is not None else None
         return () if fault is None else (fault,)
 
-    def wishes(self) -> dict[str, int]:
+    def load_demand(self) -> dict[str, int]:
         """How many requests would be with each drafter that is not in memory, by the last slot."""
         return dict(self._router.load_demand)
 

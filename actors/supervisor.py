@@ -279,11 +279,11 @@ class Supervisor:
     async def reports(self) -> list[TargetReport]:
         return await asyncio.gather(*(self._report(member) for member in self._pool.targets.values()))
 
-    async def wishes(self) -> Mapping[str, int]:
+    async def load_demand(self) -> Mapping[str, int]:
         router = self._pool.router
         if router is None or router.process is None or router.state is not State.READY:
             return {}
-        return await self._ask(router.process, "wishes") or {}
+        return await self._ask(router.process, "load_demand") or {}
 
     def load(self, name: str) -> None:
         self._begin(self._pool.drafters[name])

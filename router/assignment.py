@@ -58,7 +58,7 @@ class PoolMember:
 class RequestView:
     """A live request as the router sees it. Requests with a fixed chain are not shown.
 
-    One of which nothing is committed stands for those to come: what is chosen for it is the default.
+    One with nothing committed stands for requests to come: the chain chosen for it is the default.
     """
 
     request_id: str
@@ -67,6 +67,11 @@ class RequestView:
     chain: Chain  # where it is now
     features: tuple[float, ...] = ()  # of the prompt (`router.prompt_features`); (): not known
     opted_out: bool = False  # it wants the target alone
+
+    @property
+    def is_placeholder(self) -> bool:
+        """It stands for requests to come, and gets a place that no live request has a use for."""
+        return self.committed_len == 0
 
 
 @dataclass(frozen=True, slots=True)

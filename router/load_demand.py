@@ -1,4 +1,4 @@
-"""Assignments to drafters that are not in memory are wishes: the requests go elsewhere meanwhile."""
+"""Demand for drafters that are not in memory: requests assigned to them are served elsewhere meanwhile."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,28 +10,28 @@ from router.policies.free_capacity import Room
 def settle(
     chains: Mapping[str, Chain], requests: Sequence[RequestView], pool: Sequence[PoolMember], absent: frozenset[str]
 ) -> tuple[dict[str, Chain], dict[str, int]]:
-    """The chains with those of ``absent`` members replaced, and how many requests under way wished for each of these.
+    """Replaces chains of ``absent`` members; returns the chains, and the number of live requests assigned to each absent one.
 
-    A request that is to be with an absent member stays where it is, or takes the emptiest place that is left.
+    A request assigned to an absent member stays where it is, or goes to the drafter with the largest free share.
     """
-    wishing = [r for r in requests if absent.intersection(chains.get(r.request_id, TARGET_ONLY))] if absent else []
-    if not wishing:
+    unserved = [r for r in requests if absent.intersection(chains.get(r.request_id, TARGET_ONLY))] if absent else []
+    if not unserved:
         return dict(chains), {}
     settled = dict(chains)
     room = Room([member for member in pool if member.name not in absent])
-    wished = {request.request_id for request in wishing}
+    unserved_ids = {request.request_id for request in unserved}
     for request in requests:
-        if request.request_id not in wished:
+        if request.request_id not in unserved_ids:
             for member in chains.get(request.request_id, TARGET_ONLY)[-1:]:
                 room.seat(drafter_of(member), (member,))
-    wishes: Counter[str] = Counter()
-    for request in wishing:
+    load_demand: Counter[str] = Counter()
+    for request in unserved:
         if request.committed_len:
-            wishes.update(absent.intersection(chains[request.request_id]))
+            load_demand.update(absent.intersection(chains[request.request_id]))
         here = request.chain[-1:]
         seat = room.seat(drafter_of(here[0]), here) if here else None
         if seat is None and room.drafters:
             seat = room.seat(max(room.drafters, key=room.free_fraction), TARGET_ONLY)
         stays = seat == here and bool(here)
         settled[request.request_id] = request.chain if stays else seat or TARGET_ONLY
-    return settled, dict(wishes)
+    return settled, dict(load_demand)

@@ -144,7 +144,8 @@ class ModelChains:
             live = [i for i, request in enumerate(willing) if request.committed_len] or list(range(len(willing)))
             names, places = ("", *room.drafters), (len(willing), *map(room.num_free, room.drafters))
             choice = self._choosing.choose(names, seconds[live], places, overruns.get(SPREAD, 1.0))
-            columns = seated(seconds, places, None if choice is SPREAD else names.index(choice))
+            last = [i for i, request in enumerate(willing) if request.is_placeholder]
+            columns = seated(seconds, places, None if choice is SPREAD else names.index(choice), last)
             chains |= self._seat(willing, columns, room)
             self._note_foreseen(willing, chains, room, foreseen_s, per_token_s)
         return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}

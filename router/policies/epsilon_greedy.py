@@ -52,7 +52,7 @@ class EpsilonGreedy:
         for request in requests:
             if request.opted_out:
                 continue
-            if self._random.random() < self._epsilon:
+            if not request.is_placeholder and self._random.random() < self._epsilon:
                 explorers.append(request)
                 continue
             here = self._place(request, room)
@@ -69,7 +69,7 @@ class EpsilonGreedy:
             open_to = [drafter for drafter in room.drafters if room.num_free(drafter) > 0]
             drawn = self._random.choice(open_to) if open_to else None
             chains[request.request_id] = (room.seat(drawn, request.chain) if drawn is not None else None) or TARGET_ONLY
-        for _, request, values in sorted(movers, key=lambda mover: -mover[0]):
+        for _, request, values in sorted(movers, key=lambda mover: (mover[1].is_placeholder, -mover[0])):
             chains[request.request_id] = self._best_free(request, values, room)
         return chains
 

@@ -31,12 +31,14 @@ class Room:
         """Of the drafter, that draft at once."""
         return self._num_copies[drafter]
 
-    def seat_all(self, wishes: Iterable[tuple[RequestView, str]]) -> dict[str, Chain]:
-        """A place for each request at the drafter that it is to have, none of which is wished for by more than it has free;
-        first for those who stay at their replica, so that nobody takes it from them."""
+    def seat_all(self, assigned: Iterable[tuple[RequestView, str]]) -> dict[str, Chain]:
+        """A place for each request at its drafter. Requests that stay at their replica are seated first.
+
+        No drafter may be assigned more requests than it has free places.
+        """
         chains: dict[str, Chain] = {}
         movers = []
-        for request, drafter in wishes:
+        for request, drafter in assigned:
             here = request.chain[0] if len(request.chain) == 1 else ""
             if drafter_of(here) == drafter and self._free.get(here, 0) > 0:
                 self._free[here] -= 1

@@ -45,7 +45,7 @@ class GreedyLength:
                 continue
             here = drafter_of(request.chain[0]) if len(request.chain) == 1 else None
             placed = self._seen.get(request.request_id)
-            if placed is None:
+            if placed is None and not request.is_placeholder:
                 self._lengths.append(request.prompt_len)
             seat = room.seat(here, request.chain) if here is not None and here == placed else None
             if seat is None:
@@ -54,8 +54,8 @@ class GreedyLength:
                 chains[request.request_id] = seat
         lengths = sorted(self._lengths)
         widths = _widths(by_size, room.drafters)
-        for request in sorted(unplaced, key=lambda request: request.prompt_len):
-            rank = bisect_left(lengths, request.prompt_len) / len(lengths)
+        for request in sorted(unplaced, key=lambda request: (request.is_placeholder, request.prompt_len)):
+            rank = bisect_left(lengths, request.prompt_len) / max(1, len(lengths))
             wanted = _pointed_at(rank, widths)
             nearest = sorted(range(len(room.drafters)), key=lambda i: (abs(i - wanted), i))
             seats = ((room.drafters[i], room.seat(room.drafters[i], request.chain)) for i in nearest)

@@ -117,11 +117,26 @@ class Hedge:
             values = self._values(willing, rows, pool, room)
             capacity = np.array([room.num_free(drafter) for drafter in room.drafters])
             prices = np.array([self._prices.get(drafter, 0.0) for drafter in room.drafters])
-            matching = match(values, capacity, prices, MAX_CYCLES)
+            live = np.array([not request.is_placeholder for request in willing])
+            matching = match(values[live], capacity, prices, MAX_CYCLES)
             self._prices = dict(zip(room.drafters, matching.prices.tolist(), strict=True))
             places = matching.place.tolist()
-            chains |= room.seat_all((r, room.drafters[j]) for r, j in zip(willing, places, strict=True) if j != NOWHERE)
+            requests_live = [request for request in willing if not request.is_placeholder]
+            chains |= room.seat_all(
+                (r, room.drafters[j]) for r, j in zip(requests_live, places, strict=True) if j != NOWHERE
+            )
+            for i in np.flatnonzero(~live).tolist():
+                chains[willing[i].request_id] = self._best_left(values[i], prices, room)
         return dict.fromkeys([request.request_id for request in requests], TARGET_ONLY) | chains
+
+    @staticmethod
+    def _best_left(values: Floats, prices: Floats, room: Room) -> Chain:
+        """The best drafter with a free place, for requests to come. Its price counts: later requests would pay it too."""
+        for j in np.argsort(prices - values, kind="stable").tolist():
+            seat = room.seat(room.drafters[j], TARGET_ONLY)
+            if seat is not None:
+                return seat
+        return TARGET_ONLY
 
     def _values(self, requests: Sequence[RequestView], rows: Ints, pool: Sequence[PoolMember], room: Room) -> Floats:
         """(requests, drafters of the room): what a place there is worth above decoding plainly."""

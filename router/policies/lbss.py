@@ -91,15 +91,17 @@ class Lbss:
         chains = opted_out(requests)
         room = Room(pool)
         willing = [request for request in requests if request.request_id not in chains]
-        if self._calendar.next_slot():
+        live = [request for request in willing if not request.is_placeholder]
+        if live and self._calendar.next_slot():  # slots without requests are no part of an epoch: nothing can be learned
             self._chosen = Seen()
-        newcomers = self._keep(willing, room, chains)
-        if newcomers and room.drafters:
-            decide = self._explore if self._calendar.exploring else self._exploit
-            for request, drafter in zip(newcomers, decide(newcomers, room), strict=True):
-                self._chosen.put(request.request_id, drafter)
-                seat = room.seat(drafter, request.chain) if drafter != _DROPPED else None
-                chains[request.request_id] = seat or TARGET_ONLY
+        newcomers = self._keep(live, room, chains)
+        for group in (newcomers, [request for request in willing if request.is_placeholder]):
+            if group and room.drafters:
+                decide = self._explore if self._calendar.exploring else self._exploit
+                for request, drafter in zip(group, decide(group, room), strict=True):
+                    self._chosen.put(request.request_id, drafter)
+                    seat = room.seat(drafter, request.chain) if drafter != _DROPPED else None
+                    chains[request.request_id] = seat or TARGET_ONLY
         return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
 
     def _keep(self, requests: Sequence[RequestView], room: Room, chains: dict[str, Chain]) -> list[RequestView]:

@@ -114,13 +114,14 @@ class Choosing:
         return self._choice
 
 
-def seated(per_token_s: Floats, places: Sequence[int], chosen: int | None) -> list[int]:
+def seated(per_token_s: Floats, places: Sequence[int], chosen: int | None, last: Sequence[int] = ()) -> list[int]:
     """The column of each request, the first being the target alone, which has a place for all: the chosen one while it has
-    places, else the fastest that has one. First those who gain most by the chosen, or by the fastest."""
+    places, else the fastest that has one. Requests choose in the order of their gain; those in ``last`` choose last."""
     seconds = per_token_s.copy()
     if chosen is not None:
         seconds[:, chosen] = 0.0
     gains_s = per_token_s[:, 0] - (per_token_s.min(axis=1) if chosen is None else per_token_s[:, chosen])
+    gains_s[list(last)] = -np.inf
     order = np.argsort(seconds, axis=1, kind="stable").tolist()
     free = [len(order), *places[1:]]
     taken = [0] * len(order)

@@ -261,3 +261,22 @@ def test_what_is_no_snapshot_is_refused_and_changes_nothing(config: PolicyConfig
         with pytest.raises(ValueError, match=r".+"):
             policy.restore(bad)
         assert policy.snapshot() == snapshot
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+def test_requests_to_come_take_no_place_from_live_ones(config: PolicyConfig) -> None:
+    """As many places as requests, and a placeholder beside them: what the requests get is what they get without it."""
+    pool = [member(0, 0, 8, 0), member(1, 0, 0, 3)]
+    live = [RequestView(f"r{i}", 20 + i, 30 + i, ()) for i in range(8)]
+    with_placeholder, without = build_policy(config), build_policy(config)
+    for slot in range(12):
+        placed = with_placeholder.assign([*live, RequestView("next", 0, 0, ())], pool)
+        alone = without.assign(live, pool)
+        num_seated = sum(bool(placed[request.request_id]) for request in live)
+        if config.kind != "epsilon-greedy" and slot:
+            assert num_seated == sum(map(bool, alone.values()))
+        if num_seated == 8:
+            assert placed["next"] == TARGET_ONLY
+        live = [replace(r, chain=placed[r.request_id], committed_len=r.committed_len + 5) for r in live]
+    if config.kind in ("lbss", "hedge", "greedy-length", "epsilon-greedy"):
+        assert num_seated == 8

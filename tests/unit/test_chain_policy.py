@@ -322,7 +322,7 @@ def test_a_snapshot_takes_the_place_of_all_that_was_learned() -> None:
 
 def test_the_scheduler_publishes_chains_and_learns_from_what_targets_report() -> None:
     found = taught(ModelChains(ChainPolicy()), small=0.2, middle=0.1, large=0.95)
-    scheduler = ChainScheduler(found, POOL, 8)
+    scheduler = ChainScheduler(found, POOL)
     seen = positions(0.95, 1000)
     report = SlotReport(
         (view("r"),),

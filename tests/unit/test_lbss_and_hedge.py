@@ -296,3 +296,18 @@ def test_what_is_remembered_of_requests_is_bounded_by_those_that_live() -> None:
         requests = [RequestView(f"r{slot}-{i}", 5, 5, ()) for i in range(10)]
         policy.assign(requests, pool_of(5, 5))
     assert len(experience) <= 2 * GENERATION_SLOTS * 10
+
+
+def test_lbss_explores_at_once_after_an_idle_hour() -> None:
+    """Slots in which nobody is served are no part of an epoch."""
+    policy = build_policy(LbssPolicy(exploration_slots=4, chunk_slots=2))
+    pool = [PoolMember("d0", 8, 0.1), PoolMember("d1", 8, 0.1)]
+    to_come = RequestView("next", 0, 0, ())
+    for _ in range(36_000):
+        policy.assign([to_come], pool)
+    policy.assign([RequestView("r", 10, 20, ()), to_come], pool)
+    policy.observe([seen("r", "d0", 2.0)])  # which only exploration learns from
+    snapshot = policy.snapshot()
+    assert isinstance(snapshot, dict)
+    assert snapshot["epoch"] == 1
+    assert snapshot["drafters"] == {"d0": [10, 20, 1.0]}

@@ -18,8 +18,8 @@ def test_without_wishes_nothing_changes() -> None:
 def test_who_wishes_stays_where_it_is_or_takes_the_emptiest_place_and_is_counted() -> None:
     requests = [view("r", "a"), view("s", "b"), view("t"), view("u")]
     chains: dict[str, Chain] = {"r": ("lazy",), "s": ("b",), "t": ("lazy",), "u": ("lazy",)}
-    settled, wishes = settle(chains, requests, POOL, frozenset({"lazy"}))
-    assert wishes == {"lazy": 3}
+    settled, load_demand = settle(chains, requests, POOL, frozenset({"lazy"}))
+    assert load_demand == {"lazy": 3}
     assert settled == {"r": ("a",), "s": ("b",), "t": settled["t"], "u": settled["u"]}
     assert {settled["t"], settled["u"]} == {("a",), ("b",)}
 
@@ -33,5 +33,5 @@ def test_where_no_place_is_left_the_target_serves_alone() -> None:
 
 def test_who_is_with_a_chain_keeps_all_of_it() -> None:
     chains: dict[str, Chain] = {"r": ("a", "lazy")}
-    settled, wishes = settle(chains, [view("r", "a", "b")], POOL, frozenset({"lazy"}))
-    assert (settled, wishes) == ({"r": ("a", "b")}, {"lazy": 1})
+    settled, load_demand = settle(chains, [view("r", "a", "b")], POOL, frozenset({"lazy"}))
+    assert (settled, load_demand) == ({"r": ("a", "b")}, {"lazy": 1})

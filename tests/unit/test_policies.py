@@ -79,14 +79,14 @@ def test_a_fixed_chain_stays_at_its_replica() -> None:
 
 def test_shorter_prompts_take_smaller_drafters() -> None:
     pool = [PoolMember("large", 30, 0.3), PoolMember("small", 30, 0.1), PoolMember("middle", 30, 0.2)]
-    requests = [view(f"r{i}", prompt_len=(i * 37) % 90) for i in range(90)]
+    requests = [view(f"r{i}", prompt_len=1 + (i * 37) % 90) for i in range(90)]
     chains = build_policy(GreedyLengthPolicy()).assign(requests, pool)
     for request in requests:
-        assert chains[request.request_id] == (("small", "middle", "large")[request.prompt_len // 30],)
+        assert chains[request.request_id] == (("small", "middle", "large")[(request.prompt_len - 1) // 30],)
 
 
 def test_a_wide_drafter_takes_a_wide_range_of_lengths() -> None:
-    requests = [view(f"r{i}", prompt_len=i) for i in range(40)]
+    requests = [view(f"r{i}", prompt_len=1 + i) for i in range(40)]
     chains = build_policy(GreedyLengthPolicy()).assign(requests, pool_of(300, 100))
     assert Counter(chains.values()) == {("d0",): 30, ("d1",): 10}
 

@@ -84,12 +84,12 @@ def test_a_drafter_that_could_be_loaded_is_wished_for_and_its_requests_are_serve
     router.set_offered(frozenset({"lazy"}), frozenset())
     table = router.slot([report(view("r", "a"), view("s"))])
     assert table is not None
-    assert router.wishes == {"lazy": 2}
+    assert router.load_demand == {"lazy": 2}
     assert table.chains["r"] == ("a",)
     assert "lazy" not in {*table.chains["s"], *table.defaults[0]}
     table = router.slot([report(view("r", "a"), view("s", "b"), drafters=("a", "b", "lazy"))])
     assert table is not None
-    assert (table.chains, router.wishes) == ({"r": ("lazy",), "s": ("lazy",)}, {})
+    assert (table.chains, router.load_demand) == ({"r": ("lazy",), "s": ("lazy",)}, {})
 
 
 def test_what_was_measured_of_a_drafter_does_not_hold_on_its_fallback() -> None:

@@ -52,7 +52,7 @@ class PretendedProcess:
     unread: float = 0.0
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     report: TargetReport | None = None
-    wishes: dict[str, int] = field(default_factory=dict)
+    load_demand: dict[str, int] = field(default_factory=dict)
     _end: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def die(self, reason: str) -> None:
@@ -73,7 +73,7 @@ class PretendedProcess:
     async def call(self, method: str, *args: Any) -> Any:
         await self._answer()
         self.calls.append((method, args))
-        return {"start": self.info, "report": self.report, "wishes": self.wishes}.get(method)
+        return {"start": self.info, "report": self.report, "load_demand": self.load_demand}.get(method)
 
     async def kill(self) -> None:
         self.die("killed")
@@ -424,7 +424,7 @@ async def test_what_the_router_wishes_for_is_loaded(lazy: Supervisor, spawner: P
     lazy.start()
     await eventually(lambda: "router" in lazy.pids())
     wanting(spawner)
-    spawner.now("router").wishes = {"large": 2}
+    spawner.now("router").load_demand = {"large": 2}
     await eventually(lambda: "large" in lazy.pids())
 
 
