@@ -46,7 +46,7 @@ def before_disliked_token(token_ids: Sequence[int]) -> int:
 
 
 class Midway:
-    """A planner that lets something happen once, when a request has ``num_left`` tokens left at most; else the one that it wraps.
+    """Wraps a planner, and lets something happen once: when a request has at most ``num_left`` tokens left.
 
     ``happen`` gets the running sequences and returns those to preempt.
     """
