@@ -46,7 +46,7 @@ def before_disliked_token(token_ids: Sequence[int]) -> int:
 
 
 class Midway:
-    """Wraps a planner and calls ``happen`` once, when a request has at most ``num_left`` tokens left.
+    """Wraps a planner, and lets something happen once: when a request has at most ``num_left`` tokens left.
 
     ``happen`` gets the running sequences and returns those to preempt.
     """

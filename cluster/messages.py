@@ -7,6 +7,7 @@ format is protobuf (``cluster/transport/wire.proto``), translated in ``cluster/t
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from cluster.records import record
 from cluster.types import Commit, Proposal, Request, SamplingParams
 
 PROTOCOL_VERSION = 2
@@ -45,7 +46,7 @@ class Open:
     proposers: tuple[str, ...] = ()  # that ride ahead of the drafter for this request, smallest first
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Extend:
     """Newly committed tokens of a followed request: positions base_len .. base_len + len(token_ids)."""
 
@@ -54,7 +55,7 @@ class Extend:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Budget:
     """What the drafter may spend on each proposal for a request. No tokens: it keeps in step, and does not draft."""
 
@@ -63,7 +64,7 @@ class Budget:
     row_price: float = 0.0  # in tokens: a draft token that is less likely to survive will not be verified
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DraftRound:
     """Target to drafter, once a round. An Extend whose base is not the known length asks for a resync, and so does an
     unknown request. ``budgets`` holds changes only; a followed request keeps its last."""
@@ -75,7 +76,7 @@ class DraftRound:
     releases: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Score:
     """Counterfactual: of the committed tokens from base_len on, how many the drafter would have proposed (DESIGN idea 5)."""
 
@@ -110,7 +111,7 @@ class LevelReport:
     verified: tuple[Verified, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ProposalRound:
     """Drafter to target, once a round."""
 
@@ -129,7 +130,7 @@ class SubmitRound:
     aborts: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CommitRound:
     """Target to gateway, once a round."""
 

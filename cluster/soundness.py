@@ -8,6 +8,7 @@ message says of a request is checked where the request is known.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import isfinite, isnan
 from typing import TypeVar
 
@@ -92,7 +93,7 @@ def sound_part(message: M, vocab_size: int) -> tuple[M, list[str]]:
         case ProposalRound():
             part = replace(
                 message,
-                proposals=sound(message.proposals, lambda proposal: proposal_fault(proposal, vocab_size)),
+                proposals=sound(message.proposals, partial(proposal_fault, vocab_size=vocab_size)),
                 scores=sound(message.scores, score_fault),
                 resyncs=sound(message.resyncs, id_fault),
                 levels=sound(message.levels, level_fault),

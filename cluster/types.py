@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster.errors import InvalidField
+from cluster.records import record
 
 MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
@@ -132,7 +133,7 @@ class Request:
         return self.chain != () and not self.sampling.dictates
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Proposal:
     """Draft tokens that extend the first ``base_len`` committed tokens of a request.
 
@@ -175,7 +176,7 @@ class Prefill:
     prefill_s: float  # from its first pass to its first token
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Commit:
     """Tokens that became final in one round: the accepted draft tokens, then the bonus token.
 

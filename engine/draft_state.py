@@ -1,6 +1,6 @@
 """What is drafted for one request: by which chain, what is awaited, what is at hand, and how the last proposal did."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from cluster.types import Proposal
 from profiler.drafter_stats import Judgement
@@ -57,16 +57,17 @@ class DraftState:
 
     # ---- waiting
 
-    def await_proposal(self, now_s: float) -> None:
-        """The drafter is being sent the newest commit."""
+    def expect(self, now_s: float, is_queried: bool) -> None:
+        """A drafter follows the newest commit. A queried one is being sent it, and its proposal is awaited."""
+        self.expects_draft = True
+        if not is_queried:
+            self.awaiting_since_s = None
+            return
         self.awaiting_since_s = now_s
         sent_s = self._sent_s
         sent_s[len(self.token_ids)] = now_s
         if len(sent_s) > MAX_AWAITED:
             del sent_s[next(iter(sent_s))]
-
-    def expect_draft(self) -> None:
-        self.expects_draft = True
 
     def expect_nothing(self) -> None:
         """The drafter is gone, or has not been sent the newest commit."""
@@ -143,9 +144,11 @@ class DraftState:
 
 
 def _behind(proposal: Proposal, num_tokens: int) -> Proposal:
-    return replace(
-        proposal,
-        base_len=proposal.base_len + num_tokens,
-        token_ids=proposal.token_ids[num_tokens:],
-        confidences=proposal.confidences[num_tokens:],
+    return Proposal(
+        proposal.request_id,
+        proposal.base_len + num_tokens,
+        proposal.token_ids[num_tokens:],
+        proposal.confidences[num_tokens:],
+        proposal.drafter,
+        proposal.unfinished,
     )

@@ -202,28 +202,24 @@ class DrafterSessions:
     def publish(self, sequence: LiveSequence, commit: Commit, now_s: float) -> None:
         """Learns from a commit, and sends it to the drafters that follow the request, unless one last token is left."""
         draft = sequence.draft
-        outbox = self._outbox_of(sequence)
+        outbox = self._outboxes.get(draft.drafter) if draft.drafter is not None else None
         if sequence.teaches and commit.error is None:  # a failed pass says nothing
             judgement = draft.judgement
             if judgement is not None:
                 self._telemetry.drafter(judgement.drafter).judged(judgement, commit.num_proposed)
-            if outbox is not None:
+            if outbox is not None and draft.drafter is not None:
                 missed = judgement is None and draft.expects_draft
-                self._telemetry.observe(
-                    commit, outbox.link.peer.name, now_s, judgement, draft.budget.num_tokens, missed=missed
-                )
-        draft.expect_nothing()
-        if commit.finish is not None or sequence.max_new_tokens <= 1:
-            return
-        if self.table.scorers:
+                self._telemetry.observe(commit, draft.drafter, now_s, judgement, draft.budget.num_tokens, missed)
+        is_last = commit.finish is not None or sequence.max_new_tokens <= 1
+        if not is_last and self.table.scorers:
             for one in self._outboxes.values():
                 if one is not outbox and commit.request_id in one.scoring:
                     one.extend(commit.request_id, commit.base_len, commit.token_ids)
-        if outbox is not None:
-            outbox.extend(commit.request_id, commit.base_len, commit.token_ids)
-            draft.expect_draft()
-            if self._colocated.is_queried(outbox.link.peer.name):
-                draft.await_proposal(now_s)
+        if outbox is None or is_last:
+            draft.expect_nothing()
+            return
+        outbox.extend(commit.request_id, commit.base_len, commit.token_ids)
+        draft.expect(now_s, self._colocated.is_queried(outbox.link.peer.name))
 
     def release(self, sequence: LiveSequence) -> None:
         """The request has ended: closes its sessions."""

@@ -44,13 +44,13 @@ class GatewaySessions:
 
     def refuse(self, link: Link, commit: Commit) -> None:
         """``commit``: the only one of a request that the target does not take."""
-        self._outboxes[link].publish((commit,))
+        self._outboxes[link].publish(commit)
 
     def publish(self, commits: Iterable[Commit]) -> None:
         for commit in commits:
             outbox = self._owners.get(commit.request_id)
             if outbox is not None:
-                outbox.publish((commit,))
+                outbox.publish(commit)
                 if commit.finish is not None:
                     del self._owners[commit.request_id]
 

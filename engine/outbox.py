@@ -1,6 +1,5 @@
 """The target's ends of its links: what to send to each drafter and gateway, merged into one message a round."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from cluster.errors import LinkClosed, LinkFull, WireError
@@ -136,8 +135,8 @@ class GatewayOutbox:
     link: Link
     _commits: list[Commit] = field(default_factory=list)
 
-    def publish(self, commits: Iterable[Commit]) -> None:
-        self._commits.extend(commits)
+    def publish(self, commit: Commit) -> None:
+        self._commits.append(commit)
 
     def flush(self) -> None:
         """Sends what is pending, if anything.

@@ -1,14 +1,14 @@
 """The seam between the round and whatever computes the target's tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.records import record
 from cluster.types import Request, TokenLogprobs
 from router.plan import Capacity
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SpanInput:
     """Tokens of one sequence to compute in this pass.
 
@@ -31,7 +31,7 @@ class SpanInput:
         return self.samples and len(self.token_ids) == 1 + self.num_drafts
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SpanOutcome:
     """The target's verdict on a span: the accepted draft tokens, then its own next one. Empty for a prefill chunk.
 

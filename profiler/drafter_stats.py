@@ -6,6 +6,7 @@ The live round and the simulator learn by the same code, so that from the same c
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cluster.records import record
 from profiler.online_calibration import OnlineSurvival
 from router.plan import UNKNOWN_DRAFTER, DrafterView
 
@@ -18,7 +19,7 @@ def running_mean(old: float, new: float, weight: float = SMOOTHING) -> float:
     return old + weight * (new - old)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Judgement:
     """What a pass said of a proposal: the first ``num_right`` of ``num_judged`` draft tokens are what was committed.
 

@@ -67,9 +67,11 @@ class OnlineSurvival:
         """In plain Python: a draft is too short for numpy to pay."""
         maps = self._maps = self._maps or self.table.tolist()
         survival, found = 1.0, []
-        last = len(maps) - 1
-        for position, confidence in enumerate(confidences):
-            survival *= maps[min(position, last)][round(confidence * _STEPS)]
+        for confidence, at_position in zip(confidences, maps, strict=False):
+            survival *= at_position[round(confidence * _STEPS)]
+            found.append(survival)
+        for confidence in confidences[len(maps) :]:
+            survival *= maps[-1][round(confidence * _STEPS)]
             found.append(survival)
         return tuple(found)
 

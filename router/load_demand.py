@@ -10,7 +10,7 @@ from router.policies.free_capacity import Room
 def settle(
     chains: Mapping[str, Chain], requests: Sequence[RequestView], pool: Sequence[PoolMember], absent: frozenset[str]
 ) -> tuple[dict[str, Chain], dict[str, int]]:
-    """Replaces chains of ``absent`` members; returns the chains, and the number of live requests assigned to each absent one.
+    """Replaces chains of ``absent`` members; returns the chains, and the live requests assigned to each absent member.
 
     A request assigned to an absent member stays where it is, or goes to the drafter with the largest free share.
     """

@@ -37,9 +37,10 @@ def test_a_round_is_of_the_size_that_is_promised() -> None:
 def test_everything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "NUM_SLOTS_QUICK", 3)
     monkeypatch.setattr(decisions, "NUM_PLANS_QUICK", 5)
+    monkeypatch.setattr(decisions, "NUM_ROUNDS_TIMED_QUICK", 5)
     monkeypatch.setattr(decisions, "_WARM_UP_SLOTS", 2)
     monkeypatch.setattr(decisions, "POLICIES", (HedgePolicy(),))
     figures = decisions.run(BenchOptions(quick=True)).figures
-    assert {"slot_p99_ms", "slot_p99_cpu_ms", "round_p50_ms", "round_p50_cpu_ms"} <= set(figures)
+    assert {"slot_p99_ms", "slot_p99_cpu_ms", "round_p50_ms", "round_p50_cpu_ms", "round_python_ms.64"} <= set(figures)
     assert all(math.isfinite(value) and value > 0 for value in figures.values())
     assert figures["slot_p99_ms"] == figures["slot_p99_ms.hedge"] >= figures["slot_p50_ms.hedge"]

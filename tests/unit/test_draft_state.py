@@ -29,7 +29,7 @@ def commit(draft: DraftState, *token_ids: int) -> str | None:
 
 def test_a_proposal_must_extend_what_is_committed() -> None:
     draft = start()
-    draft.await_proposal(1.0)
+    draft.expect(1.0, is_queried=True)
     assert not draft.offer(propose(2, 5))
     assert not draft.offer(propose(4, 5))
     assert not draft.offer(propose(3, 5, drafter="former"))
@@ -75,14 +75,14 @@ def test_a_failed_pass_judges_nothing() -> None:
 def test_a_hold_that_runs_out_says_how_long_it_waited() -> None:
     draft = start()
     assert draft.end_hold(2.0) is None
-    draft.await_proposal(1.0)
+    draft.expect(1.0, is_queried=True)
     draft.hold()
     assert draft.end_hold(3.5) == 2.5
     assert not draft.is_held
     draft.hold()
     draft.offer(propose(3, 5))
     assert draft.end_hold(4.0) is None, "the proposal has come"
-    draft.await_proposal(5.0)
+    draft.expect(5.0, is_queried=True)
     draft.hold()
     draft.preempt()
     assert draft.end_hold(6.0) is None, "a preempted request waits for nothing"
@@ -92,8 +92,7 @@ def test_only_another_drafter_ends_what_is_expected() -> None:
     draft = start()
     draft.set_budget(DraftBudget(4, 0.25))
     draft.offer(propose(3, 5))
-    draft.await_proposal(1.0)
-    draft.expect_draft()
+    draft.expect(1.0, is_queried=True)
     assert not draft.switch(("b", "d"))
     assert (draft.chain, draft.drafter, draft.proposal) == (("b", "d"), "d", propose(3, 5))
     assert (draft.awaiting_since_s, draft.expects_draft, draft.budget) == (1.0, True, DraftBudget(4, 0.25))
@@ -114,7 +113,7 @@ def test_a_budget_says_whether_it_changed() -> None:
 def test_the_times_of_the_newest_commits_are_kept() -> None:
     draft = start()
     for number in range(MAX_AWAITED + 1):
-        draft.await_proposal(float(number))
+        draft.expect(float(number), is_queried=True)
         draft.token_ids.append(5)
     assert draft.sent_s(3) is None
     assert [draft.sent_s(4), draft.sent_s(3 + MAX_AWAITED)] == [1.0, float(MAX_AWAITED)]

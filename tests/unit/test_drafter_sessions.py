@@ -50,7 +50,7 @@ def test_an_empty_answer_says_nothing_of_how_long_drafting_takes() -> None:
     drafters.assign(sequences.add(request))
     sequence = sequences.get("r")
     assert sequence is not None
-    sequence.draft.await_proposal(10.0)
+    sequence.draft.expect(10.0, is_queried=True)
     drafters.receive(link, ProposalRound(0, (Proposal("r", 3, (), (), "d"),)), 10.001)
     assert telemetry.drafter("d").reply_s is None
     drafters.receive(link, ProposalRound(0, (Proposal("r", 3, (5,), (0.5,), "d"),)), 10.02)

@@ -95,7 +95,7 @@ def test_a_message_that_cannot_be_sent_ends_its_link_and_nothing_else(error: Exc
     with pytest.raises(LinkClosed):
         port.flush(1)
     gateway = GatewayOutbox(FakeLink(refuse(error)))
-    gateway.publish([Commit("a", 0, (1,))])
+    gateway.publish(Commit("a", 0, (1,)))
     with pytest.raises(LinkClosed):
         gateway.flush()
 
@@ -107,14 +107,14 @@ def test_who_never_reads_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     port, gateway = DrafterOutbox(link), GatewayOutbox(link)
     for i in range(3):
         port.release(f"r{i}")
-        gateway.publish([Commit(f"r{i}", 0, (1,))])
+        gateway.publish(Commit(f"r{i}", 0, (1,)))
         port.flush(1)
         gateway.flush()
     assert not link.closed
     port.release("r3")
     with pytest.raises(LinkClosed, match="4 releases unread"):
         port.flush(1)
-    gateway.publish([Commit("r3", 0, (1,))])
+    gateway.publish(Commit("r3", 0, (1,)))
     with pytest.raises(LinkClosed, match="4 commits unread"):
         gateway.flush()
     assert link.closed
@@ -124,6 +124,7 @@ def test_commits_go_in_messages_of_bounded_size(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(outbox, "MAX_COMMITS", 2)
     link = FakeLink()
     gateway = GatewayOutbox(link)
-    gateway.publish([Commit(str(i), 0, (1,)) for i in range(5)])
+    for i in range(5):
+        gateway.publish(Commit(str(i), 0, (1,)))
     gateway.flush()
     assert [len(m.commits) for m in link.sent if isinstance(m, CommitRound)] == [2, 2, 1]

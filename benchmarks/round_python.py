@@ -1,0 +1,138 @@
+"""What Python costs on a target's thread: rounds of the live loop over an engine and drafters that answer at once.
+
+The links are in memory and the clock is virtual, so what is timed is reading proposals, planning, judging and publishing.
+"""
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Sequence
+
+from cluster.messages import DraftRound, Hello, ProposalRound, Role, SubmitRound
+from cluster.transport.base import Mailbox, Received
+from cluster.transport.memory import LocalNetwork
+from cluster.types import ModelInfo, Proposal, Request, RoutingTable, SamplingParams
+from engine.round import TargetLoop
+from engine.target import SpanInput, SpanOutcome
+from profiler.online_cost import OnlineCost
+from router.cost_model import CostModel
+from router.plan import Capacity
+
+NUM_DRAFTERS = 4
+DRAFT_LEN = 7
+RATE = 0.75  # at which a draft token is right, given that those before it are
+PROMPT_LEN = 100
+ROUNDS_PER_SLOT = 8
+_WARM_UP = 150
+_ADDRESS = "memory://round-python"
+_MODEL = ModelInfo("fake", 50_000, 2**20, (0,), "fake")
+_SEED = 17
+
+
+def round_python_ms(num_requests: int, num_rounds: int, cost: CostModel) -> float:
+    """Median processor time of the thread, per round of ``num_requests`` drafted requests."""
+    rounds = _Rounds(num_requests, cost)
+    times_s = []
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(_WARM_UP + num_rounds):
+            rounds.answer()
+            start_s = time.thread_time()
+            report = rounds.loop.step(rounds.now_s)
+            if number >= _WARM_UP:
+                times_s.append(time.thread_time() - start_s)
+            assert report.executed
+            if number % ROUNDS_PER_SLOT == 0:
+                rounds.loop.take_observations()
+    finally:
+        gc.enable()
+    assert rounds.num_accepted > num_requests * num_rounds, "the drafts were not used"
+    return 1e3 * statistics.median(times_s)
+
+
+class _Rounds:
+    """A target loop, its drafters and its gateway. It is the engine and the clock, too."""
+
+    def __init__(self, num_requests: int, cost: CostModel) -> None:
+        self.now_s = 0.0
+        self.num_accepted = 0
+        self._rng = random.Random(_SEED)
+        self._truth = tuple(self._rng.randrange(1, 49_000) for _ in range(200_000))
+        self._cost = cost
+        self._num_requests = num_requests
+        network, mailbox, names = LocalNetwork(), Mailbox(), [f"d{i}" for i in range(NUM_DRAFTERS)]
+        table = RoutingTable(1, defaults=tuple((name,) for name in names))
+        self.loop = TargetLoop(self, _MODEL, mailbox, OnlineCost(cost), lambda: self.now_s, table=table)
+        network.listen(_ADDRESS, mailbox, Hello(Role.TARGET, "target", _MODEL.vocab_size, "fake"))
+        self._drafters = []
+        for name in names:
+            inbox = Mailbox()
+            hello = Hello(Role.DRAFTER, name, _MODEL.vocab_size, "fake")
+            self._drafters.append((name, inbox, network.connect(_ADDRESS, inbox, hello)))
+        self._inbox = Mailbox()
+        gateway = network.connect(_ADDRESS, self._inbox, Hello(Role.GATEWAY, "api", _MODEL.vocab_size, "fake"))
+        sampling = SamplingParams(max_tokens=2**19, ignore_eos=True)
+        gateway.send(
+            SubmitRound(
+                tuple(
+                    Request(f"chatcmpl-{i:024x}-0", self._truth[i : i + PROMPT_LEN], sampling, 0.0)
+                    for i in range(num_requests)
+                )
+            )
+        )
+
+    def answer(self) -> None:
+        """Every drafter proposes for every commit; the gateway reads its mail."""
+        self._inbox.drain()
+        for name, inbox, link in self._drafters:
+            proposals = []
+            for event in inbox.drain():
+                if isinstance(event, Received) and isinstance(event.message, DraftRound):
+                    lens = [(one.request_id, len(one.token_ids)) for one in event.message.opens]
+                    lens += [(one.request_id, one.base_len + len(one.token_ids)) for one in event.message.extends]
+                    proposals += [self._proposal(request_id, length, name) for request_id, length in lens]
+            if proposals:
+                link.send(ProposalRound(1, tuple(proposals)))
+
+    def _proposal(self, request_id: str, base_len: int, drafter: str) -> Proposal:
+        start = self._place(request_id) + base_len
+        token_ids = list(self._truth[start : start + DRAFT_LEN])
+        right = [self._rng.random() < RATE for _ in token_ids]
+        token_ids = [token if is_right else token + 1 for token, is_right in zip(token_ids, right, strict=True)]
+        confidences = tuple(self._rng.uniform(0.5, 1.0) if is_right else self._rng.uniform(0.0, 0.9) for is_right in right)
+        return Proposal(request_id, base_len, tuple(token_ids), confidences, drafter)
+
+    def _place(self, request_id: str) -> int:
+        return int(request_id.split("-")[1], 16)
+
+    # ---- the engine
+
+    def open(self, request: Request, token_ids: Sequence[int]) -> int:
+        return 0
+
+    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        outcomes = []
+        for span in spans:
+            if not span.samples:
+                outcomes.append(SpanOutcome(span.request_id, (), 0))
+                continue
+            end = span.base_len + len(span.token_ids) - span.num_drafts
+            start = self._place(span.request_id) + end
+            drafts = span.token_ids[len(span.token_ids) - span.num_drafts :]
+            num_right = 0
+            while num_right < span.num_drafts and drafts[num_right] == self._truth[start + num_right]:
+                num_right += 1
+            self.num_accepted += num_right
+            outcomes.append(SpanOutcome(span.request_id, self._truth[start : start + num_right + 1], num_right))
+        num_rows, context = sum(len(span.token_ids) for span in spans), sum(span.base_len for span in spans)
+        self.now_s += self._cost.step_s(num_rows, context)
+        return outcomes
+
+    def release(self, request_id: str) -> None: ...
+
+    def capacity(self) -> Capacity:
+        return Capacity(16, 2**20, 2**19, 2 * self._num_requests, 2**14, _MODEL.max_model_len)
+
+    def check_integrity(self) -> None: ...
