@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence, Set
 
-from actors.processes import Member, State
+from actors.processes import ManagedProcess, ProcessState
 from actors.target import DrafterCounts, TargetReport
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.config import Config, DrafterConfig, can_verify
@@ -14,7 +14,7 @@ def cluster_status(
     model: str,
     reports: Sequence[TargetReport],
     drafters: Mapping[str, DrafterConfig],
-    members: Mapping[str, Member],
+    members: Mapping[str, ManagedProcess],
     models: ModelPool,
     draining: Set[str],
     notes: Sequence[str] = (),
@@ -44,23 +44,23 @@ def _drafter(
     config: Config,
     name: str,
     drafter: DrafterConfig,
-    member: Member | None,
+    member: ManagedProcess | None,
     counts: Sequence[DrafterCounts],
     models: ModelPool,
     leaves: bool,
 ) -> DrafterStatus:
-    state = member.state if member is not None else State.READY if counts else State.STARTING
+    state = member.state if member is not None else ProcessState.READY if counts else ProcessState.STARTING
     replies = [one.reply_s for one in counts if one.reply_s is not None]
     return DrafterStatus(
         name=name,
         kind=drafter.options.kind,
-        state=State.DRAINING if leaves and state is State.READY else state,
+        state=ProcessState.DRAINING if leaves and state is ProcessState.READY else state,
         num_requests=sum(one.num_requests for one in counts),
         num_proposed=sum(one.num_proposed for one in counts),
         num_accepted=sum(one.num_accepted for one in counts),
         reply_ms=1e3 * sum(replies) / len(replies) if replies else None,
         num_restarts=member.restarts.num_restarts if member is not None else 0,
-        reason=member.reason if member is not None and state is not State.READY else None,
+        reason=member.reason if member is not None and state is not ProcessState.READY else None,
         verifies=can_verify(drafter.options),
         proposers=tuple(one.name for one in config.proposers_of(drafter.name)),
         device=models.resident.get(name),

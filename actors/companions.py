@@ -13,7 +13,7 @@ from drafters.companions import Host
 from drafters.feature_layers import feature_layers
 from drafters.loop import DrafterLoop
 from drafters.registry import make_drafter
-from drafters.sessions import RosterLimits
+from drafters.sessions import SessionLimits
 from engine.loading import load_target
 from engine.models.prepare import ensure_model
 from engine.native import NativeTarget
@@ -63,6 +63,6 @@ def link_companions(companions: Sequence[Companion], mailbox: Mailbox, hello: He
 
 def _companion(config: DrafterConfig, model: ModelInfo, host: Host) -> Companion:
     name, mailbox = member_name(config.name, 0), Mailbox()
-    limits = RosterLimits(capacity=config.capacity, max_draft_len=config.max_draft_len, max_shadows=0)
+    limits = SessionLimits(capacity=config.capacity, max_draft_len=config.max_draft_len, max_shadows=0)
     loop = DrafterLoop(name, make_drafter(config, model, host), mailbox, limits, ahead_len=config.ahead_len)
     return Companion(name, loop, mailbox)

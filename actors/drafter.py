@@ -13,7 +13,7 @@ from cluster.config import DrafterConfig
 from cluster.messages import Hello, Role
 from cluster.types import ModelInfo
 from drafters.loop import DrafterLoop
-from drafters.sessions import RosterLimits
+from drafters.sessions import SessionLimits
 from engine.cpu_setup import configure_cpu
 
 
@@ -55,15 +55,15 @@ class DrafterActor(LoopActor[DrafterInfo]):
         if config.has_model:
             set_threads(config.resources.threads)
             configure_cpu()
-        from drafters.registry import make_led
+        from drafters.registry import make_chained
         from engine.threads import in_own_thread
 
-        limits = RosterLimits(
+        limits = SessionLimits(
             capacity=config.capacity,
             max_draft_len=config.max_draft_len,
             max_shadows=4 * config.capacity if config.spare_share else 0,
         )
-        drafter = in_own_thread(lambda: make_led(config, self._proposers, self._target))
+        drafter = in_own_thread(lambda: make_chained(config, self._proposers, self._target))
         loop = DrafterLoop(
             self._name, drafter, self._mailbox, limits, ahead_len=config.ahead_len, spare_share=config.spare_share
         )

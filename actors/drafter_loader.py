@@ -1,4 +1,4 @@
-"""Moves drafters in and out of memory as a `ModelPool` decides. `Members` is the supervisor's part."""
+"""Moves drafters in and out of memory as a `ModelPool` decides. `LoadedDrafters` is the supervisor's part."""
 
 import asyncio
 import logging
@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from actors.memory_budget import Homes
+from actors.memory_budget import MemoryBudget
 from actors.target import TargetReport
 from cluster.config import DrafterConfig
-from router.residency import Demand, ModelPool, Moves
+from router.residency import LoadDemand, ModelPool, Moves
 
 logger = logging.getLogger(__name__)
 
 SILENT = "silent"  # the state of a target that should be ready and tells nothing
 
 
-class Members(Protocol):
+class LoadedDrafters(Protocol):
     """Who has the processes."""
 
     async def reports(self) -> Sequence[TargetReport]: ...
@@ -35,10 +35,10 @@ class Members(Protocol):
         """Others are offered, or on their fallback, or to be given no requests."""
 
 
-class ModelKeeper:
+class DrafterLoader:
     """Of one deployment. Drafters that have no home are none of its business."""
 
-    def __init__(self, homes: Homes, min_residence_s: float) -> None:
+    def __init__(self, homes: MemoryBudget, min_residence_s: float) -> None:
         self.models = ModelPool(homes.tenants, homes.limits, min_residence_s)
         self._told: tuple[object, ...] = ()
 
@@ -52,7 +52,7 @@ class ModelKeeper:
         """The configuration by which it is made: on a CPU, if it fell back to one."""
         return config.model_copy(update={"device": "cpu"}) if name in self.models.on_fallback else config
 
-    async def run(self, members: Members, period_s: float) -> None:
+    async def run(self, members: LoadedDrafters, period_s: float) -> None:
         """Looks, again and again, who is wanted. For ever."""
         for name in [name for name in self.models.num_loads if not self.has_place(name)]:
             await members.unload(name)  # a supervisor before this one may have left it running
@@ -61,7 +61,7 @@ class ModelKeeper:
             if not self.models.is_settled:
                 await self.look(members)
 
-    async def look(self, members: Members) -> None:
+    async def look(self, members: LoadedDrafters) -> None:
         reports = await members.reports()
         if any(report.status.state == SILENT for report in reports):
             return  # it does not tell what it does, so that nobody may be taken for idle
@@ -69,10 +69,10 @@ class ModelKeeper:
         for report in reports:
             wanting.update(report.named)
             with_them.update({one.name: one.num_requests for one in report.drafters})
-        demands = {name: Demand(with_them[name], wanting[name]) for name in self.models.num_loads}
+        demands = {name: LoadDemand(with_them[name], wanting[name]) for name in self.models.num_loads}
         await self._move(members, self.models.look(demands, time.monotonic()))
 
-    async def _move(self, members: Members, moves: Moves) -> None:
+    async def _move(self, members: LoadedDrafters, moves: Moves) -> None:
         for name in moves.evict:
             logger.info("%s gives way to others, and leaves memory", name)
             await members.unload(name)

@@ -22,14 +22,14 @@ READ_BYTES_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Homes:
+class MemoryBudget:
     """``limits`` are bytes by device; one that is missing there has no limit that is known."""
 
     tenants: tuple[Tenant, ...] = ()
     limits: dict[str, int] = field(default_factory=dict)
 
 
-def find_homes(config: Config, plan: PlacementPlan, inventory: Inventory) -> Homes:
+def find_homes(config: Config, plan: PlacementPlan, inventory: Inventory) -> MemoryBudget:
     """Of a resolved configuration that was placed by ``plan``. A drafter whose files are not on this machine counts nothing.
 
     Raises:
@@ -38,7 +38,7 @@ def find_homes(config: Config, plan: PlacementPlan, inventory: Inventory) -> Hom
     tenants = tuple(_tenants(config, plan))
     limits = _limits(config, plan, inventory)
     check_fits(tenants, limits)
-    return Homes(tenants, limits)
+    return MemoryBudget(tenants, limits)
 
 
 def _tenants(config: Config, plan: PlacementPlan) -> Iterable[Tenant]:

@@ -12,7 +12,7 @@ from cluster.errors import OutriderError
 from cluster.types import ModelInfo
 
 
-class State(StrEnum):
+class ProcessState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     DOWN = "down"
@@ -63,15 +63,15 @@ class Directory:
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class ManagedProcess:
     """One process that is to be there, through all its lives."""
 
     name: str
     spawn: Callable[[], Awaitable[Process]]
-    on_ready: Callable[["Member", Any], Coroutine[Any, Any, None]]
+    on_ready: Callable[["ManagedProcess", Any], Coroutine[Any, Any, None]]
     restarts: RestartPolicy
     patience: int = 1
-    state: State = State.STARTING
+    state: ProcessState = ProcessState.STARTING
     process: Process | None = None
     pid: int | None = None
     start_at_s: float = 0.0
@@ -80,10 +80,10 @@ class Member:
 
 
 @dataclass(slots=True, eq=False)
-class Pool:
-    targets: dict[str, Member] = field(default_factory=dict)
-    drafters: dict[str, Member] = field(default_factory=dict)
-    router: Member | None = None
+class ProcessPool:
+    targets: dict[str, ManagedProcess] = field(default_factory=dict)
+    drafters: dict[str, ManagedProcess] = field(default_factory=dict)
+    router: ManagedProcess | None = None
 
-    def all(self) -> list[Member]:
+    def all(self) -> list[ManagedProcess]:
         return [*self.targets.values(), *self.drafters.values(), *([self.router] if self.router else [])]

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.drafter import DrafterActor
-from actors.memory_budget import Homes
+from actors.memory_budget import MemoryBudget
 from actors.processes import Directory, Process, ProcessEnded
 from actors.router import RouterActor
 from actors.supervisor import Supervisor
@@ -45,7 +45,7 @@ class Deployment:
     groups: Mapping[str, PlacementGroup]
     folder: str  # for the sockets of the data plane
     token: str
-    homes: Homes | None = None
+    homes: MemoryBudget | None = None
 
     def target_address(self, name: str) -> str:
         transport = self.config.transport
@@ -136,12 +136,12 @@ class RaySpawner:
 
     async def router(self) -> Process:
         from actors.chain_scheduler import ModelChainScheduler
-        from router.drift import CollapseWatch
+        from router.drift import DriftDetector
         from router.policies import build_policy, build_pool, uses_scores
         from router.slot import ChainScheduler, build_router
 
         config = self._deployment.config
-        watch = CollapseWatch(config.router.collapse, config.router.slot_ms / 1e3)
+        watch = DriftDetector(config.router.collapse, config.router.slot_ms / 1e3)
         policy, pool = build_policy(config.router.policy), build_pool(config)
         router = build_router(policy, pool, watch, uses_scores(config.router.policy))
         kind = ModelChainScheduler if isinstance(router, ChainScheduler) else RouterActor

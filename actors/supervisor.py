@@ -11,10 +11,10 @@ from typing import Any
 
 from actors.cluster_status import cluster_status
 from actors.drafter import DrafterInfo
-from actors.drafter_loader import SILENT, ModelKeeper
+from actors.drafter_loader import SILENT, DrafterLoader
 from actors.health import ask, started, watched
-from actors.memory_budget import Homes
-from actors.processes import Directory, Member, Pool, Process, ProcessEnded, Spawner, State
+from actors.memory_budget import MemoryBudget
+from actors.processes import Directory, ManagedProcess, Process, ProcessEnded, ProcessPool, ProcessState, Spawner
 from actors.restarts import RestartPolicy
 from actors.target import TargetInfo, TargetReport
 from cluster.client import ClusterStatus, TargetStatus
@@ -36,12 +36,12 @@ REPORT_DEADLINE_S = 1.0
 class Supervisor:
     """One task per member, which starts it, watches it, and starts it again. Used from one event loop."""
 
-    def __init__(self, config: Config, spawner: Spawner, homes: Homes | None = None) -> None:
+    def __init__(self, config: Config, spawner: Spawner, homes: MemoryBudget | None = None) -> None:
         """``homes``: of the drafters that share devices; the others are simply kept alive."""
         self._config = config
-        self._keeper = ModelKeeper(homes or Homes(), config.memory.min_residence_s)
+        self._keeper = DrafterLoader(homes or MemoryBudget(), config.memory.min_residence_s)
         self._spawner = spawner
-        self._pool = Pool()
+        self._pool = ProcessPool()
         self._kinds = {member_name(d.name, i): d for d in config.drafters for i in range(d.replicas)}
         self._tasks: set[asyncio.Task[None]] = set()
         self._addresses: dict[str, str] = {}
@@ -58,7 +58,7 @@ class Supervisor:
         """Begins with the targets; drafters and router follow as soon as one of them is ready."""
         for replica in range(self._config.target.replicas):
             name = f"target-{replica}"
-            member = Member(
+            member = ManagedProcess(
                 name,
                 lambda name=name: self._spawner.target(name),  # type: ignore[misc]
                 self._target_ready,
@@ -100,7 +100,7 @@ class Supervisor:
 
     def reasons(self) -> dict[str, str]:
         """Why members are not ready, of those that have failed."""
-        return {m.name: m.reason for m in self._pool.all() if m.reason is not None and m.state is not State.READY}
+        return {m.name: m.reason for m in self._pool.all() if m.reason is not None and m.state is not ProcessState.READY}
 
     async def status(self) -> ClusterStatus:
         """Of everything, as far as it answers within the health deadline."""
@@ -112,13 +112,17 @@ class Supervisor:
 
     async def _notes(self) -> tuple[str, ...]:
         router = self._pool.router
-        if router is None or router.process is None or router.state is not State.READY:
+        if router is None or router.process is None or router.state is not ProcessState.READY:
             return ()
         return await self._ask(router.process, "notes", deadline_s=REPORT_DEADLINE_S) or ()
 
     def pids(self) -> dict[str, int]:
         """Of the processes that are ready, by member."""
-        return {m.name: m.pid for m in self._pool.all() if m.pid is not None and m.state in (State.READY, State.DRAINING)}
+        return {
+            m.name: m.pid
+            for m in self._pool.all()
+            if m.pid is not None and m.state in (ProcessState.READY, ProcessState.DRAINING)
+        }
 
     async def set_draining(self, name: str, draining: bool) -> None:
         """A draining drafter is given no more requests, and those it has go elsewhere with the next slot.
@@ -154,13 +158,13 @@ class Supervisor:
 
     # ---- one member
 
-    def _begin(self, member: Member) -> None:
+    def _begin(self, member: ManagedProcess) -> None:
         member.task = self._own(self._keep(member), f"keep {member.name}")
 
-    async def _keep(self, member: Member) -> None:
+    async def _keep(self, member: ManagedProcess) -> None:
         while not self._stopping and self._keeper.has_place(member.name):
             await asyncio.sleep(max(0.0, member.start_at_s - time.monotonic()))
-            member.state = State.STARTING
+            member.state = ProcessState.STARTING
             await self._notify()
             try:
                 process = member.process = await member.spawn()
@@ -174,15 +178,15 @@ class Supervisor:
                 reason = f"{type(error).__name__}: {error}"
             await self._failed(member, reason)
 
-    async def _has_begun(self, member: Member, info: Any) -> None:
+    async def _has_begun(self, member: ManagedProcess, info: Any) -> None:
         member.pid = info.pid
-        member.state = State.READY
+        member.state = ProcessState.READY
         member.reason = None
         logger.info("%s is ready (process %d)", member.name, info.pid)
         await member.on_ready(member, info)
         await self._notify()
 
-    async def _failed(self, member: Member, reason: str) -> None:
+    async def _failed(self, member: ManagedProcess, reason: str) -> None:
         if member.process is not None:
             try:
                 await member.process.kill()
@@ -195,7 +199,7 @@ class Supervisor:
         if self._directory.model is None and self._failed_start is None:
             self._failed_start = f"{member.name} did not start: {reason}"
         member.start_at_s = restart.at_s
-        member.state = State.QUARANTINED if restart.quarantined else State.DOWN
+        member.state = ProcessState.QUARANTINED if restart.quarantined else ProcessState.DOWN
         if self._keeper.keeps(member.name) and self._kinds[member.name].load == "lazy":
             self._keeper.models.failed(member.name, restart.at_s)  # loaded again when it is wanted again, and not before
         pause_s = restart.at_s - time.monotonic()
@@ -210,7 +214,7 @@ class Supervisor:
 
     # ---- who depends on whom
 
-    async def _target_ready(self, member: Member, info: TargetInfo) -> None:
+    async def _target_ready(self, member: ManagedProcess, info: TargetInfo) -> None:
         self._addresses[info.name] = info.address
         addresses = tuple(self._addresses[name] for name in sorted(self._addresses))
         self._directory = replace(
@@ -226,7 +230,7 @@ class Supervisor:
         for name, config in self._kinds.items():
             if config.is_companion:
                 continue  # lives and dies with each target
-            member = Member(
+            member = ManagedProcess(
                 name,
                 lambda name=name, config=config: self._spawner.drafter(  # type: ignore[misc]
                     name, self._keeper.where_it_is(name, config), model, self._directory.addresses
@@ -238,8 +242,8 @@ class Supervisor:
             if self._keeper.has_place(name):
                 self._begin(member)
             else:
-                member.state = State.UNLOADED
-        self._pool.router = Member(
+                member.state = ProcessState.UNLOADED
+        self._pool.router = ManagedProcess(
             "router",
             self._spawner.router,
             self._router_ready,
@@ -249,7 +253,7 @@ class Supervisor:
         if self._keeper.models.tenants:
             self._own(self._keeper.run(self, self._config.router.slot_ms / 1e3), "keep the models")
 
-    async def _drafter_ready(self, member: Member, info: DrafterInfo) -> None:
+    async def _drafter_ready(self, member: ManagedProcess, info: DrafterInfo) -> None:
         """It may be one of a supervisor before this, and know addresses of then."""
         if not self._unsettled and member.process is not None:
             await self._ask(member.process, "want", self._directory.addresses)
@@ -262,26 +266,26 @@ class Supervisor:
             if drafter.process is not None:
                 await self._ask(drafter.process, "want", self._directory.addresses)
 
-    async def _router_ready(self, member: Member, info: Any) -> None:
+    async def _router_ready(self, member: ManagedProcess, info: Any) -> None:
         await self._tell_router()
 
     async def _tell_router(self) -> None:
         router = self._pool.router
-        if router is not None and router.process is not None and router.state is State.READY:
+        if router is not None and router.process is not None and router.state is ProcessState.READY:
             models = self._keeper.models
             await self._ask(router.process, "set_draining", frozenset(self._draining) | models.retiring)
             if models.tenants:
                 offered = models.offered(time.monotonic()) - self._draining
                 await self._ask(router.process, "set_offered", offered, models.on_fallback)
 
-    # ---- who is in memory: `actors.drafter_loader.Members`
+    # ---- who is in memory: `actors.drafter_loader.LoadedDrafters`
 
     async def reports(self) -> list[TargetReport]:
         return await asyncio.gather(*(self._report(member) for member in self._pool.targets.values()))
 
     async def load_demand(self) -> Mapping[str, int]:
         router = self._pool.router
-        if router is None or router.process is None or router.state is not State.READY:
+        if router is None or router.process is None or router.state is not ProcessState.READY:
             return {}
         return await self._ask(router.process, "load_demand") or {}
 
@@ -295,7 +299,7 @@ class Supervisor:
             await asyncio.gather(member.task, return_exceptions=True)
         await self._end(member)
         await self._spawner.end_drafter(name)  # its task may have been about to start one
-        member.state, member.pid, member.reason = State.UNLOADED, None, None
+        member.state, member.pid, member.reason = ProcessState.UNLOADED, None, None
 
     async def pool_changed(self) -> None:
         await self._tell_router()
@@ -303,9 +307,9 @@ class Supervisor:
 
     # ---- small things
 
-    async def _report(self, member: Member) -> TargetReport:
+    async def _report(self, member: ManagedProcess) -> TargetReport:
         silent = TargetReport(TargetStatus(member.name, member.state, 0, 0, 0, 0, 0.0, 0.0))
-        if member.process is None or member.state is not State.READY:
+        if member.process is None or member.state is not ProcessState.READY:
             return silent
         report: TargetReport | None = await self._ask(member.process, "report", deadline_s=REPORT_DEADLINE_S)
         return report or TargetReport(replace(silent.status, state=SILENT))
@@ -313,9 +317,9 @@ class Supervisor:
     async def _ask(self, process: Process, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
         return await ask(process, self._config.supervision, method, *args, deadline_s=deadline_s)
 
-    async def _end(self, member: Member) -> None:
+    async def _end(self, member: ManagedProcess) -> None:
         process, member.process = member.process, None
-        member.state = State.DOWN
+        member.state = ProcessState.DOWN
         if process is not None:
             await self._ask(process, "stop")
             await process.kill()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.fixtures import MAX_BATCH, Stable
+from benchmarks.fixtures import MAX_BATCH, Fixtures
 from cluster.config import DrafterConfig, DSparkOptions, LayersOptions, ModelOptions
 from drafters.protocol import Drafter
 from drafters.replay import Recording, Round, replay_lens
@@ -28,7 +28,7 @@ def learns(config: DrafterConfig) -> bool:
 
 
 def accepted(
-    stable: Stable,
+    stable: Fixtures,
     configs: Sequence[DrafterConfig],
     prompts: Sequence[Prompt],
     draft_lens: Sequence[int],
@@ -54,7 +54,7 @@ def accepted(
     return rounds, recordings
 
 
-def _contenders(stable: Stable, configs: Sequence[DrafterConfig], draft_lens: Sequence[int]) -> list[_Contender]:
+def _contenders(stable: Fixtures, configs: Sequence[DrafterConfig], draft_lens: Sequence[int]) -> list[_Contender]:
     return [
         _Contender(config.name, lens, stable.make(config))
         for config in configs

@@ -28,9 +28,9 @@ from cluster.config import (
     PolicyConfig,
 )
 from cluster.types import RoutingTable
-from router.assignment import Observation, PoolMember, Positions, RequestView, Score
+from router.assignment import Observation, PoolMember, Positions, RequestView, ScoreCounts
 from router.cost_model import TableCost, monotone
-from router.drift import CollapseWatch
+from router.drift import DriftDetector
 from router.plan import Capacity, DrafterView, SequenceView
 from router.planner import StepPlanner
 from router.policies import build_policy
@@ -133,7 +133,7 @@ class Times:
 
 def slot_times(config: PolicyConfig, num_slots: int) -> Times:
     traffic = Traffic(random.Random(_SEED))
-    router = Router(build_policy(config), traffic.pool, CollapseWatch(CollapseConfig(), SLOT_S))
+    router = Router(build_policy(config), traffic.pool, DriftDetector(CollapseConfig(), SLOT_S))
     times = Times()
     with _collected_before():
         for slot in range(_WARM_UP_SLOTS + num_slots):
@@ -224,7 +224,7 @@ class Traffic:
                 observations.append(self._observe(request, drafted, kind.rates[drafted]))
                 other = self._rng.randrange(NUM_DRAFTERS)
                 if other != drafted:
-                    scores.append(Score(request.request_id, f"d{other}", self._positions(kind.rates[other])))
+                    scores.append(ScoreCounts(request.request_id, f"d{other}", self._positions(kind.rates[other])))
         requests = tuple(request for request, _ in self._live.values())
         members = tuple(member.name for member in self.pool)
         return SlotReport(requests, tuple(observations), self._version, members, scores=tuple(scores))

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from benchmarks.fixtures import Stable
+from benchmarks.fixtures import Fixtures
 from benchmarks.throughput import sample
 from cluster.config import DrafterConfig
 from cluster.types import Request, SamplingParams
@@ -37,7 +37,7 @@ class _Timed:
 
 
 def draft_cost(
-    stable: Stable, config: DrafterConfig, recordings: Sequence[Recording], draft_len: int, num_rounds: int
+    stable: Fixtures, config: DrafterConfig, recordings: Sequence[Recording], draft_len: int, num_rounds: int
 ) -> float:
     """Of a draft for one request, as a share of a one-row target step."""
     request = Request("step", (0,), SamplingParams(max_tokens=1, temperature=0.0), arrival_s=0.0)

@@ -16,12 +16,12 @@ from rich.console import Console
 
 from benchmarks.accepted import accepted
 from benchmarks.draft_cost import draft_cost
-from benchmarks.fixtures import Stable
+from benchmarks.fixtures import Fixtures
 from benchmarks.interleaved import TURN_S
 from benchmarks.pool import pool
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
-from benchmarks.throughput import NEAR, Race, Speedup, Turns
+from benchmarks.throughput import NEAR, PairedRuns, Speedup, Turns
 from cluster.config import DrafterConfig
 from drafters.replay import Recording, Round
 from engine.threads import in_own_thread
@@ -86,7 +86,7 @@ def run(options: BenchOptions) -> BenchResult:
         console.print(f"drafters: {minutes}:{seconds:02} {what}", highlight=False, soft_wrap=True)
 
     configs = pool(options.model)
-    stable = in_own_thread(lambda: Stable(options.model, configs, effort.num_new_tokens))
+    stable = in_own_thread(lambda: Fixtures(options.model, configs, effort.num_new_tokens))
     prompts = _prompts(options, effort)
     rounds, recordings = in_own_thread(lambda: accepted(stable, configs, prompts, DRAFT_LENS, TEMPERATURES, tell))
     found = {config.name: Findings() for config in configs}
@@ -115,7 +115,7 @@ def _stopwatch() -> Callable[[], float]:
 
 
 def _speedups(
-    stable: Stable,
+    stable: Fixtures,
     configs: Sequence[DrafterConfig],
     recordings: Sequence[Recording],
     turns: Mapping[int, Turns],
@@ -123,7 +123,7 @@ def _speedups(
     tell: Callable[[str], None],
 ) -> dict[int, dict[str, Speedup]]:
     """By batch. First all drafters at all of them, then those near the best, as long as there is time."""
-    races: dict[int, Race] = {}
+    races: dict[int, PairedRuns] = {}
 
     def step(batch: int, who: str) -> None:
         tell(f"speed of {who} at batch {batch}")
@@ -134,7 +134,7 @@ def _speedups(
     with ExitStack() as opened:
         for batch, turns_of_batch in turns.items():
             tell(f"warming up for batch {batch}")
-            race = races[batch] = Race(stable, configs, recordings, batch, turns_of_batch)
+            race = races[batch] = PairedRuns(stable, configs, recordings, batch, turns_of_batch)
             opened.callback(race.close)
             while not race.all_had_turns:
                 step(batch, "all")

@@ -32,7 +32,7 @@ MAX_BATCH = 32  # recorded or held at once
 MAX_PASS_TOKENS = 512
 
 
-class Stable:
+class Fixtures:
     """Loads the model once, in bf16 as it is served.
 
     ``plain`` is the target alone; ``target`` keeps the hidden states that some of ``drafters`` read.

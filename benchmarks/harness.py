@@ -63,7 +63,7 @@ class Run:
     as_meant: bool  # drafts were verified where there are drafters, and what was to happen midway did
 
 
-class Rig:
+class Harness:
     """Loads the model once. Requests are every prompt at every temperature, with a seed of its own."""
 
     def __init__(self, model: str, prompts: Sequence[str], max_tokens: int) -> None:

@@ -5,7 +5,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Protocol
 
-from benchmarks.fixtures import Stable
+from benchmarks.fixtures import Fixtures
 from cluster.config import DrafterConfig
 from cluster.errors import GenerationFailed
 from cluster.types import FinishReason, Request, RoutingTable
@@ -79,7 +79,7 @@ class Served:
     states where the drafter reads them, and is the plain one for all others. Without a drafter it is their rival.
     """
 
-    def __init__(self, stable: Stable, config: DrafterConfig | None, batch: int) -> None:
+    def __init__(self, stable: Fixtures, config: DrafterConfig | None, batch: int) -> None:
         self.batch = batch
         self.drafter: Drafter | None = None
         clock = StoppableClock()

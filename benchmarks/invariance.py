@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmarks.comparison import TIE_MARGIN, Comparison, Verdict, compare
 from benchmarks.fault_injection import Cut, before_disliked_token
-from benchmarks.harness import Circumstances, Rig, Run
+from benchmarks.harness import Circumstances, Harness, Run
 from benchmarks.pool import pool as comparable
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from cluster.config import (
@@ -67,7 +67,7 @@ def run(options: BenchOptions) -> BenchResult:
     """Figures: ``identical_fraction``, ``tie_fraction``, ``self_draft_acceptance``, and ``as_meant_fraction``: in how many
     scenarios drafts were verified and the accident happened, for otherwise they show nothing."""
     num_prompts, num_tokens = (NUM_PROMPTS_QUICK, NUM_TOKENS_QUICK) if options.quick else (NUM_PROMPTS, NUM_TOKENS)
-    rig = Rig(options.model, [p.text for p in choose_prompts(options.prompts, num_prompts)], num_tokens)
+    rig = Harness(options.model, [p.text for p in choose_prompts(options.prompts, num_prompts)], num_tokens)
     console = Console(stderr=True)
     plain = rig.run(Circumstances(prefix_cache=False))
     outcomes = []
@@ -81,7 +81,7 @@ def run(options: BenchOptions) -> BenchResult:
     return result(rig.requests, outcomes)
 
 
-def scenarios(rig: Rig, model: str) -> Mapping[str, Circumstances]:
+def scenarios(rig: Harness, model: str) -> Mapping[str, Circumstances]:
     """Circumstances by name: every drafter of the default pool and every shipped one alone, then faults.
 
     Faults use drafters whose drafts are mostly right, since dropping a wrong draft shows little.

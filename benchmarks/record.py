@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.fixtures import MAX_BATCH, Stable
+from benchmarks.fixtures import MAX_BATCH, Fixtures
 from benchmarks.pool import pool
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from drafters.agreement import agreement
@@ -33,7 +33,7 @@ def record(options: BenchOptions) -> AgreementRecording:
     """At temperature 0. Of prompts of files MAX_PER_DOMAIN of each domain, or when in a hurry NUM_QUICK in all."""
     console = Console(stderr=True)
     configs = pool(options.model)
-    stable = Stable(options.model, configs, NUM_NEW_TOKENS)
+    stable = Fixtures(options.model, configs, NUM_NEW_TOKENS)
     prompts = _prompts(options)
     drafters = {config.name: stable.make(config) for config in configs}
     recorder = Recorder(options.model, [(c.name, c.options.kind) for c in configs], DRAFT_LEN, 0.0)

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.fixtures import Stable
+from benchmarks.fixtures import Fixtures
 from benchmarks.pool import pool
 from benchmarks.report import BenchOptions, Cell, Table
 from cluster.config import DrafterConfig
@@ -36,7 +36,7 @@ class _Lengths:
 def run(options: BenchOptions) -> tuple[dict[str, float], Table]:
     """Figures ``score_bias.<drafter>``, of answers at temperature 0."""
     configs = [config for config in pool(options.model) if config.options.kind not in COMBINATIONS]
-    stable = Stable(options.model, configs, NUM_NEW_TOKENS)
+    stable = Fixtures(options.model, configs, NUM_NEW_TOKENS)
     prompts = choose_prompts(options.prompts or options.data_prompts, NUM_QUICK if options.quick else NUM_PROMPTS)
     by_name = {config.name: config for config in configs}
     lengths = {config.name: _Lengths() for config in configs}

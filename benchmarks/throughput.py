@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from benchmarks.fixtures import Stable, as_request
+from benchmarks.fixtures import Fixtures, as_request
 from benchmarks.interleaved import Pace, Served, side_by_side
 from cluster.config import DrafterConfig
 from cluster.types import Request
@@ -55,7 +55,7 @@ class Pair:
     drafted: Pace
 
 
-class Race:
+class PairedRuns:
     """Each drafter against the plain target, in seconds for the same answers, ``batch`` of them under way at all times.
 
     The answers are drawn at random, all domains alike, whatever their length. Each that ends gives its place to the next, as
@@ -66,7 +66,7 @@ class Race:
     """
 
     def __init__(
-        self, stable: Stable, configs: Sequence[DrafterConfig], recordings: Sequence[Recording], batch: int, turns: Turns
+        self, stable: Fixtures, configs: Sequence[DrafterConfig], recordings: Sequence[Recording], batch: int, turns: Turns
     ) -> None:
         self._stable = stable
         self._turns = turns

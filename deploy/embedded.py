@@ -25,7 +25,7 @@ from cluster.transport.factory import connect, listen
 from cluster.types import Commit, ModelInfo, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
-from drafters.sessions import RosterLimits
+from drafters.sessions import SessionLimits
 from engine.round import TargetLoop
 from engine.target import TargetEngine
 from profiler.profile import Profile, with_measured_costs
@@ -164,7 +164,7 @@ class EmbeddedCluster:
         """
         from drafters.companions import Host
         from drafters.feature_layers import feature_layers
-        from drafters.registry import make_drafter, make_led
+        from drafters.registry import make_chained, make_drafter
         from engine.loading import load_target
         from engine.models.prepare import ensure_model
         from engine.threads import in_own_thread
@@ -179,7 +179,7 @@ class EmbeddedCluster:
                 drafter.name: PoolEntry(
                     make_drafter(drafter, model, host)
                     if drafter.is_companion
-                    else make_led(drafter, config.proposers_of(drafter.name), model),
+                    else make_chained(drafter, config.proposers_of(drafter.name), model),
                     drafter.max_draft_len,
                     drafter.ahead_len,
                     drafter.capacity,
@@ -359,5 +359,5 @@ class EmbeddedCluster:
 
 def _loop(name: str, entry: PoolEntry) -> tuple[DrafterLoop, Mailbox]:
     mailbox = Mailbox()
-    limits = RosterLimits(capacity=entry.capacity, max_draft_len=entry.max_draft_len)
+    limits = SessionLimits(capacity=entry.capacity, max_draft_len=entry.max_draft_len)
     return DrafterLoop(name, entry.drafter, mailbox, limits, ahead_len=entry.ahead_len), mailbox

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cluster.messages import LevelReport
 from cluster.types import SamplingParams
-from drafters.chained import LedModel
+from drafters.chained import ChainedModel
 from drafters.protocol import Demand, Draft, Drafter, Foreseeing, Stopping
 from profiler.calibration import TemperatureScaling
 
@@ -60,7 +60,7 @@ class CalibratedForeseeing(CalibratedDrafter):
 class CalibratedChaining(CalibratedForeseeing):
     """The same of one that others ride ahead of, too."""
 
-    def __init__(self, drafter: LedModel, scaling: TemperatureScaling) -> None:
+    def __init__(self, drafter: ChainedModel, scaling: TemperatureScaling) -> None:
         super().__init__(drafter, scaling)
         self._chaining = drafter
 

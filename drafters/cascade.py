@@ -13,9 +13,9 @@ from itertools import pairwise
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.consensus import Consensus
-from drafters.ensemble import Guess, Hearing, PlainHearing, best_of
+from drafters.ensemble import Guess, LookupEnsemble, PlainEnsemble, best_of
 from drafters.marginal_gain import Costs, OwnGain, Worth
-from drafters.native.ensemble import MOST_MEMBERS, NativeHearing
+from drafters.native.ensemble import MOST_MEMBERS, NativeEnsemble
 from drafters.native.lookup import NativeLookup
 from drafters.protocol import Demand, Draft, Drafter
 from profiler.online_calibration import OnlineSurvival
@@ -24,7 +24,7 @@ _PACE_MEMORY = 0.01  # weight of the newest round in the tokens per step
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class CascadeMember:
     """A drafter of the cascade. ``cost``: of one draft, in one-row steps of the target (a lookup's is nearly 0), until it
     is known better.
 
@@ -61,7 +61,7 @@ class _Round:
 
 
 @dataclass(slots=True)
-class _Followed:
+class _CascadeSession:
     own: dict[int, OwnGain]  # of the dear members
     round: _Round | None = None
     num_drafts: dict[int, int] = field(default_factory=dict)  # by the member that made the best guess
@@ -82,7 +82,7 @@ class CascadeDrafter:
         InvalidField: no members, or their costs do not ascend.
     """
 
-    def __init__(self, members: Sequence[Member], clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, members: Sequence[CascadeMember], clock: Callable[[], float] | None = None) -> None:
         if not members:
             raise InvalidField("members", 0, "must hold at least one drafter")
         if members[0].cost < 0.0 or any(a.cost > b.cost for a, b in pairwise(members)):
@@ -90,13 +90,16 @@ class CascadeDrafter:
         self._members = tuple(members)
         self._num_free = sum(member.cost == 0.0 for member in members)
         self._hearing = _hearing(members, self._num_free)
-        self._told: list[Hearing | Drafter] = [self._hearing, *(member.drafter for member in members[self._num_free :])]
+        self._told: list[LookupEnsemble | Drafter] = [
+            self._hearing,
+            *(member.drafter for member in members[self._num_free :]),
+        ]
         self._worth = {i: Worth() for i, member in enumerate(members) if member.cost > 0.0}
         self._costs = Costs({i: members[i].cost for i in self._worth})
         self._clock = clock
         self._proposed_s: float | None = None  # when the drafts were made that no commit has answered yet
         self._tokens_per_round, self._cost_per_round = 1.5, 1.0
-        self._followed: dict[str, _Followed] = {}
+        self._followed: dict[str, _CascadeSession] = {}
 
     @property
     def drafts_by_member(self) -> dict[str, int]:
@@ -109,7 +112,7 @@ class CascadeDrafter:
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         for drafter in self._told:
             drafter.open(request_id, token_ids, prompt_len, sampling)
-        self._followed[request_id] = _Followed({i: OwnGain() for i in self._worth})
+        self._followed[request_id] = _CascadeSession({i: OwnGain() for i in self._worth})
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         followed = self._followed[request_id]
@@ -191,7 +194,7 @@ class CascadeDrafter:
                 followed.num_drafts[member] = followed.num_drafts.get(member, 0) + 1
         return settled
 
-    def _learn(self, followed: _Followed, round_: _Round, token_ids: Sequence[int]) -> None:
+    def _learn(self, followed: _CascadeSession, round_: _Round, token_ids: Sequence[int]) -> None:
         """What dear members have added."""
         for asked in round_.asked:
             self._hearing.judge(asked.guess, token_ids)
@@ -203,13 +206,13 @@ class CascadeDrafter:
         self._cost_per_round += _PACE_MEMORY * (1.0 + round_.cost - self._cost_per_round)
 
 
-def _hearing(members: Sequence[Member], num_free: int) -> Hearing:
+def _hearing(members: Sequence[CascadeMember], num_free: int) -> LookupEnsemble:
     """In C where all that it takes is in C."""
     survival, consensus = [OnlineSurvival() for _ in members], Consensus(len(members), num_free)
     free = [member.drafter for member in members[:num_free]]
     lookups = [drafter for drafter in free if isinstance(drafter, NativeLookup)]
     all_splice = [member.splices for member in members] == [i < num_free for i in range(len(members))]
     if 0 < len(lookups) == num_free <= MOST_MEMBERS and all_splice:
-        return NativeHearing(lookups[0].library, lookups, survival, consensus)
+        return NativeEnsemble(lookups[0].library, lookups, survival, consensus)
     splicers = {i: member.drafter for i, member in enumerate(members) if member.splices}
-    return PlainHearing(free, splicers, survival, consensus)
+    return PlainEnsemble(free, splicers, survival, consensus)

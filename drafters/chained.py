@@ -14,7 +14,7 @@ from router.assignment import NO_POSITIONS, Positions
 from router.chains import PROPOSAL_LEN
 
 
-class LedModel:
+class ChainedModel:
     """Hands out exactly what ``verifier`` alone would draft, for each request behind the proposer that leads it, if any.
 
     By rule 1 with the verifier's own logits: of a proposer's tokens those that equal the verifier's are right, and the

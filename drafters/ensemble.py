@@ -73,7 +73,7 @@ def best_of(guesses: Sequence[Guess]) -> Guess:
     return best
 
 
-class Hearing(Protocol):
+class LookupEnsemble(Protocol):
     """The free members: told of each request what any drafter is told, they learn from what is committed. Demands are named
     by their place among those heard last."""
 
@@ -114,8 +114,8 @@ class _Heard:
     guesses: list[Guess] = field(default_factory=list)
 
 
-class PlainHearing:
-    """``Hearing`` in Python, of any drafters.
+class PlainEnsemble:
+    """``LookupEnsemble`` in Python, of any drafters.
 
     Args:
         free: the members that cost nothing, in their order; they are the first of all.

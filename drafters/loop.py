@@ -11,8 +11,8 @@ from cluster.transport.base import LinkDown, Mailbox
 from cluster.types import Proposal
 from drafters.counterfactual import Scorer
 from drafters.protocol import Chaining, Demand, Drafter
-from drafters.session import Followed
-from drafters.sessions import Peer, Roster, RosterLimits
+from drafters.session import Session
+from drafters.sessions import SessionLimits, TargetPeer, TargetSessions
 from router.assignment import drafter_of
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class DrafterLoop:
         name: str,
         drafter: Drafter,
         mailbox: Mailbox,
-        limits: RosterLimits | None = None,
+        limits: SessionLimits | None = None,
         *,
         ahead_len: int = 0,
         spare_share: float = 1.0,
@@ -65,7 +65,7 @@ class DrafterLoop:
         self._drafter = drafter
         self._chaining = drafter if isinstance(drafter, Chaining) else None
         self._mailbox = mailbox
-        self._roster = Roster(name, drafter, limits or RosterLimits())
+        self._roster = TargetSessions(name, drafter, limits or SessionLimits())
         self._ahead_len = ahead_len
         self._ahead_chunk = max(1, ahead_len // 4)  # per batch: mail waits for it, and a chain verifies it in one pass
         self._num_batches = self._num_drafted = self._num_proposals = self._num_tokens = self._num_resyncs = 0
@@ -145,10 +145,10 @@ class DrafterLoop:
             self._mailbox.put(LinkDown(self._roster.unlinked.pop(), "it sent too many unsound messages"))
         return bool(events)
 
-    def _unanswered(self) -> list[Followed]:
+    def _unanswered(self) -> list[Session]:
         return [followed for followed in self._roster.live() if not followed.answered]
 
-    def _is_ready(self, followed: Followed) -> bool:
+    def _is_ready(self, followed: Session) -> bool:
         """To be answered with what is at hand. Who drafts ahead sends the rest of it at once, be it short: the target works
         on it while the next tokens are drafted."""
         return len(followed.ahead) >= followed.wanted or (self._ahead_len > 0 and bool(followed.ahead))
@@ -172,7 +172,7 @@ class DrafterLoop:
             self._answer([], {}, now_s)
         return True
 
-    def _further(self) -> Iterator[tuple[Followed, int]]:
+    def _further(self) -> Iterator[tuple[Session, int]]:
         """Drafting ahead: beyond what was proposed, never beyond the end of the request."""
         if not self._ahead_len:
             return
@@ -183,7 +183,7 @@ class DrafterLoop:
                 if num_tokens > 0:
                     yield followed, num_tokens
 
-    def _draft(self, wanted: Iterable[tuple[Followed, int]]) -> bool:
+    def _draft(self, wanted: Iterable[tuple[Session, int]]) -> bool:
         """One batch. Returns whether there was anything to draft."""
         batch = list(wanted)
         if not batch:
@@ -199,7 +199,7 @@ class DrafterLoop:
         self._num_drafted += len(batch)
         return True
 
-    def _answer(self, answered: Sequence[Followed], resyncs: Mapping[int, Sequence[str]], now_s: float) -> None:
+    def _answer(self, answered: Sequence[Session], resyncs: Mapping[int, Sequence[str]], now_s: float) -> None:
         """One message to each peer that is owed one."""
         keys = {followed.key for followed in answered}
         for number, peer in list(self._roster.peers.items()):
@@ -220,7 +220,7 @@ class DrafterLoop:
         self._next_report_s = now_s + REPORT_PERIOD_S
         return tuple(self._chaining.take_levels(drafter_of(self.name)))
 
-    def _proposal(self, followed: Followed) -> Proposal:
+    def _proposal(self, followed: Session) -> Proposal:
         followed.answered = True
         followed.num_sent = min(followed.wanted, len(followed.ahead))
         return Proposal(
@@ -232,7 +232,7 @@ class DrafterLoop:
             unfinished=not followed.exhausted or followed.num_sent < len(followed.ahead),
         )
 
-    def _send(self, peer: Peer, message: ProposalRound) -> None:
+    def _send(self, peer: TargetPeer, message: ProposalRound) -> None:
         try:
             peer.link.send(message)
         except LinkFull:

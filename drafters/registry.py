@@ -74,7 +74,7 @@ def make_drafter(
     return make(config.options, Site(target, "cpu" if config.device == "auto" else config.device, host, clock))
 
 
-def make_led(
+def make_chained(
     config: DrafterConfig,
     proposers: Sequence[DrafterConfig],
     target: ModelInfo,
@@ -95,10 +95,10 @@ def _make_level(options: DrafterOptions, below: Mapping[str, Drafter], site: Sit
     """One that can verify is led by what is below it; another proposes alone."""
     if not can_verify(options):
         return make(options, site)
-    from drafters.chained import LedModel
+    from drafters.chained import ChainedModel
 
     assert isinstance(options, ModelOptions | LayersOptions)
-    led = LedModel(_small_model(options, site), below, min_survival=_min_survival(options), clock=site.clock)
+    led = ChainedModel(_small_model(options, site), below, min_survival=_min_survival(options), clock=site.clock)
     return _calibrated(led, options)
 
 
@@ -183,11 +183,11 @@ def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
 
 
 def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
-    from drafters.cascade import CascadeDrafter, Member
+    from drafters.cascade import CascadeDrafter, CascadeMember
 
     costs = options.costs or [COSTS[member.kind] for member in options.members]
     members = [
-        Member(f"{i}:{member.kind}", make(member, site), cost, splices=not has_model(member))
+        CascadeMember(f"{i}:{member.kind}", make(member, site), cost, splices=not has_model(member))
         for i, (member, cost) in enumerate(zip(options.members, costs, strict=True))
     ]
     return CascadeDrafter(members, site.clock)
@@ -237,7 +237,7 @@ def _min_survival(options: ModelOptions | LayersOptions) -> float:
 def _calibrated(drafter: Drafter, options: ModelOptions | LayersOptions) -> Drafter:
     """With calibrated confidences, where the folder of the model that they are from says how."""
     from drafters.calibrated import CalibratedChaining, CalibratedDrafter, CalibratedForeseeing
-    from drafters.chained import LedModel
+    from drafters.chained import ChainedModel
     from drafters.shipped import find_drafter
     from profiler.calibration import FILE, load_scaling
 
@@ -245,7 +245,7 @@ def _calibrated(drafter: Drafter, options: ModelOptions | LayersOptions) -> Draf
     if path is None or not path.is_file():
         return drafter
     scaling = load_scaling(path)
-    if isinstance(drafter, LedModel):
+    if isinstance(drafter, ChainedModel):
         return CalibratedChaining(drafter, scaling)
     return CalibratedForeseeing(drafter, scaling) if isinstance(drafter, Foreseeing) else CalibratedDrafter(drafter, scaling)
 

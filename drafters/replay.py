@@ -33,7 +33,7 @@ class Round:
     num_committed: int  # with the bonus token; less at the end of an answer
 
 
-class Behind(Protocol):
+class ReplayTarget(Protocol):
     """The target behind a replay, for drafters that read its hidden states."""
 
     def hold(self, recording: Recording) -> None:
@@ -81,7 +81,7 @@ class _Replayed:
 
 
 def replay(
-    drafter: Drafter, recordings: Sequence[Recording], draft_len: int, batch: int = 16, behind: Behind | None = None
+    drafter: Drafter, recordings: Sequence[Recording], draft_len: int, batch: int = 16, behind: ReplayTarget | None = None
 ) -> Iterator[Round]:
     """Serves the recordings in their order, ``batch`` at once, every draft of up to ``draft_len`` tokens verified whole."""
     return (round_ for _, round_ in replay_lens(drafter, recordings, (draft_len,), batch, behind))
@@ -92,7 +92,7 @@ def replay_lens(
     recordings: Sequence[Recording],
     draft_lens: Sequence[int],
     batch: int = 16,
-    behind: Behind | None = None,
+    behind: ReplayTarget | None = None,
 ) -> Iterator[tuple[int, Round]]:
     """Several replays in one: the rounds of each draft length, and which it is. The drafter is asked once wherever a draft
     of any length begins, and walks from one such position to the next.

@@ -21,7 +21,7 @@ def request_id_of(key: str) -> str:
 
 
 @dataclass(slots=True)
-class Followed:
+class Session:
     """One request, and what was drafted beyond its committed tokens.
 
     0 ............ committed_len ............ + num_sent ............ + len(ahead)
@@ -66,7 +66,7 @@ class Followed:
         self.exhausted = self.exhausted and bool(self.ahead)
 
 
-class Verdict(Enum):
+class ExtendOutcome(Enum):
     """What became of news about a request."""
 
     APPLIED = auto()
@@ -75,19 +75,19 @@ class Verdict(Enum):
     CONFLICT = auto()  # it contradicts what is known: forget the request, it must be opened again
 
 
-def reconcile(known: Sequence[int], base_len: int, token_ids: Sequence[int]) -> tuple[Verdict, Sequence[int]]:
+def reconcile(known: Sequence[int], base_len: int, token_ids: Sequence[int]) -> tuple[ExtendOutcome, Sequence[int]]:
     """Compare tokens at ``base_len`` with what is known; returns the verdict and the tokens that are new.
 
     Committed tokens never change, so news that is wholly known and agrees is a duplicate or late, and harmless.
     """
     known_len = len(known)
     if base_len > known_len or base_len < 0:
-        return Verdict.GAP, ()
+        return ExtendOutcome.GAP, ()
     overlap = min(known_len - base_len, len(token_ids))
     if list(known[base_len : base_len + overlap]) != list(token_ids[:overlap]):
-        return Verdict.CONFLICT, ()
+        return ExtendOutcome.CONFLICT, ()
     new = token_ids[overlap:]
-    return (Verdict.APPLIED if new else Verdict.KNOWN), new
+    return (ExtendOutcome.APPLIED if new else ExtendOutcome.KNOWN), new
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from cluster.soundness import Inspection
 from cluster.transport.base import Event, Link, LinkDown, LinkUp
 from drafters.counterfactual import Shadow
 from drafters.protocol import Chaining, Drafter
-from drafters.session import Followed, Resyncs, Verdict, key_of, reconcile
+from drafters.session import ExtendOutcome, Resyncs, Session, key_of, reconcile
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ MAX_IGNORED = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class RosterLimits:
+class SessionLimits:
     """What bounds a roster. Counts are of requests, over all links.
 
     ``resync_s``: how long a resync may go unanswered before it is asked for again; doubles with each of ``max_resyncs``
@@ -37,14 +37,14 @@ class RosterLimits:
 
 
 @dataclass(slots=True)
-class Peer:
+class TargetPeer:
     """One target replica."""
 
     link: Link
     number: int  # of the link, counted from the start of the process: request ids are unique per target only
     resyncs: Resyncs
     table_version: int = 0
-    followed: dict[str, Followed] = field(default_factory=dict)
+    followed: dict[str, Session] = field(default_factory=dict)
     scores: list[Score] = field(default_factory=list)  # not yet sent
     ignored: dict[str, None] = field(default_factory=dict)  # others draft for them, and there is no room to keep in step
     refused: dict[str, float] = field(default_factory=dict)  # for want of room; when last heard of, oldest first
@@ -59,11 +59,11 @@ class Peer:
         return owed
 
 
-class Roster:
+class TargetSessions:
     """The requests of all links, and the drafter that is told of each change. Time comes in as data."""
 
-    def __init__(self, name: str, drafter: Drafter, limits: RosterLimits) -> None:
-        self.peers: dict[int, Peer] = {}  # by id(link): links are compared by identity
+    def __init__(self, name: str, drafter: Drafter, limits: SessionLimits) -> None:
+        self.peers: dict[int, TargetPeer] = {}  # by id(link): links are compared by identity
         self.unlinked: list[Link] = []  # links closed after MAX_UNSOUND unsound messages
         self._name = name
         self._drafter = drafter
@@ -90,14 +90,14 @@ class Roster:
     def owes_refusals(self) -> bool:
         return any(peer.owed for peer in self.peers.values())
 
-    def live(self) -> Iterator[Followed]:
+    def live(self) -> Iterator[Session]:
         """Requests whose committed tokens are known to the end, and that want drafts."""
         for peer in self.peers.values():
             for request_id, followed in peer.followed.items():
                 if followed.budget and request_id not in peer.resyncs:
                     yield followed
 
-    def shadows(self) -> Iterator[tuple[Peer, Shadow]]:
+    def shadows(self) -> Iterator[tuple[TargetPeer, Shadow]]:
         """Requests that others draft for."""
         for peer in self.peers.values():
             for followed in peer.followed.values():
@@ -107,7 +107,7 @@ class Roster:
     def take(self, event: Event, now_s: float) -> None:
         if isinstance(event, LinkUp):
             resyncs = Resyncs(self._limits.resync_s, self._limits.max_resyncs, 4 * self._limits.capacity)
-            self.peers[id(event.link)] = Peer(event.link, self._num_links_seen, resyncs)
+            self.peers[id(event.link)] = TargetPeer(event.link, self._num_links_seen, resyncs)
             self._num_links_seen += 1
         elif isinstance(event, LinkDown):
             self.drop_link(event.link)
@@ -171,7 +171,7 @@ class Roster:
                 assert followed.num_sent <= len(followed.ahead), "more was proposed than drafted"
                 assert followed.answered or not followed.num_sent, "a proposal was sent, yet none is noted"
 
-    def _receive(self, peer: Peer, message: DraftRound, now_s: float) -> None:
+    def _receive(self, peer: TargetPeer, message: DraftRound, now_s: float) -> None:
         peer.table_version = max(peer.table_version, message.table_version)
         budgets = {budget.request_id: budget.num_tokens for budget in message.budgets}
         opened = {opening.request_id for opening in message.opens}
@@ -192,7 +192,7 @@ class Roster:
             if request_id not in ended:
                 self._release(peer, request_id)
 
-    def _open(self, peer: Peer, opening: Open, now_s: float) -> None:
+    def _open(self, peer: TargetPeer, opening: Open, now_s: float) -> None:
         request_id = opening.request_id
         if not opening.token_ids:
             logger.warning("drafter %s: ignored an opening of %s without tokens", self._name, request_id)
@@ -200,7 +200,7 @@ class Roster:
         followed = peer.followed.get(request_id)
         if followed is not None:
             verdict, new = reconcile(followed.token_ids, 0, opening.token_ids)
-            if verdict is not Verdict.CONFLICT and len(opening.token_ids) <= followed.end_len:
+            if verdict is not ExtendOutcome.CONFLICT and len(opening.token_ids) <= followed.end_len:
                 self._commit(peer, followed, new, now_s)
                 self._lead(followed.key, opening)
                 return
@@ -210,7 +210,7 @@ class Roster:
             return
         self._follow(peer, opening, now_s)
 
-    def _shadow(self, peer: Peer, opening: Open, now_s: float) -> None:
+    def _shadow(self, peer: TargetPeer, opening: Open, now_s: float) -> None:
         """Others draft for it. Where there is no room to keep in step, nobody need know."""
         peer.resyncs.drop(opening.request_id)
         if self.num_shadows >= self._limits.max_shadows:
@@ -220,24 +220,24 @@ class Roster:
         followed.budget = 0
         followed.shadow = self._new_shadow(followed)
 
-    def _new_shadow(self, followed: Followed) -> Shadow:
+    def _new_shadow(self, followed: Session) -> Shadow:
         return Shadow(
             followed.key, followed.request_id, followed.committed_len, self._limits.max_draft_len, followed.end_len
         )
 
     @staticmethod
-    def _ignore(peer: Peer, request_id: str) -> None:
+    def _ignore(peer: TargetPeer, request_id: str) -> None:
         peer.refused.pop(request_id, None)
         peer.owed.pop(request_id, None)
         peer.ignored[request_id] = None
         if len(peer.ignored) > MAX_IGNORED:
             del peer.ignored[next(iter(peer.ignored))]
 
-    def _follow(self, peer: Peer, opening: Open, now_s: float) -> Followed:
+    def _follow(self, peer: TargetPeer, opening: Open, now_s: float) -> Session:
         request_id = opening.request_id
         for others in (peer.ignored, peer.refused, peer.owed):
             others.pop(request_id, None)
-        followed = Followed(
+        followed = Session(
             key=key_of(peer.number, request_id),
             request_id=request_id,
             token_ids=list(opening.token_ids),
@@ -259,7 +259,7 @@ class Roster:
             self._refused_chain_logged = True
             logger.warning("drafter %s: %s cannot ride ahead of it here", self._name, ", ".join(opening.proposers))
 
-    def _extend(self, peer: Peer, extension: Extend, now_s: float) -> None:
+    def _extend(self, peer: TargetPeer, extension: Extend, now_s: float) -> None:
         request_id = extension.request_id
         end_len = extension.base_len + len(extension.token_ids)
         if request_id in peer.refused:
@@ -276,14 +276,14 @@ class Roster:
             self._inspection.note(peer.link, [fault])
             return
         verdict, new = reconcile(followed.token_ids, extension.base_len, extension.token_ids)
-        if verdict is Verdict.APPLIED or verdict is Verdict.KNOWN:
+        if verdict is ExtendOutcome.APPLIED or verdict is ExtendOutcome.KNOWN:
             self._commit(peer, followed, new, now_s)
             return
-        if verdict is Verdict.CONFLICT:
+        if verdict is ExtendOutcome.CONFLICT:
             self._forget(peer, request_id)
         peer.resyncs.want(request_id, end_len, now_s)
 
-    def _commit(self, peer: Peer, followed: Followed, token_ids: Sequence[int], now_s: float) -> None:
+    def _commit(self, peer: TargetPeer, followed: Session, token_ids: Sequence[int], now_s: float) -> None:
         followed.heard_s = now_s
         if token_ids:
             if followed.shadow is None:
@@ -295,7 +295,7 @@ class Roster:
             followed.commit(token_ids)
         peer.resyncs.learned(followed.request_id, followed.committed_len)
 
-    def _budget(self, peer: Peer, budget: Budget, now_s: float) -> None:
+    def _budget(self, peer: TargetPeer, budget: Budget, now_s: float) -> None:
         followed = peer.followed.get(budget.request_id)
         num_tokens = max(0, min(budget.num_tokens, self._limits.max_draft_len))
         if followed is None:
@@ -323,7 +323,7 @@ class Roster:
             followed.shadow = self._new_shadow(followed)
         followed.budget, followed.row_price = num_tokens, budget.row_price
 
-    def _refuse(self, peer: Peer, request_id: str, committed_len: int, now_s: float) -> None:
+    def _refuse(self, peer: TargetPeer, request_id: str, committed_len: int, now_s: float) -> None:
         """The target is owed an empty proposal for each commit, or it would hold the request for one that never comes, and
         take that for the time of a reply."""
         if not self._refusal_logged:
@@ -347,14 +347,14 @@ class Roster:
         """Requests asked for that are not followed: they will take room when they come."""
         return sum(1 for peer in self.peers.values() for request_id in peer.resyncs if request_id not in peer.followed)
 
-    def _release(self, peer: Peer, request_id: str) -> None:
+    def _release(self, peer: TargetPeer, request_id: str) -> None:
         self._forget(peer, request_id)
         peer.resyncs.drop(request_id)
         peer.refused.pop(request_id, None)
         peer.owed.pop(request_id, None)
         peer.ignored.pop(request_id, None)
 
-    def _forget(self, peer: Peer, request_id: str) -> None:
+    def _forget(self, peer: TargetPeer, request_id: str) -> None:
         followed = peer.followed.pop(request_id, None)
         if followed is not None:
             self._drafter.release(followed.key)

@@ -32,7 +32,7 @@ class Question:
 
 
 @dataclass(slots=True)
-class _Followed:
+class _ModelSession:
     token_ids: list[int]  # committed
     state: SamplingState
     is_readable: bool  # the embedding has a row for each of them
@@ -80,7 +80,7 @@ class SmallModel:
             self._head = ReducedHead(output_ids.to(model.device), model.config.vocab_size, self._sampler)
         self._max_pass_rows = max_pass_rows
         self._num_known = model.config.vocab_size
-        self._followed: OrderedDict[str, _Followed] = OrderedDict()  # least recently asked about first
+        self._followed: OrderedDict[str, _ModelSession] = OrderedDict()  # least recently asked about first
         self.num_passes = 0
         self.num_rows = 0
         self.num_lost = 0  # caches given up
@@ -95,7 +95,7 @@ class SmallModel:
         self.release(request_id)
         sampling = replace(sampling, top_logprobs=None)  # which nobody would read
         state = SamplingState(sampling, token_ids, prompt_len)
-        self._followed[request_id] = _Followed(list(token_ids), state, len(self.readable(token_ids)) == len(token_ids))
+        self._followed[request_id] = _ModelSession(list(token_ids), state, len(self.readable(token_ids)) == len(token_ids))
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         followed = self._followed[request_id]

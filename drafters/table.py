@@ -183,7 +183,7 @@ def count_habits(texts: Iterable[tuple[Sequence[int], int]], max_contexts: int, 
 
 
 @dataclass(slots=True)
-class _Followed:
+class _TableSession:
     tail: list[int]  # the last committed tokens, as many as the longest context
     length: int
     sampling: SamplingParams
@@ -237,7 +237,7 @@ class TableDrafter:
         self._min_confidence = min_confidence
         self._counted = lru_cache(NUM_REMEMBERED)(table.after)
         self._learned: OrderedDict[Context, _Learned] = OrderedDict()
-        self._followed: dict[str, _Followed] = {}
+        self._followed: dict[str, _TableSession] = {}
 
     @property
     def settings(self) -> tuple[float, ...]:
@@ -246,7 +246,7 @@ class TableDrafter:
         return len(self._arrays[0]), *at, self._max_learned, self._min_confidence
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        self._followed[request_id] = _Followed(list(token_ids[-CONTEXT_LENS[0] :]), len(token_ids), sampling)
+        self._followed[request_id] = _TableSession(list(token_ids[-CONTEXT_LENS[0] :]), len(token_ids), sampling)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         followed = self._followed[request_id]

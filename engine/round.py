@@ -21,7 +21,7 @@ from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry
 from profiler.online_cost import OnlineCost
-from router.assignment import Observation, RequestView, Score
+from router.assignment import Observation, RequestView, ScoreCounts
 from router.cost_model import CostModel
 from router.draft_length import DecodeRate, DraftLengths, row_price
 from router.plan import StepPlan
@@ -131,7 +131,7 @@ class TargetLoop:
     def take_observations(self) -> tuple[Observation, ...]:
         return self.telemetry.take_observations()
 
-    def take_scores(self) -> tuple[Score, ...]:
+    def take_scores(self) -> tuple[ScoreCounts, ...]:
         return self.telemetry.take_scores()
 
     def take_levels(self) -> tuple[LevelReport, ...]:

@@ -140,7 +140,7 @@ class Sampler:
             return [Chosen(tuple(token_ids[member.rows])) for member in members]
         return [_chosen(member, picks, logprobs, want_confidences) for member in members]
 
-    def _member(self, span: SampleSpan, start: int) -> "_Member":
+    def _member(self, span: SampleSpan, start: int) -> "_SpanRows":
         state, sampling = span.state, span.state.sampling
         masked_ids = sampling.stop_token_ids if sampling.ignore_eos else (*self.eos_token_ids, *sampling.stop_token_ids)
         masked_ids = tuple(token_id for token_id in masked_ids if token_id < self.vocab_size)
@@ -153,11 +153,11 @@ class Sampler:
             outside = edits.id_outside(self.vocab_size)
             if outside is not None:
                 error = f"token {outside} is outside the vocabulary of {self.vocab_size}"
-        return _Member(span, slice(start, start + span.num_rows), edits, error)
+        return _SpanRows(span, slice(start, start + span.num_rows), edits, error)
 
 
 @dataclass(frozen=True, slots=True)
-class _Member:
+class _SpanRows:
     """A span, its rows of the logits, and their edits."""
 
     span: SampleSpan
@@ -189,7 +189,7 @@ class _Picks:
 
 
 def _pick(
-    logits: Tensor, members: Sequence[_Member], picks: _Picks, want_confidences: bool, kernel: GumbelArgmax | None
+    logits: Tensor, members: Sequence[_SpanRows], picks: _Picks, want_confidences: bool, kernel: GumbelArgmax | None
 ) -> None:
     """Chooses for the rows of one group and writes ``picks``. The kernel takes rows with and without noise together."""
     is_all = sum(member.span.num_rows for member in members) == len(logits)
@@ -228,7 +228,9 @@ def _pick(
         picks.confidences[rows] = found[2]
 
 
-def _by_kernel(x: Tensor, members: Sequence[_Member], kernel: GumbelArgmax) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def _by_kernel(
+    x: Tensor, members: Sequence[_SpanRows], kernel: GumbelArgmax
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     temperatures = _temperatures(members)
     if not temperatures.any():
         return kernel(x, np.zeros(len(x), np.int64), temperatures)
@@ -239,11 +241,11 @@ def _by_kernel(x: Tensor, members: Sequence[_Member], kernel: GumbelArgmax) -> t
     return kernel(x, _keys(members), temperatures, floor)
 
 
-def _temperatures(members: Sequence[_Member]) -> NDArray[np.float32]:
+def _temperatures(members: Sequence[_SpanRows]) -> NDArray[np.float32]:
     return _by_row(members, lambda s: s.temperature, np.float32)
 
 
-def _filters(members: Sequence[_Member]) -> Filters:
+def _filters(members: Sequence[_SpanRows]) -> Filters:
     return Filters(
         _by_row(members, lambda s: s.top_k or 2**31, np.int64),
         _by_row(members, lambda s: s.top_p, np.float64),
@@ -251,19 +253,19 @@ def _filters(members: Sequence[_Member]) -> Filters:
     )
 
 
-def _by_row(members: Sequence[_Member], value: Callable[[SamplingParams], Any], dtype: type) -> NDArray[Any]:
+def _by_row(members: Sequence[_SpanRows], value: Callable[[SamplingParams], Any], dtype: type) -> NDArray[Any]:
     return np.repeat(
         np.array([value(member.span.state.sampling) for member in members], dtype), [m.span.num_rows for m in members]
     )
 
 
-def _keys(members: Sequence[_Member]) -> NDArray[np.int64]:
+def _keys(members: Sequence[_SpanRows]) -> NDArray[np.int64]:
     firsts = [len(member.span.state) + member.span.num_before for member in members]
     positions = np.concatenate([np.arange(n, n + m.span.num_rows) for n, m in zip(firsts, members, strict=True)])
     return noise_keys(_by_row(members, lambda s: s.seed, np.uint64), positions)
 
 
-def _raw_logprobs(logits: Tensor, members: Sequence[_Member], picks: _Picks) -> dict[int, TokenLogprobs]:
+def _raw_logprobs(logits: Tensor, members: Sequence[_SpanRows], picks: _Picks) -> dict[int, TokenLogprobs]:
     """Logprobs by row, where requested."""
     asking = [(m, m.span.state.sampling.top_logprobs) for m in members]
     num_top = {row: num for m, num in asking if num is not None for row in range(m.rows.start, m.rows.stop)}
@@ -282,7 +284,7 @@ def _raw_logprobs(logits: Tensor, members: Sequence[_Member], picks: _Picks) -> 
     }
 
 
-def _chosen(member: _Member, picks: _Picks, logprobs: dict[int, TokenLogprobs], want_confidences: bool) -> Chosen:
+def _chosen(member: _SpanRows, picks: _Picks, logprobs: dict[int, TokenLogprobs], want_confidences: bool) -> Chosen:
     rows = range(member.rows.start, member.rows.stop)
     error = member.error
     if error is None:

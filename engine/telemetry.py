@@ -9,7 +9,7 @@ from cluster import messages
 from cluster.messages import LevelReport
 from cluster.types import Commit
 from profiler.drafter_stats import DrafterStats, Judgement, running_mean
-from router.assignment import NO_POSITIONS, Observation, Positions, Score
+from router.assignment import NO_POSITIONS, Observation, Positions, ScoreCounts
 
 MAX_OBSERVATIONS = 65536
 MAX_LEVELS = 1024  # reports, of which each is a sum over a while
@@ -112,10 +112,10 @@ class Telemetry:
                 positions = self._scores.get(key, NO_POSITIONS)
                 self._scores[key] = positions.plus(score.num_matched, score.num_scored > score.num_matched)
 
-    def take_scores(self) -> tuple[Score, ...]:
+    def take_scores(self) -> tuple[ScoreCounts, ...]:
         with self._taking:
             taken, self._scores = self._scores, {}
-        return tuple(Score(request_id, drafter, positions) for (request_id, drafter), positions in taken.items())
+        return tuple(ScoreCounts(request_id, drafter, positions) for (request_id, drafter), positions in taken.items())
 
     def note_levels(self, reports: Iterable[LevelReport]) -> None:
         """Within the chains of a drafter."""

@@ -141,7 +141,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ScoreCounts:
     """Counterfactual: what a drafter in step with a request would have drafted where others did (DESIGN idea 5).
 
     As exact as an observation; only how long it would have taken, it does not say.
@@ -155,7 +155,7 @@ class Score:
 class AssignmentPolicy(Protocol):
     """Learns from observations, assigns within capacity and only to members that are open; lets those be that opted out."""
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         """What the last slot showed. ``scores`` are of drafters that did not draft; a bandit has no use for them."""
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:

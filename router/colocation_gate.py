@@ -49,7 +49,7 @@ class _Known:
         return max(0.0, asked.value - unasked.value) if asked.is_known and unasked.is_known else 0.0
 
 
-class Asking:
+class ColocationGate:
     """Of one drafter. Sizes of batches are told apart by octave."""
 
     def __init__(self) -> None:

@@ -25,14 +25,14 @@ _LEAST_RATE = 0.05  # under which nothing can collapse
 _MOST_RATE = 0.98
 
 
-class Standing(Enum):
+class DriftState(Enum):
     OPEN = auto()
     QUARANTINED = auto()
     ON_TRIAL = auto()  # a few requests may be with it
 
 
 @dataclass(slots=True)
-class Usual:
+class UsualAcceptance:
     """How often draft tokens of a drafter are right, all replicas together: fading sums."""
 
     num_tried: float = 0.0
@@ -68,16 +68,16 @@ def _drafted(seen: Observation) -> _Drafted | None:
 
 
 @dataclass(slots=True)
-class _Member:
-    standing: Standing = Standing.OPEN
+class _WatchedMember:
+    standing: DriftState = DriftState.OPEN
     evidence: float = 0.0  # Page's sum: how much likelier the collapse than the usual, since it was least so
     num_out: int = 0  # slots of the quarantine that are left
     length: int = 0  # slots of the last quarantine
-    trial: Usual = field(default_factory=Usual)
+    trial: UsualAcceptance = field(default_factory=UsualAcceptance)
     heard: dict[str, int] = field(default_factory=dict)  # request -> its draft tokens that the evidence counts
 
 
-class CollapseWatch:
+class DriftDetector:
     """Page's cumulative sum test (1954), for each member of the pool, of the hypothesis that only ``remaining`` of what is
     usual for its drafter is still right.
 
@@ -90,8 +90,8 @@ class CollapseWatch:
         self._config = config
         self._first_slots = max(1, round(config.quarantine_s / slot_s))
         self._most_slots = max(self._first_slots, round(config.max_quarantine_s / slot_s))
-        self._usual: dict[str, Usual] = {}
-        self._members: dict[str, _Member] = {}
+        self._usual: dict[str, UsualAcceptance] = {}
+        self._members: dict[str, _WatchedMember] = {}
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Of a slot, which this ends.
@@ -99,10 +99,10 @@ class CollapseWatch:
         Scores do not count: they are of requests that others were chosen for, and those say little of its own.
         """
         for member in self._members.values():
-            if member.standing is Standing.QUARANTINED:
+            if member.standing is DriftState.QUARANTINED:
                 member.num_out -= 1
                 if member.num_out <= 0:
-                    member.standing, member.trial = Standing.ON_TRIAL, Usual()
+                    member.standing, member.trial = DriftState.ON_TRIAL, UsualAcceptance()
         slot: dict[str, list[_Drafted]] = {}
         for seen in lessons(observations):
             drafted = _drafted(seen)
@@ -114,25 +114,25 @@ class CollapseWatch:
     def judge(self, member: PoolMember) -> PoolMember:
         """With its standing."""
         known = self._members.get(member.name)
-        if known is None or known.standing is Standing.OPEN:
+        if known is None or known.standing is DriftState.OPEN:
             return member
-        if known.standing is Standing.QUARANTINED:
+        if known.standing is DriftState.QUARANTINED:
             return replace(member, quarantined=True)
         return replace(member, capacity=min(member.capacity, self._config.trial_places))
 
-    def standing(self, member: str) -> Standing:
+    def standing(self, member: str) -> DriftState:
         known = self._members.get(member)
-        return Standing.OPEN if known is None else known.standing
+        return DriftState.OPEN if known is None else known.standing
 
     def _add(self, name: str, drafted: Sequence[_Drafted]) -> None:
-        usual = self._usual.setdefault(drafter_of(name), Usual())
-        member = self._members.setdefault(name, _Member())
+        usual = self._usual.setdefault(drafter_of(name), UsualAcceptance())
+        member = self._members.setdefault(name, _WatchedMember())
         num_tried, num_right = sum(one.num_tried for one in drafted), sum(one.num_right for one in drafted)
-        if member.standing is Standing.ON_TRIAL:
+        if member.standing is DriftState.ON_TRIAL:
             member.trial.add(num_tried, num_right)
             if member.trial.num_tried >= NUM_TRIAL_TOKENS:
                 self._decide(name, member, usual)
-        elif member.standing is Standing.OPEN:
+        elif member.standing is DriftState.OPEN:
             if usual.num_tried >= MIN_TRIALS and usual.rate >= _LEAST_RATE:
                 self._weigh(member, drafted, usual.rate)
                 if member.evidence > THRESHOLD:
@@ -144,7 +144,7 @@ class CollapseWatch:
             if member.evidence < THRESHOLD / 4:  # what may be a collapse is not made usual
                 usual.add(num_tried, num_right)
 
-    def _weigh(self, member: _Member, drafted: Sequence[_Drafted], usual: float) -> None:
+    def _weigh(self, member: _WatchedMember, drafted: Sequence[_Drafted], usual: float) -> None:
         """Adds the log-likelihood ratio of a collapse to the usual, of the requests that have not yet had their say."""
         rate = min(usual, _MOST_RATE)
         of_right, of_wrong = log(self._config.remaining), log((1.0 - rate * self._config.remaining) / (1.0 - rate))
@@ -159,16 +159,16 @@ class CollapseWatch:
         if not member.evidence or len(member.heard) > MAX_HEARD:
             member.heard.clear()
 
-    def _decide(self, name: str, member: _Member, usual: Usual) -> None:
+    def _decide(self, name: str, member: _WatchedMember, usual: UsualAcceptance) -> None:
         if member.trial.rate >= usual.rate * sqrt(self._config.remaining):
             logger.info("drafter %s drafts well again", name)
-            self._members[name] = _Member()
+            self._members[name] = _WatchedMember()
             return
         usual.come_to(member.trial.rate)
         self._put_out(member, min(2 * member.length, self._most_slots))
 
     @staticmethod
-    def _put_out(member: _Member, num_slots: int) -> None:
-        member.standing, member.evidence = Standing.QUARANTINED, 0.0
+    def _put_out(member: _WatchedMember, num_slots: int) -> None:
+        member.standing, member.evidence = DriftState.QUARANTINED, 0.0
         member.heard.clear()
         member.num_out = member.length = num_slots

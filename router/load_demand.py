@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from router.assignment import TARGET_ONLY, Chain, PoolMember, RequestView, drafter_of
-from router.policies.free_capacity import Room
+from router.policies.free_capacity import FreeCapacity
 
 
 def settle(
@@ -18,7 +18,7 @@ def settle(
     if not unserved:
         return dict(chains), {}
     settled = dict(chains)
-    room = Room([member for member in pool if member.name not in absent])
+    room = FreeCapacity([member for member in pool if member.name not in absent])
     unserved_ids = {request.request_id for request in unserved}
     for request in requests:
         if request.request_id not in unserved_ids:

@@ -17,7 +17,7 @@ MAX_OFFERED = 10  # looks that one who finds no room is offered to the router, b
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class LoadDemand:
     """Of one tenant at a look. ``num_requests`` are with it, ``num_wanting`` would be if it were in memory."""
 
     num_requests: int = 0
@@ -124,10 +124,10 @@ class ModelPool:
             load=tuple(self._load(known, room, now_s) for known in (*first, *then) if (room := self._room_for(known)))
         )
 
-    def look(self, demands: Mapping[str, Demand], now_s: float) -> Moves:
+    def look(self, demands: Mapping[str, LoadDemand], now_s: float) -> Moves:
         """What to do now that ``demands`` was seen; what is missing there wants nothing and has no requests."""
         for name, known in self._known.items():
-            self._see(known, demands.get(name, Demand()), now_s)
+            self._see(known, demands.get(name, LoadDemand()), now_s)
         self._drop_claims({known.tenant.name for known in self._wanted(now_s)} | (self.on_fallback & self.retiring))
         evict = tuple(name for name, known in self._known.items() if self._may_go(known))
         for name in evict:
@@ -155,7 +155,7 @@ class ModelPool:
 
     # ---- one tenant
 
-    def _see(self, known: _Known, demand: Demand, now_s: float) -> None:
+    def _see(self, known: _Known, demand: LoadDemand, now_s: float) -> None:
         here = known.device is not None
         known.num_requests = demand.num_requests
         known.use = DECAY * known.use + (demand.num_requests if here else 0)

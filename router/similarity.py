@@ -100,7 +100,7 @@ class Similarities:
         return similarity(sum(seen.right) / sum(seen.reached))
 
 
-class Paces:
+class PassTimeFactors:
     """T_i: how long a model's passes take, as a multiple of what its profile says; SpecRouter's moving average."""
 
     def __init__(self, weight: float) -> None:

@@ -12,11 +12,11 @@ from router.assignment import (
     Observation,
     PoolMember,
     RequestView,
-    Score,
+    ScoreCounts,
     drafter_of,
 )
 from router.chains import PassTime
-from router.drift import CollapseWatch
+from router.drift import DriftDetector
 from router.load_demand import settle
 from router.policies.chain import ModelChains
 from router.table import next_table
@@ -37,7 +37,7 @@ class SlotReport:
     drafters: tuple[str, ...]  # that are linked now
     draft_costs: Mapping[str, float] = field(default_factory=dict)  # as of PoolMember, of those that were measured here
     member_costs: Mapping[str, MemberCosts] = field(default_factory=dict)  # of the same
-    scores: tuple[Score, ...] = ()  # of drafters in step with requests that others drafted for
+    scores: tuple[ScoreCounts, ...] = ()  # of drafters in step with requests that others drafted for
     levels: tuple[LevelReport, ...] = ()  # what models in chains did
     target_passes: tuple[tuple[int, float], ...] = ()  # (rows, seconds), ascending, as measured here; (): not known
 
@@ -54,7 +54,7 @@ class Router:
         self,
         policy: AssignmentPolicy,
         pool: Sequence[PoolMember],
-        watch: CollapseWatch | None = None,
+        watch: DriftDetector | None = None,
         scores: bool = False,
     ) -> None:
         self._policy = policy
@@ -150,7 +150,7 @@ class ChainScheduler(Router):
         self,
         policy: ModelChains,
         pool: Sequence[PoolMember],
-        watch: CollapseWatch | None = None,
+        watch: DriftDetector | None = None,
         scores: bool = False,
     ) -> None:
         super().__init__(policy, pool, watch, scores)
@@ -170,7 +170,7 @@ class ChainScheduler(Router):
 def build_router(
     policy: AssignmentPolicy,
     pool: Sequence[PoolMember],
-    watch: CollapseWatch | None = None,
+    watch: DriftDetector | None = None,
     scores: bool = False,
 ) -> Router:
     """Of the kind that the policy needs."""

@@ -49,7 +49,7 @@ class Hears(Protocol):
 
 
 class _Followed:
-    """As `drafters.session.Followed`."""
+    """As `drafters.session.Session`."""
 
     __slots__ = (
         "agreement",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cluster.messages import LevelReport
 from cluster.types import RoutingTable
-from router.assignment import Score, drafter_of
+from router.assignment import ScoreCounts, drafter_of
 from router.slot import Router, SlotReport
 from simulator.sequence import SlotCounts
 from simulator.target import SimulatedTarget
@@ -75,7 +75,7 @@ class SimulatedRouter:
             target_passes=self._target_passes(num_context) if with_passes else (),
         )
 
-    def _scored(self, slots: Mapping[tuple[str, str], SlotCounts]) -> list[Score]:
+    def _scored(self, slots: Mapping[tuple[str, str], SlotCounts]) -> list[ScoreCounts]:
         """The virtual rounds of each scorer, as `drafters.counterfactual` defines them: each begins where the one before it
         would have ended, whoever drove the request."""
         scores = []
@@ -91,5 +91,5 @@ class SimulatedRouter:
                     start = max(first, self._next_bases.get(key, 0))
                     bases, self._next_bases[key] = agreement.rounds(start, last, draft_len)
                     if bases:
-                        scores.append(Score(request_id, other, agreement.positions(bases, draft_len)))
+                        scores.append(ScoreCounts(request_id, other, agreement.positions(bases, draft_len)))
         return scores

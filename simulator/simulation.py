@@ -13,7 +13,7 @@ from cluster.types import FinishReason
 from router.assignment import AssignmentPolicy, Chain, MemberCosts, PoolMember, member_name
 from router.chains import pass_times
 from router.cost_model import CostModel, relative_draft_cost
-from router.drift import CollapseWatch
+from router.drift import DriftDetector
 from router.plan import StepPlan
 from router.planner import Planner
 from router.slot import build_router
@@ -188,7 +188,7 @@ class Simulation:
 
         shared = [drafter(d, replica) for d in spec.drafters if not d.companion for replica in range(d.replicas)]
         pool = spec.pool()
-        watch = None if spec.collapse is None else CollapseWatch(spec.collapse, spec.slot_s)
+        watch = None if spec.collapse is None else DriftDetector(spec.collapse, spec.slot_s)
         self._router = SimulatedRouter(
             build_router(policy, pool, watch, spec.scores),
             {member.name: member.max_draft_len for member in pool},

@@ -30,7 +30,7 @@ class Features(Protocol):
 
 
 @dataclass(slots=True)
-class _Followed:
+class _DSparkSession:
     token_ids: list[int]  # committed
     state: SamplingState
     ends: frozenset[int]
@@ -75,7 +75,7 @@ class DSparkDrafter:
         self._cache = backbone.new_cache(num_blocks)
         self._ledger = Ledger(num_blocks, self._cache.block_len)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._followed: OrderedDict[str, _Followed] = OrderedDict()  # least recently asked about first
+        self._followed: OrderedDict[str, _DSparkSession] = OrderedDict()  # least recently asked about first
         self._config = config = backbone.config
         self._block_size = config.block_size
         self._masks = (config.mask_token_id,) * (config.block_size - 1)
@@ -89,7 +89,7 @@ class DSparkDrafter:
         self.release(request_id)
         sampling = replace(sampling, top_logprobs=None)  # which nobody would read
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
-        self._followed[request_id] = _Followed(list(token_ids), SamplingState(sampling, token_ids, prompt_len), ends)
+        self._followed[request_id] = _DSparkSession(list(token_ids), SamplingState(sampling, token_ids, prompt_len), ends)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         followed = self._followed[request_id]

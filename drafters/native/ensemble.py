@@ -1,4 +1,4 @@
-"""``drafters.ensemble.Hearing`` of lookups in C, by ``ensemble.c``. No torch."""
+"""``drafters.ensemble.LookupEnsemble`` of lookups in C, by ``ensemble.c``. No torch."""
 
 import ctypes
 from array import array
@@ -54,7 +54,7 @@ class _Guess(ctypes.Structure):
     ]
 
 
-class NativeHearing(Native):
+class NativeEnsemble(Native):
     """Of ``lookups``, which are all of the free members, and the only ones that splice.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters.training.corpus import Answer
-from drafters.training.hidden_states import Readings
+from drafters.training.hidden_states import HiddenStateReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,9 @@ def epoch(answers: Sequence[Answer], plan: BatchPlan, seed: int, number: int) ->
         yield part, rng.getrandbits(48)
 
 
-def assemble(answers: Sequence[Answer], readings: Readings, plan: BatchPlan, seed: int, device: torch.device) -> Batch:
+def assemble(
+    answers: Sequence[Answer], readings: HiddenStateReader, plan: BatchPlan, seed: int, device: torch.device
+) -> Batch:
     """``seed`` decides how long the blocks are, and which positions are anchors: of every answer the same share."""
     rng = random.Random(seed)
     read = readings.of(answers)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from drafters.training.batches import BatchPlan, assemble, epoch
 from drafters.training.corpus import Answer
 from drafters.training.distributed import World
-from drafters.training.hidden_states import Readings
+from drafters.training.hidden_states import HiddenStateReader
 from drafters.training.losses import Losses
 
 _FORMAT = 1
@@ -84,7 +84,7 @@ class Distillation:
         self,
         student: nn.Module,
         answers: Sequence[Answer],
-        readings: Readings,
+        readings: HiddenStateReader,
         plan: BatchPlan,
         schedule: Schedule,
         world: World,

@@ -24,7 +24,7 @@ from drafters.table import FILE as TABLE_FILE
 from drafters.table import HabitTable, TableDrafter
 from drafters.training.corpus import Answer
 from drafters.training.frozen import FrozenTarget
-from drafters.training.hidden_states import Readings, Rows
+from drafters.training.hidden_states import HiddenStateReader, Rows
 from engine.dtypes import choose_dtype
 from engine.factory import DTYPES
 from engine.sampling import Sampler
@@ -50,7 +50,7 @@ class Acceptance:
 class ReplayedFeatures:
     """The target behind a replay: serves a drafter the hidden states that were read before."""
 
-    def __init__(self, readings: Readings, answers: Iterable[Answer]) -> None:
+    def __init__(self, readings: HiddenStateReader, answers: Iterable[Answer]) -> None:
         self._readings = readings
         self._answers = {name_of(answer): answer for answer in answers}
         self._held: dict[str, Tensor] = {}
@@ -72,7 +72,7 @@ def evaluate(
     folder: Path,
     target: FrozenTarget,
     rows: Rows,
-    readings: Readings,
+    readings: HiddenStateReader,
     answers: Sequence[Answer],
     draft_len: int,
 ) -> list[Round]:

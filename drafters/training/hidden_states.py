@@ -34,7 +34,7 @@ class Reading:
         return self.features.nbytes + self.normalisers.nbytes
 
 
-class Kept(Protocol):
+class FeatureCache(Protocol):
     """Readings that were made before (``drafters.training.feature_cache``)."""
 
     def find(self, answer: Answer) -> Reading | None: ...
@@ -56,7 +56,7 @@ def target_rows(target: FrozenTarget) -> Rows:
         return Rows(weights.embedding().float().to(target.device), weights.head().float().to(target.device))
 
 
-class Readings:
+class HiddenStateReader:
     """Reads answers with the target.
 
     Args:
@@ -65,7 +65,7 @@ class Readings:
         max_pass_tokens: answers are read together up to so many tokens, a longer one alone.
     """
 
-    def __init__(self, target: FrozenTarget, layers: Sequence[int], kept: Kept, max_pass_tokens: int) -> None:
+    def __init__(self, target: FrozenTarget, layers: Sequence[int], kept: FeatureCache, max_pass_tokens: int) -> None:
         if layers[-1] != target.model.config.num_layers - 1:
             raise ValueError(f"layers {list(layers)} must end with the target's last")
         self._target = target

@@ -30,7 +30,7 @@ from drafters.training.evaluation import DRAFT_LENS, Acceptance, acceptance, eva
 from drafters.training.feature_cache import InMemory, OnDisk, sweep
 from drafters.training.frozen import FrozenTarget, free_memory
 from drafters.training.held_out import hold_out
-from drafters.training.hidden_states import Kept, Readings, Rows, target_rows
+from drafters.training.hidden_states import FeatureCache, HiddenStateReader, Rows, target_rows
 from drafters.training.layers_student import LayersStudent
 from drafters.training.manifest import WorkFolder
 from drafters.training.output_dir import check_replaceable, replace_folder
@@ -48,7 +48,7 @@ from drafters.training.recipe import (
     regression_plan,
     schedule,
 )
-from drafters.training.time_budget import Allowance
+from drafters.training.time_budget import TimeBudget
 from drafters.training.vocabulary import choose_vocabulary, coverage
 from drafters.training.warm_start import going_on
 from drafters.training.writing import Share, Writer
@@ -167,11 +167,11 @@ class _Run:
         kind = world.device.type
         free_bytes = free_memory(world.device)
         if free_bytes is not None:
-            kept: Kept = InMemory(min(MAX_KEPT_BYTES[kind], int(KEPT_SHARE * free_bytes)))
+            kept: FeatureCache = InMemory(min(MAX_KEPT_BYTES[kind], int(KEPT_SHARE * free_bytes)))
         else:
             of_target = f"{work.identity['weights']} {work.identity['dtype']}"
             kept = OnDisk(work.path / "readings", self._layers, of_target, MAX_KEPT_BYTES[kind], world.size)
-        self._readings = Readings(target, self._layers, kept, MAX_PASS_TOKENS[kind])
+        self._readings = HiddenStateReader(target, self._layers, kept, MAX_PASS_TOKENS[kind])
         self._folder = work.path / options.out.name  # of what is under way
         self._folder.mkdir(exist_ok=True)
 
@@ -348,10 +348,10 @@ def _adding(tell: Callable[[float], None]) -> Callable[[int], None]:
     return add
 
 
-def _begin(work: WorkFolder, step: str, settings: Mapping[str, Any], seconds: float | None) -> Allowance:
+def _begin(work: WorkFolder, step: str, settings: Mapping[str, Any], seconds: float | None) -> TimeBudget:
     """Goes on with a step of these settings. One that ended for want of time gets no more: what follows is made of it."""
     is_same = work.begin(step, settings)
-    return Allowance(work, step, seconds, is_done=is_same and work.is_done(step))
+    return TimeBudget(work, step, seconds, is_done=is_same and work.is_done(step))
 
 
 def _digest(names: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 Name = TypeVar("Name", bound=Hashable)
 
 
-class Front(Generic[Name]):
+class OrderedProgress(Generic[Name]):
     """Things to be done in an order, each of some size: what is done up to the first that is missing.
 
     What is done behind that does not count, for it depends on what was under way when a run ended.

@@ -7,7 +7,7 @@ from drafters.training.manifest import WorkFolder
 _NOTE_S = 5.0  # between notes: what a kill may forget
 
 
-class Allowance:
+class TimeBudget:
     """Call it to ask whether the time is over.
 
     Args:

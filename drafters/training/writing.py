@@ -28,7 +28,7 @@ from drafters.training.corpus import (
     repair,
 )
 from drafters.training.frozen import WRITING_COST, FrozenTarget
-from drafters.training.progress import Front
+from drafters.training.progress import OrderedProgress
 from drafters.training.starters import STARTERS
 from engine.offline import generate
 
@@ -99,7 +99,7 @@ class Writer:
         """Until the first attempts hold num_prompts that came to something."""
         path = self._share.path(self._folder, "prompts")
         done = {written.index: int(written.prompt is not None) for written in self._written()}
-        front = Front(self._share.attempts(num_prompts), done)
+        front = OrderedProgress(self._share.attempts(num_prompts), done)
         num_wanted = self._share.part(num_prompts)
         progress(front.size)
         starters: dict[str, tuple[int, str, str]] = {}
@@ -154,7 +154,7 @@ class Writer:
         used = {
             i
             for share in self._share.all()
-            for i in Front(share.attempts(num_prompts), sizes).first(share.part(num_prompts))
+            for i in OrderedProgress(share.attempts(num_prompts), sizes).first(share.part(num_prompts))
         }
         chosen = [written[index] for index in sorted(used)]
         known: set[str] = set()
@@ -191,7 +191,7 @@ class Writer:
         the target the answer is empty."""
         path = self._share.path(self._folder, "answers")
         by_name = {task.name: task for task in tasks}
-        front = Front(self._share.of(by_name), {_name(a): len(a.answer_token_ids) for a in self._known()})
+        front = OrderedProgress(self._share.of(by_name), {_name(a): len(a.answer_token_ids) for a in self._known()})
         num_wanted = self._share.part(num_tokens)
         progress(front.size)
 
@@ -226,7 +226,9 @@ class Writer:
         known = {_name(a): a for a in self._known()}
         sizes = {name: len(a.answer_token_ids) for name, a in known.items()}
         names = [task.name for task in tasks]
-        used = {n for share in self._share.all() for n in Front(share.of(names), sizes).first(share.part(num_tokens))}
+        used = {
+            n for share in self._share.all() for n in OrderedProgress(share.of(names), sizes).first(share.part(num_tokens))
+        }
         return [replace(known[task.name], sources=task.sources) for task in tasks if task.name in used]
 
     def _written(self) -> list[WrittenPrompt]:

@@ -78,7 +78,7 @@ CATALOGUE = {
 }
 
 
-class State(StrEnum):
+class ModelState(StrEnum):
     READY = "ready"
     NOT_PREPARED = "not prepared"
     DAMAGED = "damaged"
@@ -119,15 +119,15 @@ def resolve_model(name_or_path: str) -> Path:
     return folder
 
 
-def state_of(name: str) -> State:
+def state_of(name: str) -> ModelState:
     """Of a model of the catalogue."""
     if not model_folder(name).exists():
-        return State.NOT_PREPARED
+        return ModelState.NOT_PREPARED
     try:
         resolve_model(name)
     except ModelUnavailable:
-        return State.DAMAGED
-    return State.READY
+        return ModelState.DAMAGED
+    return ModelState.READY
 
 
 def ensure_model(name_or_path: str, progress: Progress = no_progress) -> Path:

@@ -19,15 +19,33 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from cluster.config import ChainPolicy
 from cluster.messages import LevelReport
 from router.acceptance import AcceptanceTable, counts_of
-from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score, drafter_of, lessons, opted_out
+from router.assignment import (
+    TARGET_ONLY,
+    Chain,
+    Observation,
+    PoolMember,
+    RequestView,
+    ScoreCounts,
+    drafter_of,
+    lessons,
+    opted_out,
+)
 from router.chains import PROPOSAL_LEN, Level, PassTime, candidates, fastest, predict
 from router.matching import Floats, Ints
-from router.policies.experience import Experience
-from router.policies.free_capacity import Room
-from router.policies.observed_overhead import SPREAD, Choosing, Fills, FillSums, Overruns, OverrunSums, seated
-from router.policies.on_time_rate import InTime, Sums
+from router.policies.experience import RequestAcceptance
+from router.policies.free_capacity import FreeCapacity
+from router.policies.observed_overhead import (
+    SPREAD,
+    DrafterChoice,
+    FillRates,
+    FillSums,
+    ObservedOverheads,
+    OverrunSums,
+    seated,
+)
+from router.policies.on_time_rate import OnTimeRates, Sums
 from router.prompt_features import PromptClusters
-from router.similarity import Depths, Paces, Similarities, guess
+from router.similarity import Depths, PassTimeFactors, Similarities, guess
 
 REFRESH_SLOTS = 4  # after which the times of all chains are predicted anew; sooner when the pool has changed
 UNMEASURED = PassTime(((1, 1.0),))  # a target of which nobody has said how long its passes take
@@ -50,22 +68,22 @@ class ModelChains:
         self._config = config
         self._clusters = PromptClusters(config.num_clusters)
         self._table = AcceptanceTable(config.num_clusters, config.cluster_rounds, config.memory_rounds)
-        self._own = Experience(np.random.default_rng(0))
-        self._in_time = InTime(config.memory_rounds)
-        self._fills = Fills(config.memory_rounds)
-        self._overruns = Overruns()
+        self._own = RequestAcceptance(np.random.default_rng(0))
+        self._in_time = OnTimeRates(config.memory_rounds)
+        self._fills = FillRates(config.memory_rounds)
+        self._overruns = ObservedOverheads()
         self._target = UNMEASURED
         self._begin()
 
     def _begin(self) -> None:
         """With nothing that snapshots do not tell, but for the target's times."""
         self._similarities = Similarities(self._config.memory_rounds)
-        self._paces = Paces(self._config.time_weight)
+        self._paces = PassTimeFactors(self._config.time_weight)
         self._depths = Depths(self._config.max_levels - 1, self._config.calm_slots)
         self._passes: dict[str, PassTime] = {}  # of the drafters, by their profiles
         self._below: dict[str, Chain] = {}  # last drafter -> who rides ahead of it
         self._round_s: dict[str, float] = {}  # with each last drafter, at its best
-        self._choosing = Choosing()
+        self._choosing = DrafterChoice()
         self._foreseen: dict[str, tuple[Chain, float]] = {}  # chains that requests stayed with, and seconds per token
         self._foreseen_for: Chain | None = SPREAD  # what all of them were with
         self._begun: frozenset[str] = frozenset()  # requests that had tokens in the last slot
@@ -89,12 +107,12 @@ class ModelChains:
                     troubled.append(last)
         self._depths.next_slot(troubled)
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         drafted = list(lessons(observations))
         self._in_time.observe(drafted)
         self._fills.observe(drafted)
         self._heard = drafted
-        told: list[Observation | Score] = [*drafted, *scores]
+        told: list[Observation | ScoreCounts] = [*drafted, *scores]
         seen = [one for one in told if one.positions.num_reached]
         if seen:
             drafters = np.array([self._table.row(drafter_of(one.drafter)) for one in seen])
@@ -130,7 +148,7 @@ class ModelChains:
         self._compare(requests)
         chains = opted_out(requests)
         willing = [request for request in requests if request.request_id not in chains]
-        room = Room(pool)
+        room = FreeCapacity(pool)
         batch = max(1, sum(request.committed_len > 0 for request in willing))
         members = {drafter_of(member.name): member for member in reversed(pool) if member.is_open}
         drafters = [members[drafter] for drafter in room.drafters]
@@ -175,7 +193,12 @@ class ModelChains:
         return self._target.at(1 + prompt_len) - self._target.at(1)
 
     def _note_foreseen(
-        self, requests: Sequence[RequestView], chains: Mapping[str, Chain], room: Room, alone_s: Floats, spread_s: Floats
+        self,
+        requests: Sequence[RequestView],
+        chains: Mapping[str, Chain],
+        room: FreeCapacity,
+        alone_s: Floats,
+        spread_s: Floats,
     ) -> None:
         """Of those that stay where they are: who has just come to a drafter, or to the others, is yet to catch up. Who waits
         for a first token shares no pass with them yet."""
@@ -259,7 +282,7 @@ class ModelChains:
         per_token_s[:, closed] = np.inf
         return per_token_s
 
-    def _as_they_stand(self, requests: Sequence[RequestView], per_token_s: Floats, batch: int, room: Room) -> Floats:
+    def _as_they_stand(self, requests: Sequence[RequestView], per_token_s: Floats, batch: int, room: FreeCapacity) -> Floats:
         """(requests, 1 + drafters), the target alone first. Where a request is counts for more."""
         seconds = np.hstack([np.full((len(requests), 1), self._target.at(batch)), per_token_s])
         names = ("", *room.drafters)
@@ -269,7 +292,7 @@ class ModelChains:
                 seconds[i, names.index(here)] *= 1.0 - self._config.hysteresis
         return seconds
 
-    def _seat(self, requests: Sequence[RequestView], columns: Sequence[int], room: Room) -> dict[str, Chain]:
+    def _seat(self, requests: Sequence[RequestView], columns: Sequence[int], room: FreeCapacity) -> dict[str, Chain]:
         chains = dict.fromkeys([request.request_id for request in requests], TARGET_ONLY)
         for request, column in zip(requests, columns, strict=True):
             if column:

@@ -10,10 +10,19 @@ from random import Random
 from pydantic import JsonValue
 
 from cluster.config import EpsilonGreedyPolicy
-from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score, drafter_of, opted_out
-from router.policies.expiring_cache import Seen
-from router.policies.free_capacity import Room
-from router.policies.goodput import ShrunkMeans
+from router.assignment import (
+    TARGET_ONLY,
+    Chain,
+    Observation,
+    PoolMember,
+    RequestView,
+    ScoreCounts,
+    drafter_of,
+    opted_out,
+)
+from router.policies.expiring_cache import ExpiringCache
+from router.policies.free_capacity import FreeCapacity
+from router.policies.goodput import ShrunkGoodput
 
 
 class EpsilonGreedy:
@@ -26,11 +35,11 @@ class EpsilonGreedy:
     def __init__(self, config: EpsilonGreedyPolicy) -> None:
         self._epsilon = config.epsilon
         self._advantage = 1.0 + config.hysteresis  # of staying
-        self._estimates = ShrunkMeans(config.prior_rounds, config.memory_rounds)
-        self._seen: Seen[bool] = Seen()
+        self._estimates = ShrunkGoodput(config.prior_rounds, config.memory_rounds)
+        self._seen: ExpiringCache[bool] = ExpiringCache()
         self._random = Random(config.seed)
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         self._estimates.observe(observations)
 
     def snapshot(self) -> JsonValue:
@@ -42,7 +51,7 @@ class EpsilonGreedy:
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._estimates.next_slot()
         self._seen.next_slot()
-        room = Room(pool)
+        room = FreeCapacity(pool)
         if not room.drafters:
             return {request.request_id: TARGET_ONLY for request in requests}
         shared = self._estimates.of_pool(room.drafters)
@@ -73,7 +82,7 @@ class EpsilonGreedy:
             chains[request.request_id] = self._best_free(request, values, room)
         return chains
 
-    def _place(self, request: RequestView, room: Room) -> str | None:
+    def _place(self, request: RequestView, room: FreeCapacity) -> str | None:
         """The healthy drafter that the request is with; None for a newcomer, whose drafter was a default that nobody
         chose for it, and which has nothing to lose."""
         if self._seen.get(request.request_id) is None:
@@ -83,7 +92,7 @@ class EpsilonGreedy:
         return drafter if drafter in room.drafters else None
 
     @staticmethod
-    def _best_free(request: RequestView, values: Mapping[str, float], room: Room) -> Chain:
+    def _best_free(request: RequestView, values: Mapping[str, float], room: FreeCapacity) -> Chain:
         """The best that has room; among equals, as in the beginning all are, the emptiest."""
         for drafter in sorted(room.drafters, key=lambda drafter: (-values[drafter], -room.free_fraction(drafter))):
             seat = room.seat(drafter, request.chain)

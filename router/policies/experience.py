@@ -16,7 +16,7 @@ MEMORY_ROUNDS = 100.0  # a request's text changes as it goes on
 _GROWTH = 256
 
 
-class Experience:
+class RequestAcceptance:
     """A row per live request, kept while it is shown, and for one to two generations of slots after."""
 
     def __init__(self, random: np.random.Generator) -> None:

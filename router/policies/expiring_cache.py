@@ -8,7 +8,7 @@ T = TypeVar("T")
 GENERATION_SLOTS = 32
 
 
-class Seen(Generic[T]):
+class ExpiringCache(Generic[T]):
     """A mapping that forgets what nobody asked for during one to two generations of slots; bounded by the live requests."""
 
     def __init__(self) -> None:

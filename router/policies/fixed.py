@@ -5,8 +5,17 @@ from collections.abc import Mapping, Sequence
 from pydantic import JsonValue
 
 from cluster.config import FixedPolicy
-from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score, drafter_of, opted_out
-from router.policies.free_capacity import Room
+from router.assignment import (
+    TARGET_ONLY,
+    Chain,
+    Observation,
+    PoolMember,
+    RequestView,
+    ScoreCounts,
+    drafter_of,
+    opted_out,
+)
+from router.policies.free_capacity import FreeCapacity
 
 
 class Fixed:
@@ -18,7 +27,7 @@ class Fixed:
     def __init__(self, config: FixedPolicy) -> None:
         self._chain = config.chain
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         """Whatever happened, the choice stays."""
 
     def snapshot(self) -> JsonValue:
@@ -28,7 +37,7 @@ class Fixed:
         """There is nothing to restore."""
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
-        room = Room(pool)
+        room = FreeCapacity(pool)
         choices = (self._chain,) if self._chain is not None else tuple((drafter,) for drafter in room.drafters)
         chains = opted_out(requests)
         unseated = []
@@ -47,7 +56,7 @@ class Fixed:
         return chains
 
 
-def _seat(room: Room, chain: Chain, current: Chain) -> Chain | None:
+def _seat(room: FreeCapacity, chain: Chain, current: Chain) -> Chain | None:
     if not chain or not set(chain).issubset(room.drafters):
         return None
     seat = room.seat(chain[-1], current[-1:])

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from router.assignment import TARGET_ONLY, Chain, PoolMember, RequestView, drafter_of
 
 
-class Room:
+class FreeCapacity:
     """Free places of the members that are open, by drafter; replicas of a drafter are alike to a request.
 
     ``drafters`` are those with an open member, in the order of the pool.

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field, JsonValue, TypeAdapter
 
 from router.assignment import Observation, drafter_of, lessons
-from router.policies.expiring_cache import Seen
+from router.policies.expiring_cache import ExpiringCache
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -30,7 +30,7 @@ class Tally:
         self.elapsed_s = self.elapsed_s * kept + seen.elapsed_s
 
 
-class Means:
+class GoodputEstimates:
     """Goodput: committed tokens, the bonus token with them, per second (SPIN's definition, section IV.A).
 
     Of a request with a drafter what was seen of the two, or where nothing was, of the drafter with all requests. A drafter
@@ -40,7 +40,7 @@ class Means:
     def __init__(self, memory_rounds: float) -> None:
         self._memory_rounds = memory_rounds
         self._pool: dict[str, Tally] = {}
-        self._own: Seen[dict[str, Tally]] = Seen()
+        self._own: ExpiringCache[dict[str, Tally]] = ExpiringCache()
 
     def next_slot(self) -> None:
         self._own.next_slot()
@@ -62,7 +62,7 @@ class Means:
     def restore(self, snapshot: JsonValue) -> None:
         """Raises ValueError for anything that `snapshot` does not give."""
         self._pool = {drafter: Tally(*sums) for drafter, sums in _SNAPSHOT.validate_python(snapshot).items()}
-        self._own = Seen()  # of requests with drafters that the snapshot may not know
+        self._own = ExpiringCache()  # of requests with drafters that the snapshot may not know
 
     def of_pool(self, drafters: Sequence[str]) -> dict[str, float]:
         """Tokens per second of each drafter over all requests; all 0 before the first observation."""
@@ -82,7 +82,7 @@ class Means:
         return own.num_committed / own.elapsed_s
 
 
-class ShrunkMeans(Means):
+class ShrunkGoodput(GoodputEstimates):
     """Of a request r with a drafter d, with c tokens in t seconds of its own and C tokens in T seconds over all R rounds of
     d, the estimate is (c + k C/R) / (t + k T/R): the pool's mean until r has about k rounds of its own."""
 

@@ -7,9 +7,18 @@ from collections.abc import Mapping, Sequence
 from pydantic import JsonValue
 
 from cluster.config import GreedyLengthPolicy
-from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score, drafter_of, opted_out
-from router.policies.expiring_cache import Seen
-from router.policies.free_capacity import Room
+from router.assignment import (
+    TARGET_ONLY,
+    Chain,
+    Observation,
+    PoolMember,
+    RequestView,
+    ScoreCounts,
+    drafter_of,
+    opted_out,
+)
+from router.policies.expiring_cache import ExpiringCache
+from router.policies.free_capacity import FreeCapacity
 
 HISTORY_LEN = 512  # prompts whose lengths say what is short
 
@@ -23,9 +32,9 @@ class GreedyLength:
 
     def __init__(self, config: GreedyLengthPolicy) -> None:
         self._lengths: deque[int] = deque(maxlen=HISTORY_LEN)
-        self._seen: Seen[str] = Seen()  # request -> drafter that was chosen
+        self._seen: ExpiringCache[str] = ExpiringCache()  # request -> drafter that was chosen
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         """Lengths decide, not results."""
 
     def snapshot(self) -> JsonValue:
@@ -37,7 +46,7 @@ class GreedyLength:
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._seen.next_slot()
         by_size = sorted(pool, key=lambda member: member.cost)
-        room = Room(by_size)
+        room = FreeCapacity(by_size)
         chains = opted_out(requests)
         unplaced = []
         for request in requests:

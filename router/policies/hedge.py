@@ -18,15 +18,15 @@ from router.assignment import (
     Observation,
     PoolMember,
     RequestView,
-    Score,
+    ScoreCounts,
     drafter_of,
     lessons,
     opted_out,
 )
 from router.matching import NOWHERE, Floats, Ints, match
-from router.policies.experience import Experience
-from router.policies.free_capacity import Room
-from router.policies.on_time_rate import InTime, Sums
+from router.policies.experience import RequestAcceptance
+from router.policies.free_capacity import FreeCapacity
+from router.policies.on_time_rate import OnTimeRates, Sums
 from router.policies.round_times import RoundTimes, shares_target
 from router.prompt_features import PromptClusters
 
@@ -72,15 +72,15 @@ class Hedge:
         self._clusters = PromptClusters(config.num_clusters)
         self._table = AcceptanceTable(config.num_clusters, config.cluster_rounds, config.memory_rounds)
         self._times = RoundTimes()
-        self._in_time = InTime(config.memory_rounds)
-        self._own = Experience(np.random.default_rng(config.seed))
+        self._in_time = OnTimeRates(config.memory_rounds)
+        self._own = RequestAcceptance(np.random.default_rng(config.seed))
         self._prices: dict[str, float] = {}
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         drafted = list(lessons(observations))
         self._times.observe(drafted)
         self._in_time.observe(drafted)
-        told: list[Observation | Score] = [*drafted, *scores]
+        told: list[Observation | ScoreCounts] = [*drafted, *scores]
         seen = [one for one in told if one.positions.num_reached]
         if not seen:
             return
@@ -111,7 +111,7 @@ class Hedge:
         self._own.next_slot()
         chains = opted_out(requests)
         willing = [request for request in requests if not request.opted_out] if chains else requests
-        room = Room(pool)
+        room = FreeCapacity(pool)
         if willing and room.drafters:
             rows = self._own.follow(willing, self._clusters)
             values = self._values(willing, rows, pool, room)
@@ -130,7 +130,7 @@ class Hedge:
         return dict.fromkeys([request.request_id for request in requests], TARGET_ONLY) | chains
 
     @staticmethod
-    def _best_left(values: Floats, prices: Floats, room: Room) -> Chain:
+    def _best_left(values: Floats, prices: Floats, room: FreeCapacity) -> Chain:
         """The best drafter with a free place, for requests to come. Its price counts: later requests would pay it too."""
         for j in np.argsort(prices - values, kind="stable").tolist():
             seat = room.seat(room.drafters[j], TARGET_ONLY)
@@ -138,7 +138,7 @@ class Hedge:
                 return seat
         return TARGET_ONLY
 
-    def _values(self, requests: Sequence[RequestView], rows: Ints, pool: Sequence[PoolMember], room: Room) -> Floats:
+    def _values(self, requests: Sequence[RequestView], rows: Ints, pool: Sequence[PoolMember], room: FreeCapacity) -> Floats:
         """(requests, drafters of the room): what a place there is worth above decoding plainly."""
         members = {drafter_of(member.name): member for member in reversed(pool)}
         drafters = [members[drafter] for drafter in room.drafters]
@@ -165,7 +165,7 @@ class Hedge:
         gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))
         return gains
 
-    def _round_s(self, drafters: Sequence[PoolMember], room: Room, shares: Floats, tokens: Floats) -> Floats:
+    def _round_s(self, drafters: Sequence[PoolMember], room: FreeCapacity, shares: Floats, tokens: Floats) -> Floats:
         """Seconds of a round with each. What drafts take in the target's process is borne by the requests with that drafter:
         by all, at first, then by those for whom it is best at that price, until they are no fewer than at the last."""
         copies = [room.num_copies(drafter) for drafter in room.drafters]
@@ -182,7 +182,7 @@ class Hedge:
         return round_s
 
     @staticmethod
-    def _here(requests: Sequence[RequestView], pool: Sequence[PoolMember], room: Room) -> Ints:
+    def _here(requests: Sequence[RequestView], pool: Sequence[PoolMember], room: FreeCapacity) -> Ints:
         columns = {drafter: j for j, drafter in enumerate(room.drafters)}
         at: dict[Chain, int] = {(member.name,): columns.get(drafter_of(member.name), NOWHERE) for member in pool}
         return np.array([at.get(request.chain, NOWHERE) for request in requests], np.int64)

@@ -11,7 +11,7 @@ Its time slot is the router's, its goodput r_ij(t) what `Observation` shows of a
     3-6     every request draws a drafter uniformly                      `_explore`, first loop
     7-11    of those over B_j, B_j are kept at random, others dropped    `_explore`, second loop
     13-16   it stays so for the beta slots of a chunk                    `_keep`
-    18    the estimate is the mean of what was observed                  `Means`
+    18    the estimate is the mean of what was observed                  `GoodputEstimates`
 
 The lines 12 to 17 read as if one draw served all chunks; section IV.B and figure 8 have one draw for each chunk, and so does
 this. (10)-(12) is solved, as there, by a maximum-weight matching of requests with B_j replicas of each drafter j.
@@ -42,13 +42,13 @@ from router.assignment import (
     Observation,
     PoolMember,
     RequestView,
-    Score,
+    ScoreCounts,
     lessons,
     opted_out,
 )
-from router.policies.expiring_cache import Seen
-from router.policies.free_capacity import Room
-from router.policies.goodput import Means
+from router.policies.expiring_cache import ExpiringCache
+from router.policies.free_capacity import FreeCapacity
+from router.policies.goodput import GoodputEstimates
 
 _DROPPED = ""  # by lines 9 and 10
 MAX_EPOCH = 62
@@ -66,11 +66,11 @@ class Lbss:
 
     def __init__(self, config: LbssPolicy) -> None:
         self._calendar = _Calendar(config.exploration_slots, config.chunk_slots, config.longest_exploitation)
-        self._means = Means(inf)
-        self._chosen: Seen[str] = Seen()  # request -> its drafter in this chunk, or this exploitation
+        self._means = GoodputEstimates(inf)
+        self._chosen: ExpiringCache[str] = ExpiringCache()  # request -> its drafter in this chunk, or this exploitation
         self._random = np.random.default_rng(config.seed)
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         """Line 15: of exploration alone. A bandit sees nothing of drafters that did not draft."""
         if self._calendar.exploring:
             self._means.observe(lessons(observations))
@@ -89,11 +89,11 @@ class Lbss:
         self._chosen.next_slot()
         self._means.next_slot()
         chains = opted_out(requests)
-        room = Room(pool)
+        room = FreeCapacity(pool)
         willing = [request for request in requests if request.request_id not in chains]
         live = [request for request in willing if not request.is_placeholder]
         if live and self._calendar.next_slot():  # slots without requests are no part of an epoch: nothing can be learned
-            self._chosen = Seen()
+            self._chosen = ExpiringCache()
         newcomers = self._keep(live, room, chains)
         for group in (newcomers, [request for request in willing if request.is_placeholder]):
             if group and room.drafters:
@@ -104,7 +104,7 @@ class Lbss:
                     chains[request.request_id] = seat or TARGET_ONLY
         return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
 
-    def _keep(self, requests: Sequence[RequestView], room: Room, chains: dict[str, Chain]) -> list[RequestView]:
+    def _keep(self, requests: Sequence[RequestView], room: FreeCapacity, chains: dict[str, Chain]) -> list[RequestView]:
         """Seats those who were chosen for where they were; returns the others."""
         others = []
         for request in requests:
@@ -116,7 +116,7 @@ class Lbss:
                 others.append(request)
         return others
 
-    def _explore(self, requests: Sequence[RequestView], room: Room) -> list[str]:
+    def _explore(self, requests: Sequence[RequestView], room: FreeCapacity) -> list[str]:
         drawn = self._random.integers(len(room.drafters), size=len(requests))
         chosen = [room.drafters[j] for j in drawn.tolist()]
         for j, drafter in enumerate(room.drafters):
@@ -127,7 +127,7 @@ class Lbss:
                     chosen[i] = _DROPPED
         return chosen
 
-    def _exploit(self, requests: Sequence[RequestView], room: Room) -> list[str]:
+    def _exploit(self, requests: Sequence[RequestView], room: FreeCapacity) -> list[str]:
         pool = self._means.of_pool(room.drafters)
         weights = np.array([list(self._means.of_request(r.request_id, pool).values()) for r in requests])
         slots = np.repeat(np.arange(len(room.drafters)), [room.num_free(drafter) for drafter in room.drafters])

@@ -28,7 +28,7 @@ FillSums = dict[str, tuple[_Sum, _Sum]]
 OverrunSums = list[tuple[Chain | None, tuple[_Positive, _Positive, _Sum, _Sum]]]
 
 
-class Fills:
+class FillRates:
     """By drafter: the share of its longest draft that is verified. Lookups are often silent, and not all is worth a row."""
 
     def __init__(self, memory_rounds: float) -> None:
@@ -51,7 +51,7 @@ class Fills:
         return min(1.0, (tokens / max_draft_len + _STRENGTH) / (drafts + _STRENGTH))
 
 
-class Overruns:
+class ObservedOverheads:
     """By chain that all requests were with, or SPREAD: how much longer tokens take than was foreseen."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Overruns:
         return dict(zip(self._seconds, (1.0 + off * believed(off, known)).tolist(), strict=True))
 
 
-class Choosing:
+class DrafterChoice:
     """Whether requests are all with one chain, and share passes, or each with the one that is fastest for it."""
 
     def __init__(self) -> None:

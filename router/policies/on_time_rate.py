@@ -29,7 +29,7 @@ _NumRounds = Annotated[float, Field(ge=0)]
 Sums = dict[str, Annotated[tuple[_NumRounds, _NumRounds], AfterValidator(_of_those)]]
 
 
-class InTime:
+class OnTimeRates:
     """Fading sums of the rounds that a draft could have been there for, and of those with one, by drafter."""
 
     def __init__(self, memory_rounds: float) -> None:

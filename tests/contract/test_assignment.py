@@ -28,7 +28,7 @@ from router.assignment import (
     PoolMember,
     Positions,
     RequestView,
-    Score,
+    ScoreCounts,
     drafter_of,
     member_name,
 )
@@ -97,9 +97,9 @@ def observed(requests: list[RequestView], random: Random) -> list[Observation]:
     ]
 
 
-def scored(requests: list[RequestView], random: Random) -> list[Score]:
+def scored(requests: list[RequestView], random: Random) -> list[ScoreCounts]:
     return [
-        Score(request.request_id, f"d{i}", random_positions(random))
+        ScoreCounts(request.request_id, f"d{i}", random_positions(random))
         for request in requests
         for i in range(4)
         if random.random() < 0.5

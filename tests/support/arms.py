@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from router.assignment import AssignmentPolicy, Observation, PoolMember, Positions, RequestView, Score
+from router.assignment import AssignmentPolicy, Observation, PoolMember, Positions, RequestView, ScoreCounts
 
 DRAFT_LEN = 8
 NUM_ROUNDS = 8  # of a slot
@@ -83,7 +83,7 @@ def run(policy: AssignmentPolicy, arms: Arms, num_slots: int, seed: int, full_in
                 if j == here:
                     observations.append(_observation(request, f"d{j}", drafted[i, j], arms.seconds[j]))
                 else:
-                    scores.append(Score(request.request_id, f"d{j}", _positions(drafted[i, j])))
+                    scores.append(ScoreCounts(request.request_id, f"d{j}", _positions(drafted[i, j])))
         policy.observe(observations, scores)
     return Run(np.cumsum(arms.best - gained) * NUM_ROUNDS * ROUND_S, gained, num_switches)
 

@@ -8,7 +8,7 @@ from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import Proposal, SamplingParams
 from drafters.loop import DrafterLoop
 from drafters.protocol import Demand, Draft
-from drafters.sessions import RosterLimits
+from drafters.sessions import SessionLimits
 
 SAMPLING = SamplingParams(max_tokens=1000)
 
@@ -90,7 +90,7 @@ class Bench:
             "counting",
             self.drafter,
             self.mailbox,
-            RosterLimits(**{"max_draft_len": 4, **limits}),
+            SessionLimits(**{"max_draft_len": 4, **limits}),
             ahead_len=ahead_len,
         )
         self.link = FakeLink()

@@ -13,12 +13,12 @@ from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import ModelInfo, Request, SamplingParams
 from drafters.loop import DrafterLoop
 from drafters.protocol import Demand, Draft
-from drafters.sessions import RosterLimits
+from drafters.sessions import SessionLimits
 from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
 from router.assignment import AssignmentPolicy
 from router.draft_length import DraftLengths
-from router.drift import CollapseWatch
+from router.drift import DriftDetector
 from router.plan import Capacity, StepPlan
 from router.planner import Planner
 from router.slot import SlotReport, build_router
@@ -268,7 +268,7 @@ def run_live(
     gateway = Actor(Mailbox())
     gateway.called = True  # nobody runs it
     planner = Noting(spec.planner())
-    watch = None if spec.collapse is None else CollapseWatch(spec.collapse, spec.slot_s)
+    watch = None if spec.collapse is None else DriftDetector(spec.collapse, spec.slot_s)
     router = build_router(policy, spec.pool(), watch)
     engine = FakeTarget(world, target, spec, known)
     loop = TargetLoop(
@@ -303,7 +303,7 @@ def run_live(
 
     def drafting(drafter: DrafterSpec) -> None:
         actor = Actor(Mailbox())
-        limits = RosterLimits(capacity=drafter.capacity, max_draft_len=drafter.max_draft_len)
+        limits = SessionLimits(capacity=drafter.capacity, max_draft_len=drafter.max_draft_len)
         fake = FakeDrafter(world, actor, drafter.name, spec, known)
         drafter_loop = DrafterLoop(drafter.name, fake, actor.mailbox, limits, ahead_len=drafter.ahead_len)
         link(actor, Role.DRAFTER, drafter.name, spec.link_s)

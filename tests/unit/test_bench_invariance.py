@@ -10,7 +10,7 @@ import torch
 import engine.native
 from benchmarks import invariance
 from benchmarks.fault_injection import Cut, Midway, before_disliked_token, every_second
-from benchmarks.harness import Circumstances, Rig
+from benchmarks.harness import Circumstances, Harness
 from benchmarks.report import BenchOptions, BenchResult
 from cluster.config import DrafterConfig, DSparkOptions
 from cluster.types import SamplingParams
@@ -104,7 +104,7 @@ def test_a_missing_prompt_file_ends_the_benchmark_before_it_runs(options: BenchO
 def test_drafters_beside_the_target_are_held_to_it_too(options: BenchOptions, tmp_path: Path) -> None:
     folder = write_dspark(tmp_path / "drafter", Path(options.model), block_size=5)
     dspark = DrafterConfig(name="dspark", options=DSparkOptions(path=str(folder), dtype="float32", min_survival=0.0))
-    rig = Rig(options.model, ["aaa aaa aaa", "b b c", "d"], 16)
+    rig = Harness(options.model, ["aaa aaa aaa", "b b c", "d"], 16)
     plain = rig.run(Circumstances(prefix_cache=False))
     for preempt in (False, True):
         ran = rig.run(Circumstances(companions=(dspark,), prefix_cache=not preempt, preempt=preempt))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import interleaved
-from benchmarks.fixtures import Stable, as_request
+from benchmarks.fixtures import Fixtures, as_request
 from benchmarks.interleaved import Pace, ServedLane
-from benchmarks.throughput import Pair, Race, Speedup, Turns, jackknife, laps, near_best, ratio, sample
+from benchmarks.throughput import Pair, PairedRuns, Speedup, Turns, jackknife, laps, near_best, ratio, sample
 from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
 from cluster.errors import GenerationFailed
 from cluster.types import Request, SamplingParams
@@ -97,10 +97,10 @@ def test_those_near_the_best_are_measured_on() -> None:
 def test_what_could_not_be_measured_has_no_speed_up(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
     ngram = DrafterConfig(name="ngram", options=NgramOptions())
-    stable = Stable(str(folder), [ngram], 1)
+    stable = Fixtures(str(folder), [ngram], 1)
     (part,) = stable.record(choose_prompts((), 1), [0.0])
     for batch in (1, 16):  # a single commit; too few answers
-        race = Race(stable, [ngram], part[0.0], batch, Turns(1, 1))
+        race = PairedRuns(stable, [ngram], part[0.0], batch, Turns(1, 1))
         while not race.is_over:
             race.step()
         race.close()
@@ -113,24 +113,24 @@ class _Failing(NgramDrafter):
 
 
 @pytest.fixture
-def stable(tmp_path: Path) -> Stable:
-    return Stable(str(write_tiny_model(tmp_path / "target", max_position_embeddings=2048)), [NGRAM], 8)
+def stable(tmp_path: Path) -> Fixtures:
+    return Fixtures(str(write_tiny_model(tmp_path / "target", max_position_embeddings=2048)), [NGRAM], 8)
 
 
-def recorded(stable: Stable, num: int) -> list[Recording]:
+def recorded(stable: Fixtures, num: int) -> list[Recording]:
     (part,) = stable.record(choose_prompts((), num), [0.0])
     return list(part[0.0])
 
 
-def test_a_drafter_that_fails_is_not_measured_as_slow(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_fails_is_not_measured_as_slow(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
     known = recorded(stable, 9)
     monkeypatch.setattr(stable, "make", lambda *_: _Failing())
     with pytest.raises(GenerationFailed, match="the drafter failed"):
-        Race(stable, [NGRAM], known, 1, Turns(1, 1))
+        PairedRuns(stable, [NGRAM], known, 1, Turns(1, 1))
 
 
-def test_an_engine_that_fails_in_its_turn_ends_the_race(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
-    race = Race(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
+def test_an_engine_that_fails_in_its_turn_ends_the_race(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
+    race = PairedRuns(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
 
     def fail(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         raise FloatingPointError("the device is gone")
@@ -144,9 +144,9 @@ def test_an_engine_that_fails_in_its_turn_ends_the_race(stable: Stable, monkeypa
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("completing")]
 
 
-def test_the_plain_target_is_slow_and_the_drafter_fast(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_target_is_slow_and_the_drafter_fast(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the other way round."""
-    race = Race(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
+    race = PairedRuns(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
 
     def end(lane: ServedLane) -> Pace:
         lane.served.cluster.abort()
@@ -160,9 +160,9 @@ def test_the_plain_target_is_slow_and_the_drafter_fast(stable: Stable, monkeypat
 
 @pytest.mark.parametrize("unmeasured", ["plain", "drafted"])
 def test_a_lap_that_either_could_not_be_measured_in_does_not_count(
-    unmeasured: str, stable: Stable, monkeypatch: pytest.MonkeyPatch
+    unmeasured: str, stable: Fixtures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    race = Race(stable, [NGRAM], recorded(stable, 12), 1, Turns(2, 2))
+    race = PairedRuns(stable, [NGRAM], recorded(stable, 12), 1, Turns(2, 2))
 
     def end(lane: ServedLane) -> Pace | None:
         lane.served.cluster.abort()
@@ -178,7 +178,7 @@ def test_a_lap_that_either_could_not_be_measured_in_does_not_count(
     assert race.speedups() == {"ngram": Speedup(2.0, None, 3)}
 
 
-def test_a_drafters_clock_stands_still_in_the_turns_of_others(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafters_clock_stands_still_in_the_turns_of_others(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
     """It learns from seconds how long a round takes."""
     clocks = []
     make = stable.make
@@ -188,7 +188,7 @@ def test_a_drafters_clock_stands_still_in_the_turns_of_others(stable: Stable, mo
         return make(config, clock)
 
     monkeypatch.setattr(stable, "make", made)
-    race = Race(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
+    race = PairedRuns(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
     (clock,) = clocks
     shown_s, now_s = clock(), time.monotonic()
     assert shown_s < now_s
@@ -198,7 +198,7 @@ def test_a_drafters_clock_stands_still_in_the_turns_of_others(stable: Stable, mo
     race.close()
 
 
-def test_nothing_is_left_where_answers_took_many_turns(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_where_answers_took_many_turns(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of about a pass; the same answers as in one."""
     known = recorded(stable, 24)
     told: dict[str, list[int]] = {}
@@ -220,7 +220,7 @@ def test_nothing_is_left_where_answers_took_many_turns(stable: Stable, monkeypat
     monkeypatch.setattr(interleaved, "TURN_S", 0.002)
     monkeypatch.setattr(ServedLane, "end", ended)
     monkeypatch.setattr(ServedLane, "take_turn", taken)
-    race = Race(stable, [NGRAM], known, 2, Turns(2, 2))
+    race = PairedRuns(stable, [NGRAM], known, 2, Turns(2, 2))
     while not race.is_over:
         assert set(race.step()) == {"ngram"}
     race.close()
@@ -233,10 +233,10 @@ def test_nothing_is_left_where_answers_took_many_turns(stable: Stable, monkeypat
         engine.check_integrity()
 
 
-def test_prompts_are_computed_once_for_all_who_race(stable: Stable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_computed_once_for_all_who_race(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = [DrafterConfig(name=name, options=NgramOptions()) for name in ("a", "b")]
     unknown = [replace(recording, prompt_token_ids=recording.prompt_token_ids[::-1]) for recording in recorded(stable, 24)]
-    race = Race(stable, configs, unknown, 2, Turns(2, 2))
+    race = PairedRuns(stable, configs, unknown, 2, Turns(2, 2))
     num_computed: list[int] = []
     cache_prompts = stable.cache_prompts
 
@@ -271,7 +271,7 @@ def test_only_who_reads_the_targets_features_races_on_a_target_that_keeps_them(
     path = write_dspark(tmp_path / "dspark", folder)
     dspark = DrafterConfig(name="dspark", options=DSparkOptions(path=str(path)))
     ngram = DrafterConfig(name="ngram", options=NgramOptions())
-    stable = Stable(str(folder), [ngram, dspark], 8)
+    stable = Fixtures(str(folder), [ngram, dspark], 8)
     (part,) = stable.record(choose_prompts((), 3), [0.0])
     passes: list[int] = []
     execute = stable.target.execute
@@ -284,7 +284,7 @@ def test_only_who_reads_the_targets_features_races_on_a_target_that_keeps_them(
     num_passes = {}
     for config in (ngram, dspark):
         passes.clear()
-        race = Race(stable, [config], part[0.0], 1, Turns(1, 1))
+        race = PairedRuns(stable, [config], part[0.0], 1, Turns(1, 1))
         race.step()
         race.close()
         num_passes[config.name] = len(passes)

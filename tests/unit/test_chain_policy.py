@@ -9,7 +9,16 @@ import pytest
 
 from cluster.config import ChainPolicy
 from cluster.messages import LevelReport, Verified
-from router.assignment import TARGET_ONLY, Chain, MemberCosts, Observation, PoolMember, Positions, RequestView, Score
+from router.assignment import (
+    TARGET_ONLY,
+    Chain,
+    MemberCosts,
+    Observation,
+    PoolMember,
+    Positions,
+    RequestView,
+    ScoreCounts,
+)
 from router.chains import PassTime
 from router.policies.chain import ModelChains
 from router.policies.observed_overhead import TRIAL_SLOTS
@@ -121,7 +130,11 @@ def test_what_a_request_itself_saw_decides_for_it() -> None:
     own = positions(0.97, 60), positions(0.02, 60)
     found.observe(
         [Observation("code", "large", 60, 480, 0, 60, 1.0, own[0])],
-        [Score("code", "small", own[1]), Score("prose", "small", own[0]), Score("prose", "large", own[1])],
+        [
+            ScoreCounts("code", "small", own[1]),
+            ScoreCounts("prose", "small", own[0]),
+            ScoreCounts("prose", "large", own[1]),
+        ],
     )
     for _ in range(TRIAL_SLOTS):
         chains = found.assign([view("code"), view("prose")], POOL)
@@ -270,7 +283,14 @@ def test_requests_are_with_one_chain_where_to_spread_them_turns_out_slow() -> No
         found = taught(policy(), small=0.6, middle=0.1, large=0.6)
         found.assign([view("code"), view("prose")], POOL)
         right, wrong = positions(0.97, 60), positions(0.3, 60)
-        found.observe([], [Score("code", "large", right), Score("code", "small", wrong), Score("prose", "small", right)])
+        found.observe(
+            [],
+            [
+                ScoreCounts("code", "large", right),
+                ScoreCounts("code", "small", wrong),
+                ScoreCounts("prose", "small", right),
+            ],
+        )
         return found
 
     for spread_s, num_chains in ((0.012, 2), (0.1, 1)):

@@ -21,11 +21,11 @@ from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
 from deploy.embedded import EmbeddedCluster, PoolEntry
-from drafters.chained import LedModel
+from drafters.chained import ChainedModel
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Chaining, Demand, Drafter
-from drafters.registry import make_led
+from drafters.registry import make_chained
 from drafters.small_model import SmallModel
 from engine.factory import load_model
 from engine.loading import load_target
@@ -49,11 +49,11 @@ def small_model(folder: Path, num_layers: int | None = None, num_blocks: int = 6
     return SmallModel(model, num_blocks=num_blocks, vocab_size=VOCAB_SIZE, eos_token_ids=(VOCAB_SIZE - 1,))
 
 
-def pool(folder: Path, verifier: SmallModel) -> LedModel:
+def pool(folder: Path, verifier: SmallModel) -> ChainedModel:
     """ngram, shallow (two layers) and twin (the verifier's own weights) may ride ahead; ngram ahead of shallow, too."""
     ngram = NgramDrafter()
-    shallow = LedModel(small_model(folder, 2), {"ngram": ngram})
-    return LedModel(verifier, {"ngram": ngram, "shallow": shallow, "twin": ModelDrafter(small_model(folder))})
+    shallow = ChainedModel(small_model(folder, 2), {"ngram": ngram})
+    return ChainedModel(verifier, {"ngram": ngram, "shallow": shallow, "twin": ModelDrafter(small_model(folder))})
 
 
 CHAINS = [(), ("ngram",), ("shallow",), ("ngram", "shallow"), ("twin",), ("unknown",), ("ngram", "twin")]
@@ -121,7 +121,7 @@ def test_it_reports_what_its_proposers_got_right(folder: Path) -> None:
 
 
 def test_caches_that_are_given_up_are_counted(folder: Path) -> None:
-    led = LedModel(small_model(folder, num_blocks=4), {"ngram": NgramDrafter()})
+    led = ChainedModel(small_model(folder, num_blocks=4), {"ngram": NgramDrafter()})
     for name in "abc":
         led.open(name, [(7 * ord(name) + t) % 250 for t in range(60)], 10, SAMPLED)
         led.propose([Demand(name, 2)])
@@ -130,7 +130,7 @@ def test_caches_that_are_given_up_are_counted(folder: Path) -> None:
 
 
 def made(config: DrafterConfig, proposers: list[DrafterConfig], folder: Path) -> Drafter:
-    return make_led(config, proposers, ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), fingerprint(folder)))
+    return make_chained(config, proposers, ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), fingerprint(folder)))
 
 
 def test_the_registry_makes_a_drafter_with_those_that_may_ride_ahead_of_it(folder: Path, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_chain_of_three_drafters_serves_the_targets_own_tokens(folder: Path) -
     engine, model, _ = load_target(resolved)
     pool = {
         one.name: PoolEntry(
-            make_led(one, resolved.proposers_of(one.name), model),
+            make_chained(one, resolved.proposers_of(one.name), model),
             proposers=tuple(below.name for below in resolved.proposers_of(one.name)),
         )
         for one in resolved.drafters

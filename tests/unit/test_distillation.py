@@ -17,7 +17,7 @@ from drafters.training.dspark_student import DSparkStudent, _Moments
 from drafters.training.evaluation import standardisation
 from drafters.training.feature_cache import InMemory
 from drafters.training.frozen import FrozenTarget
-from drafters.training.hidden_states import Readings, target_rows
+from drafters.training.hidden_states import HiddenStateReader, target_rows
 from drafters.training.layers_student import LayersStudent
 from drafters.training.recipe import HEADS, HeadKind, TrainOptions, dspark_config
 from drafters.training.warm_start import going_on
@@ -57,8 +57,8 @@ def answers(tiny_model_folder: Path) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def readings(target: FrozenTarget) -> Readings:
-    return Readings(target, (0, 1), InMemory(2**26), max_pass_tokens=1024)
+def readings(target: FrozenTarget) -> HiddenStateReader:
+    return HiddenStateReader(target, (0, 1), InMemory(2**26), max_pass_tokens=1024)
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +67,13 @@ def learned(answers: list[Answer]) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def unseen(answers: list[Answer], readings: Readings) -> Batch:
+def unseen(answers: list[Answer], readings: HiddenStateReader) -> Batch:
     return assemble(answers[NUM_LEARNED:], readings, WHOLE, 0, HERE.device)
 
 
 def dspark(
     target: FrozenTarget,
-    readings: Readings,
+    readings: HiddenStateReader,
     answers: Sequence[Answer],
     head: HeadKind,
     anchor_rank: int = 8,
@@ -96,7 +96,7 @@ def dspark(
     return DSparkStudent(dspark_config(options, target.model.config, None, ""), target_rows(target), mean, std)
 
 
-def regress(student: DSparkStudent, target: FrozenTarget, readings: Readings, answers: Sequence[Answer]) -> None:
+def regress(student: DSparkStudent, target: FrozenTarget, readings: HiddenStateReader, answers: Sequence[Answer]) -> None:
     student.initialise([assemble(answers, readings, WHOLE, 0, HERE.device)], target)
 
 
@@ -108,7 +108,9 @@ def expected_len(student: DSparkStudent | LayersStudent, batch: Batch) -> float:
     return 1.0 + float(whole.cumprod(1).sum(1).mean())
 
 
-def teach(student: DSparkStudent | LayersStudent, answers: Sequence[Answer], readings: Readings, path: Path) -> None:
+def teach(
+    student: DSparkStudent | LayersStudent, answers: Sequence[Answer], readings: HiddenStateReader, path: Path
+) -> None:
     plan = PLAN if isinstance(student, DSparkStudent) else BatchPlan(1024, 400)
     training = Distillation(student, answers, readings, plan, SCHEDULE, HERE, path, seed=0)
     training.run(lambda _, share: None)
@@ -117,7 +119,7 @@ def teach(student: DSparkStudent | LayersStudent, answers: Sequence[Answer], rea
 
 @pytest.mark.parametrize("head", HEADS)
 def test_dspark_learns_beyond_its_regression(
-    target: FrozenTarget, readings: Readings, learned: list[Answer], unseen: Batch, tmp_path: Path, head: HeadKind
+    target: FrozenTarget, readings: HiddenStateReader, learned: list[Answer], unseen: Batch, tmp_path: Path, head: HeadKind
 ) -> None:
     """With every head; and what that head has beyond the Markov head takes part. Saved, it is what it was."""
     student = dspark(target, readings, learned, head)
@@ -141,7 +143,7 @@ def test_dspark_learns_beyond_its_regression(
 
 
 def test_layers_learn_beyond_the_targets_own(
-    target: FrozenTarget, readings: Readings, learned: list[Answer], unseen: Batch, tmp_path: Path
+    target: FrozenTarget, readings: HiddenStateReader, learned: list[Answer], unseen: Batch, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     student = LayersStudent(target.folder, (0,), target_rows(target), None)
@@ -152,7 +154,7 @@ def test_layers_learn_beyond_the_targets_own(
 
 
 def test_every_head_begins_as_the_regression_has_it(
-    target: FrozenTarget, readings: Readings, learned: list[Answer], unseen: Batch
+    target: FrozenTarget, readings: HiddenStateReader, learned: list[Answer], unseen: Batch
 ) -> None:
     lens = {}
     for head in HEADS:
@@ -164,7 +166,7 @@ def test_every_head_begins_as_the_regression_has_it(
 
 
 def test_a_block_of_one_position_begins_without_a_bias(
-    target: FrozenTarget, readings: Readings, learned: list[Answer]
+    target: FrozenTarget, readings: HiddenStateReader, learned: list[Answer]
 ) -> None:
     student = dspark(target, readings, learned, "rnn", block=1)
     regress(student, target, readings, learned)
@@ -173,7 +175,7 @@ def test_a_block_of_one_position_begins_without_a_bias(
 
 
 def test_moments_that_rounding_left_indefinite_have_a_square_root(
-    target: FrozenTarget, readings: Readings, learned: list[Answer]
+    target: FrozenTarget, readings: HiddenStateReader, learned: list[Answer]
 ) -> None:
     """Of fewer positions than inputs, whose products were added up in fp32."""
     torch.manual_seed(0)
@@ -186,7 +188,7 @@ def test_moments_that_rounding_left_indefinite_have_a_square_root(
 
 
 def test_an_anchor_with_nothing_before_it_reads_no_other_sequence(
-    target: FrozenTarget, readings: Readings, learned: list[Answer]
+    target: FrozenTarget, readings: HiddenStateReader, learned: list[Answer]
 ) -> None:
     """The regression is the same however answers are packed. Their prompts are one token, which is an anchor, too."""
     short = [
@@ -204,7 +206,7 @@ def test_an_anchor_with_nothing_before_it_reads_no_other_sequence(
 
 
 def test_a_drafter_keeps_its_head_when_training_goes_on(
-    target: FrozenTarget, readings: Readings, learned: list[Answer], tmp_path: Path
+    target: FrozenTarget, readings: HiddenStateReader, learned: list[Answer], tmp_path: Path
 ) -> None:
     dspark(target, readings, learned, "rnn").save(tmp_path / "mine", target.folder)
     options = TrainOptions("", "dspark", Path("out"), Path("work"), begin_with=tmp_path / "mine")

@@ -110,7 +110,7 @@ def test_scorers_keep_in_step_and_take_over_without_being_told_all_again() -> No
     drafters.flush()
     assert [len(told(links[name]).extends) for name in ("a", "b", "c/1", "d")] == [1, 1, 1, 0]
     drafters.receive(links["b"], ProposalRound(0, scores=(Score("r", 3, 2, 3), Score("r", 5, 0, 1))), 1.0)
-    assert telemetry.take_scores() == (assignment.Score("r", "b", Positions((2, 1, 1), (1, 1, 0))),)
+    assert telemetry.take_scores() == (assignment.ScoreCounts("r", "b", Positions((2, 1, 1), (1, 1, 0))),)
     assert telemetry.take_scores() == ()
     drafters.receive(links["b"], ProposalRound(0, (Proposal("r", 3, (5,), (0.5,), "b"),), resyncs=("r",)), 1.0)
     assert sequence.draft.proposal is None  # it is not its turn

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
-from drafters.cascade import CascadeDrafter, Member
+from drafters.cascade import CascadeDrafter, CascadeMember
 from drafters.marginal_gain import Costs
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.replay import common_prefix_len
@@ -100,7 +100,7 @@ class Split:
 
 
 def cascade(*members: tuple[Scripted, float, bool]) -> CascadeDrafter:
-    drafter = CascadeDrafter([Member(f"m{i}", d, cost, splices) for i, (d, cost, splices) in enumerate(members)])
+    drafter = CascadeDrafter([CascadeMember(f"m{i}", d, cost, splices) for i, (d, cost, splices) in enumerate(members)])
     drafter.open("r", CONTENT[:3], 3, SAMPLING)
     return drafter
 
@@ -234,7 +234,9 @@ def test_it_never_loses_against_its_best_member_by_more_than_exploring_costs(see
         "model": pace(Recorded(steady, shy), lambda: 1500 * cost),
     }
     counter = Counted(Recorded(steady, shy))
-    drafter = CascadeDrafter([Member("lookup", Recorded(hits, boast), 0.0, True), Member("model", counter, cost)])
+    drafter = CascadeDrafter(
+        [CascadeMember("lookup", Recorded(hits, boast), 0.0, True), CascadeMember("model", counter, cost)]
+    )
     together = pace(drafter, lambda: cost * counter.num_asked)
     assert together > 0.97 * max(alone.values()), alone
     if cost < 0.2:
@@ -246,7 +248,10 @@ def test_a_request_that_is_unlike_the_others_is_served_by_what_suits_it() -> Non
     good, bad = Counted(Recorded([4], 0.8)), Counted(Recorded([0], 0.8))
     model = Split({"good": good, "bad": bad})
     drafter = CascadeDrafter(
-        [Member("silent", Split({"good": Recorded([0], 0.5), "bad": Recorded([0], 0.5)}), 0.0), Member("model", model, 0.7)]
+        [
+            CascadeMember("silent", Split({"good": Recorded([0], 0.5), "bad": Recorded([0], 0.5)}), 0.0),
+            CascadeMember("model", model, 0.7),
+        ]
     )
     lengths = {"good": 3, "bad": 3}
     for name in lengths:
@@ -293,7 +298,7 @@ def test_what_a_member_costs_is_learned_from_how_long_it_takes(configured: float
     """A model that gets one token right half of the time: worth a tenth of a round, not two rounds and a half."""
     clock = [0.0]
     model = Slow(Recorded([1, 0], 0.5), seconds, clock)
-    members = [Member("silent", Recorded([0], 0.5), 0.0), Member("model", model, configured)]
+    members = [CascadeMember("silent", Recorded([0], 0.5), 0.0), CascadeMember("model", model, configured)]
     drafter = CascadeDrafter(members, clock=lambda: clock[0])
     drafter.open("r", (0, 1, 2), 3, SAMPLING)
     length = 3
@@ -356,7 +361,7 @@ class Sometimes(Scripted):
 def test_of_lookups_that_agree_it_is_surer_than_of_those_that_differ() -> None:
     """Each is right half of the time, and both wrong in ways of their own: where they agree they are right."""
     one, other = (Sometimes(1, 0.5, wrong=i, luck=random.Random(i)) for i in (1, 2))
-    drafter = CascadeDrafter([Member("a", one, 0.0), Member("b", other, 0.0)])
+    drafter = CascadeDrafter([CascadeMember("a", one, 0.0), CascadeMember("b", other, 0.0)])
     drafter.open("r", CONTENT[:3], 3, SAMPLING)
     handed: dict[bool, list[float]] = {True: [], False: []}
     for length in range(3, 1503):
@@ -370,4 +375,4 @@ def test_of_lookups_that_agree_it_is_surer_than_of_those_that_differ() -> None:
 
 def test_a_cost_below_nothing_is_refused() -> None:
     with pytest.raises(InvalidField, match="from 0"):
-        CascadeDrafter([Member("a", Scripted(1, 0.5), -1.0), Member("b", Scripted(1, 0.5), 0.0)])
+        CascadeDrafter([CascadeMember("a", Scripted(1, 0.5), -1.0), CascadeMember("b", Scripted(1, 0.5), 0.0)])

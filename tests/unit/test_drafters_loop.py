@@ -11,7 +11,7 @@ from cluster.transport.base import LinkUp
 from cluster.types import Proposal
 from drafters.loop import DrafterLoop
 from drafters.protocol import Demand, Draft
-from drafters.sessions import RosterLimits
+from drafters.sessions import SessionLimits
 from tests.support.drafter_bench import SAMPLING, Bench, Counting, FakeLink
 
 
@@ -258,7 +258,7 @@ class Led(Counting):
 
 def test_a_drafter_is_led_as_the_target_says_and_tells_how_that_goes(caplog: pytest.LogCaptureFixture) -> None:
     bench, drafter = Bench(), Led()
-    bench.loop = DrafterLoop("counting/1", drafter, bench.mailbox, RosterLimits(max_draft_len=4))
+    bench.loop = DrafterLoop("counting/1", drafter, bench.mailbox, SessionLimits(max_draft_len=4))
     bench.now_s = 1.0
     opening = Open("r", (0, 1, 2), 3, SAMPLING, ("a", "b"))
     bench.mail(opens=(opening,))

@@ -14,7 +14,7 @@ from cluster.config import DrafterConfig, NgramOptions
 from cluster.errors import LinkClosed, Overloaded
 from cluster.types import Commit, FinishReason, Request, SamplingParams
 from deploy.embedded import Completing, EmbeddedCluster, PoolEntry
-from drafters.sessions import RosterLimits
+from drafters.sessions import SessionLimits
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
 from tests.support.toys import MODEL, ToyDrafter, ToyTarget, plain_run
@@ -38,7 +38,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
 
 
 def test_a_pool_without_a_configuration_has_its_defaults() -> None:
-    entry, limits = drafter(), RosterLimits()
+    entry, limits = drafter(), SessionLimits()
     config = DrafterConfig(name="d", options=NgramOptions())
     assert entry.capacity == limits.capacity == config.capacity
     assert entry.max_draft_len == limits.max_draft_len == config.max_draft_len

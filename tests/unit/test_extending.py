@@ -22,10 +22,10 @@ from drafters.loop import DrafterLoop
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.registry import Site, make_drafter
 from engine.round import TargetLoop
-from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, Score
+from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, ScoreCounts
 from router.cost_model import TableCost
 from router.policies import POLICIES, build_policy
-from router.policies.free_capacity import Room
+from router.policies.free_capacity import FreeCapacity
 from router.slot import Router, SlotReport
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, choose, plain_run
 
@@ -48,11 +48,11 @@ class Alphabetical:
     def __init__(self, config: AlphabeticalPolicy) -> None:
         self.num_seen = 0
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         self.num_seen += sum(seen.num_accepted for seen in observations)
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
-        room = Room(sorted(pool, key=lambda member: member.name))
+        room = FreeCapacity(sorted(pool, key=lambda member: member.name))
         return {
             request.request_id: next(
                 (seat for drafter in room.drafters if (seat := room.seat(drafter, request.chain)) is not None), TARGET_ONLY

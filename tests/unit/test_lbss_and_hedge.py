@@ -16,12 +16,12 @@ from router.assignment import (
     PoolMember,
     Positions,
     RequestView,
-    Score,
+    ScoreCounts,
 )
 from router.policies import build_policy
-from router.policies.experience import Experience
+from router.policies.experience import RequestAcceptance
 from router.policies.expiring_cache import GENERATION_SLOTS
-from router.policies.on_time_rate import InTime
+from router.policies.on_time_rate import OnTimeRates
 from router.prompt_features import prompt_features
 from tests.support.observing import right_at
 
@@ -144,7 +144,7 @@ def taught(config: HedgePolicy, num_slots: int = 10) -> AssignmentPolicy:
     for _ in range(num_slots):
         policy.observe(
             [seen(r.request_id, "d0", 1.2) for r in requests],
-            [Score(r.request_id, "d1", TEN_RIGHT) for r in requests],
+            [ScoreCounts(r.request_id, "d1", TEN_RIGHT) for r in requests],
         )
     return policy
 
@@ -178,7 +178,7 @@ def test_a_drafter_that_is_late_is_left_for_its_lateness_and_is_thought_no_less_
                 Observation(r.request_id, "d0", 10, 0, 0, 10, 1.0, num_missed=10) if late else seen(r.request_id, "d0", 4.0)
                 for r in requests
             ]
-            policy.observe(here, [Score(r.request_id, "d1", right_at(10, 8)) for r in requests])
+            policy.observe(here, [ScoreCounts(r.request_id, "d1", right_at(10, 8)) for r in requests])
         return set(policy.assign(requests, pool).values())
 
     assert slot(late=False, num_slots=5) == {("d0",)}  # four tokens a round for less than two
@@ -187,7 +187,7 @@ def test_a_drafter_that_is_late_is_left_for_its_lateness_and_is_thought_no_less_
 
 
 def test_lateness_is_forgotten_while_others_draft_so_that_it_is_tried_again() -> None:
-    in_time = InTime(memory_rounds=100.0)
+    in_time = OnTimeRates(memory_rounds=100.0)
     assert in_time.shares(["d0", "d1"]).tolist() == [1.0, 1.0]
     for _ in range(20):
         in_time.observe([Observation("r", "d0/1", 10, 0, 0, 10, 1.0, num_missed=10), seen("q", "d1", 2.0)])
@@ -226,7 +226,7 @@ def test_a_prompt_of_a_known_kind_goes_where_its_kind_did_well() -> None:
     policy.assign(requests, pool_of(20, 20))
     for _ in range(30):
         scores = [
-            Score(r.request_id, drafter, TEN_RIGHT if (r.request_id[0] == "x") == (drafter == "d0") else TEN_WRONG)
+            ScoreCounts(r.request_id, drafter, TEN_RIGHT if (r.request_id[0] == "x") == (drafter == "d0") else TEN_WRONG)
             for r in requests
             for drafter in ("d0", "d1")
         ]
@@ -240,8 +240,8 @@ def test_scarce_places_go_to_the_greatest_sum() -> None:
     requests, pool = views(6), pool_of(6, 2)
     policy.assign(requests, pool)
     for _ in range(20):
-        policy.observe([], [Score(r.request_id, "d0", TEN_WRONG) for r in requests])
-        policy.observe([], [Score(f"r{i}", "d1", Positions((10,), (2 * i,))) for i in range(5)])
+        policy.observe([], [ScoreCounts(r.request_id, "d0", TEN_WRONG) for r in requests])
+        policy.observe([], [ScoreCounts(f"r{i}", "d1", Positions((10,), (2 * i,))) for i in range(5)])
     chains = policy.assign(requests, pool)
     assert [request_id for request_id, chain in chains.items() if chain == ("d1",)] == ["r3", "r4"]
 
@@ -253,7 +253,13 @@ def test_hysteresis_and_the_cost_of_a_switch_hold_back_what_does_not_pay() -> No
         request = RequestView("r", 10, committed_len, ("d0",))
         policy.assign([request], pool)
         for _ in range(50):
-            policy.observe([], [Score("r", "d0", Positions((20,), (10,))), Score("r", "d1", Positions((20,), (14,)))])
+            policy.observe(
+                [],
+                [
+                    ScoreCounts("r", "d0", Positions((20,), (10,))),
+                    ScoreCounts("r", "d1", Positions((20,), (14,))),
+                ],
+            )
         return policy.assign([request], pool) == {"r": ("d1",)}
 
     free = HedgePolicy(exploration=0.0, learning_rate=1000, payback_s=1.0)
@@ -274,7 +280,7 @@ def test_without_scores_a_small_share_tries_what_it_has_not_seen() -> None:
     policy.observe([seen("gone", "d1", 1.1, rounds=300)])
     tries = Counter(policy.assign(requests, pool).values())
     assert 60 <= tries["d1",] <= 140
-    scored = [Score(r.request_id, "d1", TEN_WRONG) for r in requests]
+    scored = [ScoreCounts(r.request_id, "d1", TEN_WRONG) for r in requests]
     policy.observe([], scored)
     assert Counter(policy.assign(requests, pool).values())["d1",] == 0  # seen well enough
 
@@ -291,7 +297,7 @@ def test_requests_to_come_try_nothing() -> None:
 def test_what_is_remembered_of_requests_is_bounded_by_those_that_live() -> None:
     policy = build_policy(HedgePolicy())
     experience = policy._own  # type: ignore[attr-defined]
-    assert isinstance(experience, Experience)
+    assert isinstance(experience, RequestAcceptance)
     for slot in range(6 * GENERATION_SLOTS):
         requests = [RequestView(f"r{slot}-{i}", 5, 5, ()) for i in range(10)]
         policy.assign(requests, pool_of(5, 5))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from cluster.types import SamplingParams
-from drafters.cascade import CascadeDrafter, Member
+from drafters.cascade import CascadeDrafter, CascadeMember
 from drafters.lookups import compiled
 from drafters.native.ensemble import MOST_MEMBERS
 from drafters.native.lookup import load_library
@@ -76,8 +76,8 @@ def cascades(texts: dict[str, list[int]], dear: bool) -> list[CascadeDrafter]:
         return [NgramDrafter(), suffix, TableDrafter(table, max_learned=200)]
 
     def cascade(free: Sequence[Drafter]) -> CascadeDrafter:
-        members = [Member(f"m{i}", drafter, 0.0, splices=True) for i, drafter in enumerate(free)]
-        return CascadeDrafter([*members, Member("dear", Dear(texts), 0.3)] if dear else members)
+        members = [CascadeMember(f"m{i}", drafter, 0.0, splices=True) for i, drafter in enumerate(free)]
+        return CascadeDrafter([*members, CascadeMember("dear", Dear(texts), 0.3)] if dear else members)
 
     return [cascade(lookups()), cascade([compiled(drafter) for drafter in lookups()])]
 
@@ -136,7 +136,7 @@ def test_a_cascade_of_compiled_lookups_drafts_the_same(dear: bool, row_price: fl
 
 def test_a_request_that_is_opened_again_starts_over() -> None:
     sampling = SamplingParams(max_tokens=20, temperature=0.0)
-    members = [Member("m0", compiled(NgramDrafter()), 0.0, splices=True)]
+    members = [CascadeMember("m0", compiled(NgramDrafter()), 0.0, splices=True)]
     drafter = CascadeDrafter(members)
     for last in (1, 2):
         drafter.open("r", [5, 1, 7, 2, 8, last], 6, sampling)
@@ -174,5 +174,5 @@ def test_tokens_that_are_none_change_nothing() -> None:
 
 
 def test_more_lookups_than_c_has_room_for_are_heard_in_python() -> None:
-    members = [Member(f"m{i}", compiled(NgramDrafter()), 0.0, splices=True) for i in range(MOST_MEMBERS + 1)]
+    members = [CascadeMember(f"m{i}", compiled(NgramDrafter()), 0.0, splices=True) for i in range(MOST_MEMBERS + 1)]
     assert type(CascadeDrafter(members)._hearing).__name__ == "PlainHearing"

@@ -6,14 +6,22 @@ import numpy as np
 import pytest
 
 from router.assignment import Observation
-from router.policies.observed_overhead import SPREAD, TRIAL_SLOTS, Choice, Choosing, Fills, Overruns, seated
+from router.policies.observed_overhead import (
+    SPREAD,
+    TRIAL_SLOTS,
+    Choice,
+    DrafterChoice,
+    FillRates,
+    ObservedOverheads,
+    seated,
+)
 from tests.support.observing import right_at
 
 NAMES = ("", "lookup", "model")
 
 
 def test_a_lookup_that_is_mostly_silent_takes_few_rows() -> None:
-    fills = Fills(memory_rounds=100)
+    fills = FillRates(memory_rounds=100)
     assert fills.of("lookup", 8) == 1.0
     for _ in range(50):
         fills.observe([Observation("r", "lookup/1", 10, 16, 8, 18, 1.0, right_at(10, 8))])
@@ -22,14 +30,16 @@ def test_a_lookup_that_is_mostly_silent_takes_few_rows() -> None:
     assert fills.of("model", 8) == 1.0, "what was late says nothing of what is verified"
 
 
-def seen(overruns: Overruns, chain: tuple[str, ...], ratio: float, num_slots: int, noise: float, seed: int = 0) -> None:
+def seen(
+    overruns: ObservedOverheads, chain: tuple[str, ...], ratio: float, num_slots: int, noise: float, seed: int = 0
+) -> None:
     rng = random.Random(seed)
     for _ in range(num_slots):
         overruns.observe({chain: (1.0, ratio * (1.0 + rng.uniform(-noise, noise)))})
 
 
 def test_what_tokens_took_counts_as_far_as_it_is_off_by_more_than_chance() -> None:
-    overruns = Overruns()
+    overruns = ObservedOverheads()
     seen(overruns, ("chance",), 1.05, 10, noise=0.4)
     assert overruns.factors() == {("chance",): 1.0}
     seen(overruns, ("slow",), 1.6, 60, noise=0.4)
@@ -37,11 +47,11 @@ def test_what_tokens_took_counts_as_far_as_it_is_off_by_more_than_chance() -> No
     found = overruns.factors()
     assert found["slow",] == pytest.approx(1.6, abs=0.15)
     assert found["quick",] == pytest.approx(0.6, abs=0.15)
-    assert Overruns().factors() == {}
+    assert ObservedOverheads().factors() == {}
 
 
 def test_what_was_not_seen_for_long_is_forgotten() -> None:
-    overruns = Overruns()
+    overruns = ObservedOverheads()
     seen(overruns, ("slow",), 2.0, 40, noise=0.2)
     before = overruns.factors()["slow",]
     for _ in range(3000):
@@ -53,20 +63,20 @@ def test_what_was_not_seen_for_long_is_forgotten() -> None:
     assert overruns.factors() == {}, "chains that pools once allowed are not kept for ever"
 
 
-def chosen(choosing: Choosing, *seconds: tuple[float, ...], spread: float = 1.0) -> Choice:
+def chosen(choosing: DrafterChoice, *seconds: tuple[float, ...], spread: float = 1.0) -> Choice:
     return choosing.choose(NAMES, np.array(seconds), (8, 8, 8), spread)
 
 
 def test_requests_are_spread_where_that_is_foreseen_to_be_faster_and_does_not_turn_out_slower() -> None:
     unlike = ((3.0, 1.0, 2.0), (3.0, 3.0, 2.0))
-    assert chosen(Choosing(), *unlike) is SPREAD
-    assert chosen(Choosing(), *unlike, spread=1.6) == "lookup"
-    assert chosen(Choosing(), (3.0, 1.0, 2.0), (3.0, 1.0, 2.0)) == "lookup"
-    assert chosen(Choosing(), (1.0, np.inf, 2.0)) == ""
+    assert chosen(DrafterChoice(), *unlike) is SPREAD
+    assert chosen(DrafterChoice(), *unlike, spread=1.6) == "lookup"
+    assert chosen(DrafterChoice(), (3.0, 1.0, 2.0), (3.0, 1.0, 2.0)) == "lookup"
+    assert chosen(DrafterChoice(), (1.0, np.inf, 2.0)) == ""
 
 
 def test_a_choice_is_given_some_time_unless_it_cannot_be_had() -> None:
-    choosing = Choosing()
+    choosing = DrafterChoice()
     assert chosen(choosing, (3.0, 1.0, 2.0)) == "lookup"
     found = [chosen(choosing, (3.0, 2.5, 2.0)) for _ in range(TRIAL_SLOTS)]
     assert found == ["lookup"] * (TRIAL_SLOTS - 1) + ["model"]
@@ -77,7 +87,7 @@ def test_a_drafter_is_judged_by_those_whom_it_has_a_place_for() -> None:
     """It is the fastest for all eight, and two can be with it: the others are elsewhere, and share no pass with them."""
     seconds = np.array([(3.0, 1.2, 1.0)] * 8)
     for num_places, spread, choice in ((8, 1.5, "model"), (2, 1.5, "lookup"), (2, 1.0, "model"), (0, 1.0, "lookup")):
-        assert Choosing().choose(NAMES, seconds, (8, 8, num_places), spread) == choice
+        assert DrafterChoice().choose(NAMES, seconds, (8, 8, num_places), spread) == choice
 
 
 def test_places_at_what_is_chosen_go_to_those_who_gain_by_it() -> None:

@@ -17,7 +17,7 @@ from engine.telemetry import Telemetry
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
 from router.plan import Span
 from router.policies import build_policy
-from router.policies.on_time_rate import InTime
+from router.policies.on_time_rate import OnTimeRates
 from tests.support.observing import right_at
 
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
@@ -94,7 +94,7 @@ class Target:
 
 
 def share(target: Target) -> float:
-    in_time = InTime(memory_rounds=1000.0)
+    in_time = OnTimeRates(memory_rounds=1000.0)
     in_time.observe(target.telemetry.take_observations())
     return float(in_time.shares(["d"]).item())
 

@@ -21,8 +21,8 @@ from cluster.config import (
 from cluster.types import RoutingTable
 from router.assignment import TARGET_ONLY, AssignmentPolicy, Observation, PoolMember, RequestView, drafter_of
 from router.policies import POLICIES, build_policy, build_pool
-from router.policies.expiring_cache import GENERATION_SLOTS, Seen
-from router.policies.goodput import ShrunkMeans
+from router.policies.expiring_cache import GENERATION_SLOTS, ExpiringCache
+from router.policies.goodput import ShrunkGoodput
 from router.table import MAX_CHAINS, next_table
 
 
@@ -191,7 +191,7 @@ def test_seeds_differ() -> None:
 
 
 def test_an_estimate_moves_from_the_pool_to_the_request() -> None:
-    estimates = ShrunkMeans(prior_rounds=8, memory_rounds=1e6)
+    estimates = ShrunkGoodput(prior_rounds=8, memory_rounds=1e6)
     estimates.observe([seen(f"other{i}", "d0", 2.0, rounds=1000) for i in range(10)])
     values = []
     for _ in range(6):
@@ -206,14 +206,14 @@ def test_an_estimate_moves_from_the_pool_to_the_request() -> None:
 
 
 def test_an_estimate_follows_a_drafter_that_gets_worse() -> None:
-    estimates = ShrunkMeans(prior_rounds=8, memory_rounds=100)
+    estimates = ShrunkGoodput(prior_rounds=8, memory_rounds=100)
     estimates.observe([seen("r", "d0", 4.0, rounds=10) for _ in range(100)])
     estimates.observe([seen("r", "d0", 1.0, rounds=10) for _ in range(30)])
     assert estimates.of_pool(["d0"])["d0"] < 12.0
 
 
 def test_what_nobody_asks_for_is_forgotten() -> None:
-    memory: Seen[int] = Seen()
+    memory: ExpiringCache[int] = ExpiringCache()
     memory.put("kept", 1)
     memory.put("gone", 2)
     for _ in range(2 * GENERATION_SLOTS):

@@ -14,7 +14,7 @@ from cluster.errors import ModelUnavailable
 from deploy.cli import app
 from engine.models import prepare
 from engine.models.manifest import MANIFEST, Manifest
-from engine.models.prepare import State, WheelModel, cache_folder, ensure_model, resolve_model, state_of
+from engine.models.prepare import ModelState, WheelModel, cache_folder, ensure_model, resolve_model, state_of
 from tests.support.tiny_model import write_tiny_model
 
 NAME = "toy"
@@ -82,7 +82,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_is_converted_once_and_then_resolved(conversions: Conversions, home: Path) -> None:
-    assert state_of(NAME) is State.NOT_PREPARED
+    assert state_of(NAME) is ModelState.NOT_PREPARED
     with pytest.raises(ModelUnavailable, match="outrider models prepare toy"):
         resolve_model(NAME)
     steps: list[float] = []
@@ -91,7 +91,7 @@ def test_a_model_is_converted_once_and_then_resolved(conversions: Conversions, h
     assert conversions.count == 1
     assert steps == sorted(steps)
     assert steps[-1] == 1.0
-    assert state_of(NAME) is State.READY
+    assert state_of(NAME) is ModelState.READY
     assert _leftovers(home) == []
 
 
@@ -141,7 +141,7 @@ def _flip_a_byte(folder: Path) -> None:
 @pytest.mark.parametrize("damage", [_truncate, _delete_weights, _break_manifest])
 def test_a_damaged_model_is_refused_in_one_line_and_converted_anew(conversions: Conversions, damage, home: Path) -> None:
     damage(ensure_model(NAME))
-    assert state_of(NAME) is State.DAMAGED
+    assert state_of(NAME) is ModelState.DAMAGED
     with pytest.raises(ModelUnavailable, match="run `outrider models prepare toy`") as refused:
         resolve_model(NAME)
     assert "\n" not in str(refused.value)

@@ -42,7 +42,7 @@ from profiler.latency import FORMS
 from profiler.online_cost import OnlineCost
 from profiler.profile import pool_costs
 from profiler.profile_store import save_profile
-from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView, Score
+from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView, ScoreCounts
 from router.slot import Router, SlotReport
 from tests.support.dspark import write_dspark
 
@@ -234,7 +234,7 @@ def test_the_router_takes_measured_costs_and_keeps_the_priors_of_others() -> Non
     class Seeing:
         """A policy that remembers its pool."""
 
-        def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None: ...
+        def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None: ...
 
         def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> dict[str, tuple[str, ...]]:
             self.costs = {member.name: member.cost for member in pool}

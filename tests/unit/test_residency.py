@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from cluster.errors import InvalidField
 from router.devices import GB, Stay, Tenant, check_fits
-from router.residency import MAX_OFFERED, MAX_RETIRING, Demand, ModelPool, Moves
+from router.residency import MAX_OFFERED, MAX_RETIRING, LoadDemand, ModelPool, Moves
 
 CALM_S = 10.0
 LIMITS = {"gpu": 10, "cpu": 10}
 A, B = (Tenant(name, "gpu", 6, Stay.LAZY) for name in ("a", "b"))
-WANTED, BUSY = Demand(num_wanting=1), Demand(num_requests=1)
+WANTED, BUSY = LoadDemand(num_wanting=1), LoadDemand(num_requests=1)
 
 
 def pool(*tenants: Tenant, limits: dict[str, int] | None = None) -> ModelPool:
@@ -22,7 +22,7 @@ def pool(*tenants: Tenant, limits: dict[str, int] | None = None) -> ModelPool:
     return made
 
 
-def looks(made: ModelPool, num: int, start_s: float, **demands: Demand) -> list[Moves]:
+def looks(made: ModelPool, num: int, start_s: float, **demands: LoadDemand) -> list[Moves]:
     found = []
     for i in range(num):
         found.append(made.look(demands, start_s + i))
@@ -54,9 +54,9 @@ def test_one_that_is_idle_gives_way_to_one_that_is_wanted_and_first_it_retires()
 def test_one_that_requests_are_with_is_not_evicted_and_stays_when_it_is_never_idle() -> None:
     made = pool(A, B)
     made.look({"a": WANTED}, 0.0)
-    made.look({"b": Demand(num_wanting=9)}, 20.0)
+    made.look({"b": LoadDemand(num_wanting=9)}, 20.0)
     assert made.retiring == {"a"}
-    waiting = looks(made, MAX_RETIRING + 1, 21.0, a=BUSY, b=Demand(num_wanting=9))
+    waiting = looks(made, MAX_RETIRING + 1, 21.0, a=BUSY, b=LoadDemand(num_wanting=9))
     assert not any(waiting)
     assert made.resident == {"a": "gpu"}
     assert not made.retiring
@@ -65,14 +65,14 @@ def test_one_that_requests_are_with_is_not_evicted_and_stays_when_it_is_never_id
 def test_one_that_is_used_more_than_another_is_wanted_stays() -> None:
     made = pool(A, B)
     made.look({"a": WANTED}, 0.0)
-    assert not any(looks(made, 60, 1.0, a=Demand(num_requests=4), b=Demand(num_wanting=4)))
+    assert not any(looks(made, 60, 1.0, a=LoadDemand(num_requests=4), b=LoadDemand(num_wanting=4)))
     assert not made.retiring
 
 
 def test_who_retires_for_one_that_is_not_wanted_any_more_stays() -> None:
     made = pool(A, B)
     made.look({"a": WANTED}, 0.0)
-    made.look({"b": Demand(num_wanting=2)}, 20.0)
+    made.look({"b": LoadDemand(num_wanting=2)}, 20.0)
     assert made.retiring == {"a"}
     looks(made, 4, 21.0, a=BUSY)
     assert not made.retiring
@@ -84,15 +84,15 @@ def test_the_least_worth_of_many_gives_way_and_reloading_counts() -> None:
     ]
     made = pool(*small, B)
     looks(made, 1, 0.0, x=WANTED, y=WANTED, z=WANTED)
-    looks(made, 3, 1.0, x=Demand(num_requests=2), y=Demand(num_requests=1), z=Demand(num_requests=1))
-    wanted = Demand(num_wanting=40)
+    looks(made, 3, 1.0, x=LoadDemand(num_requests=2), y=LoadDemand(num_requests=1), z=LoadDemand(num_requests=1))
+    wanted = LoadDemand(num_wanting=40)
     looks(made, 1, 20.0, b=wanted)
     assert made.retiring == {"y", "x"}, "z takes longest to come back"
 
 
 def test_a_pinned_one_is_never_evicted() -> None:
     made = pool(replace(A, stay=Stay.PINNED), B)
-    assert not any(looks(made, 100, 0.0, b=Demand(num_wanting=50)))
+    assert not any(looks(made, 100, 0.0, b=LoadDemand(num_wanting=50)))
     assert not made.offered(200.0)
 
 
@@ -122,7 +122,7 @@ def test_one_that_failed_is_put_aside_for_as_long_as_it_is_told() -> None:
 def test_one_that_finds_no_room_is_not_offered_for_ever() -> None:
     made = pool(A, B)
     made.look({"a": WANTED}, 0.0)
-    looks(made, MAX_OFFERED + 1, 20.0, a=Demand(num_requests=9), b=WANTED)
+    looks(made, MAX_OFFERED + 1, 20.0, a=LoadDemand(num_requests=9), b=WANTED)
     assert not made.offered(20.0 + MAX_OFFERED)
     assert made.offered(20.0 + MAX_OFFERED + CALM_S) == {"b"}
 
@@ -167,7 +167,9 @@ def test_whatever_is_wanted_limits_hold_and_nobody_is_evicted_while_in_use_or_so
         now_s = 2.0 * (step + 1)
         before = made.resident
         demands = {
-            tenant.name: Demand(num_requests if tenant.name in before else 0, 0 if tenant.name in before else num_wanting)
+            tenant.name: LoadDemand(
+                num_requests if tenant.name in before else 0, 0 if tenant.name in before else num_wanting
+            )
             for tenant, (num_requests, num_wanting, _) in zip(tenants, counts, strict=False)
         }
         moves = made.look(demands, now_s)

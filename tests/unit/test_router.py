@@ -27,9 +27,18 @@ from cluster.state_file import FileStateStore
 from cluster.types import Commit, FinishReason, RoutingTable
 from engine.telemetry import Telemetry
 from profiler.drafter_stats import Judgement
-from router.assignment import AssignmentPolicy, Chain, MemberCosts, Observation, PoolMember, Positions, RequestView, Score
+from router.assignment import (
+    AssignmentPolicy,
+    Chain,
+    MemberCosts,
+    Observation,
+    PoolMember,
+    Positions,
+    RequestView,
+    ScoreCounts,
+)
 from router.cost_model import TableCost
-from router.drift import CollapseWatch
+from router.drift import DriftDetector
 from router.policies import build_policy, member_costs
 from router.policies.fixed import Fixed
 from router.slot import FALLBACK_COST, Router, SlotReport
@@ -311,7 +320,7 @@ def test_scores_of_all_targets_reach_the_policy() -> None:
     router = Router(build_policy(HedgePolicy(exploration=0.0)), POOL)
     views = [view(f"r{i}", "a") for i in range(4)]
     router.slot([report(*views)])
-    scores = tuple(Score(one.request_id, "b", Positions((50,), (49,))) for one in views)
+    scores = tuple(ScoreCounts(one.request_id, "b", Positions((50,), (49,))) for one in views)
     wrong = tuple(Observation(one.request_id, "a", 50, 200, 1, 51, 1.0, Positions((50,), (1,))) for one in views)
     table = router.slot([replace(report(*views, seen=wrong), scores=scores)])
     assert table is not None
@@ -319,7 +328,7 @@ def test_scores_of_all_targets_reach_the_policy() -> None:
 
 
 def test_a_drafter_whose_acceptance_collapses_is_left_and_tried_again() -> None:
-    watch = CollapseWatch(CollapseConfig(quarantine_s=2.5, trial_places=1), 0.25)
+    watch = DriftDetector(CollapseConfig(quarantine_s=2.5, trial_places=1), 0.25)
     router = Router(build_policy(FixedPolicy()), POOL, watch)
 
     def slot(number: int, num_right: int, num_seen: int = 4) -> dict[str, tuple[str, ...]]:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from cluster.messages import LevelReport, Verified
-from router.similarity import Depths, Paces, Similarities, agreement, guess, similarity
+from router.similarity import Depths, PassTimeFactors, Similarities, agreement, guess, similarity
 
 
 @pytest.mark.parametrize("tv", [0.0, 0.1, 0.3, 0.45, 0.6, 0.9])
@@ -44,7 +44,7 @@ def test_how_much_a_proposer_says_is_seen_too() -> None:
 
 
 def test_passes_that_take_longer_than_the_profile_says_are_followed() -> None:
-    paces = Paces(weight=0.2)
+    paces = PassTimeFactors(weight=0.2)
     assert paces.factor("a") == 1.0
     paces.observe(LevelReport("a", 10, 20, 0.2, 0), expected_s=0.01)
     assert paces.factor("a") == pytest.approx(2.0)  # nothing was known before

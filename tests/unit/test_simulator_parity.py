@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cluster.config import EpsilonGreedyPolicy, FixedPolicy, HedgePolicy, PolicyConfig
-from router.assignment import AssignmentPolicy, Observation, Score
+from router.assignment import AssignmentPolicy, Observation, ScoreCounts
 from router.cost_model import TableCost
 from router.plan import StepPlan
 from router.planner import PlannerSettings, StepPlanner
@@ -75,7 +75,7 @@ class Noting(Fixed):
         super().__init__(FixedPolicy(chain=(drafter,)))
         self.seen: list[Observation] = []
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[Score] = ()) -> None:
+    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         self.seen.extend(observations)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from actors.drafter import DrafterInfo
-from actors.memory_budget import Homes
-from actors.processes import Process, ProcessEnded, State
+from actors.memory_budget import MemoryBudget
+from actors.processes import Process, ProcessEnded, ProcessState
 from actors.router import RouterInfo
 from actors.supervisor import Supervisor
 from actors.target import DrafterCounts, TargetInfo, TargetReport
@@ -195,7 +195,7 @@ async def test_a_drafter_that_keeps_failing_is_quarantined(supervisor: Superviso
         return (await supervisor.status()).drafters[0].state
 
     async with asyncio.timeout(10):
-        while await state() != State.QUARANTINED:  # noqa: ASYNC110
+        while await state() != ProcessState.QUARANTINED:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
     await eventually(lambda: "ngram/1" in supervisor.pids())  # others are not touched
     assert len(spawner.lives["ngram"]) == FAST.quarantine_restarts
@@ -357,7 +357,7 @@ async def test_drain_waits_for_what_is_under_way_and_not_for_ever(supervisor: Su
 
 SMALL, LARGE = (DrafterConfig(name=name, options=ModelOptions(model="/nowhere"), load="lazy") for name in ("small", "large"))
 EAGER = DrafterConfig(name="eager", options=NgramOptions())
-HOMES = Homes(
+HOMES = MemoryBudget(
     (Tenant("small", "gpu", 6, Stay.LAZY), Tenant("large", "gpu", 6, Stay.LAZY), Tenant("eager", "cpu", 1, Stay.PINNED)),
     {"gpu": 10, "cpu": 10},
 )

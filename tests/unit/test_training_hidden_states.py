@@ -10,7 +10,7 @@ from drafters.training.batches import BatchPlan, assemble, epoch
 from drafters.training.corpus import Answer
 from drafters.training.feature_cache import InMemory, OnDisk
 from drafters.training.frozen import FrozenTarget
-from drafters.training.hidden_states import Readings
+from drafters.training.hidden_states import HiddenStateReader
 from tests.support.made_answers import answer
 
 CPU = torch.device("cpu")
@@ -27,11 +27,11 @@ def answers() -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def readings(target: FrozenTarget) -> Readings:
-    return Readings(target, (0, 1), InMemory(2**24), max_pass_tokens=64)
+def readings(target: FrozenTarget) -> HiddenStateReader:
+    return HiddenStateReader(target, (0, 1), InMemory(2**24), max_pass_tokens=64)
 
 
-def test_anchors_begin_at_the_last_prompt_token_and_have_a_truth(answers: list[Answer], readings: Readings) -> None:
+def test_anchors_begin_at_the_last_prompt_token_and_have_a_truth(answers: list[Answer], readings: HiddenStateReader) -> None:
     plan = BatchPlan(max_rows=100, max_positions=40)
     seen: list[str] = []
     for part, seed in epoch(answers, plan, 5, 0):
@@ -57,8 +57,8 @@ def test_blocks_are_as_long_as_drafting_comes_far() -> None:
 
 
 def test_readings_are_the_targets_own_states_however_they_are_grouped(target: FrozenTarget, answers: list[Answer]) -> None:
-    alone = Readings(target, (0, 1), InMemory(0), max_pass_tokens=1).of(answers)
-    together = Readings(target, (0, 1), InMemory(2**24), max_pass_tokens=4096)
+    alone = HiddenStateReader(target, (0, 1), InMemory(0), max_pass_tokens=1).of(answers)
+    together = HiddenStateReader(target, (0, 1), InMemory(2**24), max_pass_tokens=4096)
     for _ in range(2):  # computed, then kept
         for a, b in zip(alone, together.of(answers), strict=True):
             torch.testing.assert_close(a.features, b.features, rtol=1e-4, atol=1e-5)
@@ -72,9 +72,9 @@ def test_readings_are_the_targets_own_states_however_they_are_grouped(target: Fr
 def test_readings_on_disk_serve_the_next_run_and_are_bounded(
     target: FrozenTarget, answers: list[Answer], tmp_path: Path
 ) -> None:
-    expected = Readings(target, (0, 1), InMemory(0), max_pass_tokens=1).of(answers)
+    expected = HiddenStateReader(target, (0, 1), InMemory(0), max_pass_tokens=1).of(answers)
     room = sum(reading.num_bytes for reading in expected[:10])
-    Readings(target, (0, 1), OnDisk(tmp_path, (0, 1), "mine", room), max_pass_tokens=1).of(answers)
+    HiddenStateReader(target, (0, 1), OnDisk(tmp_path, (0, 1), "mine", room), max_pass_tokens=1).of(answers)
     again = OnDisk(tmp_path, (0, 1), "mine", room)
     found = [again.find(answer) for answer in answers]
     assert 0 < sum(reading is not None for reading in found) <= 10

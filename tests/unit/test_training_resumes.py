@@ -14,11 +14,11 @@ from drafters.training.batches import BatchPlan
 from drafters.training.distil import Distillation, Schedule
 from drafters.training.feature_cache import InMemory
 from drafters.training.frozen import FrozenTarget
-from drafters.training.hidden_states import Readings, target_rows
+from drafters.training.hidden_states import HiddenStateReader, target_rows
 from drafters.training.layers_student import LayersStudent
 from drafters.training.manifest import WorkFolder
 from drafters.training.pipeline import train
-from drafters.training.time_budget import Allowance
+from drafters.training.time_budget import TimeBudget
 from tests.support.wordy_model import write_wordy_model
 from tests.unit.test_train import HERE, Silent, options
 
@@ -63,12 +63,12 @@ def test_time_that_was_spent_is_not_given_again(tmp_path: Path, monkeypatch: pyt
         """Returns how often it may be asked before the time is over, at most twenty times."""
         work = WorkFolder(tmp_path, {"target": "a"})
         work.begin("answers", settings)
-        is_over = Allowance(work, "answers", seconds, is_done=work.is_done("answers"))
+        is_over = TimeBudget(work, "answers", seconds, is_done=work.is_done("answers"))
         return sum(1 for _ in itertools.takewhile(lambda _: not is_over(), range(20)))
 
     work = WorkFolder(tmp_path, {"target": "a"})
     work.begin("answers", {})
-    is_over = Allowance(work, "answers", 100.0, is_done=False)
+    is_over = TimeBudget(work, "answers", 100.0, is_done=False)
     assert not any(is_over() for _ in range(6))  # and then it is killed
     assert run() == 3
     assert run() == 0
@@ -80,11 +80,11 @@ def test_a_step_that_ended_gets_no_more_time(tmp_path: Path) -> None:
     work = WorkFolder(tmp_path, {"target": "a"})
     work.begin("answers", {})
     work.finish("answers")
-    assert Allowance(work, "answers", 100.0, is_done=work.is_done("answers"))()
+    assert TimeBudget(work, "answers", 100.0, is_done=work.is_done("answers"))()
 
 
 def test_a_checkpoint_of_another_version_is_not_gone_on_with(target: FrozenTarget, tmp_path: Path) -> None:
-    readings = Readings(target, (0, 1), InMemory(0), max_pass_tokens=1)
+    readings = HiddenStateReader(target, (0, 1), InMemory(0), max_pass_tokens=1)
     plan, timing, path = BatchPlan(100, 10), Schedule(num_epochs=1, learning_rate=1e-3), tmp_path / "checkpoint.pt"
 
     def training() -> Distillation:

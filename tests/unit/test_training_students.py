@@ -16,7 +16,7 @@ from drafters.training.dspark_student import DSparkStudent
 from drafters.training.evaluation import standardisation
 from drafters.training.feature_cache import InMemory
 from drafters.training.frozen import FrozenTarget
-from drafters.training.hidden_states import Readings, target_rows
+from drafters.training.hidden_states import HiddenStateReader, target_rows
 from drafters.training.layers_student import LayersStudent
 from drafters.training.recipe import TrainOptions, dspark_config, feature_layers, kept_layers
 from drafters.training.vocabulary import choose_vocabulary, coverage
@@ -38,12 +38,12 @@ def answers() -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def readings(target: FrozenTarget) -> Readings:
-    return Readings(target, (0, 1), InMemory(2**24), max_pass_tokens=64)
+def readings(target: FrozenTarget) -> HiddenStateReader:
+    return HiddenStateReader(target, (0, 1), InMemory(2**24), max_pass_tokens=64)
 
 
 def student(
-    target: FrozenTarget, readings: Readings, answers: list[Answer], anchor_rank: int = 24, fingerprint: str = ""
+    target: FrozenTarget, readings: HiddenStateReader, answers: list[Answer], anchor_rank: int = 24, fingerprint: str = ""
 ) -> DSparkStudent:
     options = TrainOptions(
         "", "dspark", Path("out"), Path("work"), num_layers=1, block_size=4, markov_rank=8, anchor_rank=anchor_rank
@@ -74,7 +74,7 @@ def test_layers_are_chosen_from_both_ends() -> None:
 
 
 def test_a_saved_dspark_drafter_computes_on_raw_features_what_was_trained_on_standardised_ones(
-    target: FrozenTarget, readings: Readings, answers: list[Answer], tmp_path: Path
+    target: FrozenTarget, readings: HiddenStateReader, answers: list[Answer], tmp_path: Path
 ) -> None:
     mine = student(target, readings, answers)
     plan = BatchPlan(4096, 4096, block_size=4)
@@ -92,7 +92,7 @@ def test_a_saved_dspark_drafter_computes_on_raw_features_what_was_trained_on_sta
 
 @pytest.mark.parametrize("anchor_rank", [24, 1000])
 def test_a_student_begun_with_a_saved_drafter_computes_what_that_does(
-    target: FrozenTarget, readings: Readings, answers: list[Answer], tmp_path: Path, anchor_rank: int
+    target: FrozenTarget, readings: HiddenStateReader, answers: list[Answer], tmp_path: Path, anchor_rank: int
 ) -> None:
     """Whatever its own features' means and deviations are; and saved at once it is that drafter again."""
     first = student(target, readings, answers, anchor_rank)
@@ -117,7 +117,7 @@ def test_a_student_begun_with_a_saved_drafter_computes_what_that_does(
 
 
 def test_going_on_keeps_the_shape_of_the_drafter(
-    target: FrozenTarget, readings: Readings, answers: list[Answer], tmp_path: Path
+    target: FrozenTarget, readings: HiddenStateReader, answers: list[Answer], tmp_path: Path
 ) -> None:
     student(target, readings, answers).save(tmp_path / "mine", target.folder)
     options = TrainOptions("", "dspark", Path("out"), Path("work"), begin_with=tmp_path / "mine")
@@ -130,7 +130,7 @@ def test_going_on_keeps_the_shape_of_the_drafter(
 
 
 def test_going_on_with_what_does_not_fit_is_refused(
-    target: FrozenTarget, readings: Readings, answers: list[Answer], tmp_path: Path
+    target: FrozenTarget, readings: HiddenStateReader, answers: list[Answer], tmp_path: Path
 ) -> None:
     options = TrainOptions("", "dspark", Path("out"), Path("work"), begin_with=tmp_path / "mine")
     with pytest.raises(ModelUnavailable, match="no folder of a trained drafter"):
@@ -160,7 +160,7 @@ def test_going_on_with_what_does_not_fit_is_refused(
 
 
 def test_the_regression_predicts_better_than_chance_before_any_step(
-    target: FrozenTarget, readings: Readings, answers: list[Answer]
+    target: FrozenTarget, readings: HiddenStateReader, answers: list[Answer]
 ) -> None:
     batch = assemble(answers, readings, BatchPlan(4096, 16384, block_size=4), 1, CPU)
     mine = student(target, readings, answers)
@@ -173,7 +173,7 @@ def test_the_regression_predicts_better_than_chance_before_any_step(
 
 
 def test_all_layers_of_the_target_are_its_perfect_drafter(
-    target: FrozenTarget, readings: Readings, answers: list[Answer], tmp_path: Path
+    target: FrozenTarget, readings: HiddenStateReader, answers: list[Answer], tmp_path: Path
 ) -> None:
     """Trained or not: with every layer and the whole head nothing is lost, in training as where it is served."""
     mine = LayersStudent(target.folder, (0, 1), target_rows(target), None)

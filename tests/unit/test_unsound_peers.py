@@ -33,7 +33,7 @@ from cluster.types import Commit, FinishReason, Request, SamplingParams, Slo
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.registry import make_drafter
-from drafters.sessions import RosterLimits
+from drafters.sessions import SessionLimits
 from router import assignment
 from router.assignment import PoolMember, Positions, RequestView
 from router.policies import build_policy
@@ -124,7 +124,7 @@ def test_routers_learn_nothing_of_drafters_that_are_not_in_the_pool() -> None:
     for router in routers():
         before = router.policy.snapshot()
         strange = LevelReport("toy-0", 1, 1, 0.1, 0, (Verified("stranger", (1,), (1,), 1, 1),))
-        scores = (assignment.Score("r", "stranger", Positions((9,), (9,))),)
+        scores = (assignment.ScoreCounts("r", "stranger", Positions((9,), (9,))),)
         view = RequestView("r", 3, 5, ())
         for _ in range(3):
             router.slot([SlotReport((view,), (), 0, ("toy-0", "toy-1", "stranger"), scores=scores, levels=(strange,))])
@@ -218,7 +218,7 @@ def lookups(kind: str) -> Drafter:
 @pytest.mark.parametrize("seed", range(4))
 def test_no_message_of_a_target_ends_a_drafter(kind: str, seed: int) -> None:
     mailbox = Mailbox()
-    loop = DrafterLoop("d", lookups(kind), mailbox, RosterLimits(capacity=4, max_draft_len=4, max_shadows=4))
+    loop = DrafterLoop("d", lookups(kind), mailbox, SessionLimits(capacity=4, max_draft_len=4, max_shadows=4))
     bad = FakeToyLink("bad")
     draws = Unsound(seed, [f"r{i}" for i in range(5)], "d", VOCAB_SIZE)
     rng = random.Random(seed)
