@@ -136,7 +136,7 @@ class RaySpawner:
 
     async def router(self) -> Process:
         from actors.chain_scheduler import ModelChainScheduler
-        from router.drift import DriftDetector
+        from router.estimates.drift import DriftDetector
         from router.policies import build_policy, build_pool, uses_scores
         from router.slot import ChainScheduler, build_router
 

@@ -30,7 +30,7 @@ from cluster.config import (
 from cluster.types import RoutingTable
 from router.assignment import Observation, PoolMember, Positions, RequestView, ScoreCounts
 from router.cost_model import TableCost, monotone
-from router.drift import DriftDetector
+from router.estimates.drift import DriftDetector
 from router.plan import Capacity, DrafterView, SequenceView
 from router.planner import StepPlanner
 from router.policies import build_policy

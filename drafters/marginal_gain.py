@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from router.ewma import UNUSUAL, RunningMean
+from router.estimates.decayed_mean import UNUSUAL, RunningMean
 
 _EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # of the tokens that are expected of what is at hand; between them it is alike
 _HOPED = 1.0  # tokens, of a drafter of which nothing is known there

@@ -7,7 +7,7 @@ counts, too, once rounds without them have shown what it takes else.
 """
 
 from router.cost_model import CostModel
-from router.ewma import RunningMean
+from router.estimates.decayed_mean import RunningMean
 
 _MEMORY = 64.0  # rounds
 _FIRST_ROUNDS = 16  # of a size of batch, at any price

@@ -6,7 +6,7 @@ from typing import Self
 from cluster.config import DEFAULT_DRAFT_LEN, Config
 from router.assignment import drafter_of
 from router.cost_model import CostModel
-from router.ewma import RunningMean
+from router.estimates.decayed_mean import RunningMean
 from router.plan import DraftBudget, SequenceView
 
 PRICE_STEPS = 64  # a row price is rounded to this share of a token, so that it rarely changes and is rarely sent

@@ -16,7 +16,7 @@ from router.assignment import (
     drafter_of,
 )
 from router.chains import PassTime
-from router.drift import DriftDetector
+from router.estimates.drift import DriftDetector
 from router.load_demand import settle
 from router.policies.chain import ModelChains
 from router.table import next_table

@@ -13,7 +13,7 @@ from cluster.types import FinishReason
 from router.assignment import AssignmentPolicy, Chain, MemberCosts, PoolMember, member_name
 from router.chains import pass_times
 from router.cost_model import CostModel, relative_draft_cost
-from router.drift import DriftDetector
+from router.estimates.drift import DriftDetector
 from router.plan import StepPlan
 from router.planner import Planner
 from router.slot import build_router

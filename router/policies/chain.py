@@ -2,7 +2,7 @@
 
 Algorithm 1                                                            here
 1-4   generate candidate chains that end with the target               `router.chains.candidates`
-9-10  estimate acceptance between neighbours from similarity           `router.similarity.Similarities`
+9-10  estimate acceptance between neighbours from similarity           `router.estimates.similarity.Similarities`
 11-13 predict the effective time per target token                      `router.chains.predict`
 14-18 take the chain of the least                                      `ModelChains`
 
@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from cluster.config import ChainPolicy
 from cluster.messages import LevelReport
-from router.acceptance import AcceptanceTable, counts_of
 from router.assignment import (
     TARGET_ONLY,
     Chain,
@@ -31,10 +30,8 @@ from router.assignment import (
     opted_out,
 )
 from router.chains import PROPOSAL_LEN, Level, PassTime, candidates, fastest, predict
-from router.matching import Floats, Ints
-from router.policies.experience import RequestAcceptance
-from router.policies.free_capacity import FreeCapacity
-from router.policies.observed_overhead import (
+from router.estimates.acceptance import AcceptanceTable, counts_of
+from router.estimates.observed_overhead import (
     SPREAD,
     DrafterChoice,
     FillRates,
@@ -43,9 +40,12 @@ from router.policies.observed_overhead import (
     OverrunSums,
     seated,
 )
-from router.policies.on_time_rate import OnTimeRates, Sums
+from router.estimates.on_time_rate import OnTimeRates, Sums
+from router.estimates.request_acceptance import RequestAcceptance
+from router.estimates.similarity import Depths, PassTimeFactors, Similarities, guess
+from router.matching import Floats, Ints
+from router.policies.free_capacity import FreeCapacity
 from router.prompt_features import PromptClusters
-from router.similarity import Depths, PassTimeFactors, Similarities, guess
 
 REFRESH_SLOTS = 4  # after which the times of all chains are predicted anew; sooner when the pool has changed
 UNMEASURED = PassTime(((1, 1.0),))  # a target of which nobody has said how long its passes take

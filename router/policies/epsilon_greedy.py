@@ -20,9 +20,9 @@ from router.assignment import (
     drafter_of,
     opted_out,
 )
+from router.estimates.goodput import ShrunkGoodput
 from router.policies.expiring_cache import ExpiringCache
 from router.policies.free_capacity import FreeCapacity
-from router.policies.goodput import ShrunkGoodput
 
 
 class EpsilonGreedy:

@@ -11,7 +11,6 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from cluster.config import HedgePolicy
-from router.acceptance import AcceptanceTable, counts_of
 from router.assignment import (
     TARGET_ONLY,
     Chain,
@@ -23,11 +22,12 @@ from router.assignment import (
     lessons,
     opted_out,
 )
+from router.estimates.acceptance import AcceptanceTable, counts_of
+from router.estimates.on_time_rate import OnTimeRates, Sums
+from router.estimates.request_acceptance import RequestAcceptance
+from router.estimates.round_times import RoundTimes, shares_target
 from router.matching import NOWHERE, Floats, Ints, match
-from router.policies.experience import RequestAcceptance
 from router.policies.free_capacity import FreeCapacity
-from router.policies.on_time_rate import OnTimeRates, Sums
-from router.policies.round_times import RoundTimes, shares_target
 from router.prompt_features import PromptClusters
 
 MAX_CYCLES = 64  # of a slot's matching: what is left to gain then is little, and the next slot begins nearer to it
@@ -53,18 +53,18 @@ class Hedge:
 
         v_ij = (1 + s_j (L_ij - 1) + G_ij / (eta n_ij)) / T_j
 
-    L_ij: expected tokens of a round that has a draft, from i's own drafts and scores position by position, shrunk to what
-    such prompts (their cluster, at this context length) and all requests saw of j (`router.acceptance`). s_j: of the rounds
-    that a draft could have been there for, the share in which one was (`router.policies.on_time_rate`). T_j: seconds of
-    a round if all requests were with j, which share passes and wait for each other (`router.policies.round_times`).
-    G_ij: a Gumbel draw that stays for the life of i, n_ij the rounds that L_ij rests on. So where drafts are in time i would
-    go to j with a probability proportional to exp(eta n_ij L_ij), which is Hedge, and its perturbed leader where places are
-    scarce (Kalai and Vempala). Drafters of which i has seen little keep a larger draw.
-    Without scores that does not suffice to find what is best for a request that is unlike the others: so a small share
-    tries, for a slot, the drafter of which it has seen least. Where scores come, every drafter has been seen: nobody does.
+    - L_ij: expected tokens of a round with a draft, from i's own drafts and scores by position, shrunk towards j's means for
+      similar prompts (cluster and context length) and for all requests (`router.estimates.acceptance`).
+    - s_j: share of rounds in which j's draft is in time (`router.estimates.on_time_rate`).
+    - T_j: seconds of a round if all requests were with j (`router.estimates.round_times`).
+    - G_ij: a Gumbel draw fixed for the life of i; n_ij: the rounds behind L_ij.
 
-    Where i is, v counts more by the hysteresis; elsewhere less, by what catching up there costs, spread over ``payback_s``.
-    Places go by the greatest sum of v (`router.matching`), from the prices of the last slot.
+    With drafts in time, i goes to j with probability proportional to exp(eta n_ij L_ij), which is Hedge; with scarce places it
+    is Hedge's perturbed leader (Kalai and Vempala). Without scores, a small share of requests explores for a slot the drafter
+    that they have seen least.
+
+    v is raised by the hysteresis where i is, and lowered elsewhere by the cost of catching up, spread over ``payback_s``. The
+    matching maximises the sum of v (`router.matching`), starting from the prices of the last slot.
     """
 
     def __init__(self, config: HedgePolicy) -> None:

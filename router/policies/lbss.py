@@ -46,9 +46,9 @@ from router.assignment import (
     lessons,
     opted_out,
 )
+from router.estimates.goodput import GoodputEstimates
 from router.policies.expiring_cache import ExpiringCache
 from router.policies.free_capacity import FreeCapacity
-from router.policies.goodput import GoodputEstimates
 
 _DROPPED = ""  # by lines 9 and 10
 MAX_EPOCH = 62

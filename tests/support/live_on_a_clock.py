@@ -18,7 +18,7 @@ from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
 from router.assignment import AssignmentPolicy
 from router.draft_length import DraftLengths
-from router.drift import DriftDetector
+from router.estimates.drift import DriftDetector
 from router.plan import Capacity, StepPlan
 from router.planner import Planner
 from router.slot import SlotReport, build_router

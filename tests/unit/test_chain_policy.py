@@ -20,8 +20,8 @@ from router.assignment import (
     ScoreCounts,
 )
 from router.chains import PassTime
+from router.estimates.observed_overhead import TRIAL_SLOTS
 from router.policies.chain import ModelChains
-from router.policies.observed_overhead import TRIAL_SLOTS
 from router.slot import ChainScheduler, SlotReport
 
 TARGET = PassTime(((1, 0.025), (65, 0.057)))

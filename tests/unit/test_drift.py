@@ -7,7 +7,7 @@ import pytest
 
 from cluster.config import CollapseConfig
 from router.assignment import Observation, PoolMember, Positions
-from router.drift import DriftDetector, DriftState
+from router.estimates.drift import DriftDetector, DriftState
 
 SLOT_S = 0.25
 CONFIG = CollapseConfig(quarantine_s=5.0, max_quarantine_s=30.0, trial_places=2)

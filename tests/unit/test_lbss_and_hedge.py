@@ -18,10 +18,10 @@ from router.assignment import (
     RequestView,
     ScoreCounts,
 )
+from router.estimates.on_time_rate import OnTimeRates
+from router.estimates.request_acceptance import RequestAcceptance
 from router.policies import build_policy
-from router.policies.experience import RequestAcceptance
 from router.policies.expiring_cache import GENERATION_SLOTS
-from router.policies.on_time_rate import OnTimeRates
 from router.prompt_features import prompt_features
 from tests.support.observing import right_at
 

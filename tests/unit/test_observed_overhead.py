@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from router.assignment import Observation
-from router.policies.observed_overhead import (
+from router.estimates.observed_overhead import (
     SPREAD,
     TRIAL_SLOTS,
     Choice,

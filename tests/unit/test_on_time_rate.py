@@ -15,9 +15,9 @@ from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanOutcome
 from engine.telemetry import Telemetry
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
+from router.estimates.on_time_rate import OnTimeRates
 from router.plan import Span
 from router.policies import build_policy
-from router.policies.on_time_rate import OnTimeRates
 from tests.support.observing import right_at
 
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")

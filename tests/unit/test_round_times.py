@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from router.assignment import MemberCosts, Observation, PoolMember
-from router.policies.round_times import MEMORY_SLOTS, RoundTimes
+from router.estimates.round_times import MEMORY_SLOTS, RoundTimes
 from tests.support.observing import right_at
 
 LOOKUP = PoolMember("lookup", 8, 0.0, costs=MemberCosts(((1, 0.0),)))

@@ -38,7 +38,7 @@ from router.assignment import (
     ScoreCounts,
 )
 from router.cost_model import TableCost
-from router.drift import DriftDetector
+from router.estimates.drift import DriftDetector
 from router.policies import build_policy, member_costs
 from router.policies.fixed import Fixed
 from router.slot import FALLBACK_COST, Router, SlotReport

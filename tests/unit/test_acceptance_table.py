@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from router.acceptance import NUM_POSITIONS, AcceptanceTable, Lesson, Rates
 from router.assignment import Positions
+from router.estimates.acceptance import NUM_POSITIONS, AcceptanceTable, Lesson, Rates
 from router.prompt_features import NUM_FEATURES, PromptClusters, prompt_features
 
 

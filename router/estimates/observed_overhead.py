@@ -3,7 +3,7 @@
 What is foreseen takes each model to have a device of its own, and a target that serves all requests of the batch at once.
 Models that share cores slow each other down, requests with different chains share no pass, and holds run out. None of that
 is known beforehand, and all of it is in what tokens took: so that counts as far as it is off by more than chance
-(`router.policies.round_times`); apart for slots in which all requests were with one chain, and for others.
+(`router.estimates.round_times`); apart for slots in which all requests were with one chain, and for others.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +14,8 @@ import numpy as np
 from pydantic import Field, JsonValue
 
 from router.assignment import Chain, Observation, drafter_of
+from router.estimates.round_times import FORGOTTEN, MEMORY_SLOTS, Rounds, believed
 from router.matching import Floats
-from router.policies.round_times import FORGOTTEN, MEMORY_SLOTS, Rounds, believed
 
 _STRENGTH = 8.0  # drafts, all of whose tokens are thought to have been verified, before the first
 TRIAL_SLOTS = 10  # that a choice is given before another is made: the first rounds with a drafter catch up, and are no rule

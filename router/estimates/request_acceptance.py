@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.config import HedgePolicy
-from router.acceptance import CONTEXT_LENS, NUM_POSITIONS
 from router.assignment import RequestView
+from router.estimates.acceptance import CONTEXT_LENS, NUM_POSITIONS
 from router.matching import NOWHERE, Floats, Ints
 from router.policies.expiring_cache import GENERATION_SLOTS
 from router.prompt_features import PromptClusters
