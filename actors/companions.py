@@ -1,4 +1,4 @@
-"""Drafters that live in a target's process: made with it, stepped by its round, linked to it within the process."""
+"""Colocated drafters: loaded in the target's process, stepped by its round, linked to it in memory."""
 
 import os
 from collections.abc import Sequence
@@ -23,46 +23,44 @@ from router.assignment import member_name
 
 
 @dataclass(frozen=True, slots=True)
-class Companion:
-    """A drafter's loop, and the mailbox by which it is linked."""
+class ColocatedDrafter:
+    """A drafter's loop, and the mailbox that links it to the target."""
 
     name: str
     loop: DrafterLoop
     mailbox: Mailbox
 
 
-def companions_of(config: Config) -> tuple[DrafterConfig, ...]:
-    return tuple(drafter for drafter in config.drafters if drafter.is_companion)
-
-
-def load_with_companions(
+def load_with_colocated(
     config: Config, profile: Profile | None = None, remembers: bool = False
-) -> tuple[NativeTarget, ModelInfo, OnlineCost, list[Companion]]:
-    """The target of a resolved configuration, as ``engine.loading.load_target``, and the drafters beside it.
+) -> tuple[NativeTarget, ModelInfo, OnlineCost, list[ColocatedDrafter]]:
+    """Loads the target of a resolved configuration, as ``engine.loading.load_target``, and the drafters in its process.
 
-    Cascades among them know what their members cost if ``profile`` does.
+    Args:
+        profile: if given, cascades take the measured costs of their members from it.
 
     Raises:
-        OutriderError: a model is missing, or does not fit; says which.
+        OutriderError: a model is missing or does not fit; names it.
     """
-    drafters = companions_of(config if profile is None else with_measured_costs(config, profile))
+    measured = config if profile is None else with_measured_costs(config, profile)
+    drafters = tuple(drafter for drafter in measured.drafters if drafter.is_companion)
     engine, model, cost = load_target(config, feature_layers(drafters), profile, remembers)
     host = Host(engine, ensure_model(config.model.name))
-    return engine, model, cost, [_companion(drafter, model, host) for drafter in drafters]
+    return engine, model, cost, [_colocated(drafter, model, host) for drafter in drafters]
 
 
-def link_companions(companions: Sequence[Companion], mailbox: Mailbox, hello: Hello) -> None:
-    """Links them to the target that says ``hello`` and reads ``mailbox``. The links last as long as the process."""
-    address = f"memory://companions-{os.getpid()}-{hello.name}"
-    if companions:
+def link_colocated(drafters: Sequence[ColocatedDrafter], mailbox: Mailbox, hello: Hello) -> None:
+    """Links drafters to the target of ``hello``, which reads ``mailbox``, for as long as the process lives."""
+    address = f"memory://colocated-{os.getpid()}-{hello.name}"
+    if drafters:
         listen(address, mailbox, hello)
-    for companion in companions:
-        own = Hello(Role.DRAFTER, companion.name, hello.vocab_size, hello.tokenizer_fingerprint, hello.token)
-        connect(address, companion.mailbox, own)
+    for drafter in drafters:
+        own = Hello(Role.DRAFTER, drafter.name, hello.vocab_size, hello.tokenizer_fingerprint, hello.token)
+        connect(address, drafter.mailbox, own)
 
 
-def _companion(config: DrafterConfig, model: ModelInfo, host: Host) -> Companion:
+def _colocated(config: DrafterConfig, model: ModelInfo, host: Host) -> ColocatedDrafter:
     name, mailbox = member_name(config.name, 0), Mailbox()
     limits = SessionLimits(capacity=config.capacity, max_draft_len=config.max_draft_len, max_shadows=0)
     loop = DrafterLoop(name, make_drafter(config, model, host), mailbox, limits, ahead_len=config.ahead_len)
-    return Companion(name, loop, mailbox)
+    return ColocatedDrafter(name, loop, mailbox)

@@ -75,7 +75,7 @@ class TargetActor(LoopActor[TargetInfo]):
         config, name = self._config, self._name
         set_threads(config.target.resources.threads)
         configure_cpu()
-        from actors.companions import link_companions, load_with_companions
+        from actors.companions import link_colocated, load_with_colocated
         from cluster.transport.factory import listen
         from engine.loading import stored_profile
         from engine.round import TargetLoop
@@ -85,8 +85,8 @@ class TargetActor(LoopActor[TargetInfo]):
         from router.planner import StepPlanner
         from router.policies import member_costs
 
-        self._engine, self._model, cost, companions = in_own_thread(
-            lambda: load_with_companions(config, stored_profile(config), remembers=True)
+        self._engine, self._model, cost, colocated = in_own_thread(
+            lambda: load_with_colocated(config, stored_profile(config), remembers=True)
         )
         self._draft_costs: Callable[[], Mapping[str, float]] = lambda: pool_costs(config, cost)
         self._member_costs = member_costs(config, cost)
@@ -100,11 +100,11 @@ class TargetActor(LoopActor[TargetInfo]):
             StepPlanner.of(config),
             first_table(config),
             draft_lengths=DraftLengths.of(config),
-            colocated=[companion.loop for companion in companions],
+            colocated=[drafter.loop for drafter in colocated],
             proposers={one.name: [below.name for below in config.proposers_of(one.name)] for one in config.drafters},
         )
         hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
-        link_companions(companions, self._mailbox, hello)
+        link_colocated(colocated, self._mailbox, hello)
         self._listener = listen(self._address, self._mailbox, hello)
         # When the round ends the links go, too, so that nobody waits for this target.
         return LoopThread(f"target {name}", self._loop.run, self._mailbox.wake, on_end=self._listener.close)

@@ -1,7 +1,6 @@
-"""What travels on links: one message per round and direction (DESIGN, the data plane).
+"""The messages on links: one per round and direction (DESIGN, the data plane).
 
-Down is from the target (to a drafter, or to a gateway), up is towards it. Every message is a frozen dataclass; the wire
-format is protobuf (``cluster/transport/wire.proto``), translated in ``cluster/transport/codec.py``.
+The wire format is protobuf (``cluster/transport/wire.proto``), translated in ``cluster/transport/codec.py``.
 """
 
 from dataclasses import dataclass, field
@@ -21,10 +20,10 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What each end of a link says of itself. A mismatch of version, tokenizer or secret refuses the link with a reason.
+    """Identifies one end of a link. A mismatch of version, tokenizer or secret refuses the link with a reason.
 
-    ``token`` is the cluster's shared secret. It stays in this process: ``cluster/transport/handshake.py`` proves that it is
-    known without sending it, and the ``Hello`` of a peer has none.
+    ``token`` is the cluster's shared secret. ``cluster/transport/handshake.py`` proves its knowledge without sending it; the
+    ``Hello`` of a peer has none.
     """
 
     role: Role
@@ -37,10 +36,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A request to follow from here on, with all of its committed tokens. Also the answer to a resync."""
+    """Opens a session: a request to follow, with all its committed tokens. Also the answer to a resync."""
 
     request_id: str
-    token_ids: tuple[int, ...]  # prompt, then what is committed of the output
+    token_ids: tuple[int, ...]  # prompt, then committed output
     prompt_len: int
     sampling: SamplingParams
     proposers: tuple[str, ...] = ()  # that ride ahead of the drafter for this request, smallest first
@@ -66,8 +65,11 @@ class Budget:
 
 @record
 class DraftRound:
-    """Target to drafter, once a round. An Extend whose base is not the known length asks for a resync, and so does an
-    unknown request. ``budgets`` holds changes only; a followed request keeps its last."""
+    """Target to drafter, once a round.
+
+    A drafter asks for a resync where an Extend does not start at the length that it knows, or the request is unknown.
+    ``budgets`` holds changes only.
+    """
 
     table_version: int
     opens: tuple[Open, ...] = ()
@@ -78,7 +80,7 @@ class DraftRound:
 
 @record
 class Score:
-    """Counterfactual: of the committed tokens from base_len on, how many the drafter would have proposed (DESIGN idea 5)."""
+    """Counterfactual: how many of the committed tokens from base_len on the drafter would have proposed (DESIGN idea 5)."""
 
     request_id: str
     base_len: int
@@ -88,9 +90,11 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a level of a chain made of the drafts of the one below it. Of draft position i, all before it having been right:
-    ``num_reached[i]`` times it was reached, ``num_right[i]`` times it was right. Of ``num_asked`` tokens, ``num_proposed``
-    were proposed at all."""
+    """What a level of a chain found of the drafts of the level below.
+
+    Position i of a draft was reached ``num_reached[i]`` times (all before it were right) and right ``num_right[i]`` times.
+    ``num_proposed`` of the ``num_asked`` tokens were proposed.
+    """
 
     proposer: str
     num_reached: tuple[int, ...]
@@ -101,13 +105,13 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class LevelReport:
-    """What a model that can stand in chains did since its last report, whether it was led or not."""
+    """What a model that can be part of chains did since its last report."""
 
     drafter: str
     num_passes: int
     num_rows: int  # of those passes
-    busy_s: float  # 0 where nobody took the time
-    num_lost: int  # requests whose cache was given up for want of blocks
+    busy_s: float  # 0: not measured
+    num_lost: int  # requests whose KV cache was evicted
     verified: tuple[Verified, ...] = ()
 
 
@@ -124,7 +128,7 @@ class ProposalRound:
 
 @dataclass(frozen=True, slots=True)
 class SubmitRound:
-    """Gateway to target: new requests, and requests whose caller is gone."""
+    """Gateway to target: new requests, and requests whose caller disconnected."""
 
     submits: tuple[Request, ...] = ()
     aborts: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""A draft token is accepted exactly when it equals the target's own (DESIGN idea 1). This is all of it."""
+"""Acceptance of draft tokens: one is accepted exactly when it equals the target's own token (DESIGN idea 1)."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from engine.target import SpanOutcome
 
 
 def count_accepted(drafts: Sequence[int], chosen: Chosen) -> int:
-    """How many draft tokens, from the first on, equal the tokens chosen at their positions."""
+    """The length of the draft's prefix that equals the chosen tokens."""
     num_accepted = 0
     for draft_id, chosen_id in zip(drafts, chosen.token_ids, strict=False):
         if draft_id != chosen_id:
@@ -17,9 +17,9 @@ def count_accepted(drafts: Sequence[int], chosen: Chosen) -> int:
 
 
 def verdict(request_id: str, drafts: Sequence[int], chosen: Chosen) -> SpanOutcome:
-    """What the target says to ``drafts``, given what it chose at each of the len(drafts) + 1 rows.
+    """Verifies ``drafts`` by the tokens that the target chose at each of the len(drafts) + 1 rows.
 
-    A row that could not be sampled counts only if it is reached: behind a rejected draft token it means nothing.
+    A row that could not be sampled is an error only if it is reached, not behind a rejected draft token.
     """
     num_accepted = count_accepted(drafts, chosen)
     num_tokens = min(num_accepted + 1, len(chosen.token_ids))

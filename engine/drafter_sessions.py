@@ -104,11 +104,8 @@ class DrafterSessions:
         name = link.peer.name
         outbox, stats = self._outboxes[name], self._telemetry.drafter(name)
         faults: list[str] = []
-        taken = [
-            sequence
-            for proposal in message.proposals
-            if (sequence := self._offer(proposal, outbox, stats, now_s, unread_since_s, faults)) is not None
-        ]
+        offers = [self._offer(one, outbox, stats, now_s, unread_since_s, faults) for one in message.proposals]
+        taken = [sequence for sequence in offers if sequence is not None]
         if taken:
             confidences = [one.draft.proposal.confidences for one in taken if one.draft.proposal is not None]
             for sequence, survival in zip(taken, stats.foresee(confidences), strict=True):
@@ -283,10 +280,7 @@ class DrafterSessions:
         self._update_scoring(sequence)
 
     def _scorers(self, sequence: LiveSequence) -> tuple[str, ...]:
-        """The drafters to keep in step with a request that another drafts for.
-
-        None for a request whose chain is fixed, or that says nothing of drafters.
-        """
+        """The drafters to keep in step while another drafts; none for a fixed chain, or where nothing is to be learned."""
         if not self.table.scorers or sequence.request.chain is not None or not sequence.teaches:
             return ()
         own = drafter_of(sequence.draft.drafter) if sequence.draft.drafter is not None else None

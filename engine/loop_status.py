@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step did. ``wake_s``: when a hold ends, if the step did nothing because everybody waits for a proposal."""
+    """What a step did. ``wake_s``: when the first hold ends, if every request is held for its proposal."""
 
     executed: bool
     wake_s: float | None = None
@@ -13,10 +13,10 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class LoopStatus:
-    """A consistent copy of what the loop would tell of itself, made once a step for readers on other threads."""
+    """A consistent snapshot of the loop, made once a step for other threads."""
 
     num_running: int = 0
     num_waiting: int = 0
     table_version: int = 0
     draining: bool = False
-    followed: tuple[tuple[str, int], ...] = ()  # connected drafters and how many requests each follows
+    followed: tuple[tuple[str, int], ...] = ()  # linked drafters, and for how many requests each drafts

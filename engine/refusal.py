@@ -1,4 +1,4 @@
-"""Which requests a target takes."""
+"""Which requests a target refuses."""
 
 from cluster.soundness import request_fault
 from cluster.types import Commit, FinishReason, ModelInfo, Request
@@ -10,17 +10,16 @@ from router.plan import Capacity
 def refusal(
     request: Request, sequences: Sequences, model: ModelInfo, capacity: Capacity, max_waiting: int, draining: bool
 ) -> Commit | None:
-    """Why a request cannot be served, as its only commit; None: it can.
+    """The only commit of a request that is refused, with the reason; None: it is taken.
 
-    The gateway has checked what a caller may get wrong; this is what only the target knows, and a second look at what
-    would do harm.
+    The gateway has validated the request. This checks what only the target knows, and what would do harm.
     """
 
     def refuse(finish: FinishReason, error: str) -> Commit:
         return Commit(request.id, len(request.prompt_token_ids), (), finish=finish, error=error)
 
     if request.id in sequences:
-        return refuse(FinishReason.ERROR, f"request {request.id} is under way already")
+        return refuse(FinishReason.ERROR, f"request {request.id} is live already")
     prompt = request.prompt_token_ids
     num_waiting = len(sequences) - sequences.num_running
     found = admission.refusal(len(prompt), request.sampling.max_tokens, capacity, num_waiting, max_waiting, draining)

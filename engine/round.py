@@ -7,23 +7,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.errors import OutOfBlocks
-from cluster.messages import LevelReport, Message, ProposalRound, Role, SubmitRound
-from cluster.soundness import Inspection
-from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
+from cluster.messages import LevelReport
+from cluster.transport.base import Link, Mailbox
 from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
 from engine.colocated import ColocatedDrafters, ColocatedLoop
 from engine.drafter_sessions import DrafterSessions
 from engine.gateway_sessions import GatewaySessions
+from engine.inbox import TargetInbox
 from engine.loop_status import LoopStatus, StepReport
-from engine.pass_counts import PassCounts
+from engine.pass_costs import PassCosts, PassCounts
 from engine.refusal import refusal
 from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry
-from profiler.online_cost import OnlineCost
 from router.assignment import Observation, RequestView, ScoreCounts
 from router.cost_model import CostModel
-from router.draft_length import DecodeRate, DraftLengths, row_price
+from router.draft_length import DraftLengths
 from router.plan import StepPlan
 from router.planner import Planner, StepPlanner
 
@@ -31,8 +30,7 @@ logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
-# How long an idle round waits for mail before it looks at its stop event again.
-IDLE_WAIT_S = 1.0
+IDLE_WAIT_S = 1.0  # until an idle loop looks at its stop event again; mail ends the wait
 
 
 @dataclass(slots=True)
@@ -55,8 +53,8 @@ class TargetLoop:
     Args:
         clock: monotonic, in seconds; read when a pass begins and ends, and around what colocated drafters do.
         draft_lengths: how far to draft for each request.
-        colocated: drafters linked to ``mailbox`` as any others, stepped at the end of each round on this thread. What they
-            read of the engine is then exactly what is committed, and their proposals are there before the next round.
+        colocated: drafters linked to ``mailbox`` as any others, stepped at the end of each round on this thread: then what
+            they read of the engine is what is committed, and their proposals are there before the next round.
         proposers: for each drafter, those that may ride ahead of it in its process; it may report on them.
     """
 
@@ -79,11 +77,9 @@ class TargetLoop:
         self._engine = engine
         self._model = model
         self._cost = cost
-        self._online_cost = cost if isinstance(cost, OnlineCost) else None
         self._planner = planner or StepPlanner()
         self._draft_lengths = draft_lengths or DraftLengths()
-        self._decode_rate = DecodeRate()
-        self._row_price = 0.0
+        self._pass_costs = PassCosts(cost)
         self._max_waiting = max_waiting
         self._clock = clock
         self._sequences = Sequences(model)
@@ -91,7 +87,7 @@ class TargetLoop:
         self._colocated = ColocatedDrafters(colocated, clock)
         self._drafters = DrafterSessions(self._sequences, self.telemetry, self._newest_table, self._colocated, proposers)
         self._gateways = GatewaySessions(self._end)
-        self._inspection = Inspection("the target")
+        self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self.telemetry, self._submit)
         self._draining = False
         self._unread_since_s: float | None = None  # when the last pass began, if the last step had one
         self._pass_s = 0.0  # of the last pass
@@ -146,7 +142,7 @@ class TargetLoop:
 
     def run_resumably(self, stop: threading.Event) -> None:
         """As ``run``, but live requests stay as they are, for a thread that runs the loop later."""
-        self._decode_rate.interrupt()
+        self._pass_costs.interrupt()
         try:
             while not stop.is_set():
                 report = self.step(self._clock())
@@ -181,12 +177,12 @@ class TargetLoop:
     def begin(self, now_s: float) -> PendingPass | StepReport:
         """The first half of a round: mail and plan. A report instead of a pass: there is nothing to compute now."""
         self._drafters.follow(self._newest_table)
-        self._read_mail(now_s)
+        self._inbox.read(now_s, self._unread_since_s)
         self._unread_since_s = None
         plan = self._plan(now_s) if self._sequences else StepPlan(spans=())
         self._drafters.note_plan(plan, now_s)
         if plan.is_empty:
-            self._decode_rate.interrupt()
+            self._pass_costs.interrupt()
             self._flush()
             return StepReport(executed=False, wake_s=plan.wake_s)
         self._unread_since_s = now_s
@@ -227,7 +223,9 @@ class TargetLoop:
         if self._colocated and counts.num_sampled:
             self._colocated.choose(counts.num_sampled)
         commits = self._commit(begun.spans, outcomes, end_s)
-        self._learn(begun, counts, commits)
+        if self._colocated and counts.num_sampled:
+            self._colocated.note_pass(commits, counts.num_sampled, counts.num_sampled_context, self._cost)
+        self._pass_costs.note(begun.began_s, self._pass_s, counts, commits)
         self.telemetry.record(counts.num_rows, commits, end_s - begun.began_s, end_s)
         self._flush()
         if not self._sequences:
@@ -244,52 +242,6 @@ class TargetLoop:
         if finished is not None:
             self._colocated.note_overhead(self._clock() - finished.began_s - self._pass_s - drafting_s)
 
-    # ---- mail
-
-    def _read_mail(self, now_s: float) -> None:
-        for event in self.mailbox.drain():
-            match event:
-                case Received(link, message):
-                    self._receive(link, message, now_s)
-                case LinkUp(link) if link.peer.role is Role.GATEWAY:
-                    self._gateways.link_up(link)
-                case LinkUp(link):
-                    self._drafters.link_up(link)
-                case LinkDown(link, reason):
-                    self._link_down(link, reason)
-
-    def _receive(self, link: Link, message: Message, now_s: float) -> None:
-        if not (self._gateways.knows(link) or self._drafters.knows(link)):
-            return  # it went down before its mail was read
-        num_unsound = self._inspection.num_unsound
-        message = self._inspection.sound_part(link, message, self._model.vocab_size)
-        match message, link.peer.role:
-            case SubmitRound(), Role.GATEWAY:
-                for request in message.submits:
-                    self._submit(link, request, now_s)
-                for request_id in message.aborts:
-                    self._gateways.abort(link, request_id)
-            case ProposalRound(), Role.DRAFTER:
-                faults = self._drafters.receive(link, message, now_s, self._unread_since_s)
-                if faults:
-                    self._inspection.note(link, faults)
-                self.telemetry.drafter(link.peer.name).num_unsound += self._inspection.num_unsound - num_unsound
-            case _:
-                self._unlink(link, f"it sent a {type(message).__name__}, which no {link.peer.role} sends to a target")
-        if self._inspection.must_go(link):
-            self._unlink(link, "it sent too many unsound messages")
-
-    def _unlink(self, link: Link, reason: str) -> None:
-        link.close()
-        self._link_down(link, reason)
-
-    def _link_down(self, link: Link, reason: str) -> None:
-        self._inspection.forget(link)
-        if link.peer.role is Role.GATEWAY:
-            self._gateways.link_down(link)
-        else:
-            self._drafters.link_down(link, reason)
-
     def _submit(self, link: Link, request: Request, now_s: float) -> None:
         refused = refusal(request, self._sequences, self._model, self._engine.capacity(), self._max_waiting, self._draining)
         if refused is not None:
@@ -304,7 +256,7 @@ class TargetLoop:
     def _plan(self, now_s: float) -> StepPlan:
         views = self._sequences.views()
         plan = self._planner.plan(views, self._drafters.views(), self._engine.capacity(), self._cost, now_s)
-        return replace(plan, budgets=self._draft_lengths.budgets(views, self._row_price))
+        return replace(plan, budgets=self._draft_lengths.budgets(views, self._pass_costs.row_price))
 
     def _preempt(self, sequence: LiveSequence) -> None:
         """Gives up the blocks. The committed tokens stay, and are recomputed to the same continuation (DESIGN idea 1)."""
@@ -328,23 +280,6 @@ class TargetLoop:
                 self._end(commit.request_id)
         self._gateways.publish(commits)
         return commits
-
-    def _learn(self, begun: PendingPass, counts: PassCounts, commits: Sequence[Commit]) -> None:
-        """Corrects the cost model, the decode rate and the row price by what the pass took and brought."""
-        # A pass with prompts does not correct the model, for their rows are not all sampled.
-        if self._online_cost is not None and counts.num_rows and not counts.num_prompt_rows:
-            drift = self._online_cost.observe(counts.num_rows, counts.num_context, self._pass_s)
-            if drift is not None:
-                logger.info("passes of about %d rows now take %.2f times what was measured", drift.num_rows, drift.ratio)
-        if not counts.num_sampled:
-            self._decode_rate.interrupt()
-            return
-        if self._colocated:
-            self._colocated.note_pass(commits, counts.num_sampled, counts.num_sampled_context, self._cost)
-        self._decode_rate.note(begun.began_s, counts.num_decoded(commits), counts.prompts_s(self._cost))
-        self._row_price = row_price(
-            self._decode_rate.tokens_per_s, counts.num_sampled_rows, counts.num_sampled_context, self._cost
-        )
 
     def _end(self, request_id: str) -> None:
         sequence = self._sequences.remove(request_id)

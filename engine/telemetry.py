@@ -1,4 +1,4 @@
-"""What the round measures of itself and of its drafters, as it goes."""
+"""What the round measures of itself and of its drafters."""
 
 import threading
 from collections import deque
@@ -12,12 +12,12 @@ from profiler.drafter_stats import DrafterStats, Judgement, running_mean
 from router.assignment import NO_POSITIONS, Observation, Positions, ScoreCounts
 
 MAX_OBSERVATIONS = 65536
-MAX_LEVELS = 1024  # reports, of which each is a sum over a while
+MAX_LEVELS = 1024  # reports, each a sum over a period
 
 
 @dataclass(slots=True)
 class _Tally:
-    """An observation as it grows: a round of a large batch adds to one of each request."""
+    """An observation of one request and drafter while it grows."""
 
     num_rounds: int = 0
     num_proposed: int = 0
@@ -56,7 +56,7 @@ class _Tally:
 
 @dataclass(slots=True)
 class Telemetry:
-    """The round owns it. Other threads may read single fields, and take observations."""
+    """The round owns it. Other threads may read single fields and call the ``take_`` methods."""
 
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
     num_passes: int = 0
@@ -67,15 +67,17 @@ class Telemetry:
     tokens_per_s: float = 0.0
     _window_start_s: float | None = None
     _window_tokens: int = 0
-    _committed_s: dict[str, float] = field(default_factory=dict)  # when a live request last committed
+    _committed_s: dict[str, float] = field(default_factory=dict)  # when each live request last committed
     _observations: dict[tuple[str, str], _Tally] = field(default_factory=dict)
     _scores: dict[tuple[str, str], Positions] = field(default_factory=dict)
     _levels: deque[LevelReport] = field(default_factory=lambda: deque(maxlen=MAX_LEVELS))
     _taking: threading.Lock = field(default_factory=threading.Lock)  # guards the three above
 
     def drafter(self, name: str) -> DrafterStats:
-        stats = self.drafters.get(name)  # one is made only where there is none: it holds thousands of numbers
-        return self.drafters.setdefault(name, DrafterStats()) if stats is None else stats
+        stats = self.drafters.get(name)
+        if stats is None:  # not setdefault: making one is costly
+            stats = self.drafters[name] = DrafterStats()
+        return stats
 
     def record(self, num_rows: int, commits: Iterable[Commit], step_s: float, now_s: float) -> None:
         self.num_passes += 1
@@ -95,7 +97,7 @@ class Telemetry:
             self._window_start_s, self._window_tokens = now_s, 0
 
     def forget(self, request_id: str) -> None:
-        """A request ended, or is to be computed anew: the time until it commits again says nothing of its drafter."""
+        """A request ended, moved or was preempted: the time until it commits again says nothing of its drafter."""
         self._committed_s.pop(request_id, None)
 
     def idle(self) -> None:
@@ -103,7 +105,7 @@ class Telemetry:
         self._window_start_s = None
 
     def note_scores(self, drafter: str, scores: Iterable[messages.Score]) -> None:
-        """Of a drafter for requests that others draft for."""
+        """Counterfactual scores of a drafter, for requests that others draft for."""
         with self._taking:
             for score in scores:
                 key = (score.request_id, drafter)
@@ -118,7 +120,7 @@ class Telemetry:
         return tuple(ScoreCounts(request_id, drafter, positions) for (request_id, drafter), positions in taken.items())
 
     def note_levels(self, reports: Iterable[LevelReport]) -> None:
-        """Within the chains of a drafter."""
+        """Reports of the models in a drafter's chains."""
         with self._taking:
             self._levels.extend(reports)
 
@@ -142,12 +144,12 @@ class Telemetry:
         draft_len: int = 0,
         missed: bool = False,
     ) -> None:
-        """A round of a request that ``drafter`` follows, whether its proposal came in time or not.
+        """Counts a round of a request that ``drafter`` follows.
 
         Args:
-            judgement: of its proposal, where one was at hand.
-            draft_len: the most that it may propose.
-            missed: none was at hand, and one could have been.
+            judgement: of its proposal, if one was at hand.
+            draft_len: the tokens that it may propose.
+            missed: no proposal was at hand, though one was expected.
         """
         elapsed_s = now_s - self._committed_s.get(commit.request_id, now_s - (self.step_s or 0.0))
         self._committed_s[commit.request_id] = now_s
@@ -155,7 +157,7 @@ class Telemetry:
         with self._taking:
             tally = self._observations.get(key)
             if tally is None:
-                if len(self._observations) >= MAX_OBSERVATIONS:  # nobody collects: the oldest are the least missed
+                if len(self._observations) >= MAX_OBSERVATIONS:  # no router collects them: drop the oldest
                     self._observations.pop(next(iter(self._observations)))
                 tally = self._observations[key] = _Tally()
             tally.num_rounds += 1

@@ -1,7 +1,8 @@
-"""What the next target pass does: who is computed, how much of each proposal is verified, who waits for one.
+"""Plans a target pass: which sequences are computed, how much of each proposal is verified, which requests are held.
 
-One rule serves SPIN's pipeline, PEARL-style drafting ahead and a dead drafter alike: a sequence waits for its proposal
-no longer than the proposal is worth, and the pass leaves without it as soon as waiting costs more than splitting the batch.
+A sequence is held for its proposal no longer than the proposal is worth, and a pass starts without it as soon as waiting
+costs more than splitting the batch. This one rule gives SPIN's pipeline, PEARL-style drafting ahead, and survives a dead
+drafter.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,17 +14,15 @@ from router.cost_model import CostModel
 from router.plan import UNKNOWN_DRAFTER, Capacity, DrafterView, SequenceView, Span, StepPlan
 from router.verification import VERIFICATION_POLICIES
 
-# A drafter that has had no luck is still given this share of a step, or its luck could never turn.
-PATIENCE = 0.05
-# Seconds that the prompt tokens of a pass may add by the cost model: streams go on and mail is read, whatever the model
-# and the machine. At least MIN_CHUNK_LEN tokens are computed, so that each prompt ends.
-MAX_CHUNK_S = 2.0
-MIN_CHUNK_LEN = 16
+# Minimum hold, in one-row steps: without it an estimate of zero accepted tokens could never recover.
+MIN_HOLD_STEPS = 0.05
+MAX_CHUNK_S = 2.0  # that the prompt tokens of a pass may add, by the cost model: streams must not stall
+MIN_CHUNK_LEN = 16  # prompt tokens that are computed all the same, so that each prompt ends
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
-    """``max_chunk_len`` bounds the prompt tokens of a pass that also decodes: a long prompt does not stall streams."""
+    """``max_chunk_len``: prompt tokens of a pass that also decodes; a long prompt must not stall streams."""
 
     verification: str = "goodput"
     max_hold_s: float = 0.05
@@ -43,11 +42,11 @@ class Planner(Protocol):
         cost: CostModel,
         now_s: float,
     ) -> StepPlan:
-        """``sequences`` in the order of their coming: the last is the youngest. Pure: the same input gives the same plan."""
+        """``sequences`` in order of arrival. Pure: the same input gives the same plan, without budgets (`DraftLengths`)."""
 
 
 class StepPlanner:
-    """The planner of the live round and of the simulator."""
+    """Holds by expected gain, decodes before it prefills, and preempts the youngest when blocks run out."""
 
     def __init__(self, settings: PlannerSettings | None = None) -> None:
         self._settings = settings or PlannerSettings()
@@ -68,7 +67,7 @@ class StepPlanner:
         running = [s for s in sequences if s.running]
         decoding = [s for s in running if _remaining(s) == 1]
         held = self._held(decoding, drafters, cost, now_s)
-        # Mostly everybody decodes and nobody waits: then there is nothing to sort.
+        # Usually every sequence decodes and none is held: then there is nothing to sort.
         ready = [s for s in decoding if s.request_id not in held] if held else decoding
         prefilling = [s for s in running if _remaining(s) > 1] if len(decoding) < len(running) else []
         waiting = [s for s in sequences if not s.running] if len(running) < len(sequences) else []
@@ -82,7 +81,7 @@ class StepPlanner:
         num_verify = self._verification(survivors, drafters, capacity, cost)
         decode = _decode_spans(survivors, num_verify, blocks)
         num_free_tokens = capacity.max_pass_tokens - sum(s.num_compute + s.num_verify for s in decode)
-        if decode or held:  # somebody streams
+        if decode or held:  # streams are live
             num_free_tokens = min(num_free_tokens, self._settings.max_chunk_len)
         if prefilling or waiting:
             num_context = sum(s.computed_len for s in running)
@@ -102,24 +101,24 @@ class StepPlanner:
     def _held(
         self, decoding: Iterable[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
     ) -> dict[str, float]:
-        """Who waits for a proposal, and until when: no longer than the time its accepted tokens would save."""
+        """Which requests wait for their proposal, and until when: at most the time that its accepted tokens would save."""
         held = {}
         for sequence in decoding:
             if sequence.drafter is None or sequence.awaiting_since_s is None:
                 continue
-            if sequence.num_drafted or sequence.max_new_tokens == 1:  # it has something to verify, or wants no draft
+            if sequence.num_drafted or sequence.max_new_tokens == 1:  # it has drafts, or could use none
                 continue
             drafter = drafters.get(sequence.drafter, UNKNOWN_DRAFTER)
-            gain = max(drafter.accepted_per_round, PATIENCE)
-            worth_s = min(self._settings.max_hold_s, gain * cost.step_s(1, sequence.committed_len))
-            until_s = sequence.awaiting_since_s + worth_s
-            if drafter.reply_s <= worth_s and now_s < until_s:
+            gain = max(drafter.accepted_per_round, MIN_HOLD_STEPS)
+            hold_s = min(self._settings.max_hold_s, gain * cost.step_s(1, sequence.committed_len))
+            until_s = sequence.awaiting_since_s + hold_s
+            if drafter.reply_s <= hold_s and now_s < until_s:
                 held[sequence.request_id] = until_s
         return held
 
     @staticmethod
     def _due_s(held: Mapping[str, float], decoding: Iterable[SequenceView], drafters: Mapping[str, DrafterView]) -> float:
-        """When the last of the proposals that are waited for should be there: twice the usual time, within the hold."""
+        """When the last awaited proposal should be there: after twice its drafter's usual time, within the hold."""
         due_s = 0.0
         for sequence in decoding:
             if sequence.request_id in held and sequence.drafter and sequence.awaiting_since_s is not None:
@@ -129,30 +128,28 @@ class StepPlanner:
 
     @staticmethod
     def _split_s(num_held: int, ready: Sequence[SequenceView], decoding: Sequence[SequenceView], cost: CostModel) -> float:
-        """What it costs to leave in two passes rather than one: the fixed part of a pass. So long the ready ones wait."""
+        """What two passes take longer than one: the ready sequences wait for the held ones for at most so long."""
         context = sum(s.committed_len for s in decoding)
         apart_s = cost.step_s(max(len(ready), 1), context) + cost.step_s(num_held, context)
         return apart_s - cost.step_s(len(decoding), context)
 
 
 def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel) -> int:
-    """The most of ``num_tokens`` prompt tokens that add at most MAX_CHUNK_S to a pass, and at least MIN_CHUNK_LEN of them.
-
-    What a pass of one row takes does not count: it is taken however short the chunk is.
+    """The most of ``num_tokens`` prompt tokens that add at most MAX_CHUNK_S to a pass of one row; at least MIN_CHUNK_LEN.
 
     Args:
         num_context: tokens that are attended to, summed over the sequences.
     """
     low, high = min(MIN_CHUNK_LEN, num_tokens), num_tokens
     limit_s = cost.prefill_s(1, num_context) + MAX_CHUNK_S
-    while low < high:  # passes never get faster by more rows
+    while low < high:  # more rows never make a pass faster
         middle = (low + high + 1) // 2
         low, high = (middle, high) if cost.prefill_s(middle, num_context) <= limit_s else (low, middle - 1)
     return low
 
 
 class _Blocks:
-    """Free blocks of the KV cache as the plan uses them up."""
+    """Free blocks of the KV cache, less what the plan takes."""
 
     def __init__(self, capacity: Capacity) -> None:
         self._block_len = capacity.block_len
@@ -165,7 +162,7 @@ class _Blocks:
         return -(-(sequence.computed_len + num_tokens) // self._block_len) - self.held_by(sequence)
 
     def needed_for_one(self, sequences: Iterable[SequenceView]) -> int:
-        """By all together, for one token more of each: one of those whose last block is full."""
+        """Blocks for one token more of each: one per sequence whose last block is full."""
         block_len = self._block_len
         return sum(sequence.computed_len % block_len == 0 for sequence in sequences)
 
@@ -190,7 +187,7 @@ def _remaining(sequence: SequenceView) -> int:
 def _make_room(
     ready: Sequence[SequenceView], running: Sequence[SequenceView], blocks: _Blocks
 ) -> tuple[list[SequenceView], list[str]]:
-    """Preempts the youngest until one more token of every remaining ready sequence has its block."""
+    """Preempts the youngest sequences until one more token of every other ready one has its block."""
     survivors = list(ready)
     preempted: list[str] = []
     by_age = list(running)
@@ -208,7 +205,7 @@ def _decode_spans(ready: Sequence[SequenceView], num_verify: Mapping[str, int], 
     if needed <= blocks.num_free:
         blocks.num_free -= needed
         return [Span(s.request_id, 1, wanted - 1) for s, wanted in zip(ready, wanted_lens, strict=True)]
-    for sequence in ready:  # the token that must be computed comes before anybody's drafts
+    for sequence in ready:  # committed tokens come before drafts
         blocks.take(sequence, 1)
     spans = []
     for sequence, wanted in zip(ready, wanted_lens, strict=True):
@@ -226,7 +223,7 @@ def _prefill_spans(
     num_free_places: int,
     blocks: _Blocks,
 ) -> tuple[list[Span], list[str]]:
-    """Chunks of prompts under way, oldest first, then new ones that fit whole, with what the older ones still need."""
+    """Chunks of begun prompts, oldest first; then new prompts that fit whole beside what the begun ones still need."""
     spans: list[Span] = []
     admitted: list[str] = []
     num_reserved = 0
@@ -253,7 +250,5 @@ def _prefill_spans(
 
 
 def _break_deadlock(running: Sequence[SequenceView]) -> list[str]:
-    """Several half-computed prompts may hold all blocks between them; the youngest gives way."""
-    if len(running) < 2:
-        return []
-    return [running[-1].request_id]
+    """Preempts the youngest where half-computed prompts hold all blocks."""
+    return [running[-1].request_id] if len(running) > 1 else []

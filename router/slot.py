@@ -1,4 +1,4 @@
-"""A router's slot: reports of targets in, a table out. The code of the live router and of the simulator's."""
+"""One slot of a router: the targets' reports in, a routing table out."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -21,9 +21,9 @@ from router.load_demand import settle
 from router.policies.chain import ModelChains
 from router.table import next_table
 
-# Of a draft token on a CPU over one on a GPU, until rounds tell: the memory of the one is read so much faster.
+# Cost of a draft token on a CPU over one on a GPU, until rounds tell: GPU memory is so much faster.
 FALLBACK_COST = 20.0
-# Stands for whatever request comes next: what the policy would choose for it is the default of the table.
+# Stands for the next request: its chain is the table's default.
 NEXT_REQUEST = RequestView("\0next", 0, 0, TARGET_ONLY)
 
 
@@ -34,20 +34,21 @@ class SlotReport:
     requests: tuple[RequestView, ...]
     observations: tuple[Observation, ...]
     table_version: int
-    drafters: tuple[str, ...]  # that are linked now
-    draft_costs: Mapping[str, float] = field(default_factory=dict)  # as of PoolMember, of those that were measured here
+    drafters: tuple[str, ...]  # linked now
+    draft_costs: Mapping[str, float] = field(default_factory=dict)  # as of PoolMember, of drafters measured here
     member_costs: Mapping[str, MemberCosts] = field(default_factory=dict)  # of the same
-    scores: tuple[ScoreCounts, ...] = ()  # of drafters in step with requests that others drafted for
-    levels: tuple[LevelReport, ...] = ()  # what models in chains did
-    target_passes: tuple[tuple[int, float], ...] = ()  # (rows, seconds), ascending, as measured here; (): not known
+    scores: tuple[ScoreCounts, ...] = ()  # counterfactual, of drafters in step with requests that others drafted for
+    levels: tuple[LevelReport, ...] = ()  # of models in chains
+    target_passes: tuple[tuple[int, float], ...] = ()  # (rows, seconds), ascending; (): not measured
 
 
 class Router:
-    """One slot's decision: no Ray, no clock.
+    """Decides a slot; no Ray, no clock.
 
-    A drafter is healthy when every target that reports is linked with it. It costs what a target's profile says, else what
-    the pool does. One whose acceptance collapses is quarantined, where there is a ``watch``. One that is offered, for it
-    could be loaded, may be wished for: ``load_demand`` is how many requests would be with it.
+    - A drafter is healthy when every reporting target is linked with it.
+    - Its cost comes from the targets' profiles, else from the pool.
+    - With a ``watch``, a drafter whose acceptance collapses is quarantined.
+    - An offered drafter is not loaded, but could be: ``load_demand`` counts the requests that would use it.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Router:
         self._scores = scores
         self._watch = watch
         self._pool = tuple(pool)
-        self._known = frozenset(drafter_of(member.name) for member in self._pool)  # of others nothing is learned
+        self._known = frozenset(drafter_of(member.name) for member in self._pool)  # reports on others are ignored
         self._table = RoutingTable(version=0)
         self._draining: frozenset[str] = frozenset()
         self._offered: frozenset[str] = frozenset()
@@ -76,21 +77,18 @@ class Router:
         self._draining = names
 
     def set_offered(self, names: frozenset[str], on_fallback: frozenset[str]) -> None:
-        """``names`` are not in memory, and may be wished for; those ``on_fallback`` draft on a CPU in the place of a GPU."""
+        """``names`` are not loaded, but could be; those ``on_fallback`` draft on a CPU instead of a GPU."""
         self._offered, self._on_fallback = names, on_fallback
 
     def first_table(self) -> RoutingTable:
-        """Before any target has reported: for requests to come, with the pool as it is configured."""
+        """Before any target has reported: defaults for the pool as it is configured."""
         chain = self._policy.assign([NEXT_REQUEST], self._pool)[NEXT_REQUEST.request_id]
         defaults, scorers = (chain,), self._scorers(self._pool)
         self._table = RoutingTable(1, {}, defaults, scorers)
         return self._table
 
     def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:
-        """The table for the slot that follows, or None: the targets have it already.
-
-        Its version is above any that a target has, so that a router that was restarted is heard.
-        """
+        """The table of the next slot; None: the targets have it already."""
         if not reports:
             return None
         observations = [seen for report in reports for seen in report.observations]
@@ -114,15 +112,14 @@ class Router:
         return table
 
     def _scorers(self, pool: Sequence[PoolMember]) -> tuple[str, ...]:
-        """One member of each drafter, where the policy learns from scores; those in the target's own process have no time
-        to spare."""
+        """One member of each drafter, if the policy learns from scores. Colocated drafters have no spare time to score."""
         if not self._scores:
             return ()
         members = {drafter_of(member.name): member.name for member in reversed(pool) if member.is_open and member.leads}
         return tuple(sorted(members.values()))
 
     def _judged_pool(self, reports: Sequence[SlotReport], there: Set[str]) -> list[PoolMember]:
-        """As it is now, for the targets that report. What was measured of a drafter does not hold on its fallback."""
+        """The pool with its present health and costs. What was measured of a drafter does not hold on its fallback."""
         shares = {name: cost for report in reports for name, cost in report.draft_costs.items()}
         costs = {name: cost for report in reports for name, cost in report.member_costs.items()}
         pool = [
@@ -144,7 +141,7 @@ class Router:
 
 
 class ChainScheduler(Router):
-    """A router whose policy assigns chains, and is told what happened within them."""
+    """A router whose policy assigns chains, and learns from the reports of their models."""
 
     def __init__(
         self,
@@ -173,7 +170,7 @@ def build_router(
     watch: DriftDetector | None = None,
     scores: bool = False,
 ) -> Router:
-    """Of the kind that the policy needs."""
+    """The router for a policy."""
     if isinstance(policy, ModelChains):
         return ChainScheduler(policy, pool, watch, scores)
     return Router(policy, pool, watch, scores)

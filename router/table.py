@@ -1,4 +1,4 @@
-"""From an assignment to the routing table that the targets read."""
+"""Makes the routing table that the targets read from an assignment."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,14 +17,13 @@ def next_table(
     versions: Sequence[int],
     scorers: Sequence[str] = (),
 ) -> RoutingTable:
-    """The table of the next slot: ``chains`` of the live ``requests``, and ``defaults`` for those not seen yet.
+    """The table of the next slot: ``chains`` of the live ``requests``, ``defaults`` for those not seen yet.
 
-    Requests that ended fall out. Of more than MAX_CHAINS those that change their place are kept first: a request that
-    is missing from a table stays where it is.
+    Drops ended requests. Of more than MAX_CHAINS it keeps those whose chain changes first: a request that is missing from a
+    table keeps its chain.
 
-    ``versions`` are of the tables that the targets have. Where nothing changed and all have ``previous``, it is returned
-    itself; else the version is above all of them, so that a router that was restarted is heard. A ``previous`` of version
-    0 was never published.
+    Returns ``previous`` itself if nothing changed and all targets have it by ``versions``. Else the version is above all of
+    theirs, so that they take the table of a restarted router. A ``previous`` of version 0 was never published.
     """
     live = {request.request_id: chains[request.request_id] for request in requests if request.request_id in chains}
     if len(live) > MAX_CHAINS:

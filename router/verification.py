@@ -20,7 +20,7 @@ VerificationPolicy = Callable[
 def verify_all(
     ready: Sequence[SequenceView], drafters: Mapping[str, DrafterView], capacity: Capacity, cost: CostModel
 ) -> dict[str, int]:
-    """Every draft token that can still matter, in order of arrival, as far as the pass has room."""
+    """Every useful draft token, in order of arrival, as far as the pass has room."""
     num_free = capacity.max_pass_tokens - len(ready)
     lengths = {}
     for sequence in ready:
@@ -34,13 +34,12 @@ def verify_goodput(
 ) -> dict[str, int]:
     """The lengths that maximise expected tokens per second of the pass, over the batch as a whole (DSpark, section 3.2.2).
 
-    Token i of a proposal survives with the probability that calibration gives for it, or where its drafter is not known
-    well enough with a^(i+1), a the drafter's measured conditional acceptance. Tokens join in order of survival, which never
-    rises along a proposal, so this is the best choice for each number of rows; the best number maximises
-        E / step(rows),   E = expected tokens of the pass so far (bonus tokens included).
-    Rows are cheap up to a knee and dear beyond it, so it is looked for beyond a flat stretch too, and given up where even
-    free rows could not make up for what was lost. Exactness of the output does not depend on it (DESIGN idea 1), so unlike
-    the paper's scheduler it need not stop at the first token that does not pay.
+    Token i of a proposal survives with its calibrated probability or, while the drafter is not calibrated, with a^(i+1),
+    where a is the drafter's measured conditional acceptance. Tokens join in order of survival, which never rises along a
+    proposal: for each number of rows this is the best choice. The best number of rows maximises
+        E / step(rows),   E = expected tokens of the pass (bonus tokens included).
+    The output does not depend on the choice (DESIGN idea 1), so unlike the paper's scheduler the search goes on beyond the
+    first token that does not pay: behind a flat stretch of the cost another knee may follow.
     """
     num_ready, context = len(ready), sum(s.committed_len for s in ready)
     if not ready:
@@ -62,8 +61,8 @@ def verify_goodput(
 
 
 def _in_order(survivals: Sequence[Sequence[float]], room: int) -> tuple[list[float], list[float]]:
-    """How likely draft tokens are to survive, the likeliest first, as many as there is room for; and the tokens that a pass
-    is expected to bring with the first of them, from none on: one of each proposal, and those."""
+    """The survival of the ``room`` likeliest draft tokens, descending; and the expected tokens of a pass that verifies the
+    first n of them, from n = 0 on, bonus tokens included."""
     likeliest = np.sort(np.fromiter(chain.from_iterable(survivals), np.float64))[::-1][:room]
     expected = np.cumsum(likeliest) + len(survivals)
     return likeliest.tolist(), [float(len(survivals)), *expected.tolist()]
@@ -78,7 +77,7 @@ def _in_order_of_few(survivals: Sequence[Sequence[float]], room: int) -> tuple[l
 def _lens(survivals: Sequence[Sequence[float]], least: float, num_best: int) -> list[int]:
     """How many tokens of each proposal are among the ``num_best`` likeliest, the last of which survives with ``least``.
 
-    Of equals, the earlier token of a proposal comes first, and the proposals in their order.
+    Ties: the earlier token of a proposal comes first, then the earlier proposal.
     """
     flat = np.fromiter(chain.from_iterable(survivals), np.float64)
     joined = flat > least
@@ -100,15 +99,15 @@ def _lens_of_few(survivals: Sequence[Sequence[float]], least: float, num_best: i
 
 
 def _best_number(tokens: Sequence[float], step_s: Callable[[int], float]) -> int:
-    """The n that maximises ``tokens[n] / step_s(n)``, both of which never fall; the fewest where several do.
+    """The smallest n that maximises ``tokens[n] / step_s(n)``, both non-decreasing.
 
-    Of a range of numbers none has a greater goodput than the tokens of its last over the time of its first. The range that
-    promises most is halved, until none promises more than was found: of a thousand numbers about a hundred are looked at.
+    Branch and bound: the goodput in a range is at most the tokens of its last number over the time of its first. The range
+    of the highest bound is halved until no bound exceeds the best found: about 100 evaluations for a thousand numbers.
     """
     last = len(tokens) - 1
     first_s = step_s(0)
     best, best_goodput = 0, tokens[0] / first_s
-    ranges = [(-tokens[last] / first_s, 1, last, first_s)]  # of numbers not looked at, and the time of the one before
+    ranges = [(-tokens[last] / first_s, 1, last, first_s)]  # not evaluated: bound, first, last, time before the first
     while ranges and -ranges[0][0] > best_goodput:
         _, low, high, low_s = heappop(ranges)
         if low > high:
@@ -126,7 +125,7 @@ def _best_number(tokens: Sequence[float], step_s: Callable[[int], float]) -> int
 
 
 def useful_len(sequence: SequenceView, capacity: Capacity) -> int:
-    """Draft tokens beyond the last wanted token, or the context's end, cannot be committed: the bonus token comes after."""
+    """Draft tokens that can be committed before max_tokens or the context's end; the bonus token comes after them."""
     room = capacity.max_model_len - sequence.committed_len
     return max(0, min(sequence.num_drafted, sequence.max_new_tokens - 1, room - 1))
 

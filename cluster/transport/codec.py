@@ -1,7 +1,6 @@
-"""Frames to bytes and back: the dataclasses of ``cluster.messages`` as the protobuf of ``wire.proto``.
+"""Encodes frames as bytes and back: the dataclasses of ``cluster.messages`` as the protobuf of ``wire.proto``.
 
-One message carries a whole round, so the work here is per request and never per token: token ids and confidences cross as
-packed columns, converted by the protobuf runtime.
+The work here is per request, never per token: the protobuf runtime converts token ids and confidences as packed columns.
 """
 
 from collections.abc import Callable
@@ -28,11 +27,7 @@ from cluster.transport.frames import Frame, Greeting, Ping, Refusal, Welcome
 
 
 def encode(frame: Frame) -> bytes:
-    """The bytes of a frame.
-
-    Raises:
-        WireError: a value lies outside what the wire can hold (a negative token id, for instance).
-    """
+    """Raises WireError where a value lies outside what the wire can hold (a negative token id, say)."""
     out = wire.Frame()
     try:
         _ENCODERS[type(frame)](frame, out)
@@ -42,11 +37,7 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(data: bytes, max_bytes: int | None = None) -> Frame:
-    """The frame that ``data`` holds.
-
-    Raises:
-        WireError: these bytes are not a frame, or more than ``max_bytes``.
-    """
+    """Raises WireError where the bytes are not a frame, or more than ``max_bytes``."""
     if max_bytes is not None and len(data) > max_bytes:
         raise WireError(f"a frame of {len(data)} bytes came, at most {max_bytes} are allowed")
     try:

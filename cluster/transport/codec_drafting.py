@@ -1,4 +1,4 @@
-"""Rounds between targets and drafters on the wire."""
+"""Encodes the messages between targets and drafters."""
 
 from cluster.messages import Budget, DraftRound, Extend, LevelReport, Open, ProposalRound, Score, Verified
 from cluster.transport import wire_pb2 as wire

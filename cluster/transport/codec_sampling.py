@@ -1,4 +1,4 @@
-"""Sampling parameters on the wire."""
+"""Encodes sampling parameters."""
 
 from cluster.transport import wire_pb2 as wire
 from cluster.types import SamplingParams

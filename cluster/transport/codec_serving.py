@@ -1,4 +1,4 @@
-"""Rounds between gateways and targets on the wire."""
+"""Encodes the messages between gateways and targets."""
 
 from collections.abc import Iterator
 from itertools import chain, islice

@@ -59,12 +59,12 @@ class Hedge:
     - T_j: seconds of a round if all requests were with j (`router.estimates.round_times`).
     - G_ij: a Gumbel draw fixed for the life of i; n_ij: the rounds behind L_ij.
 
-    With drafts in time, i goes to j with probability proportional to exp(eta n_ij L_ij), which is Hedge; with scarce places it
-    is Hedge's perturbed leader (Kalai and Vempala). Without scores, a small share of requests explores for a slot the drafter
-    that they have seen least.
+    With drafts in time, i goes to j with probability proportional to exp(eta n_ij L_ij), which is Hedge; with scarce places
+    it is Hedge's perturbed leader (Kalai and Vempala). Without scores, a small share of requests explores for a slot the
+    drafter that they have seen least.
 
-    v is raised by the hysteresis where i is, and lowered elsewhere by the cost of catching up, spread over ``payback_s``. The
-    matching maximises the sum of v (`router.matching`), starting from the prices of the last slot.
+    v is raised by the hysteresis where i is, and lowered elsewhere by the cost of catching up, spread over ``payback_s``.
+    The matching maximises the sum of v (`router.matching`), starting from the prices of the last slot.
     """
 
     def __init__(self, config: HedgePolicy) -> None:

@@ -1,17 +1,22 @@
-"""What one pass computed, summed over its spans."""
+"""What a pass computed and took, and what is learned from that: the cost model, the decode rate, the row price."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from cluster.types import Commit
 from engine.target import SpanInput
+from profiler.online_cost import OnlineCost
 from router.cost_model import CostModel
+from router.draft_length import DecodeRate, row_price
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PassCounts:
-    """Context: tokens attended to before the rows of a span."""
+    """Sums over the spans of a pass. Context: the tokens before the rows of a span."""
 
     num_rows: int
     num_context: int
@@ -51,3 +56,31 @@ class PassCounts:
             return 0.0
         num_decode_rows = self.num_rows - self.num_prompt_rows
         return cost.step_s(self.num_rows, self.num_context) - cost.step_s(num_decode_rows, self.num_context)
+
+
+class PassCosts:
+    """Corrects the cost model by the passes, if it is one that learns, and prices the rows of the next pass."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._online_cost = cost if isinstance(cost, OnlineCost) else None
+        self._decode_rate = DecodeRate()
+        self.row_price = 0.0  # in tokens
+
+    def interrupt(self) -> None:
+        """A round computed nothing: the time until the next one says nothing of decoding."""
+        self._decode_rate.interrupt()
+
+    def note(self, began_s: float, pass_s: float, counts: PassCounts, commits: Sequence[Commit]) -> None:
+        """A round that began at ``began_s`` made these commits with a pass of ``pass_s``."""
+        # A pass with prompts does not correct the model, for their rows are not all sampled.
+        if self._online_cost is not None and counts.num_rows and not counts.num_prompt_rows:
+            drift = self._online_cost.observe(counts.num_rows, counts.num_context, pass_s)
+            if drift is not None:
+                logger.info("passes of about %d rows now take %.2f times what was measured", drift.num_rows, drift.ratio)
+        if not counts.num_sampled:
+            self._decode_rate.interrupt()
+            return
+        self._decode_rate.note(began_s, counts.num_decoded(commits), counts.prompts_s(self._cost))
+        num_rows, num_context = counts.num_sampled_rows, counts.num_sampled_context
+        self.row_price = row_price(self._decode_rate.tokens_per_s, num_rows, num_context, self._cost)

@@ -1,0 +1,81 @@
+"""Everything that reaches a target: links that come and go, requests of gateways, proposals of drafters."""
+
+from collections.abc import Callable
+
+from cluster.messages import Message, ProposalRound, Role, SubmitRound
+from cluster.soundness import Inspection
+from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
+from cluster.types import Request
+from engine.drafter_sessions import DrafterSessions
+from engine.gateway_sessions import GatewaySessions
+from engine.telemetry import Telemetry
+
+
+class TargetInbox:
+    """Drops the unsound parts of messages, and closes the links of peers that send too many of them.
+
+    Args:
+        submit: called with each new request and the link that it came by.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        vocab_size: int,
+        gateways: GatewaySessions,
+        drafters: DrafterSessions,
+        telemetry: Telemetry,
+        submit: Callable[[Link, Request, float], None],
+    ) -> None:
+        self._mailbox = mailbox
+        self._vocab_size = vocab_size
+        self._gateways = gateways
+        self._drafters = drafters
+        self._telemetry = telemetry
+        self._submit = submit
+        self._inspection = Inspection("the target")
+
+    def read(self, now_s: float, unread_since_s: float | None) -> None:
+        """Args: ``unread_since_s``: as of `DrafterSessions.receive`."""
+        for event in self._mailbox.drain():
+            match event:
+                case Received(link, message):
+                    self._receive(link, message, now_s, unread_since_s)
+                case LinkUp(link) if link.peer.role is Role.GATEWAY:
+                    self._gateways.link_up(link)
+                case LinkUp(link):
+                    self._drafters.link_up(link)
+                case LinkDown(link, reason):
+                    self._link_down(link, reason)
+
+    def _receive(self, link: Link, message: Message, now_s: float, unread_since_s: float | None) -> None:
+        if not (self._gateways.knows(link) or self._drafters.knows(link)):
+            return  # it went down before its mail was read
+        num_unsound = self._inspection.num_unsound
+        message = self._inspection.sound_part(link, message, self._vocab_size)
+        match message, link.peer.role:
+            case SubmitRound(), Role.GATEWAY:
+                for request in message.submits:
+                    self._submit(link, request, now_s)
+                for request_id in message.aborts:
+                    self._gateways.abort(link, request_id)
+            case ProposalRound(), Role.DRAFTER:
+                faults = self._drafters.receive(link, message, now_s, unread_since_s)
+                if faults:
+                    self._inspection.note(link, faults)
+                self._telemetry.drafter(link.peer.name).num_unsound += self._inspection.num_unsound - num_unsound
+            case _:
+                self._close(link, f"it sent a {type(message).__name__}, which no {link.peer.role} sends to a target")
+        if self._inspection.must_go(link):
+            self._close(link, "it sent too many unsound messages")
+
+    def _close(self, link: Link, reason: str) -> None:
+        link.close()
+        self._link_down(link, reason)
+
+    def _link_down(self, link: Link, reason: str) -> None:
+        self._inspection.forget(link)
+        if link.peer.role is Role.GATEWAY:
+            self._gateways.link_down(link)
+        else:
+            self._drafters.link_down(link, reason)
