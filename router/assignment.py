@@ -1,6 +1,6 @@
-"""Which drafter or chain rides ahead of which request: the protocol of the policies, and what they see.
+"""Assignment of requests to drafters and chains: the protocol of policies and its data.
 
-A policy is pure: pool and requests in, a chain per request out. The RouterActor calls it once a slot.
+A policy is pure: pool and requests in, a chain per request out, once per slot.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,18 +14,18 @@ TARGET_ONLY: Chain = ()
 
 
 def member_name(drafter: str, replica: int) -> str:
-    """Of one replica of a drafter. The first bears the drafter's own name; "/" stands in no configured name."""
+    """Name of a replica. The first has the drafter's own name; "/" occurs in no configured name."""
     return drafter if replica == 0 else f"{drafter}/{replica}"
 
 
 def drafter_of(member: str) -> str:
-    """The drafter that a member is a replica of. Replicas propose alike, so what is learned of one holds for all."""
+    """The drafter of a member. Replicas draft alike, so what is learned of one holds for all."""
     return member.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class MemberCosts:
-    """What a profile measured of a drafter."""
+    """Profiled costs of a drafter."""
 
     draft_s: tuple[tuple[int, float], ...]  # (requests of the batch, seconds of its longest draft), ascending
     catch_up_s: float = 0.0  # per committed token of a request that it has not computed yet
@@ -50,7 +50,7 @@ class PoolMember:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests may be with it."""
+        """Whether requests may be assigned to it."""
         return self.healthy and not self.draining and not self.quarantined
 
 
@@ -70,25 +70,25 @@ class RequestView:
 
     @property
     def is_placeholder(self) -> bool:
-        """It stands for requests to come, and gets a place that no live request has a use for."""
+        """Whether it stands for requests to come; it gets a place only after all live requests."""
         return self.committed_len == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Of draft position i, all before it having been right: how often it was reached, and how often it was right.
+    """For draft position i, given that all before it were right: how often it was reached, and how often it was right.
 
-    A drafter that ends a draft of its own accord has reached the position behind it, and was not right there; where
-    something else ended it (the longest draft, the end of what was committed) the position was not reached. So it says what
-    a drafter knows, however little of that was verified, and holds alike for one that was only scored. Not so of one that
-    was told what a row costs (`drafters.protocol.Demand`) and ends its drafts by that: it passes for one that knows no more.
+    A drafter that ends a draft by itself has reached the position behind it, and was wrong there. A draft that something
+    else ended (its maximum length, the end of the committed tokens) has not reached it. So the counts describe the drafter's
+    knowledge, however little was verified, and hold for scored drafts too. Drafts that a row price ended
+    (`drafters.protocol.Demand`) are an exception: they count as if the drafter knew no more.
     """
 
     num_reached: tuple[int, ...] = ()
     num_right: tuple[int, ...] = ()
 
     def plus(self, num_right: int, failed: bool) -> "Positions":
-        """One draft more: ``num_right`` tokens right, and then one that was not, or only the end of what is known."""
+        """One more draft: ``num_right`` right tokens, then a wrong one (``failed``) or the end of what is known."""
         reached, right = list(self.num_reached), list(self.num_right)
         new = [0] * (num_right + failed - len(reached))
         reached += new
@@ -101,7 +101,7 @@ class Positions:
         return Positions(tuple(reached), tuple(right))
 
     def up_to(self, draft_len: int) -> "Positions":
-        """Without those that no draft of so many tokens reaches."""
+        """Without positions beyond drafts of that length."""
         if len(self.num_reached) <= draft_len:
             return self
         return Positions(self.num_reached[:draft_len], self.num_right[:draft_len])
@@ -112,9 +112,9 @@ NO_POSITIONS = Positions()
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one drafter did for one request during the last slot, totals over ``num_rounds`` verifications.
+    """What one drafter did for one request during the last slot, summed over ``num_rounds`` verifications.
 
-    Of a request whose tokens say nothing of drafters there are none, nor scores (`cluster.types.Request.teaches`).
+    Requests whose tokens say nothing about drafters yield no observations or scores (`cluster.types.Request.teaches`).
     """
 
     request_id: str
@@ -129,22 +129,24 @@ class Observation:
 
     @property
     def num_in_time(self) -> int:
-        """Rounds in which a draft was at hand that told something: each reaches the first position. An empty one does not
-        where the drafter had only been cut short, or no draft was wanted."""
+        """Rounds with an informative draft in time: each reaches the first position. An empty draft does not if the
+        drafter was cut short or no draft was wanted.
+        """
         return self.positions.num_reached[0] if self.positions.num_reached else 0
 
     @property
     def num_awaited(self) -> int:
-        """Rounds that a draft could have been there for: not a request's first token, its last alone, what comes before a
-        drafter has been told of the request, nor a round whose draft told nothing."""
+        """Rounds that could have had an informative draft: not the first token of a request, its last token, or rounds
+        before the drafter knows the request.
+        """
         return self.num_in_time + self.num_missed
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreCounts:
-    """Counterfactual: what a drafter in step with a request would have drafted where others did (DESIGN idea 5).
+    """Counterfactual counts of a drafter in step with a request that another drafts for (DESIGN idea 5).
 
-    As exact as an observation; only how long it would have taken, it does not say.
+    As exact as an observation, but without times.
     """
 
     request_id: str
@@ -153,30 +155,30 @@ class ScoreCounts:
 
 
 class AssignmentPolicy(Protocol):
-    """Learns from observations, assigns within capacity and only to members that are open; lets those be that opted out."""
+    """Learns from observations and assigns requests within capacity to open members. Requests that opted out get none."""
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
-        """What the last slot showed. ``scores`` are of drafters that did not draft; a bandit has no use for them."""
+        """Ends a slot. ``scores`` are of drafters that did not draft; bandits ignore them."""
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
-        """A chain for every request; TARGET_ONLY where no member has room."""
+        """A chain for every request; TARGET_ONLY without a free place."""
 
     def snapshot(self) -> JsonValue:
-        """What was learned that outlives the requests, for `restore`; None: nothing. Small, and bounded by the pool."""
+        """Learned state that outlives requests, for `restore`; None if there is none. Bounded by the pool."""
 
     def restore(self, snapshot: JsonValue) -> None:
-        """Learn at once what another learned before.
+        """Restores a snapshot.
 
         Raises:
-            ValueError: it is no snapshot of this policy; nothing was changed.
+            ValueError: not a snapshot of this policy; nothing was changed.
         """
 
 
 def lessons(observations: Iterable[Observation]) -> Iterator[Observation]:
-    """Those that something can be learned of: time of all, what drafts are worth of those whose ``positions`` say it."""
+    """Observations that can be learned from."""
     return (seen for seen in observations if seen.num_rounds > 0 and seen.elapsed_s > 0.0)
 
 
 def opted_out(requests: Iterable[RequestView]) -> dict[str, Chain]:
-    """The chains of those who want none."""
+    """Chains of requests that opted out."""
     return {request.request_id: TARGET_ONLY for request in requests if request.opted_out}

@@ -1,17 +1,17 @@
-"""What a chain of models costs per token, which chains a pool allows, and which of them is the fastest.
+"""Predicted time per token of chains of models, and the fastest chain that a pool allows (SpecRouter).
 
-A chain [M_1, ..., M_n, target] runs so (`drafters.chained`): M_j's draft is what M_j alone would say; M_{j-1} proposes up to
-w_{j-1} tokens of it, one pass of M_j verifies those and adds a token of its own, and so on until the draft is as long as it
-was asked for. So what lies below M_n changes what a draft costs, and never what it says:
+In a chain [M_1, ..., M_n, target] (`drafters.chained`), M_j's draft is what M_j alone would draft. M_{j-1} proposes up to
+w_{j-1} tokens of it, one pass of M_j verifies those and adds one token, until the draft has the requested length. So the
+models below M_n change the cost of a draft, never its tokens:
 
     T_eff = (C_n(w_n) + T_target(B (f_n w_n + 1))) / (1 + sum over k <= w_n of S_k)     seconds per token of a request
 
     C_1(m) = m T_1                      m steps of the smallest model
     C_j(m) = sum over its passes of C_{j-1}(min(w_{j-1}, left - 1)) + T_j(rows), left falling by accepted + 1 with each
 
-S_k is the probability that the first k tokens of M_n's draft are the target's. T_j(rows) is a pass of M_j over so many rows:
-of each request of the batch B that is not done one, and one for each token that is proposed. f_j is the share of what M_j is
-asked for that the level above has rows for; its drafting is charged as if it said all.
+S_k: probability that the first k tokens of M_n's draft are the target's. T_j(rows): a pass of M_j over one row per
+unfinished request of the batch B plus one per proposed token. f_j: share of the requested tokens of M_j for which the level
+above has rows; drafting is charged in full.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ PROPOSAL_LEN = 4  # most tokens that a level asks the one below it for at a time
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of a packed pass by its rows: linear between points and beyond the last. Rows ascend, seconds do not fall."""
+    """Seconds of a packed pass by rows: linear between points and beyond the last. Rows ascend, seconds do not fall."""
 
     points: tuple[tuple[int, float], ...]
 
@@ -50,7 +50,7 @@ class PassTime:
 
 
 def pass_times(cost: CostModel, num_context: int = 0) -> tuple[tuple[int, float], ...]:
-    """Of a target, as of PassTime, with so many tokens of context in all: every pass pays for them."""
+    """Pass times of a target, as of PassTime, with ``num_context`` tokens of context in all."""
     points: list[tuple[int, float]] = []
     for rows in _ROWS:
         seconds = cost.step_s(rows, num_context)
@@ -62,9 +62,9 @@ def pass_times(cost: CostModel, num_context: int = 0) -> tuple[tuple[int, float]
 class Level:
     """A drafter in a chain.
 
-    ``acceptance[i]``: that token i of its draft is what the level above says there, given that those before it are; the
-    last counts for all that follow. ``window``: tokens that the level above asks it for at a time. ``fill``: the share of
-    those that the level above has rows for: a lookup is often silent, and the target verifies what is worth its row.
+    ``acceptance[i]``: probability that token i of its draft is right for the level above, given those before it; the last
+    value holds for all further tokens. ``window``: tokens that the level above requests at a time. ``fill``: share of those
+    that the level above has rows for, since lookups are often silent and the target verifies only what pays.
     """
 
     drafter: str
@@ -89,21 +89,21 @@ class Level:
 
     @cached_property
     def survival(self) -> tuple[float, ...]:
-        """That the first k tokens of its draft are right, for k from 0 to its window."""
+        """Probability that the first k tokens of its draft are right, for k from 0 to its window."""
         found = [1.0]
         for position in range(self.window):
             found.append(found[-1] * self.at(position))
         return tuple(found)
 
     def num_right(self, num_tokens: int) -> list[float]:
-        """The distribution of how many of ``num_tokens`` are accepted, from 0 to all."""
+        """Distribution of the number of accepted tokens of ``num_tokens``."""
         survival = self.survival
         return [survival[k] - (survival[k + 1] if k < num_tokens else 0.0) for k in range(num_tokens + 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one round of a batch. ``num_passes``: expected, of each level; the target's is the last, and 1."""
+    """One round of a batch. ``num_passes``: expected passes per level; the target's is the last, and 1."""
 
     round_s: float
     num_tokens: float  # of a request and round, the bonus token included
@@ -115,13 +115,12 @@ class Prediction:
 
 
 def predict(levels: Sequence[Level], target: PassTime, batch: int = 1) -> Prediction:
-    """The expected time per token of a chain, smallest model first, for a batch of independent requests.
+    """Expected time per token of a chain, smallest model first, for a batch of independent requests.
 
-    Exact where passes take a constant time plus a time per row, accepted lengths are as the levels say, and every level says
-    all that it is asked for. Where ``fill`` is less, rows are that share of what is asked, however much that is, and who
-    falls silent early is charged for all of its draft. A batch is drafted until its last request is done: in each pass there
-    are those that are not, and it happens if there is one. Other forms of PassTime are taken at the expected number of rows
-    (Jensen's inequality bounds the error).
+    Exact if pass times are affine in rows, accepted lengths follow the levels, and every level drafts all that is requested.
+    With ``fill`` below 1, rows are that share of the request, and a drafter that stops early is charged for its whole draft.
+    A batch is drafted until its last request is done; a pass happens if any request is unfinished. Other forms of PassTime
+    are evaluated at the expected rows (Jensen's inequality bounds the error).
     """
     num_passes = [0.0] * len(levels)
     window = levels[-1].window if levels else 0
@@ -134,7 +133,7 @@ def predict(levels: Sequence[Level], target: PassTime, batch: int = 1) -> Predic
 
 
 def _draft_s(levels: Sequence[Level], lens: list[float], batch: int, weight: float, num_passes: list[float]) -> float:
-    """Seconds that a batch of drafts by the last of ``levels`` takes, each of whose lengths has the distribution ``lens``.
+    """Seconds of a batch of drafts by the last of ``levels``, whose lengths have the distribution ``lens``.
 
     Adds ``weight`` times the passes to ``num_passes``.
     """
@@ -164,7 +163,7 @@ def _draft_s(levels: Sequence[Level], lens: list[float], batch: int, weight: flo
 
 
 def _left(alive: float, batch: int) -> tuple[float, float]:
-    """That any of a batch is not done, when each is so with probability ``alive``; and how many then are, as expected."""
+    """Probability that a batch has unfinished requests, each with probability ``alive``, and their expected number."""
     if alive <= 0.0:
         return 0.0, 0.0
     any_left = 1.0 - (1.0 - min(1.0, alive)) ** batch
@@ -172,7 +171,7 @@ def _left(alive: float, batch: int) -> tuple[float, float]:
 
 
 def _after(left: list[float], below: Level) -> list[float]:
-    """The distribution of what is missing after one pass: what was accepted is there, and one token more."""
+    """Distribution of the missing tokens after one pass, which adds the accepted tokens and one more."""
     after = [left[0]] + [0.0] * (len(left) - 1)
     for missing in range(1, len(left)):
         if left[missing] > 0.0:
@@ -205,10 +204,10 @@ def simplified_per_token_s(levels: Sequence[Level], target: PassTime) -> float:
 
 
 def candidates(drafters: Sequence[str], verifiers: Iterable[str], max_levels: int = MAX_LEVELS) -> list[Chain]:
-    """Every chain of up to ``max_levels`` models, the target among them: of ``drafters``, cheapest first, in this order.
+    """Every chain of up to ``max_levels`` models, the target included, of ``drafters`` in this order, cheapest first.
 
-    All but the first verify what the one before proposes, so they must be among ``verifiers``. Shorter chains come first,
-    and the target alone before all.
+    All drafters but the first of a chain verify, so they must be among ``verifiers``. Shorter chains come first, the target
+    alone before all.
     """
     can_verify = frozenset(verifiers)
     return [
@@ -220,8 +219,9 @@ def candidates(drafters: Sequence[str], verifiers: Iterable[str], max_levels: in
 
 
 def fastest(predictions: Sequence[tuple[Chain, float]], current: Chain | None = None, hysteresis: float = 0.0) -> Chain:
-    """The chain of the least seconds per token; of equals the first. ``current`` is left only for one that is faster by the
-    share ``hysteresis`` of its time. Without any prediction: the target alone."""
+    """The chain with the least seconds per token, the first of equals. ``current`` is left only for one faster by the share
+    ``hysteresis`` of its time. Without any prediction: the target alone.
+    """
     best, best_s = min(predictions, key=lambda found: found[1], default=(TARGET_ONLY, 0.0))
     for chain, per_token_s in predictions:
         if chain == current and best_s >= per_token_s * (1.0 - hysteresis):

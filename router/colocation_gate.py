@@ -1,9 +1,8 @@
-"""Whether a drafter that drafts in the target's own time is asked in a round, and down to which tokens.
+"""Whether a drafter that shares the target's time drafts in a round.
 
-The target waits while such a drafter drafts. Its drafts must save more time than making them takes: their accepted tokens
-would have been decoded plainly, and their rows make the pass longer. Both are measured, for each size of the batch: where a
-batch is large a row costs more, and a draft for all may take longer than a pass. What the round has to do with drafts
-counts, too, once rounds without them have shown what it takes else.
+The target waits while such a drafter drafts, so its drafts must save more time than they cost. Accepted tokens save plain
+decoding; draft rows lengthen the pass; proposals add handling to the round. All three are measured per octave of batch
+sizes.
 """
 
 from router.cost_model import CostModel
@@ -17,7 +16,7 @@ _LONGEST_PAUSE = 512  # twice as long whenever it was tried in vain
 
 
 class _Known:
-    """Of one size of batch."""
+    """Measurements of one octave of batch sizes."""
 
     def __init__(self) -> None:
         self.saved_s, self.cost_s = RunningMean(), RunningMean()
@@ -50,7 +49,7 @@ class _Known:
 
 
 class ColocationGate:
-    """Of one drafter. Sizes of batches are told apart by octave."""
+    """The gate of one drafter."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}

@@ -1,4 +1,4 @@
-"""Devices and who lives on them: what each may hold, and what it holds."""
+"""Devices and their tenants: limits and use of memory."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Stay(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A drafter as its devices see it. ``reload_s``: what it takes about to load it again, for comparison with others."""
+    """A drafter as its devices see it. ``reload_s``: estimated seconds of a reload."""
 
     name: str
     device: str
@@ -34,7 +34,7 @@ class Tenant:
 
 
 class DeviceManager:
-    """How much of each device is taken, and by whom. A device without a limit holds anything."""
+    """Memory of each device and its tenants. A device without a limit holds anything."""
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self.limits = dict(limits)
@@ -58,7 +58,7 @@ class DeviceManager:
         del self._held[device][name]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a device holds more than its limit."""
+        """Raises AssertionError if a device exceeds its limit."""
         for device, limit in self.limits.items():
             assert self.taken(device) <= limit, f"{device} holds {self.taken(device)} bytes, its limit is {limit}"
 

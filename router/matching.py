@@ -1,7 +1,7 @@
-"""Who gets which place: requests matched to drafters of bounded capacity, so that the sum of their values is greatest.
+"""Assignment of requests to drafters of bounded capacity that maximises the sum of values.
 
-A transportation problem with as many sinks as there are drafters, not slots: the places of a thousand requests at eight
-drafters are improved along cycles in a graph of nine nodes, few of which are left where the last slot's prices still hold.
+A transportation problem whose sinks are drafters rather than places: a thousand requests at eight drafters are improved
+along cycles in a graph of nine nodes, of which few remain where the last slot's prices still hold.
 """
 
 from collections.abc import Sequence
@@ -22,25 +22,25 @@ _EPSILON = 1e-9  # of the largest value: what counts as an improvement
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """``place[i]`` is the drafter of request i, or NOWHERE; ``prices[j]`` is what one more place at drafter j is worth."""
+    """``place[i]``: the drafter of request i, or NOWHERE. ``prices[j]``: the value of one more place at drafter j."""
 
     place: Ints
     prices: Floats
 
 
 def match(values: Floats, capacity: Ints, prices: Floats | None = None, max_cycles: int = MAX_CYCLES) -> Matching:
-    """The places that maximise the sum of ``values``, where going without is worth 0.
+    """Places that maximise the sum of ``values``, where no place is worth 0.
 
-    SPIN's problem (10)-(12), without its replicas of every drafter. At given prices a request wants the drafter of the
-    greatest value - price; where that overfills one, the surplus goes where it loses least. What is left to gain is found
-    as positive cycles of moves between drafters; when there are none, the matching is a best one (Klein 1967), and the
-    potentials of the graph are prices that support it.
+    SPIN's problem (10)-(12), without its replicas of every drafter. At given prices a request prefers the drafter with the
+    largest value - price; the surplus of a full drafter goes where it loses least. Remaining gains are positive cycles of
+    moves between drafters; without any, the matching is optimal (Klein 1967), and the potentials of the graph are supporting
+    prices.
 
     Args:
         values: (requests, drafters); what is not above 0 is never chosen.
         capacity: (drafters,).
-        prices: (drafters,) of a matching that this one may be like; None: found here.
-        max_cycles: bounds the time; where they do not suffice, the matching is a good one, with the prices it began with.
+        prices: (drafters,) of a similar matching; None: found here.
+        max_cycles: bounds the time; beyond it, the matching is good but not optimal, and keeps its prices.
     """
     num_requests, num_drafters = values.shape
     if not num_requests or not num_drafters:
@@ -62,7 +62,7 @@ def _or_nowhere(place: Ints, num_drafters: int) -> Ints:
 
 
 def _sweep(worth: Floats, limits: Ints, known: Floats) -> Floats:
-    """Prices near those that clear: each in turn is set to where as many want a place as there are, given the others."""
+    """Near-clearing prices: sets each drafter's price in turn to where demand equals capacity, given the others."""
     num_requests = len(worth)
     prices = np.append(known, 0.0)
     worth = np.ascontiguousarray(worth.T)  # a maximum over a few long rows takes a tenth of that over many short ones
@@ -82,7 +82,7 @@ def _sweep(worth: Floats, limits: Ints, known: Floats) -> Floats:
 
 
 def _seat(worth: Floats, limits: Ints, prices: Floats) -> Ints:
-    """Everybody where it wants to be at these prices, or, where too many do, at the next best that has room."""
+    """Seats every request at its preferred drafter at these prices, or at the next best with a free place."""
     net = worth - prices
     free = limits.copy()
     place = np.full(len(worth), NOWHERE, np.int64)
@@ -105,10 +105,10 @@ def _seat(worth: Floats, limits: Ints, prices: Floats) -> Ints:
 
 
 def _improve(worth: Floats, limits: Ints, place: Ints, max_cycles: int) -> Floats | None:
-    """Moves requests along positive cycles, in place, until there are none; returns the prices of the drafters then.
+    """Moves requests along positive cycles, in place, until there are none; returns the drafters' prices.
 
-    ``gain[a, b]`` is the most that one request of a gains by moving to b; where a has a free place, at least 0: a request
-    that comes to it need not push another out.
+    ``gain[a, b]`` is the largest gain of moving one request from a to b; at least 0 where a has a free place, since a
+    request that comes to it need not displace another.
     """
     num_places = len(limits)
     epsilon = _EPSILON * max(1.0, float(np.abs(worth[np.isfinite(worth)]).max()))
@@ -141,7 +141,7 @@ def _improve(worth: Floats, limits: Ints, place: Ints, max_cycles: int) -> Float
 
 
 def _positive_cycle(gain: Floats, epsilon: float) -> tuple[list[int], Floats]:
-    """A cycle whose gains sum to more than 0; or none, and the greatest gain of a path to each node (Bellman, Ford)."""
+    """A cycle with a positive sum of gains, or None and the largest gain of a path to each node (Bellman, Ford)."""
     num_nodes = len(gain)
     reach = np.zeros(num_nodes)
     parent = np.full(num_nodes, NOWHERE)

@@ -1,4 +1,4 @@
-"""What a prompt tells before anything is drafted: a few numbers that no model computes, and the cluster of like prompts."""
+"""Prompt features that need no model, and clusters of similar prompts."""
 
 from collections.abc import Sequence
 from math import log2
@@ -18,11 +18,11 @@ _HASH_BITS = np.uint64(64 - NUM_BINS.bit_length() + 1)
 
 
 def prompt_features(token_ids: Sequence[int]) -> tuple[float, ...]:
-    """NUM_FEATURES numbers from 0 to about 1, near for prompts of one kind.
+    """NUM_FEATURES numbers from 0 to about 1, close for similar prompts.
 
-    First the square roots of the shares of tokens that fall into each of NUM_BINS bins by a hash of their ids: their
-    distance is Hellinger's, between rough pictures of the vocabulary (code, German, SQL). Then how much repeats, as the
-    share of bigrams that stood there before, doubled, which is what lookups live from; and the logarithm of the length.
+    First the square roots of the shares of tokens in NUM_BINS hash bins: their Euclidean distance is Hellinger's, between
+    coarse histograms of the vocabulary (code, German, SQL). Then twice the share of repeated bigrams, which lookups exploit,
+    and the logarithm of the length.
     """
     tokens = np.asarray(token_ids, np.uint64)
     num_tokens = len(tokens)
@@ -45,8 +45,9 @@ class _Snapshot(BaseModel):
 
 
 class PromptClusters:
-    """Clusters of prompts as they come (MacQueen's k-means): the first ``num_clusters`` prompts are the first centres, and
-    each later one draws the nearest towards it, the less the more that has seen, up to MAX_COUNT."""
+    """Online k-means (MacQueen): the first ``num_clusters`` prompts are centres, and each later one moves the nearest
+    centre by 1 / its count, which is capped at MAX_COUNT.
+    """
 
     def __init__(self, num_clusters: int) -> None:
         self.num_clusters = num_clusters
@@ -54,7 +55,7 @@ class PromptClusters:
         self._counts: list[int] = []
 
     def add(self, features: tuple[float, ...]) -> int | None:
-        """The cluster of a prompt, which is learned; None where its features are not known."""
+        """Learns a prompt; returns its cluster, or None without features."""
         if len(features) != NUM_FEATURES:
             return None
         point = np.array(features)
@@ -71,7 +72,7 @@ class PromptClusters:
         return {"centers": np.round(self._centers, 4).tolist(), "counts": list(self._counts)}
 
     def restore(self, snapshot: JsonValue) -> None:
-        """Raises ValueError for anything that `snapshot` does not give; nothing was changed then."""
+        """Raises ValueError for an invalid snapshot; nothing is changed then."""
         found = _Snapshot.model_validate(snapshot)
         if len(found.centers) != len(found.counts) or len(found.counts) > self.num_clusters:
             raise ValueError(f"{len(found.centers)} centres with {len(found.counts)} counts, at most {self.num_clusters}")

@@ -1,8 +1,7 @@
-"""Which drafters are in memory, and where: several on one device, the least worthwhile gives way, a CPU where a GPU is full.
+"""Which drafters are in memory, and on which device: admission, eviction and CPU fallback.
 
-Pure: what is seen of requests and the time come in, moves come out. A *tenant* is a replica of a drafter; a *look* is one
-glance at what the requests want. Whoever is left out costs speed alone: its requests are drafted for by others, or decoded
-plainly.
+Pure: demand and time come in, moves come out. A *tenant* is a replica of a drafter. A *look* is one evaluation of the
+demand. An absent drafter costs only speed: others draft for its requests, or they are decoded plainly.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ MAX_OFFERED = 10  # looks that one who finds no room is offered to the router, b
 
 @dataclass(frozen=True, slots=True)
 class LoadDemand:
-    """Of one tenant at a look. ``num_requests`` are with it, ``num_wanting`` would be if it were in memory."""
+    """Demand for a tenant at a look: ``num_requests`` are with it, ``num_wanting`` would be if it were in memory."""
 
     num_requests: int = 0
     num_wanting: int = 0
@@ -26,7 +25,7 @@ class LoadDemand:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What to do, in this order. Who retires is to be given no more requests; it is evicted at a later look, when idle."""
+    """What to do, in this order. A retiring tenant gets no new requests and is evicted at a later look, when idle."""
 
     evict: tuple[str, ...] = ()
     load: tuple[tuple[str, str], ...] = ()  # (tenant, device)
@@ -54,11 +53,11 @@ class _Known:
 
 @dataclass(slots=True)
 class ModelPool:
-    """Decides who is resident. A tenant in memory stays for ``min_residence_s`` at least; one that requests are with, or
-    that is pinned, is never evicted. So those that take turns on a device do so no oftener than that.
+    """Decides which tenants are resident. A tenant stays for at least ``min_residence_s``, which bounds how often tenants
+    take turns; one with requests, or a pinned one, is never evicted.
 
     Raises:
-        InvalidField: tenants that must be there do not fit; says how much is missing.
+        InvalidField: pinned tenants do not fit; says how much memory is missing.
     """
 
     tenants: Sequence[Tenant]
@@ -83,12 +82,12 @@ class ModelPool:
 
     @property
     def resident(self) -> dict[str, str]:
-        """Where each tenant is, or is being loaded; those that are nowhere are missing."""
+        """Device of each tenant that is, or is being, loaded."""
         return {name: known.device for name, known in self._known.items() if known.device is not None}
 
     @property
     def is_settled(self) -> bool:
-        """Whether everybody is where they should be, whatever is wanted."""
+        """Whether every tenant is in place and no demand would change that."""
         return not self.on_fallback and len(self.resident) == len(self._known)
 
     @property
@@ -100,12 +99,12 @@ class ModelPool:
         return frozenset(name for name, device in self.resident.items() if device != self._known[name].tenant.device)
 
     def bytes_of(self, name: str) -> int:
-        """What it takes where it is; 0 where it is not."""
+        """Its memory where it is resident, else 0."""
         known = self._known[name]
         return 0 if known.device is None else known.tenant.bytes_on(known.device)
 
     def offered(self, now_s: float) -> frozenset[str]:
-        """Tenants that are not in memory, and that may be asked for: there is room, or others could give way."""
+        """Absent tenants that may be requested: there is room, or others could give way."""
         return frozenset(
             name
             for name, known in self._known.items()
@@ -117,7 +116,7 @@ class ModelPool:
     # ---- what happens
 
     def start(self, now_s: float) -> Moves:
-        """Who is loaded first: the pinned, then the others as they stand in the file, as long as there is room."""
+        """What to load first: pinned tenants, then the others in the order of the file, while there is room."""
         first = [known for known in self._known.values() if known.tenant.stay is Stay.PINNED]
         then = [known for known in self._known.values() if known.tenant.stay is Stay.START]
         return Moves(
@@ -125,7 +124,7 @@ class ModelPool:
         )
 
     def look(self, demands: Mapping[str, LoadDemand], now_s: float) -> Moves:
-        """What to do now that ``demands`` was seen; what is missing there wants nothing and has no requests."""
+        """Moves for ``demands``; a tenant missing there has none."""
         for name, known in self._known.items():
             self._see(known, demands.get(name, LoadDemand()), now_s)
         self._drop_claims({known.tenant.name for known in self._wanted(now_s)} | (self.on_fallback & self.retiring))
@@ -138,14 +137,14 @@ class ModelPool:
         return Moves(evict, load)
 
     def failed(self, name: str, until_s: float) -> None:
-        """It could not be loaded, or ended by itself: its place is free, and it is put aside until then."""
+        """Its load failed or it ended: its place is free, and it is not loaded until ``until_s``."""
         known = self._known[name]
         if known.device is not None:
             self._leave(known)
         known.want, known.closed_until_s = 0.0, until_s
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the pool disagrees with its devices, or these with their limits."""
+        """Raises AssertionError if the pool and its devices disagree, or a limit is exceeded."""
         self.devices.check_integrity()
         for name, known in self._known.items():
             holders = [device for device in {known.tenant.device, known.tenant.fallback} if device is not None]
@@ -170,17 +169,17 @@ class ModelPool:
             known.num_offered, known.want, known.closed_until_s = 0, 0.0, now_s + self.min_residence_s
 
     def _wanted(self, now_s: float) -> list[_Known]:
-        """Those who are to be loaded if they can, most wanted first."""
+        """Tenants to load if possible, in order of demand."""
         absent = [known for known in self._known.values() if known.device is None and now_s >= known.closed_until_s]
         return sorted((known for known in absent if known.want >= 1.0), key=lambda known: -known.want)
 
     @staticmethod
     def _may_go(known: _Known) -> bool:
-        """Since the look at which it was told to retire, nobody may have come to it."""
+        """Whether no request came to it since it was told to retire."""
         return known.num_retiring is not None and known.num_requests == 0
 
     def _place(self, known: _Known, now_s: float) -> str | None:
-        """Where it is to be loaded now. Where only others could make room, they are told to retire."""
+        """The device to load it on now. Where others must make room first, they are told to retire."""
         own, name = known.tenant.device, known.tenant.name
         claimant = self._claims.get(own)
         if claimant in (None, name) and self._room_for(known) == own:
@@ -202,7 +201,7 @@ class ModelPool:
         return room if room != own else None
 
     def _room_for(self, known: _Known) -> str | None:
-        """Its own device, else its fallback, where there is room."""
+        """Its own device, else its fallback, if there is room."""
         tenant = known.tenant
         if self.devices.has_room(tenant.device, tenant.num_bytes):
             return tenant.device
@@ -211,7 +210,7 @@ class ModelPool:
         return None
 
     def _elders(self, known: _Known, now_s: float) -> list[_Known]:
-        """Those on its device who were there for long enough, least worth first, as many as would make room; or none."""
+        """The least valuable evictable tenants of its device that would together make room; empty if they cannot."""
         device, found = known.tenant.device, []
         here = [self._known[name] for name in self.devices.tenants(device)]
         for one in sorted(here, key=lambda k: k.worth):
@@ -228,7 +227,7 @@ class ModelPool:
         return elders if known.want > HYSTERESIS * sum(one.use for one in elders) else []
 
     def _go_home(self, now_s: float) -> None:
-        """One who is on its fallback retires from there when its own device has room, and is wanted there at once."""
+        """Retires a tenant from its fallback when its own device has room; it is reloaded there at once."""
         for name in sorted(self.on_fallback - self.retiring):
             known = self._known[name]
             home, settled = known.tenant.device, now_s - known.since_s >= self.min_residence_s
@@ -238,7 +237,7 @@ class ModelPool:
                 return
 
     def _drop_claims(self, wanted: set[str]) -> None:
-        """Who is not wanted any more is waited for by nobody, and those who retired for it stay."""
+        """Cancels pending loads without demand; tenants that retired for them stay."""
         for device, name in list(self._claims.items()):
             if name not in wanted:
                 del self._claims[device]

@@ -1,12 +1,12 @@
-"""How likely a drafter's token is right: by drafter, cluster of prompts, context length and position, with its uncertainty.
+"""Acceptance of draft tokens by drafter, prompt cluster, context length and position, with its uncertainty.
 
-Each rate is a Beta posterior whose prior is the coarser one above it (empirical Bayes, hierarchical shrinkage):
+Each rate is a Beta posterior whose prior is the next coarser one (empirical Bayes, hierarchical shrinkage):
 
     all drafters -> drafter -> drafter, cluster -> drafter, cluster, context length        each at every position
 
-and whose counts fade as newer ones come. What a caller wants of them is mostly the expected length of a round:
+Counts decay as newer ones come. The main result is the expected length of a round:
 
-    L = 1 + sum over k < draft_len of a_0 a_1 ... a_k           the bonus token, and each draft token that survives
+    L = 1 + sum over k < draft_len of a_0 a_1 ... a_k           the bonus token, and each surviving draft token
 """
 
 from bisect import bisect_right
@@ -28,13 +28,13 @@ _PRIOR_REACHED = 2.0  # of a drafter that nobody tried
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of the positions of a draft: the mean of each posterior, and its standard deviation."""
+    """Mean and standard deviation of the posterior at each position of a draft."""
 
     mean: Floats
     std: Floats
 
     def expected_len(self, draft_len: int) -> tuple[float, float]:
-        """Tokens of a round, the bonus token included, and the standard deviation of that expectation (delta method)."""
+        """Tokens of a round, bonus token included, and the standard deviation of that expectation (delta method)."""
         at = np.minimum(np.arange(draft_len), len(self.mean) - 1)
         mean, std = self.mean[at], self.std[at]
         survival = np.cumprod(mean)
@@ -46,7 +46,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """Where some draft tokens were right and where not."""
+    """Draft tokens of a drafter that were right or wrong, by position."""
 
     drafter: str
     positions: Positions
@@ -66,8 +66,8 @@ class AcceptanceTable:
 
     Args:
         num_clusters: of prompts.
-        strength: drafts that the coarser estimate is worth to the finer one.
-        memory: drafts that each estimate remembers, about.
+        strength: drafts that the coarser estimate counts as in the finer one.
+        memory: drafts that each estimate remembers.
     """
 
     def __init__(self, num_clusters: int, strength: float, memory: float) -> None:
@@ -81,7 +81,7 @@ class AcceptanceTable:
         self._right = np.zeros((0, self._num_groups, NUM_POSITIONS))
 
     def row(self, drafter: str) -> int:
-        """Of a drafter, which is given one when it has none."""
+        """Row of a drafter, added if new."""
         row = self.drafters.setdefault(drafter, len(self.drafters))
         if row >= len(self._reached):
             more = np.zeros((1, self._num_groups, NUM_POSITIONS))
@@ -96,7 +96,9 @@ class AcceptanceTable:
             self.add(rows, clusters, contexts, *counts_of([lesson.positions for lesson in lessons]))
 
     def add(self, rows: Ints, clusters: Ints, context_lens: Ints, reached: Floats, right: Floats) -> None:
-        """Many at once: (lessons,), (lessons,) with NOWHERE for none, (lessons,), and counts (lessons, NUM_POSITIONS)."""
+        """Adds (lessons,) of drafters, clusters (NOWHERE: unknown) and context lengths, with counts (lessons,
+        NUM_POSITIONS).
+        """
         known = clusters >= 0
         cells = 1 + self._num_clusters + clusters * NUM_CONTEXTS + np.searchsorted(CONTEXT_LENS, context_lens, side="right")
         groups = np.concatenate([np.zeros(len(rows), np.int64), 1 + clusters[known], cells[known]])
@@ -108,11 +110,11 @@ class AcceptanceTable:
         self._right = self._right * kept + new_right
 
     def means(self) -> Floats:
-        """(drafters, 1 + clusters, contexts, positions) posterior means; the first cluster stands for those not known."""
+        """(drafters, 1 + clusters, contexts, positions) posterior means; the first cluster is the unknown one."""
         return self._posterior()[0]
 
     def rates(self, drafter: str, cluster: int | None = None, context_len: int = 0) -> Rates:
-        """What is known of a drafter for such a request. One that nobody tried is like the others, and very uncertain."""
+        """Rates of a drafter for such a request. An untried drafter has the common mean and a large deviation."""
         row = self.row(drafter)
         mean, reached = self._posterior()
         context = bisect_right(CONTEXT_LENS, context_len)
@@ -120,12 +122,12 @@ class AcceptanceTable:
         return Rates(mean[at], np.sqrt(mean[at] * (1.0 - mean[at]) / (reached[at] + 1.0)))
 
     def num_reached(self, drafter: str) -> float:
-        """Drafts that are remembered of it."""
+        """Number of remembered drafts."""
         row = self.drafters.get(drafter)
         return 0.0 if row is None else float(self._reached[row, 0, 0])
 
     def snapshot(self) -> dict[str, JsonValue]:
-        """Without the ranges of context length, which are many and fill soon."""
+        """Without context lengths, which are many and refill quickly."""
         end = 1 + self._num_clusters
         return {
             drafter: {
@@ -137,7 +139,7 @@ class AcceptanceTable:
         }
 
     def restore(self, snapshot: Mapping[str, JsonValue]) -> None:
-        """Raises ValueError for anything that `snapshot` does not give; nothing was changed then."""
+        """Raises ValueError for an invalid snapshot; nothing is changed then."""
         shape = (1 + self._num_clusters, NUM_POSITIONS)
         found = []
         for drafter, value in snapshot.items():
@@ -154,14 +156,14 @@ class AcceptanceTable:
             self._reached[row, : shape[0]], self._right[row, : shape[0]] = reached, right
 
     def _summed(self, at: Ints, counts: Floats) -> Floats:
-        """Counts by drafter and group. (drafters, groups, positions)"""
+        """Counts by drafter and group: (drafters, groups, positions)."""
         size = len(self._reached) * self._num_groups * NUM_POSITIONS
         flat = (at[:, None] * NUM_POSITIONS + np.arange(NUM_POSITIONS)).ravel()
         sums = np.bincount(flat, counts.ravel(), size).astype(np.float64)
         return sums.reshape(-1, self._num_groups, NUM_POSITIONS)
 
     def _posterior(self) -> tuple[Floats, Floats]:
-        """Means, and what they are worth in drafts; both (drafters, 1 + clusters, contexts, positions)."""
+        """Means and their weights in drafts; both (drafters, 1 + clusters, contexts, positions)."""
         reached, right = self._reached, self._right
         root = (right[:, 0].sum(axis=0) + 1.0) / (reached[:, 0].sum(axis=0) + 2.0)  # of all drafters, by position
         drafter = (right[:, 0] + _PRIOR_REACHED * root) / (reached[:, 0] + _PRIOR_REACHED)
@@ -182,13 +184,13 @@ class AcceptanceTable:
 
 
 def _without(reached: Floats, right: Floats, part_reached: Floats, part_right: Floats) -> tuple[Floats, Floats]:
-    """Counts less those of a part, which has faded less."""
+    """Counts less those of a part, which has decayed less."""
     rest: Floats = np.maximum(reached - part_reached, 0.0)
     return rest, np.clip(right - part_right, 0.0, rest)
 
 
 def counts_of(positions: Sequence[Positions]) -> tuple[Floats, Floats]:
-    """Of each: reached, and right; both (len(positions), NUM_POSITIONS)."""
+    """Reached and right counts; both (len(positions), NUM_POSITIONS)."""
     return _padded([p.num_reached for p in positions]), _padded([p.num_right for p in positions])
 
 

@@ -1,4 +1,4 @@
-"""Running means that forget."""
+"""Exponentially decayed means."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ UNUSUAL = 3.0  # times what is usual
 
 @dataclass(slots=True)
 class RunningMean:
-    """Of about the last ``memory`` samples."""
+    """Mean of about the last ``memory`` samples."""
 
     value: float = 0.0
     num: float = 0.0
@@ -22,9 +22,9 @@ class RunningMean:
         self.value += (sample - self.value) / self.num
 
     def fade(self, num: float) -> None:
-        """What was found so far counts as ``num`` samples at the most."""
+        """Caps the weight of the present mean at ``num`` samples."""
         self.num = min(self.num, num)
 
     def usual(self, seconds: float) -> float:
-        """A time far above what is usual (a prompt in the same pass, another program) counts as a few times as long."""
+        """Clips outliers (a prompt in the same pass, another program) at UNUSUAL times the mean."""
         return min(seconds, UNUSUAL * self.value) if self.is_known else seconds

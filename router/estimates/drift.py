@@ -1,7 +1,7 @@
-"""Drafters whose acceptance collapses: found by a sequential test, kept out for a while, tried again, taken back.
+"""Drift detection: quarantines a drafter whose acceptance collapses, tries it again later, and takes it back.
 
-A policy learns of a drafter that got worse, but of a replica that drafts nonsense (weights of another version, a cache that
-went wrong) it would learn request by request, and nobody would hear of it.
+A policy learns that a drafter got worse request by request. A replica that drafts nonsense (other weights, a corrupt cache)
+must be found at once, and reported.
 """
 
 import logging
@@ -33,7 +33,7 @@ class DriftState(Enum):
 
 @dataclass(slots=True)
 class UsualAcceptance:
-    """How often draft tokens of a drafter are right, all replicas together: fading sums."""
+    """Share of right draft tokens of a drafter over all its replicas: decayed sums."""
 
     num_tried: float = 0.0
     num_right: float = 0.0
@@ -48,13 +48,13 @@ class UsualAcceptance:
         self.num_right = self.num_right * kept + num_right
 
     def come_to(self, rate: float) -> None:
-        """Half way to a rate: what stays for long becomes usual."""
+        """Moves half way to a rate, so that a lasting change becomes usual."""
         self.num_right = self.num_tried * (self.rate + rate) / 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Drafted:
-    """For a request in a slot."""
+    """Draft tokens of a request in a slot."""
 
     request_id: str
     num_tried: int
@@ -62,7 +62,7 @@ class _Drafted:
 
 
 def _drafted(seen: Observation) -> _Drafted | None:
-    """None where no proposal came in time: that says nothing of what it drafts, and is its planner's concern."""
+    """None where no proposal came in time: lateness is the planner's concern and says nothing about acceptance."""
     reached, right = seen.positions.num_reached, seen.positions.num_right
     return _Drafted(seen.request_id, sum(reached), sum(right)) if reached else None
 
@@ -78,12 +78,11 @@ class _WatchedMember:
 
 
 class DriftDetector:
-    """Page's cumulative sum test (1954), for each member of the pool, of the hypothesis that only ``remaining`` of what is
-    usual for its drafter is still right.
+    """Page's cumulative sum test (1954) per member: is only the share ``remaining`` of its usual acceptance left?
 
-    Once quarantined, a member is tried after ``quarantine_s`` with at most ``trial_places`` requests: if more is right than
-    the geometric mean of usual and collapsed, it is back, else it is out for twice as long, and what is usual comes down
-    half way: so a workload for which a drafter is of no use does not keep it out for ever.
+    After ``quarantine_s`` a member is tried with at most ``trial_places`` requests. If its acceptance exceeds the geometric
+    mean of usual and collapsed, it is back; else it is quarantined for twice as long, and the usual rate comes half way
+    down, so that a workload for which the drafter is useless does not exclude it for ever.
     """
 
     def __init__(self, config: CollapseConfig, slot_s: float) -> None:
@@ -94,10 +93,7 @@ class DriftDetector:
         self._members: dict[str, _WatchedMember] = {}
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        """Of a slot, which this ends.
-
-        Scores do not count: they are of requests that others were chosen for, and those say little of its own.
-        """
+        """Ends a slot. Scores do not count, since they are of requests that other drafters were chosen for."""
         for member in self._members.values():
             if member.standing is DriftState.QUARANTINED:
                 member.num_out -= 1
@@ -112,7 +108,7 @@ class DriftDetector:
             self._add(name, of_member)
 
     def judge(self, member: PoolMember) -> PoolMember:
-        """With its standing."""
+        """The member with its drift state."""
         known = self._members.get(member.name)
         if known is None or known.standing is DriftState.OPEN:
             return member

@@ -1,4 +1,4 @@
-"""How many tokens per second a drafter gives a request: what was seen of it, filled up with what was seen of all."""
+"""Goodput: tokens per second of a request with a drafter, shrunk to the mean over all requests."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _SNAPSHOT = TypeAdapter(dict[str, tuple[_Positive, _Count, _Positive]])
 
 @dataclass(slots=True)
 class Tally:
-    """Fading sums over verifications."""
+    """Decayed sums over verifications."""
 
     num_rounds: float = 0.0
     num_committed: float = 0.0  # accepted and bonus tokens
@@ -31,10 +31,10 @@ class Tally:
 
 
 class GoodputEstimates:
-    """Goodput: committed tokens, the bonus token with them, per second (SPIN's definition, section IV.A).
+    """Committed tokens per second, bonus token included (SPIN, section IV.A).
 
-    Of a request with a drafter what was seen of the two, or where nothing was, of the drafter with all requests. A drafter
-    that nobody has tried counts as the mean of those that were.
+    Of a request with a drafter if observed, else of the drafter over all requests. An untried drafter has the mean of the
+    others.
     """
 
     def __init__(self, memory_rounds: float) -> None:
@@ -56,22 +56,22 @@ class GoodputEstimates:
             own.setdefault(drafter, Tally()).add(seen, self._memory_rounds)
 
     def snapshot(self) -> JsonValue:
-        """The pool's means; requests end."""
+        """The pool's sums; those of requests are not kept."""
         return {drafter: [t.num_rounds, t.num_committed, t.elapsed_s] for drafter, t in self._pool.items()}
 
     def restore(self, snapshot: JsonValue) -> None:
-        """Raises ValueError for anything that `snapshot` does not give."""
+        """Raises ValueError for an invalid snapshot."""
         self._pool = {drafter: Tally(*sums) for drafter, sums in _SNAPSHOT.validate_python(snapshot).items()}
         self._own = ExpiringCache()  # of requests with drafters that the snapshot may not know
 
     def of_pool(self, drafters: Sequence[str]) -> dict[str, float]:
-        """Tokens per second of each drafter over all requests; all 0 before the first observation."""
+        """Tokens per second of each drafter over all requests; 0 before the first observation."""
         known = {d: tally.num_committed / tally.elapsed_s for d in drafters if (tally := self._pool.get(d)) is not None}
         mean = sum(known.values()) / len(known) if known else 0.0
         return {drafter: known.get(drafter, mean) for drafter in drafters}
 
     def of_request(self, request_id: str, pool: dict[str, float]) -> dict[str, float]:
-        """``pool``, as `of_pool` gave it, with the request's own experience in it. A new dict."""
+        """A copy of ``pool`` (of `of_pool`) updated with the request's own observations."""
         estimates = pool.copy()
         for drafter, tally in (self._own.get(request_id) or {}).items():
             if drafter in estimates:
@@ -83,8 +83,9 @@ class GoodputEstimates:
 
 
 class ShrunkGoodput(GoodputEstimates):
-    """Of a request r with a drafter d, with c tokens in t seconds of its own and C tokens in T seconds over all R rounds of
-    d, the estimate is (c + k C/R) / (t + k T/R): the pool's mean until r has about k rounds of its own."""
+    """With c tokens in t seconds of a request and C tokens in T seconds over all R rounds of the drafter, the estimate is
+    (c + k C/R) / (t + k T/R): the pool's mean until the request has about k rounds.
+    """
 
     def __init__(self, prior_rounds: float, memory_rounds: float) -> None:
         super().__init__(memory_rounds)

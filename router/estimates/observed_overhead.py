@@ -1,9 +1,8 @@
-"""What rounds with chains turn out to be: how many rows drafts have in them, and how long tokens took.
+"""Measured over predicted time per token, by chain, and the share of drafts that is verified.
 
-What is foreseen takes each model to have a device of its own, and a target that serves all requests of the batch at once.
-Models that share cores slow each other down, requests with different chains share no pass, and holds run out. None of that
-is known beforehand, and all of it is in what tokens took: so that counts as far as it is off by more than chance
-(`router.estimates.round_times`); apart for slots in which all requests were with one chain, and for others.
+Predictions assume a device per model and one shared pass for all requests. Models that share cores slow each other down,
+requests with different chains share no pass, and holds expire. The ratio of measured to predicted time counts as far as it
+exceeds chance (`router.estimates.round_times`), separately for slots in which all requests had one chain.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +28,7 @@ OverrunSums = list[tuple[Chain | None, tuple[_Positive, _Positive, _Sum, _Sum]]]
 
 
 class FillRates:
-    """By drafter: the share of its longest draft that is verified. Lookups are often silent, and not all is worth a row."""
+    """Share of each drafter's longest draft that is verified: lookups are often silent, and not every row pays."""
 
     def __init__(self, memory_rounds: float) -> None:
         self._memory_rounds = memory_rounds
@@ -52,14 +51,13 @@ class FillRates:
 
 
 class ObservedOverheads:
-    """By chain that all requests were with, or SPREAD: how much longer tokens take than was foreseen."""
+    """Measured over predicted time, by the chain that all requests had, or SPREAD."""
 
     def __init__(self) -> None:
         self._seconds: dict[Chain | None, Rounds] = {}  # a round is here a second that was foreseen
 
     def observe(self, compared: Mapping[Chain | None, tuple[float, float]]) -> None:
-        """A slot: the seconds that were foreseen for what was committed, and those that it took. What is not seen for long
-        weighs less and less, and is dropped in the end."""
+        """Adds a slot's (predicted, measured) seconds. Entries decay and are dropped in the end."""
         for known in self._seconds.values():
             known.fade(exp(-1.0 / MEMORY_SLOTS))
         for what, (foreseen_s, taken_s) in compared.items():
@@ -77,24 +75,24 @@ class ObservedOverheads:
         self._seconds = {what: Rounds(*sums) for what, sums in snapshot}
 
     def factors(self) -> dict[Chain | None, float]:
-        """Of what was seen."""
+        """Measured over predicted time of everything seen."""
         known = list(self._seconds.values())
         off = np.array([one.mean_s - 1.0 for one in known])
         return dict(zip(self._seconds, (1.0 + off * believed(off, known)).tolist(), strict=True))
 
 
 class DrafterChoice:
-    """Whether requests are all with one chain, and share passes, or each with the one that is fastest for it."""
+    """Whether all requests share one last drafter, and so passes, or each has its fastest."""
 
     def __init__(self) -> None:
         self._num_slots = TRIAL_SLOTS  # that this choice is old
         self._choice: Choice = SPREAD
 
     def choose(self, names: Sequence[str], per_token_s: Floats, places: Sequence[int], spread_overrun: float) -> Choice:
-        """``per_token_s``: (requests, names). What cannot be had takes forever. A choice is kept for a while if it can.
+        """``per_token_s``: (requests, names); infinite where unavailable. A choice is kept for TRIAL_SLOTS if it stays
+        available.
 
-        Each is judged by where it seats requests: where a drafter has no place for all, some are with others, which is to
-        spread them.
+        Each choice is judged by where it would seat requests; a drafter with too few places counts as spread.
         """
         self._num_slots += 1
         rates: dict[Choice, float] = {}
@@ -115,8 +113,9 @@ class DrafterChoice:
 
 
 def seated(per_token_s: Floats, places: Sequence[int], chosen: int | None, last: Sequence[int] = ()) -> list[int]:
-    """The column of each request, the first being the target alone, which has a place for all: the chosen one while it has
-    places, else the fastest that has one. Requests choose in the order of their gain; those in ``last`` choose last."""
+    """Column of each request, 0 being the target alone: the chosen drafter while it has places, else the fastest with one.
+    Requests choose in the order of their gain; those in ``last`` choose last.
+    """
     seconds = per_token_s.copy()
     if chosen is not None:
         seconds[:, chosen] = 0.0

@@ -1,5 +1,4 @@
-"""How often a drafter's draft is there for a round that it could be there for: one that is late, or was not asked for, is
-not wrong, but of no use."""
+"""Share of rounds in which a drafter's draft arrives in time. A late draft is not wrong, but useless."""
 
 from collections.abc import Sequence
 from math import exp
@@ -30,7 +29,7 @@ Sums = dict[str, Annotated[tuple[_NumRounds, _NumRounds], AfterValidator(_of_tho
 
 
 class OnTimeRates:
-    """Fading sums of the rounds that a draft could have been there for, and of those with one, by drafter."""
+    """Decayed sums of rounds that could have had a draft, and of those that had one, by drafter."""
 
     def __init__(self, memory_rounds: float) -> None:
         self._memory_rounds = memory_rounds
@@ -49,11 +48,11 @@ class OnTimeRates:
             self.sums[drafter] = (known_rounds * kept + rounds, known_in_time * kept + in_time)
 
     def snapshot(self) -> dict[str, JsonValue]:
-        """Of whom something is known."""
+        """Drafters with any rounds."""
         return {drafter: [rounds, in_time] for drafter, (rounds, in_time) in self.sums.items() if rounds}
 
     def shares(self, drafters: Sequence[str]) -> Floats:
-        """Of each, from 0 to 1."""
+        """On-time share of each, from 0 to 1."""
         known = np.array([self.sums.get(drafter, (0.0, 0.0)) for drafter in drafters])
         found: Floats = (known[:, 1] + PRIOR_ROUNDS) / (known[:, 0] + PRIOR_ROUNDS)
         return found

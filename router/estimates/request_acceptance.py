@@ -1,4 +1,4 @@
-"""What each live request has seen of each drafter, in arrays: a thousand requests by eight drafters are one operation."""
+"""Acceptance of each live request with each drafter, in arrays over all requests."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ _GROWTH = 256
 
 
 class RequestAcceptance:
-    """A row per live request, kept while it is shown, and for one to two generations of slots after."""
+    """A row per live request, kept while it is shown and for one to two generations of slots after."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
@@ -48,7 +48,7 @@ class RequestAcceptance:
         return len(self._rows)
 
     def follow(self, requests: Sequence[RequestView], clusters: PromptClusters) -> Ints:
-        """The rows of requests; newcomers are given one, and the cluster of their prompt."""
+        """Rows of requests; new requests get a row and the cluster of their prompt."""
         known = self._rows
         newcomers = [request for request in requests if request.request_id not in known]
         while len(self._free) < len(newcomers):
@@ -67,22 +67,22 @@ class RequestAcceptance:
         return rows
 
     def rows_of(self, request_ids: Sequence[str]) -> Ints:
-        """NOWHERE for those that were never shown."""
+        """NOWHERE for unknown requests."""
         rows = self._rows
         return np.array([rows.get(request_id, NOWHERE) for request_id in request_ids], np.int64)
 
     def kinds(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Clusters and context lengths; of a request that was never shown the cluster is not known."""
+        """Clusters (NOWHERE if unknown) and context lengths."""
         return np.where(rows == NOWHERE, NOWHERE, self._cluster[rows]), self._context[rows]
 
     def place(self, rows: Ints) -> NDArray[np.bool_]:
-        """Notes that they are being given a place. Whether they had been before: the first, a default, nobody chose."""
+        """Marks requests as placed; returns whether they were before. A first place is a default that nobody chose."""
         before = self._placed[rows]
         self._placed[rows] = True
         return before
 
     def add(self, rows: Ints, drafters: Ints, reached: Floats, right: Floats) -> None:
-        """Drafts and scores: ``rows`` may be NOWHERE; ``drafters`` are columns; counts are by position."""
+        """Adds drafts and scores: ``rows`` may be NOWHERE; ``drafters`` are columns; counts are by position."""
         self._widen(int(drafters.max()) + 1)
         shown = rows != NOWHERE
         pairs, inverse = np.unique(rows[shown] * self._shape[1] + drafters[shown], return_inverse=True)
@@ -96,14 +96,14 @@ class RequestAcceptance:
         self._right[row, column] = self._right[row, column] * kept + new_right
 
     def noise(self, rows: Ints, columns: Ints) -> Floats:
-        """(requests, drafters) Gumbel draws, the same as long as a request lives."""
+        """(requests, drafters) Gumbel draws, fixed for the life of a request."""
         self._widen(int(columns.max()) + 1)
         return self._noise[rows[:, None], columns]
 
     def draw_explorers(self, rows: Ints, worth: Floats, config: HedgePolicy) -> tuple[Ints, Ints]:
-        """Who tries a drafter, and which: the one of least ``worth``, if that is hardly above what the prior is worth.
+        """Requests that explore, and their drafters: the least observed one, if it has hardly more rounds than the prior.
 
-        Nothing is committed of what stands for requests to come, and it tries nothing: many would follow it.
+        Placeholders never explore, since many requests would follow them.
         """
         least = worth.argmin(axis=1)
         unknown = (worth.min(axis=1) < 2.0 * config.request_rounds) & (self._context[rows] > 0)
@@ -113,11 +113,11 @@ class RequestAcceptance:
     def expected_lens(
         self, rows: Ints, columns: Ints, prior: Floats, strength: float, draft_lens: Sequence[int]
     ) -> tuple[Floats, Floats]:
-        """Tokens of a round, the bonus token included, and the rounds that this rests on; both (requests, drafters).
+        """Tokens of a round, bonus token included, and the rounds behind this; both (requests, drafters).
 
         Args:
             prior: (drafters, 1 + clusters, contexts, positions), of `AcceptanceTable.means`.
-            strength: rounds that the prior is worth.
+            strength: rounds that the prior counts as.
         """
         self._widen(int(columns.max()) + 1)
         context = np.searchsorted(CONTEXT_LENS, self._context[rows], side="right")
@@ -142,7 +142,7 @@ class RequestAcceptance:
             self._resize(self._shape[0], num_columns)
 
     def _resize(self, num_rows: int, num_columns: int) -> None:
-        """Room for more requests or drafters; what is known stays."""
+        """Grows the arrays; keeps their contents."""
         old_rows, old_columns = self._shape
         more_rows, more_columns = num_rows - old_rows, num_columns - old_columns
         tables = ((0, more_rows), (0, more_columns), (0, 0))

@@ -1,17 +1,17 @@
-"""How long a round would take if all requests were with a drafter.
+"""Seconds of a round if all requests were with one drafter.
 
-The requests of a target share its passes. What a request sees of a slow drafter, the others see, too; and by chance, above
-all by the prompts that were computed meanwhile, rounds with one drafter differ from rounds with its like by more than drafts
-take. Who compares the mean rounds of drafters as they are is misled by both. Hence
+The requests of a target share its passes, so a slow drafter slows all of them; and rounds differ by chance, mostly by
+prompts computed meanwhile, more than by drafting. Raw means per drafter therefore mislead. Instead
 
     T_j = shortest + s_j d_j + (M_j - base - s_j d_j) max(0, 1 - (3 e_j / (M_j - base - s_j d_j))^2)
 
-d_j: of a batch of j's drafts for all requests, as the profile says. s_j: the share of rounds with one. M_j: the mean of the
-rounds with j, and e_j its standard error, from how slots differ: what was measured counts instead of the profile as far as
-it is off by more than chance. Time that drafters took in the target's own process is in the rounds of all; so what each slot
-had of it, by the profile, is taken off them, and counts for these drafters alone: theirs are then M_j - base for what the
-profile is off by, and d_j of who would be with j for what j takes. base: the mean round without drafts;
-shortest: that of the slots that had the shortest, for what prompts take is no part of what is chosen.
+- d_j: profiled seconds of a batch of j's drafts for all requests; s_j: share of rounds with a draft.
+- M_j: mean of j's rounds; e_j: its standard error, from the variation between slots. A measured deviation from the profile
+  counts as far as it exceeds chance.
+- base: mean round without drafts; shortest: mean of the shortest slots, since prompts are no part of the choice.
+
+Drafting in the target's own process lengthens everybody's rounds: its profiled time is subtracted from each slot and charged
+to these drafters alone.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ Sums = tuple[float, float, float, float]  # of a drafter: slots, rounds, seconds
 
 @dataclass(slots=True)
 class Rounds:
-    """Fading sums over the slots that a drafter, or a chain, was seen in."""
+    """Decayed sums over the slots of a drafter or chain."""
 
     num_slots: float = 0.0
     num_rounds: float = 0.0
@@ -60,12 +60,12 @@ class Rounds:
 
     @property
     def residue(self) -> float:
-        """Squares of what slots took above or below the mean, over their rounds."""
+        """Squared deviation of slots from the mean, over their rounds."""
         return max(0.0, self.squares - self.mean_s * self.seconds)
 
 
 class RoundTimes:
-    """By drafter. Slots in which nothing was observed do not count."""
+    """Round times by drafter. Slots without observations do not count."""
 
     def __init__(self) -> None:
         self._rounds: dict[str, Rounds] = {}
@@ -74,7 +74,7 @@ class RoundTimes:
         self._copies: Mapping[str, int] = {}
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        """A slot."""
+        """Ends a slot."""
         if not observations:
             return
         rounds: dict[str, int] = {}
@@ -110,20 +110,19 @@ class RoundTimes:
         return {drafter: (r.num_slots, r.num_rounds, r.seconds, r.squares) for drafter, r in self._rounds.items()}
 
     def restore(self, snapshot: Mapping[str, Sums]) -> None:
-        """How long rounds take without prompts is learned anew."""
+        """The time of rounds without prompts is learned again."""
         self._bases.clear()
         self._rounds = {drafter: Rounds(*sums) for drafter, sums in snapshot.items()}
 
     def of(
         self, members: Sequence[PoolMember], copies: Sequence[int], shares: Floats, users: Floats, num_requests: int
     ) -> Floats:
-        """Seconds of a round with each; rounds of the target alone where nothing was measured at all.
+        """Seconds of a round with each drafter; in units of a plain round where nothing was measured.
 
         Args:
-            copies: of each, how many draft at once.
-            shares: of rounds that have a draft, of each.
-            users: requests that would be with each, of ``num_requests``; between them they bear what its drafts take of the
-                rounds of all, if it drafts in the target's process.
+            copies: replicas of each that draft at once.
+            shares: share of rounds with a draft, of each.
+            users: requests with each, of ``num_requests``; they share the time of a drafter in the target's process.
         """
         names = [drafter_of(member.name) for member in members]
         self._members, self._copies = dict(zip(names, members, strict=True)), dict(zip(names, copies, strict=True))
@@ -149,7 +148,7 @@ class RoundTimes:
         return found
 
     def _draft_s(self, member: PoolMember, num_requests: float) -> float:
-        """Of a batch of drafts for so many requests with all its copies, as the profile says; 0: it says nothing."""
+        """Profiled seconds of a batch of drafts for so many requests on all copies; 0 if not profiled."""
         if member.costs is None or not member.costs.draft_s:
             return 0.0
         num = min(num_requests / self._copies[drafter_of(member.name)], member.capacity)
@@ -158,14 +157,14 @@ class RoundTimes:
 
 
 def believed(off: Floats, known: Sequence[Rounds | None]) -> Floats:
-    """What share of ``off``, by which the means are off, counts: 0 where it may be chance, or nothing is known."""
+    """Share of the deviation ``off`` that counts: 0 where it may be chance or nothing is known."""
     shares: Floats = np.maximum(0.0, 1.0 - _CERTAIN**2 * _errors(known) / np.maximum(off**2, 1e-300))
     shares *= np.minimum(1.0, [0.0 if one is None else one.num_slots for one in known])
     return shares
 
 
 def _errors(known: Sequence[Rounds | None]) -> Floats:
-    """Of the mean of each, squared; from one slot nobody can tell."""
+    """Squared standard error of each mean; infinite with a single slot."""
     some = [one for one in known if one is not None]
     num_free = sum(one.num_slots for one in some) - len(some)
     per_round = sum(one.residue for one in some) / num_free if num_free >= 1.0 else np.inf
@@ -173,7 +172,7 @@ def _errors(known: Sequence[Rounds | None]) -> Floats:
 
 
 def _at_once(observations: Sequence[Observation]) -> float:
-    """Requests that were served at a time: in a slot some come and others end."""
+    """Mean number of concurrent requests in the slot."""
     elapsed_s: dict[str, float] = {}
     for seen in observations:
         elapsed_s[seen.request_id] = elapsed_s.get(seen.request_id, 0.0) + seen.elapsed_s
@@ -182,7 +181,7 @@ def _at_once(observations: Sequence[Observation]) -> float:
 
 
 def shares_target(member: PoolMember) -> bool:
-    """Whether its drafts take time of the rounds of all, and how much is known."""
+    """Whether its profiled drafts take time from all rounds."""
     return not member.leads and _is_measured(member)
 
 
@@ -191,12 +190,12 @@ def _is_measured(member: PoolMember) -> bool:
 
 
 def _in_rounds(member: PoolMember) -> float:
-    """Its longest draft, in rounds of the target alone."""
+    """Its longest draft, in plain rounds."""
     return member.cost * member.max_draft_len
 
 
 def _step_s(members: Sequence[PoolMember]) -> float:
-    """Of the target alone, from what the profile says of drafters both in seconds and in steps; 1 where it says neither."""
+    """Seconds of a plain step, from drafters profiled both in seconds and in steps; 1 if there are none."""
     for member in members:
         if member.costs and member.costs.draft_s and member.costs.draft_s[0][1] > 0.0 and member.cost > 0.0:
             return member.costs.draft_s[0][1] / _in_rounds(member)

@@ -1,12 +1,13 @@
-"""How alike models are, and how fast: what a chain scheduler knows of a pool, from what was verified in it.
+"""Agreement between models of a chain, and their pass times, learned from verifications.
 
-SpecRouter's SimScore (equations 5 and 6) is one minus the total variation of two models' distributions. No distributions
-travel here, only tokens that were drawn with the same noise (DESIGN idea 1); how often those agree says as much:
+SpecRouter's SimScore (equations 5 and 6) is one minus the total variation (TV) of two models' distributions. Here no
+distributions travel, only tokens drawn with the same noise (DESIGN idea 1), and their rate of agreement gives the same
+information:
 
     agreement = s (0.8 + 0.2 s)        s = 1 - total variation
 
-fits what was measured of SmolLM2-135M to 0.01: 0.97 s, 0.91 s and 0.88 s at a total variation of 0.1, 0.45 and 0.6. It
-lies between what is proved, (1 - TV) / (1 + TV), and what no coupling exceeds, 1 - TV.
+This fits measurements with SmolLM2-135M to 0.01: 0.97 s, 0.91 s and 0.88 s at a TV of 0.1, 0.45 and 0.6. It lies between the
+proved bound (1 - TV) / (1 + TV) and 1 - TV, which no coupling exceeds.
 """
 
 from collections.abc import Sequence
@@ -27,22 +28,22 @@ def agreement(similarity: float) -> float:
 
 
 def similarity(agreement: float) -> float:
-    """The inverse."""
+    """The inverse of ``agreement``."""
     return (sqrt(0.64 + 0.8 * agreement) - 0.8) / 0.4
 
 
 def guess(lower: Rates, upper: Rates) -> Rates:
-    """How often two drafters agree that were never seen together, from how often each is right.
+    """Prior agreement of two drafters, from how often each agrees with the target.
 
-    By the triangle inequality their total variation lies between the difference and the sum of those to the target; the
-    middle is the larger of the two, so that the similarity is the smaller.
+    By the triangle inequality their TV lies between the difference and the sum of those to the target; the midpoint is the
+    larger of the two, so the similarity is the smaller.
     """
     return tuple(map(min, lower, upper))
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Of a proposer and its verifier, by position: fading sums."""
+    """Decayed sums of a proposer and its verifier, by position."""
 
     reached: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
@@ -51,8 +52,9 @@ class _Seen:
 
 
 class Similarities:
-    """How often each drafter's tokens are what another would say, from real verifications within chains: an exponential
-    moving average over about ``memory`` drafts, by position."""
+    """Agreement of drafters by position, from verifications within chains: an exponential moving average over about
+    ``memory`` drafts.
+    """
 
     def __init__(self, memory: float) -> None:
         self._memory = memory
@@ -72,7 +74,7 @@ class Similarities:
         seen.num_proposed = seen.num_proposed * kept + verified.num_proposed
 
     def rates(self, proposer: str, verifier: str, prior: Rates) -> Rates:
-        """By position, ``prior`` as long as little is known."""
+        """Agreement by position; ``prior`` while little is known."""
         seen = self._seen.get((proposer, verifier))
         if seen is None:
             return prior
@@ -85,7 +87,7 @@ class Similarities:
         return tuple(found)
 
     def fill(self, proposer: str, verifier: str, prior: float) -> float:
-        """Of the tokens that it is asked for, the share that it proposes; ``prior`` as long as little is known."""
+        """Share of the requested tokens that it proposes; ``prior`` while little is known."""
         seen = self._seen.get((proposer, verifier))
         if seen is None:
             return prior
@@ -93,7 +95,7 @@ class Similarities:
         return (seen.num_proposed + strength * prior) / (seen.num_asked + strength)
 
     def score(self, proposer: str, verifier: str) -> float | None:
-        """SimScore, from all positions; None for two that were not seen together."""
+        """SimScore over all positions; None for two that never met."""
         seen = self._seen.get((proposer, verifier))
         if seen is None or not sum(seen.reached):
             return None
@@ -101,14 +103,14 @@ class Similarities:
 
 
 class PassTimeFactors:
-    """T_i: how long a model's passes take, as a multiple of what its profile says; SpecRouter's moving average."""
+    """T_i: measured over profiled pass time of a model; SpecRouter's moving average."""
 
     def __init__(self, weight: float) -> None:
         self._weight = weight
         self._factor: dict[str, float] = {}
 
     def observe(self, report: LevelReport, expected_s: float) -> None:
-        """``expected_s``: of one pass of as many rows as the mean, by the profile."""
+        """``expected_s``: profiled seconds of one pass with the mean number of rows."""
         if report.num_passes and report.busy_s > 0.0 and expected_s > 0.0:
             measured = report.busy_s / report.num_passes / expected_s
             known = self._factor.get(report.drafter, measured)
@@ -119,8 +121,9 @@ class PassTimeFactors:
 
 
 class Depths:
-    """How many drafters a chain that ends at each may have: one less after an error or for want of memory, down to none,
-    and one more again after a while of calm."""
+    """Maximum length of chains that end at each drafter: one less after an error or lack of memory, down to 0, and one more
+    after a calm period.
+    """
 
     def __init__(self, most: int, calm_slots: int) -> None:
         self._most = most
@@ -129,7 +132,7 @@ class Depths:
         self._calm: dict[str, int] = {}
 
     def trouble(self, drafter: str, depth: int) -> None:
-        """A chain of ``depth`` drafters was too much."""
+        """A chain of ``depth`` drafters failed."""
         self._depth[drafter] = max(0, min(self.of(drafter), depth) - 1)
         self._calm[drafter] = 0
 

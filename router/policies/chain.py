@@ -1,13 +1,11 @@
-"""`chain`: SpecRouter's scheduling of model chains (section 4.2, algorithm 1), per request, with times that are worked out.
+"""`chain`: SpecRouter's scheduling of model chains (section 4.2, algorithm 1), per request, with predicted times.
 
-Algorithm 1                                                            here
-1-4   generate candidate chains that end with the target               `router.chains.candidates`
-9-10  estimate acceptance between neighbours from similarity           `router.estimates.similarity.Similarities`
-11-13 predict the effective time per target token                      `router.chains.predict`
-14-18 take the chain of the least                                      `ModelChains`
+Algorithm 1 here 1-4 generate candidate chains that end with the target `router.chains.candidates` 9-10 estimate acceptance
+between neighbours from similarity `router.estimates.similarity.Similarities` 11-13 predict the effective time per target
+token `router.chains.predict` 14-18 take the chain of the least `ModelChains`
 
-What rides below the last drafter of a chain changes what its drafts cost and never what they say. So for each last drafter
-there is one fastest chain, whatever the request; which last drafter is best depends on the request.
+The models below the last drafter of a chain change the cost of its drafts, never their tokens. So each last drafter has one
+fastest chain, independent of the request; the best last drafter depends on the request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,7 +60,7 @@ class _Snapshot(BaseModel):
 
 
 class ModelChains:
-    """Chains by expected time per token. Beside what every policy sees, it is told what happens within chains (`learn`)."""
+    """Chains by expected time per token. Unlike other policies it also learns from events within chains (`learn`)."""
 
     def __init__(self, config: ChainPolicy) -> None:
         self._config = config
@@ -76,7 +74,7 @@ class ModelChains:
         self._begin()
 
     def _begin(self) -> None:
-        """With nothing that snapshots do not tell, but for the target's times."""
+        """Resets the state that snapshots do not hold, except the target's times."""
         self._similarities = Similarities(self._config.memory_rounds)
         self._paces = PassTimeFactors(self._config.time_weight)
         self._depths = Depths(self._config.max_levels - 1, self._config.calm_slots)
@@ -92,7 +90,7 @@ class ModelChains:
         self._slot = 0
 
     def learn(self, levels: Sequence[LevelReport], target: PassTime | None = None) -> None:
-        """What models did within chains during the last slot; and how long passes of the target take, where it is known."""
+        """Reports of models within chains during the last slot, and the target's pass times, if known."""
         self._target = target or self._target
         troubled = []
         for report in levels:
@@ -169,10 +167,12 @@ class ModelChains:
         return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
 
     def _compare(self, requests: Sequence[RequestView]) -> None:
-        """What tokens took with chains that requests stayed with, against what was foreseen. Prompts that were computed in
-        the slot were in the rounds of all: what they take by the target's times is taken off, and excuses at most that
-        tokens took longer than foreseen. Nobody forgets in slots that nothing is learned from, but for those in which all
-        were with the target alone: else it would never be left again."""
+        """Compares measured with predicted seconds per token of requests that stayed with their chain.
+
+        Prompts computed in the slot lengthen all rounds: their time is subtracted, down to the prediction at most. Nothing
+        decays in slots without comparisons, except where all requests were with the target alone, which could otherwise
+        never be left.
+        """
         heard, self._heard = self._heard, []
         begun = {request.request_id: request.prompt_len for request in requests if _has_begun(request)}
         prompts_s = sum(self._prompt_s(num) for request_id, num in begun.items() if request_id not in self._begun)
@@ -200,8 +200,9 @@ class ModelChains:
         alone_s: Floats,
         spread_s: Floats,
     ) -> None:
-        """Of those that stay where they are: who has just come to a drafter, or to the others, is yet to catch up. Who waits
-        for a first token shares no pass with them yet."""
+        """Records predictions for requests that stay where they are. New ones are still catching up; those without a
+        first token share no pass yet.
+        """
         live = {r.request_id: _drafters_of(chains[r.request_id]) for r in requests if _has_begun(r)}
         with_one = len(set(live.values())) == 1
         self._foreseen_for = next(iter(live.values())) if with_one else SPREAD
@@ -213,7 +214,7 @@ class ModelChains:
                 self._foreseen[request.request_id] = chain, float(per_token_s[i, column])
 
     def _note_losses(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> None:
-        """A drafter that is gone while requests are with it failed at what it was given: less of that when it is back."""
+        """A drafter lost while it had requests failed: its chains get shorter."""
         lost = {member.name for member in pool if not member.healthy}
         failed = {drafter_of(r.chain[-1]): len(r.chain) for r in requests if r.chain and r.chain[-1] in lost}
         for drafter, depth in failed.items():
@@ -221,7 +222,7 @@ class ModelChains:
                 self._depths.trouble(drafter, depth)
 
     def _predict(self, drafters: Sequence[PoolMember], batch: int) -> None:
-        """The fastest chain below each last drafter, and how long a round with it takes."""
+        """Computes the fastest chain below each last drafter, and the seconds of a round with it."""
         names = [drafter_of(member.name) for member in drafters]
         known = (tuple(names), tuple(map(self._depths.of, names)), batch.bit_length(), self._target is UNMEASURED)
         if known == self._known and self._slot % REFRESH_SLOTS:
@@ -255,7 +256,7 @@ class ModelChains:
             self._round_s[last] = round_s[(*below, last)]
 
     def _profiled(self, member: PoolMember) -> PassTime:
-        """Of a drafter: a step of a batch of drafts has a row of each. One that was not measured is a small target."""
+        """Pass times of a drafter from its profiled drafts; an unprofiled one counts as a small target."""
         if member.costs is None or not member.costs.draft_s:
             return self._target.scaled(member.cost)
         points: list[tuple[int, float]] = []
@@ -265,9 +266,9 @@ class ModelChains:
         return PassTime(tuple(points))
 
     def _per_token_s(self, rows: Ints, drafters: Sequence[PoolMember], batch: int) -> Floats:
-        """(requests, drafters), each with the fastest chain below it. A round that its draft is late for is a plain one: it
-        brings one token, and takes no longer, but for what was waited (`router.planner` bounds that by what a draft is
-        worth)."""
+        """(requests, drafters) seconds per token with the fastest chain below each. A round whose draft is late is a
+        plain one: one token, and no longer, as `router.planner` bounds holds.
+        """
         if not drafters:
             return np.zeros((len(rows), 0))
         names = [drafter_of(member.name) for member in drafters]
@@ -283,7 +284,7 @@ class ModelChains:
         return per_token_s
 
     def _as_they_stand(self, requests: Sequence[RequestView], per_token_s: Floats, batch: int, room: FreeCapacity) -> Floats:
-        """(requests, 1 + drafters), the target alone first. Where a request is counts for more."""
+        """(requests, 1 + drafters), the target alone first, with hysteresis for the present drafter."""
         seconds = np.hstack([np.full((len(requests), 1), self._target.at(batch)), per_token_s])
         names = ("", *room.drafters)
         for i, request in enumerate(requests):
@@ -308,5 +309,5 @@ def _drafters_of(chain: Chain) -> Chain:
 
 
 def _has_begun(request: RequestView) -> bool:
-    """Tokens of it are committed: until then it waits, or its prompt is computed."""
+    """Whether it has a committed output token."""
     return request.committed_len > request.prompt_len

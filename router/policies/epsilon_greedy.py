@@ -1,7 +1,7 @@
-"""`epsilon-greedy`: mostly the best drafter known, sometimes any (SPIN, section VI, the second baseline).
+"""`epsilon-greedy`: mostly the best known drafter, sometimes a random one (SPIN, section VI, second baseline).
 
-SPIN estimates per pool; here the estimate is per request, shrunk to the pool's. SPIN's epsilon, 0.2, is the probability of
-the best drafter; here it is, as usual, that of a random one, so that 0.8 is the baseline of the paper.
+SPIN estimates per pool; here the estimate is per request, shrunk to the pool's. SPIN's epsilon of 0.2 is the probability of
+the best drafter; here epsilon is, as usual, that of a random one, so 0.8 is the paper's baseline.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,10 +26,10 @@ from router.policies.free_capacity import FreeCapacity
 
 
 class EpsilonGreedy:
-    """Per request and slot: with probability epsilon a drafter drawn uniformly, else the one with the highest estimated
-    goodput. A request leaves its drafter only for one that is better by the hysteresis, since it has to be caught up on.
+    """Per request and slot: with probability epsilon a uniformly random drafter, else the one with the highest estimated
+    goodput. A request leaves its drafter only for one better by the hysteresis, since catching up costs time.
 
-    Where room is scarce, requests that stay keep their places, then those that gain most choose first.
+    With scarce places, requests that stay keep theirs; then those with the largest gain choose first.
     """
 
     def __init__(self, config: EpsilonGreedyPolicy) -> None:
@@ -83,8 +83,7 @@ class EpsilonGreedy:
         return chains
 
     def _place(self, request: RequestView, room: FreeCapacity) -> str | None:
-        """The healthy drafter that the request is with; None for a newcomer, whose drafter was a default that nobody
-        chose for it, and which has nothing to lose."""
+        """The healthy drafter of the request; None for a newcomer, whose default drafter was not chosen for it."""
         if self._seen.get(request.request_id) is None:
             self._seen.put(request.request_id, True)
             return None
@@ -93,7 +92,7 @@ class EpsilonGreedy:
 
     @staticmethod
     def _best_free(request: RequestView, values: Mapping[str, float], room: FreeCapacity) -> Chain:
-        """The best that has room; among equals, as in the beginning all are, the emptiest."""
+        """The best drafter with a free place; of equals, as at the start, the emptiest."""
         for drafter in sorted(room.drafters, key=lambda drafter: (-values[drafter], -room.free_fraction(drafter))):
             seat = room.seat(drafter, request.chain)
             if seat is not None:

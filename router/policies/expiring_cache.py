@@ -1,4 +1,4 @@
-"""What a policy remembers of requests, without being told when they end."""
+"""A cache per request that expires without being told when requests end."""
 
 from typing import Generic, TypeVar
 
@@ -9,7 +9,7 @@ GENERATION_SLOTS = 32
 
 
 class ExpiringCache(Generic[T]):
-    """A mapping that forgets what nobody asked for during one to two generations of slots; bounded by the live requests."""
+    """A mapping that drops entries unused for one to two generations of slots; its size is bounded by the live requests."""
 
     def __init__(self) -> None:
         self._young: dict[str, T] = {}

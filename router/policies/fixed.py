@@ -1,4 +1,4 @@
-"""`fixed`: the same chain for everybody, or the first drafter of the pool that has room."""
+"""`fixed`: one chain for all requests, or the first drafter of the pool with a free place."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,22 +19,22 @@ from router.policies.free_capacity import FreeCapacity
 
 
 class Fixed:
-    """Learns nothing. Requests that are seated rightly stay; the others take what is left, in their order.
+    """Learns nothing. Correctly seated requests stay; the others take the remaining places in their order.
 
-    A chain runs in the process of its last drafter: that alone needs a place, and the others only to be open.
+    A chain runs in the process of its last drafter: only that one needs a place, the others only to be open.
     """
 
     def __init__(self, config: FixedPolicy) -> None:
         self._chain = config.chain
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
-        """Whatever happened, the choice stays."""
+        """Ignored: the choice is fixed."""
 
     def snapshot(self) -> JsonValue:
         return None
 
     def restore(self, snapshot: JsonValue) -> None:
-        """There is nothing to restore."""
+        """Nothing to restore."""
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         room = FreeCapacity(pool)

@@ -1,4 +1,4 @@
-"""What is left of a pool while requests are seated."""
+"""Free places of a pool while requests are seated."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ from router.assignment import TARGET_ONLY, Chain, PoolMember, RequestView, draft
 
 
 class FreeCapacity:
-    """Free places of the members that are open, by drafter; replicas of a drafter are alike to a request.
+    """Free places of open members, by drafter; replicas of a drafter are interchangeable.
 
     ``drafters`` are those with an open member, in the order of the pool.
     """
@@ -28,7 +28,7 @@ class FreeCapacity:
         return sum(map(self._free.__getitem__, self._members.get(drafter, ())))
 
     def num_copies(self, drafter: str) -> int:
-        """Of the drafter, that draft at once."""
+        """Replicas of the drafter that draft at once."""
         return self._num_copies[drafter]
 
     def seat_all(self, assigned: Iterable[tuple[RequestView, str]]) -> dict[str, Chain]:
@@ -52,11 +52,11 @@ class FreeCapacity:
         return chains
 
     def free_fraction(self, drafter: str) -> float:
-        """Of the drafter's places; 0 for one that has none at all."""
+        """Free share of the drafter's places; 0 without any place."""
         return self.num_free(drafter) / max(1, self._capacity[drafter])
 
     def seat(self, drafter: str, current: Chain) -> Chain | None:
-        """Takes a place at the drafter: where the request is already, else at the emptiest replica. None: it is full."""
+        """Takes a place at the drafter: at the request's present replica, else at the emptiest. None if it is full."""
         members = self._members.get(drafter, ())
         if len(current) == 1 and current[0] in members and self._free[current[0]] > 0:
             chosen = current[0]

@@ -1,4 +1,4 @@
-"""`greedy-length`: the shorter a prompt, the smaller its drafter (SPIN, section VI, the baseline "Greedy")."""
+"""`greedy-length`: shorter prompts get smaller drafters (SPIN, section VI, baseline "Greedy")."""
 
 from bisect import bisect_left
 from collections import deque
@@ -24,10 +24,10 @@ HISTORY_LEN = 512  # prompts whose lengths say what is short
 
 
 class GreedyLength:
-    """Drafters stand in a row from small to large, each as wide as its capacity; a request goes to where its prompt's
-    rank among recent prompts points, else to the nearest drafter that has room, the smaller of two.
+    """Drafters in order of size, each as wide as its capacity; a request goes to the drafter at its prompt's rank among
+    recent prompts, else to the nearest with a free place, the smaller of two.
 
-    A request that was placed stays, although the ranks move on: its prompt does not get longer.
+    A placed request stays although ranks move.
     """
 
     def __init__(self, config: GreedyLengthPolicy) -> None:
@@ -35,13 +35,13 @@ class GreedyLength:
         self._seen: ExpiringCache[str] = ExpiringCache()  # request -> drafter that was chosen
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
-        """Lengths decide, not results."""
+        """Ignored: lengths decide."""
 
     def snapshot(self) -> JsonValue:
         return None
 
     def restore(self, snapshot: JsonValue) -> None:
-        """There is nothing to restore."""
+        """Nothing to restore."""
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._seen.next_slot()
@@ -83,7 +83,7 @@ def _widths(pool: Sequence[PoolMember], drafters: Sequence[str]) -> list[int]:
 
 
 def _pointed_at(rank: float, widths: Sequence[int]) -> int:
-    """Which of the widths, laid end to end, the share ``rank`` of their sum falls into."""
+    """Index of the width, laid end to end, that the share ``rank`` of their sum falls into."""
     left = rank * sum(widths)
     for i, width in enumerate(widths):
         left -= width

@@ -1,7 +1,7 @@
 """`hedge`: exponential weights over drafters with full information, matched under capacity (the default).
 
-Freund and Schapire's Hedge, as "Not-a-Bandit" (arXiv 2510.20064) uses it for drafters: since a drafter in step with a
-request shows what it would have drafted, every drafter can be judged by every round, and nothing need be explored.
+Freund and Schapire's Hedge, applied to drafters as in "Not-a-Bandit" (arXiv 2510.20064): a drafter in step with a request
+yields a counterfactual draft every round, so all drafters are judged by every round, without exploration.
 """
 
 from collections.abc import Mapping, Sequence
@@ -131,7 +131,9 @@ class Hedge:
 
     @staticmethod
     def _best_left(values: Floats, prices: Floats, room: FreeCapacity) -> Chain:
-        """The best drafter with a free place, for requests to come. Its price counts: later requests would pay it too."""
+        """The best drafter with a free place, for requests to come. Prices count, since those requests would pay them
+        too.
+        """
         for j in np.argsort(prices - values, kind="stable").tolist():
             seat = room.seat(room.drafters[j], TARGET_ONLY)
             if seat is not None:
@@ -139,7 +141,7 @@ class Hedge:
         return TARGET_ONLY
 
     def _values(self, requests: Sequence[RequestView], rows: Ints, pool: Sequence[PoolMember], room: FreeCapacity) -> Floats:
-        """(requests, drafters of the room): what a place there is worth above decoding plainly."""
+        """(requests, drafters): value of a place above plain decoding."""
         members = {drafter_of(member.name): member for member in reversed(pool)}
         drafters = [members[drafter] for drafter in room.drafters]
         columns = np.array([self._table.row(drafter) for drafter in room.drafters])
@@ -166,8 +168,9 @@ class Hedge:
         return gains
 
     def _round_s(self, drafters: Sequence[PoolMember], room: FreeCapacity, shares: Floats, tokens: Floats) -> Floats:
-        """Seconds of a round with each. What drafts take in the target's process is borne by the requests with that drafter:
-        by all, at first, then by those for whom it is best at that price, until they are no fewer than at the last."""
+        """Seconds of a round with each. Time drafted in the target's process is shared by the requests with that drafter:
+        by all at first, then by those who prefer it at that price, until their number stops falling.
+        """
         copies = [room.num_copies(drafter) for drafter in room.drafters]
         num_requests = max(1, len(tokens))
         users = np.full(len(drafters), float(num_requests))
@@ -189,7 +192,7 @@ class Hedge:
 
     @staticmethod
     def _switching(requests: Sequence[RequestView], drafters: Sequence[PoolMember], here: Ints) -> Floats:
-        """Seconds of catching up, (requests, drafters); none where a request is."""
+        """Seconds of catching up, (requests, drafters); 0 where a request is."""
         fixed = np.array([m.costs.switch_s if m.costs else 0.0 for m in drafters])
         per_token = np.array([m.costs.catch_up_s if m.costs else 0.0 for m in drafters])
         if not fixed.any() and not per_token.any():

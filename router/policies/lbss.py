@@ -1,6 +1,6 @@
-"""`lbss`: SPIN's learning-based selection of drafters (SPIN, section IV, algorithms 1 and 2), as it is written there.
+"""`lbss`: SPIN's learning-based selection of drafters (SPIN, section IV, algorithms 1 and 2).
 
-Its time slot is the router's, its goodput r_ij(t) what `Observation` shows of a slot: committed tokens per second.
+Its time slot is the router's; its goodput r_ij(t) is the committed tokens per second of an `Observation`.
 
     Algorithm 1                                                          here
     1   for epoch k = 1, 2, ...                                          `_Calendar.next_slot`
@@ -13,17 +13,17 @@ Its time slot is the router's, its goodput r_ij(t) what `Observation` shows of a
     13-16   it stays so for the beta slots of a chunk                    `_keep`
     18    the estimate is the mean of what was observed                  `GoodputEstimates`
 
-The lines 12 to 17 read as if one draw served all chunks; section IV.B and figure 8 have one draw for each chunk, and so does
-this. (10)-(12) is solved, as there, by a maximum-weight matching of requests with B_j replicas of each drafter j.
+Lines 12 to 17 read as if one draw served all chunks; section IV.B and figure 8 draw once per chunk, as here. (10)-(12) is
+solved by a maximum-weight matching of requests with B_j replicas of each drafter j.
 
-Where the paper, whose set of requests is fixed, is silent:
-    - a request that comes in mid-chunk draws when it comes, one that comes during exploitation is matched with what is free;
-    - a pair that was never explored counts as the mean of its drafter over all requests, a drafter that was never explored
-      as the mean of the others;
-    - the mean goes over the exploration of all epochs, for only so do estimates become more precise with k, as section IV.B
-      says they do and theorem 1 needs;
-    - a drafter that is closed loses its requests, which are then as if they had just come;
-    - epochs grow for ever, so that at some time nothing new is learned: ``longest_exploitation`` bounds the 2^k, if set.
+The paper's set of requests is fixed. For requests that come and go:
+
+- A request that arrives within a chunk draws at once; one that arrives during exploitation is matched with free places.
+- An unexplored pair counts as the mean of its drafter; an unexplored drafter as the mean of the others.
+- The mean is over the exploration of all epochs: only so do estimates sharpen with k, as theorem 1 needs.
+- Requests of a drafter that closes are treated as new.
+- Slots without requests are no part of an epoch.
+- ``longest_exploitation``, if set, bounds the 2^k slots, so that learning never stops.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ class _Snapshot(BaseModel):
 
 
 class Lbss:
-    """Explores in chunks, then exploits for twice as long as the last time; see the module."""
+    """Alternates exploration in chunks with exploitation that doubles in length."""
 
     def __init__(self, config: LbssPolicy) -> None:
         self._calendar = _Calendar(config.exploration_slots, config.chunk_slots, config.longest_exploitation)
@@ -71,12 +71,12 @@ class Lbss:
         self._random = np.random.default_rng(config.seed)
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
-        """Line 15: of exploration alone. A bandit sees nothing of drafters that did not draft."""
+        """Line 15: learns from exploration alone."""
         if self._calendar.exploring:
             self._means.observe(lessons(observations))
 
     def snapshot(self) -> JsonValue:
-        """The means over all requests, and the epoch that they come from."""
+        """The means over all requests, and their epoch."""
         means = self._means.snapshot()
         return {"epoch": self._calendar.epoch, "drafters": means} if means else None
 
@@ -105,7 +105,7 @@ class Lbss:
         return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
 
     def _keep(self, requests: Sequence[RequestView], room: FreeCapacity, chains: dict[str, Chain]) -> list[RequestView]:
-        """Seats those who were chosen for where they were; returns the others."""
+        """Seats requests at the drafters chosen for them earlier; returns the others."""
         others = []
         for request in requests:
             drafter = self._chosen.get(request.request_id)
@@ -140,7 +140,7 @@ class Lbss:
 
 @dataclass(slots=True)
 class _Calendar:
-    """Which slot of which stage of which epoch it is."""
+    """Epoch, stage and slot of the algorithm."""
 
     exploration_slots: int  # alpha
     chunk_slots: int  # beta
@@ -150,7 +150,7 @@ class _Calendar:
     _slot: int = -1  # within the stage
 
     def next_slot(self) -> bool:
-        """Moves on; returns whether the choice is to be made anew: a chunk begins, or the exploitation."""
+        """Advances a slot; returns whether to choose anew, at the start of a chunk or of an exploitation."""
         self._slot += 1
         if self._slot == (self.exploration_slots if self.exploring else self._exploitation_slots()):
             if not self.exploring:
