@@ -1,4 +1,4 @@
-"""A drafter with its confidences made true: what it drafts stays as it was, what it says of it can be counted on."""
+"""Wraps a drafter with calibrated confidences; drafts are unchanged."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,9 +11,9 @@ from profiler.calibration import TemperatureScaling
 
 
 class CalibratedDrafter:
-    """Wraps a drafter whose confidences were calibrated on verified drafts (``profiler.calibration``).
+    """A drafter whose confidences were calibrated on verified drafts (``profiler.calibration``).
 
-    Temperatures stand for positions behind the last commit, so what was drafted ahead counts.
+    Temperatures are by position behind the last commit, tokens drafted ahead included.
     """
 
     def __init__(self, drafter: Drafter, scaling: TemperatureScaling) -> None:
@@ -43,7 +43,7 @@ class CalibratedDrafter:
 
 
 class CalibratedForeseeing(CalibratedDrafter):
-    """The same of a drafter that goes token by token, and ends its drafts by the confidences that it has itself."""
+    """The same for a token-by-token drafter, which stops by its own uncalibrated confidences."""
 
     def __init__(self, drafter: Foreseeing, scaling: TemperatureScaling) -> None:
         super().__init__(drafter, scaling)
@@ -58,7 +58,7 @@ class CalibratedForeseeing(CalibratedDrafter):
 
 
 class CalibratedChaining(CalibratedForeseeing):
-    """The same of one that others ride ahead of, too."""
+    """The same for a drafter with proposers."""
 
     def __init__(self, drafter: ChainedModel, scaling: TemperatureScaling) -> None:
         super().__init__(drafter, scaling)

@@ -1,9 +1,9 @@
-"""A cascade: per request and round, of several drafters the one that promises most, the dear ones asked only when it pays.
+"""A cascade: per request and round, the most promising draft of several drafters. Expensive members are queried only when
+that pays.
 
-All that this needs is learned from what was committed. Every draft that was made is scored against it, whether it was handed
-out or not (full information): so confidences are calibrated for each member, it is known what it means that members agree,
-and what asking a dear member adds.
-Drafting nothing is a choice, too: a round without a draft is a plain decode, which keeps large batches from losing.
+Everything is learned from committed tokens. Every draft is scored against them, whether used or not (full information): this
+calibrates each member's confidences, the meaning of agreement between members, and the marginal gain of an expensive member.
+Drafting nothing is a choice, too: a round without a draft is a plain decode, so large batches do not lose.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ from itertools import pairwise
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.consensus import Consensus
-from drafters.ensemble import Guess, LookupEnsemble, PlainEnsemble, best_of
-from drafters.marginal_gain import Costs, OwnGain, Worth
+from drafters.ensemble import LookupEnsemble, MemberDraft, PlainEnsemble, best_of
+from drafters.marginal_gain import Costs, MarginalGain, RequestGain
 from drafters.native.ensemble import MOST_MEMBERS, NativeEnsemble
 from drafters.native.lookup import NativeLookup
 from drafters.protocol import Demand, Draft, Drafter
@@ -25,10 +25,10 @@ _PACE_MEMORY = 0.01  # weight of the newest round in the tokens per step
 
 @dataclass(frozen=True, slots=True)
 class CascadeMember:
-    """A drafter of the cascade. ``cost``: of one draft, in one-row steps of the target (a lookup's is nearly 0), until it
-    is known better.
+    """A drafter of the cascade. ``cost``: prior cost of one draft, in one-row steps of the target (nearly 0 for a
+    lookup), until measured.
 
-    ``splices``: free enough to be asked again behind what another drafted. One that costs nothing is asked every time.
+    ``splices``: cheap enough to be queried again behind another member's draft. A member of cost 0 is queried every time.
     """
 
     name: str
@@ -38,13 +38,14 @@ class CascadeMember:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A dear member was asked. ``at_hand``, ``best``: the best guess before, and with what it drafted; None where no member
-    had been heard."""
+class _ModelQuery:
+    """A query of an expensive member. ``at_hand``, ``best``: the best draft before it, and with it; None without any
+    other draft.
+    """
 
-    guess: Guess
-    at_hand: Guess | None
-    best: Guess
+    guess: MemberDraft
+    at_hand: MemberDraft | None
+    best: MemberDraft
 
 
 @dataclass(slots=True)
@@ -53,30 +54,29 @@ class _Round:
 
     row_price: float
     cost: float = 0.0  # of the drafts that all have waited for
-    asked: list[_Asked] = field(default_factory=list)
+    asked: list[_ModelQuery] = field(default_factory=list)
 
     @property
-    def best(self) -> Guess | None:
+    def best(self) -> MemberDraft | None:
         return self.asked[-1].best if self.asked else None
 
 
 @dataclass(slots=True)
 class _CascadeSession:
-    own: dict[int, OwnGain]  # of the dear members
+    own: dict[int, RequestGain]  # of the dear members
     round: _Round | None = None
     num_drafts: dict[int, int] = field(default_factory=dict)  # by the member that made the best guess
 
 
 class CascadeDrafter:
-    """Members from the cheapest to the dearest; all follow every request.
+    """Members from cheapest to most expensive; all follow every request.
 
-    A dear member is asked for those requests of a batch for which the tokens that it is known to add, less what their rows
-    cost, are together more than all would decode in the time that it takes (the rule that maximises tokens per second in
-    the long run). Lookups go on where a draft ends, and take over a model's draft from where they promise more than the
-    rest of it.
+    An expensive member is queried for the requests of a batch for which the expected added tokens, less the cost of their
+    rows, together exceed what the whole batch would decode in that time (the rule that maximises long-run tokens per
+    second). Lookups extend a draft at its end, and replace the rest of a model's draft where they promise more.
 
     Args:
-        clock: in seconds, of which only differences count: by it is learned what the members cost. None: as configured.
+        clock: in seconds, only differences count; measures the members' costs. None: costs as configured.
 
     Raises:
         InvalidField: no members, or their costs do not ascend.
@@ -94,7 +94,7 @@ class CascadeDrafter:
             self._hearing,
             *(member.drafter for member in members[self._num_free :]),
         ]
-        self._worth = {i: Worth() for i, member in enumerate(members) if member.cost > 0.0}
+        self._worth = {i: MarginalGain() for i, member in enumerate(members) if member.cost > 0.0}
         self._costs = Costs({i: members[i].cost for i in self._worth})
         self._clock = clock
         self._proposed_s: float | None = None  # when the drafts were made that no commit has answered yet
@@ -112,7 +112,7 @@ class CascadeDrafter:
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         for drafter in self._told:
             drafter.open(request_id, token_ids, prompt_len, sampling)
-        self._followed[request_id] = _CascadeSession({i: OwnGain() for i in self._worth})
+        self._followed[request_id] = _CascadeSession({i: RequestGain() for i in self._worth})
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         followed = self._followed[request_id]
@@ -138,7 +138,7 @@ class CascadeDrafter:
                 guess, best = self._hearing.weigh(i, member, draft), rounds[i].best
                 if best is None and self._num_free:
                     best = self._hearing.best(i)
-                rounds[i].asked.append(_Asked(guess, best, guess if best is None else best_of((best, guess))))
+                rounds[i].asked.append(_ModelQuery(guess, best, guess if best is None else best_of((best, guess))))
                 at_hand[i] = rounds[i].asked[-1].best.expected_len
             cost = self._costs.of(member, len(asked), len(demands))
             for round_ in rounds:
@@ -158,7 +158,7 @@ class CascadeDrafter:
             drafter.check_integrity()
 
     def _drafts(self, index: int, demands: Sequence[Demand]) -> list[Draft]:
-        """Of a dear member. What they take is learned."""
+        """Drafts of an expensive member; learns their time."""
         drafter = self._members[index].drafter
         if self._clock is None:
             return drafter.propose(demands)
@@ -168,7 +168,7 @@ class CascadeDrafter:
         return drafts
 
     def _asked(self, index: int, demands: Sequence[Demand], at_hand: Sequence[float]) -> Sequence[int]:
-        """For which demands a member is asked. ``at_hand``: what is expected of the best guess for each, so far."""
+        """Demands that a member is queried for. ``at_hand``: expected tokens of the best draft so far, for each."""
         if not at_hand:
             return range(len(demands))
         forgone = len(demands) * self._tokens_per_round / self._cost_per_round  # by the batch, in a round's time
@@ -177,7 +177,7 @@ class CascadeDrafter:
         return self._worth[index].choose(expected, lambda num: forgone * self._costs.of(index, num, len(demands)))
 
     def _settled(self, demands: Sequence[Demand], rounds: Sequence[_Round]) -> list[Draft]:
-        """The best guess for each demand, as it is handed out."""
+        """The best draft for each demand, as returned."""
         best = [round_.best for round_ in rounds]
         dear = [None if guess is None or guess.member < self._num_free else guess for guess in best]
         free = iter(self._hearing.settle([place for place, guess in enumerate(dear) if guess is None]))
@@ -195,7 +195,7 @@ class CascadeDrafter:
         return settled
 
     def _learn(self, followed: _CascadeSession, round_: _Round, token_ids: Sequence[int]) -> None:
-        """What dear members have added."""
+        """Learns the tokens that expensive members added."""
         for asked in round_.asked:
             self._hearing.judge(asked.guess, token_ids)
             if asked.at_hand is not None:
@@ -207,7 +207,7 @@ class CascadeDrafter:
 
 
 def _hearing(members: Sequence[CascadeMember], num_free: int) -> LookupEnsemble:
-    """In C where all that it takes is in C."""
+    """In C if all free members are in C."""
     survival, consensus = [OnlineSurvival() for _ in members], Consensus(len(members), num_free)
     free = [member.drafter for member in members[:num_free]]
     lookups = [drafter for drafter in free if isinstance(drafter, NativeLookup)]

@@ -1,11 +1,11 @@
-"""A model that drafts alone, or behind smaller drafters that ride ahead of it: the last level of any chain of a pool."""
+"""A model that drafts alone, or verifies what smaller drafters propose: the last level of a chain."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cluster.messages import LevelReport, Verified
 from cluster.types import SamplingParams
-from drafters.model import Growing, check_min_confidence, foresee, grow
+from drafters.model import PartialDraft, check_min_confidence, foresee, grow
 from drafters.protocol import Chaining, Demand, Draft, Drafter, Stopping
 from drafters.small_model import Question, SmallModel
 from engine.acceptance import count_accepted
@@ -15,17 +15,17 @@ from router.chains import PROPOSAL_LEN
 
 
 class ChainedModel:
-    """Hands out exactly what ``verifier`` alone would draft, for each request behind the proposer that leads it, if any.
+    """Drafts exactly what ``verifier`` alone would draft, with or without a proposer per request.
 
-    By rule 1 with the verifier's own logits: of a proposer's tokens those that equal the verifier's are right, and the
-    verifier's next token comes free. So a chain saves passes, and changes no draft. All requests share the verifier's
-    passes, whoever leads them: intermediate verification is batched like any other.
+    By the acceptance rule with the verifier's own logits, a proposer's tokens that equal the verifier's are right, and the
+    verifier's next token comes free. So a chain saves passes and changes no draft. All requests share the verifier's passes,
+    whatever their proposers.
 
     Args:
-        proposers: by their names in the pool; one that is led itself may have proposers of its own.
-        proposal_len: most tokens that a proposer is asked for at a time.
+        proposers: by pool name; a chained proposer may have proposers of its own.
+        proposal_len: maximum tokens of one proposal.
         min_confidence, min_survival: of the verifier, as in ``ModelDrafter``.
-        clock: by which passes are timed; None: they are not.
+        clock: times the passes; None: they are not timed.
     """
 
     def __init__(
@@ -123,9 +123,8 @@ class ChainedModel:
             proposer.release(request_id)
             del self._led[request_id]
 
-    def _round(self, part: Sequence[Growing]) -> None:
-        """One batch of each proposer, one pass of the verifier. The last token of a draft is the verifier's own: it needs no
-        proposal."""
+    def _round(self, part: Sequence[PartialDraft]) -> None:
+        """One batch per proposer, then one pass of the verifier, which adds the last token of a draft itself."""
         asked: dict[str, list[Demand]] = {}
         for draft in part:
             request_id, num_tokens = draft.demand.request_id, min(self._proposal_len, draft.num_missing - 1)
@@ -152,7 +151,7 @@ class ChainedModel:
             draft.add(chosen, self._verifier, self._min_confidence, num_right + 1)
 
     def _timed(self, questions: Sequence[Question]) -> list[Chosen]:
-        """The verifier's pass, which every request of the part shares."""
+        """The verifier's pass for all requests of the part."""
         num_rows = self._verifier.num_rows
         start_s = self._clock() if self._clock is not None else 0.0
         answers = self._verifier.choose(questions)

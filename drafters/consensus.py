@@ -1,8 +1,8 @@
-"""What it says of a draft token that others drafted the same there, or something else.
+"""Corrects the survival of drafts by their agreement.
 
-A confidence tells how often a drafter is right when it is as sure as that. Beside other drafts of the same round it means
-more, or less: a token that others found too, in other places, is right more often, and of two that differ one at least is
-wrong. So the survival of drafts is corrected by how they compare, token by token, as verification finds it.
+A calibrated confidence is the rate at which a drafter is right. Given other drafts of the same round that rate changes:
+tokens that several drafters found independently are right more often, and of two different tokens at least one is wrong. The
+correction per token is learned from verification.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,10 @@ _SILENT, _SAME, _OTHER = range(3)  # a witness says nothing of a token, drafted 
 
 
 @dataclass(frozen=True, slots=True)
-class Testimony:
-    """Of one draft. ``told``: how likely each token is to be right, given those before it, as far as its drafter knows;
-    ``cases``: how it compares with the witnesses; ``survival``: of its prefixes, corrected."""
+class ComparedDraft:
+    """One draft. ``told``: confidence of each token, given those before it; ``cases``: its comparison with the witnesses;
+    ``survival``: of its prefixes, corrected.
+    """
 
     told: tuple[float, ...]
     cases: tuple[int, ...]
@@ -34,10 +35,11 @@ class Testimony:
 
 
 class Consensus:
-    """The first few drafters of a round are the witnesses: they draft for every request, and all are compared with them.
+    """The first drafters of a round are the witnesses: they draft for every request, and all drafts are compared with
+    theirs.
 
-    A case is a drafter, whether the token is the first of its draft, and what each witness says of it. Each has a slope and
-    an offset of its own for the log odds of what was told (``OnlineScaling``), which begin at 1 and 0.
+    A case is a drafter, whether the token is the first of its draft, and what each witness drafted. Each case has its own
+    slope and offset for the log odds (``OnlineScaling``), starting at 1 and 0.
     """
 
     def __init__(self, num_drafters: int, num_witnesses: int) -> None:
@@ -52,20 +54,21 @@ class Consensus:
 
     @property
     def num_missing(self) -> int:
-        """Tokens that are to be recorded until all are taken up together."""
+        """Tokens still to be recorded before all are learned together."""
         return num_due(self._num_records, _FIRST_AT_ONCE) - len(self._pending)
 
     def weigh(
         self, drafter: int, token_ids: Sequence[int], survival: Sequence[float], witnesses: Sequence[tuple[int, ...]]
-    ) -> Testimony:
-        """
+    ) -> ComparedDraft:
+        """Compares a draft.
+
         Args:
             drafter: its number; of a witness its place among them.
             survival: of the draft's prefixes, never rising.
             witnesses: their drafts, its own among them if it is one.
         """
         if not token_ids:
-            return Testimony((), (), ())
+            return ComparedDraft((), (), ())
         cases = self._cases(drafter, token_ids, witnesses)
         told, corrected, before, chance = [], [], 1.0, 1.0
         for case, probability in zip(cases, survival, strict=True):
@@ -77,23 +80,20 @@ class Consensus:
             chance *= scaled[round(certain * _STEPS)]
             told.append(certain)
             corrected.append(chance)
-        return Testimony(tuple(told), tuple(cases), tuple(corrected))
+        return ComparedDraft(tuple(told), tuple(cases), tuple(corrected))
 
-    def record(self, testimony: Testimony, num_verified: int, num_right: int) -> None:
-        """Of the first ``num_verified`` tokens of a draft the first ``num_right`` were right. Not taken up yet."""
+    def record(self, testimony: ComparedDraft, num_verified: int, num_right: int) -> None:
+        """Records that of the first ``num_verified`` tokens of a draft the first ``num_right`` were right; learned later."""
         for place in range(min(num_right + 1, num_verified, len(testimony.told))):
             self._pending.append((testimony.cases[place], testimony.told[place], place < num_right))
 
     def take_up(self) -> None:
-        """What was recorded, when it is enough."""
+        """Learns what was recorded, once there is enough."""
         if self.num_missing <= 0:
             self.learn(*self._taken())
 
     def learn(self, cases: NDArray[np.intp], told: Floats, came_true: NDArray[np.bool_]) -> None:
-        """From tokens, each [n]: in what case each was, how likely it was told to be right, and whether it was.
-
-        And from what was recorded.
-        """
+        """Learns from tokens, each [n]: case, confidence, and whether it was right; and from what was recorded."""
         if self._pending:
             pending = self._taken()
             cases, told, came_true = (np.concatenate(pair) for pair in zip(pending, (cases, told, came_true), strict=True))
@@ -110,7 +110,7 @@ class Consensus:
         return cases, told, came_true
 
     def _cases(self, drafter: int, token_ids: Sequence[int], witnesses: Sequence[tuple[int, ...]]) -> list[int]:
-        """Of each token. A witness that drafted another token before says nothing of those behind it."""
+        """Case of each token. A witness that differed before counts as silent behind that token."""
         first, later = drafter * 2 * self._num_cases, (drafter * 2 + 1) * self._num_cases
         cases = [first, *([later] * (len(token_ids) - 1))]
         weight = 1

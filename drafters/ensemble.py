@@ -1,12 +1,13 @@
-"""The members of a cascade that cost nothing, heard together: what their drafts mean beside each other, which promises most,
-and how lookups go on where a draft ends. All that this needs is learned from what was committed."""
+"""The free members of a cascade, queried together: calibration of their drafts by agreement, the best draft, and
+splicing. Everything is learned from committed tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 from cluster.types import SamplingParams
-from drafters.consensus import Consensus, Testimony
+from drafters.consensus import ComparedDraft, Consensus
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.replay import common_prefix_len
 from profiler.online_calibration import OnlineSurvival
@@ -19,13 +20,13 @@ _Found = tuple[tuple[int, ...], tuple[float, ...]]  # tokens, and the survival o
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
-    """A member's draft, and what its confidences mean."""
+class MemberDraft:
+    """A member's draft and its calibrated survival."""
 
     member: int
     token_ids: tuple[int, ...]
     confidences: tuple[float, ...]  # as the member gave them
-    testimony: Testimony  # what they mean beside what the free members drafted
+    testimony: ComparedDraft  # what they mean beside what the free members drafted
     num_worth: int  # tokens that survive often enough for their rows
     expected_len: float  # sum of their survival, less what their rows cost
 
@@ -43,7 +44,7 @@ class Guess:
         heard: Sequence[tuple[int, ...]],
         row_price: float,
     ) -> Self:
-        """``heard``: what the free members drafted."""
+        """``heard``: drafts of the free members."""
         (alone,) = survival.survival([draft.confidences])
         testimony = consensus.weigh(member, draft.token_ids, alone, heard)
         worth = [probability for probability in testimony.survival if probability > row_price]
@@ -51,7 +52,7 @@ class Guess:
         return cls(member, draft.token_ids, draft.confidences, testimony, len(worth), expected_len)
 
     def teach(self, token_ids: Sequence[int], survival: OnlineSurvival, consensus: Consensus) -> None:
-        """What was committed says how far it was right, and no more than so far."""
+        """Learns how far the draft was right, as far as tokens were committed."""
         num_right = self.num_right(token_ids)
         survival.record(self.confidences[: len(token_ids)], num_right)
         consensus.record(self.testimony, len(token_ids), num_right)
@@ -60,12 +61,12 @@ class Guess:
         return common_prefix_len(self.token_ids, token_ids)
 
     def worth(self, token_ids: Sequence[int], row_price: float) -> float:
-        """Right tokens among those worth their rows, less what these cost."""
+        """Expected right tokens among those worth their rows, less the cost of these rows."""
         return min(self.num_right(token_ids), self.num_worth) - self.num_worth * row_price
 
 
-def best_of(guesses: Sequence[Guess]) -> Guess:
-    """Of equals the first, which is the cheaper."""
+def best_of(guesses: Sequence[MemberDraft]) -> MemberDraft:
+    """The first of equals, which is the cheaper."""
     best = guesses[0]
     for guess in guesses:
         if guess.expected_len > best.expected_len:
@@ -74,8 +75,9 @@ def best_of(guesses: Sequence[Guess]) -> Guess:
 
 
 class LookupEnsemble(Protocol):
-    """The free members: told of each request what any drafter is told, they learn from what is committed. Demands are named
-    by their place among those heard last."""
+    """The free members. They follow every request and learn from what is committed. Demands are named by their index in
+    the last query.
+    """
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None: ...
 
@@ -86,41 +88,42 @@ class LookupEnsemble(Protocol):
     def check_integrity(self) -> None: ...
 
     def hear(self, demands: Sequence[Demand]) -> list[float]:
-        """Asks the free members. Returns what the best of their drafts is expected to bring for each demand; nothing where
-        there are no such members. From what is drafted for demands without ``ahead`` is learned when their tokens come."""
+        """Queries the free members. Returns the expected tokens of the best draft for each demand; empty without such
+        members. Drafts for demands without ``ahead`` are learned from when their tokens come.
+        """
 
-    def best(self, place: int) -> Guess:
+    def best(self, place: int) -> MemberDraft:
         """The most promising of the free members' drafts."""
 
-    def weigh(self, place: int, member: int, draft: Draft) -> Guess:
-        """A dear member's draft, beside those of the free ones."""
+    def weigh(self, place: int, member: int, draft: Draft) -> MemberDraft:
+        """Calibrates an expensive member's draft by its agreement with the free ones."""
 
     def settle(self, places: Sequence[int]) -> list[tuple[int, Draft]]:
-        """For each: the member whose draft is best, and that draft as it is handed out, lookups having gone on with it."""
+        """For each demand: the member with the best draft, and that draft with its splices."""
 
-    def spliced(self, place: int, guess: Guess) -> Draft:
-        """As ``settle``, of a dear member's draft: lookups take over from where they promise more than the rest of it."""
+    def spliced(self, place: int, guess: MemberDraft) -> Draft:
+        """As ``settle``, for an expensive member's draft: lookups replace its rest where they promise more."""
 
-    def judge(self, guess: Guess, token_ids: Sequence[int]) -> None:
-        """What was committed says of a dear member's draft how far it was right."""
+    def judge(self, guess: MemberDraft, token_ids: Sequence[int]) -> None:
+        """Learns how far an expensive member's draft was right."""
 
 
 @dataclass(slots=True)
-class _Heard:
-    """For one demand."""
+class _LookupDrafts:
+    """Drafts for one demand."""
 
     demand: Demand
     drafted: tuple[tuple[int, ...], ...] = ()  # by the free members
-    guesses: list[Guess] = field(default_factory=list)
+    guesses: list[MemberDraft] = field(default_factory=list)
 
 
 class PlainEnsemble:
     """``LookupEnsemble`` in Python, of any drafters.
 
     Args:
-        free: the members that cost nothing, in their order; they are the first of all.
-        splicers: those that can be asked what comes behind another's draft, by their number among all.
-        survival: of all members.
+        free: the members of cost 0, which are the first of all.
+        splicers: members that can continue another's draft, by their index among all.
+        survival: calibration of all members.
     """
 
     def __init__(
@@ -134,8 +137,8 @@ class PlainEnsemble:
         self._splicers = splicers
         self._survival = survival
         self._consensus = consensus
-        self._heard: list[_Heard] = []
-        self._unanswered: dict[str, _Heard] = {}
+        self._heard: list[_LookupDrafts] = []
+        self._unanswered: dict[str, _LookupDrafts] = {}
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self._unanswered.pop(request_id, None)
@@ -161,7 +164,7 @@ class PlainEnsemble:
             drafter.check_integrity()
 
     def hear(self, demands: Sequence[Demand]) -> list[float]:
-        self._heard = [_Heard(demand) for demand in demands]
+        self._heard = [_LookupDrafts(demand) for demand in demands]
         drafts = [drafter.propose(demands) for drafter in self._free]
         for place, heard in enumerate(self._heard):
             own = [drafts_of[place] for drafts_of in drafts]
@@ -171,17 +174,17 @@ class PlainEnsemble:
                 self._unanswered[heard.demand.request_id] = heard
         return [best_of(heard.guesses).expected_len for heard in self._heard] if self._free else []
 
-    def best(self, place: int) -> Guess:
+    def best(self, place: int) -> MemberDraft:
         return best_of(self._heard[place].guesses)
 
-    def weigh(self, place: int, member: int, draft: Draft) -> Guess:
+    def weigh(self, place: int, member: int, draft: Draft) -> MemberDraft:
         return self._guess(self._heard[place], member, draft)
 
     def settle(self, places: Sequence[int]) -> list[tuple[int, Draft]]:
         best = [self.best(place) for place in places]
         return [(guess.member, self.spliced(place, guess)) for place, guess in zip(places, best, strict=True)]
 
-    def spliced(self, place: int, guess: Guess) -> Draft:
+    def spliced(self, place: int, guess: MemberDraft) -> Draft:
         demand = self._heard[place].demand
         token_ids, survival = self._with_splices(demand, guess)
         least = max(MIN_SURVIVAL, demand.least_survival)
@@ -190,17 +193,16 @@ class PlainEnsemble:
         confidences = tuple(min(1.0, survival[i] / before[i]) for i in range(kept))
         return Draft(demand.request_id, token_ids[:kept], confidences)
 
-    def judge(self, guess: Guess, token_ids: Sequence[int]) -> None:
+    def judge(self, guess: MemberDraft, token_ids: Sequence[int]) -> None:
         guess.teach(token_ids, self._survival[guess.member], self._consensus)
         self._consensus.take_up()
 
-    def _guess(self, heard: _Heard, member: int, draft: Draft) -> Guess:
+    def _guess(self, heard: _LookupDrafts, member: int, draft: Draft) -> MemberDraft:
         survival, price = self._survival[member], heard.demand.row_price
-        return Guess.of(member, draft, survival, self._consensus, heard.drafted, price)
+        return MemberDraft.of(member, draft, survival, self._consensus, heard.drafted, price)
 
-    def _with_splices(self, demand: Demand, guess: Guess) -> _Found:
-        """A model's first tokens, then a lookup's from where that promises more; and what lookups have to say behind the
-        end."""
+    def _with_splices(self, demand: Demand, guess: MemberDraft) -> _Found:
+        """A model's first tokens, then a lookup's where that promises more, and lookups again at the end."""
         token_ids, survival = guess.token_ids, guess.survival
         place = len(token_ids) if guess.member in self._splicers else 1
         num_splices = 0
@@ -219,7 +221,7 @@ class PlainEnsemble:
         return token_ids, survival
 
     def _behind(self, demand: Demand, drafted: tuple[int, ...], survival: float) -> _Found:
-        """What the most promising of the lookups says behind ``drafted``, which survives with probability ``survival``."""
+        """The most promising lookup's tokens behind ``drafted``, which survives with probability ``survival``."""
         best: _Found = ((), ())
         ahead, price = (*demand.ahead, *drafted), demand.row_price / survival
         behind = Demand(demand.request_id, demand.num_tokens - len(drafted), ahead, price)
@@ -233,5 +235,5 @@ class PlainEnsemble:
 
 
 def _sum_of(survival: Sequence[float], least: float) -> float:
-    """Of a draft, without what is not handed out."""
+    """Sum of the survival of the returned part of a draft."""
     return sum(probability for probability in survival if probability >= least)

@@ -1,11 +1,11 @@
-"""How often guesses of a kind came true lately: confidences for drafters that have no probabilities of their own."""
+"""Recent hit rates by kind of match: confidences of drafters without probabilities."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class HitRate:
-    """A running rate that starts at a prior worth ``weight`` trials and forgets with a half-life of about 350 trials."""
+    """A decayed rate with a prior of ``weight`` trials and a half-life of about 350 trials."""
 
     rate: float
     weight: float = 8.0
@@ -18,14 +18,14 @@ class HitRate:
 
 
 class HitRates:
-    """Rates by match length and place in the draft.
+    """Rates by match length and position in the draft.
 
-    The first token of a copied draft is the uncertain one, those after it follow nearly always; what matters beyond that
-    is how long a match led to it. Shared by all requests of a drafter.
+    The first token of a copied draft is uncertain, later ones mostly follow; beyond that the match length matters. Shared by
+    all requests of a drafter.
 
     Args:
-        match_lens: the match lengths that occur, ascending.
-        num_places: places told apart; later ones share the last.
+        match_lens: the possible match lengths, ascending.
+        num_places: positions told apart; later ones share the last.
     """
 
     _FIRST_PRIOR = 0.3

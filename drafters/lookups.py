@@ -1,4 +1,4 @@
-"""Lookups as they are served: in C where it can be compiled, else in Python, which drafts the same in several times that."""
+"""Lookups as served: in C where it compiles, else in Python, which drafts the same several times slower."""
 
 import ctypes
 import logging
@@ -13,17 +13,17 @@ logger = logging.getLogger(__name__)
 
 
 class Lookup(Drafter, Protocol):
-    """One in Python that has a form in C."""
+    """A Python lookup with a C implementation."""
 
     kind: str
 
     @property
     def settings(self) -> tuple[float, ...]:
-        """What its form in C is made with (``drafters.native.lookup``). Addresses are valid as long as this lives."""
+        """Arguments of its C implementation (``drafters.native.lookup``). Addresses are valid while this lives."""
 
 
 def compiled(drafter: Lookup) -> Drafter:
-    """The C form of a drafter that follows nobody yet; itself where there is none."""
+    """The C implementation of a drafter that follows nobody yet, or the drafter itself where there is none."""
     library = _library()
     if library is None:
         return drafter

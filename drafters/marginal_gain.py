@@ -1,4 +1,4 @@
-"""What it brings to ask a dear drafter when cheaper ones have spoken, and what it costs: learned from what came of it."""
+"""Marginal gain and cost of querying an expensive drafter, learned from outcomes."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from router.estimates.decayed_mean import UNUSUAL, RunningMean
 
-_EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # of the tokens that are expected of what is at hand; between them it is alike
+_EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # boundaries of the tokens expected without it
 _HOPED = 1.0  # tokens, of a drafter of which nothing is known there
 _HOPE = 3.0  # trials that this counts for
 _MEMORY = 200.0  # trials of all requests that count
@@ -15,14 +15,14 @@ _OWN_DOUBT = 8.0  # trials of a request's own before they count for half
 _COST_MEMORY = 100.0  # times that count
 _COST_DOUBT = 2.0  # times that what was configured weighs as much
 _ALIKE = 0.05  # squared, relative: batches that differ by less say little of what one request more takes
-_PAUSE = 48  # rounds without it: after so many the drafter is tried for one request, or its luck could never turn
-_LONGEST_PAUSE = 768  # twice as long with each trial, until one brings more than was expected
+_PAUSE = 48  # rounds without it before it is tried for one request: without trials an estimate of zero could never recover
+_LONGEST_PAUSE = 768  # maximum; the pause doubles with each trial without a gain
 _OLD = 12.0  # trials that what was found before a pause counts for after it
 
 
 @dataclass(slots=True)
 class _DraftTimes:
-    """A line through what drafts for so many requests took."""
+    """A line through the measured times of batches of drafts."""
 
     seconds: RunningMean = field(default_factory=RunningMean)
     batch: RunningMean = field(default_factory=RunningMean)
@@ -40,7 +40,7 @@ class _DraftTimes:
             mean.add(sample, _COST_MEMORY)
 
     def at(self, batch: int) -> float:
-        """Never less for more requests. Each takes its share, as far as batches have been too alike to say."""
+        """Not decreasing in the batch size; proportional to it as long as measured batches are too similar."""
         usual, share = self.batch.value, self.seconds.value / self.batch.value
         alike = _ALIKE * usual * usual
         spread = self.square.value - usual * usual + alike
@@ -50,11 +50,10 @@ class _DraftTimes:
 
 
 class Costs:
-    """Of a batch of drafts of each dear drafter, in rounds of the target as they are without it.
+    """Cost of a batch of drafts of each expensive drafter, in plain rounds of the target.
 
-    As configured, for the whole batch, until times are given; then more and more what these say: seconds of a draft for so
-    many requests, on a line through those that were made, over mean seconds of a round. A draft's time counts as a whole,
-    for all wait for it.
+    As configured, for a whole batch, until times are measured; then increasingly as measured: seconds of such a batch, on a
+    line through the measured ones, over the mean seconds of a round. The whole time counts, since all requests wait for it.
     """
 
     def __init__(self, configured: Mapping[int, float]) -> None:
@@ -63,7 +62,7 @@ class Costs:
         self._round = RunningMean()
 
     def of(self, member: int, num_asked: int = 1, num_all: int = 1) -> float:
-        """Of drafts for ``num_asked`` of a batch of ``num_all`` requests."""
+        """Cost of drafts for ``num_asked`` of a batch of ``num_all`` requests."""
         configured, drafts = self._configured[member] * num_asked / num_all, self._drafts[member]
         num = drafts.seconds.num
         if not self._round.is_known or not self._round.value or not num:
@@ -74,12 +73,12 @@ class Costs:
         self._drafts[member].add(batch, seconds)
 
     def came_true(self, seconds: float) -> None:
-        """The target's round on drafts took so long."""
+        """Adds the seconds of a round with drafts."""
         self._round.add(self._round.usual(seconds), _COST_MEMORY)
 
 
-class OwnGain:
-    """By how much a drafter does better for one request than for others."""
+class RequestGain:
+    """How much better a drafter does for one request than for others."""
 
     def __init__(self) -> None:
         self._mean = RunningMean()
@@ -92,22 +91,22 @@ class OwnGain:
         self._mean.add(surplus, _OWN_MEMORY)
 
 
-class Worth:
-    """Of one drafter: accepted tokens that asking it has added to what was at hand."""
+class MarginalGain:
+    """Of one drafter: accepted tokens that querying it added to the best draft without it."""
 
     def __init__(self) -> None:
         self._gains = [RunningMean() for _ in range(len(_EDGES) + 1)]
         self._num_refused = [0] * len(self._gains)
         self._pauses = [_PAUSE] * len(self._gains)
 
-    def choose(self, at_hand: Sequence[tuple[float, OwnGain]], price: Callable[[int], float]) -> list[int]:
-        """Which requests of a round to ask it for, ascending; together, for all wait for it, and the first is the dearest.
+    def choose(self, at_hand: Sequence[tuple[float, RequestGain]], price: Callable[[int], float]) -> list[int]:
+        """Requests of a round to query it for, ascending; chosen together, since all wait for it.
 
-        Rounds without it are counted: now and then it is worth any price to know better.
+        Rounds without it are counted: now and then one request explores at any price.
 
         Args:
-            at_hand: for each request that it could be asked for, the tokens that are expected without it.
-            price: in tokens that the whole batch forgoes while it drafts for so many.
+            at_hand: expected tokens without it, for each request that it could be queried for.
+            price: tokens that the whole batch forgoes while it drafts for so many.
         """
         places = [bisect_right(_EDGES, expected_len) for expected_len, _ in at_hand]
         due = {at for at in set(places) if self._num_refused[at] + 1 >= self._pauses[at]}
@@ -125,8 +124,8 @@ class Worth:
         self._note(due, {places[i] for i in best}, set(places))
         return sorted((*tried, *best))
 
-    def learn(self, gain: float, expected_len: float, own: OwnGain) -> None:
-        """It was asked, and ``gain`` more tokens were accepted than of what was at hand alone."""
+    def learn(self, gain: float, expected_len: float, own: RequestGain) -> None:
+        """Adds a query in which ``gain`` more tokens were accepted than without it."""
         at = bisect_right(_EDGES, expected_len)
         mean = self._gains[at]
         if gain > self._expected(at):
@@ -135,7 +134,7 @@ class Worth:
         mean.add(gain, _MEMORY)
 
     def _expected(self, at: int) -> float:
-        """What asking adds, hopefully as long as little is known."""
+        """Expected gain; optimistic while little is known."""
         gain = self._gains[at]
         return (_HOPE * _HOPED + gain.num * gain.value) / (_HOPE + gain.num)
 

@@ -1,4 +1,4 @@
-"""Drafting with any causal model that has the target's vocabulary, token by token for all requests at once."""
+"""Drafting with any causal model of the target's vocabulary, token by token for all requests at once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from engine.sampling import Chosen
 
 
 @dataclass(slots=True)
-class Growing:
-    """A draft under way: the model's own tokens so far."""
+class PartialDraft:
+    """A draft under construction."""
 
     demand: Demand
     num_missing: int  # 0: it is done
@@ -26,7 +26,9 @@ class Growing:
         return Question(self.demand.request_id, (*self.demand.ahead, *self.token_ids))
 
     def add(self, chosen: Chosen, model: SmallModel, min_confidence: float, num_tokens: int = 1) -> None:
-        """Up to ``num_tokens`` of what the model chose, until the draft is long enough, the request ends, or it doubts."""
+        """Appends up to ``num_tokens`` chosen tokens, until the draft is complete, the request ends, or confidence is too
+        low.
+        """
         if not chosen.token_ids:  # every token is masked there, and the target will find the same
             self.num_missing = 0
         for token_id, confidence in zip(chosen.token_ids[:num_tokens], chosen.confidences, strict=False):
@@ -48,21 +50,21 @@ class Growing:
 def grow(
     model: SmallModel,
     demands: Sequence[Demand],
-    one_round: Callable[[Sequence[Growing]], None],
+    one_round: Callable[[Sequence[PartialDraft]], None],
     min_survival: float = 0.0,
 ) -> list[Draft]:
-    """The drafts of a batch, grown by ``one_round`` after the other, in parts that the model's cache holds at once.
+    """Drafts of a batch, extended by repeated ``one_round``, in parts that the model's cache holds at once.
 
-    A demand beyond what the model can hold is cut to that. A request that misses much of its context (a long prompt, just
-    opened) gets an empty draft until it has caught up, one pass per batch, so that the others need not wait for it. One
-    with tokens that the model does not know gets none at all.
+    A demand beyond the model's length is cut. A request with much missing context (a long prompt, just opened) gets an empty
+    draft until it has caught up, one pass per batch, so that others need not wait. A request with tokens unknown to the
+    model gets none.
     """
     growing = []
     for demand in demands:
         room = model.max_len - model.committed_len(demand.request_id) - len(demand.ahead)
         ended = any(model.ends(demand.request_id, token_id) for token_id in demand.ahead)
         hopeless = ended or not model.can_read(demand.request_id, demand.ahead)
-        growing.append(Growing(demand, 0 if hopeless else max(0, min(demand.num_tokens, room)), min_survival))
+        growing.append(PartialDraft(demand, 0 if hopeless else max(0, min(demand.num_tokens, room)), min_survival))
     wanted = [draft for draft in growing if draft.num_missing]
     for indices in model.parts([(draft.question, draft.num_missing) for draft in wanted]):
         part = [wanted[i] for i in indices]
@@ -75,7 +77,7 @@ def grow(
 
 
 def foresee(model: SmallModel, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
-    """As ``Foreseeing.foresee``, of a model that drafts what it would choose."""
+    """``Foreseeing.foresee`` of a model that drafts what it would choose."""
     questions = [Question(demand.request_id, drafts=demand.ahead[:-1]) for demand in demands]
     return [
         None if chosen is None else Draft(demand.request_id, chosen.token_ids, chosen.confidences)
@@ -89,13 +91,13 @@ def check_min_confidence(value: float, name: str = "min_confidence") -> None:
 
 
 class ModelDrafter:
-    """Samples the model's own continuation with the target's noise and parameters, so the target as its own drafter is
-    always right.
+    """Samples the model's continuation with the target's noise and parameters; the target as its own drafter is always
+    right.
 
     Args:
         min_confidence: a draft ends before a token of lower confidence; 0 drafts the whole demand.
-        min_survival: a draft ends behind the token with which it becomes less likely than this to be right as a whole: a
-            further token would cost a pass of the model and hardly ever be reached.
+        min_survival: a draft ends after the token that takes its survival below this: a further token would cost a pass and
+            hardly ever be reached.
     """
 
     def __init__(self, model: SmallModel, min_confidence: float = 0.0, min_survival: float = 0.0) -> None:
@@ -127,7 +129,7 @@ class ModelDrafter:
     def check_integrity(self) -> None:
         self._model.check_integrity()
 
-    def _round(self, part: Sequence[Growing]) -> None:
+    def _round(self, part: Sequence[PartialDraft]) -> None:
         """One row of each draft."""
         for draft, chosen in zip(part, self._model.choose([draft.question for draft in part]), strict=True):
             draft.add(chosen, self._model, self._min_confidence)

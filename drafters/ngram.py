@@ -1,6 +1,6 @@
-"""Prompt lookup: what followed the last few tokens when they last occurred in the request's own text.
+"""Prompt lookup: copies what followed the last few tokens at their last occurrence in the request's own text.
 
-The method is known as prompt lookup decoding (A. Saxena, 2023; LLMA, arXiv 2304.04487, of reference texts). No torch.
+The method is prompt lookup decoding (A. Saxena, 2023; LLMA, arXiv 2304.04487, for reference texts). No torch.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from drafters.protocol import Demand, Draft
 
 
 class _Text:
-    """The tokens of one request, indexed so that a look-up costs the same however long they are.
+    """The tokens of one request with an n-gram index; a look-up takes constant time.
 
-    ``_next`` maps every n-gram of a length in ``match_lens`` to the position after its last occurrence. An n-gram enters it
-    when the token after it comes, so the end of the text never finds itself.
+    ``_next`` maps every n-gram of a length in ``match_lens`` to the position after its last occurrence. An n-gram is indexed
+    when its next token comes, so the end of the text never finds itself.
     """
 
     def __init__(self, token_ids: Sequence[int], match_lens: range) -> None:
@@ -53,10 +53,10 @@ class _Text:
 
 
 class NgramDrafter:
-    """Copies what followed the last ``max_match_len`` down to ``min_match_len`` tokens when they last occurred together.
+    """Copies what followed the last ``max_match_len`` down to ``min_match_len`` tokens at their last joint occurrence.
 
-    A copy that reaches the end of the text goes on in itself, so a text in a loop is drafted at any length. Memory: at
-    most one index entry, about 150 bytes, per match length and token of the followed requests.
+    A copy that reaches the end of the text continues in itself, so a loop is drafted at any length. Memory: at most one
+    index entry, about 150 bytes, per match length and token of the followed requests.
 
     Raises:
         InvalidField: not 1 <= min_match_len <= max_match_len.
@@ -118,7 +118,7 @@ class NgramDrafter:
         return Draft(demand.request_id, token_ids, tuple(rate.rate for rate in rates))
 
     def _learn(self, text: _Text, token_ids: Sequence[int]) -> None:
-        """Every token that is committed where one was guessed is a trial, up to the first wrong guess."""
+        """Every committed token at a drafted position is a trial, up to the first wrong one."""
         for token_id, (guessed, rate) in zip(token_ids, text.guess, strict=False):
             if rate is not None:
                 rate.record(token_id == guessed)

@@ -156,12 +156,12 @@ def _make_suffix(options: SuffixOptions, site: Site) -> Drafter:
 def _make_table(options: TableOptions, site: Site) -> Drafter:
     from drafters.lookups import compiled
     from drafters.shipped import find_drafter
-    from drafters.table import EMPTY, FILE, HabitTable, TableDrafter
+    from drafters.table import EMPTY, FILE, FrequencyTable, TableDrafter
 
     table = EMPTY
     if options.path is not None:
         path = find_drafter(options.path)
-        table = HabitTable.load(path / FILE if path.is_dir() else path)
+        table = FrequencyTable.load(path / FILE if path.is_dir() else path)
         table.check_serves(site.target)
     return compiled(TableDrafter(table, options.max_learned, options.min_confidence))
 

@@ -1,5 +1,6 @@
-"""A causal model that keeps up with requests: what it would say next at any of their positions, at the price of the rows
-that it has not computed yet. What model drafters and chains are made of."""
+"""A causal model in step with requests: its choice at any of their positions, for the cost of the rows not computed yet.
+The base of model drafters and chains.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -19,10 +20,10 @@ from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What would the model say after the committed tokens of a request and ``ahead``, and after each of ``drafts`` there?
+    """The model's choice after the committed tokens of a request and ``ahead``, and after each of ``drafts`` there.
 
     0 ............ committed_len ............ + len(ahead) ............ + len(drafts)
-    |              | taken as given           | each one asked about    |
+    |              | taken as given           | verified one by one     |
                                            ^ answers: len(drafts) + 1 tokens, for the positions after these
     """
 
@@ -42,22 +43,22 @@ class _ModelSession:
 class SmallModel:
     """Not thread-safe: its drafter owns it.
 
-    The cache of a request is what its ledger says: positions 0 .. computed_len are committed tokens, an open checkpoint
-    holds what was computed beyond. Before each pass the checkpoint is cut back to what agrees with the tokens at hand; so a
-    draft that was confirmed is never computed again, and one that was not is forgotten at no cost. When blocks run out, the
-    request that was asked about least recently loses its cache, and is computed anew when it is asked about again.
+    The ledger describes the cache of a request: positions 0 .. computed_len are committed, an open checkpoint holds what was
+    computed beyond. Before each pass the checkpoint is cut back to the common prefix with the tokens at hand, so a confirmed
+    draft is never recomputed, and a rejected one costs nothing. When blocks run out, the least recently queried request
+    loses its cache and is recomputed at its next query.
 
-    A target may have more rows in its embedding than a model with the same tokenizer. A request that holds a token of those
-    is followed, but must not be asked about (``can_read``).
+    A target may have more embedding rows than a model with the same tokenizer. A request with such a token is followed but
+    must not be queried (``can_read``).
 
     Args:
         model: weights and operators.
         num_blocks: of the KV cache.
-        vocab_size: tokens that may be chosen: the target's, which may be fewer than the model has rows for.
+        vocab_size: of the target; tokens that may be chosen.
         eos_token_ids: the target's.
-        max_pass_rows: a pass that only catches up computes at most so many tokens.
-        output_ids: the tokens that the model's logits are for, ascending, if its head knows fewer than the vocabulary has
-            (on the CPU, int64). Others are never drafted.
+        max_pass_rows: maximum tokens of a pass that only catches up.
+        output_ids: the ascending token ids of the model's logits (on the CPU, int64), if its head is smaller than the
+            vocabulary. Others are never drafted.
     """
 
     def __init__(
@@ -87,11 +88,11 @@ class SmallModel:
 
     @property
     def max_len(self) -> int:
-        """Positions that the model knows; nothing can be asked beyond."""
+        """Positions that the model supports."""
         return min(self._model.config.max_len, self._ledger.num_blocks * self._ledger.block_len)
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        """Follow a request; one that is followed starts over, with what its cache still shares with it."""
+        """Follows a request; a followed one is reset, keeping the shared prefix of its cache."""
         self.release(request_id)
         sampling = replace(sampling, top_logprobs=None)  # which nobody would read
         state = SamplingState(sampling, token_ids, prompt_len)
@@ -104,7 +105,7 @@ class SmallModel:
         followed.is_readable &= len(self.readable(token_ids)) == len(token_ids)
 
     def opening(self, request_id: str) -> tuple[tuple[int, ...], int, SamplingParams]:
-        """As `open` would be told of the request now: its committed tokens, the length of its prompt, and how it samples."""
+        """Arguments of `open` for the request as it is now: tokens, prompt length, sampling."""
         followed = self._followed[request_id]
         return tuple(followed.token_ids), followed.state.prompt_len, followed.state.sampling
 
@@ -113,30 +114,30 @@ class SmallModel:
             self._ledger.release(request_id)
 
     def readable(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Those before the first that the embedding has no row for."""
+        """The tokens before the first without an embedding row."""
         return tuple(takewhile(lambda token_id: token_id < self._num_known, token_ids))
 
     def can_read(self, request_id: str, ahead: Sequence[int]) -> bool:
-        """Whether the embedding has a row for each token of the request and of what lies ahead of it."""
+        """Whether every token of the request and of ``ahead`` has an embedding row."""
         return self._followed[request_id].is_readable and len(self.readable(ahead)) == len(ahead)
 
     def committed_len(self, request_id: str) -> int:
         return len(self._followed[request_id].token_ids)
 
     def ends(self, request_id: str, token_id: int) -> bool:
-        """Whether nothing can follow ``token_id`` in this request."""
+        """Whether the request ends with ``token_id``."""
         sampling = self._followed[request_id].state.sampling
         ends = token_id in self._sampler.eos_token_ids and not sampling.ignore_eos
         return ends or token_id in sampling.stop_token_ids
 
     def parts(self, wanted: Sequence[tuple[Question, int]]) -> Iterator[list[int]]:
-        """Divide a batch into parts that the cache holds at once, and make room for each when it is its turn.
+        """Divides a batch into parts that the cache holds at once, and makes room for each in turn.
 
         Args:
-            wanted: questions about distinct requests, and how many tokens beyond ``ahead`` will be computed at the most.
+            wanted: questions about distinct requests, with the maximum tokens to be computed beyond ``ahead``.
 
         Yields:
-            Indices into ``wanted``. What does not fit into ``max_len`` is in no part.
+            Indices into ``wanted``. Questions beyond ``max_len`` are in no part.
         """
         part: list[int] = []
         num_blocks = 0
@@ -156,10 +157,10 @@ class SmallModel:
             yield part
 
     def catch_up(self, questions: Sequence[Question]) -> list[bool]:
-        """Compute what is missing before the questions, in one pass of at most ``max_pass_rows``, least missing first.
+        """Computes what is missing before the questions, in one pass of at most ``max_pass_rows``, least missing first.
 
-        Returns whether each question can be asked now at the price of its own rows and a few more. Of the others a part was
-        computed; ask again later. So one long prompt does not keep the rest of a batch waiting.
+        Returns whether each question can now be answered for the cost of its own rows and a few more. Of the others a part
+        was computed, so one long prompt does not delay the batch.
         """
         missing = [self._align(question) for question in questions]
         ready = [True] * len(questions)
@@ -178,10 +179,10 @@ class SmallModel:
         return ready
 
     def foresee(self, questions: Sequence[Question], max_rows: int) -> list[Chosen | None]:
-        """As ``choose``, in spare time: one pass of at most ``max_rows`` rows, or the longest question's, and in blocks that
-        nobody has.
+        """As ``choose``, in spare time: one pass of at most ``max_rows`` rows, or the longest question's, in free blocks
+        only.
 
-        None: something is missing before it, of which a part was computed. No tokens: there is no room for it.
+        None: tokens before it are missing, of which a part was computed. No tokens: no free blocks.
         """
         found: list[Chosen | None] = [None] * len(questions)
         asked: list[int] = []
@@ -209,9 +210,9 @@ class SmallModel:
         return found
 
     def choose(self, questions: Sequence[Question]) -> list[Chosen]:
-        """One packed pass for all questions, which must fit the cache (``parts``); each of another request.
+        """One packed pass for all questions, each of another request, which must fit the cache (``parts``).
 
-        Catch-up that is larger than ``max_pass_rows`` is computed before, in as many passes as it takes.
+        Larger catch-up is computed before, in as many passes as needed.
         """
         missing = [self._align(question) for question in questions]
         while sum(missing) > self._max_pass_rows:
@@ -241,7 +242,7 @@ class SmallModel:
         return self._sampler.choose(logits, spans_to_sample, want_confidences=True)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when blocks and requests disagree."""
+        """Raises AssertionError if blocks and requests disagree."""
         self._ledger.check_integrity()
         for request_id, followed in self._followed.items():
             assert len(followed.state) == len(followed.token_ids), f"{request_id!r}: sampling state out of step"
@@ -255,7 +256,7 @@ class SmallModel:
         return self.committed_len(question.request_id) + len(question.ahead)
 
     def _make_room(self, part: Sequence[tuple[Question, int]]) -> None:
-        """Evict caches of requests outside ``part``, the least recently asked about first, until it fits."""
+        """Evicts caches of requests outside ``part``, least recently queried first, until it fits."""
         needed = 0
         for question, num_tokens in part:
             self._followed.move_to_end(question.request_id)
@@ -272,9 +273,10 @@ class SmallModel:
                 self.num_lost += 1
 
     def _align(self, question: Question) -> int:
-        """Cut the cache back to what agrees with the tokens before the question, without the last of them: its row answers.
+        """Cuts the cache back to the common prefix with the tokens before the question, except the last, whose row
+        answers.
 
-        Returns how many tokens are missing between.
+        Returns the number of missing tokens between.
         """
         request_id = question.request_id
         followed = self._followed[request_id]
@@ -295,7 +297,7 @@ class SmallModel:
         return num_given - num_agreed
 
     def _compute(self, question: Question, num_rows: int) -> PackedSpan:
-        """Reserve room for the next ``num_rows`` tokens of a question."""
+        """Reserves blocks for the next ``num_rows`` tokens of a question."""
         request_id = question.request_id
         followed = self._followed[request_id]
         final_len = self._ledger.computed_len(request_id)

@@ -44,7 +44,7 @@ def context_key(context: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class HabitTable:
+class FrequencyTable:
     """N contexts with their likeliest next tokens, as counted once; immutable.
 
     Shapes: keys (N,) uint64 ascending; token_ids (N, 4) int32, the likeliest first; probabilities (N, 4) float32, 0 where
@@ -104,7 +104,7 @@ class HabitTable:
         np.savez_compressed(path, allow_pickle=False, **arrays)
 
     @classmethod
-    def load(cls, path: Path) -> "HabitTable":
+    def load(cls, path: Path) -> "FrequencyTable":
         """Raises ModelUnavailable when the file is missing or damaged, or is no such table."""
         try:
             with np.load(BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
@@ -139,10 +139,10 @@ class HabitTable:
         return None
 
 
-EMPTY = HabitTable(np.zeros(0, np.uint64), np.zeros((0, 4), np.int32), np.zeros((0, 4), np.float32))
+EMPTY = FrequencyTable(np.zeros(0, np.uint64), np.zeros((0, 4), np.int32), np.zeros((0, 4), np.float32))
 
 
-def count_habits(texts: Iterable[tuple[Sequence[int], int]], max_contexts: int, doubt: float = 1.0) -> HabitTable:
+def count_habits(texts: Iterable[tuple[Sequence[int], int]], max_contexts: int, doubt: float = 1.0) -> FrequencyTable:
     """Counts what followed each context in ``texts``: (tokens, how many of them are prompt and predict nothing).
 
     A context's shares are shrunk towards those of the context that is one token shorter, which counts as much as ``doubt``
@@ -171,7 +171,7 @@ def count_habits(texts: Iterable[tuple[Sequence[int], int]], max_contexts: int, 
     ranked.sort(key=lambda item: (-item[0], item[1]))
     rows = sorted((context_key(context), context) for _, context in ranked[:max_contexts])
     rows = [row for i, row in enumerate(rows) if i == 0 or rows[i - 1][0] != row[0]]
-    table = HabitTable(
+    table = FrequencyTable(
         np.array([key for key, _ in rows], np.uint64),
         np.zeros((len(rows), NUM_CANDIDATES), np.int32),
         np.zeros((len(rows), NUM_CANDIDATES), np.float32),
@@ -223,7 +223,7 @@ class TableDrafter:
 
     kind = "table"
 
-    def __init__(self, table: HabitTable = EMPTY, max_learned: int = 50_000, min_confidence: float = 0.1) -> None:
+    def __init__(self, table: FrequencyTable = EMPTY, max_learned: int = 50_000, min_confidence: float = 0.1) -> None:
         if max_learned < 0:
             raise InvalidField("max_learned", max_learned, "must not be negative")
         if not 0.0 <= min_confidence <= 1.0:

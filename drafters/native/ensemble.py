@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drafters.consensus import Consensus, Testimony
-from drafters.ensemble import MAX_SPLICES, MIN_SURVIVAL, WORTH_SPLICING, Guess
+from drafters.consensus import ComparedDraft, Consensus
+from drafters.ensemble import MAX_SPLICES, MIN_SURVIVAL, WORTH_SPLICING, MemberDraft
 from drafters.native.lookup import Batch, Drafts, Native, NativeLookup, address
 from drafters.protocol import PRICE_SHARE, Demand, Draft
 from profiler.online_calibration import OnlineSurvival
@@ -55,13 +55,13 @@ class _Guess(ctypes.Structure):
 
 
 class NativeEnsemble(Native):
-    """Of ``lookups``, which are all of the free members, and the only ones that splice.
+    """Of ``lookups``: all free members, and the only ones that splice.
 
     Args:
-        survival: of all members, the free ones first.
+        survival: calibration of all members, the free ones first.
 
     Raises:
-        MemoryError: there is none for it.
+        MemoryError: out of memory.
     """
 
     def __init__(
@@ -119,13 +119,13 @@ class NativeEnsemble(Native):
             raise MemoryError(f"no memory for {len(demands)} drafts")
         return expected_lens.tolist()
 
-    def best(self, place: int) -> Guess:
+    def best(self, place: int) -> MemberDraft:
         return self._read(place, self._best(self.handle, place))
 
-    def weigh(self, place: int, member: int, draft: Draft) -> Guess:
+    def weigh(self, place: int, member: int, draft: Draft) -> MemberDraft:
         heard = tuple(self._read(place, lookup).token_ids for lookup in range(len(self._lookups)))
         price = self._demands[place].row_price
-        return Guess.of(member, draft, self._survival[member], self._consensus, heard, price)
+        return MemberDraft.of(member, draft, self._survival[member], self._consensus, heard, price)
 
     def settle(self, places: Sequence[int]) -> list[tuple[int, Draft]]:
         num, settled = len(places), self._settled
@@ -137,7 +137,7 @@ class NativeEnsemble(Native):
         drafts = settled.read([self._demands[place].request_id for place in places])
         return list(zip(members.tolist(), drafts, strict=True))
 
-    def spliced(self, place: int, guess: Guess) -> Draft:
+    def spliced(self, place: int, guess: MemberDraft) -> Draft:
         demand, num = self._demands[place], len(guess.token_ids)
         spare = max(0, demand.num_tokens - num)
         token_ids = array("i", guess.token_ids) + array("i", [0]) * spare
@@ -147,22 +147,22 @@ class NativeEnsemble(Native):
             raise MemoryError(f"no memory for a draft of {demand.num_tokens} tokens")
         return Draft(demand.request_id, tuple(token_ids[:kept]), tuple(confidences[:kept]))
 
-    def judge(self, guess: Guess, token_ids: Sequence[int]) -> None:
+    def judge(self, guess: MemberDraft, token_ids: Sequence[int]) -> None:
         guess.teach(token_ids, self._survival[guess.member], self._consensus)
         self._due_at[-1] = self._consensus.num_missing
         self._take_up()
 
-    def _read(self, place: int, member: int) -> Guess:
+    def _read(self, place: int, member: int) -> MemberDraft:
         """A lookup's draft."""
         found = _Guess()
         self._guess(self.handle, place, member, ctypes.addressof(found))
         num = found.num
-        testimony = Testimony(tuple(found.told[:num]), tuple(found.cases[:num]), tuple(found.survival[:num]))
+        testimony = ComparedDraft(tuple(found.told[:num]), tuple(found.cases[:num]), tuple(found.survival[:num]))
         token_ids, confidences = tuple(found.token_ids[:num]), tuple(found.confidences[:num])
-        return Guess(member, token_ids, confidences, testimony, found.num_worth, found.expected_len)
+        return MemberDraft(member, token_ids, confidences, testimony, found.num_worth, found.expected_len)
 
     def _take_up(self) -> None:
-        """The trials of those members, and of all beside each other, that are due."""
+        """Takes the pending trials of members, and of their comparison."""
         due, last = self._due(self.handle), len(self._lookups)
         for number in range(last + 1) if due else ():
             if due >> number & 1:
@@ -178,5 +178,5 @@ class NativeEnsemble(Native):
 
 
 def _copied(num: int, at: Any) -> NDArray[Any]:
-    """Of ``num`` values. There may be none, and no room for them."""
+    """A copy of ``num`` values, possibly none."""
     return np.ctypeslib.as_array(at, (num,)).copy() if num else np.zeros(0, at._type_)

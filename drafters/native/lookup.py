@@ -1,4 +1,4 @@
-"""Lookups in C: the same drafts as of those in Python, in a fraction of the time. No torch."""
+"""Lookups in C: the same drafts as in Python, in a fraction of the time. No torch."""
 
 import ctypes
 from array import array
@@ -40,7 +40,7 @@ class _Demands(ctypes.Structure):
 
 
 class Drafts:
-    """Room for the drafts of a batch, which C fills: draft i lies at ``i * stride``."""
+    """Buffers for the drafts of a batch, filled by C: draft i starts at ``i * stride``."""
 
     def __init__(self) -> None:
         self.stride = 0
@@ -66,7 +66,7 @@ class Drafts:
 
 
 class Batch:
-    """Demands, and room for their drafts, as C reads them."""
+    """Demands, with buffers for their drafts, in C's layout."""
 
     def __init__(self) -> None:
         self.drafts = Drafts()
@@ -74,7 +74,7 @@ class Batch:
         self._arrays: tuple[array[int] | array[float], ...] = ()  # that the demands point to
 
     def packed(self, demands: Sequence[Demand], slots: Mapping[str, int]) -> int:
-        """Returns where they lie, until the next call."""
+        """Returns their addresses, valid until the next call."""
         num, stride = len(demands), max((demand.num_tokens for demand in demands), default=0)
         self.drafts.make_room(num, stride)
         ahead, ahead_ends = array("i"), array("q")
@@ -100,15 +100,15 @@ def address(values: "array[int] | array[float]") -> int:
 
 
 class Native:
-    """A drafter in C, by the functions of ``library`` that begin with ``kind``: whom it follows.
+    """A drafter in C: functions of ``library`` that begin with ``kind``.
 
     Args:
-        handle: what ``{kind}_new`` returned; freed with this.
-        keep: what it points to.
+        handle: of ``{kind}_new``; freed with this.
+        keep: keeps alive what it points to.
 
     Raises:
-        MemoryError: there was none for it.
-        OverflowError: of ``open`` and ``extend``, which then change nothing: a token of more than 31 bits.
+        MemoryError: out of memory.
+        OverflowError: from ``open`` and ``extend``, which then change nothing: a token of more than 31 bits.
     """
 
     handle: int | None = None

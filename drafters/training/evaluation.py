@@ -21,7 +21,7 @@ from drafters.replay import Recording, Round, replay
 from drafters.shipped import kind_of
 from drafters.small_model import SmallModel
 from drafters.table import FILE as TABLE_FILE
-from drafters.table import HabitTable, TableDrafter
+from drafters.table import FrequencyTable, TableDrafter
 from drafters.training.corpus import Answer
 from drafters.training.frozen import FrozenTarget
 from drafters.training.hidden_states import HiddenStateReader, Rows
@@ -88,7 +88,7 @@ def open_drafter(folder: Path, target: FrozenTarget, rows: Rows, features: Repla
     asked for, with all of its drafts and its own confidences."""
     kind = kind_of(folder)
     if kind == "table":
-        return TableDrafter(HabitTable.load(folder / TABLE_FILE), max_learned=0)
+        return TableDrafter(FrequencyTable.load(folder / TABLE_FILE), max_learned=0)
     info, num_blocks = target.info, _CACHE_TOKENS // _BLOCK_LEN
     if kind == "layers":
         served_as = choose_dtype(LayersOptions(path=str(folder)).dtype, target.device.type, allows_int8=True)

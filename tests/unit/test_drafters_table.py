@@ -11,7 +11,7 @@ import pytest
 from cluster.errors import IncompatibleTokenizer, ModelUnavailable
 from cluster.types import ModelInfo, SamplingParams
 from drafters.protocol import Demand, Draft
-from drafters.table import EMPTY, HabitTable, TableDrafter, context_key, count_habits
+from drafters.table import EMPTY, FrequencyTable, TableDrafter, context_key, count_habits
 
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 
@@ -20,7 +20,9 @@ def draft(drafter: TableDrafter, num_tokens: int = 4, ahead: tuple[int, ...] = (
     return drafter.propose([Demand("r", num_tokens, ahead)])[0]
 
 
-def opened(table: HabitTable, tokens: tuple[int, ...], sampling: SamplingParams = GREEDY, **options: Any) -> TableDrafter:
+def opened(
+    table: FrequencyTable, tokens: tuple[int, ...], sampling: SamplingParams = GREEDY, **options: Any
+) -> TableDrafter:
     drafter = TableDrafter(table, **options)
     drafter.open("r", tokens, len(tokens), sampling)
     return drafter
@@ -112,13 +114,13 @@ def test_at_a_temperature_it_guesses_with_the_targets_noise() -> None:
 def test_a_table_survives_its_file(tmp_path: Path) -> None:
     table = count_habits([((1, 2, 3, 40_000), 0)] * 3 + [((1, 2, 9), 0)] * 2, 100)
     table.save(tmp_path / "table.npz")
-    again = HabitTable.load(tmp_path / "table.npz")
+    again = FrequencyTable.load(tmp_path / "table.npz")
     np.testing.assert_array_equal(again.keys, table.keys)
     np.testing.assert_array_equal(again.token_ids, table.token_ids)
     np.testing.assert_allclose(again.probabilities, table.probabilities, atol=1 / 255)
     assert (again.vocab_size, again.tokenizer_fingerprint) == (None, None)
     replace(table, vocab_size=50_000, tokenizer_fingerprint="f").save(tmp_path / "table.npz")
-    again = HabitTable.load(tmp_path / "table.npz")
+    again = FrequencyTable.load(tmp_path / "table.npz")
     assert (again.vocab_size, again.tokenizer_fingerprint) == (50_000, "f")
 
 
@@ -145,12 +147,14 @@ def test_a_table_serves_no_target_whose_tokens_are_others() -> None:
         (lambda t: replace(t, vocab_size=9), "not in its vocabulary"),
     ],
 )
-def test_a_damaged_table_is_not_loaded(tmp_path: Path, change: Callable[[HabitTable], HabitTable], reason: str) -> None:
+def test_a_damaged_table_is_not_loaded(
+    tmp_path: Path, change: Callable[[FrequencyTable], FrequencyTable], reason: str
+) -> None:
     table = count_habits([((1, 2, 9), 0)] * 3, 100)
     assert len(table) > 1
     change(table).save(tmp_path / "table.npz")
     with pytest.raises(ModelUnavailable, match=f"damaged: .*{reason}"):
-        HabitTable.load(tmp_path / "table.npz")
+        FrequencyTable.load(tmp_path / "table.npz")
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a table", b"PK\x03\x04broken"])
@@ -159,4 +163,4 @@ def test_no_table_is_one_clear_error(tmp_path: Path, content: bytes | None) -> N
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ModelUnavailable, match="outrider train"):
-        HabitTable.load(path)
+        FrequencyTable.load(path)

@@ -14,7 +14,7 @@ import drafters.native
 from cluster.types import SamplingParams
 from drafters.native.lookup import NativeLookup
 from drafters.protocol import Demand
-from drafters.table import EMPTY, HabitTable, TableDrafter, context_key, count_habits
+from drafters.table import EMPTY, FrequencyTable, TableDrafter, context_key, count_habits
 from engine.compiling import NoCompiler, load_compiled
 from tests.support.side_by_side import SideBySide
 
@@ -31,7 +31,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def both(
-    library: ctypes.CDLL, table: HabitTable, max_learned: int, min_confidence: float
+    library: ctypes.CDLL, table: FrequencyTable, max_learned: int, min_confidence: float
 ) -> tuple[TableDrafter, NativeLookup]:
     arrays = [np.ascontiguousarray(array) for array in (table.keys, table.token_ids, table.probabilities)]
     at = [array.ctypes.data for array in arrays]
@@ -39,7 +39,7 @@ def both(
     return TableDrafter(table, max_learned, min_confidence), native
 
 
-def habits(rng: Random, vocab_size: int, num_texts: int) -> HabitTable:
+def habits(rng: Random, vocab_size: int, num_texts: int) -> FrequencyTable:
     texts = [([rng.randrange(vocab_size) for _ in range(30)], rng.randrange(10)) for _ in range(num_texts)]
     return count_habits(texts, max_contexts=rng.choice((3, 50, 10_000)))
 

@@ -23,7 +23,7 @@ from deploy.cli import app
 from drafters import shipped
 from drafters.shipped import kind_of, shipped_options, with_shipped
 from drafters.table import FILE as TABLE_FILE
-from drafters.table import HabitTable
+from drafters.table import FrequencyTable
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
@@ -102,7 +102,7 @@ def test_what_is_shipped_is_small_enough_to_come_with_every_copy() -> None:
 
 def test_all_that_is_shipped_says_the_same_tokenizer() -> None:
     folders = [shipped.FOLDER / name for name in shipped.shipped_names()]
-    tables = [HabitTable.load(folder / TABLE_FILE) for folder in folders if kind_of(folder) == "table"]
+    tables = [FrequencyTable.load(folder / TABLE_FILE) for folder in folders if kind_of(folder) == "table"]
     configs = [json.loads((f / "config.json").read_text()) for f in folders if kind_of(f) != "table"]
     assert tables
     assert configs

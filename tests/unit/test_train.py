@@ -19,7 +19,7 @@ from cluster.errors import InvalidField
 from deploy.cli import app
 from drafters.shipped import kind_of
 from drafters.table import FILE as TABLE_FILE
-from drafters.table import HabitTable
+from drafters.table import FrequencyTable
 from drafters.training.distributed import World
 from drafters.training.manifest import WorkFolder, exclusively
 from drafters.training.pipeline import Result, train
@@ -151,7 +151,7 @@ def test_every_head_is_trained_and_served(wordy: Path, trained: tuple[Path, dict
 
 
 def test_a_table_says_for_whose_tokens_it_was_counted(trained: tuple[Path, dict[str, Result]], wordy: Path) -> None:
-    table = HabitTable.load(trained[1]["table"].folder / TABLE_FILE)
+    table = FrequencyTable.load(trained[1]["table"].folder / TABLE_FILE)
     assert (table.vocab_size, table.tokenizer_fingerprint) == (load_config(wordy).vocab_size, fingerprint(wordy))
 
 
