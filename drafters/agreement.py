@@ -1,4 +1,4 @@
-"""What a drafter would propose at every position of recorded answers, and how far that would be right."""
+"""What a drafter would propose at every position of recorded answers, and how much of it is right."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,10 @@ Told = list[tuple[int, tuple[float, ...]]]  # by position: right tokens of the d
 
 
 def agreement(drafter: Drafter, recordings: Sequence[Recording], draft_len: int) -> list[Told]:
-    """Of each recording. They are served together, and committed token by token, so that a draft begins at each.
+    """Agreement with each recording. All are served together and committed token by token, so a draft begins at each
+    position.
 
-    A drafter that learns while it serves learns so from drafts at every position, not only from those that a round wants.
+    A learning drafter thus learns from drafts at every position, not only from those of rounds.
     """
     found: list[Told] = [[] for _ in recordings]
     for recording in recordings:

@@ -1,4 +1,4 @@
-"""Drafters in the target's process, made of its configuration and of the target itself."""
+"""Colocated drafters: made in the target's process, reading its hidden states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,17 +28,17 @@ from profiler.calibration import FILE, TemperatureScaling, load_scaling
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The target whose process a drafter is made in."""
+    """The target in whose process a drafter is made."""
 
     engine: NativeTarget
     folder: Path  # of the target's model
 
 
 class HostFeatures:
-    """``drafters.dspark.drafter.Features`` of a target, for a drafter that is linked to it.
+    """``drafters.dspark.drafter.Features`` of a target.
 
     Raises:
-        InvalidField: the target does not keep the features of ``layers``.
+        InvalidField: the target does not keep the hidden states of ``layers``.
     """
 
     def __init__(self, engine: NativeTarget, layers: Sequence[int]) -> None:
@@ -60,10 +60,12 @@ class HostFeatures:
 
 
 def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSparkDrafter:
-    """Raises:
-    ModelUnavailable: missing, half-written, unsupported, or made for a target of another shape.
-    IncompatibleTokenizer: it was trained for a target with another tokenizer.
-    InvalidField: its cache holds nothing, or the target does not keep its features.
+    """A block drafter on the target's hidden states.
+
+    Raises:
+        ModelUnavailable: missing, half-written, unsupported, or of another shape than the target.
+        IncompatibleTokenizer: trained for a target with another tokenizer.
+        InvalidField: its cache holds nothing, or the target does not keep its hidden states.
     """
     folder = find_drafter(options.path)
     config = load_dspark_config(folder)
@@ -104,7 +106,7 @@ def _check_fits(folder: Path, config: DSparkConfig, target: ModelInfo, host: Hos
 
 
 def _rows(host: Host) -> TargetRows:
-    """The target's embedding as it is in memory, and its head: the same, or read again, for it was laid out anew."""
+    """The target's embedding in memory, and its head: the same, or read again, as the loaded one is prepacked."""
     model = host.engine.model
     if model.config.tied_embeddings:
         return TargetRows(model.embedding, model.embedding)

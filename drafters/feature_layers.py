@@ -1,4 +1,4 @@
-"""Which of the target's hidden states its drafters read. No torch."""
+"""The target's layers whose hidden states drafters read. No torch."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from drafters.shipped import find_drafter
 
 
 def feature_layers(drafters: Sequence[DrafterConfig]) -> tuple[int, ...]:
-    """Of the target's layers those whose output some drafter reads, ascending.
+    """Layers read by some drafter, ascending.
 
     Raises:
         ModelUnavailable: a drafter is missing or not supported.

@@ -1,10 +1,9 @@
-"""What a drafter needs on its device, before it is loaded: from its configuration and the headers of its files. No torch.
+"""Memory of a drafter, predicted from its configuration and the headers of its files. No torch.
 
-    total = process + weights as held + KV cache + what is kept of each request
+    total = process + weights in memory + KV cache + state of each request
 
-Weights are held as the products want them: the head apart from the embedding though they may be one in the file, int8 with a
-scale a row, and without a compiler in what torch multiplies fast (``engine/dtypes.py``). ``stored_bytes`` are what is
-read to load it.
+Weights count as held for products: the head apart from the embedding even if they are one in the file, int8 with a scale per
+row, and without a compiler in the dtype of ``engine.dtypes.held_dtype``. ``stored_bytes`` is read to load it.
 """
 
 import json
@@ -50,7 +49,7 @@ _TABLE = "table.npz"  # as drafters.table.FILE
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes. ``stored``: of its files; the others: on its device, once it is loaded and its caches are full."""
+    """Bytes. ``stored``: of its files; the others: in memory, once loaded with full caches."""
 
     stored_bytes: int = 0
     weight_bytes: int = 0
@@ -75,12 +74,12 @@ class Footprint:
 def footprint(
     config: DrafterConfig, device: str, max_model_len: int, proposers: Sequence[DrafterConfig] = (), target: str = "auto"
 ) -> Footprint:
-    """Of one replica in a process of its own, with those that ride ahead of it there.
+    """Of one replica in its own process, with its proposers.
 
     Args:
-        device: cpu, or cuda: what a GPU holds of it.
+        device: cpu or cuda.
         max_model_len: of a request.
-        target: the served model, for drafters that are made of its rows and do not name it.
+        target: the served model, for drafters that share its rows.
 
     Raises:
         ModelUnavailable: its files are missing, half-written or unsupported.
@@ -96,8 +95,7 @@ def footprint(
 
 
 def target_footprint(config: Config) -> Footprint:
-    """Of one replica of the target on a CPU, with what its drafters take in its process and the hidden states that it keeps
-    for them, one row for each token of its KV cache.
+    """Of one target replica on a CPU, with its colocated drafters and a row of hidden states per token of the KV cache.
 
     Raises:
         ModelUnavailable: the model or a drafter is missing, half-written or unsupported.
@@ -193,7 +191,7 @@ def _layers(options: LayersOptions, on_gpu: bool, num_tokens: int, target: str) 
 
 
 def _dspark(options: DSparkOptions, on_gpu: bool, num_tokens: int) -> Footprint:
-    """Of what it has of its own; embedding and head may be the target's."""
+    """Its own tensors; embedding and head may be the target's."""
     from drafters.dspark.config import load_dspark_config
     from drafters.shipped import find_drafter
 
@@ -211,7 +209,7 @@ def _dspark(options: DSparkOptions, on_gpu: bool, num_tokens: int) -> Footprint:
 
 
 def _element(dtype: str, on_gpu: bool, *, allows_int8: bool = False) -> int:
-    """Bytes of a weight. int8 products are a CPU's: elsewhere such weights are bfloat16."""
+    """Bytes of a weight. int8 products exist on a CPU only; elsewhere such weights are bfloat16."""
     dtype = choose_dtype(dtype, "cuda" if on_gpu else "cpu", allows_int8=allows_int8)
     if on_gpu:
         return DTYPE_BYTES["float32" if dtype == "float32" else "bfloat16"]
@@ -223,7 +221,7 @@ def _head(config: ModelConfig, num_out: int, element: int) -> int:
 
 
 def _layer_weights(config: ModelConfig, element: int) -> int:
-    """Matrices, with the scales of their rows where they are int8; norms in fp32."""
+    """Matrices, with row scales if int8; norms in fp32."""
     c = config
     matrices = (
         (c.q_size + 2 * c.kv_size, c.hidden_size),
@@ -237,13 +235,13 @@ def _layer_weights(config: ModelConfig, element: int) -> int:
 
 
 def _cache(config: ModelConfig, kv_cache_gb: float, element: int) -> int:
-    """Whole blocks. On a CPU a page of them is resident when it was first written."""
+    """Whole blocks. On a CPU a page is resident once written."""
     block = _BLOCK_LEN * config.kv_bytes_per_token(element)
     return int(kv_cache_gb * 2**30) // block * block
 
 
 def _narrowest(folder: Path) -> int:
-    """Bytes of an element of the embedding as it is stored."""
+    """Bytes of an element of the embedding as stored."""
     for file in sorted(folder.glob("*.safetensors")):
         shapes = _header(file)
         if "model.embed_tokens.weight" in shapes:
@@ -260,10 +258,10 @@ def _shapes(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (dtype, shape) of a safetensors file: eight bytes of length, and JSON.
+    """Name -> (dtype, shape) of a safetensors file.
 
     Raises:
-        ModelUnavailable: it is none.
+        ModelUnavailable: not a safetensors file.
     """
     try:
         with file.open("rb") as opened:

@@ -1,10 +1,9 @@
-"""Drafters made of a few layers of their target: trained folders, and the models in them.
+"""Drafters made of a few layers of their target.
 
-Such a folder holds ``config.json`` (the target's own, with fewer layers and the fingerprint of its tokenizer) and
-``model.safetensors``: the layers and the final norm under their Hugging Face names, and ``draft_token_ids``, the ascending
-int64 ids of the tokens that the reduced head knows; without those the head is the whole one. Embedding and head are frozen
-in training, so they are not stored: they are read from the target's folder. The head is most of such a drafter's work: of
-SmolLM2-135M's 49 thousand rows it costs more than two layers do.
+A folder holds ``config.json`` (the target's, with fewer layers and the fingerprint of its tokenizer) and
+``model.safetensors``: layers and final norm under their Hugging Face names, and ``draft_token_ids``, the ascending int64
+token ids of a reduced head (the whole head without it). Embedding and head are frozen in training and read from the target's
+folder. The head is most of the cost: SmolLM2-135M's 49 thousand rows cost more than two layers.
 """
 
 import json
@@ -31,11 +30,11 @@ _SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def load_layers(folder: Path, target_folder: Path, dtype: str, device: str) -> tuple[CausalModel, Tensor | None]:
-    """The drafter's model, and the ids of the tokens that its logits are for; None: of all.
+    """The drafter's model, and the token ids of its logits; None: all.
 
     Raises:
         ModelUnavailable: missing, half-written, unsupported, or of another shape than the target.
-        IncompatibleTokenizer: it was trained for another target.
+        IncompatibleTokenizer: trained for another target.
     """
     config, target = load_config(folder), load_config(target_folder)
     if (config.vocab_size, config.hidden_size) != (target.vocab_size, target.hidden_size):
@@ -59,12 +58,12 @@ def save_layers(
     token_ids: Tensor | None,
     weights: WeightsKind = "bf16",
 ) -> None:
-    """Writes a folder that ``load_layers`` reads. Each file appears whole or not at all.
+    """Writes a folder for ``load_layers``. Each file is replaced atomically.
 
     Args:
-        tensors: by their Hugging Face names, the layers counted from 0; rows of embedding and head are left out.
+        tensors: by Hugging Face name, layers counted from 0; rows of embedding and head are omitted.
         token_ids: of the reduced head, ascending; None: the whole head.
-        weights: int8 stores the matrices so, the rest in bfloat16: half the size, see ``engine.models.int8``.
+        weights: int8 stores matrices so, the rest in bfloat16: half the size (``engine.models.int8``).
     """
     own = {name: tensor for name, tensor in tensors.items() if name not in _SHARED}
     kept = stored(own, weights, lambda name: False)

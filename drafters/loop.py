@@ -1,4 +1,4 @@
-"""The drafter's side of the data plane: mail in, one batch of drafts, one message per target out."""
+"""The drafter's loop: drains mail, drafts one batch, sends one message per target."""
 
 import logging
 import threading
@@ -23,7 +23,7 @@ MAX_WAIT_S = 0.25  # run() looks at its stop event at least this often
 
 @dataclass(frozen=True, slots=True)
 class LoopTelemetry:
-    """What a loop did since its start, over all links."""
+    """Counters of a loop since its start, over all links."""
 
     num_links: int
     num_requests: int  # followed now

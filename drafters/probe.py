@@ -1,4 +1,4 @@
-"""Single drafts of a drafter, as a profile wants to time them: so many of so many tokens, or one behind so much news."""
+"""Timed drafts for profiles: batches of drafts, and a draft after catching up."""
 
 import random
 from typing import Protocol
@@ -18,10 +18,10 @@ _SAMPLING = SamplingParams(max_tokens=2**20, temperature=0.0, ignore_eos=True)
 
 
 class Backing(Protocol):
-    """The target beside a drafter that reads its hidden states."""
+    """The target of a drafter that reads its hidden states."""
 
     def hold(self, request_id: str, token_ids: tuple[int, ...]) -> None:
-        """Compute all of a sequence; one that is held is replaced."""
+        """Computes all of a sequence, replacing the one held."""
 
     def drop(self, request_id: str) -> None: ...
 
@@ -37,13 +37,12 @@ class NoBacking:
 
 
 class DrafterProbe:
-    """``drafter`` must follow no request; ``close`` ends what it was made to follow.
+    """``drafter`` must follow no request; ``close`` releases what it was made to follow.
 
-    Between two drafts each request of a batch is committed one token of its text, so that a draft has as much to catch up
-    with as after a round whose first token was wrong.
+    Between drafts, each request of a batch is committed one token of its text, as after a round whose first token was wrong.
 
     Args:
-        longest_context: that the drafter can follow, as far as that is known.
+        longest_context: maximum context of the drafter, if known.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class DrafterProbe:
         return self._propose(names, draft_len)
 
     def catch_up(self, num_tokens: int, _: int = 0) -> float:
-        """Seconds of a draft of one token for a request of which so many tokens are news."""
+        """Seconds of a draft of one token after so many new committed tokens."""
         name = key_of(0, "probe-news")
         self._start(name, self._context_len, num_tokens)
         self._propose([name], 1)

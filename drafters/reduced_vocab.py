@@ -1,8 +1,8 @@
-"""Choosing with a reduced head: among the tokens that it knows, by the target's rule and noise (DESIGN idea 1).
+"""Sampling with a reduced head by the target's rule and noise (DESIGN idea 1).
 
-In general its logits are spread over the whole vocabulary, -inf where it knows no token, and the target's own sampler
-chooses. Where nothing but a temperature is asked for, which is nearly always, that is a third of a small drafter's step, and
-most of it is spent on tokens that cannot be chosen: then the choice is made here, among those that the head knows.
+In general the logits are scattered over the whole vocabulary, -inf elsewhere, and the target's sampler chooses. That takes a
+third of a small drafter's step, so where only a temperature is set, as nearly always, tokens are chosen here among those of
+the head.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,11 @@ _LEAST = -12.0
 
 
 class ReducedHead:
-    """Args:
-    token_ids: that the head's logits are for, ascending int64.
-    vocab_size: of the whole vocabulary.
+    """A head over part of the vocabulary.
+
+    Args:
+        token_ids: of its logits, ascending int64.
+        vocab_size: of the whole vocabulary.
     """
 
     def __init__(self, token_ids: Tensor, vocab_size: int, sampler: Sampler) -> None:
@@ -41,7 +43,7 @@ class ReducedHead:
 
     @torch.inference_mode()
     def _spread(self, logits: Tensor) -> Tensor:
-        """Over the whole vocabulary. Overwritten by the next call."""
+        """Logits over the whole vocabulary, overwritten by the next call."""
         if len(self._full) < len(logits) or self._full.dtype != logits.dtype:
             self._full = logits.new_full((2 * len(logits), self._vocab_size), -torch.inf)
         return self._full[: len(logits)].index_copy_(1, self._token_ids, logits)
@@ -64,7 +66,7 @@ class ReducedHead:
         return [_chosen(token_ids, confidences, highest, range(*pair)) for pair in pairwise(ends)]
 
     def _sampled(self, z: Tensor, spans: Sequence[SampleSpan], noisy: np.ndarray, winners: np.ndarray) -> np.ndarray:
-        """argmax of z + G in the noisy rows; indices of the head's tokens, (rows,)."""
+        """argmax of z + G in rows with noise: indices into the head's tokens, (rows,)."""
         firsts = [len(span.state) + span.num_before for span in spans]
         positions = np.concatenate([np.arange(n, n + span.num_rows) for n, span in zip(firsts, spans, strict=True)])
         seeds = np.array([span.state.sampling.seed for span in spans for _ in range(span.num_rows)], np.uint64)
@@ -80,7 +82,7 @@ class ReducedHead:
 
 
 def _is_plain(state: SamplingState) -> bool:
-    """Whether temperature alone shapes the choice."""
+    """Whether only temperature shapes the choice."""
     s = state.sampling
     filters = s.top_k is not None or s.top_p < 1.0 or s.min_p > 0.0
     return not filters and not s.edits_logits and state.num_generated >= s.min_tokens

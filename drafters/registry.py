@@ -1,4 +1,4 @@
-"""From a drafter's configuration to the drafter. What a kind needs is imported when one is made: lookups need no torch."""
+"""Makes drafters from their configuration. Imports what a kind needs on demand: lookups need no torch."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,7 @@ COSTS = {
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a drafter will run, and for whom."""
+    """Where a drafter will run, and for which target."""
 
     target: ModelInfo
     device: str
@@ -63,13 +63,13 @@ def make_drafter(
     """The drafter of a resolved configuration, for ``target``.
 
     Args:
-        host: the target's process, for a drafter that is its companion.
-        clock: by which a cascade learns what its members cost; None where no target takes its time over the drafts.
+        host: the target's process, for a colocated drafter.
+        clock: times a cascade's members; None where no target waits for drafts.
 
     Raises:
-        IncompatibleTokenizer: its token ids do not mean what the target's mean; says what differs.
+        IncompatibleTokenizer: its token ids differ from the target's; says how.
         ModelUnavailable: its model is missing, half-written or unsupported.
-        InvalidField: an option out of range; or its KV cache holds nothing.
+        InvalidField: an option is out of range, or its KV cache holds nothing.
     """
     return make(config.options, Site(target, "cpu" if config.device == "auto" else config.device, host, clock))
 
@@ -80,8 +80,9 @@ def make_chained(
     target: ModelInfo,
     clock: Callable[[], float] | None = time.monotonic,
 ) -> Drafter:
-    """As ``make_drafter``, of a drafter of the pool that ``proposers`` may ride ahead of, smallest first, and each of those
-    before it ahead of it. They are made beside it, on its device. Without any it is as ``make_drafter`` makes it."""
+    """As ``make_drafter``, for a drafter with possible ``proposers``, smallest first, each of which may have those before
+    it. All are made on its device. Without proposers as ``make_drafter``.
+    """
     if not proposers:
         return make_drafter(config, target, clock=clock)
     site = Site(target, "cpu" if config.device == "auto" else config.device, None, clock)
@@ -92,7 +93,7 @@ def make_chained(
 
 
 def _make_level(options: DrafterOptions, below: Mapping[str, Drafter], site: Site) -> Drafter:
-    """One that can verify is led by what is below it; another proposes alone."""
+    """A drafter that can verify gets the levels below as proposers; another drafts alone."""
     if not can_verify(options):
         return make(options, site)
     from drafters.chained import ChainedModel
@@ -108,8 +109,9 @@ def make(options: DrafterOptions, site: Site) -> Drafter:
 
 
 def check_tokenizer(folder: Path, target: ModelInfo) -> None:
-    """Raises IncompatibleTokenizer unless the model in ``folder`` has the target's token ids; says what differs, in full
-    where the target's own folder can be found on this machine."""
+    """Raises IncompatibleTokenizer unless the model in ``folder`` has the target's token ids; describes the difference if
+    the target's folder is on this machine.
+    """
     from engine.models.tokenizer import difference, read_vocabulary
 
     own = read_vocabulary(folder)
@@ -128,7 +130,7 @@ def check_tokenizer(folder: Path, target: ModelInfo) -> None:
 
 
 def _folder_of(target: ModelInfo) -> Path | None:
-    """The target's folder, if it is here and really the target's."""
+    """The target's folder, if it is on this machine with the same tokenizer."""
     from engine.models.prepare import resolve_model
     from engine.models.tokenizer import fingerprint
 
@@ -212,7 +214,7 @@ def _small_model(options: ModelOptions | LayersOptions, site: Site) -> "SmallMod
 
 
 def _load(options: ModelOptions | LayersOptions, site: Site) -> "tuple[CausalModel, Tensor | None]":
-    """The model, and the tokens that its logits are for, if not for all."""
+    """The model, and the token ids of its logits if it has a reduced head."""
     from engine.models.prepare import ensure_model
 
     if isinstance(options, LayersOptions):
@@ -235,7 +237,7 @@ def _min_survival(options: ModelOptions | LayersOptions) -> float:
 
 
 def _calibrated(drafter: Drafter, options: ModelOptions | LayersOptions) -> Drafter:
-    """With calibrated confidences, where the folder of the model that they are from says how."""
+    """Wraps the drafter with calibrated confidences if its folder has a calibration."""
     from drafters.calibrated import CalibratedChaining, CalibratedDrafter, CalibratedForeseeing
     from drafters.chained import ChainedModel
     from drafters.shipped import find_drafter

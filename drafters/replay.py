@@ -1,6 +1,6 @@
-"""What a drafter would have got accepted, held against recorded outputs of the target.
+"""Accepted lengths of a drafter on recorded outputs of the target.
 
-The output does not depend on the drafting (DESIGN idea 1), so this is exact, and needs no pass of the target.
+The output does not depend on drafting (DESIGN idea 1), so this is exact and needs no pass of the target.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from drafters.protocol import Demand, Draft, Drafter
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One answer of the target. The drafter is told ``sampling``, seed included."""
+    """One answer of the target. The drafter gets ``sampling``, seed included."""
 
     name: str
     domain: str
@@ -25,7 +25,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One verification of the whole draft."""
+    """One verification of a whole draft."""
 
     domain: str
     confidences: tuple[float, ...]  # of the draft
@@ -34,16 +34,16 @@ class Round:
 
 
 class ReplayTarget(Protocol):
-    """The target behind a replay, for drafters that read its hidden states."""
+    """The target of a replay, for drafters that read its hidden states."""
 
     def hold(self, recording: Recording) -> None:
-        """Compute all of an answer."""
+        """Computes a whole answer."""
 
     def drop(self, recording: Recording) -> None: ...
 
 
 class _Replayed:
-    """An answer, and how many of its tokens are committed for each draft length."""
+    """An answer, with the committed tokens for each draft length."""
 
     def __init__(self, recording: Recording, draft_lens: Sequence[int]) -> None:
         self.recording = recording
@@ -51,7 +51,7 @@ class _Replayed:
 
     @property
     def position(self) -> int:
-        """Where the drafter is: what it does not know yet is still open for some draft length."""
+        """The drafter's position: the least committed length over all draft lengths."""
         return min(self.num_done.values())
 
     @property
@@ -59,11 +59,11 @@ class _Replayed:
         return len(self.recording.output_token_ids) - self.position
 
     def wanted(self, draft_len: int) -> int:
-        """Tokens of the next draft; the last token of an answer is the target's own and needs none."""
+        """Tokens of the next draft; the last token of an answer needs none."""
         return min(draft_len, self.num_left - 1)
 
     def rounds(self, draft: Draft) -> Iterator[tuple[int, Round]]:
-        """The draft, cut to each draft length that has come to this position, and verified."""
+        """Verifies the draft for each draft length at this position."""
         truth = self.recording.output_token_ids[self.position :]
         here = [draft_len for draft_len, num_done in self.num_done.items() if num_done == self.position]
         for draft_len in here:
@@ -73,7 +73,7 @@ class _Replayed:
             yield draft_len, Round(self.recording.domain, draft.confidences[:num_drafted], num_accepted, num_committed)
 
     def commit(self, rounds: Sequence[tuple[int, Round]]) -> tuple[int, ...]:
-        """Returns the tokens that are now committed for all draft lengths."""
+        """Returns the tokens now committed for all draft lengths."""
         before = self.position
         for draft_len, round_ in rounds:
             self.num_done[draft_len] += round_.num_committed
@@ -83,7 +83,7 @@ class _Replayed:
 def replay(
     drafter: Drafter, recordings: Sequence[Recording], draft_len: int, batch: int = 16, behind: ReplayTarget | None = None
 ) -> Iterator[Round]:
-    """Serves the recordings in their order, ``batch`` at once, every draft of up to ``draft_len`` tokens verified whole."""
+    """Replays the recordings in order, ``batch`` at once; every draft of up to ``draft_len`` tokens is verified whole."""
     return (round_ for _, round_ in replay_lens(drafter, recordings, (draft_len,), batch, behind))
 
 
@@ -94,11 +94,11 @@ def replay_lens(
     batch: int = 16,
     behind: ReplayTarget | None = None,
 ) -> Iterator[tuple[int, Round]]:
-    """Several replays in one: the rounds of each draft length, and which it is. The drafter is asked once wherever a draft
-    of any length begins, and walks from one such position to the next.
+    """Several replays in one: rounds with their draft length. The drafter is queried once at each position where a draft
+    of any length begins.
 
-    Exact for a drafter that drafts the beginning of its longer drafts when it is asked for less, and that learns nothing
-    from how it is verified. Of others ask for one length at a time.
+    Exact for a drafter whose shorter drafts are prefixes of its longer ones and that learns nothing from verification.
+    Others need one replay per length.
     """
     waiting = deque(recording for recording in recordings if len(recording.output_token_ids) > 1)
     live: list[_Replayed] = []

@@ -1,6 +1,6 @@
-"""What a drafter knows of the requests of one link, kept right by messages that may be lost, doubled, late or out of order.
+"""A drafter's view of a request, kept correct by messages that may be lost, duplicated, late or reordered.
 
-Pure bookkeeping: no drafter, no link, no clock. Every rule that the fault simulation tries lives here.
+Pure bookkeeping: no drafter, link or clock.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ from drafters.counterfactual import Shadow
 
 
 def key_of(link_number: int, request_id: str) -> str:
-    """A drafter's name for a request: request ids are unique per target only."""
+    """A drafter's key for a request, since request ids are unique per target only."""
     return f"{link_number}/{request_id}"
 
 
 def request_id_of(key: str) -> str:
-    """What the target calls it."""
+    """The target's id of a key."""
     return key.partition("/")[2]
 
 
@@ -67,7 +67,7 @@ class Session:
 
 
 class ExtendOutcome(Enum):
-    """What became of news about a request."""
+    """Result of news about a request."""
 
     APPLIED = auto()
     KNOWN = auto()  # nothing in it is new

@@ -1,4 +1,4 @@
-"""Whom a drafter follows, for which target: what mail does to it, and what becomes of requests when mail is lost."""
+"""The requests that a drafter follows, by target: handling of mail, lost messages, limits."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,10 @@ MAX_IGNORED = 4096
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What bounds a roster. Counts are of requests, over all links.
+    """Limits. Counts are of requests, over all links.
 
-    ``resync_s``: how long a resync may go unanswered before it is asked for again; doubles with each of ``max_resyncs``
-    attempts. ``idle_s``: a request of which nothing was heard for so long is forgotten, for its release was lost; if it
-    lives, its next Extend brings it back.
+    ``resync_s``: time until an unanswered resync is repeated; doubles with each of ``max_resyncs`` attempts. ``idle_s``:
+    time after which a silent request is dropped, since its release may be lost; if it lives, its next Extend brings it back.
     """
 
     capacity: int = DEFAULT_CAPACITY
@@ -38,7 +37,7 @@ class SessionLimits:
 
 @dataclass(slots=True)
 class TargetPeer:
-    """One target replica."""
+    """A target replica."""
 
     link: Link
     number: int  # of the link, counted from the start of the process: request ids are unique per target only

@@ -1,4 +1,4 @@
-"""The trained drafters that come with the program for its embedded model, in folders under ``assets/drafters``. No torch."""
+"""The trained drafters shipped for the embedded model, under ``assets/drafters``. No torch."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -26,8 +26,9 @@ _OPTIONS: Mapping[str, Callable[[str], DrafterOptions]] = {
 
 
 def with_shipped(config: Config) -> Config:
-    """The configuration; if it names no drafters and serves the embedded model, with those that are shipped for that: the
-    table and the block drafter take part in the cascade of the default pool."""
+    """The configuration; without drafters in it, and for the embedded model, the default pool with the shipped table and
+    block drafter in its cascade.
+    """
     shipped = shipped_options(config.model.name).values()
     if "drafters" in config.model_fields_set or not shipped:
         return config
@@ -37,24 +38,24 @@ def with_shipped(config: Config) -> Config:
 
 
 def shipped_options(model: str) -> dict[str, DrafterOptions]:
-    """Every drafter that is there for ``model`` by its name, ascending, as a configuration would name it."""
+    """The shipped drafters for ``model`` by name, ascending, as a configuration would name them."""
     if model != MODEL:
         return {}
     return {name: _OPTIONS[kind](name) for name in shipped_names() if (kind := kind_of(FOLDER / name)) is not None}
 
 
 def shipped_names() -> tuple[str, ...]:
-    """Of the drafters that are there, ascending."""
+    """Names of the shipped drafters, ascending."""
     if not FOLDER.is_dir():
         return ()
     return tuple(sorted(path.name for path in FOLDER.iterdir() if kind_of(path) is not None))
 
 
 def find_drafter(name_or_path: str) -> Path:
-    """The folder or file of a trained drafter: a shipped one by its name, any other by its path.
+    """The folder or file of a trained drafter: a shipped one by name, any other by path.
 
     Raises:
-        ModelUnavailable: there is none; names those that there are.
+        ModelUnavailable: there is none; names those that exist.
     """
     places = [FOLDER / name_or_path] if name_or_path == Path(name_or_path).name else []
     for path in (*places, Path(name_or_path).expanduser().absolute()):
@@ -65,7 +66,7 @@ def find_drafter(name_or_path: str) -> Path:
 
 
 def kind_of(folder: Path) -> str | None:
-    """Which kind of drafter a folder holds: table, dspark or layers; None: no drafter."""
+    """Kind of the drafter in a folder: table, dspark or layers; None if there is none."""
     if (folder / "table.npz").is_file():
         return "table"
     try:

@@ -1,4 +1,4 @@
-"""Suffix matching: what most often followed the end of the text, in the request itself and in recent answers to others.
+"""Suffix matching: the most frequent continuation of the end of the text, in the request itself and in recent answers.
 
 After SuffixDecoding (arXiv 2411.04975), on suffix automata, which need no depth limit and a tenth of the nodes. No torch.
 """
@@ -17,14 +17,14 @@ _NUM_SEGMENTS = 4  # the shared memory forgets a quarter of itself at a time
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the end of a text was found: the last ``match_len`` tokens are among the substrings of ``state``."""
+    """A match of the end of a text: its last ``match_len`` tokens are among the substrings of ``state``."""
 
     automaton: SuffixAutomaton
     state: int
     match_len: int
 
     def after(self, token_ids: Sequence[int]) -> "_Place":
-        """The longest match of the text with ``token_ids`` behind it."""
+        """The longest match of the text extended by ``token_ids``."""
         return _Place(self.automaton, *self.automaton.walk(self.state, self.match_len, token_ids))
 
 
@@ -36,7 +36,7 @@ class _Guess:
 
 
 class _Text:
-    """One request: its tokens, and the automaton over the last of them."""
+    """A request: its tokens, and the automaton over the last of them."""
 
     def __init__(self, token_ids: Sequence[int], max_len: int) -> None:
         self._max_len = max_len
@@ -47,7 +47,7 @@ class _Text:
 
     @property
     def news(self) -> list[int]:
-        """Output that came since the request was opened: of one that comes back, the rest is remembered already."""
+        """Output since the request was opened; for a reopened request the rest is remembered already."""
         return self.token_ids[self._opened_len :]
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -58,13 +58,13 @@ class _Text:
             self.automaton.extend(self.token_ids[-self._max_len // 2 :])
 
     def place(self, ahead: Sequence[int]) -> _Place:
-        """The end of the text, where it occurred before: what the suffix link of the whole text stands for."""
+        """The earlier occurrence of the end of the text: the suffix link of the whole text."""
         state = self.automaton.suffix(self.automaton.last) or ROOT
         return _Place(self.automaton, state, self.automaton.substring_len(state)).after(ahead)
 
 
 class _SharedMemory:
-    """The last ``max_tokens`` tokens of finished answers, in segments: the oldest is forgotten when the newest is full."""
+    """The last ``max_tokens`` tokens of finished answers, in segments: the oldest is dropped when the newest is full."""
 
     def __init__(self, max_tokens: int) -> None:
         self._segment_len = max_tokens // _NUM_SEGMENTS
@@ -81,7 +81,7 @@ class _SharedMemory:
             self._segments[-1].extend(part)
 
     def place(self, tail: Sequence[int]) -> _Place | None:
-        """Where the longest end of ``tail`` occurred, preferably lately."""
+        """The match of the longest end of ``tail``, in the newest segment that has it."""
         places = [_longest_end(segment, tail) for segment in reversed(self._segments)]
         return max(places, key=lambda place: place.match_len, default=None)
 
@@ -92,7 +92,7 @@ class _SharedMemory:
 
 
 def _longest_end(automaton: SuffixAutomaton, tail: Sequence[int]) -> _Place:
-    """Of ``tail``, as far as it occurs. Mostly that is short, so it is sought in longer and longer ends."""
+    """The longest end of ``tail`` that occurs, searched in increasingly long ends, since it is mostly short."""
     num = 2
     while True:
         place = _Place(automaton, ROOT, 0).after(tail[-num:])
@@ -102,24 +102,24 @@ def _longest_end(automaton: SuffixAutomaton, tail: Sequence[int]) -> _Place:
 
 
 class SuffixDrafter:
-    """Follows the most frequent continuation of the longest match, token by token, in the request's own text or in what
-    others were answered lately, whichever promises more; stops when the draft would likely be wrong.
+    """Follows the most frequent continuation of the longest match, token by token, in the request's own text or in recent
+    answers, whichever promises more; stops where the draft would likely be wrong.
 
-    A token's confidence is its share of what followed, c / (total + doubt / match length): one occurrence after a short
-    match means little. With the preset doubt, confidences from 0.4 up agreed with the share that was accepted within 0.05
-    on SmolLM2-135M's answers to 44 prompts of eight kinds.
+    A token's confidence is its share of the continuations, c / (total + doubt / match length): one occurrence after a short
+    match means little. With the default doubt, confidences from 0.4 up agreed with the accepted share within 0.05 on
+    SmolLM2-135M's answers to 44 prompts of eight kinds.
 
-    Memory: an automaton takes about 140 bytes per token of natural text and at most 450 (two states, one of them with a
-    dict of transitions). So the shared memory is bounded by 450 x max_shared_tokens bytes, and each followed request
-    by 450 x request_tokens, 3.7 MB, and 8 to 36 bytes per token of it for the list of its tokens.
+    Memory: an automaton takes about 140 bytes per token of natural text and at most 450 (two states, one with a dict of
+    transitions). So the shared memory is bounded by 450 x max_shared_tokens bytes, and each request by 450 x request_tokens,
+    3.7 MB, plus 8 to 36 bytes per token for its list.
 
     Args:
-        max_match_len: longest match sought in other requests' answers; in its own text a request knows it for nothing.
-        max_shared_tokens: remembered of the answers to requests that were released; 0: none.
+        max_match_len: maximum match length in other answers; a request's own text has none.
+        max_shared_tokens: tokens remembered of finished answers; 0: none.
         min_match_len: shorter matches do not count.
         min_survival: a draft ends before the probability that all of it is right falls below this.
         doubt: see above; larger means less confident.
-        request_tokens: of its own text a request remembers between half of this and all of it.
+        request_tokens: a request remembers between half of this and all of it.
 
     Raises:
         InvalidField: an argument out of range.

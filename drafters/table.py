@@ -1,6 +1,6 @@
-"""A table of the target's habits: what it tends to say after the last few tokens, counted from its own outputs.
+"""A frequency table of the target's outputs: its likeliest next tokens after the last few tokens.
 
-One table serves all requests, is bounded, costs no model, and goes on learning from what the target commits. No torch.
+One table serves all requests, is bounded, needs no model, and keeps learning from committed tokens. No torch.
 """
 
 import math
@@ -34,8 +34,9 @@ Context = tuple[int, ...]  # the last few tokens
 
 
 def context_key(context: Sequence[int]) -> int:
-    """64 bits that stand for a context. Of a million contexts two share one with probability 3e-8, but for those that begin
-    with the token of the same number as they have tokens: they have the keys of the contexts behind it."""
+    """A 64-bit hash of a context. Two of a million contexts collide with probability 3e-8, except contexts that begin
+    with the token whose id is their length, which share the key of the context behind it.
+    """
     key = len(context)
     for token_id in context:
         key = ((key ^ token_id) * _HASH) & _MASK
@@ -45,11 +46,11 @@ def context_key(context: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FrequencyTable:
-    """N contexts with their likeliest next tokens, as counted once; immutable.
+    """N contexts with their likeliest next tokens; immutable.
 
-    Shapes: keys (N,) uint64 ascending; token_ids (N, 4) int32, the likeliest first; probabilities (N, 4) float32, 0 where
-    a context has fewer. ``vocab_size`` and ``tokenizer_fingerprint`` are those of the target that it was counted for (as in
-    ``cluster.types.ModelInfo``); None: it does not say.
+    Shapes: keys (N,) uint64 ascending; token_ids (N, 4) int32, likeliest first; probabilities (N, 4) float32, 0 where a
+    context has fewer. ``vocab_size`` and ``tokenizer_fingerprint`` are those of its target (as in
+    ``cluster.types.ModelInfo``); None: not recorded.
     """
 
     keys: NDArray[np.uint64]
@@ -62,11 +63,11 @@ class FrequencyTable:
         return len(self.keys)
 
     def after(self, context: Context) -> list[tuple[int, float]]:
-        """(token, probability), likeliest first; nothing if the context is not known."""
+        """(token, probability), likeliest first; empty for an unknown context."""
         return self.find(context_key(context))
 
     def find(self, key: int) -> list[tuple[int, float]]:
-        """(token, probability) of a context, likeliest first; nothing if it is not known."""
+        """(token, probability) of a context, likeliest first; empty for an unknown context."""
         keys = self.keys.data  # Python looks one number up sooner than numpy
         row = bisect_left(keys, key)
         if row == len(keys) or keys[row] != key:
@@ -75,21 +76,23 @@ class FrequencyTable:
         return [(token_id, probability) for token_id, probability in found if probability > 0.0]
 
     def check_serves(self, target: ModelInfo) -> None:
-        """Raises IncompatibleTokenizer: its tokens are not the target's."""
+        """Raises IncompatibleTokenizer if its tokens are not the target's."""
         if self.tokenizer_fingerprint not in (None, target.tokenizer_fingerprint):
             raise IncompatibleTokenizer(
-                f"the habit table was counted for a target with another tokenizer than that of {target.name}: "
+                f"the frequency table was counted for a target with another tokenizer than that of {target.name}: "
                 "train one for this target with `outrider train`"
             )
         largest = int(self.token_ids.max(initial=-1))
         if largest >= target.vocab_size:
             raise IncompatibleTokenizer(
-                f"the habit table holds token {largest}, but {target.name} has only {target.vocab_size} tokens: "
+                f"the frequency table holds token {largest}, but {target.name} has only {target.vocab_size} tokens: "
                 "train one for this target with `outrider train`"
             )
 
     def save(self, path: Path) -> None:
-        """Probabilities are kept to 1/255; vocabularies beyond 65536 tokens take four bytes a token instead of two."""
+        """Probabilities are stored in steps of 1/255; vocabularies beyond 65536 tokens take four bytes a token instead of
+        two.
+        """
         narrow = int(self.token_ids.max(initial=0)) < 2**16
         arrays: dict[str, NDArray[Any]] = {
             "format": np.array(_FORMAT),
@@ -105,11 +108,13 @@ class FrequencyTable:
 
     @classmethod
     def load(cls, path: Path) -> "FrequencyTable":
-        """Raises ModelUnavailable when the file is missing or damaged, or is no such table."""
+        """Raises ModelUnavailable if the file is missing, damaged or no such table."""
         try:
             with np.load(BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
                 if int(arrays["format"]) != _FORMAT:
-                    raise ModelUnavailable(f"{path.name} is a habit table of format {int(arrays['format'])}, not {_FORMAT}")
+                    raise ModelUnavailable(
+                        f"{path.name} has table format {int(arrays['format'])}, not {_FORMAT}"
+                    )
                 table = cls(
                     arrays["keys"].astype(np.uint64),
                     arrays["token_ids"].astype(np.int32),
@@ -118,7 +123,7 @@ class FrequencyTable:
                     str(arrays["tokenizer_fingerprint"]) if "tokenizer_fingerprint" in arrays else None,
                 )
         except (OSError, EOFError, KeyError, TypeError, ValueError, BadZipFile) as error:
-            raise ModelUnavailable(f"{path} is not a habit table: {error}; train one with `outrider train`") from error
+            raise ModelUnavailable(f"{path} is not a frequency table: {error}; train one with `outrider train`") from error
         damage = table._damage()
         if damage is not None:
             raise ModelUnavailable(f"{path} is damaged: {damage}; train it again with `outrider train`")
@@ -142,12 +147,12 @@ class FrequencyTable:
 EMPTY = FrequencyTable(np.zeros(0, np.uint64), np.zeros((0, 4), np.int32), np.zeros((0, 4), np.float32))
 
 
-def count_habits(texts: Iterable[tuple[Sequence[int], int]], max_contexts: int, doubt: float = 1.0) -> FrequencyTable:
-    """Counts what followed each context in ``texts``: (tokens, how many of them are prompt and predict nothing).
+def count_frequencies(texts: Iterable[tuple[Sequence[int], int]], max_contexts: int, doubt: float = 1.0) -> FrequencyTable:
+    """Counts what followed each context in ``texts``: (tokens, length of the prompt, which is not predicted).
 
-    A context's shares are shrunk towards those of the context that is one token shorter, which counts as much as ``doubt``
-    occurrences (a Dirichlet prior): p_n(v) = (c(v) + doubt * p_(n-1)(v)) / (total + doubt). Contexts seen once are left out;
-    of the rest the ``max_contexts`` that were seen most often are kept.
+    The shares of a context are shrunk towards those of the context one token shorter, which counts as ``doubt`` occurrences
+    (a Dirichlet prior): p_n(v) = (c(v) + doubt * p_(n-1)(v)) / (total + doubt). Of the contexts seen at least twice, the
+    ``max_contexts`` most frequent are kept.
     """
     counts: dict[int, dict[tuple[int, ...], dict[int, int]]] = {n: {} for n in CONTEXT_LENS}
     for token_ids, prompt_len in texts:
@@ -191,7 +196,7 @@ class _TableSession:
 
 @dataclass(slots=True)
 class _Learned:
-    """What followed a context since the start, the newest evidence weighing most."""
+    """Decayed counts of what followed a context since the start."""
 
     shares: dict[int, float] = field(default_factory=dict)
     total: float = 0.0
@@ -212,13 +217,13 @@ _SCARCE = 1.0  # of a context that no counted table knows: an occurrence means l
 
 
 class TableDrafter:
-    """Says what the target said after the same last tokens before; with the target's noise, so that at a temperature it
-    guesses the same surprises.
+    """Drafts what the target output after the same last tokens before; with the target's noise, so that it also guesses
+    sampled tokens.
 
     Args:
-        table: counted before; what is learned while serving comes on top.
-        max_learned: contexts that are learned at most, about 570 bytes each; the least recently used is forgotten. 0: none.
-        min_confidence: a draft ends before a token that is less probable.
+        table: counted before; tokens learned while serving come on top.
+        max_learned: maximum learned contexts, about 570 bytes each; the least recently used is evicted. 0: none.
+        min_confidence: a draft ends before a less probable token.
     """
 
     kind = "table"
@@ -241,7 +246,7 @@ class TableDrafter:
 
     @property
     def settings(self) -> tuple[float, ...]:
-        """Contexts of the table and where its keys, token_ids and probabilities lie; max_learned, min_confidence."""
+        """Contexts of the table and the addresses of its arrays; max_learned, min_confidence."""
         at = [one.ctypes.data for one in self._arrays]
         return len(self._arrays[0]), *at, self._max_learned, self._min_confidence
 
@@ -268,7 +273,7 @@ class TableDrafter:
         assert all(0 < len(f.tail) <= CONTEXT_LENS[0] for f in self._followed.values()), "a tail of the wrong length"
 
     def _learn(self, text: Sequence[int], position: int) -> None:
-        """The token at a position followed those before it."""
+        """Learns the token at a position."""
         for n in CONTEXT_LENS[:-1]:  # single tokens are followed by too much to be learned one by one
             if n <= position:
                 context = tuple(text[position - n : position])

@@ -1,4 +1,4 @@
-/* The lookups of a cascade, heard together: drafters/ensemble.py's PlainHearing of lookups in C. The confidences' maps, and those
+/* The lookups of a cascade, heard together: drafters/ensemble.py's PlainEnsemble of lookups in C. The confidences' maps, and those
  * of consensus, lie with the caller, who fits them anew when a part of what came true has gathered here. */
 #include "lookup.h"
 
@@ -12,7 +12,7 @@ typedef int (*Propose)(void *, const Demands *);
 typedef void (*Release)(void *, int64_t);
 typedef const char *(*Check)(void *);
 
-/* As drafters/native/ensemble.py fills it; nothing in it moves while the hearing lives. */
+/* As drafters/native/ensemble.py fills it; nothing in it moves while the ensemble lives. */
 typedef struct {
     void *drafter;
     Open open;
@@ -54,12 +54,12 @@ typedef struct {
     int32_t *ahead;
     void *room; /* of the guesses, each of ``stride`` tokens at most */
     Guess guesses[MOST_MEMBERS];
-} Heard;
+} LookupDrafts;
 
 /* A request: what was drafted behind its committed tokens last, as long as no commit has answered it. */
 typedef struct {
     int is_unanswered;
-    Heard drafted;
+    LookupDrafts drafted;
 } Followed;
 
 /* The drafts of a member for one demand. */
@@ -73,28 +73,28 @@ typedef struct {
     Setup setup;
     int64_t num_slots, num_heard, heard_size, batch_size, ahead_size;
     Followed *followed;
-    Heard *heard; /* by place: the demands heard last */
+    LookupDrafts *heard; /* by place: the demands heard last */
     int32_t *token_ids, *ahead; /* of a batch; behind a draft */
     double *confidences, *least;
     int64_t *lens;
     Rest rest, best;
     Trials trials[MOST_MEMBERS + 1];
-} Hearing;
+} Ensemble;
 
-void *hearing_new(const Setup *setup) {
+void *ensemble_new(const Setup *setup) {
     if (setup->num_members > MOST_MEMBERS) return NULL;
-    Hearing *h = calloc(1, sizeof(Hearing));
+    Ensemble *h = calloc(1, sizeof(Ensemble));
     if (h) h->setup = *setup;
     return h;
 }
 
-static void free_heard(Heard *heard) {
+static void free_heard(LookupDrafts *heard) {
     free(heard->ahead);
     free(heard->room);
 }
 
-void hearing_free(void *at) {
-    Hearing *h = at;
+void ensemble_free(void *at) {
+    Ensemble *h = at;
     for (int64_t slot = 0; slot < h->num_slots; slot++) free_heard(&h->followed[slot].drafted);
     for (int64_t i = 0; i < h->heard_size; i++) free_heard(&h->heard[i]);
     for (int64_t i = 0; i <= h->setup.num_members; i++) {
@@ -108,8 +108,8 @@ void hearing_free(void *at) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
-int hearing_open(void *at, int64_t slot, const int32_t *token_ids, int64_t num, uint64_t seed, double temperature) {
-    Hearing *h = at;
+int ensemble_open(void *at, int64_t slot, const int32_t *token_ids, int64_t num, uint64_t seed, double temperature) {
+    Ensemble *h = at;
     const int64_t known = h->num_slots;
     if (reserve((void **)&h->followed, &h->num_slots, slot + 1, sizeof(Followed))) return -1;
     memset(h->followed + known, 0, (size_t)(h->num_slots - known) * sizeof(Followed));
@@ -121,14 +121,14 @@ int hearing_open(void *at, int64_t slot, const int32_t *token_ids, int64_t num, 
     return 0;
 }
 
-void hearing_release(void *at, int64_t slot) {
-    Hearing *h = at;
+void ensemble_release(void *at, int64_t slot) {
+    Ensemble *h = at;
     for (int64_t i = 0; i < h->setup.num_members; i++) h->setup.members[i].release(h->setup.members[i].drafter, slot);
     if (slot < h->num_slots) h->followed[slot].is_unanswered = 0;
 }
 
-const char *hearing_check(void *at) {
-    Hearing *h = at;
+const char *ensemble_check(void *at) {
+    Ensemble *h = at;
     for (int64_t i = 0; i < h->setup.num_members; i++) {
         const char *wrong = h->setup.members[i].check(h->setup.members[i].drafter);
         if (wrong) return wrong;
@@ -161,7 +161,7 @@ static int64_t num_alike(const int32_t *a, int64_t num_a, const int32_t *b, int6
 }
 
 /* The case of each token: whose it is, whether it is the first, and what each witness says of it (drafters/consensus.py). */
-static void compare(const Setup *s, Heard *heard, int64_t member) {
+static void compare(const Setup *s, LookupDrafts *heard, int64_t member) {
     Guess *guess = &heard->guesses[member];
     int64_t num_cases = 1, weight = 1;
     for (int64_t i = 0; i < s->num_witnesses; i++) num_cases *= 3;
@@ -176,7 +176,7 @@ static void compare(const Setup *s, Heard *heard, int64_t member) {
 }
 
 /* From the survival that the member's confidences mean to what it is beside the other drafts. */
-static void weigh(const Setup *s, Heard *heard, int64_t member) {
+static void weigh(const Setup *s, LookupDrafts *heard, int64_t member) {
     Guess *guess = &heard->guesses[member];
     double before = 1.0, chance = 1.0, sum = 0.0;
     compare(s, heard, member);
@@ -195,16 +195,16 @@ static void weigh(const Setup *s, Heard *heard, int64_t member) {
     guess->expected_len = sum - (double)guess->num_worth * heard->row_price;
 }
 
-static int64_t best_member(const Hearing *h, const Heard *heard) {
+static int64_t best_member(const Ensemble *h, const LookupDrafts *heard) {
     int64_t best = 0;
     for (int64_t i = 1; i < h->setup.num_members; i++)
         if (heard->guesses[i].expected_len > heard->guesses[best].expected_len) best = i;
     return best;
 }
 
-/* ---- hearing */
+/* ---- ensemble */
 
-static int make_room(Heard *heard, int64_t num_members, int64_t stride) {
+static int make_room(LookupDrafts *heard, int64_t num_members, int64_t stride) {
     if (stride <= heard->stride) return 0;
     const size_t each = (size_t)stride, of_one = each * (3 * sizeof(double) + sizeof(int64_t) + sizeof(int32_t));
     char *room = malloc((size_t)num_members * of_one);
@@ -226,10 +226,10 @@ static int make_room(Heard *heard, int64_t num_members, int64_t stride) {
     return 0;
 }
 
-static int note_demand(Hearing *h, const Demands *d, const double *row_prices, int64_t i) {
+static int note_demand(Ensemble *h, const Demands *d, const double *row_prices, int64_t i) {
     int64_t num_ahead;
     const int32_t *ahead = ahead_of(d, i, &num_ahead);
-    Heard *heard = &h->heard[i];
+    LookupDrafts *heard = &h->heard[i];
     if (make_room(heard, h->setup.num_members, d->num_tokens[i])) return -1;
     if (reserve((void **)&heard->ahead, &heard->ahead_size, num_ahead, sizeof(int32_t))) return -1;
     if (num_ahead) memcpy(heard->ahead, ahead, (size_t)num_ahead * sizeof(int32_t));
@@ -242,7 +242,7 @@ static int note_demand(Hearing *h, const Demands *d, const double *row_prices, i
 }
 
 /* What a commit is to answer is kept, for the places are heard anew before. */
-static int keep(Hearing *h, const Heard *heard) {
+static int keep(Ensemble *h, const LookupDrafts *heard) {
     Followed *followed = &h->followed[heard->slot];
     followed->is_unanswered = 0;
     if (make_room(&followed->drafted, h->setup.num_members, heard->num_tokens)) return -1;
@@ -260,12 +260,12 @@ static int keep(Hearing *h, const Heard *heard) {
     return 0;
 }
 
-static int grow_batch(Hearing *h, int64_t num, int64_t stride) {
+static int grow_batch(Ensemble *h, int64_t num, int64_t stride) {
     const int64_t known = h->heard_size;
     int64_t size = known, drafted = h->batch_size;
     if (reserve((void **)&h->lens, &size, num, sizeof(int64_t))) return -1;
-    if (reserve((void **)&h->heard, &h->heard_size, num, sizeof(Heard))) return -1;
-    if (h->heard_size > known) memset(h->heard + known, 0, (size_t)(h->heard_size - known) * sizeof(Heard));
+    if (reserve((void **)&h->heard, &h->heard_size, num, sizeof(LookupDrafts))) return -1;
+    if (h->heard_size > known) memset(h->heard + known, 0, (size_t)(h->heard_size - known) * sizeof(LookupDrafts));
     if (reserve((void **)&h->token_ids, &drafted, num * stride, sizeof(int32_t))) return -1;
     drafted = h->batch_size;
     if (reserve((void **)&h->confidences, &drafted, num * stride, sizeof(double))) return -1;
@@ -274,8 +274,8 @@ static int grow_batch(Hearing *h, int64_t num, int64_t stride) {
 }
 
 /* ``expected_lens[i]``: of the best draft for demand i, less what its rows cost. */
-int hearing_hear(void *at, const Demands *demands, const double *row_prices, double *expected_lens) {
-    Hearing *h = at;
+int ensemble_hear(void *at, const Demands *demands, const double *row_prices, double *expected_lens) {
+    Ensemble *h = at;
     h->num_heard = 0;
     if (grow_batch(h, demands->num, demands->stride)) return -1;
     for (int64_t i = 0; i < demands->num; i++)
@@ -297,7 +297,7 @@ int hearing_hear(void *at, const Demands *demands, const double *row_prices, dou
         }
     }
     for (int64_t i = 0; i < own.num; i++) {
-        Heard *heard = &h->heard[i];
+        LookupDrafts *heard = &h->heard[i];
         for (int64_t m = 0; m < h->setup.num_members; m++) weigh(&h->setup, heard, m);
         expected_lens[i] = heard->guesses[best_member(h, heard)].expected_len;
         if (!heard->num_ahead && keep(h, heard)) return -1;
@@ -306,11 +306,11 @@ int hearing_hear(void *at, const Demands *demands, const double *row_prices, dou
     return 0;
 }
 
-int64_t hearing_best(void *at, int64_t place) { return best_member(at, &((Hearing *)at)->heard[place]); }
+int64_t ensemble_best(void *at, int64_t place) { return best_member(at, &((Ensemble *)at)->heard[place]); }
 
 /* Member ``member``'s draft for what was heard at ``place``. */
-void hearing_guess(void *at, int64_t place, int64_t member, Guess *guess) {
-    *guess = ((Hearing *)at)->heard[place].guesses[member];
+void ensemble_guess(void *at, int64_t place, int64_t member, Guess *guess) {
+    *guess = ((Ensemble *)at)->heard[place].guesses[member];
 }
 
 /* ---- splices */
@@ -335,7 +335,7 @@ static int grow_rest(Rest *rest, int64_t stride) {
 
 /* What the most promising of the lookups says behind ``num`` drafted tokens, which survive with ``survival``: into h->best.
  * Returns how many tokens, -1 for want of memory. */
-static int64_t behind(Hearing *h, const Heard *heard, const int32_t *drafted, int64_t num, double survival) {
+static int64_t behind(Ensemble *h, const LookupDrafts *heard, const int32_t *drafted, int64_t num, double survival) {
     const int64_t ahead_end = heard->num_ahead + num, num_tokens = heard->num_tokens - num;
     const double price = heard->row_price / survival, least = h->setup.price_share * price;
     if (reserve((void **)&h->ahead, &h->ahead_size, ahead_end, sizeof(int32_t))) return -1;
@@ -365,7 +365,7 @@ static int64_t behind(Hearing *h, const Heard *heard, const int32_t *drafted, in
 
 /* Lookups go on with a draft: where it ends, and where they promise more than the rest of it; of a lookup's own only there where
  * it ends. ``token_ids`` and ``survival`` have room for what the demand wants. Returns its length then, -1 for want of memory. */
-static int64_t splice(Hearing *h, const Heard *heard, int is_lookup, int32_t *token_ids, double *survival, int64_t num) {
+static int64_t splice(Ensemble *h, const LookupDrafts *heard, int is_lookup, int32_t *token_ids, double *survival, int64_t num) {
     const double least = fmax(h->setup.worth_splicing, heard->row_price);
     const double kept = fmax(h->setup.min_survival, heard->least_survival);
     int64_t place = is_lookup ? num : 1, num_splices = 0;
@@ -386,7 +386,7 @@ static int64_t splice(Hearing *h, const Heard *heard, int is_lookup, int32_t *to
 }
 
 /* Survival becomes confidence, as far as the draft is handed out. Returns how far. */
-static int64_t hand_out(const Hearing *h, const Heard *heard, double *survival, int64_t num) {
+static int64_t hand_out(const Ensemble *h, const LookupDrafts *heard, double *survival, int64_t num) {
     const double least = fmax(h->setup.min_survival, heard->least_survival);
     double before = 1.0;
     int64_t kept = 0;
@@ -400,11 +400,11 @@ static int64_t hand_out(const Hearing *h, const Heard *heard, double *survival, 
 }
 
 /* The best drafts for what was heard at ``places``, at ``stride`` of ``token_ids`` and ``confidences``; whose they are. */
-int hearing_settle(void *at, int64_t num, const int64_t *places, int64_t stride, int32_t *token_ids, double *confidences,
+int ensemble_settle(void *at, int64_t num, const int64_t *places, int64_t stride, int32_t *token_ids, double *confidences,
                    int64_t *lens, int64_t *members) {
-    Hearing *h = at;
+    Ensemble *h = at;
     for (int64_t i = 0; i < num; i++) {
-        const Heard *heard = &h->heard[places[i]];
+        const LookupDrafts *heard = &h->heard[places[i]];
         const Guess *guess = &heard->guesses[members[i] = best_member(h, heard)];
         int32_t *own_ids = token_ids + i * stride;
         double *own = confidences + i * stride;
@@ -417,11 +417,11 @@ int hearing_settle(void *at, int64_t num, const int64_t *places, int64_t stride,
     return 0;
 }
 
-/* As hearing_settle, of a draft of another's, whose survival lies in ``confidences``: both have room for it and for what the
+/* As ensemble_settle, of a draft of another's, whose survival lies in ``confidences``: both have room for it and for what the
  * demand wants. Returns its length then, -1 for want of memory. */
-int64_t hearing_splice(void *at, int64_t place, int64_t num, int32_t *token_ids, double *confidences) {
-    Hearing *h = at;
-    const Heard *heard = &h->heard[place];
+int64_t ensemble_splice(void *at, int64_t place, int64_t num, int32_t *token_ids, double *confidences) {
+    Ensemble *h = at;
+    const LookupDrafts *heard = &h->heard[place];
     const int64_t spliced = splice(h, heard, 0, token_ids, confidences, num);
     return spliced < 0 ? -1 : hand_out(h, heard, confidences, spliced);
 }
@@ -443,7 +443,7 @@ static int try_token(Trials *trials, int64_t at, double told, int came_true) {
 }
 
 /* What was committed says of a draft how far it was right, and no more than so far. */
-static int judge(Hearing *h, int64_t member, const Guess *guess, const int32_t *token_ids, int64_t num) {
+static int judge(Ensemble *h, int64_t member, const Guess *guess, const int32_t *token_ids, int64_t num) {
     Trials *own = &h->trials[member], *beside = &h->trials[h->setup.num_members];
     if (!guess->num) return 0;
     const int64_t num_right = num_alike(guess->token_ids, guess->num, token_ids, num);
@@ -457,8 +457,8 @@ static int judge(Hearing *h, int64_t member, const Guess *guess, const int32_t *
     return 0;
 }
 
-int hearing_extend(void *at, int64_t slot, const int32_t *token_ids, int64_t num) {
-    Hearing *h = at;
+int ensemble_extend(void *at, int64_t slot, const int32_t *token_ids, int64_t num) {
+    Ensemble *h = at;
     Followed *followed = &h->followed[slot];
     int failed = 0;
     for (int64_t i = 0; i < h->setup.num_members; i++) { /* all are told, whoever has failed */
@@ -471,16 +471,16 @@ int hearing_extend(void *at, int64_t slot, const int32_t *token_ids, int64_t num
 }
 
 /* Whose trials are due: a bit for each member, and one for all beside each other. */
-int64_t hearing_due(void *at) {
-    const Hearing *h = at;
+int64_t ensemble_due(void *at) {
+    const Ensemble *h = at;
     int64_t due = 0;
     for (int64_t i = 0; i <= h->setup.num_members; i++) due |= (int64_t)(h->trials[i].num_records >= h->setup.due_at[i]) << i;
     return due;
 }
 
-/* Hands the trials over; they stay where they are until the next call of hearing_extend. */
-void hearing_take(void *at, int64_t number, Trials *taken) {
-    Trials *trials = &((Hearing *)at)->trials[number];
+/* Hands the trials over; they stay where they are until the next call of ensemble_extend. */
+void ensemble_take(void *at, int64_t number, Trials *taken) {
+    Trials *trials = &((Ensemble *)at)->trials[number];
     *taken = *trials;
     trials->num = trials->num_records = 0;
 }

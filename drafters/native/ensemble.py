@@ -93,9 +93,9 @@ class NativeEnsemble(Native):
             functions = (lookup.function(name) for name in ("open", "extend", "propose", "release", "check"))
             pointers = (ctypes.cast(function, _AT).value for function in functions)
             setup.members[i] = _Member(lookup.handle, *pointers, own.table.ctypes.data)
-        new = library.hearing_new
+        new = library.ensemble_new
         new.argtypes, new.restype = (_AT,), _AT
-        super().__init__(library, "hearing", new(ctypes.addressof(setup)))
+        super().__init__(library, "ensemble", new(ctypes.addressof(setup)))
         self._hear = self.function("hear", _AT, _AT, _AT, _AT)
         self._settle = self.function("settle", _AT, _INT, _AT, _INT, *(_AT,) * 4)
         self._splice = self.function("splice", _AT, _INT, _INT, _AT, _AT, result=_INT)

@@ -18,7 +18,7 @@ from cluster.errors import InvalidField
 from drafters.dspark.config import load_dspark_config
 from drafters.shipped import kind_of
 from drafters.table import FILE as TABLE_FILE
-from drafters.table import count_habits
+from drafters.table import count_frequencies
 from drafters.training.batches import Batch, assemble, epoch
 from drafters.training.card import CardData, write_card
 from drafters.training.confidences import Halves, calibrate, in_halves
@@ -181,7 +181,7 @@ class _Run:
         tell = self._reporter.step("counting", 1)
         texts = ((answer.token_ids, answer.prompt_len) for answer in self._learned)
         info = self._target.info
-        table = count_habits(texts, MAX_TABLE_CONTEXTS)
+        table = count_frequencies(texts, MAX_TABLE_CONTEXTS)
         table = replace(table, vocab_size=info.vocab_size, tokenizer_fingerprint=info.tokenizer_fingerprint)
         table.save(self._folder / TABLE_FILE)
         tell(1)

@@ -19,7 +19,7 @@ from cluster.config import (
 from cluster.types import ModelInfo, SamplingParams
 from drafters.protocol import Chaining, Demand, Draft, Drafter
 from drafters.registry import Site, make, make_chained
-from drafters.table import count_habits
+from drafters.table import count_frequencies
 from engine.factory import load_model
 from engine.forward import CausalModel
 from engine.models.tokenizer import fingerprint
@@ -66,7 +66,7 @@ def layers_folder(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Pat
 @pytest.fixture(scope="module")
 def table_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("table") / "table.npz"
-    count_habits([(text(seed), 10) for seed in range(8)] + [([1, 2, 3, 4, 5] * 8, 5)], 1000).save(path)
+    count_frequencies([(text(seed), 10) for seed in range(8)] + [([1, 2, 3, 4, 5] * 8, 5)], 1000).save(path)
     return path
 
 

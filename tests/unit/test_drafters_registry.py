@@ -29,7 +29,7 @@ from drafters.protocol import Chaining, Demand, Draft, Drafter
 from drafters.registry import make_chained, make_drafter
 from drafters.suffix import SuffixDrafter
 from drafters.table import FILE as TABLE_FILE
-from drafters.table import TableDrafter, count_habits
+from drafters.table import TableDrafter, count_frequencies
 from engine.models.tokenizer import difference, fingerprint, read_vocabulary
 from profiler.calibration import FILE as CALIBRATION_FILE
 from profiler.calibration import TemperatureScaling, save_scaling
@@ -73,7 +73,7 @@ def test_makes_the_trained_kinds(folder: Path, tmp_path: Path) -> None:
     save_scaling(TemperatureScaling((1.5,)), tmp_path / "trained" / CALIBRATION_FILE)
     assert isinstance(made(layers, target), CalibratedDrafter)
     (tmp_path / "table").mkdir()
-    count_habits([((1, 2, 3), 0)] * 3, 10).save(tmp_path / "table" / TABLE_FILE)
+    count_frequencies([((1, 2, 3), 0)] * 3, 10).save(tmp_path / "table" / TABLE_FILE)
     for path in (None, str(tmp_path / "table"), str(tmp_path / "table" / TABLE_FILE)):
         assert kind_of(made(TableOptions(path=path), target)) == "table"
 
@@ -128,7 +128,7 @@ def test_refuses_trained_drafters_that_cannot_work(folder: Path, tmp_path: Path)
     with pytest.raises(IncompatibleTokenizer, match="another tokenizer"):
         made(LayersOptions(path=str(trained), dtype="float32"), target)
     table = tmp_path / TABLE_FILE
-    replace(count_habits([((1, 2, 3), 0)] * 3, 10), vocab_size=257, tokenizer_fingerprint="0").save(table)
+    replace(count_frequencies([((1, 2, 3), 0)] * 3, 10), vocab_size=257, tokenizer_fingerprint="0").save(table)
     with pytest.raises(IncompatibleTokenizer, match="another tokenizer"):
         made(CascadeOptions(members=(NgramOptions(), TableOptions(path=str(table)))), target)
 

@@ -11,7 +11,7 @@ import pytest
 from cluster.errors import IncompatibleTokenizer, ModelUnavailable
 from cluster.types import ModelInfo, SamplingParams
 from drafters.protocol import Demand, Draft
-from drafters.table import EMPTY, FrequencyTable, TableDrafter, context_key, count_habits
+from drafters.table import EMPTY, FrequencyTable, TableDrafter, context_key, count_frequencies
 
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 
@@ -29,7 +29,7 @@ def opened(
 
 
 def test_it_says_what_followed_and_stops_where_it_knows_nothing() -> None:
-    table = count_habits([((1, 2, 3, 4, 5), 0)] * 3, max_contexts=100)
+    table = count_frequencies([((1, 2, 3, 4, 5), 0)] * 3, max_contexts=100)
     drafter = opened(table, (9, 1, 2))
     assert draft(drafter).token_ids == (3, 4, 5)
     assert draft(drafter, ahead=(3,)).token_ids == (4, 5)
@@ -38,20 +38,20 @@ def test_it_says_what_followed_and_stops_where_it_knows_nothing() -> None:
 
 
 def test_where_rows_cost_it_ends_where_its_draft_is_not_worth_them() -> None:
-    drafter = opened(count_habits([((1, 2, 3, 4, 5), 0)] * 3, max_contexts=100), (9, 1, 2))
+    drafter = opened(count_frequencies([((1, 2, 3, 4, 5), 0)] * 3, max_contexts=100), (9, 1, 2))
     first, second, _ = draft(drafter).confidences
     for price, token_ids in ((2 * first * second, (3, 4)), (2.0, (3,))):
         assert drafter.propose([Demand("r", 4, row_price=price)])[0].token_ids == token_ids
 
 
 def test_prompts_predict_nothing_and_what_was_seen_once_is_left_out() -> None:
-    assert len(count_habits([((1, 2, 3), 3)] * 5, 100)) == 0
-    assert len(count_habits([((1, 2, 3), 0)], 100)) == 0
+    assert len(count_frequencies([((1, 2, 3), 3)] * 5, 100)) == 0
+    assert len(count_frequencies([((1, 2, 3), 0)], 100)) == 0
 
 
 def test_shares_are_shrunk_towards_the_shorter_context() -> None:
     texts = [((1, 2, 3), 0)] * 2 + [((5, 2, 4), 0)] * 6
-    table = count_habits(texts, 100, doubt=1.0)
+    table = count_frequencies(texts, 100, doubt=1.0)
     after_2 = dict(table.find(context_key((2,))))
     assert after_2[4] == pytest.approx(6 / 9)
     after_1_2 = dict(table.find(context_key((1, 2))))
@@ -61,7 +61,7 @@ def test_shares_are_shrunk_towards_the_shorter_context() -> None:
 
 def test_the_bound_keeps_the_contexts_that_were_seen_most() -> None:
     texts = [((1, 2), 0)] * 9 + [((3, 4), 0)] * 2
-    table = count_habits(texts, max_contexts=1)
+    table = count_frequencies(texts, max_contexts=1)
     assert table.find(context_key((1,)))
     assert not table.find(context_key((3,)))
 
@@ -79,7 +79,7 @@ def test_it_learns_while_serving_within_its_bound() -> None:
 
 
 def test_a_changed_habit_is_unlearned() -> None:
-    table = count_habits([((1, 2, 3), 0)] * 3, 100)
+    table = count_frequencies([((1, 2, 3), 0)] * 3, 100)
     drafter = opened(table, (1, 2))
     assert draft(drafter, 1).token_ids == (3,)
     for _ in range(12):
@@ -101,7 +101,7 @@ def test_at_a_temperature_it_guesses_with_the_targets_noise() -> None:
     rng = np.random.default_rng(0)
     shares = np.array([0.5, 0.3, 0.15, 0.05])
     texts = [((1, int(v)), 0) for v in rng.choice([10, 11, 12, 13], p=shares, size=4000)]
-    table = count_habits(texts, 100)
+    table = count_frequencies(texts, 100)
     chosen = []
     for seed in range(400):
         sampling = SamplingParams(max_tokens=9, temperature=1.0, seed=seed)
@@ -112,7 +112,7 @@ def test_at_a_temperature_it_guesses_with_the_targets_noise() -> None:
 
 
 def test_a_table_survives_its_file(tmp_path: Path) -> None:
-    table = count_habits([((1, 2, 3, 40_000), 0)] * 3 + [((1, 2, 9), 0)] * 2, 100)
+    table = count_frequencies([((1, 2, 3, 40_000), 0)] * 3 + [((1, 2, 9), 0)] * 2, 100)
     table.save(tmp_path / "table.npz")
     again = FrequencyTable.load(tmp_path / "table.npz")
     np.testing.assert_array_equal(again.keys, table.keys)
@@ -125,7 +125,7 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_a_table_serves_no_target_whose_tokens_are_others() -> None:
-    table = replace(count_habits([((1, 2, 60), 0)] * 3, 100), vocab_size=100, tokenizer_fingerprint="f")
+    table = replace(count_frequencies([((1, 2, 60), 0)] * 3, 100), vocab_size=100, tokenizer_fingerprint="f")
     target = ModelInfo("m", vocab_size=61, max_model_len=20, eos_token_ids=(9,), tokenizer_fingerprint="f")
     table.check_serves(target)
     EMPTY.check_serves(target)
@@ -150,7 +150,7 @@ def test_a_table_serves_no_target_whose_tokens_are_others() -> None:
 def test_a_damaged_table_is_not_loaded(
     tmp_path: Path, change: Callable[[FrequencyTable], FrequencyTable], reason: str
 ) -> None:
-    table = count_habits([((1, 2, 9), 0)] * 3, 100)
+    table = count_frequencies([((1, 2, 9), 0)] * 3, 100)
     assert len(table) > 1
     change(table).save(tmp_path / "table.npz")
     with pytest.raises(ModelUnavailable, match=f"damaged: .*{reason}"):

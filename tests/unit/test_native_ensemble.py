@@ -13,7 +13,7 @@ from drafters.native.lookup import load_library
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.suffix import SuffixDrafter
-from drafters.table import TableDrafter, count_habits
+from drafters.table import TableDrafter, count_frequencies
 from engine.compiling import NoCompiler
 
 NUM_TOKENS = 7
@@ -71,7 +71,7 @@ def texts_of(seed: int) -> dict[str, list[int]]:
 
 def cascades(texts: dict[str, list[int]], dear: bool) -> list[CascadeDrafter]:
     def lookups() -> list[NgramDrafter | SuffixDrafter | TableDrafter]:
-        table = count_habits([(text, 4) for text in list(texts.values())[:6]], 400)
+        table = count_frequencies([(text, 4) for text in list(texts.values())[:6]], 400)
         suffix = SuffixDrafter(max_match_len=16, max_shared_tokens=600)
         return [NgramDrafter(), suffix, TableDrafter(table, max_learned=200)]
 
@@ -129,8 +129,8 @@ def assert_alike(plain: Sequence[Draft], native: Sequence[Draft]) -> None:
 def test_a_cascade_of_compiled_lookups_drafts_the_same(dear: bool, row_price: float, temperature: float) -> None:
     texts = texts_of(3)
     plain, native = cascades(texts, dear)
-    assert type(plain._hearing).__name__ == "PlainHearing"
-    assert type(native._hearing).__name__ == "NativeHearing"
+    assert type(plain._hearing).__name__ == "PlainEnsemble"
+    assert type(native._hearing).__name__ == "NativeEnsemble"
     assert serve([plain, native], texts, row_price, temperature) > 400
 
 
@@ -175,4 +175,4 @@ def test_tokens_that_are_none_change_nothing() -> None:
 
 def test_more_lookups_than_c_has_room_for_are_heard_in_python() -> None:
     members = [CascadeMember(f"m{i}", compiled(NgramDrafter()), 0.0, splices=True) for i in range(MOST_MEMBERS + 1)]
-    assert type(CascadeDrafter(members)._hearing).__name__ == "PlainHearing"
+    assert type(CascadeDrafter(members)._hearing).__name__ == "PlainEnsemble"
