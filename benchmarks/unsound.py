@@ -47,7 +47,7 @@ class Unsound:
             self._rng.choice((0, 1, 2**64 - 1)),
             self._some(self._open),
             self._some(lambda: Extend(self._id(), self._int(), self._tokens())),
-            self._some(lambda: Budget(self._id(), self._int())),
+            self._some(lambda: Budget(self._id(), self._int(), self._float())),
             self._some(self._id),
         )
 

@@ -85,7 +85,7 @@ draft_rounds = st.builds(
     st.integers(0, 2**64 - 1),
     some(st.builds(Open, names, token_ids, uint32s, samplings, some(names))),
     some(st.builds(Extend, names, uint32s, token_ids)),
-    some(st.builds(Budget, names, uint32s)),
+    some(st.builds(Budget, names, uint32s, st.floats(0, 1))),
     some(names),
 )
 proposal_rounds = st.builds(
