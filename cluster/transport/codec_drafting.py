@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from cluster.messages import Budget, DraftRound, Extend, LevelReport, Open, ProposalRound, Score, Verified
+from cluster.messages import Budget, DraftRound, DraftScore, Extend, LevelReport, Open, ProposalRound, Verified
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec_sampling import decode_sampling, encode_sampling
 from cluster.types import Proposal
@@ -46,7 +46,7 @@ def decode_draft_round(message: wire.DraftRound) -> DraftRound:
     )
 
 
-def _fields(message: Budget | Score | Verified) -> dict[str, Any]:
+def _fields(message: Budget | DraftScore | Verified) -> dict[str, Any]:
     """The dataclasses name their fields as ``wire.proto`` does."""
     return {field.name: getattr(message, field.name) for field in fields(message)}
 
@@ -97,7 +97,7 @@ def decode_proposal_round(message: wire.ProposalRound) -> ProposalRound:
             ]
         ),
         scores=tuple(
-            [Score(score.request_id, score.base_len, score.num_matched, score.num_scored) for score in message.scores]
+            [DraftScore(score.request_id, score.base_len, score.num_matched, score.num_scored) for score in message.scores]
         ),
         resyncs=tuple(message.resyncs),
         levels=tuple([_decode_level(level) for level in message.levels]),

@@ -17,13 +17,13 @@ from cluster.messages import (
     Budget,
     CommitRound,
     DraftRound,
+    DraftScore,
     Extend,
     Hello,
     LevelReport,
     Open,
     ProposalRound,
     Role,
-    Score,
     SubmitRound,
     Verified,
 )
@@ -92,7 +92,7 @@ proposal_rounds = st.builds(
     ProposalRound,
     st.integers(0, 2**64 - 1),
     some(st.builds(Proposal, names, uint32s, token_ids, st.lists(floats, max_size=4).map(tuple), names, st.booleans())),
-    some(st.builds(Score, names, uint32s, uint32s, uint32s)),
+    some(st.builds(DraftScore, names, uint32s, uint32s, uint32s)),
     some(names),
     some(
         st.builds(

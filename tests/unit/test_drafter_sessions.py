@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.messages import Budget, DraftRound, Hello, LevelReport, Message, ProposalRound, Role, Score
+from cluster.messages import Budget, DraftRound, DraftScore, Hello, LevelReport, Message, ProposalRound, Role
 from cluster.types import Commit, ModelInfo, Proposal, Request, RoutingTable, SamplingParams
 from engine.colocated import ColocatedDrafters
 from engine.drafter_sessions import DrafterSessions
@@ -109,7 +109,7 @@ def test_scorers_keep_in_step_and_take_over_without_being_told_all_again() -> No
     drafters.publish(sequence, Commit("r", 3, (5, 6)), 1.0)
     drafters.flush()
     assert [len(sent_to(links[name]).extends) for name in ("a", "b", "c/1", "d")] == [1, 1, 1, 0]
-    drafters.receive(links["b"], ProposalRound(0, scores=(Score("r", 3, 2, 3), Score("r", 5, 0, 1))), 1.0)
+    drafters.receive(links["b"], ProposalRound(0, scores=(DraftScore("r", 3, 2, 3), DraftScore("r", 5, 0, 1))), 1.0)
     assert telemetry.take_scores() == (assignment.Score("r", "b", Positions((2, 1, 1), (1, 1, 0))),)
     assert telemetry.take_scores() == ()
     drafters.receive(links["b"], ProposalRound(0, (Proposal("r", 3, (5,), (0.5,), "b"),), resyncs=("r",)), 1.0)
