@@ -2,7 +2,8 @@
 
 A slot: 1,000 requests of several kinds, eight drafters with 256 places between them, reports in and a table out, as the live
 router does it (`actors.router.Router`), while requests come and go. Every request that has a place reports what it did,
-and as many scores come with that. A round: the plan of 256 decoding requests with a proposal each.
+and as many scores come with that. A round: the plan of 256 decoding requests with a proposal each;
+and all that the live round does for 64 drafted requests beside its pass (`benchmarks/round_python.py`).
 
 Deciding takes one thread of Python, and waits for nobody: so on a machine that others use, the ``cpu`` figures, which are of
 that thread's own time, say what a quiet one would show. The collector of garbage is off: it is not the decision's.

@@ -10,12 +10,12 @@ from cluster.messages import (
     Budget,
     CommitRound,
     DraftRound,
+    DraftScore,
     Extend,
     LevelReport,
     Message,
     Open,
     ProposalRound,
-    Score,
     SubmitRound,
     Verified,
 )
@@ -37,7 +37,7 @@ class Unsound:
         return ProposalRound(
             self._rng.choice((0, 1, 2**64 - 1)),
             self._some(self._proposal),
-            self._some(lambda: Score(self._id(), self._int(), self._int(), self._int())),
+            self._some(lambda: DraftScore(self._id(), self._int(), self._int(), self._int())),
             self._some(self._id),
             self._some(self._level),
         )
@@ -47,7 +47,7 @@ class Unsound:
             self._rng.choice((0, 1, 2**64 - 1)),
             self._some(self._open),
             self._some(lambda: Extend(self._id(), self._int(), self._tokens())),
-            self._some(lambda: Budget(self._id(), self._int())),
+            self._some(lambda: Budget(self._id(), self._int(), self._float())),
             self._some(self._id),
         )
 

@@ -79,7 +79,7 @@ class DraftRound:
 
 
 @record
-class Score:
+class DraftScore:
     """Counterfactual: how many of the committed tokens from base_len on the drafter would have proposed (DESIGN idea 5)."""
 
     request_id: str
@@ -121,7 +121,7 @@ class ProposalRound:
 
     table_version: int
     proposals: tuple[Proposal, ...] = ()
-    scores: tuple[Score, ...] = ()
+    scores: tuple[DraftScore, ...] = ()
     resyncs: tuple[str, ...] = ()
     levels: tuple[LevelReport, ...] = ()
 

@@ -16,12 +16,12 @@ from cluster.messages import (
     Budget,
     CommitRound,
     DraftRound,
+    DraftScore,
     Extend,
     LevelReport,
     Message,
     Open,
     ProposalRound,
-    Score,
     SubmitRound,
 )
 from cluster.transport.base import Link
@@ -129,7 +129,7 @@ def proposal_fault(proposal: Proposal, vocab_size: int) -> str | None:
     return id_fault(proposal.request_id) or (f"a base length of {proposal.base_len}" if proposal.base_len < 0 else None)
 
 
-def score_fault(score: Score) -> str | None:
+def score_fault(score: DraftScore) -> str | None:
     num_scored, num_matched = score.num_scored, score.num_matched
     if not (0 <= num_matched <= num_scored <= num_matched + 1 and num_scored <= MAX_DRAFT_LEN and score.base_len >= 0):
         return f"a score of {num_matched} matches of {num_scored} tokens, at most {MAX_DRAFT_LEN}"

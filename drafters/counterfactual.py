@@ -12,7 +12,7 @@ when it drove itself.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.messages import Score
+from cluster.messages import DraftScore
 from drafters.protocol import NEVER, Demand, Drafter, Foreseeing, Stopping
 
 MAX_ROWS = 32  # per pass in spare time: a draft that is due meanwhile waits for no more than that
@@ -80,7 +80,7 @@ class Shadow:
         self._draft = None
         return skipped
 
-    def advance(self, chosen: int | None, confidence: float, stopping: Stopping) -> Score | None:
+    def advance(self, chosen: int | None, confidence: float, stopping: Stopping) -> DraftScore | None:
         """Consumes the next pending token, where a token-by-token drafter ``chosen``. Returns the score of the draft that it
         decides. A draft that ended early, by a wrong token or by silence, has one position scored more than matched."""
         token_id = self.pending.pop(0)
@@ -104,10 +104,10 @@ class Shadow:
             return self._decide(draft, num_matched + 1, num_matched + 2)
         return None
 
-    def _decide(self, draft: _VirtualDraft, num_matched: int, num_scored: int) -> Score:
+    def _decide(self, draft: _VirtualDraft, num_matched: int, num_scored: int) -> DraftScore:
         self._draft = None
         self._next_base_len = draft.base_len + num_matched + 1
-        return Score(self.request_id, draft.base_len, num_matched, num_scored)
+        return DraftScore(self.request_id, draft.base_len, num_matched, num_scored)
 
 
 class Scorer:
@@ -116,7 +116,7 @@ class Scorer:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
-    def work(self, shadows: Iterable[Shadow]) -> list[tuple[str, Score]] | None:
+    def work(self, shadows: Iterable[Shadow]) -> list[tuple[str, DraftScore]] | None:
         """One piece: a pass of at most MAX_ROWS rows, or a batch of drafts.
 
         Returns:
@@ -129,7 +129,7 @@ class Scorer:
             return self._foresee(self._drafter, waiting)
         return self._propose(waiting)
 
-    def _foresee(self, drafter: Foreseeing, waiting: Sequence[Shadow]) -> list[tuple[str, Score]]:
+    def _foresee(self, drafter: Foreseeing, waiting: Sequence[Shadow]) -> list[tuple[str, DraftScore]]:
         """Token-by-token drafters: one pass over the committed tokens yields the choice at each of them."""
         asked, num_rows = [], 0
         for shadow in waiting:
@@ -138,7 +138,7 @@ class Scorer:
                 asked.append((shadow, Demand(shadow.key, len(token_ids), token_ids)))
                 num_rows += len(token_ids)
         answers = drafter.foresee([demand for _, demand in asked], MAX_ROWS)
-        found: list[tuple[str, Score]] = []
+        found: list[tuple[str, DraftScore]] = []
         for (shadow, demand), answer in zip(asked, answers, strict=True):
             if answer is None:
                 continue
@@ -152,13 +152,13 @@ class Scorer:
             self._drafter.extend(shadow.key, demand.ahead)
         return found
 
-    def _propose(self, waiting: Sequence[Shadow]) -> list[tuple[str, Score]]:
+    def _propose(self, waiting: Sequence[Shadow]) -> list[tuple[str, DraftScore]]:
         """Other drafters really draft: one virtual round of each request at a time."""
         beginning = [shadow for shadow in waiting if shadow.begins]
         demands = [Demand(shadow.key, shadow.limit) for shadow in beginning]
         for shadow, draft in zip(beginning, self._drafter.propose(demands) if demands else (), strict=True):
             shadow.begin(draft.token_ids)
-        found: list[tuple[str, Score]] = []
+        found: list[tuple[str, DraftScore]] = []
         for shadow in waiting:
             start_len, token_ids = shadow.scored_len, tuple(shadow.pending)
             while shadow.pending and not shadow.begins:
@@ -167,6 +167,6 @@ class Scorer:
         return found
 
 
-def _note(shadow: Shadow, score: Score | None, found: list[tuple[str, Score]]) -> None:
+def _note(shadow: Shadow, score: DraftScore | None, found: list[tuple[str, DraftScore]]) -> None:
     if score is not None:
         found.append((shadow.key, score))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN
-from cluster.messages import Budget, DraftRound, Extend, Open, Score
+from cluster.messages import Budget, DraftRound, DraftScore, Extend, Open
 from cluster.soundness import Inspection
 from cluster.transport.base import Event, Link, LinkDown, LinkUp
 from drafters.counterfactual import Shadow
@@ -44,12 +44,12 @@ class TargetPeer:
     resyncs: Resyncs
     table_version: int = 0
     followed: dict[str, Session] = field(default_factory=dict)
-    scores: list[Score] = field(default_factory=list)  # not yet sent
+    scores: list[DraftScore] = field(default_factory=list)  # not yet sent
     ignored: dict[str, None] = field(default_factory=dict)  # others draft for them, and there is no room to keep in step
     refused: dict[str, float] = field(default_factory=dict)  # for want of room; when last heard of, oldest first
     owed: dict[str, int] = field(default_factory=dict)  # refused, not yet told so; the committed length to answer
 
-    def take_scores(self) -> tuple[Score, ...]:
+    def take_scores(self) -> tuple[DraftScore, ...]:
         scores, self.scores = tuple(self.scores), []
         return scores
 

@@ -112,9 +112,7 @@ class FrequencyTable:
         try:
             with np.load(BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
                 if int(arrays["format"]) != _FORMAT:
-                    raise ModelUnavailable(
-                        f"{path.name} has table format {int(arrays['format'])}, not {_FORMAT}"
-                    )
+                    raise ModelUnavailable(f"{path.name} has table format {int(arrays['format'])}, not {_FORMAT}")
                 table = cls(
                     arrays["keys"].astype(np.uint64),
                     arrays["token_ids"].astype(np.int32),

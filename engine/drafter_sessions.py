@@ -4,7 +4,7 @@ import logging
 from collections.abc import Collection, Mapping
 
 from cluster.errors import LinkClosed
-from cluster.messages import LevelReport, ProposalRound, Score
+from cluster.messages import DraftScore, LevelReport, ProposalRound
 from cluster.transport.base import Link
 from cluster.types import Commit, Proposal, RoutingTable
 from engine.colocated import ColocatedDrafters
@@ -165,7 +165,7 @@ class DrafterSessions:
         faults.append(f"a report of the passes of {level.drafter!r}, which does not run there")
         return False
 
-    def _is_possible(self, score: Score, faults: list[str]) -> bool:
+    def _is_possible(self, score: DraftScore, faults: list[str]) -> bool:
         """A score cannot cover uncommitted tokens. For an ended request this cannot be checked."""
         sequence = self._sequences.get(score.request_id)
         if sequence is None or score.base_len + score.num_matched <= len(sequence.token_ids):

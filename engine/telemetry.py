@@ -104,7 +104,7 @@ class Telemetry:
         self.tokens_per_s = 0.0
         self._window_start_s = None
 
-    def note_scores(self, drafter: str, scores: Iterable[messages.Score]) -> None:
+    def note_scores(self, drafter: str, scores: Iterable[messages.DraftScore]) -> None:
         """Counterfactual scores of a drafter, for requests that others draft for."""
         with self._taking:
             for score in scores:

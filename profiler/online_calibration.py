@@ -53,6 +53,7 @@ class OnlineSurvival:
         self._evidence = 0.0  # log odds of what came true, by the corrected over by the told confidences
         self._pending: list[tuple[tuple[float, ...], int]] = []
         self.num_records = 0
+        self._next_due = self.num_due
 
     @property
     def num_due(self) -> int:
@@ -83,17 +84,21 @@ class OnlineSurvival:
         if confidences:
             self.num_records += 1
             self._pending.append((tuple(confidences[: num_accepted + 1]), num_accepted))
-            if len(self._pending) >= self.num_due:
+            if len(self._pending) >= self._next_due:
                 last = len(self._weight) - 1
-                tried = [(min(k, last), told, k < num) for row, num in self._pending for k, told in enumerate(row)]
+                tried = [
+                    (k if k < last else last, told, k < num) for row, num in self._pending for k, told in enumerate(row)
+                ]
                 self._pending.clear()
                 positions, told, came_true = (np.array(column) for column in zip(*tried, strict=True))
                 self._take_up(positions, told, came_true)
+                self._next_due = self.num_due
 
     def record_all(self, num_records: int, positions: NDArray[np.intp], told: Floats, came_true: NDArray[np.bool_]) -> None:
         """As ``record``, of ``num_records`` drafts: the tokens that were tried, each [n], at positions told apart."""
         self.num_records += num_records
         self._take_up(positions, told, came_true)
+        self._next_due = self.num_due
 
     def _take_up(self, positions: NDArray[np.intp], told: Floats, came_true: NDArray[np.bool_]) -> None:
         """Of tokens before which all were right."""

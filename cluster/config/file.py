@@ -167,11 +167,6 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     supervision: SupervisionConfig = SupervisionConfig()
 
-    @property
-    def max_draft_len(self) -> int:
-        """Longest proposal that any drafter may send, 0 without drafters."""
-        return max((drafter.max_draft_len for drafter in self.drafters), default=0)
-
     def proposers_of(self, name: str) -> tuple[DrafterConfig, ...]:
         """Who may ride ahead of a drafter in its own process, smallest first: those before it in a fixed chain, or in the
         file where the policy makes chains."""

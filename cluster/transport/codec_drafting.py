@@ -1,6 +1,9 @@
 """Encodes the messages between targets and drafters."""
 
-from cluster.messages import Budget, DraftRound, Extend, LevelReport, Open, ProposalRound, Score, Verified
+from dataclasses import fields
+from typing import Any
+
+from cluster.messages import Budget, DraftRound, DraftScore, Extend, LevelReport, Open, ProposalRound, Verified
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec_sampling import decode_sampling, encode_sampling
 from cluster.types import Proposal
@@ -18,7 +21,7 @@ def encode_draft_round(message: DraftRound, out: wire.Frame) -> None:
     for extend in message.extends:
         add(request_id=extend.request_id, base_len=extend.base_len, token_ids=extend.token_ids)
     for budget in message.budgets:
-        to.budgets.add(request_id=budget.request_id, num_tokens=budget.num_tokens, row_price=budget.row_price)
+        to.budgets.add(**_fields(budget))
     to.releases.extend(message.releases)
 
 
@@ -43,6 +46,11 @@ def decode_draft_round(message: wire.DraftRound) -> DraftRound:
     )
 
 
+def _fields(message: Budget | DraftScore | Verified) -> dict[str, Any]:
+    """The dataclasses name their fields as ``wire.proto`` does."""
+    return {field.name: getattr(message, field.name) for field in fields(message)}
+
+
 def encode_proposal_round(message: ProposalRound, out: wire.Frame) -> None:
     to = out.proposal_round
     to.SetInParent()
@@ -58,12 +66,7 @@ def encode_proposal_round(message: ProposalRound, out: wire.Frame) -> None:
             unfinished=proposal.unfinished,
         )
     for score in message.scores:
-        to.scores.add(
-            request_id=score.request_id,
-            base_len=score.base_len,
-            num_matched=score.num_matched,
-            num_scored=score.num_scored,
-        )
+        to.scores.add(**_fields(score))
     to.resyncs.extend(message.resyncs)
     for level in message.levels:
         report = to.levels.add(
@@ -74,13 +77,7 @@ def encode_proposal_round(message: ProposalRound, out: wire.Frame) -> None:
             num_lost=level.num_lost,
         )
         for verified in level.verified:
-            report.verified.add(
-                proposer=verified.proposer,
-                num_reached=verified.num_reached,
-                num_right=verified.num_right,
-                num_asked=verified.num_asked,
-                num_proposed=verified.num_proposed,
-            )
+            report.verified.add(**_fields(verified))
 
 
 def decode_proposal_round(message: wire.ProposalRound) -> ProposalRound:
@@ -100,7 +97,7 @@ def decode_proposal_round(message: wire.ProposalRound) -> ProposalRound:
             ]
         ),
         scores=tuple(
-            [Score(score.request_id, score.base_len, score.num_matched, score.num_scored) for score in message.scores]
+            [DraftScore(score.request_id, score.base_len, score.num_matched, score.num_scored) for score in message.scores]
         ),
         resyncs=tuple(message.resyncs),
         levels=tuple([_decode_level(level) for level in message.levels]),

@@ -17,13 +17,13 @@ from cluster.messages import (
     Budget,
     CommitRound,
     DraftRound,
+    DraftScore,
     Extend,
     Hello,
     LevelReport,
     Open,
     ProposalRound,
     Role,
-    Score,
     SubmitRound,
     Verified,
 )
@@ -85,14 +85,14 @@ draft_rounds = st.builds(
     st.integers(0, 2**64 - 1),
     some(st.builds(Open, names, token_ids, uint32s, samplings, some(names))),
     some(st.builds(Extend, names, uint32s, token_ids)),
-    some(st.builds(Budget, names, uint32s)),
+    some(st.builds(Budget, names, uint32s, st.floats(0, 1))),
     some(names),
 )
 proposal_rounds = st.builds(
     ProposalRound,
     st.integers(0, 2**64 - 1),
     some(st.builds(Proposal, names, uint32s, token_ids, st.lists(floats, max_size=4).map(tuple), names, st.booleans())),
-    some(st.builds(Score, names, uint32s, uint32s, uint32s)),
+    some(st.builds(DraftScore, names, uint32s, uint32s, uint32s)),
     some(names),
     some(
         st.builds(

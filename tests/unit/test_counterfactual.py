@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.config import DrafterOptions, LayersOptions, ModelOptions, NgramOptions, SuffixOptions
-from cluster.messages import Budget, DraftRound, Extend, Hello, Message, Open, ProposalRound, Role, Score
+from cluster.messages import Budget, DraftRound, DraftScore, Extend, Hello, Message, Open, ProposalRound, Role
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import ModelInfo, Proposal, SamplingParams
 from drafters.chained import ChainedModel
@@ -75,7 +75,7 @@ class Bench:
             raise AssertionError("the loop never comes to rest")
         self.loop.check_integrity()
 
-    def scores(self) -> list[Score]:
+    def scores(self) -> list[DraftScore]:
         """All that there are: those not sent yet go with the next piece of work."""
         return [score for message in self.link.sent for score in message.scores] + [
             score for peer in self.loop._roster.peers.values() for score in peer.scores
@@ -89,7 +89,7 @@ class Bench:
 
 def scored(
     make_one: Callable[[], Drafter], text: Sequence[int], sampling: SamplingParams, lens: Sequence[int]
-) -> dict[int, Score]:
+) -> dict[int, DraftScore]:
     """Of a request that is committed by as many tokens at a time; by base."""
     bench = Bench(make_one())
     bench.open("r", text[: len(PROMPT)], sampling, 0)
@@ -304,39 +304,43 @@ def shadow_of(scored_len: int, max_draft_len: int, end_len: int) -> Shadow:
     return Shadow("key", "r", scored_len, max_draft_len, end_len)
 
 
-def advanced(shadow: Shadow, chosen: int, confidence: float, stopping: Stopping) -> Score | None:
+def advanced(shadow: Shadow, chosen: int, confidence: float, stopping: Stopping) -> DraftScore | None:
     if shadow.begins:
         shadow.begin()
     return shadow.advance(chosen, confidence, stopping)
 
 
-def rounds_of(shadow: Shadow, choices: Sequence[int], confidences: Sequence[float], stopping: Stopping) -> list[Score]:
+def rounds_of(shadow: Shadow, choices: Sequence[int], confidences: Sequence[float], stopping: Stopping) -> list[DraftScore]:
     found = [advanced(shadow, chosen, c, stopping) for chosen, c in zip(choices, confidences, strict=True)]
     return [score for score in found if score is not None]
 
 
 def test_virtual_drafts_end_where_real_ones_do() -> None:
     for confidences, stopping, expected in (
-        ((0.9, 0.9, 0.9, 0.9), NEVER, Score("r", 5, 4, 4)),  # the longest draft, all right: what lies behind was not reached
-        ((0.9, 0.1, 0.9, 0.9), Stopping(min_confidence=0.2), Score("r", 5, 1, 2)),
-        ((0.9, 0.5, 0.9, 0.9), Stopping(min_survival=0.5), Score("r", 5, 2, 3)),  # the unlikely token itself is drafted
+        (
+            (0.9, 0.9, 0.9, 0.9),
+            NEVER,
+            DraftScore("r", 5, 4, 4),
+        ),  # the longest draft, all right: no position failed
+        ((0.9, 0.1, 0.9, 0.9), Stopping(min_confidence=0.2), DraftScore("r", 5, 1, 2)),
+        ((0.9, 0.5, 0.9, 0.9), Stopping(min_survival=0.5), DraftScore("r", 5, 2, 3)),  # the unlikely token itself is drafted
     ):
         shadow = shadow_of(5, 4, 1000)
         shadow.commit((1, 2, 3, 4))
         assert rounds_of(shadow, (1, 2, 3, 4), confidences, stopping) == [expected]
     shadow = shadow_of(5, 4, 8)  # it ends at 8: two tokens may be drafted, the last is the target's own
     shadow.commit((1, 2, 3))
-    assert rounds_of(shadow, (1, 2, 3), (1.0,) * 3, NEVER) == [Score("r", 5, 2, 2)]
+    assert rounds_of(shadow, (1, 2, 3), (1.0,) * 3, NEVER) == [DraftScore("r", 5, 2, 2)]
 
 
 def test_a_virtual_round_begins_where_the_one_before_it_ended_and_not_at_a_commit() -> None:
     shadow = shadow_of(5, 4, 1000)
     shadow.commit((1,))
     shadow.commit((2, 3))  # a round of the driver's began at 6; its own draft is still right there
-    assert rounds_of(shadow, (1, 2, 9), (1.0,) * 3, NEVER) == [Score("r", 5, 2, 3)]
+    assert rounds_of(shadow, (1, 2, 9), (1.0,) * 3, NEVER) == [DraftScore("r", 5, 2, 3)]
     assert shadow.begins
     shadow.commit((4, 5))
-    assert rounds_of(shadow, (9, 5), (1.0,) * 2, NEVER) == [Score("r", 8, 0, 1)]
+    assert rounds_of(shadow, (9, 5), (1.0,) * 2, NEVER) == [DraftScore("r", 8, 0, 1)]
 
 
 def test_scores_have_the_mean_of_really_driving_on_text_where_the_driver_differs() -> None:

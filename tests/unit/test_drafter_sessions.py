@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.messages import Budget, DraftRound, Hello, LevelReport, Message, ProposalRound, Role, Score
+from cluster.messages import Budget, DraftRound, DraftScore, Hello, LevelReport, Message, ProposalRound, Role
 from cluster.types import Commit, ModelInfo, Proposal, Request, RoutingTable, SamplingParams
 from engine.colocated import ColocatedDrafters
 from engine.drafter_sessions import DrafterSessions
@@ -86,7 +86,7 @@ def hello(name: str) -> Hello:
     return Hello(Role.DRAFTER, name, 100, "fingerprint")
 
 
-def told(link: Link) -> DraftRound:
+def sent_to(link: Link) -> DraftRound:
     return link.sent.pop() if link.sent else DraftRound(0)
 
 
@@ -100,7 +100,7 @@ def test_scorers_keep_in_step_and_take_over_without_being_told_all_again() -> No
     drafters.assign(sequence)
     drafters.set_budgets({"r": DraftBudget(4)})
     drafters.flush()
-    rounds = {name: told(link) for name, link in links.items()}
+    rounds = {name: sent_to(link) for name, link in links.items()}
     assert {name: [b.num_tokens for b in one.budgets] for name, one in rounds.items()} == {
         "a": [4], "b": [0], "c": [], "c/1": [0], "d": []
     }  # fmt: skip
@@ -108,8 +108,8 @@ def test_scorers_keep_in_step_and_take_over_without_being_told_all_again() -> No
     sequence.token_ids.extend((5, 6))
     drafters.publish(sequence, Commit("r", 3, (5, 6)), 1.0)
     drafters.flush()
-    assert [len(told(links[name]).extends) for name in ("a", "b", "c/1", "d")] == [1, 1, 1, 0]
-    drafters.receive(links["b"], ProposalRound(0, scores=(Score("r", 3, 2, 3), Score("r", 5, 0, 1))), 1.0)
+    assert [len(sent_to(links[name]).extends) for name in ("a", "b", "c/1", "d")] == [1, 1, 1, 0]
+    drafters.receive(links["b"], ProposalRound(0, scores=(DraftScore("r", 3, 2, 3), DraftScore("r", 5, 0, 1))), 1.0)
     assert telemetry.take_scores() == (assignment.ScoreCounts("r", "b", Positions((2, 1, 1), (1, 1, 0))),)
     assert telemetry.take_scores() == ()
     drafters.receive(links["b"], ProposalRound(0, (Proposal("r", 3, (5,), (0.5,), "b"),), resyncs=("r",)), 1.0)
@@ -119,24 +119,24 @@ def test_scorers_keep_in_step_and_take_over_without_being_told_all_again() -> No
     )
     assert sequence.draft.proposal is None
     drafters.flush()
-    again = told(links["b"])
+    again = sent_to(links["b"])
     assert ([len(o.token_ids) for o in again.opens], [b.num_tokens for b in again.budgets]) == ([5], [0])
     drafters.follow(RoutingTable(1, {"r": ("b",)}, scorers=("a", "b")))
     drafters.set_budgets({"r": DraftBudget(4, 0.25)})
     drafters.flush()
-    assert told(links["a"]).budgets == (Budget("r", 0),)  # it stays in step
-    assert (taken := told(links["b"])).budgets == (Budget("r", 4, 0.25),)
+    assert sent_to(links["a"]).budgets == (Budget("r", 0),)  # it stays in step
+    assert (taken := sent_to(links["b"])).budgets == (Budget("r", 4, 0.25),)
     assert not taken.opens
-    assert told(links["c/1"]).releases == ("r",)
+    assert sent_to(links["c/1"]).releases == ("r",)
     drafters.follow(RoutingTable(2, {"r": ("b",)}))
     drafters.set_budgets({"r": DraftBudget(6, 0.5)})
     drafters.flush()
-    assert told(links["a"]).releases == ("r",)
-    assert told(links["b"]).budgets == (Budget("r", 6, 0.5),)
+    assert sent_to(links["a"]).releases == ("r",)
+    assert sent_to(links["b"]).budgets == (Budget("r", 6, 0.5),)
     drafters.release(sequence)
     drafters.flush()
-    assert told(links["b"]).releases == ("r",)
-    assert not told(links["d"]).releases
+    assert sent_to(links["b"]).releases == ("r",)
+    assert not sent_to(links["d"]).releases
 
 
 def test_whoever_chose_its_chain_is_scored_by_nobody() -> None:
@@ -147,7 +147,7 @@ def test_whoever_chose_its_chain_is_scored_by_nobody() -> None:
     drafters.assign(sequences.add(Request("r", (1, 2), SamplingParams(max_tokens=20), arrival_s=0.0, chain=("a",))))
     drafters.assign(sequences.add(Request("s", (1, 2), SamplingParams(max_tokens=20), arrival_s=0.0)))
     drafters.flush()
-    assert [opened.request_id for opened in told(link).opens] == ["s"]
+    assert [opened.request_id for opened in sent_to(link).opens] == ["s"]
 
 
 @pytest.mark.parametrize("says_something", [True, False])
@@ -162,7 +162,7 @@ def test_a_request_whose_tokens_the_caller_dictates_says_nothing_of_drafters(say
     drafters.assign(sequence)
     drafters.publish(sequence, Commit("r", 2, (5, 5), drafter="a", num_proposed=1, num_accepted=1), 1.0)
     drafters.flush()
-    assert [opened.request_id for opened in told(links["a"]).opens] == ["r"]  # it is drafted for all the same
+    assert [opened.request_id for opened in sent_to(links["a"]).opens] == ["r"]  # it is drafted for all the same
     assert bool(telemetry.take_observations()) == says_something
     assert bool(links["b"].sent) == says_something  # and scored by nobody
 

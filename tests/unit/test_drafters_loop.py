@@ -44,6 +44,20 @@ def test_drafts_all_requests_of_all_links_as_one_batch_and_sends_one_message_to_
     assert (telemetry.num_proposals, telemetry.num_tokens) == (3, 12)
 
 
+def test_the_row_price_of_a_budget_reaches_the_drafter_and_an_unsound_one_changes_nothing() -> None:
+    bench = Bench(ahead_len=4)
+    bench.open("a", 10)
+    bench.mail(budgets=(Budget("a", 2, 0.25),))
+    bench.settle()
+    assert {demand.row_price for batch in bench.drafter.batches for demand in batch} == {0.25}
+    for unsound in (Budget("a", 65, 0.5), Budget("a", 2, 1.5), Budget("a", 2, float("nan")), Budget("a", 2, -0.5)):
+        bench.mail(budgets=(unsound,))
+    bench.extend("a", 10, 10)
+    bench.drafter.batches.clear()
+    bench.settle()
+    assert {demand.row_price for batch in bench.drafter.batches for demand in batch} == {0.25}
+
+
 def test_budgets_hold_until_they_change_and_nothing_is_drafted_past_the_end() -> None:
     bench = Bench()
     bench.open("a", 10, max_tokens=8)

@@ -2,14 +2,15 @@
 
 import pytest
 
-from cluster.messages import CommitRound, Hello, Role, SubmitRound
+from cluster.messages import Budget, CommitRound, DraftRound, Hello, Role, SubmitRound
 from cluster.transport.base import Mailbox, Received
 from cluster.transport.memory import LocalNetwork
-from cluster.types import Commit, Request, SamplingParams
+from cluster.types import Commit, Request, RoutingTable, SamplingParams
 from engine.loop_status import StepReport
 from engine.round import TargetLoop
 from profiler.online_cost import OnlineCost
 from router.cost_model import TableCost
+from router.draft_length import PRICE_STEPS, DraftLengths
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, plain_run
 
 PASS_S = 0.04
@@ -20,6 +21,34 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def test_a_remote_drafter_is_sent_its_budget_with_the_session_and_the_price_when_it_changes() -> None:
+    clock, mailbox, inbox, drafter_inbox, network = Clock(), Mailbox(), Mailbox(), Mailbox(), LocalNetwork()
+    row_s = 0.004
+    cost = TableCost((1, 32), (PASS_S, PASS_S + 31 * row_s))
+    table = RoutingTable(1, defaults=(("d",),))
+    lengths = DraftLengths({"d": 5})
+    loop = TargetLoop(ToyTarget(), MODEL, mailbox, cost, clock, table=table, draft_lengths=lengths)
+    network.listen("memory://t", mailbox, Hello(Role.TARGET, "t", VOCAB_SIZE, "toy"))
+    network.connect("memory://t", drafter_inbox, Hello(Role.DRAFTER, "d", VOCAB_SIZE, "toy"))
+    gateway = network.connect("memory://t", inbox, Hello(Role.GATEWAY, "g", VOCAB_SIZE, "toy"))
+    gateway.send(SubmitRound((Request("r", (1, 2, 3), SamplingParams(max_tokens=30, ignore_eos=True), 0.0),)))
+    rounds: list[DraftRound] = []
+    while not isinstance(begun := loop.begin(clock.now_s), StepReport):
+        if begun.plan.spans:
+            outcomes = loop.execute(begun)
+            clock.now_s += PASS_S
+            loop.finish(begun, outcomes, clock.now_s)
+        for event in drafter_inbox.drain():
+            if isinstance(event, Received) and isinstance(event.message, DraftRound):
+                rounds.append(event.message)
+        clock.now_s += 0.06  # a hold is over by then
+    assert [opened.request_id for opened in rounds[0].opens] == ["r"]
+    assert rounds[0].budgets == (Budget("r", 5),)
+    (changed,) = [budget for message in rounds[1:] for budget in message.budgets]
+    assert changed.num_tokens == 5
+    assert changed.row_price == pytest.approx(row_s * 1 / (PASS_S + 0.06), abs=0.5 / PRICE_STEPS)
 
 
 @pytest.mark.parametrize("slowdown", [1.0, 2.0])
