@@ -23,6 +23,7 @@ class Bench:
 
 
 BENCHES = {
+    "compare": Bench("benchmarks.compare", "Outrider beside vLLM and llama.cpp over HTTP, in one run"),
     "decisions": Bench("benchmarks.decisions", "how long a slot of the router and a plan of the round take to decide"),
     "decode": Bench("benchmarks.decode", "a decode step over the floor of its matrix products, and over transformers"),
     "drafters": Bench("benchmarks.drafters", "what each drafter brings and costs, and the speed-up with it"),

@@ -114,10 +114,10 @@ def _take(answer: Answer, came_s: float, event: dict[str, Any]) -> None:
         answer.text += text
         answer.pieces_s.append(came_s)
     if event.get("usage"):
-        details = event["usage"]["completion_tokens_details"]
         answer.num_tokens = event["usage"]["completion_tokens"]
-        answer.num_accepted = details["accepted_prediction_tokens"]
-        answer.num_proposed = details["rejected_prediction_tokens"] + details["accepted_prediction_tokens"]
+        details = event["usage"].get("completion_tokens_details") or {}  # other servers do not tell
+        answer.num_accepted = details.get("accepted_prediction_tokens", 0)
+        answer.num_proposed = details.get("rejected_prediction_tokens", 0) + answer.num_accepted
 
 
 async def ask_engine(client: EngineClient, ask: Ask) -> Answer:
