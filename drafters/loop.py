@@ -11,7 +11,7 @@ from cluster.messages import LevelReport, ProposalRound
 from cluster.transport.base import LinkDown, Mailbox
 from cluster.types import Proposal
 from drafters.counterfactual import Scorer
-from drafters.protocol import Chaining, Demand, Drafter
+from drafters.protocol import Demand, Drafter
 from drafters.session import Session
 from drafters.sessions import SessionLimits, TargetPeer, TargetSessions
 from router.assignment import drafter_of
@@ -77,7 +77,6 @@ class DrafterLoop:
     ) -> None:
         self.name = name
         self._drafter = drafter
-        self._chaining = drafter if isinstance(drafter, Chaining) else None
         self._mailbox = mailbox
         self._roster = TargetSessions(name, drafter, limits or SessionLimits())
         self._ahead_len = ahead_len
@@ -242,10 +241,11 @@ class DrafterLoop:
 
     def _take_levels(self, now_s: float) -> tuple[LevelReport, ...]:
         """What the models of this drafter's chains did, once in a while and to one of the targets: the router asks all."""
-        if self._chaining is None or now_s < self._next_report_s:
+        chain = self._drafter.capabilities.chain
+        if chain is None or now_s < self._next_report_s:
             return ()
         self._next_report_s = now_s + REPORT_PERIOD_S
-        return tuple(self._chaining.take_levels(drafter_of(self.name)))
+        return tuple(chain.take_levels(drafter_of(self.name)))
 
     def _proposal(self, followed: Session) -> Proposal:
         followed.answered = True
