@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from cluster.types import FinishReason
-from profiler.drafter_stats import Judgement
 from router.assignment import NO_POSITIONS, Chain, Observation
+from router.estimates.drafter_stats import Judgement
 from router.plan import SequenceView
 from simulator.agreement import SimulatedRequest
 from simulator.drafter import SimulatedProposal

@@ -1,17 +1,18 @@
 """A target replica as the simulator sees it: the round of `engine.round.TargetLoop` with lengths in the place of tokens.
 
 Mail, plan, one pass, and the word spread of what it committed. The planner, whom it takes (`router.admission`) and what it
-learns of drafters (`profiler.drafter_stats`) are those of the live round.
+learns of drafters (`router.estimates.drafter_stats`) are those of the live round.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cluster.types import FinishReason, RoutingTable
-from profiler.drafter_stats import DrafterStats, running_mean
 from router.admission import refusal
 from router.assignment import Chain, RequestView
 from router.cost_model import CostModel
+from router.estimates.decayed import ema
+from router.estimates.drafter_stats import DrafterStats
 from router.plan import Capacity, Span, StepPlan
 from router.planner import Planner
 from simulator.agreement import SimulatedRequest
@@ -184,7 +185,7 @@ class SimulatedTarget:
         self.num_passes += 1
         self.num_rows += num_rows
         step_s = now_s - start_s
-        self._step_s = step_s if self._step_s is None else running_mean(self._step_s, step_s)
+        self._step_s = ema(self._step_s, step_s)
         self._finish_step()
         if not self._busy:
             self._step(now_s)
