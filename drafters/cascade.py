@@ -15,8 +15,7 @@ from cluster.types import SamplingParams
 from drafters.consensus import Consensus
 from drafters.ensemble import LookupEnsemble, MemberDraft, PlainEnsemble, best_of
 from drafters.native.ensemble import MOST_MEMBERS, NativeEnsemble
-from drafters.native.lookup import NativeLookup
-from drafters.protocol import Demand, Draft, Drafter
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from router.estimates.decayed import ema
 from router.estimates.draft_times import DraftCosts
 from router.estimates.marginal_gain import MarginalGain, RequestGain
@@ -83,6 +82,8 @@ class CascadeDrafter:
     Raises:
         InvalidField: no members, or their costs do not ascend.
     """
+
+    capabilities = Capabilities()
 
     def __init__(self, members: Sequence[CascadeMember], clock: Callable[[], float] | None = None) -> None:
         if not members:
@@ -212,7 +213,7 @@ def _hearing(members: Sequence[CascadeMember], num_free: int) -> LookupEnsemble:
     """In C if all free members are in C."""
     survival, consensus = [OnlineSurvival() for _ in members], Consensus(len(members), num_free)
     free = [member.drafter for member in members[:num_free]]
-    lookups = [drafter for drafter in free if isinstance(drafter, NativeLookup)]
+    lookups = [lookup for drafter in free if (lookup := drafter.capabilities.lookup) is not None]
     all_splice = [member.splices for member in members] == [i < num_free for i in range(len(members))]
     if 0 < len(lookups) == num_free <= MOST_MEMBERS and all_splice:
         return NativeEnsemble(lookups[0].library, lookups, survival, consensus)

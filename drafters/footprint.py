@@ -100,7 +100,7 @@ def target_footprint(config: Config) -> Footprint:
     Raises:
         ModelUnavailable: the model or a drafter is missing, half-written or unsupported.
     """
-    from drafters.feature_layers import feature_layers
+    from drafters.registry import feature_layers
     from engine.models.prepare import resolve_model
 
     target, max_model_len = config.target, config.model.max_model_len

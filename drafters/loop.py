@@ -4,13 +4,14 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from cluster.errors import LinkClosed, LinkFull
 from cluster.messages import LevelReport, ProposalRound
 from cluster.transport.base import LinkDown, Mailbox
 from cluster.types import Proposal
 from drafters.counterfactual import Scorer
-from drafters.protocol import Chaining, Demand, Drafter
+from drafters.protocol import Demand, Drafter
 from drafters.session import Session
 from drafters.sessions import SessionLimits, TargetPeer, TargetSessions
 from router.assignment import drafter_of
@@ -19,6 +20,16 @@ logger = logging.getLogger(__name__)
 
 REPORT_PERIOD_S = 0.1  # of what models in chains did: the router looks once a slot
 MAX_WAIT_S = 0.25  # run() looks at its stop event at least this often
+
+
+class Begun(Enum):
+    """What the first half of a step did."""
+
+    NOTHING = auto()
+    ANSWERED = auto()  # or read mail; it took no time of the drafter
+    DRAFTED = auto()  # ``finish`` sends the proposals
+    DRAFTED_AHEAD = auto()
+    SCORED = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +44,7 @@ class LoopTelemetry:
     num_tokens: int  # proposed
     num_resyncs: int  # asked for
     mean_batch: float | None  # requests per batch of drafts; None before the first
-    mean_draft_s: float | None  # of the steps that drafted, as run() timed them; None when driven by hand
+    mean_draft_s: float | None  # of a batch, as run() timed it; None when driven by hand
 
 
 class DrafterLoop:
@@ -43,6 +54,9 @@ class DrafterLoop:
     refused, resyncs); else it drafts one batch for the requests that have no proposal yet; else, if ``ahead_len`` is not 0,
     it drafts a little further for those that await a verdict. So mail never waits for more than one batch. An empty
     proposal is sent too: the target then need not wait for one.
+
+    A simulation on a virtual clock calls the halves of ``step`` itself: ``begin``, and ``finish`` when the drafter has taken
+    its time.
 
     Args:
         ahead_len: tokens drafted beyond the last proposal while its verdict is awaited (PEARL's post-verify). Worthwhile
@@ -63,7 +77,6 @@ class DrafterLoop:
     ) -> None:
         self.name = name
         self._drafter = drafter
-        self._chaining = drafter if isinstance(drafter, Chaining) else None
         self._mailbox = mailbox
         self._roster = TargetSessions(name, drafter, limits or SessionLimits())
         self._ahead_len = ahead_len
@@ -72,7 +85,6 @@ class DrafterLoop:
         self._num_timed = 0
         self._next_report_s = self._next_scores_s = self._next_spare_s = 0.0
         self._spare_share = spare_share
-        self._clock: Callable[[], float] | None = None
         self._scorer = Scorer(drafter)
         self._timed_s = 0.0
 
@@ -82,6 +94,12 @@ class DrafterLoop:
         Drafts at most one batch and sends at most one message per link. What the drafter raises is not caught: its owner
         restarts it, and the targets decode plainly meanwhile.
         """
+        begun = self.begin(now_s)
+        self.finish(begun, now_s, now_s)
+        return begun is not Begun.NOTHING
+
+    def begin(self, now_s: float) -> Begun:
+        """The first half of a step: everything but what follows from a draft or a score when it is there."""
         heard = self._hear(now_s)
         self._roster.expire(now_s)
         resyncs = self._roster.due_resyncs(now_s)
@@ -89,28 +107,42 @@ class DrafterLoop:
         ready = [followed for followed in unanswered if self._is_ready(followed)]
         if ready or resyncs or self._roster.owes_refusals:
             self._answer(ready, resyncs, now_s)
-            return True
+            return Begun.ANSWERED
         if unanswered:
             self._draft((followed, followed.wanted - len(followed.ahead)) for followed in unanswered)
+            return Begun.DRAFTED
+        if self._draft(self._further()):
+            return Begun.DRAFTED_AHEAD
+        if heard:
+            return Begun.ANSWERED
+        return Begun.SCORED if self._score(now_s) else Begun.NOTHING
+
+    def finish(self, begun: Begun, began_s: float, now_s: float) -> None:
+        """The second half of a step that began at ``began_s``: sends proposals and scores."""
+        if begun is Begun.DRAFTED:
             self._hear(now_s)  # what was committed meanwhile makes some of it stale: only the rest is worth sending
             self._answer([f for f in self._unanswered() if f.ahead or f.exhausted or not f.wanted], {}, now_s)
-            return True
-        return self._draft(self._further()) or heard or self._score(now_s)
+        elif begun is Begun.SCORED:
+            self._next_spare_s = now_s + (now_s - began_s) * (1.0 / self._spare_share - 1.0)
+            if self._next_scores_s <= now_s:
+                self._next_scores_s = now_s + REPORT_PERIOD_S
+                self._answer([], {}, now_s)
 
     def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
         """Step until ``stop`` is set (then wake the mailbox, to be heard at once). ``clock`` is monotonic, in seconds."""
-        self._clock = clock
         while not stop.is_set():
             start_s = clock()
-            num_batches = self._num_batches
-            if self.step(start_s):
-                if self._num_batches > num_batches:
-                    self._num_timed += 1
-                    self._timed_s += clock() - start_s
-            else:
+            begun = self.begin(start_s)
+            if begun is Begun.NOTHING:
                 due_s = self.next_due_s()
                 wait_s = MAX_WAIT_S if due_s is None else min(MAX_WAIT_S, due_s - clock())
                 self._mailbox.wait(max(0.0, wait_s))
+                continue
+            end_s = clock()
+            if begun in (Begun.DRAFTED, Begun.DRAFTED_AHEAD):
+                self._num_timed += 1
+                self._timed_s += end_s - start_s
+            self.finish(begun, start_s, end_s)
 
     def telemetry(self) -> LoopTelemetry:
         return LoopTelemetry(
@@ -164,12 +196,6 @@ class DrafterLoop:
             return False
         for key, score in scored:
             peers[key].scores.append(score)
-        if self._clock is not None:
-            end_s = self._clock()
-            self._next_spare_s = end_s + (end_s - now_s) * (1.0 / self._spare_share - 1.0)
-        if self._next_scores_s <= now_s:
-            self._next_scores_s = now_s + REPORT_PERIOD_S
-            self._answer([], {}, now_s)
         return True
 
     def _further(self) -> Iterator[tuple[Session, int]]:
@@ -215,10 +241,11 @@ class DrafterLoop:
 
     def _take_levels(self, now_s: float) -> tuple[LevelReport, ...]:
         """What the models of this drafter's chains did, once in a while and to one of the targets: the router asks all."""
-        if self._chaining is None or now_s < self._next_report_s:
+        chain = self._drafter.capabilities.chain
+        if chain is None or now_s < self._next_report_s:
             return ()
         self._next_report_s = now_s + REPORT_PERIOD_S
-        return tuple(self._chaining.take_levels(drafter_of(self.name)))
+        return tuple(chain.take_levels(drafter_of(self.name)))
 
     def _proposal(self, followed: Session) -> Proposal:
         followed.answered = True

@@ -9,7 +9,7 @@ from cluster.messages import Budget, DraftRound, DraftScore, Extend, Open
 from cluster.soundness import Inspection
 from cluster.transport.base import Event, Link, LinkDown, LinkUp
 from drafters.counterfactual import Shadow
-from drafters.protocol import Chaining, Drafter
+from drafters.protocol import Drafter
 from drafters.session import ExtendOutcome, Resyncs, Session, key_of, reconcile
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class TargetSessions:
         self._limits = limits
         self._inspection = Inspection(f"drafter {name}")
         self._num_links_seen = 0
-        self._refusal_logged = self._refused_chain_logged = False
+        self._refusal_logged = self._missing_proposers_logged = False
         self._next_expiry_s: float | None = None
 
     @property
@@ -201,7 +201,7 @@ class TargetSessions:
             verdict, new = reconcile(followed.token_ids, 0, opening.token_ids)
             if verdict is not ExtendOutcome.CONFLICT and len(opening.token_ids) <= followed.end_len:
                 self._commit(peer, followed, new, now_s)
-                self._lead(followed.key, opening)
+                self._set_proposers(followed.key, opening)
                 return
             self._forget(peer, request_id)  # its id is used anew
         if self.num_followed >= self._limits.capacity:
@@ -246,17 +246,18 @@ class TargetSessions:
             heard_s=now_s,
         )
         self._drafter.open(followed.key, opening.token_ids, opening.prompt_len, opening.sampling)
-        self._lead(followed.key, opening)
+        self._set_proposers(followed.key, opening)
         peer.followed[request_id] = followed
         peer.resyncs.learned(request_id, followed.committed_len)
         return followed
 
-    def _lead(self, key: str, opening: Open) -> None:
-        """Sees to the rest of the request's chain. Where that is not to be had, it is drafted for alone."""
-        led = isinstance(self._drafter, Chaining) and self._drafter.lead(key, opening.proposers)
-        if opening.proposers and not led and not self._refused_chain_logged:
-            self._refused_chain_logged = True
-            logger.warning("drafter %s: %s cannot ride ahead of it here", self._name, ", ".join(opening.proposers))
+    def _set_proposers(self, key: str, opening: Open) -> None:
+        """Sets the proposers of a request's chain. Without them the drafter drafts alone."""
+        chain = self._drafter.capabilities.chain
+        found = chain is not None and chain.set_proposers(key, opening.proposers)
+        if opening.proposers and not found and not self._missing_proposers_logged:
+            self._missing_proposers_logged = True
+            logger.warning("drafter %s drafts alone: it has no proposers %s", self._name, ", ".join(opening.proposers))
 
     def _extend(self, peer: TargetPeer, extension: Extend, now_s: float) -> None:
         request_id = extension.request_id

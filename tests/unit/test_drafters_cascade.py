@@ -9,7 +9,7 @@ import pytest
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.cascade import CascadeDrafter, CascadeMember
-from drafters.protocol import Demand, Draft, Drafter
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.replay import common_prefix_len
 from router.estimates.draft_times import DraftCosts
 
@@ -27,6 +27,7 @@ class Scripted:
     until_len: int = 10_000
     asked: list[Demand] = field(default_factory=list)
     lengths: dict[str, int] = field(default_factory=dict)
+    capabilities = Capabilities()
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self.lengths[request_id] = len(token_ids)
@@ -60,6 +61,7 @@ class Counted:
 
     drafter: Drafter
     num_asked: int = 0
+    capabilities = Capabilities()
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self.drafter.open(request_id, token_ids, prompt_len, sampling)
@@ -83,6 +85,7 @@ class Split:
     """A drafter of its own for each request."""
 
     drafters: dict[str, Drafter]
+    capabilities = Capabilities()
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self.drafters[request_id].open(request_id, token_ids, prompt_len, sampling)
@@ -188,6 +191,7 @@ class Recorded:
     confidence: float
     turn: int = 0
     position: int = 3
+    capabilities = Capabilities()
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self.position = len(token_ids)
@@ -275,6 +279,7 @@ class Slow:
     seconds: float
     clock: list[float]
     num_asked: int = 0
+    capabilities = Capabilities()
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self.drafter.open(request_id, token_ids, prompt_len, sampling)
