@@ -24,6 +24,7 @@ from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.types import ModelInfo
 from drafters.protocol import Drafter
 from engine.dtypes import choose_dtype
+from router.estimates.prior_costs import prior_member_cost
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,18 +32,6 @@ if TYPE_CHECKING:
     from drafters.companions import Host
     from drafters.small_model import SmallModel
     from engine.forward import CausalModel
-
-# Of one draft of a member of a cascade, in one-row steps of the target, where the configuration does not say it; until the
-# cascade has measured it.
-COSTS = {
-    "ngram": 0.0,
-    "suffix": 0.0,
-    "table": 0.0,
-    "dspark": 0.15,
-    "layers": 0.35,
-    "model": 1.0,
-    "cascade": 0.35,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +195,7 @@ def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
 def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
     from drafters.cascade import CascadeDrafter, CascadeMember
 
-    costs = options.costs or [COSTS[member.kind] for member in options.members]
+    costs = options.costs or [prior_member_cost(member) for member in options.members]
     members = [
         CascadeMember(f"{i}:{member.kind}", make(member, site), cost, splices=not has_model(member))
         for i, (member, cost) in enumerate(zip(options.members, costs, strict=True))

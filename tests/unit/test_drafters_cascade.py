@@ -9,9 +9,9 @@ import pytest
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.cascade import CascadeDrafter, CascadeMember
-from drafters.marginal_gain import Costs
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.replay import common_prefix_len
+from router.estimates.draft_times import DraftCosts
 
 SAMPLING = SamplingParams(max_tokens=100, temperature=0.0)
 CONTENT = tuple(range(100, 1000))  # what the target will say: position t holds 100 + t
@@ -318,16 +318,16 @@ def test_what_a_member_costs_is_learned_from_how_long_it_takes(configured: float
 
 
 def test_costs_are_those_configured_until_enough_times_are_known() -> None:
-    costs = Costs({1: 0.2})
-    costs.drafted(1, 1, 0.03)
-    costs.came_true(0.01)
+    costs = DraftCosts({1: 0.2})
+    costs.note_drafts(1, 1, 0.03)
+    costs.note_round(0.01)
     assert costs.of(1) == 0.2
     for _ in range(500):
-        costs.drafted(1, 1, 0.005)
-        costs.came_true(0.02)
+        costs.note_drafts(1, 1, 0.005)
+        costs.note_round(0.02)
     assert costs.of(1) == pytest.approx((2 * 0.2 + 100 * 0.25) / 102, rel=0.05)
     before = costs.of(1)
-    costs.came_true(60.0)
+    costs.note_round(60.0)
     assert costs.of(1) == pytest.approx(before, rel=0.05), "a long pause between two rounds says little"
 
 
