@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cluster.messages import LevelReport
 from cluster.types import SamplingParams
 from drafters.loop import Begun, DrafterLoop
-from drafters.protocol import Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft
 from drafters.session import request_id_of
 from drafters.sessions import SessionLimits
 from router.assignment import Chain
@@ -48,6 +48,10 @@ class AgreementDrafter:
         self._in_step = in_step
         self._followed: dict[str, _Followed] = {}
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(chain=self)
+
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         script = self._scripts[request_id_of(request_id)]
         length = len(token_ids)
@@ -88,7 +92,7 @@ class AgreementDrafter:
 
     def check_integrity(self) -> None: ...
 
-    def lead(self, request_id: str, proposers: Sequence[str]) -> bool:
+    def set_proposers(self, request_id: str, proposers: Sequence[str]) -> bool:
         self._followed[request_id].lead = tuple(proposers)
         return True
 
