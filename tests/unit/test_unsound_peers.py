@@ -83,7 +83,7 @@ class UnsoundDrafter:
 def routers() -> list[Router]:
     """One that learns from scores, and the scheduler of chains."""
     pool = [PoolMember(f"toy-{i}", capacity=8, cost=0.1, verifies=True) for i in range(2)]
-    return [build_router(build_policy(policy), pool, scores=True) for policy in (HedgePolicy(), ChainPolicy())]
+    return [build_router(build_policy(policy), pool, in_step=True) for policy in (HedgePolicy(), ChainPolicy())]
 
 
 @pytest.mark.parametrize("seed", range(6))
