@@ -27,13 +27,13 @@ class _Followed:
     num_computed: int  # of these
     ahead: int = 0  # drafted beyond them
     num_right: int = 0
-    lead: Chain = ()
+    proposers: Chain = ()
 
 
 class AgreementDrafter:
     """A `Drafter` that answers at once. ``seconds`` is what the last batch would have taken.
 
-    It can be led by any drafters: what rides ahead of it changes the time of a draft alone, and that is the timer's part.
+    It takes any proposers: they change only the time of a draft, which the timer knows.
 
     Args:
         scripts: of the requests, by id.
@@ -80,7 +80,7 @@ class AgreementDrafter:
             num, num_right, confidences = one.agreement.draft(position, demand.num_tokens, is_right)
             drafts.append(Draft(demand.request_id, script.draft(start, num, num_right), confidences))
             num_behind = max(0, one.length - 1 - one.num_computed)
-            works.append(Work(script.request, position, demand.num_tokens, num, num_behind, one.lead))
+            works.append(Work(script.request, position, demand.num_tokens, num, num_behind, one.proposers))
             one.num_computed = max(one.num_computed, one.length)
             one.ahead = num_ahead + num
             one.num_right = (num_ahead if is_right else one.num_right) + num_right
@@ -93,7 +93,7 @@ class AgreementDrafter:
     def check_integrity(self) -> None: ...
 
     def set_proposers(self, request_id: str, proposers: Sequence[str]) -> bool:
-        self._followed[request_id].lead = tuple(proposers)
+        self._followed[request_id].proposers = tuple(proposers)
         return True
 
     def take_levels(self, name: str) -> list[LevelReport]:
