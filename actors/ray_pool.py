@@ -45,7 +45,7 @@ class Deployment:
     groups: Mapping[str, PlacementGroup]
     folder: str  # for the sockets of the data plane
     token: str
-    homes: MemoryBudget | None = None
+    budget: MemoryBudget | None = None
 
     def target_address(self, name: str) -> str:
         transport = self.config.transport
@@ -224,7 +224,7 @@ class PoolSupervisor:
     """The Supervisor as an asyncio actor. Ray restarts it; it then finds its members by name and goes on."""
 
     def __init__(self, deployment: Deployment) -> None:
-        self._supervisor = Supervisor(deployment.config, RaySpawner(deployment), deployment.homes)
+        self._supervisor = Supervisor(deployment.config, RaySpawner(deployment), deployment.budget)
         self._started = False
 
     async def start(self) -> Directory:

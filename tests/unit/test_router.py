@@ -26,7 +26,6 @@ from cluster.state import Document, MemoryStateStore, StateUnavailable
 from cluster.state_file import FileStateStore
 from cluster.types import Commit, FinishReason, RoutingTable
 from engine.telemetry import Telemetry
-from profiler.drafter_stats import Judgement
 from router.assignment import (
     AssignmentPolicy,
     Chain,
@@ -38,6 +37,7 @@ from router.assignment import (
     ScoreCounts,
 )
 from router.cost_model import TableCost
+from router.estimates.drafter_stats import Judgement
 from router.estimates.drift import DriftDetector
 from router.policies import build_policy, member_costs
 from router.policies.fixed import Fixed

@@ -130,7 +130,7 @@ def test_routers_learn_nothing_of_drafters_that_are_not_in_the_pool() -> None:
             router.slot([SlotReport((view,), (), 0, ("toy-0", "toy-1", "stranger"), scores=scores, levels=(strange,))])
         assert router.policy.snapshot() == before
         similarities = getattr(router.policy, "_similarities", None)
-        assert similarities is None or not similarities._seen
+        assert similarities is None or similarities.score("stranger", "toy-0") is None
 
 
 @pytest.mark.parametrize(
