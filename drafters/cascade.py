@@ -14,13 +14,14 @@ from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.consensus import Consensus
 from drafters.ensemble import LookupEnsemble, MemberDraft, PlainEnsemble, best_of
-from drafters.marginal_gain import Costs, MarginalGain, RequestGain
 from drafters.native.ensemble import MOST_MEMBERS, NativeEnsemble
-from drafters.native.lookup import NativeLookup
-from drafters.protocol import Demand, Draft, Drafter
-from profiler.online_calibration import OnlineSurvival
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
+from router.estimates.decayed import ema
+from router.estimates.draft_times import DraftCosts
+from router.estimates.marginal_gain import MarginalGain, RequestGain
+from router.estimates.survival import OnlineSurvival
 
-_PACE_MEMORY = 0.01  # weight of the newest round in the tokens per step
+_RATE_WEIGHT = 0.01  # weight of the newest round in the tokens per step
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class CascadeDrafter:
         InvalidField: no members, or their costs do not ascend.
     """
 
+    capabilities = Capabilities()
+
     def __init__(self, members: Sequence[CascadeMember], clock: Callable[[], float] | None = None) -> None:
         if not members:
             raise InvalidField("members", 0, "must hold at least one drafter")
@@ -95,7 +98,7 @@ class CascadeDrafter:
             *(member.drafter for member in members[self._num_free :]),
         ]
         self._worth = {i: MarginalGain() for i, member in enumerate(members) if member.cost > 0.0}
-        self._costs = Costs({i: members[i].cost for i in self._worth})
+        self._costs = DraftCosts({i: members[i].cost for i in self._worth})
         self._clock = clock
         self._proposed_s: float | None = None  # when the drafts were made that no commit has answered yet
         self._tokens_per_round, self._cost_per_round = 1.5, 1.0
@@ -117,7 +120,7 @@ class CascadeDrafter:
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         followed = self._followed[request_id]
         if self._clock is not None and self._proposed_s is not None and followed.round is not None:
-            self._costs.came_true(self._clock() - self._proposed_s)
+            self._costs.note_round(self._clock() - self._proposed_s)
             self._proposed_s = None  # what the same round committed for others comes with it
         for drafter in self._told:
             drafter.extend(request_id, token_ids)
@@ -164,7 +167,7 @@ class CascadeDrafter:
             return drafter.propose(demands)
         start_s = self._clock()
         drafts = drafter.propose(demands)
-        self._costs.drafted(index, len(demands), self._clock() - start_s)
+        self._costs.note_drafts(index, len(demands), self._clock() - start_s)
         return drafts
 
     def _asked(self, index: int, demands: Sequence[Demand], at_hand: Sequence[float]) -> Sequence[int]:
@@ -202,15 +205,15 @@ class CascadeDrafter:
                 gain = asked.best.worth(token_ids, round_.row_price) - asked.at_hand.worth(token_ids, round_.row_price)
                 member = asked.guess.member
                 self._worth[member].learn(gain, asked.at_hand.expected_len, followed.own[member])
-        self._tokens_per_round += _PACE_MEMORY * (len(token_ids) - self._tokens_per_round)
-        self._cost_per_round += _PACE_MEMORY * (1.0 + round_.cost - self._cost_per_round)
+        self._tokens_per_round = ema(self._tokens_per_round, len(token_ids), _RATE_WEIGHT)
+        self._cost_per_round = ema(self._cost_per_round, 1.0 + round_.cost, _RATE_WEIGHT)
 
 
 def _hearing(members: Sequence[CascadeMember], num_free: int) -> LookupEnsemble:
     """In C if all free members are in C."""
     survival, consensus = [OnlineSurvival() for _ in members], Consensus(len(members), num_free)
     free = [member.drafter for member in members[:num_free]]
-    lookups = [drafter for drafter in free if isinstance(drafter, NativeLookup)]
+    lookups = [lookup for drafter in free if (lookup := drafter.capabilities.lookup) is not None]
     all_splice = [member.splices for member in members] == [i < num_free for i in range(len(members))]
     if 0 < len(lookups) == num_free <= MOST_MEMBERS and all_splice:
         return NativeEnsemble(lookups[0].library, lookups, survival, consensus)

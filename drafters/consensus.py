@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafters.replay import common_prefix_len
-from profiler.online_scaling import Floats, OnlineScaling, num_due
+from router.estimates.confidence_scaling import Floats, OnlineScaling, num_due
 
 _NUM_WITNESSES = 4  # drafts that others are compared with, at most: each makes three times as many cases
 _MEMORY = 500.0  # tokens of a case that count

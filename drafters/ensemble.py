@@ -10,7 +10,7 @@ from cluster.types import SamplingParams
 from drafters.consensus import ComparedDraft, Consensus
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.replay import common_prefix_len
-from profiler.online_calibration import OnlineSurvival
+from router.estimates.survival import OnlineSurvival
 
 MIN_SURVIVAL = 0.02  # what is less likely to survive is not handed out
 MAX_SPLICES = 3  # of one draft

@@ -11,8 +11,8 @@ from engine.colocated import ColocatedDrafters
 from engine.outbox import DrafterOutbox
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
-from profiler.drafter_stats import DrafterStats
 from router.assignment import Chain, drafter_of
+from router.estimates.drafter_stats import DrafterStats
 from router.plan import DraftBudget, DrafterView, StepPlan
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""How long drafts take where models ride ahead of models: pass by pass, as `drafters.chained` runs them."""
+"""How long drafts take where models ride ahead of models: pass by pass, as `drafters.model` runs them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cluster.messages import LevelReport
 from cluster.types import SamplingParams
 from drafters.loop import Begun, DrafterLoop
-from drafters.protocol import Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft
 from drafters.session import request_id_of
 from drafters.sessions import SessionLimits
 from router.assignment import Chain
@@ -27,13 +27,13 @@ class _Followed:
     num_computed: int  # of these
     ahead: int = 0  # drafted beyond them
     num_right: int = 0
-    lead: Chain = ()
+    proposers: Chain = ()
 
 
 class AgreementDrafter:
     """A `Drafter` that answers at once. ``seconds`` is what the last batch would have taken.
 
-    It can be led by any drafters: what rides ahead of it changes the time of a draft alone, and that is the timer's part.
+    It takes any proposers: they change only the time of a draft, which the timer knows.
 
     Args:
         scripts: of the requests, by id.
@@ -48,6 +48,10 @@ class AgreementDrafter:
         self._scripts = scripts
         self._in_step = in_step
         self._followed: dict[str, _Followed] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(chain=self)
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         script = self._scripts[request_id_of(request_id)]
@@ -78,7 +82,7 @@ class AgreementDrafter:
             num, num_right, confidences = one.agreement.draft(position, demand.num_tokens, is_right)
             drafts.append(Draft(demand.request_id, script.draft(start, num, num_right), confidences))
             num_behind = max(0, one.length - 1 - one.num_computed)
-            works.append(Work(script.request, position, demand.num_tokens, num, num_behind, one.lead))
+            works.append(Work(script.request, position, demand.num_tokens, num, num_behind, one.proposers))
             one.num_computed = max(one.num_computed, one.length)
             one.ahead = num_ahead + num
             one.num_right = (num_ahead if is_right else one.num_right) + num_right
@@ -90,8 +94,8 @@ class AgreementDrafter:
 
     def check_integrity(self) -> None: ...
 
-    def lead(self, request_id: str, proposers: Sequence[str]) -> bool:
-        self._followed[request_id].lead = tuple(proposers)
+    def set_proposers(self, request_id: str, proposers: Sequence[str]) -> bool:
+        self._followed[request_id].proposers = tuple(proposers)
         return True
 
     def take_levels(self, name: str) -> list[LevelReport]:

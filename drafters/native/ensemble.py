@@ -12,7 +12,7 @@ from drafters.consensus import ComparedDraft, Consensus
 from drafters.ensemble import MAX_SPLICES, MIN_SURVIVAL, WORTH_SPLICING, MemberDraft
 from drafters.native.lookup import Batch, Drafts, Native, NativeLookup, address
 from drafters.protocol import PRICE_SHARE, Demand, Draft
-from profiler.online_calibration import OnlineSurvival
+from router.estimates.survival import OnlineSurvival
 
 MOST_MEMBERS = 8  # as in ensemble.c
 
