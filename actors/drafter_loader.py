@@ -38,8 +38,8 @@ class LoadedDrafters(Protocol):
 class DrafterLoader:
     """Of one deployment. Drafters that have no home are none of its business."""
 
-    def __init__(self, homes: MemoryBudget, min_residence_s: float) -> None:
-        self.models = ModelPool(homes.tenants, homes.limits, min_residence_s)
+    def __init__(self, budget: MemoryBudget, min_residence_s: float) -> None:
+        self.models = ModelPool(budget.tenants, budget.limits, min_residence_s)
         self._told: tuple[object, ...] = ()
 
     def keeps(self, name: str) -> bool:

@@ -29,7 +29,7 @@ class MemoryBudget:
     limits: dict[str, int] = field(default_factory=dict)
 
 
-def find_homes(config: Config, plan: PlacementPlan, inventory: Inventory) -> MemoryBudget:
+def memory_budget(config: Config, plan: PlacementPlan, inventory: Inventory) -> MemoryBudget:
     """Of a resolved configuration that was placed by ``plan``. A drafter whose files are not on this machine counts nothing.
 
     Raises:

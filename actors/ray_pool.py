@@ -45,7 +45,7 @@ class Deployment:
     groups: Mapping[str, PlacementGroup]
     folder: str  # for the sockets of the data plane
     token: str
-    homes: MemoryBudget | None = None
+    budget: MemoryBudget | None = None
 
     def target_address(self, name: str) -> str:
         transport = self.config.transport
@@ -137,13 +137,13 @@ class RaySpawner:
     async def router(self) -> Process:
         from actors.chain_scheduler import ModelChainScheduler
         from router.estimates.drift import DriftDetector
-        from router.policies import build_policy, build_pool, uses_scores
+        from router.policies import build_policy, build_pool, keeps_in_step
         from router.slot import ChainScheduler, build_router
 
         config = self._deployment.config
         watch = DriftDetector(config.router.collapse, config.router.slot_ms / 1e3)
         policy, pool = build_policy(config.router.policy), build_pool(config)
-        router = build_router(policy, pool, watch, uses_scores(config.router.policy))
+        router = build_router(policy, pool, watch, keeps_in_step(config.router.policy))
         kind = ModelChainScheduler if isinstance(router, ChainScheduler) else RouterActor
         targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])
         options = self._placed(self._router_group(), 0) | {"num_cpus": 0, "num_gpus": 0}
@@ -224,7 +224,7 @@ class PoolSupervisor:
     """The Supervisor as an asyncio actor. Ray restarts it; it then finds its members by name and goes on."""
 
     def __init__(self, deployment: Deployment) -> None:
-        self._supervisor = Supervisor(deployment.config, RaySpawner(deployment), deployment.homes)
+        self._supervisor = Supervisor(deployment.config, RaySpawner(deployment), deployment.budget)
         self._started = False
 
     async def start(self) -> Directory:

@@ -36,10 +36,10 @@ REPORT_DEADLINE_S = 1.0
 class Supervisor:
     """One task per member, which starts it, watches it, and starts it again. Used from one event loop."""
 
-    def __init__(self, config: Config, spawner: Spawner, homes: MemoryBudget | None = None) -> None:
-        """``homes``: of the drafters that share devices; the others are simply kept alive."""
+    def __init__(self, config: Config, spawner: Spawner, budget: MemoryBudget | None = None) -> None:
+        """``budget``: of the drafters that share devices; the others are simply kept alive."""
         self._config = config
-        self._keeper = DrafterLoader(homes or MemoryBudget(), config.memory.min_residence_s)
+        self._keeper = DrafterLoader(budget or MemoryBudget(), config.memory.min_residence_s)
         self._spawner = spawner
         self._pool = ProcessPool()
         self._kinds = {member_name(d.name, i): d for d in config.drafters for i in range(d.replicas)}

@@ -11,9 +11,8 @@ from cluster.config import DrafterConfig
 from cluster.types import ModelInfo, Request, SamplingParams
 from deploy.api.tokenizer import Tokenizer
 from drafters.companions import Host
-from drafters.feature_layers import feature_layers
 from drafters.protocol import Drafter
-from drafters.registry import make_drafter
+from drafters.registry import feature_layers, make_drafter
 from drafters.replay import Recording
 from engine.factory import load_model
 from engine.kv_cache import BLOCK_LEN

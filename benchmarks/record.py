@@ -10,7 +10,7 @@ from rich.console import Console
 from benchmarks.fixtures import MAX_BATCH, Fixtures
 from benchmarks.pool import pool
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
-from drafters.agreement import agreement
+from drafters.replay import agreement
 from profiler.prompts import Prompt, choose_prompts, load_prompts
 from router.prompt_features import prompt_features
 from simulator.recording import AgreementRecording, Recorder

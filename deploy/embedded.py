@@ -163,8 +163,7 @@ class EmbeddedCluster:
             OutriderError: a model is missing, or does not fit; says which.
         """
         from drafters.companions import Host
-        from drafters.feature_layers import feature_layers
-        from drafters.registry import make_chained, make_drafter
+        from drafters.registry import feature_layers, make_chained, make_drafter
         from engine.loading import load_target
         from engine.models.prepare import ensure_model
         from engine.threads import in_own_thread

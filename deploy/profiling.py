@@ -13,9 +13,8 @@ from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions,
 from cluster.errors import InvalidField
 from cluster.types import ModelInfo, Request, SamplingParams
 from drafters.companions import Host
-from drafters.feature_layers import feature_layers
 from drafters.probe import DrafterProbe
-from drafters.registry import Site, make
+from drafters.registry import Site, feature_layers, make
 from engine.loading import identity_of, load_engine
 from engine.models.prepare import ensure_model
 from engine.native import NativeTarget

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.messages import DraftScore
-from drafters.protocol import NEVER, Demand, Drafter, Foreseeing, Stopping
+from drafters.protocol import NEVER, Demand, Drafter, Stopping, TokenByToken
 
 MAX_ROWS = 32  # per pass in spare time: a draft that is due meanwhile waits for no more than that
 
@@ -125,11 +125,10 @@ class Scorer:
         waiting = [shadow for shadow in shadows if shadow.pending]
         if not waiting:
             return None
-        if isinstance(self._drafter, Foreseeing):
-            return self._foresee(self._drafter, waiting)
-        return self._propose(waiting)
+        token_by_token = self._drafter.capabilities.token_by_token
+        return self._propose(waiting) if token_by_token is None else self._choose(token_by_token, waiting)
 
-    def _foresee(self, drafter: Foreseeing, waiting: Sequence[Shadow]) -> list[tuple[str, DraftScore]]:
+    def _choose(self, drafter: TokenByToken, waiting: Sequence[Shadow]) -> list[tuple[str, DraftScore]]:
         """Token-by-token drafters: one pass over the committed tokens yields the choice at each of them."""
         asked, num_rows = [], 0
         for shadow in waiting:
@@ -137,7 +136,7 @@ class Scorer:
             if token_ids:
                 asked.append((shadow, Demand(shadow.key, len(token_ids), token_ids)))
                 num_rows += len(token_ids)
-        answers = drafter.foresee([demand for _, demand in asked], MAX_ROWS)
+        answers = drafter.choose_at_each([demand for _, demand in asked], MAX_ROWS)
         found: list[tuple[str, DraftScore]] = []
         for (shadow, demand), answer in zip(asked, answers, strict=True):
             if answer is None:

@@ -178,7 +178,7 @@ class SmallModel:
         self._model.synchronize()  # nothing is read back, and what it took is timed
         return ready
 
-    def foresee(self, questions: Sequence[Question], max_rows: int) -> list[Chosen | None]:
+    def choose_within(self, questions: Sequence[Question], max_rows: int) -> list[Chosen | None]:
         """As ``choose``, in spare time: one pass of at most ``max_rows`` rows, or the longest question's, in free blocks
         only.
 

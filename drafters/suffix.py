@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
-from drafters.protocol import Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft
 from drafters.suffix_automaton import ROOT, SuffixAutomaton
 
 _NUM_SEGMENTS = 4  # the shared memory forgets a quarter of itself at a time
@@ -126,6 +126,7 @@ class SuffixDrafter:
     """
 
     kind = "suffix"
+    capabilities = Capabilities()
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.types import ModelInfo, SamplingParams
-from drafters.protocol import Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft
 from engine.noise import gumbel_of_few
 
 FILE = "table.npz"  # in a drafter's folder
@@ -225,6 +225,7 @@ class TableDrafter:
     """
 
     kind = "table"
+    capabilities = Capabilities()
 
     def __init__(self, table: FrequencyTable = EMPTY, max_learned: int = 50_000, min_confidence: float = 0.1) -> None:
         if max_learned < 0:

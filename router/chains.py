@@ -1,6 +1,6 @@
 """Predicted time per token of chains of models, and the fastest chain that a pool allows (SpecRouter).
 
-In a chain [M_1, ..., M_n, target] (`drafters.chained`), M_j's draft is what M_j alone would draft. M_{j-1} proposes up to
+In a chain [M_1, ..., M_n, target] (`drafters.model`), M_j's draft is what M_j alone would draft. M_{j-1} proposes up to
 w_{j-1} tokens of it, one pass of M_j verifies those and adds one token, until the draft has the requested length. So the
 models below M_n change the cost of a draft, never its tokens:
 

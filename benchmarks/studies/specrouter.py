@@ -18,7 +18,7 @@ from cluster.config import FixedPolicy, PolicyConfig
 from router.assignment import Chain
 from router.chains import PROPOSAL_LEN, Level, PassTime, predict, simplified_per_token_s
 from router.planner import PlannerSettings, StepPlanner
-from router.policies import build_policy, uses_scores
+from router.policies import build_policy, keeps_in_step
 from simulator.agreement import SimulatedRequest
 from simulator.chain_timing import ChainTimer
 from simulator.plots import Panel
@@ -70,7 +70,7 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
 
     def serve(config: PolicyConfig, verification: str = "all") -> list[Outcome]:
         """Set after set; what a policy has learned of one it knows of the next."""
-        spec = replace(_cluster(scenario, batch, verification), scores=uses_scores(config))
+        spec = replace(_cluster(scenario, batch, verification), scores=keeps_in_step(config))
         policy = build_policy(config)
         return [simulate(spec, policy, in_turn(requests, batch), scenario.seed, scenario.horizon_s) for requests in sets]
 

@@ -12,7 +12,7 @@ from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.dspark.backbone import Backbone
 from drafters.dspark.sequential import Block, SequentialStage
-from drafters.protocol import Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft
 from engine.layout import PackedSpan
 from engine.ledger import Ledger
 from engine.sampling import SamplingState
@@ -59,6 +59,8 @@ class DSparkDrafter:
         num_blocks: of the cache.
         eos_token_ids: the target's.
     """
+
+    capabilities = Capabilities()
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from router.assignment import (
     drafter_of,
     opted_out,
 )
-from router.estimates.goodput import ShrunkGoodput
+from router.estimates.goodput import GoodputEstimates
 from router.policies.expiring_cache import ExpiringCache
 from router.policies.free_capacity import FreeCapacity
 
@@ -35,7 +35,7 @@ class EpsilonGreedy:
     def __init__(self, config: EpsilonGreedyPolicy) -> None:
         self._epsilon = config.epsilon
         self._advantage = 1.0 + config.hysteresis  # of staying
-        self._estimates = ShrunkGoodput(config.prior_rounds, config.memory_rounds)
+        self._estimates = GoodputEstimates(config.memory_rounds, config.prior_rounds)
         self._seen: ExpiringCache[bool] = ExpiringCache()
         self._random = Random(config.seed)
 

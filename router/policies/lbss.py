@@ -54,7 +54,7 @@ _DROPPED = ""  # by lines 9 and 10
 MAX_EPOCH = 62
 
 
-class _Snapshot(BaseModel):
+class LbssSnapshot(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     epoch: Annotated[int, Field(ge=1, le=MAX_EPOCH)]
@@ -81,7 +81,7 @@ class Lbss:
         return {"epoch": self._calendar.epoch, "drafters": means} if means else None
 
     def restore(self, snapshot: JsonValue) -> None:
-        found = _Snapshot.model_validate(snapshot)
+        found = LbssSnapshot.model_validate(snapshot)
         self._means.restore(found.drafters)
         self._calendar.epoch = found.epoch
 

@@ -60,7 +60,7 @@ def test_groups_land_as_planned(nodes: Cluster) -> None:
     """The ranks of the target together on the only node that holds them, the drafters on GPUs of their own elsewhere."""
     gpu = Resources(cpus=1, gpus=1, threads=1)
     config = Config(
-        target=TargetConfig(device="cuda", tensor_parallel=4, resources=gpu),
+        target=TargetConfig(device="cuda", resources=gpu).model_copy(update={"tensor_parallel": 4}),
         drafters=(
             DrafterConfig(name="small", options=ModelOptions(model="small"), device="cuda", replicas=2, resources=gpu),
             DrafterConfig(name="ngram", options=NgramOptions(), resources=Resources(cpus=0.1, gpus=0, threads=1)),

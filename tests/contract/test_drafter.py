@@ -17,7 +17,7 @@ from cluster.config import (
     TableOptions,
 )
 from cluster.types import ModelInfo, SamplingParams
-from drafters.protocol import Chaining, Demand, Draft, Drafter
+from drafters.protocol import Demand, Draft, Drafter
 from drafters.registry import Site, make, make_chained
 from drafters.table import count_frequencies
 from engine.factory import load_model
@@ -131,7 +131,6 @@ def _chain(levels: Sequence[DrafterOptions], target: ModelInfo) -> Drafter:
     """A chain of the pool in which every request has all ``levels``, smallest first."""
     configs = [DrafterConfig(name=f"level-{i}", options=options) for i, options in enumerate(levels)]
     drafter = make_chained(configs[-1], configs[:-1], target)
-    assert isinstance(drafter, Chaining)
     return AlwaysLed(drafter, [config.name for config in configs[:-1]])
 
 

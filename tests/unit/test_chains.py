@@ -26,7 +26,7 @@ CHAINS: dict[str, list[Level]] = {
 
 
 class Played:
-    """A chain run with dice: the same loops as `drafters.chained`, request by request."""
+    """A chain run with dice: the same loops as `drafters.model`, request by request."""
 
     def __init__(self, levels: Sequence[Level], target: PassTime, rng: random.Random) -> None:
         self.levels, self.target, self.rng = levels, target, rng

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from cluster.config import SuffixOptions
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
-from drafters import lookups
-from drafters.hit_rates import HitRate
-from drafters.ngram import NgramDrafter
+from drafters.native import lookup as native_lookup
+from drafters.ngram import HitRate, NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.suffix import SuffixDrafter
 from drafters.suffix_automaton import ROOT, SuffixAutomaton
@@ -330,12 +329,12 @@ def test_without_a_compiler_they_run_in_python_and_the_log_says_so(
     monkeypatch.setenv("CC", compiler)
     if compiler == "no-such-compiler":
         monkeypatch.setenv("PATH", str(tmp_path))
-    lookups._library.cache_clear()
+    native_lookup._library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            assert isinstance(lookups.compiled(NgramDrafter()), NgramDrafter)
-            assert isinstance(lookups.compiled(suffix()), SuffixDrafter)
+            assert isinstance(native_lookup.compiled(NgramDrafter()), NgramDrafter)
+            assert isinstance(native_lookup.compiled(suffix()), SuffixDrafter)
     finally:
-        lookups._library.cache_clear()
+        native_lookup._library.cache_clear()
     assert len(caplog.records) == 1
     assert "several times longer" in caplog.text

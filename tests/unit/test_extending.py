@@ -19,7 +19,7 @@ from cluster.transport.memory import LocalNetwork
 from cluster.types import Request, RoutingTable, SamplingParams
 from drafters import registry
 from drafters.loop import DrafterLoop
-from drafters.protocol import Demand, Draft, Drafter
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.registry import Site, make_drafter
 from engine.round import TargetLoop
 from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, ScoreCounts
@@ -78,6 +78,8 @@ class OracleOptions(Section):
 
 class Oracle:
     """Knows the toy target's rule."""
+
+    capabilities = Capabilities()
 
     def __init__(self) -> None:
         self._followed: dict[str, tuple[list[int], SamplingParams]] = {}

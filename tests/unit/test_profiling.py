@@ -31,7 +31,7 @@ from deploy.profile import show, surfaces
 from deploy.profiling import ProfileEffort, measure_profile
 from drafters.ngram import NgramDrafter
 from drafters.probe import DrafterProbe
-from drafters.protocol import Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft
 from engine.factory import load_target as load_native
 from engine.loading import load_target, stored_profile
 from engine.native import NativeTarget
@@ -127,6 +127,8 @@ def test_a_chunk_is_computed_every_time_by_every_probe(target: NativeTarget) -> 
 
 class Listening(NgramDrafter):
     """Remembers what it was asked."""
+
+    capabilities = Capabilities()
 
     def __init__(self) -> None:
         super().__init__(4, 2)

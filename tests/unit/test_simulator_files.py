@@ -14,9 +14,8 @@ from cluster.errors import InvalidField, OutriderError
 from cluster.strict_yaml import ConfigError
 from cluster.types import ModelInfo, SamplingParams
 from drafters import shipped
-from drafters.agreement import agreement
 from drafters.registry import make_drafter
-from drafters.replay import Recording, replay
+from drafters.replay import Recording, agreement, replay
 from router.cost_model import TableCost
 from router.prompt_features import prompt_features
 from simulator.recording import AgreementRecording, Recorder, read_recording
