@@ -145,8 +145,9 @@ class Sequences:
             sequence.finish = FinishReason.ERROR
             sequence.draft.judge(())
             return Commit(span.request_id, base_len, (), finish=sequence.finish, error=outcome.error)
-        if not span.samples:
-            sequence.computed_len = span.base_len + len(span.token_ids)
+        if not outcome.token_ids:
+            computed_len = outcome.computed_len
+            sequence.computed_len = span.base_len + len(span.token_ids) if computed_len is None else computed_len
             return None
         token_ids, finish = self._until_end(sequence, outcome.token_ids)
         sequence.token_ids.extend(token_ids)

@@ -33,9 +33,10 @@ class SpanInput:
 
 @record
 class SpanOutcome:
-    """The accepted draft tokens of a span, then the target's own next one. Empty for a prefill chunk.
+    """The accepted draft tokens of a span, then the target's own next one. Empty for a prefill chunk, or if nothing ran.
 
-    ``error``: no token could be chosen (the logits are NaN, say); the request ends.
+    ``error``: no token could be chosen (the logits are NaN, say); the request ends. ``computed_len``: tokens in the cache
+    after the pass, where no token was chosen and the engine schedules for itself; None: the span was computed.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class SpanOutcome:
     num_accepted: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+    computed_len: int | None = None
 
 
 class TargetEngine(Protocol):

@@ -1,0 +1,30 @@
+"""Variables that vLLM and OpenMP read when they are imported."""
+
+import os
+import sys
+
+from engine.vllm.version import require_vllm
+
+_VARIABLES = {
+    "OMP_WAIT_POLICY": "passive",  # idle threads that spin take the processor from those of other operators
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def prepare_environment(kv_cache_bytes: int) -> None:
+    """Before vLLM is imported; what the user has set is kept.
+
+    Raises:
+        InvalidField: vLLM is missing or of another version.
+        RuntimeError: it is imported already.
+    """
+    require_vllm()
+    if "vllm" in sys.modules:
+        raise RuntimeError("vLLM was imported before its environment was set")
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_bytes / 2**30)))

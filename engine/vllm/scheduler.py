@@ -1,0 +1,44 @@
+"""vLLM's scheduler, told by a plan which requests to compute, how many tokens in all, and which drafts to verify."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+
+from engine.target import SpanInput
+
+
+class PlannedScheduler(Scheduler):
+    """Schedules the spans of ``plan``. Blocks, prefix cache and preemption stay vLLM's own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.plan: Mapping[str, SpanInput] = {}
+        self.num_spec_tokens = 0  # else a resumed request is padded with placeholders of draft tokens
+        self._max_tokens = self.max_num_scheduled_tokens
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        plan, before = self.plan, self.running
+        planned = [request for request in before if request.request_id in plan]
+        self._set_drafts()
+        self.running = list(planned)  # vLLM knows no hold of a running request: it does not see the others
+        num_tokens = sum(len(span.token_ids) for span in plan.values())
+        self.max_num_scheduled_tokens = min(num_tokens, self._max_tokens)
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens = self._max_tokens
+            left, known = set(map(id, self.running)), set(map(id, before))
+            admitted = [request for request in self.running if id(request) not in known]
+            hidden = set(map(id, before)) - set(map(id, planned))
+            self.running = [r for r in before if id(r) in hidden or id(r) in left] + admitted
+        return output
+
+    def _set_drafts(self) -> None:
+        """Every planned request gets the drafts of its span, or none: those of an earlier plan would be stale."""
+        decoding = [r.request_id for r in self.running if r.request_id in self.plan]
+        spans = [self.plan[request_id] for request_id in decoding]
+        drafts = [list(span.token_ids[len(span.token_ids) - span.num_drafts :]) for span in spans]
+        self.update_draft_token_ids(DraftTokenIds(decoding, drafts))

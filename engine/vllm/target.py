@@ -1,0 +1,160 @@
+"""`TargetEngine` over vLLM's engine core in this process."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+from vllm.v1.outputs import ModelRunnerOutput
+
+from cluster.types import Request
+from engine.target import SpanInput, SpanOutcome
+from engine.vllm.scheduler import PlannedScheduler
+from engine.vllm.worker import EXTRA_ARG, RequestSampling
+from router.plan import Capacity
+
+MAX_DRAFT_LEN = 16  # slots that vLLM reserves per request; longer drafts are cut
+
+
+@dataclass(frozen=True, slots=True)
+class VllmLimits:
+    """As of the section ``target`` of a configuration."""
+
+    dtype: str  # bfloat16 or float32
+    max_model_len: int
+    max_num_sequences: int
+    max_pass_tokens: int
+    block_len: int
+    tensor_parallel: int = 1
+
+
+class VllmTarget:
+    """Admits and computes what the round plans. What ran is told by the outcomes: vLLM may compute less, or preempt.
+
+    Eager mode: compiled, vLLM 0.32 answers wrongly in bfloat16 on a CPU. The environment of the process must have been set
+    by `engine.vllm.environment` before vLLM was imported.
+
+    Args:
+        folder: of a Hugging Face model.
+        eos_token_ids: of the model.
+    """
+
+    def __init__(self, folder: Path, limits: VllmLimits, eos_token_ids: Sequence[int]) -> None:
+        arguments = EngineArgs(
+            model=str(folder),
+            dtype=limits.dtype,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_sequences,
+            max_num_batched_tokens=max(limits.max_pass_tokens, limits.max_num_sequences * (1 + MAX_DRAFT_LEN)),
+            block_size=limits.block_len,
+            tensor_parallel_size=limits.tensor_parallel,
+            enforce_eager=True,
+            async_scheduling=False,
+            disable_log_stats=True,
+            worker_cls="engine.vllm.worker.Worker",
+            scheduler_cls="engine.vllm.scheduler.PlannedScheduler",
+            speculative_config={
+                "method": "custom_class",
+                "model": "engine.vllm.worker.NoProposer",
+                "num_speculative_tokens": MAX_DRAFT_LEN,
+            },
+        )
+        config = arguments.create_engine_config()
+        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        assert isinstance(self._core.scheduler, PlannedScheduler)
+        self._scheduler = self._core.scheduler
+        self._limits = limits
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._pool = self._scheduler.kv_cache_manager.block_pool
+        self._num_idle_blocks = self._pool.get_num_free_blocks()
+
+    def open(self, request: Request, token_ids: Sequence[int]) -> int:
+        """vLLM takes all committed tokens for the prompt. It never ends a request: the round does."""
+        asked = RequestSampling(request.sampling, len(request.prompt_token_ids), self._eos_token_ids)
+        sampling = VllmSamplingParams(
+            max_tokens=self._limits.max_model_len - len(token_ids),
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={EXTRA_ARG: asked},
+        )
+        prepared, wave = self._core.preprocess_add_request(
+            EngineCoreRequest(
+                request_id=request.id,
+                prompt_token_ids=list(token_ids),
+                mm_features=None,
+                sampling_params=sampling,
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+        )
+        self._core.add_request(prepared, wave)
+        return int(self._scheduler.kv_cache_manager.get_computed_blocks(prepared)[1])
+
+    def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
+        if not spans:
+            return []
+        scheduler, executor = self._scheduler, self._core.model_executor
+        scheduler.plan = {span.request_id: _cut(span) for span in spans}
+        scheduled: SchedulerOutput = scheduler.schedule()
+        future = executor.execute_model(scheduled, non_block=True)
+        grammar = scheduler.get_grammar_bitmask(scheduled)
+        output: ModelRunnerOutput | None = future.result()
+        if output is None:
+            output = executor.sample_tokens(grammar)
+        computed = {span.request_id: self._computed_len(span.request_id) for span in spans}
+        scheduler.update_from_output(scheduled, output)
+        found = getattr(output, "outrider", {})
+        outcomes = []
+        for span in spans:
+            outcome = found.get(span.request_id)
+            if outcome is None:
+                outcome = SpanOutcome(span.request_id, (), 0, computed_len=computed[span.request_id])
+            outcomes.append(outcome)
+        return outcomes
+
+    def release(self, request_id: str) -> None:
+        if request_id in self._scheduler.requests:
+            self._core.abort_requests([request_id])
+
+    def capacity(self) -> Capacity:
+        limits = self._limits
+        return Capacity(
+            block_len=limits.block_len,
+            num_blocks=self._num_idle_blocks,
+            num_free_blocks=self._pool.get_num_free_blocks(),
+            max_num_sequences=limits.max_num_sequences,
+            max_pass_tokens=limits.max_pass_tokens,
+            max_model_len=limits.max_model_len,
+        )
+
+    def check_integrity(self) -> None:
+        scheduler = self._scheduler
+        if not scheduler.requests:
+            assert not scheduler.running, "vLLM runs requests that it does not know"
+            free = self._pool.get_num_free_blocks()
+            assert free == self._num_idle_blocks, f"{self._num_idle_blocks - free} blocks are held by nobody"
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+    def _computed_len(self, request_id: str) -> int:
+        request = self._scheduler.requests.get(request_id)
+        return 0 if request is None else int(request.num_computed_tokens)
+
+
+def _cut(span: SpanInput) -> SpanInput:
+    """With at most MAX_DRAFT_LEN drafts: the buffers of vLLM's grammar masks hold no more."""
+    excess = span.num_drafts - MAX_DRAFT_LEN
+    if excess <= 0:
+        return span
+    return SpanInput(span.request_id, span.base_len, span.token_ids[:-excess], MAX_DRAFT_LEN, span.samples)

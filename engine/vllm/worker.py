@@ -1,0 +1,125 @@
+"""vLLM's worker with our sampling rule (`engine.sampling`), by which any draft can be verified exactly.
+
+vLLM loads `Worker` and `NoProposer` by their qualified names, in the processes of all ranks. Each rank samples from the
+same gathered logits and so chooses the same tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker import cpu_worker
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from cluster.types import SamplingParams
+from engine.acceptance import verdict
+from engine.sampling import Sampler, SampleSpan, SamplingState
+from engine.target import SpanOutcome
+
+EXTRA_ARG = "outrider"  # of vLLM's sampling parameters: a `RequestSampling`
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSampling:
+    """How to sample a request. ``prompt_len``: of its tokens; vLLM takes the output so far for a part of the prompt."""
+
+    sampling: SamplingParams
+    prompt_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+class NoProposer:
+    """Proposes nothing; vLLM reserves the slots of draft tokens for it."""
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        return [[] for _ in sampled_token_ids]
+
+
+class ExactRunner(CPUModelRunner):
+    """Chooses the target's token at each row, and accepts the drafts that equal it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._states: dict[str, SamplingState] = {}
+        self._outcomes: dict[str, SpanOutcome] = {}
+        self._samplers: dict[tuple[int, ...], Sampler] = {}
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        self._outcomes = {}
+        output = super().sample_tokens(grammar_output)
+        if output is not None:
+            output.outrider = self._outcomes
+        if len(self._states) > len(self.requests):
+            self._states = {name: state for name, state in self._states.items() if name in self.requests}
+        return output
+
+    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        self._draft_probs = None
+        self._draft_prob_req_ids = None
+        return [[] for _ in self.input_batch.req_ids]
+
+    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> SamplerOutput:
+        batch = self.input_batch
+        names = batch.req_ids[: batch.num_reqs]
+        num_drafts = [0] * len(names) if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+        drafted = [] if spec_decode_metadata is None else spec_decode_metadata.draft_token_ids.tolist()
+        spans, rows, sampled = [], [], []
+        row = start = 0
+        for i, (name, num) in enumerate(zip(names, num_drafts, strict=True)):
+            if not self.discard_request_mask.np[i]:  # else a prefill chunk, of which nothing is sampled
+                spans.append(SampleSpan(self._state(i, name), tuple(drafted[start : start + num]), num + 1))
+                rows.extend(range(row, row + num + 1))
+                sampled.append(i)
+            row += num + 1
+            start += num
+        token_ids = torch.full((len(names), max(num_drafts, default=0) + 1), -1, dtype=torch.int32)
+        token_ids[:, 0] = 0  # discarded, or the request ends with an error
+        if spans:
+            sampler = self._sampler(names[sampled[0]])
+            chosen = sampler.choose(logits if len(rows) == len(logits) else logits[rows], spans)
+            for i, span, choice in zip(sampled, spans, chosen, strict=True):
+                outcome = verdict(names[i], span.drafts, choice)
+                self._outcomes[names[i]] = outcome
+                if outcome.token_ids:
+                    token_ids[i, : len(outcome.token_ids)] = torch.tensor(outcome.token_ids, dtype=torch.int32)
+                    span.state.extend(outcome.token_ids)
+        return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=None)
+
+    def _state(self, index: int, name: str) -> SamplingState:
+        """Of the request at ``index`` of the batch, with all its committed tokens."""
+        num_tokens = int(self.input_batch.num_tokens_no_spec[index])
+        state = self._states.get(name)
+        if state is None or len(state) != num_tokens:
+            asked = self._asked(name)
+            token_ids = self.input_batch.token_ids_cpu[index, :num_tokens].tolist()
+            state = self._states[name] = SamplingState(asked.sampling, token_ids, asked.prompt_len)
+        return state
+
+    def _sampler(self, name: str) -> Sampler:
+        eos_token_ids = self._asked(name).eos_token_ids
+        if eos_token_ids not in self._samplers:
+            self._samplers[eos_token_ids] = Sampler(self.model_config.get_vocab_size(), eos_token_ids)
+        return self._samplers[eos_token_ids]
+
+    def _asked(self, name: str) -> RequestSampling:
+        asked = self.requests[name].sampling_params.extra_args[EXTRA_ARG]
+        assert isinstance(asked, RequestSampling)
+        return asked
+
+
+class Worker(CPUWorker):
+    """vLLM's worker builds the runner that its module names: another one is named while it does."""
+
+    def init_device(self) -> None:
+        runner = cpu_worker.CPUModelRunner
+        cpu_worker.CPUModelRunner = ExactRunner
+        try:
+            super().init_device()
+        finally:
+            cpu_worker.CPUModelRunner = runner
