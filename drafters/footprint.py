@@ -28,7 +28,7 @@ from cluster.config import (
 )
 from cluster.errors import ModelUnavailable
 from engine.dtypes import choose_dtype, held_dtype
-from engine.models.config import ModelConfig, load_config
+from engine.models.config import DecoderConfig, load_config
 
 # Measured, resident: an actor's process alone, and what torch adds to it once it has computed. On CUDA
 # a context with its kernels.
@@ -216,11 +216,11 @@ def _element(dtype: str, on_gpu: bool, *, allows_int8: bool = False) -> int:
     return DTYPE_BYTES[held_dtype(dtype)]
 
 
-def _head(config: ModelConfig, num_out: int, element: int) -> int:
+def _head(config: DecoderConfig, num_out: int, element: int) -> int:
     return num_out * (config.hidden_size * element + (4 if element == 1 else 0))
 
 
-def _layer_weights(config: ModelConfig, element: int) -> int:
+def _layer_weights(config: DecoderConfig, element: int) -> int:
     """Matrices, with row scales if int8; norms in fp32."""
     c = config
     matrices = (
@@ -234,7 +234,7 @@ def _layer_weights(config: ModelConfig, element: int) -> int:
     return c.num_layers * layer + 4 * c.hidden_size
 
 
-def _cache(config: ModelConfig, kv_cache_gb: float, element: int) -> int:
+def _cache(config: DecoderConfig, kv_cache_gb: float, element: int) -> int:
     """Whole blocks. On a CPU a page is resident once written."""
     block = _BLOCK_LEN * config.kv_bytes_per_token(element)
     return int(kv_cache_gb * 2**30) // block * block
