@@ -16,7 +16,7 @@ from cluster.config import Config
 from cluster.types import Request, SamplingParams
 from engine import progress
 from engine.factory import load_target
-from engine.progress import Progress
+from engine.progress import PassProgress
 from engine.target import SpanInput
 from router.cost_model import TableCost
 from router.planner import MAX_CHUNK_S, MIN_CHUNK_LEN, max_chunk_len
@@ -31,7 +31,7 @@ class Clock:
 
 def test_a_pass_that_gets_further_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    passes = Progress(clock)
+    passes = PassProgress(clock)
     monkeypatch.setattr("actors.mailbox.PASSES", passes)
     monkeypatch.setattr("actors.mailbox.time", SimpleNamespace(monotonic=clock))
     mailbox = WatchedMailbox()
