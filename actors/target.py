@@ -142,9 +142,7 @@ class TargetActor(LoopActor[TargetInfo]):
 
     def report(self) -> TargetReport:
         status, telemetry = self._loop.status(), self._loop.telemetry
-        capacity = (
-            self._engine.capacity()
-        )  # plain numbers, safe to read beside the loop
+        capacity = self._engine.capacity()  # plain numbers, safe to read beside the loop
         followed = dict(status.followed)
         return TargetReport(
             status=TargetStatus(
