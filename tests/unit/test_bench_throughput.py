@@ -25,6 +25,8 @@ from profiler.prompts import choose_prompts
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 NGRAM = DrafterConfig(name="ngram", options=NgramOptions())
 
 

@@ -22,6 +22,8 @@ from drafters.training.layers_student import LayersStudent
 from drafters.training.recipe import HEADS, HeadKind, TrainOptions, dspark_config
 from drafters.training.warm_start import going_on
 
+pytestmark = pytest.mark.slow
+
 HERE = World(0, 1, torch.device("cpu"))
 BLOCK, MARKOV_RANK = 4, 16
 NUM_LEARNED = 200

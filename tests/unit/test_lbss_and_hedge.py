@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -22,7 +23,7 @@ from router.estimates.on_time_rate import OnTimeRates
 from router.estimates.request_acceptance import RequestAcceptance
 from router.policies import build_policy
 from router.policies.expiring_cache import GENERATION_SLOTS
-from router.prompt_features import prompt_features
+from router.prompt_features import PromptClusters, prompt_features
 from tests.support.observing import right_at
 
 TEN_RIGHT = Positions((10, 9, 8, 7), (9, 8, 7, 6))
@@ -295,12 +296,10 @@ def test_requests_to_come_try_nothing() -> None:
 
 
 def test_what_is_remembered_of_requests_is_bounded_by_those_that_live() -> None:
-    policy = build_policy(HedgePolicy())
-    experience = policy._own  # type: ignore[attr-defined]
-    assert isinstance(experience, RequestAcceptance)
+    experience = RequestAcceptance(np.random.default_rng(0))
     for slot in range(6 * GENERATION_SLOTS):
-        requests = [RequestView(f"r{slot}-{i}", 5, 5, ()) for i in range(10)]
-        policy.assign(requests, pool_of(5, 5))
+        experience.next_slot()
+        experience.follow([RequestView(f"r{slot}-{i}", 5, 5, ()) for i in range(10)], PromptClusters(4))
     assert len(experience) <= 2 * GENERATION_SLOTS * 10
 
 
