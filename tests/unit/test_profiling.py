@@ -163,7 +163,7 @@ def test_catching_up_is_timed_behind_so_many_new_tokens() -> None:
             super().extend(request_id, token_ids)
 
     drafter = Told()
-    probe = DrafterProbe(drafter, 1000, Ticks(), longest_context=400)
+    probe = DrafterProbe(drafter, 1000, Ticks(), max_context_len=400)
     assert [num for num, _ in probe.catch_up_grid()] == [1, 4, 16, 64]
     for num, _ in probe.catch_up_grid():
         probe.catch_up(num)
@@ -189,6 +189,7 @@ def config(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return resolve(wanted, Inventory((Node("here", 4.0),)))
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_what_serving_reads(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
