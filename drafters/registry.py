@@ -92,7 +92,7 @@ def _make_level(options: DrafterOptions, below: Mapping[str, Drafter], site: Sit
 
 def make(options: DrafterOptions, site: Site) -> Drafter:
     """As ``make_drafter``; a cascade makes its members so."""
-    return _FACTORIES[options.kind](options, site)
+    return FACTORIES[options.kind](options, site)
 
 
 def feature_layers(drafters: Sequence[DrafterConfig]) -> tuple[int, ...]:
@@ -240,7 +240,7 @@ def _load(options: ModelOptions | LayersOptions, site: Site) -> "tuple[CausalMod
     return load_model(folder, options.dtype, site.device, options.num_layers), None
 
 
-_FACTORIES: Mapping[str, Callable[[Any, Site], Drafter]] = {
+FACTORIES: dict[str, Callable[[Any, Site], Drafter]] = {
     "ngram": _make_ngram,
     "suffix": _make_suffix,
     "table": _make_table,

@@ -15,10 +15,9 @@ from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.transport.base import Mailbox, Received
 from cluster.transport.memory import LocalNetwork
 from cluster.types import Request, RoutingTable, SamplingParams
-from drafters import registry
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
-from drafters.registry import make_drafter
+from drafters.registry import FACTORIES, make_drafter
 from engine.round import TargetLoop
 from router.assignment import PoolMember
 from router.cost_model import TableCost
@@ -39,7 +38,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for block in re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL):
         exec(block, names)
     monkeypatch.setitem(POLICIES, "alphabetical", names["Alphabetical"])
-    monkeypatch.setitem(registry._FACTORIES, "repeat", names["make_repeat"])  # type: ignore[arg-type]
+    monkeypatch.setitem(FACTORIES, "repeat", names["make_repeat"])
     return names
 
 
