@@ -129,6 +129,27 @@ def test_right_drafts_save_passes_and_wrong_ones_save_none() -> None:
     assert passes(4) == 1 + 40 // 5, "the prompt's pass, then four drafts and a bonus token each"
 
 
+@pytest.mark.parametrize("companion", [False, True])
+def test_a_round_takes_its_pass_its_draft_and_two_links(companion: bool) -> None:
+    """A companion has no links, and its target waits for it."""
+    num, link_s = 41, 0.003
+    answer = Answer(num, {"small": Agreement(b"\4" * num, bytes(min(4, num - p) for p in range(num)), flat=(0.9,) * 4)})
+    spec = cluster(
+        TableCost((1, 64), (0.02, 0.02)),
+        drafters=(DrafterSpec("small", 8, 4, companion=companion),),
+        draft_timer=DraftByCost(COST),
+        planner=lambda: StepPlanner(PlannerSettings("all", max_hold_s=1.0)),
+        link_s=link_s,
+    )
+    load = [SimulatedRequest("r", 0.0, 10, num, answer)]
+    outcome = simulate(spec, build_policy(FixedPolicy(chain=("small",))), Load(iter(load)))
+    catch_up_s = (10 + 7) * 1e-5  # the prompt, and the last token of each draft that was right
+    between_s = 4 * 0.0005 + (0.0 if companion else 2 * link_s)
+    expected_s = 9 * 0.02 + 8 * between_s + catch_up_s
+    assert outcome.end_s == pytest.approx(expected_s, abs=1e-9)
+    assert outcome.num_passes == 9
+
+
 class CountingBehind(DraftByCost):
     """Also counts the committed tokens that drafters had to compute first."""
 
