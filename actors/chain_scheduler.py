@@ -1,8 +1,7 @@
-"""The router of the policy `chain`, in a process of its own: it hears what happens within chains, and publishes those."""
+"""The router actor of the policy `chain`: its routers also learn what happens within chains."""
 
 from actors.router import RouterActor
 
 
 class ModelChainScheduler(RouterActor):
-    """Runs a `router.slot.ChainScheduler` against the targets. Like a router it may die at any time: the last table serves
-    on."""
+    """Runs a `router.slot.Router` with the policy `chain`. If it dies, the last table keeps serving."""

@@ -138,13 +138,13 @@ class RaySpawner:
         from actors.chain_scheduler import ModelChainScheduler
         from router.estimates.drift import DriftDetector
         from router.policies import build_policy, build_pool, keeps_in_step
-        from router.slot import ChainScheduler, build_router
+        from router.slot import Router
 
         config = self._deployment.config
         watch = DriftDetector(config.router.collapse, config.router.slot_ms / 1e3)
         policy, pool = build_policy(config.router.policy), build_pool(config)
-        router = build_router(policy, pool, watch, keeps_in_step(config.router.policy))
-        kind = ModelChainScheduler if isinstance(router, ChainScheduler) else RouterActor
+        router = Router(policy, pool, watch, keeps_in_step(config.router.policy))
+        kind = ModelChainScheduler if config.router.policy.kind == "chain" else RouterActor
         targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])
         options = self._placed(self._router_group(), 0) | {"num_cpus": 0, "num_gpus": 0}
         return self._found_or_made(kind, ROUTER, options, config, router, targets, True)

@@ -16,7 +16,7 @@ from router.cost_model import CostModel, relative_draft_cost
 from router.estimates.drift import DriftDetector
 from router.plan import StepPlan
 from router.planner import Planner
-from router.slot import build_router
+from router.slot import Router
 from simulator.agreement import SimulatedRequest
 from simulator.drafter import SimulatedDrafter
 from simulator.events import MAIL, STEP, Events
@@ -190,7 +190,7 @@ class Simulation:
         pool = spec.pool()
         watch = None if spec.collapse is None else DriftDetector(spec.collapse, spec.slot_s)
         self._router = SimulatedRouter(
-            build_router(policy, pool, watch, spec.scores),
+            Router(policy, pool, watch, spec.scores),
             {member.name: member.max_draft_len for member in pool},
             spec.draft_timer.take_levels,
             lambda num_context: pass_times(spec.cost, num_context),

@@ -21,7 +21,7 @@ from router.draft_length import DraftLengths
 from router.estimates.drift import DriftDetector
 from router.plan import Capacity, StepPlan
 from router.planner import Planner
-from router.slot import SlotReport, build_router
+from router.slot import Router, SlotReport
 from simulator.agreement import SimulatedRequest
 from simulator.simulation import ClusterSpec, DrafterSpec
 from simulator.timing import Work
@@ -271,7 +271,7 @@ def run_live(
     gateway.called = True  # nobody runs it
     planner = Noting(spec.planner())
     watch = None if spec.collapse is None else DriftDetector(spec.collapse, spec.slot_s)
-    router = build_router(policy, spec.pool(), watch)
+    router = Router(policy, spec.pool(), watch)
     engine = FakeTarget(world, target, spec, known)
     loop = TargetLoop(
         engine,

@@ -37,7 +37,7 @@ from drafters.sessions import SessionLimits
 from router import assignment
 from router.assignment import PoolMember, Positions, RequestView
 from router.policies import build_policy
-from router.slot import Router, SlotReport, build_router
+from router.slot import Router, SlotReport
 from tests.support.cluster_in_a_thread import SimulatedCluster, random_requests
 from tests.support.drafter_bench import SAMPLING, Bench, FakeLink
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyDrafter, plain_run
@@ -83,7 +83,7 @@ class UnsoundDrafter:
 def routers() -> list[Router]:
     """One that learns from scores, and the scheduler of chains."""
     pool = [PoolMember(f"toy-{i}", capacity=8, cost=0.1, verifies=True) for i in range(2)]
-    return [build_router(build_policy(policy), pool, in_step=True) for policy in (HedgePolicy(), ChainPolicy())]
+    return [Router(build_policy(policy), pool, in_step=True) for policy in (HedgePolicy(), ChainPolicy())]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -130,7 +130,7 @@ def test_routers_learn_nothing_of_drafters_that_are_not_in_the_pool() -> None:
             router.slot([SlotReport((view,), (), 0, ("toy-0", "toy-1", "stranger"), scores=scores, levels=(strange,))])
         assert router.policy.snapshot() == before
         similarities = getattr(router.policy, "_similarities", None)
-        assert similarities is None or similarities.score("stranger", "toy-0") is None
+        assert similarities is None or similarities.rates("stranger", "toy-0", (0.5,)) == (0.5,)
 
 
 @pytest.mark.parametrize(
