@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from actors.router import RouterActor
-from actors.threads import set_threads
+from actors.worker import set_threads
 from benchmarks.load import Answer, Ask, HttpTarget, ask_engine, run_streams, tokens_per_s
 from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment

@@ -134,7 +134,7 @@ def _cluster(scenario: ServingScenario, informed: bool) -> ClusterSpec:
         link_s=scenario.link_us * 1e-6,
         slot_s=scenario.slot_s,
         scores=informed,
-        in_step=informed,
+        in_step=False,
         jitter=scenario.jitter,
         collapse=scenario.collapse,
     )

@@ -116,7 +116,7 @@ def make_oracle(options: OracleOptions, site: Site) -> Drafter:
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two lines."""
     monkeypatch.setitem(POLICIES, "alphabetical", Alphabetical)
-    monkeypatch.setitem(registry._FACTORIES, "oracle", make_oracle)  # type: ignore[arg-type]
+    monkeypatch.setitem(registry.FACTORIES, "oracle", make_oracle)  # type: ignore[arg-type]
 
 
 def test_a_policy_and_a_drafter_of_somebody_elses_serve(registered: None) -> None:

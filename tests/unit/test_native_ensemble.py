@@ -130,8 +130,8 @@ def assert_alike(plain: Sequence[Draft], native: Sequence[Draft]) -> None:
 def test_a_cascade_of_compiled_lookups_drafts_the_same(dear: bool, row_price: float, temperature: float) -> None:
     texts = texts_of(3)
     plain, native = cascades(texts, dear)
-    assert type(plain._hearing).__name__ == "PlainEnsemble"
-    assert type(native._hearing).__name__ == "NativeEnsemble"
+    assert type(plain._ensemble).__name__ == "PlainEnsemble"
+    assert type(native._ensemble).__name__ == "NativeEnsemble"
     assert serve([plain, native], texts, row_price, temperature) > 400
 
 
@@ -176,4 +176,4 @@ def test_tokens_that_are_none_change_nothing() -> None:
 
 def test_more_lookups_than_c_has_room_for_are_heard_in_python() -> None:
     members = [CascadeMember(f"m{i}", compiled(NgramDrafter()), 0.0, splices=True) for i in range(MOST_MEMBERS + 1)]
-    assert type(CascadeDrafter(members)._hearing).__name__ == "PlainEnsemble"
+    assert type(CascadeDrafter(members)._ensemble).__name__ == "PlainEnsemble"
