@@ -78,7 +78,7 @@ class Bench:
     def scores(self) -> list[DraftScore]:
         """All that there are: those not sent yet go with the next piece of work."""
         return [score for message in self.link.sent for score in message.scores] + [
-            score for peer in self.loop._sessions.peers.values() for score in peer.scores
+            score for peer in self.loop.sessions.peers.values() for score in peer.scores
         ]
 
     def proposals(self) -> list[Proposal]:
