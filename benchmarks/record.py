@@ -10,10 +10,10 @@ from rich.console import Console
 
 from benchmarks.fixtures import MAX_BATCH, Fixtures
 from benchmarks.pool import pool
+from benchmarks.prompts import BenchPrompt, choose_prompts, load_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from drafters.protocol import Demand, Drafter
 from drafters.replay import Recording, common_prefix_len
-from profiler.prompts import Prompt, choose_prompts, load_prompts
 from router.prompt_features import prompt_features
 from simulator.recording import AgreementRecording, Recorder
 
@@ -89,7 +89,7 @@ def record(options: BenchOptions) -> AgreementRecording:
     return recorder.recording()
 
 
-def _prompts(options: BenchOptions) -> list[Prompt]:
+def _prompts(options: BenchOptions) -> list[BenchPrompt]:
     paths = options.prompts or options.data_prompts
     if options.quick or not paths:
         return choose_prompts(paths, NUM_QUICK if options.quick else 120)

@@ -42,6 +42,7 @@ class AgreementDrafter:
 
     def __init__(self, name: str, timer: DraftTimer, scripts: Mapping[str, Script], in_step: bool) -> None:
         self.seconds = 0.0
+        self.num_extended = 0  # committed tokens, so far
         self.name = name
         self._timer = timer
         self._scripts = scripts
@@ -69,6 +70,7 @@ class AgreementDrafter:
         else:
             one.ahead = one.num_right = 0
         one.length += num_new
+        self.num_extended += num_new
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
         drafts, works = [], []
@@ -118,19 +120,31 @@ class ColocatedAgreementDrafter(AgreementDrafter):
 
 
 class SimulatedDrafter:
-    """Drives a `DrafterLoop` on virtual time: while it drafts, mail waits."""
+    """Drives a `DrafterLoop` on virtual time: while it drafts or scores, mail waits.
+
+    Args:
+        spare_share: as in the configuration of drafters.
+    """
 
     def __init__(
-        self, events: Events, name: str, drafter: AgreementDrafter, limits: SessionLimits, ahead_len: int, jitter: Jitter
+        self,
+        events: Events,
+        drafter: AgreementDrafter,
+        timer: DraftTimer,
+        limits: SessionLimits,
+        ahead_len: int,
+        spare_share: float,
+        jitter: Jitter,
     ) -> None:
         self.busy_s = 0.0
         self.mailbox = VirtualMailbox(self._wake)
-        self.loop = DrafterLoop(name, drafter, self.mailbox, limits, ahead_len=ahead_len)
+        self.loop = DrafterLoop(drafter.name, drafter, self.mailbox, limits, ahead_len=ahead_len, spare_share=spare_share)
         self._events = events
         self._drafter = drafter
+        self._timer = timer
         self._jitter = jitter
         self._is_busy = self._is_woken = False
-        self._timer_s: float | None = None
+        self._alarm_s: float | None = None
 
     def _wake(self) -> None:
         if not self._is_busy and not self._is_woken:
@@ -141,27 +155,37 @@ class SimulatedDrafter:
         self._is_woken = False
         if self._is_busy:
             return
-        while (begun := self.loop.begin(now_s)) is not Begun.NOTHING:
-            if begun is Begun.DRAFTED or begun is Begun.DRAFTED_AHEAD:
-                self._keep_busy(begun, now_s)
+        drafter = self._drafter
+        while True:
+            num_extended = drafter.num_extended
+            begun = self.loop.begin(now_s)
+            if begun is Begun.NOTHING:
+                self._sleep()
                 return
-            self.loop.finish(begun, now_s, now_s)
+            if begun is Begun.SCORED:
+                self._keep_busy(begun, now_s, self._timer.scoring_s(drafter.name, drafter.num_extended - num_extended))
+                return
+            if begun is not Begun.ANSWERED:
+                self._keep_busy(begun, now_s, drafter.seconds)
+                return
+
+    def _sleep(self) -> None:
         due_s = self.loop.next_due_s()
-        if due_s is not None and (self._timer_s is None or due_s < self._timer_s):
-            self._timer_s = due_s
+        if due_s is not None and (self._alarm_s is None or due_s < self._alarm_s):
+            self._alarm_s = due_s
             self._events.at(due_s, STEP, self._ring)
 
     def _ring(self, now_s: float) -> None:
-        self._timer_s = None
+        self._alarm_s = None
         self._wake()
 
-    def _keep_busy(self, begun: Begun, now_s: float) -> None:
+    def _keep_busy(self, begun: Begun, now_s: float, seconds: float) -> None:
         def end(end_s: float) -> None:
             self._is_busy = False
             self.loop.finish(begun, now_s, end_s)
             self._step(end_s)
 
-        seconds = self._jitter(self._drafter.seconds)
+        seconds = self._jitter(seconds)
         self.busy_s += seconds
         self._is_busy = True
         self._events.at(now_s + seconds, STEP, end)

@@ -60,9 +60,9 @@ class ClusterSpec:
     Args:
         cost: what planners and policies believe; timers tell what it takes.
         link_s: of a message, one way.
-        scores: every drafter tells what it would have drafted: learning from full information; but companions, which have
-            no time to spare.
-        in_step: every drafter keeps in step with every request in its spare time: switches cost nothing.
+        scores: drafters keep in step with requests that others draft for, and tell what they would have drafted: learning
+            from full information. It takes ``spare_share`` of their time at the most; companions have none.
+        in_step: switches cost nothing (SPIN's fast switching, taken to be free).
         jitter: spread of durations, as the standard deviation of their logarithm.
         collapse: when a drafter is quarantined; None: never.
     """
@@ -77,6 +77,7 @@ class ClusterSpec:
     link_s: float = 1e-4
     slot_s: float = 0.25
     scores: bool = False
+    spare_share: float = 0.1
     in_step: bool = False
     jitter: float = 0.0
     collapse: CollapseConfig | None = None
@@ -213,7 +214,9 @@ class Simulation:
     def _drafter(self, one: DrafterSpec, name: str) -> SimulatedDrafter:
         spec = self._spec
         model = AgreementDrafter(name, spec.draft_timer, self._gateway.scripts, spec.in_step)
-        return SimulatedDrafter(self._events, name, model, one.limits, one.ahead_len, self._jitter)
+        return SimulatedDrafter(
+            self._events, model, spec.draft_timer, one.limits, one.ahead_len, spec.spare_share, self._jitter
+        )
 
     def _target(self, name: str) -> SimulatedTarget:
         spec, events, clock = self._spec, self._events, ThreadClock(self._events)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from cluster.config import ChainPolicy, Config, HedgePolicy, PolicyConfig, can_verify
+from cluster.config import ChainPolicy, Config, HedgePolicy, LbssPolicy, PolicyConfig, can_verify
 from router.assignment import AssignmentPolicy, MemberCosts, PoolMember, member_name
 from router.cost_model import CostModel
 from router.estimates.prior_costs import prior_token_cost
@@ -27,9 +27,13 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _CATCH_UP_LEN = 513
 
 
-def uses_scores(config: PolicyConfig) -> bool:
-    """Whether the policy learns from what drafters would have done; the others spare them the work."""
-    return isinstance(config, HedgePolicy | ChainPolicy)
+def keeps_in_step(config: PolicyConfig) -> bool:
+    """Whether drafters keep in step, in their spare time, with requests that others draft for (SPIN's fast switching).
+
+    The policies that move requests by what they learned want this. That drafters in step are scored too is used by `hedge`
+    and `chain`; `lbss` ignores the scores.
+    """
+    return isinstance(config, HedgePolicy | ChainPolicy | LbssPolicy)
 
 
 def build_policy(config: PolicyConfig) -> AssignmentPolicy:
