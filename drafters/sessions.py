@@ -295,7 +295,7 @@ class TargetSessions:
             self._inspection.note(peer.link, [fault])
             return
         outcome, new = reconcile(session.token_ids, extension.base_len, extension.token_ids)
-        if outcome is ExtendOutcome.APPLIED or outcome is ExtendOutcome.KNOWN:
+        if outcome is ExtendOutcome.APPLIED:
             self._commit(peer, session, new, now_s)
             return
         if outcome is ExtendOutcome.CONFLICT:
