@@ -274,7 +274,7 @@ def test_the_anchors_context_is_added_to_the_inputs() -> None:
         network.anchor_input.maps.bias.copy_(inputs.flatten())
         network.anchor_input.maps.weight[:, : features.shape[1]] = 0.1
         got = network.block_inputs(features, token_ids, anchors, torch.tensor([False, True]), network.config.block_size)
-    base = plain._block_inputs(features, token_ids, anchors, torch.tensor([False, True]), network.config.block_size)
+    base = plain.block_inputs(features, token_ids, anchors, torch.tensor([False, True]), network.config.block_size)
     torch.testing.assert_close(got[0] - base[0], inputs)
     torch.testing.assert_close(got[1] - base[1], inputs + 0.1 * features[2].sum())
 
@@ -313,7 +313,7 @@ def refused(changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' is no DSpark drafter"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' is not a DSpark drafter"),
         ({"model_type": "gemma4"}, "model_type 'gemma4' is not supported"),
         ({"markov_head_type": "fir"}, "markov_head_type 'fir' is not supported; supported are vanilla, gated, rnn"),
         ({"markov_rank": 0}, "needs a Markov head"),
