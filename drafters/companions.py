@@ -103,7 +103,7 @@ def _check_fits(folder: Path, config: DSparkConfig, target: ModelInfo, host: Hos
 
 
 def _rows(host: Host) -> TargetRows:
-    """The target's embedding in memory, and its head: the same, or read again, as the loaded one is prepacked."""
+    """The target's embedding in memory, and its head: the same, or read again, since the loaded one is packed."""
     model = host.engine.model
     if model.config.tied_embeddings:
         return TargetRows(model.embedding, model.embedding)

@@ -23,16 +23,18 @@ hypothesis.settings.load_profile("tests")
 factory.LOCAL.encodes = True  # what could not travel is found out by every test that sends it within the process
 
 MODEL = "smollm2-135m"
+TESTS = Path(__file__).parent
 SUITES = ("unit", "contract")  # in this order; then the others
 DATA_VARIABLE = "OUTRIDER_DATA"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The quick first: unit tests, contracts, and at the end whatever starts a Ray cluster. Within each as collected."""
+    """Run the quick tests first: unit tests, contracts, the rest, and last those that start a Ray cluster."""
     order = {suite: i for i, suite in enumerate(SUITES)}
 
     def rank(item: pytest.Item) -> tuple[bool, int]:
-        return item.get_closest_marker("ray") is not None, order.get(item.path.parent.name, len(SUITES))
+        suite = item.path.relative_to(TESTS).parts[0]
+        return item.get_closest_marker("ray") is not None, order.get(suite, len(SUITES))
 
     items.sort(key=rank)
 

@@ -127,4 +127,4 @@ def _each_row_at_the_end(layout: Layout, block_size: int) -> Layout:
     ends = layout.base_lens.repeat_interleave(block_size) + (block_size - 1)
     starts = torch.arange(layout.num_rows + 1, dtype=torch.int32, device=ends.device)
     tables = layout.tables.repeat_interleave(block_size, dim=0)
-    return replace(layout, starts=starts, base_lens=ends, tables=tables, max_span_len=1)
+    return replace(layout, starts=starts, base_lens=ends, positions=ends, tables=tables, max_span_len=1)

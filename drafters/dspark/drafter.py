@@ -14,7 +14,7 @@ from cluster.types import ModelInfo, SamplingParams
 from drafters.dspark.backbone import Backbone
 from drafters.dspark.checkpoint import TargetRows, load_network
 from drafters.dspark.sequential import Block, SequentialStage
-from drafters.protocol import Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft
 from engine.factory import DTYPES
 from engine.layout import PackedSpan
 from engine.ledger import Ledger
@@ -61,6 +61,8 @@ class DSparkDrafter:
         num_blocks: of the cache.
         eos_token_ids: of the target.
     """
+
+    capabilities = Capabilities()
 
     def __init__(
         self,

@@ -7,11 +7,10 @@ import pytest
 
 from cluster.types import SamplingParams
 from drafters.cascade import CascadeDrafter, CascadeMember
-from drafters.lookups import compiled
 from drafters.native.ensemble import MOST_MEMBERS
-from drafters.native.lookup import load_library
+from drafters.native.lookup import compiled, load_library
 from drafters.ngram import NgramDrafter
-from drafters.protocol import Demand, Draft, Drafter
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.suffix import SuffixDrafter
 from drafters.table import TableDrafter, count_frequencies
 from engine.compiling import NoCompiler
@@ -30,6 +29,8 @@ def _compiler() -> None:
 
 class Dear:
     """Knows the texts, and errs now and then."""
+
+    capabilities = Capabilities()
 
     def __init__(self, texts: dict[str, list[int]]) -> None:
         self._texts = texts
@@ -129,8 +130,8 @@ def assert_alike(plain: Sequence[Draft], native: Sequence[Draft]) -> None:
 def test_a_cascade_of_compiled_lookups_drafts_the_same(dear: bool, row_price: float, temperature: float) -> None:
     texts = texts_of(3)
     plain, native = cascades(texts, dear)
-    assert type(plain._hearing).__name__ == "PlainEnsemble"
-    assert type(native._hearing).__name__ == "NativeEnsemble"
+    assert type(plain._ensemble).__name__ == "PlainEnsemble"
+    assert type(native._ensemble).__name__ == "NativeEnsemble"
     assert serve([plain, native], texts, row_price, temperature) > 400
 
 
@@ -175,4 +176,4 @@ def test_tokens_that_are_none_change_nothing() -> None:
 
 def test_more_lookups_than_c_has_room_for_are_heard_in_python() -> None:
     members = [CascadeMember(f"m{i}", compiled(NgramDrafter()), 0.0, splices=True) for i in range(MOST_MEMBERS + 1)]
-    assert type(CascadeDrafter(members)._hearing).__name__ == "PlainEnsemble"
+    assert type(CascadeDrafter(members)._ensemble).__name__ == "PlainEnsemble"

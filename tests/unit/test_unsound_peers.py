@@ -83,7 +83,7 @@ class UnsoundDrafter:
 def routers() -> list[Router]:
     """One that learns from scores, and the scheduler of chains."""
     pool = [PoolMember(f"toy-{i}", capacity=8, cost=0.1, verifies=True) for i in range(2)]
-    return [build_router(build_policy(policy), pool, scores=True) for policy in (HedgePolicy(), ChainPolicy())]
+    return [build_router(build_policy(policy), pool, in_step=True) for policy in (HedgePolicy(), ChainPolicy())]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -130,7 +130,7 @@ def test_routers_learn_nothing_of_drafters_that_are_not_in_the_pool() -> None:
             router.slot([SlotReport((view,), (), 0, ("toy-0", "toy-1", "stranger"), scores=scores, levels=(strange,))])
         assert router.policy.snapshot() == before
         similarities = getattr(router.policy, "_similarities", None)
-        assert similarities is None or not similarities._seen
+        assert similarities is None or similarities.score("stranger", "toy-0") is None
 
 
 @pytest.mark.parametrize(
@@ -342,8 +342,8 @@ async def outcome(client: LinkClient, one: Request) -> list[int] | str:
     ("commit", "reason"),
     [
         (Commit("a", 3, (VOCAB_SIZE,)), "outside the vocabulary"),
-        (Commit("a", 4, (1,)), "a commit at 4 where 3 tokens were committed"),
-        (Commit("a", 3, (1, 1, 1, 1, 1)), "1 tokens more than were asked for"),
+        (Commit("a", 4, (1,)), "a commit at 4 after 3 committed tokens"),
+        (Commit("a", 3, (1, 1, 1, 1, 1)), "1 tokens more than the request allows"),
         (Commit("a", 3, ()), "a commit of nothing"),
         (Commit("a", 3, (1,), num_proposed=1, num_accepted=MAX_INT), "2147483647 accepted of 1"),
     ],

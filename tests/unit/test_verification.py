@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from cluster.soundness import proposal_fault
 from cluster.types import ModelInfo, Proposal, Request, SamplingParams
 from engine.sequences import Sequences
-from profiler.drafter_stats import MIN_RECORDS, DrafterStats, Judgement
 from router.cost_model import TableCost
+from router.estimates.drafter_stats import MIN_RECORDS, DrafterStats, Judgement
 from router.plan import Capacity, DrafterView, SequenceView
 from router.verification import _in_order, _in_order_of_few, _lens, _lens_of_few, verify_goodput
 
