@@ -107,7 +107,7 @@ _TOKENS: Sequence[Metric] = (
     _tokens("outrider_choice_completion_tokens", "Generated tokens of a finished choice.", "vllm:request_generation_tokens"),
     _tokens(
         "outrider_choice_max_tokens",
-        "max_tokens of a finished choice.",
+        "Limit on the generated tokens of a finished choice.",
         "vllm:request_params_max_tokens",
         "vllm:request_max_num_generation_tokens",
     ),
