@@ -76,7 +76,7 @@ class DeployedCluster:
         self._supervisor = start_supervisor(deployment)
         try:
             start_s = config.supervision.start_timeout_s
-            directory: Directory = ray.get(self._supervisor.start.remote(), timeout=start_s + SPAWN_S)
+            directory: Directory = ray.get(self._supervisor.ready.remote(), timeout=start_s + SPAWN_S)
             for name, reason in ray.get(self._supervisor.reasons.remote(), timeout=ASK_DEADLINE_S).items():
                 logger.warning("%s is not ready, and is tried again: %s", name, reason)
         except GetTimeoutError as error:

@@ -80,14 +80,12 @@ class CascadeDrafter:
         clock: in seconds, only differences count; measures the members' costs. None: costs as configured.
 
     Raises:
-        InvalidField: no members, or their costs do not ascend.
+        InvalidField: their costs do not ascend.
     """
 
     capabilities = Capabilities()
 
     def __init__(self, members: Sequence[CascadeMember], clock: Callable[[], float] | None = None) -> None:
-        if not members:
-            raise InvalidField("members", 0, "must hold at least one drafter")
         if members[0].cost < 0.0 or any(a.cost > b.cost for a, b in pairwise(members)):
             raise InvalidField("members", [m.name for m in members], "must stand in the order of their cost, from 0")
         self._members = tuple(members)

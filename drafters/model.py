@@ -5,7 +5,6 @@ verifier of what smaller drafters propose (a chain).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.errors import InvalidField
 from cluster.messages import LevelReport, Verified
 from cluster.types import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft, Drafter, Stopping
@@ -49,9 +48,6 @@ class ModelDrafter:
         scaling: calibrates the returned confidences, by position behind the last commit, tokens drafted ahead included.
             Drafts end by uncalibrated confidences.
         clock: times the passes of a chain; None: they are not timed.
-
-    Raises:
-        InvalidField: a minimum is out of range.
     """
 
     def __init__(
@@ -65,9 +61,6 @@ class ModelDrafter:
         scaling: TemperatureScaling | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        for name, value in (("min_confidence", min_confidence), ("min_survival", min_survival)):
-            if not 0.0 <= value < 1.0:
-                raise InvalidField(name, value, "must be at least 0 and less than 1")
         self._model = model
         self._proposers = dict(proposers or {})
         self._proposal_len = proposal_len

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from cluster.config import (
     NgramOptions,
     SuffixOptions,
     TableOptions,
-    can_verify,
     has_model,
     parts_of,
 )
@@ -40,8 +39,9 @@ class Site:
 
     target: ModelInfo
     device: str
-    host: "Host | None" = None  # when it runs in the target's process
-    clock: Callable[[], float] | None = None  # of cascades
+    host: "Host | None" = None  # if it runs in the target's process
+    clock: Callable[[], float] | None = None  # of cascades and chains
+    proposers: Mapping[str, Drafter] = field(default_factory=dict)  # of a drafter that can verify, by name
 
 
 def make_drafter(
@@ -49,49 +49,29 @@ def make_drafter(
     target: ModelInfo,
     host: "Host | None" = None,
     clock: Callable[[], float] | None = time.monotonic,
+    proposers: Sequence[DrafterConfig] = (),
 ) -> Drafter:
     """The drafter of a resolved configuration, for ``target``.
 
     Args:
         host: the target's process, for a colocated drafter.
-        clock: times a cascade's members; None where no target waits for drafts.
+        clock: times the members of a cascade or chain; None where no target waits for drafts.
+        proposers: possible levels of a chain below it, smallest first, each of which may have those before it. All are made
+            on its device.
 
     Raises:
         IncompatibleTokenizer: its token ids differ from the target's; says how.
         ModelUnavailable: its model is missing, half-written or unsupported.
         InvalidField: an option is out of range, or its KV cache holds nothing.
     """
-    return make(config.options, Site(target, "cpu" if config.device == "auto" else config.device, host, clock))
-
-
-def make_chained(
-    config: DrafterConfig,
-    proposers: Sequence[DrafterConfig],
-    target: ModelInfo,
-    clock: Callable[[], float] | None = time.monotonic,
-) -> Drafter:
-    """As ``make_drafter``, for a drafter with possible ``proposers``, smallest first, each of which may have those before
-    it. All are made on its device. Without proposers as ``make_drafter``.
-    """
-    if not proposers:
-        return make_drafter(config, target, clock=clock)
-    site = Site(target, "cpu" if config.device == "auto" else config.device, None, clock)
-    below: dict[str, Drafter] = {}
+    site = Site(target, "cpu" if config.device == "auto" else config.device, host, clock)
     for proposer in proposers:
-        below[proposer.name] = _make_level(proposer.options, below, site)
-    return _make_level(config.options, below, site)
-
-
-def _make_level(options: DrafterOptions, below: Mapping[str, Drafter], site: Site) -> Drafter:
-    """A drafter that can verify gets the levels below as proposers; another drafts alone."""
-    if not can_verify(options):
-        return make(options, site)
-    assert isinstance(options, ModelOptions | LayersOptions)
-    return _make_model(options, site, below)
+        site = replace(site, proposers={**site.proposers, proposer.name: make(proposer.options, site)})
+    return make(config.options, site)
 
 
 def make(options: DrafterOptions, site: Site) -> Drafter:
-    """As ``make_drafter``; a cascade makes its members so."""
+    """As ``make_drafter``."""
     return FACTORIES[options.kind](options, site)
 
 
@@ -169,26 +149,24 @@ def _make_table(options: TableOptions, site: Site) -> Drafter:
     return compiled(TableDrafter(table, options.max_learned, options.min_confidence))
 
 
-def _make_model(options: ModelOptions | LayersOptions, site: Site, below: Mapping[str, Drafter] | None = None) -> Drafter:
+def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
     from drafters.model import ModelDrafter
     from drafters.shipped import find_drafter
     from profiler.calibration import FILE, load_scaling
 
     model = _small_model(options, site)
     if isinstance(options, ModelOptions):
-        return ModelDrafter(model, below, clock=site.clock)
+        return ModelDrafter(model, site.proposers, clock=site.clock)
     path = find_drafter(options.path) / FILE
     scaling = load_scaling(path) if path.is_file() else None
-    return ModelDrafter(model, below, min_survival=options.min_survival, scaling=scaling, clock=site.clock)
+    return ModelDrafter(model, site.proposers, min_survival=options.min_survival, scaling=scaling, clock=site.clock)
 
 
 def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
     from drafters.companions import make_dspark
 
     if site.host is None:
-        raise InvalidField(
-            "kind", options.kind, "reads the target's hidden states, so it is made in the target's process alone"
-        )
+        raise InvalidField("kind", options.kind, "reads the target's hidden states, so it must run in the target's process")
     return make_dspark(options, site.target, site.host)
 
 
@@ -197,7 +175,7 @@ def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
 
     costs = options.costs or [prior_member_cost(member) for member in options.members]
     members = [
-        CascadeMember(f"{i}:{member.kind}", make(member, site), cost, splices=not has_model(member))
+        CascadeMember(f"{i}:{member.kind}", make(member, replace(site, proposers={})), cost, splices=not has_model(member))
         for i, (member, cost) in enumerate(zip(options.members, costs, strict=True))
     ]
     return CascadeDrafter(members, site.clock)
@@ -240,7 +218,7 @@ def _load(options: ModelOptions | LayersOptions, site: Site) -> "tuple[CausalMod
     return load_model(folder, options.dtype, site.device, options.num_layers), None
 
 
-FACTORIES: dict[str, Callable[[Any, Site], Drafter]] = {
+FACTORIES: Mapping[str, Callable[[Any, Site], Drafter]] = {
     "ngram": _make_ngram,
     "suffix": _make_suffix,
     "table": _make_table,

@@ -127,34 +127,8 @@ def replay_lens(
         live = [replayed for replayed in live if replayed.num_left]
 
 
-Agreement = tuple[int, tuple[float, ...]]  # right tokens of a draft, and the confidences of all its tokens
-
-
-def agreement(drafter: Drafter, recordings: Sequence[Recording], draft_len: int) -> list[list[Agreement]]:
-    """By recording and position: agreement of the draft that begins there.
-
-    All recordings are served together and committed token by token. A learning drafter thus learns from drafts at every
-    position, not only from those of rounds.
-    """
-    found: list[list[Agreement]] = [[] for _ in recordings]
-    for recording in recordings:
-        drafter.open(recording.name, recording.prompt_token_ids, len(recording.prompt_token_ids), recording.sampling)
-    live = [number for number, recording in enumerate(recordings) if recording.output_token_ids]
-    position = 0
-    while live:
-        drafts = drafter.propose([Demand(recordings[number].name, draft_len) for number in live])
-        for number, draft in zip(live, drafts, strict=True):
-            recording = recordings[number]
-            num_right = common_prefix_len(draft.token_ids, recording.output_token_ids[position:])
-            found[number].append((num_right, draft.confidences))
-            drafter.extend(recording.name, recording.output_token_ids[position : position + 1])
-        position += 1
-        for number in live:
-            if len(recordings[number].output_token_ids) == position:
-                drafter.release(recordings[number].name)
-        live = [number for number in live if len(recordings[number].output_token_ids) > position]
-    return found
-
-
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    num = min(len(a), len(b))
+    if a[:num] == b[:num]:  # the usual case, fast
+        return num
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), num)

@@ -180,29 +180,6 @@ def _after(left: list[float], below: Level) -> list[float]:
     return after
 
 
-def simplified_per_token_s(levels: Sequence[Level], target: PassTime) -> float:
-    """SpecRouter's equation 7, for comparison with `predict`.
-
-    Numerator: W T_1, and W T_j times the probability that verification reaches level j, for every model above. Denominator:
-    what the target accepts of W tokens, and its own. T_1 is a pass of one row; T_j of a verifier, which the paper has
-    measured per token as it runs, a W-th of a pass over W rows. It differs from what a chain really does in three ways:
-
-    - each level passes on what it accepted of one window, and is charged once; here it asks again until its draft is as
-      long as the next level wants it, which costs several passes, and raises what the target accepts to the verifier's own;
-    - the paper does not say when a level is reached: read here as when a token survived each level before. Here each level
-      is reached in every round;
-    - there is no batch: neither do passes grow with it, nor is its slowest draft waited for.
-    """
-    if not levels:
-        return target.at(1)
-    window = levels[-1].window
-    reached, cycle_s = 1.0, window * levels[0].passes.at(1)
-    for level, verifier in zip(levels, [*(above.passes for above in levels[1:]), target], strict=True):
-        cycle_s += verifier.at(window) * reached
-        reached *= level.at(0)
-    return cycle_s / sum(levels[-1].survival)
-
-
 def candidates(drafters: Sequence[str], verifiers: Iterable[str], max_levels: int = MAX_LEVELS) -> list[Chain]:
     """Every chain of up to ``max_levels`` models, the target included, of ``drafters`` in this order, cheapest first.
 

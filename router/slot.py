@@ -101,8 +101,9 @@ class Router:
         absent = self._offered - linked
         pool = self._judged_pool(reports, linked | absent)
         requests = [request for report in reports for request in report.requests]
-        every = [*requests, NEXT_REQUEST]
+        every = [*(request for request in requests if not request.opted_out), NEXT_REQUEST]
         chains, self.load_demand = settle(self._policy.assign(every, pool), every, pool, absent)
+        chains |= {request.request_id: TARGET_ONLY for request in requests if request.opted_out}
         pool = [member for member in pool if member.name not in absent]
         versions = [report.table_version for report in reports]
         defaults = (chains[NEXT_REQUEST.request_id],)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from drafters.consensus import ComparedDraft, Consensus
 from drafters.ensemble import MAX_SPLICES, MIN_SPLICE_SURVIVAL, MIN_SURVIVAL, MemberDraft
-from drafters.native.lookup import Batch, Drafts, Native, NativeLookup, address
+from drafters.native.lookup import Drafts, Native, NativeLookup, PackedDemands, address
 from drafters.protocol import PRICE_SHARE, Demand, Draft
 from router.estimates.survival import OnlineSurvival
 
@@ -103,7 +103,7 @@ class NativeEnsemble(Native):
         self._draft = self.function("draft", _AT, _INT, _INT, _AT, result=None)
         self._due = self.function("due", _AT, result=_INT)
         self._take = self.function("take", _AT, _INT, _AT, result=None)
-        self._batch, self._found = Batch(), Drafts()
+        self._batch, self._found = PackedDemands(), Drafts()
         self._demands: Sequence[Demand] = ()
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:

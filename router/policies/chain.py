@@ -27,7 +27,6 @@ from router.assignment import (
     ScoreCounts,
     drafter_of,
     lessons,
-    opted_out,
 )
 from router.chains import PROPOSAL_LEN, Level, PassTime, candidates, fastest, predict
 from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
@@ -114,27 +113,26 @@ class ModelChains:
         self._slot += 1
         self._note_losses(requests, pool)
         self._compare(requests)
-        chains = opted_out(requests)
-        willing = [request for request in requests if request.request_id not in chains]
         room = FreeCapacity(pool)
-        batch = max(1, sum(request.committed_len > 0 for request in willing))
+        batch = max(1, sum(request.committed_len > 0 for request in requests))
         members = {drafter_of(member.name): member for member in reversed(pool) if member.is_open}
         drafters = [members[drafter] for drafter in room.drafters]
         self._predict(drafters, batch)
-        if willing:
-            rows = self._acceptance.follow(willing)
+        chains: dict[str, Chain] = {}
+        if requests:
+            rows = self._acceptance.follow(requests)
             foreseen_s = self._per_token_s(rows, drafters, batch)
             overruns = self._overruns.factors()
             per_token_s = foreseen_s * [overruns.get((*self._below[name], name), 1.0) for name in room.drafters]
-            seconds = self._as_they_stand(willing, per_token_s, batch, room)
-            live = [i for i, request in enumerate(willing) if request.committed_len] or list(range(len(willing)))
-            names, places = ("", *room.drafters), (len(willing), *map(room.num_free, room.drafters))
+            seconds = self._as_they_stand(requests, per_token_s, batch, room)
+            live = [i for i, request in enumerate(requests) if request.committed_len] or list(range(len(requests)))
+            names, places = ("", *room.drafters), (len(requests), *map(room.num_free, room.drafters))
             choice = self._choosing.choose(names, seconds[live], places, overruns.get(SPREAD, 1.0))
-            last = [i for i, request in enumerate(willing) if request.is_placeholder]
+            last = [i for i, request in enumerate(requests) if request.is_placeholder]
             columns = seated(seconds, places, None if choice is SPREAD else names.index(choice), last)
-            chains |= self._seat(willing, columns, room)
-            self._note_foreseen(willing, chains, room, foreseen_s, per_token_s)
-        return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
+            chains = self._seat(requests, columns, room)
+            self._note_foreseen(requests, chains, room, foreseen_s, per_token_s)
+        return chains
 
     def _compare(self, requests: Sequence[RequestView]) -> None:
         """Compares measured with predicted seconds per token of requests that stayed with their chain.

@@ -20,7 +20,6 @@ from router.assignment import (
     ScoreCounts,
     drafter_of,
     lessons,
-    opted_out,
 )
 from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
 from router.estimates.round_times import RoundTimes, shares_target
@@ -81,25 +80,24 @@ class Hedge:
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._acceptance.requests.next_slot()
-        chains = opted_out(requests)
-        willing = [request for request in requests if not request.opted_out] if chains else requests
+        chains = dict.fromkeys([request.request_id for request in requests], TARGET_ONLY)
         room = FreeCapacity(pool)
-        if willing and room.drafters:
-            rows = self._acceptance.follow(willing)
-            values = self._values(willing, rows, pool, room)
+        if requests and room.drafters:
+            rows = self._acceptance.follow(requests)
+            values = self._values(requests, rows, pool, room)
             capacity = np.array([room.num_free(drafter) for drafter in room.drafters])
             prices = np.array([self._prices.get(drafter, 0.0) for drafter in room.drafters])
-            live = np.array([not request.is_placeholder for request in willing])
+            live = np.array([not request.is_placeholder for request in requests])
             matching = match(values[live], capacity, prices, MAX_CYCLES)
             self._prices = dict(zip(room.drafters, matching.prices.tolist(), strict=True))
             places = matching.place.tolist()
-            requests_live = [request for request in willing if not request.is_placeholder]
+            requests_live = [request for request in requests if not request.is_placeholder]
             chains |= room.seat_all(
                 (r, room.drafters[j]) for r, j in zip(requests_live, places, strict=True) if j != NOWHERE
             )
             for i in np.flatnonzero(~live).tolist():
-                chains[willing[i].request_id] = self._best_left(values[i], prices, room)
-        return dict.fromkeys([request.request_id for request in requests], TARGET_ONLY) | chains
+                chains[requests[i].request_id] = self._best_left(values[i], prices, room)
+        return chains
 
     @staticmethod
     def _best_left(values: Floats, prices: Floats, room: FreeCapacity) -> Chain:

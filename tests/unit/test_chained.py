@@ -24,7 +24,7 @@ from deploy.embedded import EmbeddedCluster, PoolEntry
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Drafter
-from drafters.registry import make_chained
+from drafters.registry import make_drafter
 from drafters.small_model import SmallModel
 from engine.factory import load_model
 from engine.loading import load_target
@@ -129,7 +129,8 @@ def test_caches_that_are_given_up_are_counted(folder: Path) -> None:
 
 
 def made(config: DrafterConfig, proposers: list[DrafterConfig], folder: Path) -> Drafter:
-    return make_chained(config, proposers, ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), fingerprint(folder)))
+    target = ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), fingerprint(folder))
+    return make_drafter(config, target, proposers=proposers)
 
 
 def test_the_registry_makes_a_drafter_with_those_that_may_ride_ahead_of_it(folder: Path, tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_a_chain_of_three_drafters_serves_the_targets_own_tokens(folder: Path) -
     engine, model, _ = load_target(resolved)
     pool = {
         one.name: PoolEntry(
-            make_chained(one, resolved.proposers_of(one.name), model),
+            make_drafter(one, model, proposers=resolved.proposers_of(one.name)),
             proposers=tuple(below.name for below in resolved.proposers_of(one.name)),
         )
         for one in resolved.drafters

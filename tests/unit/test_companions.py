@@ -297,7 +297,7 @@ def test_features_of_other_layers_are_picked_out(target: Path, folder: Path, oth
 def test_what_does_not_fit_the_target_is_refused(target: Path, folder: Path, tmp_path: Path) -> None:
     engine, model = engine_of(target, (0, 2))
     host = Host(engine, target)
-    with pytest.raises(InvalidField, match="made in the target's process alone"):
+    with pytest.raises(InvalidField, match="must run in the target's process"):
         make_drafter(DrafterConfig(name="d", options=options(folder)), model)
     with pytest.raises(ModelUnavailable, match="no folder of a trained drafter"):
         make_dspark(options(tmp_path / "nowhere"), model, host)

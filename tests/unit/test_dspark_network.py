@@ -273,7 +273,7 @@ def test_the_anchors_context_is_added_to_the_inputs() -> None:
         inputs = torch.randn(BLOCK, HIDDEN)
         network.anchor_input.maps.bias.copy_(inputs.flatten())
         network.anchor_input.maps.weight[:, : features.shape[1]] = 0.1
-        got = network._block_inputs(features, token_ids, anchors, torch.tensor([False, True]), network.config.block_size)
+        got = network.block_inputs(features, token_ids, anchors, torch.tensor([False, True]), network.config.block_size)
     base = plain._block_inputs(features, token_ids, anchors, torch.tensor([False, True]), network.config.block_size)
     torch.testing.assert_close(got[0] - base[0], inputs)
     torch.testing.assert_close(got[1] - base[1], inputs + 0.1 * features[2].sum())

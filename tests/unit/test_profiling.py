@@ -164,8 +164,8 @@ def test_catching_up_is_timed_behind_so_many_new_tokens() -> None:
 
     drafter = Told()
     probe = DrafterProbe(drafter, 1000, Ticks(), longest_context=400)
-    assert [num for num, _ in probe.news_grid()] == [1, 4, 16, 64]
-    for num, _ in probe.news_grid():
+    assert [num for num, _ in probe.catch_up_grid()] == [1, 4, 16, 64]
+    for num, _ in probe.catch_up_grid():
         probe.catch_up(num)
         assert told[-1] == num
         assert drafter.asked[-1] == [1]

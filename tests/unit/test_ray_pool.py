@@ -28,7 +28,7 @@ async def test_the_router_is_placed_with_a_target_whose_node_is_there(
     monkeypatch.setattr(ray_pool, "PlacementGroupSchedulingStrategy", lambda group, **_: group)
     spawner = RaySpawner(Deployment(Config(target=TargetConfig(replicas=2)), groups, "/folder", "token"))
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(spawner, "_found_or_made", lambda kind, name, options, *args: made.append(options))
+    monkeypatch.setattr(spawner, "_get_or_create", lambda kind, name, options, *args: made.append(options))
     await spawner.router()
     (options,) = made
     assert options["scheduling_strategy"] is groups[expected]

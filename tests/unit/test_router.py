@@ -65,6 +65,13 @@ def test_no_target_no_table() -> None:
     assert Router(build_policy(FixedPolicy()), POOL).slot([]) is None
 
 
+def test_a_request_that_opted_out_gets_the_target_alone() -> None:
+    router = Router(build_policy(FixedPolicy()), POOL)
+    table = router.slot([report(view("r"), replace(view("plain", "a"), opted_out=True))])
+    assert table is not None
+    assert table.chains == {"r": ("a",), "plain": ()}
+
+
 def test_a_table_is_published_once_and_again_to_whoever_missed_it() -> None:
     router = Router(build_policy(FixedPolicy()), POOL)
     table = router.slot([report(view("r"))])
