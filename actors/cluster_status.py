@@ -1,4 +1,4 @@
-"""What a supervisor tells people: the state of its members, and what targets report of drafters."""
+"""The cluster's status for users, from the supervisor's processes and the targets' reports."""
 
 from collections.abc import Mapping, Sequence, Set
 
@@ -20,8 +20,8 @@ def cluster_status(
     notes: Sequence[str] = (),
 ) -> ClusterStatus:
     """Args:
-    drafters: of every member of the pool, by its name.
-    members: those that have a process of their own.
+    drafters: every member of the pool, by name.
+    members: the members that have a process of their own.
     """
     counts: dict[str, list[DrafterCounts]] = {name: [] for name in drafters}
     for one in (one for report in reports for one in report.drafters):

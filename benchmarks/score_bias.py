@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from benchmarks.fixtures import Fixtures
 from benchmarks.pool import pool
+from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, Cell, Table
 from cluster.config import DrafterConfig
 from drafters.counterfactual import Scorer, Shadow
 from drafters.protocol import Demand, Drafter
 from drafters.replay import Recording, common_prefix_len, replay
-from profiler.prompts import choose_prompts
 
 NUM_PROMPTS, NUM_QUICK = 60, 20
 NUM_NEW_TOKENS = 128

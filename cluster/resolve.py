@@ -12,6 +12,7 @@ from cluster.config import (
     Resources,
     TargetConfig,
 )
+from cluster.errors import InvalidField
 from cluster.inventory import Inventory
 
 # Shares of a process for which the file says "auto". Lookup drafters wait nearly all the time.
@@ -31,6 +32,9 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
 
     Args:
         max_threads: that the target's products can use, where the file says "auto"; None: as many as there are.
+
+    Raises:
+        InvalidField: unix sockets between several machines.
     """
     target = config.target
     nodes = inventory.matching(target.resources.node_labels)
@@ -41,6 +45,8 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
     drafters = _resolve_drafters(named, inventory, nodes if device == "cuda" else Inventory(()), num_gpus, device)
     one_node = len(inventory.nodes) == 1
     kind = config.transport.kind if config.transport.kind != "auto" else ("unix" if one_node else "grpc")
+    if kind == "unix" and not one_node:
+        raise InvalidField("transport.kind", kind, f"must be grpc or auto: the cluster has {len(inventory.nodes)} machines")
     host = config.transport.host if config.transport.host != "auto" else ("127.0.0.1" if one_node else "0.0.0.0")
     state = config.cluster.state
     if isinstance(state, FileStateConfig):

@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
-from actors.memory_budget import find_homes
+from actors.memory_budget import memory_budget
 from actors.processes import Directory
 from actors.ray_pool import Deployment, start_supervisor
 from cluster.config import Config
@@ -48,26 +48,35 @@ class DeployedCluster:
         self._supervisor: Any = None
         self._ray_processes = psutil.Process().children() if local is not None else []
 
-    def deploy(self, model_folder: Path) -> ModelInfo:
-        """Returns when the targets are ready and the HTTP server listens.
+    def reserve(self, model_folder: Path) -> Deployment:
+        """Resolves the configuration for the cluster's machines and reserves a placement group for each of its parts.
 
         Raises:
-            LaunchError, PlacementError, InvalidField: says what did not come up, and why.
+            LaunchError, PlacementError, InvalidField: it does not fit the cluster; says what is missing.
         """
+        token = read_token(self._config)
         inventory = with_cores(read_inventory(ray.nodes()))
-        config = resolve(self._config, inventory, useful_threads(load_config(model_folder)))
-        config = self._config = resolve_dtypes(config)
-        _tell_of_state(config)
+        config = resolve_dtypes(resolve(self._config, inventory, useful_threads(load_config(model_folder))))
         plan = place(config, inventory)
         if config.memory.gpu_gb is None and any(d.device == "cuda" and not d.is_companion for d in config.drafters):
             inventory = with_gpu_memory(inventory)
         self._groups = make_groups(plan)
-        homes = find_homes(config, as_made(plan, self._groups), inventory)
-        token = read_token(config)
-        self._supervisor = start_supervisor(Deployment(config, self._groups, str(self._folder), token, homes))
+        budget = memory_budget(config, as_made(plan, self._groups), inventory)
+        return Deployment(config, self._groups, str(self._folder), token, budget)
+
+    def deploy(self, model_folder: Path) -> ModelInfo:
+        """Returns when the targets are ready and the HTTP server listens.
+
+        Raises:
+            LaunchError, PlacementError, InvalidField: says what did not start, and why.
+        """
+        deployment = self.reserve(model_folder)
+        config = deployment.config
+        _warn_of_state(config)
+        self._supervisor = start_supervisor(deployment)
         try:
             start_s = config.supervision.start_timeout_s
-            directory: Directory = ray.get(self._supervisor.start.remote(), timeout=start_s + SPAWN_S)
+            directory: Directory = ray.get(self._supervisor.ready.remote(), timeout=start_s + SPAWN_S)
             for name, reason in ray.get(self._supervisor.reasons.remote(), timeout=ASK_DEADLINE_S).items():
                 logger.warning("%s is not ready, and is tried again: %s", name, reason)
         except GetTimeoutError as error:
@@ -76,7 +85,7 @@ class DeployedCluster:
             raise LaunchError(str(getattr(error, "cause", None) or error)) from error
         assert directory.model is not None, "the supervisor starts with a directory that names the model"
         try:
-            run_application(Gateway(config, directory, str(model_folder), token))
+            run_application(Gateway(config, directory, str(model_folder), deployment.token))
         except (RuntimeError, RayActorError, RayTaskError, TimeoutError) as error:
             raise LaunchError(f"the HTTP server did not start: {error}") from error
         return directory.model
@@ -142,7 +151,7 @@ def connect(config: Config, folder: Path) -> DeployedCluster:
     return DeployedCluster(config, folder, None)
 
 
-def _tell_of_state(config: Config) -> None:
+def _warn_of_state(config: Config) -> None:
     """A state store that cannot be used stops nothing, and is told now."""
     store = open_store(config.cluster.state, config.cluster.namespace)
     fault = state_fault(store)

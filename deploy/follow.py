@@ -27,4 +27,4 @@ async def follow(client: LinkClient, supervisor: Any, known: Directory) -> None:
             logger.exception("could not ask where the targets are, those known serve on")
             await asyncio.sleep(ASK_AGAIN_S)
         else:
-            client.want(known.addresses)
+            client.set_addresses(known.addresses)

@@ -9,6 +9,7 @@ import httpx
 
 from cluster.config import Config
 from cluster.types import ModelInfo
+from deploy.api.keys import ApiKeys
 from deploy.local_ray import LaunchError, check_port, prepare_environment, run_folder
 from deploy.memory import check_memory
 from deploy.stop import Stop, Stopped, stoppable
@@ -36,6 +37,8 @@ def serve(config: Config) -> None:
     configure_cpu()
     with stoppable() as stop:
         check_port(config.api.host, config.api.port)
+        if config.api.api_keys_file is not None:
+            ApiKeys.from_file(config.api.api_keys_file)  # refused here rather than in the API's process
         model_folder = ensure_model(config.model.name)
         check_memory(config)
         with run_folder() as folder:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from actors.threads import set_threads
+from actors.worker import set_threads
 from cluster.config import Config
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve

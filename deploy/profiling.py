@@ -13,9 +13,8 @@ from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions,
 from cluster.errors import InvalidField
 from cluster.types import ModelInfo, Request, SamplingParams
 from drafters.companions import Host
-from drafters.feature_layers import feature_layers
 from drafters.probe import DrafterProbe
-from drafters.registry import Site, make
+from drafters.registry import Site, feature_layers, make
 from engine.loading import identity_of, load_engine
 from engine.models.prepare import ensure_model
 from engine.native import NativeTarget
@@ -109,13 +108,13 @@ class _Bench:
         site = Site(self._model, part.device, self._host if part.companion else None)
         drafter = make(_unhurried(part.options), site)
         reads = any(isinstance(one, DSparkOptions) for one in parts_of(part.options))
-        backing = _Held(self._engine) if reads else None
+        held = _Held(self._engine) if reads else None
         vocab_size = self._model.vocab_size
-        probe = DrafterProbe(drafter, vocab_size, OwnTime(), backing, self._model.max_model_len)
+        probe = DrafterProbe(drafter, vocab_size, OwnTime(), held, self._model.max_model_len)
         self._probes.append(probe)
         batch = min(max_batch, _COMPANION_BATCH) if reads else max_batch
         self._add(f"draft {part.key}", probe.draft_grid(batch, part.draft_len), probe.draft, part.threads)
-        if has_model(part.options) and len(news := probe.news_grid()) >= MIN_POINTS:
+        if has_model(part.options) and len(news := probe.catch_up_grid()) >= MIN_POINTS:
             self._add(f"news {part.key}", news, probe.catch_up, part.threads)
 
     def time(self, effort: Effort, said: Callable[[float], None]) -> dict[str, dict[tuple[int, int], Timing]]:
@@ -154,7 +153,7 @@ def _unhurried(options: DrafterOptions) -> DrafterOptions:
 
 
 class _Held:
-    """``drafters.probe.Backing``: sequences computed in a target."""
+    """``drafters.probe.ProbeTarget``: sequences computed in a target."""
 
     def __init__(self, engine: TargetEngine) -> None:
         self._engine = engine

@@ -1,8 +1,8 @@
 """Sampling with a reduced head by the target's rule and noise (DESIGN idea 1).
 
-In general the logits are scattered over the whole vocabulary, -inf elsewhere, and the target's sampler chooses. That takes a
-third of a small drafter's step, so where only a temperature is set, as nearly always, tokens are chosen here among those of
-the head.
+In general the logits are scattered over the whole vocabulary, -inf elsewhere, and the target's sampler chooses. That
+takes a third of a small drafter's step. So requests with no other sampling parameter than a temperature, nearly all,
+are sampled from the head's tokens alone.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from torch import Tensor
 from engine.noise import gumbel, noise_keys
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 
-# Tokens that are e^-12 times less likely than the likeliest are left out of the race for a sampled token: where one of them
-# would have won, once in ten thousand times or less, the draft is wrong.
+# Log of the least share of the likeliest token's probability for a sampled token. A less likely one would be sampled at most
+# once in ten thousand times; the draft is wrong then.
 _LEAST = -12.0
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,14 @@ from cluster.config import (
     NgramOptions,
     SuffixOptions,
     TableOptions,
-    can_verify,
     has_model,
+    parts_of,
 )
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.types import ModelInfo
-from drafters.protocol import Drafter, Foreseeing
+from drafters.protocol import Drafter
 from engine.dtypes import choose_dtype
+from router.estimates.prior_costs import prior_member_cost
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,18 +32,6 @@ if TYPE_CHECKING:
     from drafters.small_model import SmallModel
     from engine.forward import CausalModel
 
-# Of one draft of a member of a cascade, in one-row steps of the target, where the configuration does not say it; until the
-# cascade has measured it.
-COSTS = {
-    "ngram": 0.0,
-    "suffix": 0.0,
-    "table": 0.0,
-    "dspark": 0.15,
-    "layers": 0.35,
-    "model": 1.0,
-    "cascade": 0.35,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -50,8 +39,9 @@ class Site:
 
     target: ModelInfo
     device: str
-    host: "Host | None" = None  # when it runs in the target's process
-    clock: Callable[[], float] | None = None  # of cascades
+    host: "Host | None" = None  # if it runs in the target's process
+    clock: Callable[[], float] | None = None  # of cascades and chains
+    proposers: Mapping[str, Drafter] = field(default_factory=dict)  # of a drafter that can verify, by name
 
 
 def make_drafter(
@@ -59,53 +49,44 @@ def make_drafter(
     target: ModelInfo,
     host: "Host | None" = None,
     clock: Callable[[], float] | None = time.monotonic,
+    proposers: Sequence[DrafterConfig] = (),
 ) -> Drafter:
     """The drafter of a resolved configuration, for ``target``.
 
     Args:
         host: the target's process, for a colocated drafter.
-        clock: times a cascade's members; None where no target waits for drafts.
+        clock: times the members of a cascade or chain; None where no target waits for drafts.
+        proposers: possible levels of a chain below it, smallest first, each of which may have those before it. All are made
+            on its device.
 
     Raises:
         IncompatibleTokenizer: its token ids differ from the target's; says how.
         ModelUnavailable: its model is missing, half-written or unsupported.
         InvalidField: an option is out of range, or its KV cache holds nothing.
     """
-    return make(config.options, Site(target, "cpu" if config.device == "auto" else config.device, host, clock))
-
-
-def make_chained(
-    config: DrafterConfig,
-    proposers: Sequence[DrafterConfig],
-    target: ModelInfo,
-    clock: Callable[[], float] | None = time.monotonic,
-) -> Drafter:
-    """As ``make_drafter``, for a drafter with possible ``proposers``, smallest first, each of which may have those before
-    it. All are made on its device. Without proposers as ``make_drafter``.
-    """
-    if not proposers:
-        return make_drafter(config, target, clock=clock)
-    site = Site(target, "cpu" if config.device == "auto" else config.device, None, clock)
-    below: dict[str, Drafter] = {}
+    site = Site(target, "cpu" if config.device == "auto" else config.device, host, clock)
     for proposer in proposers:
-        below[proposer.name] = _make_level(proposer.options, below, site)
-    return _make_level(config.options, below, site)
-
-
-def _make_level(options: DrafterOptions, below: Mapping[str, Drafter], site: Site) -> Drafter:
-    """A drafter that can verify gets the levels below as proposers; another drafts alone."""
-    if not can_verify(options):
-        return make(options, site)
-    from drafters.chained import ChainedModel
-
-    assert isinstance(options, ModelOptions | LayersOptions)
-    led = ChainedModel(_small_model(options, site), below, min_survival=_min_survival(options), clock=site.clock)
-    return _calibrated(led, options)
+        site = replace(site, proposers={**site.proposers, proposer.name: make(proposer.options, site)})
+    return make(config.options, site)
 
 
 def make(options: DrafterOptions, site: Site) -> Drafter:
-    """As ``make_drafter``; a cascade makes its members so."""
-    return _FACTORIES[options.kind](options, site)
+    """As ``make_drafter``."""
+    return FACTORIES[options.kind](options, site)
+
+
+def feature_layers(drafters: Sequence[DrafterConfig]) -> tuple[int, ...]:
+    """The target's layers whose hidden states some drafter reads, ascending.
+
+    Raises:
+        ModelUnavailable: a drafter is missing or not supported.
+    """
+    from drafters.dspark.config import load_dspark_config
+    from drafters.shipped import find_drafter
+
+    parts = [part for drafter in drafters for part in parts_of(drafter.options) if isinstance(part, DSparkOptions)]
+    configs = [load_dspark_config(find_drafter(part.path)) for part in parts]
+    return tuple(sorted({layer for config in configs for layer in config.target_layer_ids}))
 
 
 def check_tokenizer(folder: Path, target: ModelInfo) -> None:
@@ -142,21 +123,21 @@ def _folder_of(target: ModelInfo) -> Path | None:
 
 
 def _make_ngram(options: NgramOptions, site: Site) -> Drafter:
-    from drafters.lookups import compiled
+    from drafters.native.lookup import compiled
     from drafters.ngram import NgramDrafter
 
     return compiled(NgramDrafter(options.max_match_len, options.min_match_len))
 
 
 def _make_suffix(options: SuffixOptions, site: Site) -> Drafter:
-    from drafters.lookups import compiled
+    from drafters.native.lookup import compiled
     from drafters.suffix import SuffixDrafter
 
     return compiled(SuffixDrafter(max_match_len=options.max_match_len, max_shared_tokens=options.max_shared_tokens))
 
 
 def _make_table(options: TableOptions, site: Site) -> Drafter:
-    from drafters.lookups import compiled
+    from drafters.native.lookup import compiled
     from drafters.shipped import find_drafter
     from drafters.table import EMPTY, FILE, FrequencyTable, TableDrafter
 
@@ -170,26 +151,31 @@ def _make_table(options: TableOptions, site: Site) -> Drafter:
 
 def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
     from drafters.model import ModelDrafter
+    from drafters.shipped import find_drafter
+    from profiler.calibration import FILE, load_scaling
 
-    return _calibrated(ModelDrafter(_small_model(options, site), min_survival=_min_survival(options)), options)
+    model = _small_model(options, site)
+    if isinstance(options, ModelOptions):
+        return ModelDrafter(model, site.proposers, clock=site.clock)
+    path = find_drafter(options.path) / FILE
+    scaling = load_scaling(path) if path.is_file() else None
+    return ModelDrafter(model, site.proposers, min_survival=options.min_survival, scaling=scaling, clock=site.clock)
 
 
 def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
     from drafters.companions import make_dspark
 
     if site.host is None:
-        raise InvalidField(
-            "kind", options.kind, "reads the target's hidden states, so it is made in the target's process alone"
-        )
+        raise InvalidField("kind", options.kind, "reads the target's hidden states, so it must run in the target's process")
     return make_dspark(options, site.target, site.host)
 
 
 def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
     from drafters.cascade import CascadeDrafter, CascadeMember
 
-    costs = options.costs or [COSTS[member.kind] for member in options.members]
+    costs = options.costs or [prior_member_cost(member) for member in options.members]
     members = [
-        CascadeMember(f"{i}:{member.kind}", make(member, site), cost, splices=not has_model(member))
+        CascadeMember(f"{i}:{member.kind}", make(member, replace(site, proposers={})), cost, splices=not has_model(member))
         for i, (member, cost) in enumerate(zip(options.members, costs, strict=True))
     ]
     return CascadeDrafter(members, site.clock)
@@ -232,27 +218,7 @@ def _load(options: ModelOptions | LayersOptions, site: Site) -> "tuple[CausalMod
     return load_model(folder, options.dtype, site.device, options.num_layers), None
 
 
-def _min_survival(options: ModelOptions | LayersOptions) -> float:
-    return options.min_survival if isinstance(options, LayersOptions) else 0.0
-
-
-def _calibrated(drafter: Drafter, options: ModelOptions | LayersOptions) -> Drafter:
-    """Wraps the drafter with calibrated confidences if its folder has a calibration."""
-    from drafters.calibrated import CalibratedChaining, CalibratedDrafter, CalibratedForeseeing
-    from drafters.chained import ChainedModel
-    from drafters.shipped import find_drafter
-    from profiler.calibration import FILE, load_scaling
-
-    path = find_drafter(options.path) / FILE if isinstance(options, LayersOptions) else None
-    if path is None or not path.is_file():
-        return drafter
-    scaling = load_scaling(path)
-    if isinstance(drafter, ChainedModel):
-        return CalibratedChaining(drafter, scaling)
-    return CalibratedForeseeing(drafter, scaling) if isinstance(drafter, Foreseeing) else CalibratedDrafter(drafter, scaling)
-
-
-_FACTORIES: Mapping[str, Callable[[Any, Site], Drafter]] = {
+FACTORIES: Mapping[str, Callable[[Any, Site], Drafter]] = {
     "ngram": _make_ngram,
     "suffix": _make_suffix,
     "table": _make_table,

@@ -128,4 +128,7 @@ def replay_lens(
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    num = min(len(a), len(b))
+    if a[:num] == b[:num]:  # the usual case, fast
+        return num
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), num)

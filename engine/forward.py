@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from engine.device import synchronize
 from engine.kv_cache import BLOCK_LEN, KvCache
 from engine.layout import Layout, PackedSpan, lay_out
-from engine.models.config import ModelConfig, inverse_frequencies
+from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.models.weights import LayerWeights, LinearWeight, Weights
 from engine.ops import HeadNorms, Linear, Ops
 from engine.progress import PASSES
@@ -54,7 +54,7 @@ class CausalModel:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, ops: Ops, dtype: torch.dtype, device: torch.device | None = None
+        self, config: DecoderConfig, weights: Weights, ops: Ops, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
         self.config = config
         self.dtype = dtype

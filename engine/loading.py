@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from cluster.config import Config
-from cluster.errors import InvalidField
 from cluster.state import open_store
 from cluster.types import ModelInfo
 from engine.cost_memory import CostMemory
@@ -96,11 +95,9 @@ def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[Nat
 
     Raises:
         ModelUnavailable: missing, half-written or unsupported; one line that says which.
-        InvalidField: more than one rank; or the KV cache cannot hold one sequence of the longest kind.
+        InvalidField: the KV cache cannot hold one sequence of the longest kind.
     """
     target = config.target
-    if target.tensor_parallel > 1:
-        raise InvalidField("target.tensor_parallel", target.tensor_parallel, "must be 1: the native engine runs on one rank")
     folder = ensure_model(config.model.name)
     model = load_config(folder)
     info = ModelInfo(

@@ -202,8 +202,8 @@ def _parts(options: DrafterOptions, label: str, drafter: DrafterConfig, threads:
 class ProfiledCost:
     """``router.cost_model.CostModel`` of a profile, for the drafters of a resolved configuration.
 
-    A cascade costs what the dearest member does that it may ask, as in ``router.policies.prior_cost``; one of whose members
-    is not in the profile is not known.
+    A cascade costs as much as its most expensive member, as in ``router.estimates.prior_costs``; it is unknown unless all
+    members are profiled.
     """
 
     def __init__(self, profile: Profile, config: Config) -> None:

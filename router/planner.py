@@ -1,8 +1,8 @@
 """Plans a target pass: which sequences are computed, how much of each proposal is verified, which requests are held.
 
 A sequence is held for its proposal no longer than the proposal is worth, and a pass starts without it as soon as waiting
-costs more than splitting the batch. This one rule gives SPIN's pipeline, PEARL-style drafting ahead, and survives a dead
-drafter.
+costs more than splitting the batch (`router/hold.py`). This rule gives SPIN's pipeline and PEARL-style drafting ahead, and
+survives a dead drafter.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +11,10 @@ from typing import Protocol
 
 from cluster.config import Config
 from router.cost_model import CostModel
-from router.plan import UNKNOWN_DRAFTER, Capacity, DrafterView, SequenceView, Span, StepPlan
+from router.hold import due_s, held_until, split_s
+from router.plan import Capacity, DrafterView, SequenceView, Span, StepPlan
 from router.verification import VERIFICATION_POLICIES
 
-# Minimum hold, in one-row steps: without it an estimate of zero accepted tokens could never recover.
-MIN_HOLD_STEPS = 0.05
 MAX_CHUNK_S = 2.0  # that the prompt tokens of a pass may add, by the cost model: streams must not stall
 MIN_CHUNK_LEN = 16  # prompt tokens that are computed all the same, so that each prompt ends
 
@@ -66,16 +65,17 @@ class StepPlanner:
     ) -> StepPlan:
         running = [s for s in sequences if s.running]
         decoding = [s for s in running if _remaining(s) == 1]
-        held = self._held(decoding, drafters, cost, now_s)
+        held = held_until(decoding, drafters, self._settings.max_hold_s, cost, now_s)
         # Usually every sequence decodes and none is held: then there is nothing to sort.
         ready = [s for s in decoding if s.request_id not in held] if held else decoding
         prefilling = [s for s in running if _remaining(s) > 1] if len(decoding) < len(running) else []
         waiting = [s for s in sequences if not s.running] if len(running) < len(sequences) else []
         if held and not ready and not prefilling and not waiting:
             return StepPlan(spans=(), held=held, wake_s=min(held.values()))
-        due_s = self._due_s(held, decoding, drafters)
-        if held and now_s < due_s < now_s + self._split_s(len(held), ready, decoding, cost):
-            return StepPlan(spans=(), held=held, wake_s=due_s)
+        if held:
+            replies_s = due_s(held, decoding, drafters)
+            if now_s < replies_s < now_s + split_s(len(held), ready, decoding, cost):
+                return StepPlan(spans=(), held=held, wake_s=replies_s)
         blocks = _Blocks(capacity)
         survivors, preempted = _make_room(ready, running, blocks)
         num_verify = self._verification(survivors, drafters, capacity, cost)
@@ -97,41 +97,6 @@ class StepPlanner:
             preempted = _break_deadlock(running)
         held = {request_id: until_s for request_id, until_s in held.items() if request_id not in preempted}
         return StepPlan((*decode, *prefill), tuple(admitted), tuple(preempted), held)
-
-    def _held(
-        self, decoding: Iterable[SequenceView], drafters: Mapping[str, DrafterView], cost: CostModel, now_s: float
-    ) -> dict[str, float]:
-        """Which requests wait for their proposal, and until when: at most the time that its accepted tokens would save."""
-        held = {}
-        for sequence in decoding:
-            if sequence.drafter is None or sequence.awaiting_since_s is None:
-                continue
-            if sequence.num_drafted or sequence.max_new_tokens == 1:  # it has drafts, or could use none
-                continue
-            drafter = drafters.get(sequence.drafter, UNKNOWN_DRAFTER)
-            gain = max(drafter.accepted_per_round, MIN_HOLD_STEPS)
-            hold_s = min(self._settings.max_hold_s, gain * cost.step_s(1, sequence.committed_len))
-            until_s = sequence.awaiting_since_s + hold_s
-            if drafter.reply_s <= hold_s and now_s < until_s:
-                held[sequence.request_id] = until_s
-        return held
-
-    @staticmethod
-    def _due_s(held: Mapping[str, float], decoding: Iterable[SequenceView], drafters: Mapping[str, DrafterView]) -> float:
-        """When the last awaited proposal should be there: after twice its drafter's usual time, within the hold."""
-        due_s = 0.0
-        for sequence in decoding:
-            if sequence.request_id in held and sequence.drafter and sequence.awaiting_since_s is not None:
-                reply_s = drafters.get(sequence.drafter, UNKNOWN_DRAFTER).reply_s
-                due_s = max(due_s, min(sequence.awaiting_since_s + 2 * reply_s, held[sequence.request_id]))
-        return due_s
-
-    @staticmethod
-    def _split_s(num_held: int, ready: Sequence[SequenceView], decoding: Sequence[SequenceView], cost: CostModel) -> float:
-        """What two passes take longer than one: the ready sequences wait for the held ones for at most so long."""
-        context = sum(s.committed_len for s in decoding)
-        apart_s = cost.step_s(max(len(ready), 1), context) + cost.step_s(num_held, context)
-        return apart_s - cost.step_s(len(decoding), context)
 
 
 def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel) -> int:

@@ -48,6 +48,7 @@ class Router:
     - A drafter is healthy when every reporting target is linked with it.
     - Its cost comes from the targets' profiles, else from the pool.
     - With a ``watch``, a drafter whose acceptance collapses is quarantined.
+    - If ``in_step``, drafters keep in step with requests that others draft for: switches are fast, and scores come of it.
     - An offered drafter is not loaded, but could be: ``load_demand`` counts the requests that would use it.
     """
 
@@ -56,10 +57,10 @@ class Router:
         policy: AssignmentPolicy,
         pool: Sequence[PoolMember],
         watch: DriftDetector | None = None,
-        scores: bool = False,
+        in_step: bool = False,
     ) -> None:
         self._policy = policy
-        self._scores = scores
+        self._in_step = in_step
         self._watch = watch
         self._pool = tuple(pool)
         self._known = frozenset(drafter_of(member.name) for member in self._pool)  # reports on others are ignored
@@ -100,8 +101,9 @@ class Router:
         absent = self._offered - linked
         pool = self._judged_pool(reports, linked | absent)
         requests = [request for report in reports for request in report.requests]
-        every = [*requests, NEXT_REQUEST]
+        every = [*(request for request in requests if not request.opted_out), NEXT_REQUEST]
         chains, self.load_demand = settle(self._policy.assign(every, pool), every, pool, absent)
+        chains |= {request.request_id: TARGET_ONLY for request in requests if request.opted_out}
         pool = [member for member in pool if member.name not in absent]
         versions = [report.table_version for report in reports]
         defaults = (chains[NEXT_REQUEST.request_id],)
@@ -112,8 +114,8 @@ class Router:
         return table
 
     def _scorers(self, pool: Sequence[PoolMember]) -> tuple[str, ...]:
-        """One member of each drafter, if the policy learns from scores. Colocated drafters have no spare time to score."""
-        if not self._scores:
+        """One member of each drafter, to keep in step and be scored. Colocated drafters have no spare time for that."""
+        if not self._in_step:
             return ()
         members = {drafter_of(member.name): member.name for member in reversed(pool) if member.is_open and member.leads}
         return tuple(sorted(members.values()))
@@ -148,9 +150,9 @@ class ChainScheduler(Router):
         policy: ModelChains,
         pool: Sequence[PoolMember],
         watch: DriftDetector | None = None,
-        scores: bool = False,
+        in_step: bool = False,
     ) -> None:
-        super().__init__(policy, pool, watch, scores)
+        super().__init__(policy, pool, watch, in_step)
         self._chains = policy
 
     def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:
@@ -168,9 +170,9 @@ def build_router(
     policy: AssignmentPolicy,
     pool: Sequence[PoolMember],
     watch: DriftDetector | None = None,
-    scores: bool = False,
+    in_step: bool = False,
 ) -> Router:
     """The router for a policy."""
     if isinstance(policy, ModelChains):
-        return ChainScheduler(policy, pool, watch, scores)
-    return Router(policy, pool, watch, scores)
+        return ChainScheduler(policy, pool, watch, in_step)
+    return Router(policy, pool, watch, in_step)

@@ -173,6 +173,8 @@ class DrafterConfig(Section):
             raise ValueError(f"device must be cpu or auto for a drafter of kind {self.options.kind}, got 'cuda'")
         if (self.device == "cpu" or not self.has_model) and self.resources.gpus not in ("auto", 0):
             raise ValueError(f"resources.gpus must be 0 for a drafter on a CPU, got {self.resources.gpus}")
+        if self.device == "cuda" and self.resources.gpus == 0:
+            raise ValueError("resources.gpus must be greater than 0 on device cuda, got 0: leave it out for one GPU")
         if self.is_companion and self.load == "lazy":
             raise ValueError("load must not be lazy for a drafter in the target's process: it is made with the target")
         if self.is_companion and self.replicas != 1:

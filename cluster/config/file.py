@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cluster import strict_yaml
 from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig, can_verify
@@ -35,6 +35,15 @@ class TargetConfig(Section):
     prefill_chunk_len: Count = 256  # rows that one prompt may take of a pass
     resources: Resources = Resources()  # of one rank
 
+    @field_validator("tensor_parallel")
+    @classmethod
+    def _one_rank(cls, num_ranks: int) -> int:
+        if num_ranks > 1:
+            raise ValueError(
+                f"must be 1, got {num_ranks}: the native engine runs each replica on one GPU; set target.replicas instead"
+            )
+        return num_ranks
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.prefill_chunk_len > self.max_pass_tokens:
@@ -48,6 +57,8 @@ class TargetConfig(Section):
             )
         if self.device == "cpu" and self.resources.gpus not in ("auto", 0):
             raise ValueError(f"resources.gpus must be 0 on device cpu, got {self.resources.gpus}")
+        if self.device == "cuda" and self.resources.gpus == 0:
+            raise ValueError("resources.gpus must be greater than 0 on device cuda, got 0: leave it out for one GPU")
         return self
 
 

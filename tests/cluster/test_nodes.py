@@ -60,7 +60,7 @@ def test_groups_land_as_planned(nodes: Cluster) -> None:
     """The ranks of the target together on the only node that holds them, the drafters on GPUs of their own elsewhere."""
     gpu = Resources(cpus=1, gpus=1, threads=1)
     config = Config(
-        target=TargetConfig(device="cuda", tensor_parallel=4, resources=gpu),
+        target=TargetConfig(device="cuda", resources=gpu).model_copy(update={"tensor_parallel": 4}),
         drafters=(
             DrafterConfig(name="small", options=ModelOptions(model="small"), device="cuda", replicas=2, resources=gpu),
             DrafterConfig(name="ngram", options=NgramOptions(), resources=Resources(cpus=0.1, gpus=0, threads=1)),
@@ -167,7 +167,7 @@ def test_a_drafter_whose_node_is_lost_comes_back_on_another(nodes: Cluster, tiny
     supervisor = start_supervisor(Deployment(config, groups, str(tmp_path), "secret"))
     caller = None
     try:
-        directory = ray.get(supervisor.start.remote(), timeout=DEADLINE_S)
+        directory = ray.get(supervisor.ready.remote(), timeout=DEADLINE_S)
         status: Callable[[], ClusterStatus] = lambda: ray.get(supervisor.status.remote(), timeout=DEADLINE_S)  # noqa: E731
         eventually(lambda: status().drafters[0].state == "ready", DEADLINE_S)
         caller = Caller(lambda: LinkClient("test", directory.model, directory.addresses, _no_status, "secret"))

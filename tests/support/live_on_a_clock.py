@@ -12,7 +12,7 @@ from cluster.messages import CommitRound, Hello, Message, Role, SubmitRound
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import ModelInfo, Request, SamplingParams
 from drafters.loop import DrafterLoop
-from drafters.protocol import Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft
 from drafters.sessions import SessionLimits
 from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
@@ -206,6 +206,8 @@ class FakeTarget:
 
 class FakeDrafter:
     """Proposes what the agreement says, in the time that the simulation says."""
+
+    capabilities = Capabilities()
 
     def __init__(
         self, world: World, actor: Actor, name: str, spec: ClusterSpec, requests: Mapping[str, tuple[int, SimulatedRequest]]

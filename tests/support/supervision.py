@@ -17,6 +17,8 @@ from cluster.config import (
 from cluster.types import ModelInfo
 
 MODEL = ModelInfo("tiny", 100, 64, (0,), "fingerprint")
+
+
 FAST = SupervisionConfig(
     health_period_ms=5,
     health_timeout_ms=50,
@@ -53,7 +55,7 @@ class PretendedProcess:
     async def ended(self) -> str:
         return await asyncio.shield(self._end)
 
-    async def unread_s(self) -> float:
+    async def stalled_s(self) -> float:
         await self._answer()
         return self.unread
 

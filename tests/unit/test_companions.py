@@ -18,9 +18,8 @@ from cluster.resolve import resolve
 from cluster.types import FinishReason, ModelInfo, Request, SamplingParams
 from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
 from drafters.companions import Host, HostFeatures, make_dspark
-from drafters.feature_layers import feature_layers
-from drafters.protocol import Demand, Draft
-from drafters.registry import make_drafter
+from drafters.protocol import Capabilities, Demand, Draft
+from drafters.registry import feature_layers, make_drafter
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
@@ -152,6 +151,8 @@ def test_the_targets_own_thread_reads_features_of_what_is_committed(
 class _Wrong:
     """Drafts what the target never says."""
 
+    capabilities = Capabilities()
+
     def __init__(self) -> None:
         self.num_asked = 0
         self.lengths: dict[str, int] = {}
@@ -219,6 +220,8 @@ def test_a_row_has_its_price_also_where_prompts_come_in_nearly_every_pass(
 
 class _Failing:
     """Drafts once, then fails."""
+
+    capabilities = Capabilities()
 
     def __init__(self) -> None:
         self.num_asked = 0
@@ -294,7 +297,7 @@ def test_features_of_other_layers_are_picked_out(target: Path, folder: Path, oth
 def test_what_does_not_fit_the_target_is_refused(target: Path, folder: Path, tmp_path: Path) -> None:
     engine, model = engine_of(target, (0, 2))
     host = Host(engine, target)
-    with pytest.raises(InvalidField, match="made in the target's process alone"):
+    with pytest.raises(InvalidField, match="must run in the target's process"):
         make_drafter(DrafterConfig(name="d", options=options(folder)), model)
     with pytest.raises(ModelUnavailable, match="no folder of a trained drafter"):
         make_dspark(options(tmp_path / "nowhere"), model, host)

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.config import Config, HedgePolicy, NgramOptions, load, show
+from cluster.errors import InvalidField
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.strict_yaml import ConfigError, parse
@@ -103,6 +104,8 @@ zzz: 1
     ("text", "path", "line", "words"),
     [
         ("target: {device: cpu,\n  resources: {gpus: 1}}", "target", 1, "resources.gpus must be 0 on device cpu, got 1"),
+        ("target: {device: cuda,\n  resources: {gpus: 0}}", "target", 1, "resources.gpus must be greater than 0"),
+        ("target:\n  tensor_parallel: 4", "target.tensor_parallel", 2, "must be 1, got 4: the native engine"),
         ("target: {prefill_chunk_len: 600}", "target", 1, "prefill_chunk_len (600) must be at most max_pass_tokens (512)"),
         ("target:\n  resources: {gpus: 1.5}", "target.resources", 2, "whole number"),
         ("drafters:\n- {name: a, device: cuda, options: {kind: ngram}}", "drafters[0]", 2, "device must be cpu or auto"),
@@ -111,6 +114,12 @@ zzz: 1
             "drafters[0]",
             2,
             "resources.gpus must be 0",
+        ),
+        (
+            "drafters:\n- {name: a, device: cuda, options: {kind: model, model: x}, resources: {gpus: 0}}",
+            "drafters[0]",
+            2,
+            "resources.gpus must be greater than 0 on device cuda",
         ),
         ("drafters:\n- {name: a, options: {kind: ngram, min_match_len: 5}}", "drafters[0].options", 2, "min_match_len (5)"),
         ("drafters:\n- {name: A b, options: {kind: ngram}}", "drafters[0].name", 2, "'A b'"),
@@ -199,7 +208,7 @@ def test_resolving_twice_changes_nothing(inventory: Inventory) -> None:
 
 
 MODELS = """
-target: {{tensor_parallel: {ranks}}}
+target: {{replicas: {ranks}}}
 drafters:
 - {{name: ngram, options: {{kind: ngram}}}}
 - {{name: a, options: {{kind: model, model: x}}}}
@@ -239,7 +248,10 @@ def test_what_the_file_says_stands() -> None:
 
 
 def test_several_machines_talk_by_grpc_and_listen_everywhere() -> None:
-    config = resolve(Config(), Inventory((Node("a", 4), Node("b", 4))))
+    machines = Inventory((Node("a", 4), Node("b", 4)))
+    with pytest.raises(InvalidField, match=r"transport\.kind.*must be grpc or auto: the cluster has 2 machines"):
+        resolve(parsed("transport: {kind: unix}"), machines)
+    config = resolve(Config(), machines)
     assert (config.transport.kind, config.transport.host) == ("grpc", "0.0.0.0")
     assert isinstance(config.router.policy, HedgePolicy)
 
@@ -247,7 +259,7 @@ def test_several_machines_talk_by_grpc_and_listen_everywhere() -> None:
 def test_labels_bound_what_auto_may_take() -> None:
     nodes = Inventory((Node("big", 32, 4, {"pool": "target"}), Node("small", 16, 1, {"pool": "drafters"})))
     text = """
-target: {tensor_parallel: 4, resources: {node_labels: {pool: target}}}
+target: {replicas: 4, resources: {node_labels: {pool: target}}}
 drafters:
 - {name: a, options: {kind: model, model: x}, resources: {node_labels: {pool: drafters}}}
 - {name: b, options: {kind: model, model: x}, resources: {node_labels: {pool: target}}}
@@ -255,7 +267,7 @@ drafters:
     config = resolve(parsed(text), nodes)
     assert config.target.device == "cuda"
     assert [d.device for d in config.drafters] == ["cuda", "cpu"]
-    assert resolve(parsed(text.replace("tensor_parallel: 4", "tensor_parallel: 5")), nodes).target.device == "cpu"
+    assert resolve(parsed(text.replace("replicas: 4", "replicas: 5")), nodes).target.device == "cpu"
 
 
 def test_a_cpu_target_gets_a_thread_for_each_physical_core_that_its_products_can_use() -> None:

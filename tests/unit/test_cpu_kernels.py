@@ -14,12 +14,12 @@ import torch
 from engine import compiling
 from engine.cpu import build
 from engine.cpu.bf16 import Bf16Linear
-from engine.cpu.ops import CpuOps, Shape
+from engine.cpu.ops import AttentionShape, CpuOps
 from engine.cpu.packed import packed_linear
 from engine.cpu_level import AVX512_BF16, cpu_level
 from engine.factory import make_ops
 from engine.layout import Layout, PackedSpan, lay_out
-from engine.models.config import ModelConfig, inverse_frequencies, parse_config
+from engine.models.config import DecoderConfig, inverse_frequencies, parse_config
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, TorchOps
 from tests.support.compiler import needs_compiler
@@ -27,7 +27,7 @@ from tests.support.compiler import needs_compiler
 CPU = torch.device("cpu")
 
 
-def config_of(head_dim: int) -> ModelConfig:
+def config_of(head_dim: int) -> DecoderConfig:
     return parse_config(
         {
             "model_type": "qwen3",
@@ -103,7 +103,7 @@ def test_rotation_and_attention(head_dim: int, block_len: int, normed: bool, dty
     assert not torch.equal(results[0][1], keys)
 
 
-def spans_of(config: ModelConfig, block_len: int, lens: Sequence[tuple[int, int]]) -> tuple[Layout, int]:
+def spans_of(config: DecoderConfig, block_len: int, lens: Sequence[tuple[int, int]]) -> tuple[Layout, int]:
     """Spans of (context, rows) whose blocks are scattered, and how many blocks these are."""
     num_blocks = [-(-sum(each) // block_len) for each in lens]
     order = np.random.default_rng(block_len).permutation(sum(num_blocks)).astype(np.int32)
@@ -249,7 +249,10 @@ def test_amx_is_used_where_the_cpu_has_it(ops: tuple[CpuOps, TorchOps], dtype: t
     library = build.load_library(dtype)
     assert library.has_tiles()
     for head_dim, block_len, attends in ((64, 32, 1), (96, 64, 1), (48, 32, 0), (64, 16, 0)):
-        assert library.attends_by_tiles(ctypes.byref(Shape(10, 2, head_dim, block_len))) == attends, (head_dim, block_len)
+        assert library.attends_by_tiles(ctypes.byref(AttentionShape(10, 2, head_dim, block_len))) == attends, (
+            head_dim,
+            block_len,
+        )
 
 
 @needs_compiler
@@ -314,7 +317,7 @@ def test_without_a_folder_to_keep_them_plain_torch_does_it(
 
 
 def test_shapes_without_kernels_go_to_plain_torch() -> None:
-    small: ModelConfig = parse_config(
+    small: DecoderConfig = parse_config(
         {
             "model_type": "llama",
             "vocab_size": 9,

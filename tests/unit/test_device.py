@@ -120,7 +120,7 @@ def test_a_pass_that_only_catches_up_is_over_when_it_returns(waits: Waits) -> No
     small.open("a", range(30), 30, SamplingParams(max_tokens=4))
     assert small.catch_up([Question("a")]) == [False]
     assert waits.finished
-    assert small.foresee([Question("a")], max_rows=4) == [None]
+    assert small.choose_within([Question("a")], max_rows=4) == [None]
     assert waits.finished
 
 

@@ -151,7 +151,7 @@ class TestFaults:
         bench.settle()
         assert sorted(p.request_id for p in bench.link.take() if p.token_ids) == ["a", "b"]
         assert bench.loop.telemetry().num_refused == 2
-        assert [record.message for record in caplog.records] == ["drafter counting follows 2 requests, no room for more"]
+        assert [record.message for record in caplog.records] == ["drafter counting is at its capacity of 2 requests"]
         bench.mail(releases=("a",))
         bench.settle()
         assert bench.link.take_resyncs() == ["d"], "the one that was heard of longest ago"

@@ -19,7 +19,7 @@ from cluster.transport.memory import LocalNetwork
 from cluster.types import Request, RoutingTable, SamplingParams
 from drafters import registry
 from drafters.loop import DrafterLoop
-from drafters.protocol import Demand, Draft, Drafter
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.registry import Site, make_drafter
 from engine.round import TargetLoop
 from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, ScoreCounts
@@ -79,6 +79,8 @@ class OracleOptions(Section):
 class Oracle:
     """Knows the toy target's rule."""
 
+    capabilities = Capabilities()
+
     def __init__(self) -> None:
         self._followed: dict[str, tuple[list[int], SamplingParams]] = {}
 
@@ -114,7 +116,7 @@ def make_oracle(options: OracleOptions, site: Site) -> Drafter:
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two lines."""
     monkeypatch.setitem(POLICIES, "alphabetical", Alphabetical)
-    monkeypatch.setitem(registry._FACTORIES, "oracle", make_oracle)  # type: ignore[arg-type]
+    monkeypatch.setitem(registry.FACTORIES, "oracle", make_oracle)  # type: ignore[arg-type]
 
 
 def test_a_policy_and_a_drafter_of_somebody_elses_serve(registered: None) -> None:

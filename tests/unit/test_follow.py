@@ -39,7 +39,7 @@ async def test_addresses_are_followed_through_failures(
     monkeypatch.setattr(follow, "ASK_AGAIN_S", 0.0)
     wanted: asyncio.Queue[Any] = asyncio.Queue()
     answers = Answers(failure, NEW)
-    client: Any = SimpleNamespace(want=wanted.put_nowait)
+    client: Any = SimpleNamespace(set_addresses=wanted.put_nowait)
     with caplog.at_level(logging.WARNING):
         following = asyncio.create_task(follow.follow(client, SimpleNamespace(directory=answers), OLD))
         assert await asyncio.wait_for(wanted.get(), 10) == NEW.addresses

@@ -11,13 +11,13 @@ import torch
 from engine.cpu.ops import CpuOps
 from engine.forward import CausalModel, PackedSpan
 from engine.kv_cache import num_blocks_for
-from engine.models.config import ModelConfig, load_config
+from engine.models.config import DecoderConfig, load_config
 from engine.ops import Ops, TorchOps
 from tests.support.compiler import needs_compiler
 from tests.support.families import FAMILIES, write_family
 from tests.support.packing import BLOCK_LEN, Sequence, compute_in_pieces, load_with, random_sequences
 
-OPS: dict[str, Callable[[ModelConfig, torch.dtype], Ops]] = {"torch": TorchOps, "cpu": CpuOps}
+OPS: dict[str, Callable[[DecoderConfig, torch.dtype], Ops]] = {"torch": TorchOps, "cpu": CpuOps}
 
 
 def load(folder: Path, ops: str, dtype: torch.dtype = torch.float32) -> CausalModel:

@@ -2,10 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-
 from cluster.config import Config, ModelConfig, TargetConfig
-from cluster.errors import InvalidField
 from engine.loading import load_target
 
 
@@ -19,9 +16,3 @@ def test_a_folder_is_served_under_its_name_up_to_its_own_length(tiny_model_folde
     assert info.max_model_len == 512
     assert target.capacity().max_model_len == 512
     assert cost.step_s(64, 0) >= cost.step_s(1, 0) > 0
-
-
-def test_more_ranks_than_the_engine_has_are_refused(tiny_model_folder: Path) -> None:
-    config = Config(model=ModelConfig(name=str(tiny_model_folder)), target=TargetConfig(tensor_parallel=2))
-    with pytest.raises(InvalidField, match=r"target\.tensor_parallel"):
-        load_target(config)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.memory_budget import CONTROL_BYTES, find_homes
+from actors.memory_budget import CONTROL_BYTES, memory_budget
 from cluster.config import Config, DrafterConfig, MemoryConfig, ModelConfig, ModelOptions, NgramOptions, TargetConfig
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory, Node
@@ -17,11 +17,11 @@ from router.devices import GB, Stay
 GPU_BYTES = 40 * GB
 
 
-def homes_of(config: Config, *nodes: Node) -> tuple[dict[str, tuple[str, Stay, str | None]], dict[str, int]]:
+def budget_of(config: Config, *nodes: Node) -> tuple[dict[str, tuple[str, Stay, str | None]], dict[str, int]]:
     inventory = Inventory(nodes)
     config = resolve(config, inventory)
-    homes = find_homes(config, place(config, inventory), inventory)
-    return {tenant.name: (tenant.device, tenant.stay, tenant.fallback) for tenant in homes.tenants}, homes.limits
+    budget = memory_budget(config, place(config, inventory), inventory)
+    return {tenant.name: (tenant.device, tenant.stay, tenant.fallback) for tenant in budget.tenants}, budget.limits
 
 
 def model_drafter(folder: Path, name: str, **options: object) -> DrafterConfig:
@@ -37,7 +37,7 @@ def test_drafters_share_the_gpus_that_targets_leave_and_may_fall_back_to_their_m
         DrafterConfig(name="ngram", options=NgramOptions()),
     )
     config = Config(model=ModelConfig(name=str(tiny_model_folder)), drafters=drafters)
-    found, limits = homes_of(config, Node("n", 8, 2, memory_bytes=50 * GB, gpu_bytes=GPU_BYTES))
+    found, limits = budget_of(config, Node("n", 8, 2, memory_bytes=50 * GB, gpu_bytes=GPU_BYTES))
     gpu = ("n/gpu-1", Stay.START, "n/cpu")
     assert found == {
         "a": gpu,
@@ -52,11 +52,11 @@ def test_drafters_share_the_gpus_that_targets_leave_and_may_fall_back_to_their_m
 def test_on_cpus_what_the_target_takes_is_taken_off_unless_the_file_names_the_limit(tiny_model_folder: Path) -> None:
     target = TargetConfig(device="cpu", kv_cache_gb=2)
     config = Config(model=ModelConfig(name=str(tiny_model_folder)), target=target)
-    _, limits = homes_of(config, Node("n", 4, memory_bytes=20 * GB))
+    _, limits = budget_of(config, Node("n", 4, memory_bytes=20 * GB))
     assert 15 * GB - CONTROL_BYTES < limits["n/cpu"] < 16 * GB - CONTROL_BYTES
     named = config.model_copy(update={"memory": MemoryConfig(cpu_gb=3)})
-    assert homes_of(named, Node("n", 4, memory_bytes=20 * GB))[1] == {"n/cpu": 3 * GB}
-    assert homes_of(config, Node("n", 4))[1] == {}, "nobody knows what the machine has"
+    assert budget_of(named, Node("n", 4, memory_bytes=20 * GB))[1] == {"n/cpu": 3 * GB}
+    assert budget_of(config, Node("n", 4))[1] == {}, "nobody knows what the machine has"
 
 
 def test_a_drafter_that_fits_nowhere_ends_the_start_with_figures(tiny_model_folder: Path) -> None:
@@ -64,13 +64,13 @@ def test_a_drafter_that_fits_nowhere_ends_the_start_with_figures(tiny_model_fold
     memory = MemoryConfig(cpu_gb=0.1)
     config = Config(model=ModelConfig(name=str(tiny_model_folder)), drafters=(drafter,), memory=memory)
     with pytest.raises(InvalidField, match=r"takes \d\.\d\d GB, more than the 0\.10 GB for drafters on n/cpu.*got 'a'"):
-        homes_of(config, Node("n", 4))
+        budget_of(config, Node("n", 4))
 
 
 def test_a_drafter_whose_files_are_elsewhere_counts_nothing(tiny_model_folder: Path, tmp_path: Path) -> None:
     missing = model_drafter(tmp_path / "elsewhere", "a", load="lazy")
     config = Config(model=ModelConfig(name=str(tiny_model_folder)), drafters=(missing,), memory=MemoryConfig(cpu_gb=0.1))
-    assert homes_of(config, Node("n", 4))[0] == {"a": ("n/cpu", Stay.LAZY, None)}
+    assert budget_of(config, Node("n", 4))[0] == {"a": ("n/cpu", Stay.LAZY, None)}
 
 
 def test_a_gpu_holds_a_context_and_no_lists(tiny_model_folder: Path) -> None:

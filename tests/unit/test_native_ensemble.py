@@ -8,11 +8,10 @@ import pytest
 
 from cluster.types import SamplingParams
 from drafters.cascade import CascadeDrafter, CascadeMember
-from drafters.lookups import compiled
 from drafters.native.ensemble import MOST_MEMBERS, NativeEnsemble
-from drafters.native.lookup import load_library
+from drafters.native.lookup import compiled, load_library
 from drafters.ngram import NgramDrafter
-from drafters.protocol import Demand, Draft, Drafter
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.suffix import SuffixDrafter
 from drafters.table import TableDrafter, count_frequencies
 from engine.compiling import NoCompiler
@@ -44,6 +43,8 @@ def natives(monkeypatch: pytest.MonkeyPatch) -> list[NativeEnsemble]:
 
 class Dear:
     """Knows the texts, and errs now and then."""
+
+    capabilities = Capabilities()
 
     def __init__(self, texts: dict[str, list[int]]) -> None:
         self._texts = texts

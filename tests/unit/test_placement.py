@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -23,8 +22,7 @@ from cluster.inventory import Inventory, Node
 from cluster.placement import PlacementError, PlacementPlan, Strategy, place
 from cluster.resolve import resolve
 from cluster.strict_yaml import parse
-
-EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
+from tests.support.examples import EXAMPLES, MACHINES
 
 
 def planned(config: Config, *nodes: Node) -> PlacementPlan:
@@ -36,8 +34,9 @@ def nodes_of(plan: PlacementPlan, group: str) -> list[str]:
     return [bundle.node for bundle in plan.group(group).bundles]
 
 
-def with_target(**fields: object) -> Config:
-    return Config(target=TargetConfig(**fields))
+def with_target(tensor_parallel: int = 1, **fields: object) -> Config:
+    """Placement knows tensor parallelism; files cannot ask for it, since the native engine has none."""
+    return Config(target=TargetConfig(**fields).model_copy(update={"tensor_parallel": tensor_parallel}))
 
 
 def drafter(name: str, replicas: int = 1, **resources: float) -> DrafterConfig:
@@ -89,10 +88,8 @@ def test_replicas_have_a_group_each() -> None:
 
 
 def test_drafters_are_spread_over_gpus_of_their_own() -> None:
-    config = Config(
-        target=TargetConfig(tensor_parallel=2),
-        drafters=(drafter("a", gpus=1, cpus=1), drafter("b", replicas=2, gpus=1, cpus=1)),
-    )
+    pool = (drafter("a", gpus=1, cpus=1), drafter("b", replicas=2, gpus=1, cpus=1))
+    config = with_target(tensor_parallel=2).model_copy(update={"drafters": pool})
     plan = planned(config, Node("x", 16, 3), Node("y", 16, 2), Node("z", 16, 2))
     assert plan.group("drafter-b").strategy is Strategy.SPREAD
     assert nodes_of(plan, "target-0") == ["y", "y"]
@@ -146,10 +143,8 @@ SHARES = st.sampled_from([0.0, 0.25, 0.3333, 0.5, 1.0, 2.0])
 def test_no_machine_is_promised_twice(
     nodes: list[tuple[int, int]], ranks: int, replicas: int, pool: list[tuple[int, float, float]]
 ) -> None:
-    config = Config(
-        target=TargetConfig(tensor_parallel=ranks, replicas=replicas),
-        drafters=tuple(drafter(f"d{i}", num, gpus=gpus, cpus=cpus) for i, (num, gpus, cpus) in enumerate(pool)),
-    )
+    drafters = tuple(drafter(f"d{i}", num, gpus=gpus, cpus=cpus) for i, (num, gpus, cpus) in enumerate(pool))
+    config = with_target(ranks, replicas=replicas).model_copy(update={"drafters": drafters})
     inventory = Inventory(tuple(Node(f"n{i}", cpus, gpus) for i, (cpus, gpus) in enumerate(nodes)))
     resolved = resolve(config, inventory)
     try:
@@ -166,20 +161,6 @@ def test_no_machine_is_promised_twice(
     for group in plan.groups:
         if group.strategy is Strategy.STRICT_PACK:
             assert len({bundle.node for bundle in group.bundles}) == 1
-
-
-MACHINES = {
-    "laptop": Inventory((Node("laptop", 4),)),
-    "one-node-8gpu": Inventory((Node("server", 64, 8),)),
-    "multi-node": Inventory(
-        (
-            Node("big-1", 96, 8, {"outrider/pool": "target"}),
-            Node("big-2", 96, 8, {"outrider/pool": "target"}),
-            Node("small-1", 32, 2, {"outrider/pool": "drafters"}),
-            Node("small-2", 32, 2, {"outrider/pool": "drafters"}),
-        )
-    ),
-}
 
 
 def test_every_example_has_machines_here() -> None:

@@ -31,7 +31,7 @@ from deploy.profile import show, surfaces
 from deploy.profiling import ProfileEffort, measure_profile
 from drafters.ngram import NgramDrafter
 from drafters.probe import DrafterProbe
-from drafters.protocol import Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft
 from engine.factory import load_target as load_native
 from engine.loading import load_target, stored_profile
 from engine.native import NativeTarget
@@ -128,6 +128,8 @@ def test_a_chunk_is_computed_every_time_by_every_probe(target: NativeTarget) -> 
 class Listening(NgramDrafter):
     """Remembers what it was asked."""
 
+    capabilities = Capabilities()
+
     def __init__(self) -> None:
         super().__init__(4, 2)
         self.asked: list[list[int]] = []
@@ -162,8 +164,8 @@ def test_catching_up_is_timed_behind_so_many_new_tokens() -> None:
 
     drafter = Told()
     probe = DrafterProbe(drafter, 1000, Ticks(), longest_context=400)
-    assert [num for num, _ in probe.news_grid()] == [1, 4, 16, 64]
-    for num, _ in probe.news_grid():
+    assert [num for num, _ in probe.catch_up_grid()] == [1, 4, 16, 64]
+    for num, _ in probe.catch_up_grid():
         probe.catch_up(num)
         assert told[-1] == num
         assert drafter.asked[-1] == [1]

@@ -9,7 +9,7 @@ import pytest
 from cluster.config import NgramOptions
 from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
 from deploy.embedded import EmbeddedCluster, PoolEntry
-from drafters.protocol import Demand, Draft, Drafter
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.registry import Site, make
 from drafters.replay import Recording, Round, common_prefix_len, replay, replay_lens
 from drafters.suffix import SuffixDrafter
@@ -87,6 +87,7 @@ class Copying:
     wrong_every: int
     lengths: dict[str, int] = field(default_factory=dict)
     asked: list[tuple[str, int]] = field(default_factory=list)
+    capabilities = Capabilities()
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self.lengths[request_id] = len(token_ids) - prompt_len

@@ -6,19 +6,21 @@ from dataclasses import replace
 import pytest
 
 from cluster.config import (
+    ChainPolicy,
     CollapseConfig,
     Config,
     DrafterConfig,
     EpsilonGreedyPolicy,
     FixedPolicy,
     HedgePolicy,
+    LbssPolicy,
     NgramOptions,
+    PolicyConfig,
     RouterConfig,
     SuffixOptions,
 )
 from cluster.types import Commit, FinishReason, RoutingTable
 from engine.telemetry import Telemetry
-from profiler.drafter_stats import Judgement
 from router.assignment import (
     Chain,
     MemberCosts,
@@ -29,13 +31,18 @@ from router.assignment import (
     ScoreCounts,
 )
 from router.cost_model import TableCost
+from router.estimates.drafter_stats import Judgement
 from router.estimates.drift import DriftDetector
-from router.policies import build_policy, member_costs
+from router.policies import build_policy, keeps_in_step, member_costs
 from router.policies.fixed import Fixed
 from router.slot import FALLBACK_COST, Router, SlotReport
 
 EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
+
+
 OTHER = DrafterConfig(name="suffix", options=SuffixOptions())
+
+
 POOL = (PoolMember("a", 8, 0.1), PoolMember("b", 8, 0.2))
 
 
@@ -51,6 +58,13 @@ def view(request_id: str, *chain: str) -> RequestView:
 
 def test_no_target_no_table() -> None:
     assert Router(build_policy(FixedPolicy()), POOL).slot([]) is None
+
+
+def test_a_request_that_opted_out_gets_the_target_alone() -> None:
+    router = Router(build_policy(FixedPolicy()), POOL)
+    table = router.slot([report(view("r"), replace(view("plain", "a"), opted_out=True))])
+    assert table is not None
+    assert table.chains == {"r": ("a",), "plain": ()}
 
 
 def test_a_table_is_published_once_and_again_to_whoever_missed_it() -> None:
@@ -254,7 +268,13 @@ def test_a_proposal_that_came_too_late_says_nothing_of_positions() -> None:
     assert seen.num_rounds == 1
 
 
-def test_one_replica_of_each_drafter_scores_where_the_policy_learns_from_that() -> None:
+@pytest.mark.parametrize("config", [HedgePolicy(), ChainPolicy(), LbssPolicy()], ids=lambda config: config.kind)
+def test_drafters_keep_in_step_for_policies_that_move_requests(config: PolicyConfig) -> None:
+    assert keeps_in_step(config)
+    assert not keeps_in_step(FixedPolicy())
+
+
+def test_one_replica_of_each_drafter_keeps_in_step() -> None:
     pool = [
         PoolMember("a", 8, 0.1),
         PoolMember("a/1", 8, 0.1),
@@ -263,7 +283,7 @@ def test_one_replica_of_each_drafter_scores_where_the_policy_learns_from_that() 
         PoolMember("c/1", 8, 0.2),
     ]
     linked = ("a", "a/1", "b", "c/1")
-    for scores, scorers in ((False, ()), (True, ("a", "c/1"))):
-        table = Router(build_policy(HedgePolicy()), pool, scores=scores).slot([report(view("r"), drafters=linked)])
+    for in_step, scorers in ((False, ()), (True, ("a", "c/1"))):
+        table = Router(build_policy(HedgePolicy()), pool, in_step=in_step).slot([report(view("r"), drafters=linked)])
         assert table is not None
         assert table.scorers == scorers

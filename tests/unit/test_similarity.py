@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from cluster.messages import LevelReport, Verified
-from router.estimates.similarity import Depths, PassTimeFactors, Similarities, agreement, guess, similarity
+from router.estimates.draft_times import PassTimeFactors
+from router.estimates.similarity import Depths, Similarities, agreement, guess, similarity
 
 
 @pytest.mark.parametrize("tv", [0.0, 0.1, 0.3, 0.45, 0.6, 0.9])

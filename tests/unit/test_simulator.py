@@ -280,5 +280,5 @@ def test_hindsight_leaves_prompts_out_of_what_a_round_takes() -> None:
         DrafterFamily(acceptance=0.5, spread=0.8), DrafterFamily(acceptance=0.65, spread=0.8)
     )
     contest = compete(spec, [], load, 4)
-    assert contest.figures()["hindsight_over_best_single"] > 1.025
-    assert 0.3 < contest.best.count("model") / len(load) < 0.4
+    assert contest.figures()["hindsight_over_best_single"] > 1.02
+    assert 0.35 < contest.best.count("model") / len(load) < 0.46

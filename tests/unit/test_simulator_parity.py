@@ -1,6 +1,7 @@
 """The simulator against the live loops: from the same course of things the same plans."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from simulator.simulation import ClusterSpec, DrafterSpec, Load, Simulation
 from simulator.synthetic import DrafterFamily, Family
 from simulator.target import TargetLimits
 from simulator.timing import DraftByCost, PackedPass
+from tests.support.live_on_a_clock import Noting as NotingPlanner
 from tests.support.live_on_a_clock import run_live
 
 FAMILY = Family(
@@ -82,10 +84,9 @@ class Noting(Fixed):
 def simulated(
     cluster: ClusterSpec, policy: AssignmentPolicy, load: list[SimulatedRequest]
 ) -> tuple[list[tuple[float, StepPlan]], dict[str, int]]:
-    plans: list[tuple[float, StepPlan]] = []
-    simulation = Simulation(cluster, policy, Load(iter(load)), planned=lambda _, now_s, plan: plans.append((now_s, plan)))
-    outcome = simulation.run()
-    return plans, {one.request.id: one.num_tokens for one in outcome.finished}
+    planner = NotingPlanner(cluster.planner())
+    outcome = Simulation(replace(cluster, planner=lambda: planner), policy, Load(iter(load))).run()
+    return planner.plans, {one.request.id: one.num_tokens for one in outcome.finished}
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ async def test_a_target_that_moved_is_told_to_drafters_and_gateways(
     spawner.now("target-1").die("node lost")
     after = await asyncio.wait_for(waiting, 10)
     assert after.addresses == ("grpc://node:0", "grpc://node:1")
-    await eventually(lambda: ("want", (after.addresses,)) in spawner.now("ngram").calls)
+    await eventually(lambda: ("set_addresses", (after.addresses,)) in spawner.now("ngram").calls)
 
 
 async def test_a_supervisor_in_the_place_of_another_is_heard_by_gateways_once_it_knows_all_targets(
@@ -155,7 +155,7 @@ async def test_a_drafter_that_is_ready_is_told_the_addresses_of_now(
     await eventually(lambda: "ngram" in supervisor.pids())
     spawner.now("ngram").die("crashed")
     await eventually(lambda: len(spawner.lives["ngram"]) == 2)
-    await eventually(lambda: ("want", (directory.addresses,)) in spawner.now("ngram").calls)
+    await eventually(lambda: ("set_addresses", (directory.addresses,)) in spawner.now("ngram").calls)
 
 
 async def test_a_target_that_hangs_does_not_hold_up_the_status_of_others(spawner: PretendedSpawner) -> None:

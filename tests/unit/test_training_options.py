@@ -75,7 +75,7 @@ def test_a_target_that_fails_ends_the_run_with_what_to_do(
 
     monkeypatch.setattr(writing, "generate", failing)
     task = AnswerTask("k", "d", "bado kilu mena", 0.0)
-    with pytest.raises(GenerationFailed, match=f"no memory left; what it wrote so far is kept in {tmp_path}"):
+    with pytest.raises(GenerationFailed, match=f"no memory left; its output so far is kept in {tmp_path}"):
         Writer(target, tmp_path, 0).write_answers([task], 4, 4, lambda num: None)
 
 

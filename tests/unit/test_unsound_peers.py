@@ -85,7 +85,7 @@ class UnsoundDrafter:
 def routers() -> list[Router]:
     """One that learns from scores, and the scheduler of chains."""
     pool = [PoolMember(f"toy-{i}", capacity=8, cost=0.1, verifies=True) for i in range(2)]
-    return [build_router(build_policy(policy), pool, scores=True) for policy in (HedgePolicy(), ChainPolicy())]
+    return [build_router(build_policy(policy), pool, in_step=True) for policy in (HedgePolicy(), ChainPolicy())]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -342,8 +342,8 @@ async def outcome(client: LinkClient, one: Request) -> list[int] | str:
     ("commit", "reason"),
     [
         (Commit("a", 3, (VOCAB_SIZE,)), "outside the vocabulary"),
-        (Commit("a", 4, (1,)), "a commit at 4 where 3 tokens were committed"),
-        (Commit("a", 3, (1, 1, 1, 1, 1)), "1 tokens more than were asked for"),
+        (Commit("a", 4, (1,)), "a commit at 4 after 3 committed tokens"),
+        (Commit("a", 3, (1, 1, 1, 1, 1)), "1 tokens more than the request allows"),
         (Commit("a", 3, ()), "a commit of nothing"),
         (Commit("a", 3, (1,), num_proposed=1, num_accepted=MAX_INT), "2147483647 accepted of 1"),
     ],

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from cluster.soundness import proposal_fault
 from cluster.types import ModelInfo, Proposal, Request, SamplingParams
 from engine.sequences import Sequences
-from profiler.drafter_stats import MIN_RECORDS, DrafterStats, Judgement
 from router import verification
 from router.cost_model import TableCost
+from router.estimates.drafter_stats import MIN_RECORDS, DrafterStats, Judgement
 from router.plan import Capacity, DrafterView, SequenceView
 from router.verification import verify_goodput
 

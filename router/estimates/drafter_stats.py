@@ -7,16 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.records import record
-from profiler.online_calibration import OnlineSurvival
+from router.estimates.decayed import SMOOTHING, ema
+from router.estimates.survival import OnlineSurvival
 from router.plan import UNKNOWN_DRAFTER, DrafterView
 
-# Weight of the newest sample in running means: about the last twenty count.
-SMOOTHING = 0.1
+_TOKEN_WEIGHT = SMOOTHING / 4  # of a draft token in the acceptance
 MIN_RECORDS = 64  # verified drafts before a drafter's confidences are believed, as they turned out
-
-
-def running_mean(old: float, new: float, weight: float = SMOOTHING) -> float:
-    return old + weight * (new - old)
 
 
 @record
@@ -73,7 +69,7 @@ class DrafterStats:
         known is then corrected no further than it contradicts that: else the length of passes would be taken for it."""
         if at_least_s is not None and self.reply_s is not None:
             reply_s = min(max(self.reply_s, at_least_s), reply_s)
-        self.reply_s = reply_s if self.reply_s is None else running_mean(self.reply_s, reply_s)
+        self.reply_s = ema(self.reply_s, reply_s)
 
     def restarted(self) -> None:
         """A new process answers under the name: how fast is not known yet."""
@@ -84,16 +80,16 @@ class DrafterStats:
         self.num_late += 1
         known = self.reply_s if self.reply_s is not None else 0.0
         if known < 2 * waited_s:
-            self.reply_s = running_mean(known, 2 * waited_s, 0.5)
+            self.reply_s = ema(known, 2 * waited_s, 0.5)
 
     def judged(self, judgement: Judgement, num_verified: int) -> None:
         """A proposal was held against what was committed. Tokens that were not verified teach, too: else a drafter that is
         not worth verifying would never be found to have become so."""
         # Given that those before it were right: num_right successes, and one failure unless all were right.
-        self.acceptance = 1.0 - (1.0 - self.acceptance) * (1.0 - SMOOTHING / 4) ** judgement.num_right
+        self.acceptance = ema(self.acceptance, 1.0, 1.0 - (1.0 - _TOKEN_WEIGHT) ** judgement.num_right)
         if judgement.num_right < judgement.num_judged:
-            self.acceptance = running_mean(self.acceptance, 0.0, SMOOTHING / 4)
+            self.acceptance = ema(self.acceptance, 0.0, _TOKEN_WEIGHT)
         if num_verified or not judgement.num_judged:  # of one that was not verified it is not known how far it was right
             num_accepted = float(min(judgement.num_right, num_verified))
-            self.accepted_per_round = running_mean(self.accepted_per_round, num_accepted)
+            self.accepted_per_round = ema(self.accepted_per_round, num_accepted)
         self.calibration.record(judgement.confidences, judgement.num_right)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from profiler.online_scaling import OnlineScaling, num_due
+from router.estimates.confidence_scaling import OnlineScaling, num_due
 
 Floats = NDArray[np.float64]
 

@@ -1,0 +1,19 @@
+"""The shipped configuration files, and machines that each of them fits."""
+
+from pathlib import Path
+
+from cluster.inventory import Inventory, Node
+
+EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
+MACHINES = {
+    "laptop": Inventory((Node("laptop", 4),)),
+    "one-node-8gpu": Inventory((Node("server", 64, 8),)),
+    "multi-node": Inventory(
+        (
+            Node("big-1", 96, 8, {"outrider/pool": "target"}),
+            Node("big-2", 96, 8, {"outrider/pool": "target"}),
+            Node("small-1", 32, 2, {"outrider/pool": "drafters"}),
+            Node("small-2", 32, 2, {"outrider/pool": "drafters"}),
+        )
+    ),
+}
