@@ -143,7 +143,7 @@ zzz: 1
         ("api: {request_deadline_s: .inf}", "api.request_deadline_s", 1, "must be a finite number, got inf"),
         ("api: {port: 2026-11-21}", "api.port", 1, "got '2026-11-21'"),
         ("api: {port: 1}\napi: {port: 2}", "api", 2, "second time, first on line 1"),
-        ("api: &a {x: *a}", "api.x", 1, "alias of something that contains it"),
+        ("api: &a {x: *a}", "api.x", 1, "alias of a section that contains it"),
         ("api: [1,", "", 1, "is not YAML"),
         ("- 1\n- 2", "", 1, "must be an object"),
     ],
