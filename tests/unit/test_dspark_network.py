@@ -322,7 +322,7 @@ def refused(changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' is no DSpark drafter"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' is not a DSpark drafter"),
         ({"model_type": "gemma4"}, "model_type 'gemma4' is not supported"),
         ({"markov_head_type": "fir"}, "markov_head_type 'fir' is not supported; supported are vanilla, gated, rnn"),
         ({"markov_rank": 0}, "needs a Markov head"),

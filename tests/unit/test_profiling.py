@@ -163,7 +163,7 @@ def test_catching_up_is_timed_behind_so_many_new_tokens() -> None:
             super().extend(request_id, token_ids)
 
     drafter = Told()
-    probe = DrafterProbe(drafter, 1000, Ticks(), longest_context=400)
+    probe = DrafterProbe(drafter, 1000, Ticks(), max_context_len=400)
     assert [num for num, _ in probe.catch_up_grid()] == [1, 4, 16, 64]
     for num, _ in probe.catch_up_grid():
         probe.catch_up(num)
