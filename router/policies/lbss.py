@@ -46,7 +46,7 @@ from router.assignment import (
     lessons,
 )
 from router.estimates.goodput import GoodputEstimates
-from router.policies.expiring_cache import ExpiringCache
+from router.expiring_cache import ExpiringCache
 from router.policies.free_capacity import FreeCapacity
 
 _DROPPED = ""  # by lines 9 and 10
