@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.record import agreement
 from cluster.config import DrafterConfig, FixedPolicy, NgramOptions
 from cluster.messages import Hello, Role, SubmitRound
 from cluster.transport.base import Mailbox
@@ -15,7 +16,7 @@ from cluster.types import Request, RoutingTable, SamplingParams
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.registry import make_drafter
-from drafters.replay import Recording, agreement
+from drafters.replay import Recording
 from drafters.sessions import SessionLimits
 from engine.round import TargetLoop
 from router.cost_model import TableCost
