@@ -21,7 +21,7 @@ from router.cost_model import CostModel, relative_draft_cost
 from router.draft_length import DraftLengths
 from router.estimates.drift import DriftDetector
 from router.planner import Planner
-from router.slot import build_router
+from router.slot import Router
 from simulator.agreement import SimulatedRequest
 from simulator.drafter import AgreementDrafter, ColocatedAgreementDrafter, SimulatedDrafter
 from simulator.events import MAIL, STEP, Events
@@ -179,7 +179,7 @@ class Simulation:
         pool = spec.pool()
         watch = None if spec.collapse is None else DriftDetector(spec.collapse, spec.slot_s)
         self._router = SimulatedRouter(
-            build_router(policy, pool, watch, spec.keeps_in_step),
+            Router(policy, pool, watch, spec.keeps_in_step),
             [member.name for member in pool],
             self._gateway.open,
             lambda num_context: pass_times(spec.cost, num_context),
