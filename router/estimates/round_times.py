@@ -1,17 +1,15 @@
 """Seconds of a round if all requests were with one drafter.
 
-The requests of a target share its passes, so a slow drafter slows all of them; and rounds differ by chance, mostly by
-prompts computed meanwhile, more than by drafting. Raw means per drafter therefore mislead. Instead
+The requests of a target share its passes, and rounds vary more by prompts than by drafting, so raw means per drafter
+mislead. Instead
 
     T_j = shortest + s_j d_j + (M_j - base - s_j d_j) max(0, 1 - (3 e_j / (M_j - base - s_j d_j))^2)
 
 - d_j: profiled seconds of a batch of j's drafts for all requests; s_j: share of rounds with a draft.
-- M_j: mean of j's rounds; e_j: its standard error, from the variation between slots. A measured deviation from the profile
-  counts as far as it exceeds chance.
-- base: mean round without drafts; shortest: mean of the shortest slots, since prompts are no part of the choice.
+- M_j: mean of j's rounds; e_j: its standard error. A deviation from the profile counts as far as it exceeds chance.
+- base: mean round without drafts; shortest: mean of the shortest slots, which had no prompts.
 
-Drafting in the target's own process lengthens everybody's rounds: its profiled time is subtracted from each slot and charged
-to these drafters alone.
+The profiled time of drafting in the target's process is subtracted from each slot and charged to these drafters alone.
 """
 
 from collections import deque

@@ -115,13 +115,11 @@ class ModelChains:
         self._compare(requests)
         room = FreeCapacity(pool)
         batch = max(1, sum(request.committed_len > 0 for request in requests))
-        members = {drafter_of(member.name): member for member in reversed(pool) if member.is_open}
-        drafters = [members[drafter] for drafter in room.drafters]
-        self._predict(drafters, batch)
+        self._predict(room.members, batch)
         chains: dict[str, Chain] = {}
         if requests:
             rows = self._acceptance.follow(requests)
-            foreseen_s = self._per_token_s(rows, drafters, batch)
+            foreseen_s = self._per_token_s(rows, room.members, batch)
             overruns = self._overruns.factors()
             per_token_s = foreseen_s * [overruns.get((*self._below[name], name), 1.0) for name in room.drafters]
             seconds = self._as_they_stand(requests, per_token_s, batch, room)
