@@ -56,7 +56,7 @@ class DrafterStats:
         reply_s = UNKNOWN_DRAFTER.reply_s if self.reply_s is None else self.reply_s
         return DrafterView(reply_s, self.accepted_per_round, self.acceptance)
 
-    def foresee(self, drafts: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+    def predict_survival(self, drafts: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
         """Survival of drafts by their confidences; () until MIN_RECORDS drafts are known."""
         if self.calibration.num_records < MIN_RECORDS:
             return [()] * len(drafts)

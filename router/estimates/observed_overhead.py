@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field, JsonValue
 
 from router.assignment import Chain
-from router.estimates.round_times import Rounds, SlotSums, believed
+from router.estimates.round_times import Rounds, SlotSums, significant_share
 from router.matching import Floats
 
 TRIAL_SLOTS = 10  # that a choice is given before another is made: the first rounds with a drafter catch up, and are no rule
@@ -38,7 +38,7 @@ class ObservedOverheads(SlotSums[Chain | None]):
         """Measured over predicted time of everything seen."""
         known = [Rounds(*sums) for sums in self.sums.values()]
         off = np.array([one.mean_s - 1.0 for one in known])
-        return dict(zip(self.sums, (1.0 + off * believed(off, known)).tolist(), strict=True))
+        return dict(zip(self.sums, (1.0 + off * significant_share(off, known)).tolist(), strict=True))
 
 
 class DrafterChoice:
