@@ -189,6 +189,7 @@ def config(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return resolve(wanted, Inventory((Node("here", 4.0),)))
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_what_serving_reads(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
