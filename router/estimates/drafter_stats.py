@@ -84,7 +84,7 @@ class DrafterStats:
         """Learns from a verdict. Unverified tokens count too, or a drafter that is not worth verifying could never
         recover."""
         # Given that those before it were right: num_right successes, and one failure unless all were right.
-        self.acceptance = ema(self.acceptance, 1.0, 1.0 - (1.0 - _TOKEN_WEIGHT) ** judgement.num_right)
+        self.acceptance = 1.0 - (1.0 - self.acceptance) * (1.0 - _TOKEN_WEIGHT) ** judgement.num_right
         if judgement.num_right < judgement.num_judged:
             self.acceptance = ema(self.acceptance, 0.0, _TOKEN_WEIGHT)
         if num_verified or not judgement.num_judged:  # else it is unknown how many would be accepted
