@@ -29,7 +29,7 @@ class MemberCosts:
 
     draft_s: tuple[tuple[int, float], ...]  # (requests of the batch, seconds of its longest draft), ascending
     catch_up_s: float = 0.0  # per committed token of a request that it has not computed yet
-    switch_s: float = 0.0  # of taking up a request, whatever its length
+    switch_s: float = 0.0  # per request taken up
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class PoolMember:
     quarantined: bool = False  # its acceptance has collapsed
     max_draft_len: int = 8  # tokens of its longest proposal
     costs: MemberCosts | None = None  # None: not measured
-    verifies: bool = False  # others can ride ahead of it, in its process
-    leads: bool = True  # it can ride ahead of others; one that cannot drafts in the target's own process
+    verifies: bool = False  # can verify drafts of others in its process
+    leads: bool = True  # can propose to other drafters; False: drafts in the target's process
     num_targets: int = 1  # that each have one of these in their process
 
     @property
@@ -118,7 +118,7 @@ class Observation:
     num_committed: int  # accepted and bonus tokens
     elapsed_s: float  # from commit to commit, waits for proposals included
     positions: Positions = NO_POSITIONS  # of drafts that were there in time; empty: none was
-    num_missed: int = 0  # rounds that a draft could have been there for and was not: it came late, or was not asked for
+    num_missed: int = 0  # rounds whose draft came late, or was not requested although possible
 
     @property
     def num_in_time(self) -> int:

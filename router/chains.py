@@ -23,8 +23,8 @@ from router.assignment import TARGET_ONLY, Chain
 from router.cost_model import CostModel
 
 MAX_LEVELS = 4  # of models in a chain, the target included
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of the passes that a target's times are told for
-PROPOSAL_LEN = 4  # most tokens that a level asks the one below it for at a time
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # at which a target's pass times are reported
+PROPOSAL_LEN = 4  # most tokens that a level requests from the one below at a time
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Level:
             or not all(0.0 <= a <= 1.0 for a in self.acceptance)
         ):
             raise ValueError(
-                f"{self.drafter}: window {self.window}, acceptance {self.acceptance}, fill {self.fill}: not to be had"
+                f"{self.drafter}: invalid window {self.window}, acceptance {self.acceptance} or fill {self.fill}"
             )
 
     def at(self, position: int) -> float:

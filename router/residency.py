@@ -169,7 +169,7 @@ class ModelPool:
 
     @staticmethod
     def _may_go(known: _TenantState) -> bool:
-        """Whether no request came to it since it was told to retire."""
+        """Whether it retires and is idle."""
         return known.num_retiring is not None and known.num_requests == 0
 
     def _place(self, known: _TenantState, now_s: float) -> str | None:

@@ -43,7 +43,7 @@ class MarginalGain:
 
         Args:
             at_hand: expected tokens without it, for each request that it could be queried for.
-            price: tokens that the whole batch forgoes while it drafts for so many.
+            price: tokens that the batch would decode while it drafts for that many.
         """
         places = [bisect_right(_EDGES, expected_len) for expected_len, _ in at_hand]
         due = {at for at in set(places) if self._pauses[at].is_over()}

@@ -77,7 +77,7 @@ class RequestAcceptance:
         return np.where(rows == NOWHERE, NOWHERE, self._cluster[rows]), self._context[rows]
 
     def place(self, rows: Ints) -> NDArray[np.bool_]:
-        """Marks requests as placed; returns whether they were before. A first place is a default that nobody chose."""
+        """Marks requests as placed; returns whether they were before. A first place is the default, not a choice."""
         before = self._placed[rows]
         self._placed[rows] = True
         return before

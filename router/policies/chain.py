@@ -37,8 +37,8 @@ from router.estimates.similarity import Depths, Similarities, prior_agreement
 from router.matching import Floats, Ints
 from router.policies.free_capacity import FreeCapacity
 
-REFRESH_SLOTS = 4  # after which the times of all chains are predicted anew; sooner when the pool has changed
-UNMEASURED = PassTime(((1, 1.0),))  # a target of which nobody has said how long its passes take
+REFRESH_SLOTS = 4  # between predictions of all chains; sooner when the pool changes
+UNMEASURED = PassTime(((1, 1.0),))  # an unprofiled target
 
 
 class ChainSnapshot(AcceptanceSnapshot):
@@ -63,7 +63,7 @@ class ModelChains:
         self._pass_factors = PassTimeFactors(self._config.time_weight)
         self._depths = Depths(self._config.max_levels - 1, self._config.calm_slots)
         self._passes: dict[str, PassTime] = {}  # of the drafters, by their profiles
-        self._below: dict[str, Chain] = {}  # last drafter -> who rides ahead of it
+        self._below: dict[str, Chain] = {}  # last drafter -> the drafters below it
         self._round_s: dict[str, float] = {}  # with each last drafter, at its best
         self._choice = DrafterChoice()
         self._predicted: dict[str, tuple[Chain, float]] = {}  # chains that requests stayed with, and seconds per token

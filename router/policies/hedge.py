@@ -28,7 +28,7 @@ from router.policies.free_capacity import FreeCapacity
 
 MAX_CYCLES = 64  # of a slot's matching: what is left to gain then is little, and the next slot begins nearer to it
 _MAX_PRICES = 8  # of a slot, of drafters that the requests with them pay for together
-_LEAST_GAIN = 1e-6  # of a place, as a share of its value: whoever could have one has one
+_LEAST_GAIN = 1e-6  # minimum gain of a place, relative to its value: free places are always used
 _Positive = Annotated[float, Field(gt=0)]
 _Sum = Annotated[float, Field(ge=0)]
 _Times = dict[str, tuple[_Positive, _Positive, _Sum, _Sum]]
