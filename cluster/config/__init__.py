@@ -19,9 +19,7 @@ from cluster.config.drafters import (
     NgramOptions,
     SuffixOptions,
     TableOptions,
-    can_verify,
     default_pool,
-    has_model,
     parts_of,
 )
 from cluster.config.file import (
@@ -92,9 +90,7 @@ __all__ = [
     "TableOptions",
     "TargetConfig",
     "TransportConfig",
-    "can_verify",
     "default_pool",
-    "has_model",
     "load",
     "parts_of",
     "show",

@@ -279,7 +279,7 @@ def test_room_is_kept_for_requests_that_want_drafts(folder: Path) -> None:
     assert [(p.request_id, p.token_ids) for p in bench.proposals()] == [("a", ())]
 
 
-def test_scores_are_told_in_time_though_nothing_is_proposed() -> None:
+def test_scores_are_sent_in_time_without_proposals() -> None:
     from drafters.ngram import NgramDrafter
 
     bench = Bench(NgramDrafter())
