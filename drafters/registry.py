@@ -67,7 +67,7 @@ def make_drafter(
 
 
 def make(options: DrafterOptions, site: Site) -> Drafter:
-    """As ``make_drafter``."""
+    """As ``make_drafter``; a cascade makes its members so."""
     return FACTORIES[options.kind](options, site)
 
 
@@ -192,7 +192,7 @@ def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
     return CascadeDrafter(members, site.clock)
 
 
-FACTORIES: Mapping[str, Callable[[Any, Site], Drafter]] = {
+FACTORIES: dict[str, Callable[[Any, Site], Drafter]] = {
     "ngram": _make_ngram,
     "suffix": _make_suffix,
     "table": _make_table,

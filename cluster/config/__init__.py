@@ -19,6 +19,7 @@ from cluster.config.drafters import (
     NgramOptions,
     SuffixOptions,
     TableOptions,
+    Traits,
     default_pool,
     parts_of,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "SupervisionConfig",
     "TableOptions",
     "TargetConfig",
+    "Traits",
     "TransportConfig",
     "default_pool",
     "load",

@@ -52,6 +52,7 @@ def test_a_gpu_where_there_is_none_is_refused() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_shape_that_was_asked_for_is_not_taken_for_the_default(wordy: Path, tmp_path: Path) -> None:
     """The drafter to go on with has blocks of 4; 7 is what one gets without asking."""
     first = train(options(wordy, tmp_path, "dspark", num_epochs=1), HERE, Silent())
