@@ -173,7 +173,7 @@ class _Wrong:
     def check_integrity(self) -> None: ...
 
 
-def test_one_that_is_not_worth_its_time_is_hardly_asked_and_told_of_it_all_later(
+def test_one_whose_gain_is_below_its_time_is_hardly_queried_and_catches_up_later(
     target: Path, plain: list[list[int]]
 ) -> None:
     engine, model = engine_of(target, (0, 2))
