@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from drafters.replay import common_prefix_len
+from engine.acceptance import common_prefix_len
 from router.estimates.confidence_scaling import Floats, OnlineScaling, num_due
 
 _MAX_REFERENCES = 4  # drafts that others are compared with; each triples the number of cases

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.noise import gumbel, noise_keys
-from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
+from engine.sampling import Chosen, Sampler, SampleSpan
 
 # Log of the least share of the likeliest token's probability for a sampled token. A less likely one would be sampled at most
 # once in ten thousand times; the draft is wrong then.
@@ -37,7 +37,7 @@ class ReducedHead:
 
     def choose(self, logits: Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
         """As ``Sampler.choose`` with confidences; ``logits`` (rows, len(token_ids))."""
-        if logits.device.type == "cpu" and all(_is_plain(span.state) for span in spans):
+        if logits.device.type == "cpu" and all(span.state.is_plain for span in spans):
             return self._race(logits, spans)
         return self._sampler.choose(self._spread(logits), spans, want_confidences=True)
 
@@ -79,13 +79,6 @@ class ReducedHead:
         sampled = winners.copy()
         sampled[rows[order][last]] = columns[order][last]
         return sampled
-
-
-def _is_plain(state: SamplingState) -> bool:
-    """Whether only temperature shapes the choice."""
-    s = state.sampling
-    filters = s.top_k is not None or s.top_p < 1.0 or s.min_p > 0.0
-    return not filters and not s.edits_logits and state.num_generated >= s.min_tokens
 
 
 def _chosen(token_ids: Sequence[int], confidences: Sequence[float], highest: np.ndarray, rows: range) -> Chosen:

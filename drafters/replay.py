@@ -10,6 +10,7 @@ from typing import Protocol
 
 from cluster.types import SamplingParams
 from drafters.protocol import Demand, Draft, Drafter
+from engine.acceptance import common_prefix_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +126,3 @@ def replay_lens(
                     behind.drop(recording)
             yield from rounds
         live = [replayed for replayed in live if replayed.num_left]
-
-
-def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
-    num = min(len(a), len(b))
-    if a[:num] == b[:num]:  # the usual case, fast
-        return num
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), num)

@@ -11,8 +11,9 @@ from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
 from deploy.embedded import EmbeddedCluster, PoolEntry
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.registry import Site, make
-from drafters.replay import Recording, Round, common_prefix_len, replay, replay_lens
+from drafters.replay import Recording, Round, replay, replay_lens
 from drafters.suffix import SuffixDrafter
+from engine.acceptance import common_prefix_len
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
