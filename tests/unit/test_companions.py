@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.target import TargetActor
+from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
 from cluster.config import CascadeOptions, Config, DrafterConfig, DSparkOptions, ModelConfig, NgramOptions, TargetConfig
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.inventory import Inventory, Node
 from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.types import FinishReason, ModelInfo, Request, SamplingParams
-from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
 from drafters.companions import Host, HostFeatures, make_dspark
 from drafters.protocol import Capabilities, Demand, Draft
 from drafters.registry import feature_layers, make_drafter
@@ -316,12 +316,18 @@ def test_a_target_with_a_head_of_its_own_shares_that(tmp_path: Path) -> None:
     target = write_tiny_model(tmp_path / "model", num_layers=3, hidden_size=64, intermediate_size=96)
     raw = json.loads((target / "config.json").read_text()) | {"tie_word_embeddings": False}
     (target / "config.json").write_text(json.dumps(raw))
+    torch.manual_seed(0)
     weights = load_file(target / "model.safetensors")
-    weights["lm_head.weight"] = torch.randn(257, 64)
+    weights["lm_head.weight"] = torch.zeros(257, 64)  # always token 6 or token 8
+    weights["lm_head.weight"][6] = 1000 * torch.randn(64)
+    weights["lm_head.weight"][8] = -weights["lm_head.weight"][6]
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     folder = write_dspark(tmp_path / "drafter", target, draft_token_ids=list(range(0, 257, 2)))
     engine, model = engine_of(target, (0, 2))
     drafter = make_dspark(options(folder), model, Host(engine, target))
-    hidden = torch.randn(2, 64)
-    got = drafter._sequential._head(hidden)
-    torch.testing.assert_close(got, hidden @ weights["lm_head.weight"][::2].T, rtol=1e-4, atol=1e-4)
+    with EmbeddedCluster(
+        engine, model, COST, {"dspark": PoolEntry(drafter, companion=True)}, StepPlanner(PATIENT)
+    ) as cluster:
+        completions = cluster.complete(requests(2))
+    assert {token for token_ids in outputs(completions) for token in token_ids} <= {6, 8}
+    assert sum(c.num_accepted for c in completions) > sum(c.num_proposed for c in completions) / 20 > 0

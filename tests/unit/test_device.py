@@ -211,7 +211,6 @@ def test_without_triton_the_gpu_runs_plain_torch_without_graphs(
     with caplog.at_level(logging.WARNING):
         ops = factory.make_ops(load_config(tiny_model_folder), torch.bfloat16, cuda)
     assert type(ops) is TorchOps
-    assert factory._model_class(cuda, ops) is CausalModel
     assert "the GPU runs plain torch operators" in caplog.text
     assert "Triton cannot be imported" in caplog.text
 

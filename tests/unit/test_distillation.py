@@ -23,6 +23,8 @@ from drafters.training.recipe import HEADS, HeadKind, TrainOptions, dspark_confi
 from drafters.training.regression import Moments
 from drafters.training.warm_start import warm_start
 
+pytestmark = pytest.mark.slow
+
 HERE = World(0, 1, torch.device("cpu"))
 BLOCK, MARKOV_RANK = 4, 16
 NUM_LEARNED = 200

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from actors.mailbox import MonitoredMailbox
+from actors.processes import Directory
 from actors.ray_pool import BLOCKING, RayProcess
 from actors.supervisor import Supervisor
 from actors.worker import LoopActor, LoopThread
@@ -141,5 +142,5 @@ async def test_the_end_is_asked_for_again_and_on_threads_of_its_own() -> None:
 async def test_who_asks_where_the_targets_are_is_answered_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.supervisor.DIRECTORY_WAIT_S", 0.01)
     supervisor = Supervisor(Config(), SimpleNamespace())  # type: ignore[arg-type]
-    known = supervisor._directory
+    known = Directory("none")
     assert await asyncio.wait_for(supervisor.directory(known), 10.0) == known

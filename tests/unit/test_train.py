@@ -29,6 +29,8 @@ from engine.models.tokenizer import fingerprint
 from tests.support.waiting import DEADLINE_S
 from tests.support.wordy_model import write_wordy_model
 
+pytestmark = pytest.mark.slow
+
 HERE = World(0, 1, torch.device("cpu"))
 
 

@@ -52,6 +52,7 @@ def test_cuda_without_a_gpu_is_refused() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_an_explicit_shape_must_equal_the_initial_drafters(wordy: Path, tmp_path: Path) -> None:
     """The initial drafter has blocks of 4; 7 is the default."""
     first = train(options(wordy, tmp_path, "dspark", num_epochs=1), HERE, Silent())

@@ -21,6 +21,8 @@ from drafters.training.work_folder import WorkFolder
 from tests.support.wordy_model import write_wordy_model
 from tests.unit.test_train import HERE, Silent, options
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def target(tiny_model_folder: Path) -> FrozenTarget:

@@ -12,6 +12,8 @@ from drafters.training.feature_cache import delete_partial_files
 from drafters.training.frozen import writing_limits
 from tests.support.wordy_model import write_wordy_model
 
+pytestmark = pytest.mark.slow
+
 # One of the processes that torchrun starts. It tells how its own part of the training came out.
 ONE = """
 import hashlib, sys

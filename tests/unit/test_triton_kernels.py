@@ -41,6 +41,8 @@ from engine.cuda import graphs
 from engine.cuda.graphs import GraphedModel, Outputs
 from engine.cuda.ops import CudaOps
 
+pytestmark = pytest.mark.slow
+
 
 def test_packed_passes_give_the_logits_of_the_reference(tmp_path: Path) -> None:
     write_family("llama-odd-sizes", tmp_path)
