@@ -1,4 +1,4 @@
-"""Answers of a target that nobody asked: their tokens are drawn at random, the same for the same key."""
+"""Random answers, the same for the same key."""
 
 import torch
 
