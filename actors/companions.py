@@ -10,9 +10,8 @@ from cluster.transport.base import Mailbox
 from cluster.transport.factory import connect, listen
 from cluster.types import ModelInfo
 from drafters.companions import Host
-from drafters.feature_layers import feature_layers
 from drafters.loop import DrafterLoop
-from drafters.registry import make_drafter
+from drafters.registry import feature_layers, make_drafter
 from drafters.sessions import SessionLimits
 from engine.loading import load_target
 from engine.models.prepare import ensure_model

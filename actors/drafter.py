@@ -53,7 +53,7 @@ class DrafterActor(LoopActor[DrafterInfo]):
         if config.has_model:
             set_threads(config.resources.threads)
             configure_cpu()
-        from drafters.registry import make_chained
+        from drafters.registry import make_drafter
         from engine.threads import in_own_thread
 
         limits = SessionLimits(
@@ -61,7 +61,7 @@ class DrafterActor(LoopActor[DrafterInfo]):
             max_draft_len=config.max_draft_len,
             max_shadows=4 * config.capacity if config.spare_share else 0,
         )
-        drafter = in_own_thread(lambda: make_chained(config, self._proposers, self._target))
+        drafter = in_own_thread(lambda: make_drafter(config, self._target, proposers=self._proposers))
         loop = DrafterLoop(
             self._name, drafter, self._mailbox, limits, ahead_len=config.ahead_len, spare_share=config.spare_share
         )

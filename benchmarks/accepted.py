@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.fixtures import MAX_BATCH, Fixtures
+from benchmarks.prompts import BenchPrompt
+from benchmarks.replay_lens import replay_lens
 from cluster.config import DrafterConfig, DSparkOptions, LayersOptions, ModelOptions
 from drafters.protocol import Drafter
-from drafters.replay import Recording, Round, replay_lens
-from profiler.prompts import Prompt
+from drafters.replay import Recording, Round
 
 Key = tuple[str, float, int]  # drafter, temperature, draft length
 
@@ -30,7 +31,7 @@ def learns(config: DrafterConfig) -> bool:
 def accepted(
     stable: Fixtures,
     configs: Sequence[DrafterConfig],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     draft_lens: Sequence[int],
     temperatures: Sequence[float],
     tell: Callable[[str], None],

@@ -9,7 +9,7 @@ from benchmarks.fixtures import Fixtures
 from benchmarks.throughput import sample
 from cluster.config import DrafterConfig
 from cluster.types import Request, SamplingParams
-from drafters.protocol import Demand, Draft, Drafter
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.replay import Recording, replay
 from engine.target import SpanInput
 
@@ -18,6 +18,8 @@ NUM_COST_ANSWERS = 12  # of which drafts are timed
 
 class _Timed:
     """A drafter whose drafts are timed, each beside a one-row step of the target."""
+
+    capabilities = Capabilities()
 
     def __init__(self, drafter: Drafter, step: Callable[[], None]) -> None:
         self._drafter, self._step = drafter, step

@@ -19,13 +19,13 @@ from benchmarks.draft_cost import draft_cost
 from benchmarks.fixtures import Fixtures
 from benchmarks.interleaved import TURN_S
 from benchmarks.pool import pool
+from benchmarks.prompts import BenchPrompt, choose_prompts, load_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
 from benchmarks.throughput import NEAR, PairedRuns, Speedup, Turns
 from cluster.config import DrafterConfig
 from drafters.replay import Recording, Round
 from engine.threads import in_own_thread
-from profiler.prompts import Prompt, choose_prompts, load_prompts
 
 DRAFT_LENS = (7, 4)
 TEMPERATURES = (0.0, 0.8)
@@ -147,7 +147,7 @@ def _speedups(
     return {batch: race.speedups() for batch, race in races.items()}
 
 
-def _prompts(options: BenchOptions, effort: Effort) -> list[Prompt]:
+def _prompts(options: BenchOptions, effort: Effort) -> list[BenchPrompt]:
     if not options.prompts:
         return choose_prompts((), effort.num_synthetic)
     if effort.num_prompts is not None:

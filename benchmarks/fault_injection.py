@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cluster.types import SamplingParams
-from drafters.protocol import Demand, Draft, Drafter
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from router.cost_model import CostModel
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
 from router.planner import Planner
@@ -14,6 +14,8 @@ KEPT_RESIDUES = 3
 
 class Cut:
     """A drafter of whose drafts only the first ``num_kept(token_ids)`` tokens leave."""
+
+    capabilities = Capabilities()
 
     def __init__(self, drafter: Drafter, num_kept: Callable[[Sequence[int]], int]) -> None:
         self._drafter = drafter

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 
+from benchmarks.prompts import BenchPrompt
 from cluster.config import DrafterConfig
 from cluster.types import ModelInfo, Request, SamplingParams
 from deploy.api.tokenizer import Tokenizer
 from drafters.companions import Host
-from drafters.feature_layers import feature_layers
 from drafters.protocol import Drafter
-from drafters.registry import make_drafter
+from drafters.registry import feature_layers, make_drafter
 from drafters.replay import Recording
 from engine.factory import load_model
 from engine.kv_cache import BLOCK_LEN
@@ -25,7 +25,6 @@ from engine.pass_timing import measure_cost
 from engine.target import SpanInput
 from engine.threads import in_own_thread
 from profiler.online_cost import OnlineCost
-from profiler.prompts import Prompt
 
 MAX_PROMPT_LEN = 1024
 MAX_BATCH = 32  # recorded or held at once
@@ -72,7 +71,7 @@ class Fixtures:
         in_own_thread(lambda: list(generate(engine, self.info, self.cost, asked, MAX_BATCH)))
 
     def record(
-        self, prompts: Sequence[Prompt], temperatures: Sequence[float]
+        self, prompts: Sequence[BenchPrompt], temperatures: Sequence[float]
     ) -> Iterator[Mapping[float, Sequence[Recording]]]:
         """The target's answers by temperature, MAX_BATCH prompts at a time, in an order in which the domains are mixed, the
         same one every time. Of the answers at hand the target's cache still has most, so that holding them costs little."""
@@ -123,7 +122,7 @@ class Fixtures:
             arrival_s=float(seed),
         )
 
-    def _encode(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+    def _encode(self, prompts: Sequence[BenchPrompt]) -> list[tuple[int, ...]]:
         tokenizer = Tokenizer.from_folder(self._folder)
 
         async def encode() -> list[tuple[int, ...]]:

@@ -12,9 +12,8 @@ from cluster.config import DrafterConfig
 from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
 from deploy.api.tokenizer import Tokenizer
 from drafters.companions import Host
-from drafters.feature_layers import feature_layers
 from drafters.protocol import Drafter
-from drafters.registry import make_drafter
+from drafters.registry import feature_layers, make_drafter
 from engine.factory import load_model
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint

@@ -15,6 +15,7 @@ from benchmarks.comparison import TIE_MARGIN, Comparison, Verdict, compare
 from benchmarks.fault_injection import Cut, before_disliked_token
 from benchmarks.harness import Circumstances, Harness, Run
 from benchmarks.pool import pool as comparable
+from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from cluster.config import (
     DEFAULT_DRAFTERS,
@@ -23,7 +24,6 @@ from cluster.config import (
 )
 from cluster.types import Request
 from drafters.protocol import Drafter
-from profiler.prompts import choose_prompts
 
 NUM_PROMPTS, NUM_PROMPTS_QUICK = 40, 12
 NUM_TOKENS, NUM_TOKENS_QUICK = 48, 24

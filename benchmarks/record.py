@@ -3,15 +3,17 @@
 In a file (`simulator.recording`) that the simulator and ``outrider bench routing`` read.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.fixtures import MAX_BATCH, Fixtures
 from benchmarks.pool import pool
+from benchmarks.prompts import BenchPrompt, choose_prompts, load_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
-from drafters.agreement import agreement
-from profiler.prompts import Prompt, choose_prompts, load_prompts
+from drafters.protocol import Demand, Drafter
+from drafters.replay import Recording, common_prefix_len
 from router.prompt_features import prompt_features
 from simulator.recording import AgreementRecording, Recorder
 
@@ -20,6 +22,35 @@ NUM_NEW_TOKENS = 128
 MAX_PER_DOMAIN = 40
 NUM_QUICK = 30
 DEFAULT_PATH = Path("outrider-recording.npz")
+
+
+Agreement = tuple[int, tuple[float, ...]]  # right tokens of a draft, and the confidences of all its tokens
+
+
+def agreement(drafter: Drafter, recordings: Sequence[Recording], draft_len: int) -> list[list[Agreement]]:
+    """By recording and position: agreement of the draft that begins there.
+
+    All recordings are served together and committed token by token. A learning drafter thus learns from drafts at every
+    position, not only from those of rounds.
+    """
+    found: list[list[Agreement]] = [[] for _ in recordings]
+    for recording in recordings:
+        drafter.open(recording.name, recording.prompt_token_ids, len(recording.prompt_token_ids), recording.sampling)
+    live = [number for number, recording in enumerate(recordings) if recording.output_token_ids]
+    position = 0
+    while live:
+        drafts = drafter.propose([Demand(recordings[number].name, draft_len) for number in live])
+        for number, draft in zip(live, drafts, strict=True):
+            recording = recordings[number]
+            num_right = common_prefix_len(draft.token_ids, recording.output_token_ids[position:])
+            found[number].append((num_right, draft.confidences))
+            drafter.extend(recording.name, recording.output_token_ids[position : position + 1])
+        position += 1
+        for number in live:
+            if len(recordings[number].output_token_ids) == position:
+                drafter.release(recordings[number].name)
+        live = [number for number in live if len(recordings[number].output_token_ids) > position]
+    return found
 
 
 def run(options: BenchOptions) -> BenchResult:
@@ -58,7 +89,7 @@ def record(options: BenchOptions) -> AgreementRecording:
     return recorder.recording()
 
 
-def _prompts(options: BenchOptions) -> list[Prompt]:
+def _prompts(options: BenchOptions) -> list[BenchPrompt]:
     paths = options.prompts or options.data_prompts
     if options.quick or not paths:
         return choose_prompts(paths, NUM_QUICK if options.quick else 120)

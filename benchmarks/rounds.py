@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from drafters.replay import Round
 from profiler.calibration import Records
-from profiler.online_calibration import OnlineSurvival
 from profiler.reliability import auroc, expected_calibration_error
+from router.estimates.survival import OnlineSurvival
 
 MIN_CASES = 30  # of a position before its calibration error means anything
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from benchmarks.fixtures import Fixtures
 from benchmarks.pool import pool
+from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, Cell, Table
 from cluster.config import DrafterConfig
 from drafters.counterfactual import Scorer, Shadow
 from drafters.protocol import Demand, Drafter
 from drafters.replay import Recording, common_prefix_len, replay
-from profiler.prompts import choose_prompts
 
 NUM_PROMPTS, NUM_QUICK = 60, 20
 NUM_NEW_TOKENS = 128
@@ -81,8 +81,8 @@ def _follow(drafter: Drafter, answer: Recording, commits: Sequence[int]) -> list
     for num_tokens in commits:
         shadow.commit(output[done : done + num_tokens])
         done += num_tokens
-        while (scores := scorer.work([shadow])) is not None:
-            found += [score.num_matched + 1 for _, score in scores]
+        while shadow.pending:
+            found += [score.num_matched + 1 for _, score in scorer.work([shadow])]
     drafter.release(answer.name)
     return found
 

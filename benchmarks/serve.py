@@ -15,6 +15,7 @@ from actors.worker import set_threads
 from benchmarks.embedded import EmbeddedCluster
 from benchmarks.load import Answer, Ask, HttpTarget, ask_engine, run_streams, tokens_per_s
 from benchmarks.process_usage import tree_cpu_s, tree_pss_bytes
+from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
 from benchmarks.server import ServerProcess
 from cluster.client import EngineClient
@@ -28,7 +29,6 @@ from deploy.local_ray import free_port
 from drafters.shipped import with_shipped
 from engine.models.prepare import ensure_model
 from engine.round import TargetLoop
-from profiler.prompts import choose_prompts
 from router.policies import build_policy, build_pool
 from router.slot import Router, SlotReport
 

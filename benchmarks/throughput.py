@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from benchmarks.fixtures import Fixtures, as_request
 from benchmarks.interleaved import Pace, Served, side_by_side
+from benchmarks.prompts import spread
 from cluster.config import DrafterConfig
 from cluster.types import Request
 from drafters.replay import Recording
-from profiler.prompts import spread
 
 NUM_SERVED_BEFORE = 4  # answers that a cluster has served when its speed is measured, or two for each place
 NUM_PER_PLACE = 3  # so that answers begin and end all the time, not all at once

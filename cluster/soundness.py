@@ -6,11 +6,10 @@ message says of a request is checked where the request is known.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import isfinite, isnan
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cluster.messages import (
     Budget,
@@ -35,7 +34,6 @@ MAX_COUNT = 2**24  # passes, rows or tokens of one report: more would outweigh w
 MAX_REPORT_S = 3600.0
 MAX_UNSOUND = 16  # unsound messages of one link before it is closed
 
-Part = TypeVar("Part")
 M = TypeVar("M", bound=Message)
 
 
@@ -80,41 +78,15 @@ class Inspection:
 def sound_part(message: M, vocab_size: int) -> tuple[M, list[str]]:
     """The message without its unsound parts, and what was wrong with those."""
     faults: list[str] = []
-
-    def sound(parts: tuple[Part, ...], fault_of: Callable[[Part], str | None]) -> tuple[Part, ...]:
-        found = [fault_of(part) for part in parts]
-        if not any(found):
-            return parts
-        faults.extend(fault for fault in found if fault)
-        return tuple(part for part, fault in zip(parts, found, strict=True) if fault is None)
-
-    part: Message
-    match message:
-        case ProposalRound():
-            part = replace(
-                message,
-                proposals=sound(message.proposals, partial(proposal_fault, vocab_size=vocab_size)),
-                scores=sound(message.scores, score_fault),
-                resyncs=sound(message.resyncs, id_fault),
-                levels=sound(message.levels, level_fault),
-            )
-        case DraftRound():
-            part = replace(
-                message,
-                opens=sound(message.opens, lambda opening: open_fault(opening, vocab_size)),
-                extends=sound(message.extends, lambda extension: extend_fault(extension, vocab_size)),
-                budgets=sound(message.budgets, budget_fault),
-                releases=sound(message.releases, id_fault),
-            )
-        case SubmitRound():  # what else is wrong with a request is told to its caller (`request_fault`)
-            part = replace(
-                message,
-                submits=sound(message.submits, lambda request: id_fault(request.id)),
-                aborts=sound(message.aborts, id_fault),
-            )
-        case CommitRound():
-            part = replace(message, commits=sound(message.commits, lambda commit: commit_fault(commit, vocab_size)))
-    return (part, faults) if faults else (message, faults)
+    sound: dict[str, Any] = {}
+    for name, fault_of in _CHECKS[type(message)]:
+        parts = getattr(message, name)
+        if parts:
+            found = [fault_of(part, vocab_size) for part in parts]
+            if any(found):
+                faults.extend(fault for fault in found if fault)
+                sound[name] = tuple(part for part, fault in zip(parts, found, strict=True) if fault is None)
+    return (replace(message, **sound), faults) if faults else (message, faults)
 
 
 def proposal_fault(proposal: Proposal, vocab_size: int) -> str | None:
@@ -236,3 +208,25 @@ def _names_fault(names: Iterable[str]) -> str | None:
 
 def _known(token_ids: Sequence[int], vocab_size: int) -> bool:
     return not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
+
+
+# By message: of each field, what is wrong with one of its parts.
+_CHECKS: Mapping[type, Sequence[tuple[str, Callable[[Any, int], str | None]]]] = {
+    ProposalRound: (
+        ("proposals", proposal_fault),
+        ("scores", lambda score, vocab_size: score_fault(score)),
+        ("resyncs", lambda request_id, vocab_size: id_fault(request_id)),
+        ("levels", lambda level, vocab_size: level_fault(level)),
+    ),
+    DraftRound: (
+        ("opens", open_fault),
+        ("extends", extend_fault),
+        ("budgets", lambda budget, vocab_size: budget_fault(budget)),
+        ("releases", lambda request_id, vocab_size: id_fault(request_id)),
+    ),
+    SubmitRound: (  # what else is wrong with a request is told to its caller (`request_fault`)
+        ("submits", lambda request, vocab_size: id_fault(request.id)),
+        ("aborts", lambda request_id, vocab_size: id_fault(request_id)),
+    ),
+    CommitRound: (("commits", commit_fault),),
+}

@@ -204,7 +204,7 @@ class RoutingTable:
 
     A chain names pool members, nearest to the target last; () is the target alone. ``defaults`` serve requests that
     the router has not seen yet, round-robin. ``scorers`` keep in step, in their spare time, with requests that others draft
-    for, and tell how they would have done.
+    for (SPIN's fast switching), and report how they would have done.
     """
 
     version: int

@@ -13,15 +13,14 @@ from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions,
 from cluster.errors import InvalidField
 from cluster.types import ModelInfo, Request, SamplingParams
 from drafters.companions import Host
-from drafters.feature_layers import feature_layers
 from drafters.probe import DrafterProbe
-from drafters.registry import Site, make
+from drafters.registry import Site, feature_layers, make
 from engine.loading import identity_of, load_engine
 from engine.models.prepare import ensure_model
 from engine.native import NativeTarget
 from engine.target import SpanInput, TargetEngine
 from engine.target_probe import TargetProbe
-from profiler.interleaved import Effort, Timing, time_interleaved
+from profiler.interleaved import Timing, TimingBudget, time_interleaved
 from profiler.latency import MIN_POINTS, Kind
 from profiler.profile import DrafterProfile, Part, Profile, Surface, Trip, parts_of_drafter
 from profiler.stopwatch import OwnTime
@@ -34,7 +33,7 @@ Reporter = Callable[[str, float], None]  # step, share done
 class ProfileEffort:
     """The extent of the measurements."""
 
-    passes: Effort
+    passes: TimingBudget
     max_rows: int | None  # of a pass; None: the target's maximum
     max_batch: int  # of drafts
     num_trip_turns: int
@@ -44,8 +43,10 @@ class ProfileEffort:
         return _QUICK if quick else _FULL
 
 
-_QUICK = ProfileEffort(Effort(min_visits=4, budget_s=90.0, precision=0.03), max_rows=256, max_batch=16, num_trip_turns=2)
-_FULL = ProfileEffort(Effort(min_visits=9, budget_s=420.0), max_rows=None, max_batch=64, num_trip_turns=8)
+_QUICK = ProfileEffort(
+    TimingBudget(min_visits=4, budget_s=90.0, precision=0.03), max_rows=256, max_batch=16, num_trip_turns=2
+)
+_FULL = ProfileEffort(TimingBudget(min_visits=9, budget_s=420.0), max_rows=None, max_batch=64, num_trip_turns=8)
 _COMPANION_BATCH = 16  # their contexts share the target's KV cache with the measured passes
 
 
@@ -116,10 +117,10 @@ class _ProfileBench:
         self._probes.append(probe)
         batch = min(max_batch, _COMPANION_BATCH) if reads else max_batch
         self._add(f"draft {part.key}", probe.draft_grid(batch, part.draft_len), probe.draft, part.threads)
-        if has_model(part.options) and len(grid := probe.news_grid()) >= MIN_POINTS:
+        if has_model(part.options) and len(grid := probe.catch_up_grid()) >= MIN_POINTS:
             self._add(f"catch-up {part.key}", grid, probe.catch_up, part.threads)
 
-    def time(self, effort: Effort, report: Callable[[float], None]) -> dict[str, dict[tuple[int, int], Timing]]:
+    def time(self, effort: TimingBudget, report: Callable[[float], None]) -> dict[str, dict[tuple[int, int], Timing]]:
         before = torch.get_num_threads()
         try:
             found = time_interleaved(self._works, effort, time.perf_counter, report)
@@ -155,7 +156,7 @@ def _without_early_stop(options: DrafterOptions) -> DrafterOptions:
 
 
 class _TargetBacking:
-    """``drafters.probe.Backing`` of sequences computed by the target."""
+    """``drafters.probe.ProbeTarget`` of sequences computed by the target."""
 
     def __init__(self, engine: TargetEngine) -> None:
         self._engine = engine

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from drafters.shipped import find_drafter
 from drafters.training.distributed import join_world
-from drafters.training.manifest import exclusively
 from drafters.training.pipeline import Result, train
 from drafters.training.recipe import TrainOptions
+from drafters.training.work_folder import exclusive
 from engine.cpu_setup import configure_cpu
 
 
@@ -51,7 +51,7 @@ def run(*, out: Path, work: Path | None, drafter: Any, device: str, begin_with: 
             with Progress(disable=True) as silent:
                 train(options, world, _Bars(silent))
             return
-        with exclusively(options.work), Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        with exclusive(options.work), Progress(*columns, TimeRemainingColumn(), console=console) as progress:
             result = train(options, world, _Bars(progress))
     if result is not None:
         _show(result, console)

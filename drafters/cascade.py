@@ -2,8 +2,8 @@
 that pays.
 
 Everything is learned from committed tokens. Every draft is scored against them, whether used or not (full information): this
-calibrates each member's confidences, the meaning of agreement between members, and the marginal gain of an expensive member.
-Drafting nothing is a choice, too: a round without a draft is a plain decode, so large batches do not lose.
+calibrates each member's confidences, the corrections by agreement, and the marginal gain of an expensive member. A draft may
+be empty: that round is a plain decode, so large batches do not lose.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,14 +13,15 @@ from itertools import pairwise
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.consensus import Consensus
-from drafters.ensemble import LookupEnsemble, MemberDraft, PlainEnsemble, best_of
-from drafters.marginal_gain import Costs, MarginalGain, RequestGain
+from drafters.ensemble import MemberDraft, PlainEnsemble, best_of
 from drafters.native.ensemble import MOST_MEMBERS, NativeEnsemble
-from drafters.native.lookup import NativeLookup
-from drafters.protocol import Demand, Draft, Drafter
-from profiler.online_calibration import OnlineSurvival
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
+from router.estimates.decayed import ema
+from router.estimates.draft_times import DraftCosts
+from router.estimates.marginal_gain import MarginalGain, RequestGain
+from router.estimates.survival import OnlineSurvival
 
-_PACE_MEMORY = 0.01  # weight of the newest round in the tokens per step
+_RATE_WEIGHT = 0.01  # weight of the newest round in the tokens per step
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,33 +40,33 @@ class CascadeMember:
 
 @dataclass(frozen=True, slots=True)
 class _ModelQuery:
-    """A query of an expensive member. ``at_hand``, ``best``: the best draft before it, and with it; None without any
-    other draft.
+    """A query of an expensive member. ``before``, ``best``: the best draft without and with it; ``before`` None: there was
+    no other draft.
     """
 
-    guess: MemberDraft
-    at_hand: MemberDraft | None
+    draft: MemberDraft
+    before: MemberDraft | None
     best: MemberDraft
 
 
 @dataclass(slots=True)
-class _Round:
-    """The last drafts for a request, until the commit that answers them."""
+class _CascadeRound:
+    """The last drafts for a request, until the commit that verifies them."""
 
     row_price: float
-    cost: float = 0.0  # of the drafts that all have waited for
-    asked: list[_ModelQuery] = field(default_factory=list)
+    cost: float = 0.0  # of the queries that all requests waited for
+    queries: list[_ModelQuery] = field(default_factory=list)
 
     @property
     def best(self) -> MemberDraft | None:
-        return self.asked[-1].best if self.asked else None
+        return self.queries[-1].best if self.queries else None
 
 
 @dataclass(slots=True)
 class _CascadeSession:
-    own: dict[int, RequestGain]  # of the dear members
-    round: _Round | None = None
-    num_drafts: dict[int, int] = field(default_factory=dict)  # by the member that made the best guess
+    gains: dict[int, RequestGain]  # by expensive member
+    round: _CascadeRound | None = None
+    num_drafts: dict[int, int] = field(default_factory=dict)  # by the member with the best draft
 
 
 class CascadeDrafter:
@@ -79,138 +80,134 @@ class CascadeDrafter:
         clock: in seconds, only differences count; measures the members' costs. None: costs as configured.
 
     Raises:
-        InvalidField: no members, or their costs do not ascend.
+        InvalidField: their costs do not ascend.
     """
 
+    capabilities = Capabilities()
+
     def __init__(self, members: Sequence[CascadeMember], clock: Callable[[], float] | None = None) -> None:
-        if not members:
-            raise InvalidField("members", 0, "must hold at least one drafter")
         if members[0].cost < 0.0 or any(a.cost > b.cost for a, b in pairwise(members)):
             raise InvalidField("members", [m.name for m in members], "must stand in the order of their cost, from 0")
         self._members = tuple(members)
         self._num_free = sum(member.cost == 0.0 for member in members)
-        self._hearing = _hearing(members, self._num_free)
-        self._told: list[LookupEnsemble | Drafter] = [
-            self._hearing,
+        self._ensemble = _ensemble(members, self._num_free)
+        self._followers: list[PlainEnsemble | NativeEnsemble | Drafter] = [
+            self._ensemble,
             *(member.drafter for member in members[self._num_free :]),
         ]
-        self._worth = {i: MarginalGain() for i, member in enumerate(members) if member.cost > 0.0}
-        self._costs = Costs({i: members[i].cost for i in self._worth})
+        self._gains = {i: MarginalGain() for i, member in enumerate(members) if member.cost > 0.0}
+        self._costs = DraftCosts({i: members[i].cost for i in self._gains})
         self._clock = clock
-        self._proposed_s: float | None = None  # when the drafts were made that no commit has answered yet
+        self._proposed_s: float | None = None  # of the newest drafts that no commit has verified
         self._tokens_per_round, self._cost_per_round = 1.5, 1.0
-        self._followed: dict[str, _CascadeSession] = {}
+        self._sessions: dict[str, _CascadeSession] = {}
 
     @property
     def drafts_by_member(self) -> dict[str, int]:
         """Drafts of the requests followed now, by the member that made them."""
         return {
-            member.name: sum(followed.num_drafts.get(i, 0) for followed in self._followed.values())
+            member.name: sum(session.num_drafts.get(i, 0) for session in self._sessions.values())
             for i, member in enumerate(self._members)
         }
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        for drafter in self._told:
+        for drafter in self._followers:
             drafter.open(request_id, token_ids, prompt_len, sampling)
-        self._followed[request_id] = _CascadeSession({i: RequestGain() for i in self._worth})
+        self._sessions[request_id] = _CascadeSession({i: RequestGain() for i in self._gains})
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        followed = self._followed[request_id]
-        if self._clock is not None and self._proposed_s is not None and followed.round is not None:
-            self._costs.came_true(self._clock() - self._proposed_s)
-            self._proposed_s = None  # what the same round committed for others comes with it
-        for drafter in self._told:
+        session = self._sessions[request_id]
+        if self._clock is not None and self._proposed_s is not None and session.round is not None:
+            self._costs.note_round(self._clock() - self._proposed_s)
+            self._proposed_s = None  # commits of other requests follow from the same round
+        for drafter in self._followers:
             drafter.extend(request_id, token_ids)
-        if followed.round is not None and token_ids:
-            self._learn(followed, followed.round, token_ids)
-        followed.round = None
+        if session.round is not None and token_ids:
+            self._learn(session, session.round, token_ids)
+        session.round = None
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        rounds = [_Round(demand.row_price) for demand in demands]
-        at_hand = self._hearing.hear(demands)
+        rounds = [_CascadeRound(demand.row_price) for demand in demands]
+        expected_lens = self._ensemble.query(demands)
         for member in range(self._num_free, len(self._members)):
-            asked = self._asked(member, demands, at_hand)
-            if not asked:
+            chosen = self._choose(member, demands, expected_lens)
+            if not chosen:
                 continue
-            drafts = self._drafts(member, [demands[i] for i in asked])
-            at_hand = at_hand or [0.0] * len(demands)
-            for i, draft in zip(asked, drafts, strict=True):
-                guess, best = self._hearing.weigh(i, member, draft), rounds[i].best
-                if best is None and self._num_free:
-                    best = self._hearing.best(i)
-                rounds[i].asked.append(_ModelQuery(guess, best, guess if best is None else best_of((best, guess))))
-                at_hand[i] = rounds[i].asked[-1].best.expected_len
-            cost = self._costs.of(member, len(asked), len(demands))
+            drafts = self._query(member, [demands[i] for i in chosen])
+            expected_lens = expected_lens or [0.0] * len(demands)
+            for i, draft in zip(chosen, drafts, strict=True):
+                own, before = self._ensemble.calibrate(i, member, draft), rounds[i].best
+                if before is None and self._num_free:
+                    before = self._ensemble.best(i)
+                best = own if before is None else best_of((before, own))
+                rounds[i].queries.append(_ModelQuery(own, before, best))
+                expected_lens[i] = best.expected_len
+            cost = self._costs.of(member, len(chosen), len(demands))
             for round_ in rounds:
                 round_.cost += cost
-        settled = self._settled(demands, rounds)
+        drafts = self._best_drafts(demands, rounds)
         if self._clock is not None and not all(demand.ahead for demand in demands):
             self._proposed_s = self._clock()
-        return settled
+        return drafts
 
     def release(self, request_id: str) -> None:
-        for drafter in self._told:
+        for drafter in self._followers:
             drafter.release(request_id)
-        self._followed.pop(request_id, None)
+        self._sessions.pop(request_id, None)
 
     def check_integrity(self) -> None:
-        for drafter in self._told:
+        for drafter in self._followers:
             drafter.check_integrity()
 
-    def _drafts(self, index: int, demands: Sequence[Demand]) -> list[Draft]:
+    def _query(self, member: int, demands: Sequence[Demand]) -> list[Draft]:
         """Drafts of an expensive member; learns their time."""
-        drafter = self._members[index].drafter
+        drafter = self._members[member].drafter
         if self._clock is None:
             return drafter.propose(demands)
         start_s = self._clock()
         drafts = drafter.propose(demands)
-        self._costs.drafted(index, len(demands), self._clock() - start_s)
+        self._costs.note_drafts(member, len(demands), self._clock() - start_s)
         return drafts
 
-    def _asked(self, index: int, demands: Sequence[Demand], at_hand: Sequence[float]) -> Sequence[int]:
-        """Demands that a member is queried for. ``at_hand``: expected tokens of the best draft so far, for each."""
-        if not at_hand:
+    def _choose(self, member: int, demands: Sequence[Demand], expected_lens: Sequence[float]) -> Sequence[int]:
+        """Demands that a member is queried for. ``expected_lens``: of the best draft so far, for each demand."""
+        if not expected_lens:
             return range(len(demands))
-        forgone = len(demands) * self._tokens_per_round / self._cost_per_round  # by the batch, in a round's time
-        own = [self._followed[demand.request_id].own[index] for demand in demands]
-        expected = list(zip(at_hand, own, strict=True))
-        return self._worth[index].choose(expected, lambda num: forgone * self._costs.of(index, num, len(demands)))
+        rate = len(demands) * self._tokens_per_round / self._cost_per_round  # of the batch, in tokens per plain round
+        own = [self._sessions[demand.request_id].gains[member] for demand in demands]
+        known = list(zip(expected_lens, own, strict=True))
+        return self._gains[member].choose(known, lambda num: rate * self._costs.of(member, num, len(demands)))
 
-    def _settled(self, demands: Sequence[Demand], rounds: Sequence[_Round]) -> list[Draft]:
-        """The best draft for each demand, as returned."""
-        best = [round_.best for round_ in rounds]
-        dear = [None if guess is None or guess.member < self._num_free else guess for guess in best]
-        free = iter(self._hearing.settle([place for place, guess in enumerate(dear) if guess is None]))
-        settled = []
-        for place, (demand, round_, guess) in enumerate(zip(demands, rounds, dear, strict=True)):
-            if guess is None:
-                member, draft = next(free)
-            else:
-                member, draft = guess.member, self._hearing.spliced(place, guess)
-            settled.append(draft)
+    def _best_drafts(self, demands: Sequence[Demand], rounds: Sequence[_CascadeRound]) -> list[Draft]:
+        expensive = [best if (best := round_.best) and best.member >= self._num_free else None for round_ in rounds]
+        free = iter(self._ensemble.best_drafts([place for place, best in enumerate(expensive) if best is None]))
+        drafts = []
+        for place, (demand, round_, best) in enumerate(zip(demands, rounds, expensive, strict=True)):
+            member, draft = next(free) if best is None else (best.member, self._ensemble.spliced(place, best))
+            drafts.append(draft)
             if not demand.ahead:
-                followed = self._followed[demand.request_id]
-                followed.round = round_
-                followed.num_drafts[member] = followed.num_drafts.get(member, 0) + 1
-        return settled
+                session = self._sessions[demand.request_id]
+                session.round = round_
+                session.num_drafts[member] = session.num_drafts.get(member, 0) + 1
+        return drafts
 
-    def _learn(self, followed: _CascadeSession, round_: _Round, token_ids: Sequence[int]) -> None:
+    def _learn(self, session: _CascadeSession, round_: _CascadeRound, token_ids: Sequence[int]) -> None:
         """Learns the tokens that expensive members added."""
-        for asked in round_.asked:
-            self._hearing.judge(asked.guess, token_ids)
-            if asked.at_hand is not None:
-                gain = asked.best.worth(token_ids, round_.row_price) - asked.at_hand.worth(token_ids, round_.row_price)
-                member = asked.guess.member
-                self._worth[member].learn(gain, asked.at_hand.expected_len, followed.own[member])
-        self._tokens_per_round += _PACE_MEMORY * (len(token_ids) - self._tokens_per_round)
-        self._cost_per_round += _PACE_MEMORY * (1.0 + round_.cost - self._cost_per_round)
+        for query in round_.queries:
+            self._ensemble.learn(query.draft, token_ids)
+            if query.before is not None:
+                price, member = round_.row_price, query.draft.member
+                gain = query.best.net_gain(token_ids, price) - query.before.net_gain(token_ids, price)
+                self._gains[member].learn(gain, query.before.expected_len, session.gains[member])
+        self._tokens_per_round = ema(self._tokens_per_round, len(token_ids), _RATE_WEIGHT)
+        self._cost_per_round = ema(self._cost_per_round, 1.0 + round_.cost, _RATE_WEIGHT)
 
 
-def _hearing(members: Sequence[CascadeMember], num_free: int) -> LookupEnsemble:
+def _ensemble(members: Sequence[CascadeMember], num_free: int) -> PlainEnsemble | NativeEnsemble:
     """In C if all free members are in C."""
     survival, consensus = [OnlineSurvival() for _ in members], Consensus(len(members), num_free)
     free = [member.drafter for member in members[:num_free]]
-    lookups = [drafter for drafter in free if isinstance(drafter, NativeLookup)]
+    lookups = [lookup for drafter in free if (lookup := drafter.capabilities.lookup) is not None]
     all_splice = [member.splices for member in members] == [i < num_free for i in range(len(members))]
     if 0 < len(lookups) == num_free <= MOST_MEMBERS and all_splice:
         return NativeEnsemble(lookups[0].library, lookups, survival, consensus)

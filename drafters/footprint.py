@@ -1,18 +1,17 @@
-"""Memory of a drafter, predicted from its configuration and the headers of its files. No torch.
+"""Upper bound of a drafter's memory, from its configuration and the headers of its files, for admission before loading.
 
     total = process + weights in memory + KV cache + state of each request
 
-Weights count as held for products: the head apart from the embedding even if they are one in the file, int8 with a scale per
-row, and without a compiler in the dtype of ``engine.dtypes.held_dtype``. ``stored_bytes`` is read to load it.
+Weights count in the dtype that they are held in (``engine.dtypes.held_dtype``): int8 with a scale per row, the head apart
+from the embedding even if they are one in the file. No torch.
 """
 
-import json
-import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from cluster.config import (
     CascadeOptions,
@@ -28,7 +27,7 @@ from cluster.config import (
 )
 from cluster.errors import ModelUnavailable
 from engine.dtypes import choose_dtype, held_dtype
-from engine.models.config import ModelConfig, load_config
+from engine.models.config import load_config
 
 # Measured, resident: an actor's process alone, and what torch adds to it once it has computed. On CUDA
 # a context with its kernels.
@@ -40,16 +39,13 @@ TOKEN_BYTES, NGRAM_BYTES, AUTOMATON_BYTES = 36, 490, 450
 LEARNED_BYTES = 570  # of a context that a table has learned
 REMEMBERED_BYTES = 6 * 2**20  # of the contexts that a table has lately looked up
 COUNTED_BYTES = 40  # of one that it was made with
-DTYPE_BYTES: Mapping[str, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
-_STORED_BYTES = {"I8": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I32": 4, "I64": 8}
-_BLOCK_LEN = 32  # as engine.kv_cache.BLOCK_LEN, which needs torch
-_MAX_HEADER = 100 * 2**20
-_TABLE = "table.npz"  # as drafters.table.FILE
+DTYPE_BYTES: dict[str, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes. ``stored``: of its files; the others: in memory, once loaded with full caches."""
+    """Bytes. ``stored``: of its files, read to load it; the others: in memory, once loaded with full caches."""
 
     stored_bytes: int = 0
     weight_bytes: int = 0
@@ -62,13 +58,7 @@ class Footprint:
         return self.weight_bytes + self.cache_bytes + self.request_bytes + self.process_bytes
 
     def plus(self, other: "Footprint") -> "Footprint":
-        return Footprint(
-            self.stored_bytes + other.stored_bytes,
-            self.weight_bytes + other.weight_bytes,
-            self.cache_bytes + other.cache_bytes,
-            self.request_bytes + other.request_bytes,
-            self.process_bytes + other.process_bytes,
-        )
+        return Footprint(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Footprint)))
 
 
 def footprint(
@@ -85,7 +75,7 @@ def footprint(
         ModelUnavailable: its files are missing, half-written or unsupported.
     """
     on_gpu = device == "cuda"
-    # It follows as many requests of others again, and three times more, to keep in step with them.
+    # With spare time it also follows up to four times as many requests that others draft for.
     num_tokens = (5 if config.spare_share else 1) * config.capacity * max_model_len
     total = Footprint(process_bytes=CUDA_BYTES if on_gpu else PROCESS_BYTES + (TORCH_BYTES if config.has_model else 0))
     for one in (config, *proposers):
@@ -100,7 +90,7 @@ def target_footprint(config: Config) -> Footprint:
     Raises:
         ModelUnavailable: the model or a drafter is missing, half-written or unsupported.
     """
-    from drafters.feature_layers import feature_layers
+    from drafters.registry import feature_layers
     from engine.models.prepare import resolve_model
 
     target, max_model_len = config.target, config.model.max_model_len
@@ -117,95 +107,78 @@ def target_footprint(config: Config) -> Footprint:
 
 
 def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> Footprint:
+    """Without the process. ``num_tokens``: of all requests that are followed."""
     match options:
         case NgramOptions():
             return Footprint(request_bytes=num_tokens * NGRAM_BYTES)
         case SuffixOptions():
-            return Footprint(
-                cache_bytes=options.max_shared_tokens * AUTOMATON_BYTES, request_bytes=num_tokens * AUTOMATON_BYTES
-            )
+            shared_bytes = options.max_shared_tokens * AUTOMATON_BYTES
+            return Footprint(cache_bytes=shared_bytes, request_bytes=num_tokens * AUTOMATON_BYTES)
         case TableOptions():
             return _table(options, num_tokens)
-        case ModelOptions():
-            return _model(options, on_gpu, num_tokens)
-        case LayersOptions():
-            return _layers(options, on_gpu, num_tokens, target)
-        case DSparkOptions():
-            return _dspark(options, on_gpu, num_tokens)
         case CascadeOptions():
             total = Footprint()
             for member in options.members:
                 total = total.plus(_of(member, on_gpu, num_tokens, target))
             return total
+        case ModelOptions() | LayersOptions() | DSparkOptions():
+            return Footprint(
+                *_weights(options, on_gpu, target),
+                cache_bytes=int(options.kv_cache_gb * 2**30),
+                request_bytes=num_tokens * TOKEN_BYTES,
+            )
 
 
 def _table(options: TableOptions, num_tokens: int) -> Footprint:
-    from drafters.shipped import find_drafter
+    from drafters.shipped import find_table
 
-    stored = num_counted = 0
+    stored = 0
     if options.path is not None:
-        path = find_drafter(options.path)
-        path = path / _TABLE if path.is_dir() else path
+        path = find_table(options.path)
         try:
             stored = path.stat().st_size
         except OSError as error:
             raise ModelUnavailable(f"{path} cannot be read ({error.strerror})") from error
-        num_counted = stored // 8  # keys hardly shrink: at the most so many contexts
     return Footprint(
         stored,
-        weight_bytes=num_counted * COUNTED_BYTES,
+        weight_bytes=stored // 8 * COUNTED_BYTES,  # keys hardly shrink: at most so many contexts
         cache_bytes=options.max_learned * LEARNED_BYTES + (REMEMBERED_BYTES if options.path is not None else 0),
         request_bytes=num_tokens * TOKEN_BYTES,
     )
 
 
-def _model(options: ModelOptions, on_gpu: bool, num_tokens: int) -> Footprint:
-    from engine.models.prepare import resolve_model
-
-    folder = resolve_model(options.model)
-    config = load_config(folder)
-    if options.num_layers is not None:
-        config = config.truncated(options.num_layers)
-    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    element = _element(options.dtype, on_gpu)
-    embedding = config.vocab_size * config.hidden_size * min(element, _narrowest(folder))
-    weights = embedding + _head(config, config.vocab_size, element) + _layer_weights(config, element)
-    return Footprint(
-        stored, weights, _cache(config, options.kv_cache_gb, element), 0 if on_gpu else num_tokens * TOKEN_BYTES
-    )
-
-
-def _layers(options: LayersOptions, on_gpu: bool, num_tokens: int, target: str) -> Footprint:
+def _weights(options: ModelOptions | LayersOptions | DSparkOptions, on_gpu: bool, target: str) -> tuple[int, int]:
+    """(bytes stored, bytes held)"""
     from drafters.shipped import find_drafter
     from engine.models.prepare import resolve_model
 
-    folder = find_drafter(options.path)
-    config, shapes = load_config(folder), _shapes(folder)
-    rows = resolve_model(target if options.target == "auto" else options.target)
-    num_out = shapes["draft_token_ids"][1][0] if "draft_token_ids" in shapes else config.vocab_size
-    element = _element(options.dtype, on_gpu, allows_int8=True)
-    embedding = config.vocab_size * config.hidden_size * min(max(element, 2), _narrowest(rows))
-    weights = embedding + _head(config, num_out, element) + _layer_weights(config, element)
-    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return Footprint(stored, weights, _cache(config, options.kv_cache_gb, max(element, 2)), num_tokens * TOKEN_BYTES)
-
-
-def _dspark(options: DSparkOptions, on_gpu: bool, num_tokens: int) -> Footprint:
-    """Its own tensors; embedding and head may be the target's."""
-    from drafters.dspark.config import load_dspark_config
-    from drafters.shipped import find_drafter
-
-    folder = find_drafter(options.path)
-    config, shapes = load_dspark_config(folder), _shapes(folder)
-    element = _element(options.dtype, on_gpu, allows_int8=True)
+    folder = resolve_model(options.model) if isinstance(options, ModelOptions) else find_drafter(options.path)
+    shapes = _shapes(folder)
+    if isinstance(options, ModelOptions):
+        num_layers = load_config(folder).num_layers if options.num_layers is None else options.num_layers
+        shapes = {name: shape for name, shape in shapes.items() if _layer(name) < num_layers}
+        shapes.setdefault(_HEAD, shapes.get(_EMBEDDING, (0, 0)))
+    elif isinstance(options, LayersOptions):
+        config = load_config(folder)
+        resolve_model(target if options.target == "auto" else options.target)
+        (num_out,) = shapes.pop("draft_token_ids", (config.vocab_size,))
+        shapes |= {_EMBEDDING: (config.vocab_size, config.hidden_size), _HEAD: (num_out, config.hidden_size)}
+    element = _element(options.dtype, on_gpu, allows_int8=not isinstance(options, ModelOptions))
     held = 0
-    for dtype, shape in shapes.values():
-        if len(shape) == 2:
-            held += prod(shape) * element + 4 * shape[0]
-        elif dtype != "I64":
-            held += 4 * prod(shape)
-    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return Footprint(stored, held, _cache(config.shape, options.kv_cache_gb, max(element, 2)), num_tokens * TOKEN_BYTES)
+    for name, shape in shapes.items():
+        if len(shape) != 2:
+            held += 4 * prod(shape)  # norms in fp32
+        elif name == _EMBEDDING:
+            held += prod(shape) * max(element, 2)
+        else:
+            held += prod(shape) * element + (4 * shape[0] if element == 1 else 0)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")), held
+
+
+def _layer(name: str) -> int:
+    """The layer of a tensor; -1: of none."""
+    prefix, _, rest = name.partition("layers.")
+    return int(rest.partition(".")[0]) if rest and prefix == "model." else -1
 
 
 def _element(dtype: str, on_gpu: bool, *, allows_int8: bool = False) -> int:
@@ -216,57 +189,17 @@ def _element(dtype: str, on_gpu: bool, *, allows_int8: bool = False) -> int:
     return DTYPE_BYTES[held_dtype(dtype)]
 
 
-def _head(config: ModelConfig, num_out: int, element: int) -> int:
-    return num_out * (config.hidden_size * element + (4 if element == 1 else 0))
-
-
-def _layer_weights(config: ModelConfig, element: int) -> int:
-    """Matrices, with row scales if int8; norms in fp32."""
-    c = config
-    matrices = (
-        (c.q_size + 2 * c.kv_size, c.hidden_size),
-        (c.hidden_size, c.q_size),
-        (2 * c.intermediate_size, c.hidden_size),
-        (c.hidden_size, c.intermediate_size),
-    )
-    scale = 4 if element == 1 else 0
-    layer = sum(num_out * (num_in * element + scale) for num_out, num_in in matrices) + 2 * 4 * c.hidden_size
-    return c.num_layers * layer + 4 * c.hidden_size
-
-
-def _cache(config: ModelConfig, kv_cache_gb: float, element: int) -> int:
-    """Whole blocks. On a CPU a page is resident once written."""
-    block = _BLOCK_LEN * config.kv_bytes_per_token(element)
-    return int(kv_cache_gb * 2**30) // block * block
-
-
-def _narrowest(folder: Path) -> int:
-    """Bytes of an element of the embedding as stored."""
-    for file in sorted(folder.glob("*.safetensors")):
-        shapes = _header(file)
-        if "model.embed_tokens.weight" in shapes:
-            stored = _STORED_BYTES.get(shapes["model.embed_tokens.weight"][0], 4)
-            return 4 if stored == 1 else stored  # int8 is read as fp32
-    return 4
-
-
-def _shapes(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= _header(file)
-    return found
-
-
-def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (dtype, shape) of a safetensors file.
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor in the safetensors files of a folder.
 
     Raises:
-        ModelUnavailable: not a safetensors file.
+        ModelUnavailable: one is not a safetensors file.
     """
-    try:
-        with file.open("rb") as opened:
-            (size,) = struct.unpack("<Q", opened.read(8))
-            raw: Any = json.loads(opened.read(size)) if size <= _MAX_HEADER else None
-        return {name: (one["dtype"], tuple(one["shape"])) for name, one in raw.items() if name != "__metadata__"}
-    except (OSError, struct.error, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelUnavailable(f"{file} is not a whole safetensors file ({error}); prepare the model again") from error
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="np") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
+        except (OSError, SafetensorError) as error:
+            raise ModelUnavailable(f"{path} is not a whole safetensors file ({error}); prepare the model again") from error
+    return shapes

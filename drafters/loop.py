@@ -1,54 +1,55 @@
-"""The drafter's loop: drains mail, drafts one batch, sends one message per target."""
+"""The drafter's loop: reads messages, drafts one batch, sends one message per target."""
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum, auto
 
 from cluster.errors import LinkClosed, LinkFull
 from cluster.messages import LevelReport, ProposalRound
 from cluster.transport.base import LinkDown, Mailbox
 from cluster.types import Proposal
 from drafters.counterfactual import Scorer
-from drafters.protocol import Chaining, Demand, Drafter
+from drafters.protocol import Demand, Drafter
 from drafters.session import Session
 from drafters.sessions import SessionLimits, TargetPeer, TargetSessions
 from router.assignment import drafter_of
 
 logger = logging.getLogger(__name__)
 
-REPORT_PERIOD_S = 0.1  # of what models in chains did: the router looks once a slot
-MAX_WAIT_S = 0.25  # run() looks at its stop event at least this often
+REPORT_PERIOD_S = 0.1  # of level reports and scores; the router reads them once a slot
+MAX_WAIT_S = 0.25  # run() checks its stop event at least this often
 
 
-@dataclass(frozen=True, slots=True)
-class LoopTelemetry:
-    """Counters of a loop since its start, over all links."""
+class Begun(Enum):
+    """What the first half of a step did."""
 
-    num_links: int
-    num_requests: int  # followed now
-    num_refused: int  # not followed now for want of room
-    num_batches: int
-    num_proposals: int
-    num_tokens: int  # proposed
-    num_resyncs: int  # asked for
-    mean_batch: float | None  # requests per batch of drafts; None before the first
-    mean_draft_s: float | None  # of the steps that drafted, as run() timed them; None when driven by hand
+    NOTHING = auto()
+    ANSWERED = auto()  # or read messages; it took no time of the drafter
+    DRAFTED = auto()  # ``finish`` sends the proposals
+    DRAFTED_AHEAD = auto()
+    SCORED = auto()
 
 
 class DrafterLoop:
     """Serves one drafter to any number of targets. No threads, clock or Ray of its own; not thread-safe.
 
-    A step answers what can be answered at once (drafts that a commit has confirmed, requests that want no draft or are
-    refused, resyncs); else it drafts one batch for the requests that have no proposal yet; else, if ``ahead_len`` is not 0,
-    it drafts a little further for those that await a verdict. So mail never waits for more than one batch. An empty
-    proposal is sent too: the target then need not wait for one.
+    A step does the first of these that there is to do, so that messages never wait for more than one batch:
+
+    1. Send what needs no draft: drafted tokens that a commit confirmed, empty proposals for requests that get no draft,
+       resyncs. An empty proposal is sent so that the target need not wait for one.
+    2. Draft one batch for the requests without a proposal.
+    3. Draft ahead for requests whose proposal is being verified, if ``ahead_len`` is not 0.
+    4. Score requests that other drafters drive.
+
+    A simulation on a virtual clock calls the halves of ``step`` itself: ``begin``, and ``finish`` when the drafter has taken
+    its time.
 
     Args:
-        ahead_len: tokens drafted beyond the last proposal while its verdict is awaited (PEARL's post-verify). Worthwhile
-            where drafting takes time; 0 for lookups.
-        spare_share: the most of its time that goes into keeping in step with requests that others draft for, and scoring
-            what it would have drafted; of a loop driven by hand, whatever nothing else needs.
+        ahead_len: tokens drafted beyond the last proposal while it is verified (PEARL's post-verify). Worthwhile where
+            drafting takes time; 0 for lookups.
+        spare_share: maximum share of time for keeping in step with requests that others draft for and scoring them; without
+            ``run``, all time that nothing else needs.
     """
 
     def __init__(
@@ -63,180 +64,176 @@ class DrafterLoop:
     ) -> None:
         self.name = name
         self._drafter = drafter
-        self._chaining = drafter if isinstance(drafter, Chaining) else None
         self._mailbox = mailbox
-        self._roster = TargetSessions(name, drafter, limits or SessionLimits())
+        self.sessions = TargetSessions(name, drafter, limits or SessionLimits())
         self._ahead_len = ahead_len
-        self._ahead_chunk = max(1, ahead_len // 4)  # per batch: mail waits for it, and a chain verifies it in one pass
-        self._num_batches = self._num_drafted = self._num_proposals = self._num_tokens = self._num_resyncs = 0
-        self._num_timed = 0
+        self._ahead_chunk = max(1, ahead_len // 4)  # per batch: messages wait for it, and a chain verifies it in one pass
         self._next_report_s = self._next_scores_s = self._next_spare_s = 0.0
         self._spare_share = spare_share
-        self._clock: Callable[[], float] | None = None
         self._scorer = Scorer(drafter)
-        self._timed_s = 0.0
 
     def step(self, now_s: float) -> bool:
         """Returns whether there was anything to do: if so, call again at once.
 
-        Drafts at most one batch and sends at most one message per link. What the drafter raises is not caught: its owner
+        Drafts at most one batch and sends at most one message per link. Exceptions of the drafter propagate: its owner
         restarts it, and the targets decode plainly meanwhile.
         """
-        heard = self._hear(now_s)
-        self._roster.expire(now_s)
-        resyncs = self._roster.due_resyncs(now_s)
-        unanswered = self._unanswered()
-        ready = [followed for followed in unanswered if self._is_ready(followed)]
-        if ready or resyncs or self._roster.owes_refusals:
-            self._answer(ready, resyncs, now_s)
-            return True
+        begun = self.begin(now_s)
+        self.finish(begun, now_s, now_s)
+        return begun is not Begun.NOTHING
+
+    def begin(self, now_s: float) -> Begun:
+        """The first half of a step: all before the draft or score is complete."""
+        had_messages = self._read_messages(now_s)
+        self.sessions.expire(now_s)
+        resyncs = self.sessions.due_resyncs(now_s)
+        unanswered = self.sessions.unanswered()
+        ready = [one for one in unanswered if self._is_ready(one[1])]
+        if ready or resyncs or self.sessions.refusing():
+            self._send_proposals(ready, resyncs, now_s)
+            return Begun.ANSWERED
         if unanswered:
-            self._draft((followed, followed.wanted - len(followed.ahead)) for followed in unanswered)
-            self._hear(now_s)  # what was committed meanwhile makes some of it stale: only the rest is worth sending
-            self._answer([f for f in self._unanswered() if f.ahead or f.exhausted or not f.wanted], {}, now_s)
-            return True
-        return self._draft(self._further()) or heard or self._score(now_s)
+            self._draft([(session, session.draft_len - len(session.ahead)) for _, session in unanswered])
+            return Begun.DRAFTED
+        if self._ahead_len and self._draft(list(self._drafts_ahead())):
+            return Begun.DRAFTED_AHEAD
+        if had_messages:
+            return Begun.ANSWERED
+        return Begun.SCORED if self._score(now_s) else Begun.NOTHING
+
+    def finish(self, begun: Begun, began_s: float, now_s: float) -> None:
+        """The second half of a step that began at ``began_s``: sends proposals and scores."""
+        if begun is Begun.DRAFTED:
+            self._read_messages(now_s)  # commits that came meanwhile make some drafts stale
+            unanswered = self.sessions.unanswered()
+            self._send_proposals([one for one in unanswered if _can_answer(one[1])], {}, now_s)
+        elif begun is Begun.SCORED:
+            self._next_spare_s = now_s + (now_s - began_s) * (1.0 / self._spare_share - 1.0)
+            if self._next_scores_s <= now_s:
+                self._next_scores_s = now_s + REPORT_PERIOD_S
+                for peer in list(self.sessions.peers.values()):
+                    self._send(peer, (), (), now_s)
 
     def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
-        """Step until ``stop`` is set (then wake the mailbox, to be heard at once). ``clock`` is monotonic, in seconds."""
-        self._clock = clock
+        """Steps until ``stop`` is set; wake the mailbox then. ``clock`` is monotonic, in seconds."""
         while not stop.is_set():
             start_s = clock()
-            num_batches = self._num_batches
-            if self.step(start_s):
-                if self._num_batches > num_batches:
-                    self._num_timed += 1
-                    self._timed_s += clock() - start_s
-            else:
+            begun = self.begin(start_s)
+            if begun is Begun.NOTHING:
                 due_s = self.next_due_s()
                 wait_s = MAX_WAIT_S if due_s is None else min(MAX_WAIT_S, due_s - clock())
                 self._mailbox.wait(max(0.0, wait_s))
-
-    def telemetry(self) -> LoopTelemetry:
-        return LoopTelemetry(
-            num_links=len(self._roster.peers),
-            num_requests=self._roster.num_followed,
-            num_refused=self._roster.num_refused,
-            num_batches=self._num_batches,
-            num_proposals=self._num_proposals,
-            num_tokens=self._num_tokens,
-            num_resyncs=self._num_resyncs,
-            mean_batch=self._num_drafted / self._num_batches if self._num_batches else None,
-            mean_draft_s=self._timed_s / self._num_timed if self._num_timed else None,
-        )
+                continue
+            self.finish(begun, start_s, clock())
 
     def next_due_s(self) -> float | None:
-        """When a step has something to do though no mail comes; None: never."""
-        due_s = self._roster.next_due_s()
-        if any(shadow.pending for _, shadow in self._roster.shadows()):
+        """When a step has something to do without a message; None: never."""
+        due_s = self.sessions.next_due_s()
+        if self.sessions.unscored:
             return self._next_spare_s if due_s is None else min(due_s, self._next_spare_s)
         return due_s
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the loop's state, or the drafter's, disagrees with itself."""
-        self._roster.check_integrity()
+        """Raises AssertionError if the state of the loop or the drafter is inconsistent."""
+        self.sessions.check_integrity()
         self._drafter.check_integrity()
 
-    def _hear(self, now_s: float) -> bool:
+    def _read_messages(self, now_s: float) -> bool:
         events = self._mailbox.drain()
         for event in events:
-            self._roster.take(event, now_s)
-        while self._roster.unlinked:  # closing a link posts no LinkDown here, and the dialler needs one to redial
-            self._mailbox.put(LinkDown(self._roster.unlinked.pop(), "it sent too many unsound messages"))
+            self.sessions.handle(event, now_s)
+        while self.sessions.unlinked:  # closing a link posts no LinkDown here, and the dialer needs one to redial
+            self._mailbox.put(LinkDown(self.sessions.unlinked.pop(), "it sent too many unsound messages"))
         return bool(events)
 
-    def _unanswered(self) -> list[Session]:
-        return [followed for followed in self._roster.live() if not followed.answered]
-
-    def _is_ready(self, followed: Session) -> bool:
-        """To be answered with what is at hand. Who drafts ahead sends the rest of it at once, be it short: the target works
-        on it while the next tokens are drafted."""
-        return len(followed.ahead) >= followed.wanted or (self._ahead_len > 0 and bool(followed.ahead))
+    def _is_ready(self, session: Session) -> bool:
+        """Whether a proposal can be sent without drafting. With drafting ahead any tokens will do: the target verifies them
+        while the next are drafted.
+        """
+        return len(session.ahead) >= session.draft_len or (self._ahead_len > 0 and bool(session.ahead))
 
     def _score(self, now_s: float) -> bool:
-        """Spare time: a small piece of keeping in step with requests that others draft for, when none was done for long
-        enough that it stays a share of the time. Mail and drafts come first, and wait for one such piece at the most."""
-        if now_s < self._next_spare_s:
+        """One piece of scoring, if scoring has had less than its share of time. Returns whether there was any."""
+        unscored = self.sessions.unscored
+        if not unscored or now_s < self._next_spare_s:
             return False
-        peers = {shadow.key: peer for peer, shadow in self._roster.shadows()}
-        scored = self._scorer.work(shadow for _, shadow in self._roster.shadows())
-        if scored is None:
-            return False
-        for key, score in scored:
-            peers[key].scores.append(score)
-        if self._clock is not None:
-            end_s = self._clock()
-            self._next_spare_s = end_s + (end_s - now_s) * (1.0 / self._spare_share - 1.0)
-        if self._next_scores_s <= now_s:
-            self._next_scores_s = now_s + REPORT_PERIOD_S
-            self._answer([], {}, now_s)
+        shadows = [shadow for _, shadow in unscored.values()]
+        for key, score in self._scorer.work(shadows):
+            unscored[key][0].scores.append(score)
+        for shadow in shadows:
+            if not shadow.pending:
+                del unscored[shadow.key]
         return True
 
-    def _further(self) -> Iterator[tuple[Session, int]]:
-        """Drafting ahead: beyond what was proposed, never beyond the end of the request."""
-        if not self._ahead_len:
-            return
-        for followed in self._roster.live():
-            if followed.answered and not followed.exhausted:
-                limit = min(followed.num_sent + self._ahead_len, followed.end_len - followed.committed_len - 1)
-                num_tokens = min(self._ahead_chunk, limit - len(followed.ahead))
+    def _drafts_ahead(self) -> Iterator[tuple[Session, int]]:
+        """Sessions to draft ahead for, with a number of tokens: never beyond the end of the request."""
+        for session in self.sessions.drafted():
+            if session.answered and not session.exhausted:
+                limit = min(session.num_sent + self._ahead_len, session.end_len - session.committed_len - 1)
+                num_tokens = min(self._ahead_chunk, limit - len(session.ahead))
                 if num_tokens > 0:
-                    yield followed, num_tokens
+                    yield session, num_tokens
 
-    def _draft(self, wanted: Iterable[tuple[Session, int]]) -> bool:
-        """One batch. Returns whether there was anything to draft."""
-        batch = list(wanted)
+    def _draft(self, batch: Sequence[tuple[Session, int]]) -> bool:
+        """Drafts one batch. Returns whether there was anything to draft."""
         if not batch:
             return False
-        demands = [
-            Demand(followed.key, num_tokens, tuple(followed.ahead), followed.row_price) for followed, num_tokens in batch
-        ]
-        for (followed, num_tokens), draft in zip(batch, self._drafter.propose(demands), strict=True):
-            followed.ahead.extend(draft.token_ids)
-            followed.confidences.extend(draft.confidences)
-            followed.exhausted = len(draft.token_ids) < num_tokens
-        self._num_batches += 1
-        self._num_drafted += len(batch)
+        demands = [Demand(session.key, num_tokens, tuple(session.ahead), session.row_price) for session, num_tokens in batch]
+        for (session, num_tokens), draft in zip(batch, self._drafter.propose(demands), strict=True):
+            session.ahead.extend(draft.token_ids)
+            session.confidences.extend(draft.confidences)
+            session.exhausted = len(draft.token_ids) < num_tokens
         return True
 
-    def _answer(self, answered: Sequence[Session], resyncs: Mapping[int, Sequence[str]], now_s: float) -> None:
-        """One message to each peer that is owed one."""
-        keys = {followed.key for followed in answered}
-        for number, peer in list(self._roster.peers.items()):
-            proposals = tuple(self._proposal(followed) for followed in peer.followed.values() if followed.key in keys)
-            proposals += tuple(Proposal(request_id, n, (), (), self.name) for request_id, n in peer.take_owed().items())
-            asked = tuple(resyncs.get(number, ()))
-            scores = peer.take_scores()
-            if proposals or asked or scores:
-                self._num_proposals += len(proposals)
-                self._num_tokens += sum(len(proposal.token_ids) for proposal in proposals)
-                self._num_resyncs += len(asked)
-                self._send(peer, ProposalRound(peer.table_version, proposals, scores, asked, self._take_levels(now_s)))
+    def _send_proposals(
+        self, sessions: Sequence[tuple[TargetPeer, Session]], resyncs: Mapping[int, Sequence[str]], now_s: float
+    ) -> None:
+        """One message to each peer with proposals, refusals or resyncs."""
+        by_peer: dict[int, list[Session]] = {}
+        for peer, session in sessions:
+            by_peer.setdefault(id(peer.link), []).append(session)
+        for number in dict.fromkeys([*by_peer, *resyncs, *self.sessions.refusing()]):
+            peer = self.sessions.peers[number]
+            proposals = [self._proposal(session) for session in by_peer.get(number, ())]
+            if peer.refusals:
+                proposals += [Proposal(one, length, (), (), self.name) for one, length in peer.take_refusals().items()]
+            self._send(peer, tuple(proposals), tuple(resyncs.get(number, ())), now_s)
 
     def _take_levels(self, now_s: float) -> tuple[LevelReport, ...]:
-        """What the models of this drafter's chains did, once in a while and to one of the targets: the router asks all."""
-        if self._chaining is None or now_s < self._next_report_s:
+        """Level reports of this drafter's chains, every REPORT_PERIOD_S and to one target: the router reads all targets."""
+        chain = self._drafter.capabilities.chain
+        if chain is None or now_s < self._next_report_s:
             return ()
         self._next_report_s = now_s + REPORT_PERIOD_S
-        return tuple(self._chaining.take_levels(drafter_of(self.name)))
+        return tuple(chain.take_levels(drafter_of(self.name)))
 
-    def _proposal(self, followed: Session) -> Proposal:
-        followed.answered = True
-        followed.num_sent = min(followed.wanted, len(followed.ahead))
+    def _proposal(self, session: Session) -> Proposal:
+        self.sessions.mark_answered(session)
+        session.num_sent = min(session.draft_len, len(session.ahead))
         return Proposal(
-            request_id=followed.request_id,
-            base_len=followed.committed_len,
-            token_ids=tuple(followed.ahead[: followed.num_sent]),
-            confidences=tuple(followed.confidences[: followed.num_sent]),
+            request_id=session.request_id,
+            base_len=session.committed_len,
+            token_ids=tuple(session.ahead[: session.num_sent]),
+            confidences=tuple(session.confidences[: session.num_sent]),
             drafter=self.name,
-            unfinished=not followed.exhausted or followed.num_sent < len(followed.ahead),
+            unfinished=not session.exhausted or session.num_sent < len(session.ahead),
         )
 
-    def _send(self, peer: TargetPeer, message: ProposalRound) -> None:
+    def _send(self, peer: TargetPeer, proposals: tuple[Proposal, ...], resyncs: tuple[str, ...], now_s: float) -> None:
+        """One message, with the peer's scores; none if it would be empty."""
+        scores = peer.take_scores()
+        if not (proposals or resyncs or scores):
+            return
+        message = ProposalRound(peer.table_version, proposals, scores, resyncs, self._take_levels(now_s))
         try:
             peer.link.send(message)
         except LinkFull:
-            # As if lost on the way: the target decodes those requests plainly, and resyncs are asked for again.
+            # As if the message was lost: the target decodes those requests plainly, and resyncs are requested again.
             logger.warning("drafter %s: %s reads too slowly, dropped a message to it", self.name, peer.link.peer.name)
         except LinkClosed:
-            self._roster.drop_link(peer.link)
+            self.sessions.drop_link(peer.link)
+
+
+def _can_answer(session: Session) -> bool:
+    """Whether there is anything to send, or nothing to wait for."""
+    return bool(session.ahead) or session.exhausted or not session.draft_len

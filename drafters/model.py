@@ -1,22 +1,27 @@
-"""Drafting with any causal model of the target's vocabulary, token by token for all requests at once."""
+"""Drafting with any causal model of the target's vocabulary, token by token for all requests at once; alone, or as the
+verifier of what smaller drafters propose (a chain).
+"""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from cluster.errors import InvalidField
+from cluster.messages import LevelReport, Verified
 from cluster.types import SamplingParams
-from drafters.protocol import Demand, Draft, Stopping
+from drafters.protocol import Capabilities, Demand, Draft, Drafter, Stopping
 from drafters.small_model import Question, SmallModel
+from engine.acceptance import count_accepted
 from engine.sampling import Chosen
+from profiler.calibration import TemperatureScaling
+from router.assignment import NO_POSITIONS, Positions
+from router.chains import PROPOSAL_LEN
 
 
 @dataclass(slots=True)
-class PartialDraft:
-    """A draft under construction."""
+class _PartialDraft:
+    """A draft under construction. ``num_missing`` 0: it is complete."""
 
     demand: Demand
-    num_missing: int  # 0: it is done
-    min_survival: float = 0.0  # of all its tokens together, by their confidences; below, it is done
+    num_missing: int
     survival: float = 1.0
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
@@ -25,111 +30,206 @@ class PartialDraft:
     def question(self) -> Question:
         return Question(self.demand.request_id, (*self.demand.ahead, *self.token_ids))
 
-    def add(self, chosen: Chosen, model: SmallModel, min_confidence: float, num_tokens: int = 1) -> None:
-        """Appends up to ``num_tokens`` chosen tokens, until the draft is complete, the request ends, or confidence is too
-        low.
-        """
-        if not chosen.token_ids:  # every token is masked there, and the target will find the same
-            self.num_missing = 0
-        for token_id, confidence in zip(chosen.token_ids[:num_tokens], chosen.confidences, strict=False):
-            if confidence < min_confidence:
-                self.num_missing = 0
-            if not self.num_missing:
-                break
-            self.token_ids.append(token_id)
-            self.confidences.append(confidence)
-            self.num_missing -= 1
-            self.survival *= confidence
-            if self.survival < self.min_survival or model.ends(self.demand.request_id, token_id):
-                self.num_missing = 0
-
-    def draft(self) -> Draft:
-        return Draft(self.demand.request_id, tuple(self.token_ids), tuple(self.confidences))
-
-
-def grow(
-    model: SmallModel,
-    demands: Sequence[Demand],
-    one_round: Callable[[Sequence[PartialDraft]], None],
-    min_survival: float = 0.0,
-) -> list[Draft]:
-    """Drafts of a batch, extended by repeated ``one_round``, in parts that the model's cache holds at once.
-
-    A demand beyond the model's length is cut. A request with much missing context (a long prompt, just opened) gets an empty
-    draft until it has caught up, one pass per batch, so that others need not wait. A request with tokens unknown to the
-    model gets none.
-    """
-    growing = []
-    for demand in demands:
-        room = model.max_len - model.committed_len(demand.request_id) - len(demand.ahead)
-        ended = any(model.ends(demand.request_id, token_id) for token_id in demand.ahead)
-        hopeless = ended or not model.can_read(demand.request_id, demand.ahead)
-        growing.append(PartialDraft(demand, 0 if hopeless else max(0, min(demand.num_tokens, room)), min_survival))
-    wanted = [draft for draft in growing if draft.num_missing]
-    for indices in model.parts([(draft.question, draft.num_missing) for draft in wanted]):
-        part = [wanted[i] for i in indices]
-        ready = model.catch_up([draft.question for draft in part])
-        part = [draft for draft, is_ready in zip(part, ready, strict=True) if is_ready]
-        while part:
-            one_round(part)
-            part = [draft for draft in part if draft.num_missing]
-    return [draft.draft() for draft in growing]
-
-
-def foresee(model: SmallModel, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
-    """``Foreseeing.foresee`` of a model that drafts what it would choose."""
-    questions = [Question(demand.request_id, drafts=demand.ahead[:-1]) for demand in demands]
-    return [
-        None if chosen is None else Draft(demand.request_id, chosen.token_ids, chosen.confidences)
-        for demand, chosen in zip(demands, model.foresee(questions, max_rows), strict=True)
-    ]
-
-
-def check_min_confidence(value: float, name: str = "min_confidence") -> None:
-    if not 0.0 <= value < 1.0:
-        raise InvalidField(name, value, "must be at least 0 and less than 1")
-
 
 class ModelDrafter:
     """Samples the model's continuation with the target's noise and parameters; the target as its own drafter is always
     right.
 
+    With ``proposers`` it is a chain: the smaller drafter of a request proposes, the model verifies. Proposed tokens that
+    equal the model's own choices are right, and the model's next token comes free. So a chain saves passes and changes no
+    draft. All requests share the model's passes, whatever their proposers.
+
     Args:
+        proposers: by pool name; a proposer with proposers may be verified in turn.
+        proposal_len: maximum tokens of one proposal.
         min_confidence: a draft ends before a token of lower confidence; 0 drafts the whole demand.
         min_survival: a draft ends after the token that takes its survival below this: a further token would cost a pass and
             hardly ever be reached.
+        scaling: calibrates the returned confidences, by position behind the last commit, tokens drafted ahead included.
+            Drafts end by uncalibrated confidences.
+        clock: times the passes of a chain; None: they are not timed.
     """
 
-    def __init__(self, model: SmallModel, min_confidence: float = 0.0, min_survival: float = 0.0) -> None:
-        check_min_confidence(min_confidence)
-        check_min_confidence(min_survival, "min_survival")
-        self._min_survival = min_survival
+    def __init__(
+        self,
+        model: SmallModel,
+        proposers: Mapping[str, Drafter] | None = None,
+        *,
+        proposal_len: int = PROPOSAL_LEN,
+        min_confidence: float = 0.0,
+        min_survival: float = 0.0,
+        scaling: TemperatureScaling | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self._model = model
-        self._min_confidence = min_confidence
+        self._proposers = dict(proposers or {})
+        self._proposal_len = proposal_len
+        self.stopping = Stopping(min_confidence, min_survival)
+        self._scaling = scaling
+        self._clock = clock
+        self._proposers_of: dict[str, tuple[str, ...]] = {}  # by request, smallest first
+        self._positions: dict[str, Positions] = {}  # of the drafts of each proposer, since the last report
+        self._num_proposed: dict[str, tuple[int, int]] = {}  # tokens demanded of each proposer and proposed, since then
+        self._num_passes = self._num_rows = 0  # since the last report
+        self._num_lost = 0  # as of the last report
+        self._busy_s = 0.0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(token_by_token=self, chain=self if self._proposers else None)
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
+        self._leave(request_id)
         self._model.open(request_id, token_ids, prompt_len, sampling)
 
+    def set_proposers(self, request_id: str, proposers: Sequence[str]) -> bool:
+        wanted = tuple(proposers)
+        if wanted == self._proposers_of.get(request_id, ()):
+            return True
+        self._leave(request_id)
+        if not wanted or wanted[-1] not in self._proposers:
+            return not wanted
+        proposer = self._proposers[wanted[-1]]
+        chain = proposer.capabilities.chain
+        if len(wanted) > 1 and chain is None:
+            return False
+        proposer.open(request_id, *self._model.opening(request_id))
+        self._proposers_of[request_id] = wanted
+        if chain is not None and not chain.set_proposers(request_id, wanted[:-1]):
+            self._leave(request_id)
+            return False
+        return True
+
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        proposer = self._proposer_of(request_id)
+        if proposer is not None:
+            proposer.extend(request_id, token_ids)
         self._model.extend(request_id, token_ids)
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        return grow(self._model, demands, self._round, self._min_survival)
+        """Drafts of a batch, in parts that the model's cache holds at once.
 
-    @property
-    def stopping(self) -> Stopping:
-        return Stopping(self._min_confidence, self._min_survival)
+        A demand beyond the model's length is cut. A request with much missing context (a long prompt, just opened) gets an
+        empty draft until it has caught up, one pass per batch, so that others need not wait. A request with tokens unknown
+        to the model gets none.
+        """
+        drafts = [_PartialDraft(demand, self._draft_len(demand)) for demand in demands]
+        wanted = [draft for draft in drafts if draft.num_missing]
+        for indices in self._model.parts([(draft.question, draft.num_missing) for draft in wanted]):
+            part = [wanted[i] for i in indices]
+            ready = self._model.catch_up([draft.question for draft in part])
+            part = [draft for draft, is_ready in zip(part, ready, strict=True) if is_ready]
+            while part:
+                self._draft_round(part)
+                part = [draft for draft in part if draft.num_missing]
+        return [self._finished(draft) for draft in drafts]
 
-    def foresee(self, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
-        return foresee(self._model, demands, max_rows)
+    def choose_at_each(self, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
+        questions = [Question(demand.request_id, drafts=demand.ahead[:-1]) for demand in demands]
+        return [
+            None if chosen is None else Draft(demand.request_id, chosen.token_ids, chosen.confidences)
+            for demand, chosen in zip(demands, self._model.choose_within(questions, max_rows), strict=True)
+        ]
 
     def release(self, request_id: str) -> None:
+        self._leave(request_id)
         self._model.release(request_id)
+
+    def take_levels(self, name: str) -> list[LevelReport]:
+        num_lost = self._model.num_lost - self._num_lost
+        verified = tuple(
+            Verified(proposer, positions.num_reached, positions.num_right, *self._num_proposed[proposer])
+            for proposer, positions in self._positions.items()
+        )
+        reports = []
+        if self._num_passes:
+            reports.append(LevelReport(name, self._num_passes, self._num_rows, self._busy_s, num_lost, verified))
+        self._num_passes = self._num_rows = 0
+        self._num_lost, self._busy_s = self._model.num_lost, 0.0
+        self._positions, self._num_proposed = {}, {}
+        for proposer, drafter in self._proposers.items():
+            if drafter.capabilities.chain is not None:
+                reports += drafter.capabilities.chain.take_levels(proposer)
+        return reports
 
     def check_integrity(self) -> None:
         self._model.check_integrity()
+        for proposer in self._proposers.values():
+            proposer.check_integrity()
 
-    def _round(self, part: Sequence[PartialDraft]) -> None:
-        """One row of each draft."""
-        for draft, chosen in zip(part, self._model.choose([draft.question for draft in part]), strict=True):
-            draft.add(chosen, self._model, self._min_confidence)
+    def _proposer_of(self, request_id: str) -> Drafter | None:
+        proposers = self._proposers_of.get(request_id)
+        return None if proposers is None else self._proposers[proposers[-1]]
+
+    def _leave(self, request_id: str) -> None:
+        """Removes the proposers of a request."""
+        proposer = self._proposer_of(request_id)
+        if proposer is not None:
+            proposer.release(request_id)
+            del self._proposers_of[request_id]
+
+    def _draft_len(self, demand: Demand) -> int:
+        ended = any(self._model.ends(demand.request_id, token_id) for token_id in demand.ahead)
+        if ended or not self._model.can_read(demand.request_id, demand.ahead):
+            return 0
+        free_len = self._model.max_len - self._model.committed_len(demand.request_id) - len(demand.ahead)
+        return max(0, min(demand.num_tokens, free_len))
+
+    def _finished(self, draft: _PartialDraft) -> Draft:
+        confidences = tuple(draft.confidences)
+        if self._scaling is not None and confidences:
+            confidences = self._scaling.conditional(confidences, first=len(draft.demand.ahead))
+        return Draft(draft.demand.request_id, tuple(draft.token_ids), confidences)
+
+    def _draft_round(self, part: Sequence[_PartialDraft]) -> None:
+        """One batch per proposer, then one pass of the model, which adds the last token of a draft itself."""
+        asked: dict[str, list[Demand]] = {}
+        for draft in part:
+            request_id, num_tokens = draft.demand.request_id, min(self._proposal_len, draft.num_missing - 1)
+            if num_tokens > 0 and request_id in self._proposers_of:
+                demand = Demand(request_id, num_tokens, draft.question.ahead)
+                asked.setdefault(self._proposers_of[request_id][-1], []).append(demand)
+        proposed: dict[str, tuple[int, ...]] = {}
+        for name, demands in asked.items():
+            proposed.update((draft.request_id, draft.token_ids) for draft in self._proposers[name].propose(demands))
+        questions = [
+            replace(draft.question, drafts=self._model.readable(proposed.get(draft.demand.request_id, ()))) for draft in part
+        ]
+        for draft, question, chosen in zip(part, questions, self._choose(questions), strict=True):
+            num_right = count_accepted(question.drafts, chosen)
+            if question.request_id in proposed:
+                num_asked = min(self._proposal_len, draft.num_missing - 1)
+                self._record(self._proposers_of[question.request_id][-1], num_asked, len(question.drafts), num_right)
+            self._add(draft, chosen, num_right + 1)
+
+    def _choose(self, questions: Sequence[Question]) -> list[Chosen]:
+        """One pass of the model."""
+        num_rows = self._model.num_rows
+        start_s = self._clock() if self._clock is not None else 0.0
+        answers = self._model.choose(questions)
+        self._busy_s += self._clock() - start_s if self._clock is not None else 0.0
+        self._num_passes += 1
+        self._num_rows += self._model.num_rows - num_rows
+        return answers
+
+    def _record(self, proposer: str, num_asked: int, num_proposed: int, num_right: int) -> None:
+        positions = self._positions.get(proposer, NO_POSITIONS)
+        self._positions[proposer] = positions.plus(num_right, num_right < num_asked)
+        asked_before, proposed_before = self._num_proposed.get(proposer, (0, 0))
+        self._num_proposed[proposer] = asked_before + num_asked, proposed_before + num_proposed
+
+    def _add(self, draft: _PartialDraft, chosen: Chosen, num_tokens: int) -> None:
+        """Appends up to ``num_tokens`` chosen tokens, until the draft is complete, the request ends, or it stops."""
+        if not chosen.token_ids:  # every token is masked there, and the target will find the same
+            draft.num_missing = 0
+        for token_id, confidence in zip(chosen.token_ids[:num_tokens], chosen.confidences, strict=False):
+            if confidence < self.stopping.min_confidence:
+                draft.num_missing = 0
+            if not draft.num_missing:
+                break
+            draft.token_ids.append(token_id)
+            draft.confidences.append(confidence)
+            draft.num_missing -= 1
+            draft.survival *= confidence
+            if draft.survival < self.stopping.min_survival or self._model.ends(draft.demand.request_id, token_id):
+                draft.num_missing = 0

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from cluster.messages import LevelReport
 from cluster.types import SamplingParams
+
+if TYPE_CHECKING:
+    from drafters.native.lookup import NativeLookup
 
 PRICE_SHARE = 0.5  # share of a price, since prices and confidences are estimates
 
@@ -39,12 +42,24 @@ class Draft:
     confidences: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a drafter can do beyond ``Drafter``; None: it cannot. A wrapper states those of the drafter in it."""
+
+    token_by_token: "TokenByToken | None" = None
+    chain: "ChainVerifier | None" = None
+    lookup: "NativeLookup | None" = None  # its implementation in C: several of them are queried in one call
+
+
 class Drafter(Protocol):
     """Proposes continuations. Not thread-safe: its loop owns it.
 
     Drafting never changes the output, so a drafter may be wrong, slow or gone, but must not return tokens outside the
     vocabulary. With a request's sampling parameters and seed it samples with the target's noise (idea 1).
     """
+
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         """Follows a request with committed tokens ``token_ids``. Reopening a followed request resets it."""
@@ -75,11 +90,24 @@ class Stopping:
 NEVER = Stopping()
 
 
-@runtime_checkable
-class Chaining(Drafter, Protocol):
-    """A drafter that verifies proposals of smaller drafters, per request. Its drafts stay the same and take less time."""
+class TokenByToken(Protocol):
+    """One pass over several tokens yields what the drafter would have drafted at each of them."""
 
-    def lead(self, request_id: str, proposers: Sequence[str]) -> bool:
+    @property
+    def stopping(self) -> Stopping: ...
+
+    def choose_at_each(self, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
+        """What it would draft in place of each token of ``ahead``, given those before it; ``extend`` with them follows.
+
+        One pass of about ``max_rows`` rows at most, which evicts no cache. None: the request is not in step yet, and part of
+        the missing tokens was computed. Fewer tokens than ``ahead``: no answer is possible.
+        """
+
+
+class ChainVerifier(Protocol):
+    """Verifies proposals of smaller drafters, per request. Its drafts stay the same and take less time."""
+
+    def set_proposers(self, request_id: str, proposers: Sequence[str]) -> bool:
         """Sets the proposers of a followed request, smallest first, from the next draft on; () removes them.
 
         Returns whether it has these proposers; if not, it drafts alone.
@@ -87,18 +115,3 @@ class Chaining(Drafter, Protocol):
 
     def take_levels(self, name: str) -> list[LevelReport]:
         """Reports of this drafter, named ``name``, and of the models below since the last call."""
-
-
-@runtime_checkable
-class Foreseeing(Drafter, Protocol):
-    """A token-by-token drafter: one pass over several tokens yields what it would have drafted at each of them."""
-
-    @property
-    def stopping(self) -> Stopping: ...
-
-    def foresee(self, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
-        """What it would draft in place of each token of ``ahead``, given those before it; ``extend`` with them follows.
-
-        One pass of about ``max_rows`` rows at most, which evicts no cache. None: the request is not in step yet, and part of
-        the missing tokens was computed. Fewer tokens than ``ahead``: no answer is possible.
-        """

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,32 +17,17 @@ from cluster.config import (
     NgramOptions,
     SuffixOptions,
     TableOptions,
-    can_verify,
     has_model,
+    parts_of,
 )
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.types import ModelInfo
-from drafters.protocol import Drafter, Foreseeing
+from drafters.protocol import Drafter
 from engine.dtypes import choose_dtype
+from router.estimates.prior_costs import prior_member_cost
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from drafters.companions import Host
-    from drafters.small_model import SmallModel
-    from engine.forward import CausalModel
-
-# Of one draft of a member of a cascade, in one-row steps of the target, where the configuration does not say it; until the
-# cascade has measured it.
-COSTS = {
-    "ngram": 0.0,
-    "suffix": 0.0,
-    "table": 0.0,
-    "dspark": 0.15,
-    "layers": 0.35,
-    "model": 1.0,
-    "cascade": 0.35,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +36,9 @@ class Site:
 
     target: ModelInfo
     device: str
-    host: "Host | None" = None  # when it runs in the target's process
-    clock: Callable[[], float] | None = None  # of cascades
+    host: "Host | None" = None  # if it runs in the target's process
+    clock: Callable[[], float] | None = None  # of cascades and chains
+    proposers: Mapping[str, Drafter] = field(default_factory=dict)  # of a drafter that can verify, by name
 
 
 def make_drafter(
@@ -59,59 +46,51 @@ def make_drafter(
     target: ModelInfo,
     host: "Host | None" = None,
     clock: Callable[[], float] | None = time.monotonic,
+    proposers: Sequence[DrafterConfig] = (),
 ) -> Drafter:
     """The drafter of a resolved configuration, for ``target``.
 
     Args:
         host: the target's process, for a colocated drafter.
-        clock: times a cascade's members; None where no target waits for drafts.
+        clock: times the members of a cascade or chain; None where no target waits for drafts.
+        proposers: possible levels of a chain below it, smallest first, each of which may have those before it. All are made
+            on its device.
 
     Raises:
         IncompatibleTokenizer: its token ids differ from the target's; says how.
         ModelUnavailable: its model is missing, half-written or unsupported.
         InvalidField: an option is out of range, or its KV cache holds nothing.
     """
-    return make(config.options, Site(target, "cpu" if config.device == "auto" else config.device, host, clock))
-
-
-def make_chained(
-    config: DrafterConfig,
-    proposers: Sequence[DrafterConfig],
-    target: ModelInfo,
-    clock: Callable[[], float] | None = time.monotonic,
-) -> Drafter:
-    """As ``make_drafter``, for a drafter with possible ``proposers``, smallest first, each of which may have those before
-    it. All are made on its device. Without proposers as ``make_drafter``.
-    """
-    if not proposers:
-        return make_drafter(config, target, clock=clock)
-    site = Site(target, "cpu" if config.device == "auto" else config.device, None, clock)
-    below: dict[str, Drafter] = {}
+    site = Site(target, "cpu" if config.device == "auto" else config.device, host, clock)
     for proposer in proposers:
-        below[proposer.name] = _make_level(proposer.options, below, site)
-    return _make_level(config.options, below, site)
-
-
-def _make_level(options: DrafterOptions, below: Mapping[str, Drafter], site: Site) -> Drafter:
-    """A drafter that can verify gets the levels below as proposers; another drafts alone."""
-    if not can_verify(options):
-        return make(options, site)
-    from drafters.chained import ChainedModel
-
-    assert isinstance(options, ModelOptions | LayersOptions)
-    led = ChainedModel(_small_model(options, site), below, min_survival=_min_survival(options), clock=site.clock)
-    return _calibrated(led, options)
+        site = replace(site, proposers={**site.proposers, proposer.name: make(proposer.options, site)})
+    return make(config.options, site)
 
 
 def make(options: DrafterOptions, site: Site) -> Drafter:
     """As ``make_drafter``; a cascade makes its members so."""
-    return _FACTORIES[options.kind](options, site)
+    return FACTORIES[options.kind](options, site)
+
+
+def feature_layers(drafters: Sequence[DrafterConfig]) -> tuple[int, ...]:
+    """The target's layers whose hidden states some drafter reads, ascending.
+
+    Raises:
+        ModelUnavailable: a drafter is missing or not supported.
+    """
+    from drafters.dspark.config import load_dspark_config
+    from drafters.shipped import find_drafter
+
+    parts = [part for drafter in drafters for part in parts_of(drafter.options) if isinstance(part, DSparkOptions)]
+    configs = [load_dspark_config(find_drafter(part.path)) for part in parts]
+    return tuple(sorted({layer for config in configs for layer in config.target_layer_ids}))
 
 
 def check_tokenizer(folder: Path, target: ModelInfo) -> None:
     """Raises IncompatibleTokenizer unless the model in ``folder`` has the target's token ids; describes the difference if
     the target's folder is on this machine.
     """
+    from engine.models.prepare import resolve_model
     from engine.models.tokenizer import difference, read_vocabulary
 
     own = read_vocabulary(folder)
@@ -120,139 +99,100 @@ def check_tokenizer(folder: Path, target: ModelInfo) -> None:
     reason = (
         f"its fingerprint differs; it has {len(own.tokens)} tokens, the target's model {target.vocab_size} rows for them"
     )
-    target_folder = _folder_of(target)
-    if target_folder is not None:
-        reason = difference(own, read_vocabulary(target_folder)) or reason
+    with suppress(ModelUnavailable):
+        of_target = read_vocabulary(resolve_model(target.name))
+        if of_target.fingerprint() == target.tokenizer_fingerprint:
+            reason = difference(own, of_target) or reason
     raise IncompatibleTokenizer(
         f"the tokenizer of {folder.name} is not that of {target.name}: {reason}; "
         "a drafter needs the target's tokenizer: choose another model"
     )
 
 
-def _folder_of(target: ModelInfo) -> Path | None:
-    """The target's folder, if it is on this machine with the same tokenizer."""
-    from engine.models.prepare import resolve_model
-    from engine.models.tokenizer import fingerprint
-
-    try:
-        folder = resolve_model(target.name)
-        return folder if fingerprint(folder) == target.tokenizer_fingerprint else None
-    except ModelUnavailable:
-        return None
-
-
 def _make_ngram(options: NgramOptions, site: Site) -> Drafter:
-    from drafters.lookups import compiled
+    from drafters.native.lookup import compiled
     from drafters.ngram import NgramDrafter
 
     return compiled(NgramDrafter(options.max_match_len, options.min_match_len))
 
 
 def _make_suffix(options: SuffixOptions, site: Site) -> Drafter:
-    from drafters.lookups import compiled
+    from drafters.native.lookup import compiled
     from drafters.suffix import SuffixDrafter
 
     return compiled(SuffixDrafter(max_match_len=options.max_match_len, max_shared_tokens=options.max_shared_tokens))
 
 
 def _make_table(options: TableOptions, site: Site) -> Drafter:
-    from drafters.lookups import compiled
-    from drafters.shipped import find_drafter
-    from drafters.table import EMPTY, FILE, FrequencyTable, TableDrafter
+    from drafters.native.lookup import compiled
+    from drafters.shipped import find_table
+    from drafters.table import EMPTY, FrequencyTable, TableDrafter
 
     table = EMPTY
     if options.path is not None:
-        path = find_drafter(options.path)
-        table = FrequencyTable.load(path / FILE if path.is_dir() else path)
+        table = FrequencyTable.load(find_table(options.path))
         table.check_serves(site.target)
     return compiled(TableDrafter(table, options.max_learned, options.min_confidence))
 
 
 def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
     from drafters.model import ModelDrafter
-
-    return _calibrated(ModelDrafter(_small_model(options, site), min_survival=_min_survival(options)), options)
-
-
-def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
-    from drafters.companions import make_dspark
-
-    if site.host is None:
-        raise InvalidField(
-            "kind", options.kind, "reads the target's hidden states, so it is made in the target's process alone"
-        )
-    return make_dspark(options, site.target, site.host)
-
-
-def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
-    from drafters.cascade import CascadeDrafter, CascadeMember
-
-    costs = options.costs or [COSTS[member.kind] for member in options.members]
-    members = [
-        CascadeMember(f"{i}:{member.kind}", make(member, site), cost, splices=not has_model(member))
-        for i, (member, cost) in enumerate(zip(options.members, costs, strict=True))
-    ]
-    return CascadeDrafter(members, site.clock)
-
-
-def _small_model(options: ModelOptions | LayersOptions, site: Site) -> "SmallModel":
     from drafters.small_model import SmallModel
     from engine.kv_cache import num_blocks_for
+    from engine.models.prepare import ensure_model
 
-    model, output_ids = _load(options, site)
+    scaling, min_survival, output_ids = None, 0.0, None
+    if isinstance(options, LayersOptions):
+        from drafters.layers import load_layers
+        from drafters.shipped import find_drafter
+        from profiler.calibration import FILE, load_scaling
+
+        target_folder = ensure_model(site.target.name if options.target == "auto" else options.target)
+        check_tokenizer(target_folder, site.target)
+        folder, dtype = find_drafter(options.path), choose_dtype(options.dtype, site.device, allows_int8=True)
+        model, output_ids = load_layers(folder, target_folder, dtype, site.device)
+        scaling = load_scaling(folder / FILE) if (folder / FILE).is_file() else None
+        min_survival = options.min_survival
+    else:
+        from engine.factory import load_model
+
+        folder = ensure_model(options.model)
+        check_tokenizer(folder, site.target)
+        model = load_model(folder, options.dtype, site.device, options.num_layers)
     try:
         num_blocks = num_blocks_for(model.config, int(options.kv_cache_gb * 2**30), model.dtype)
     except ValueError as error:
         raise InvalidField("kv_cache_gb", options.kv_cache_gb, str(error)) from error
-    return SmallModel(
+    small = SmallModel(
         model,
         num_blocks=num_blocks,
         vocab_size=site.target.vocab_size,
         eos_token_ids=site.target.eos_token_ids,
         output_ids=output_ids,
     )
+    return ModelDrafter(small, site.proposers, min_survival=min_survival, scaling=scaling, clock=site.clock)
 
 
-def _load(options: ModelOptions | LayersOptions, site: Site) -> "tuple[CausalModel, Tensor | None]":
-    """The model, and the token ids of its logits if it has a reduced head."""
-    from engine.models.prepare import ensure_model
+def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
+    from drafters.companions import make_dspark
 
-    if isinstance(options, LayersOptions):
-        from drafters.layers import load_layers
-        from drafters.shipped import find_drafter
-
-        target_folder = ensure_model(site.target.name if options.target == "auto" else options.target)
-        check_tokenizer(target_folder, site.target)
-        dtype = choose_dtype(options.dtype, site.device, allows_int8=True)
-        return load_layers(find_drafter(options.path), target_folder, dtype, site.device)
-    from engine.factory import load_model
-
-    folder = ensure_model(options.model)
-    check_tokenizer(folder, site.target)
-    return load_model(folder, options.dtype, site.device, options.num_layers), None
+    if site.host is None:
+        raise InvalidField("kind", options.kind, "reads the target's hidden states, so it must run in the target's process")
+    return make_dspark(options, site.target, site.host)
 
 
-def _min_survival(options: ModelOptions | LayersOptions) -> float:
-    return options.min_survival if isinstance(options, LayersOptions) else 0.0
+def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
+    from drafters.cascade import CascadeDrafter, CascadeMember
+
+    costs = options.costs or [prior_member_cost(member) for member in options.members]
+    members = [
+        CascadeMember(f"{i}:{member.kind}", make(member, replace(site, proposers={})), cost, splices=not has_model(member))
+        for i, (member, cost) in enumerate(zip(options.members, costs, strict=True))
+    ]
+    return CascadeDrafter(members, site.clock)
 
 
-def _calibrated(drafter: Drafter, options: ModelOptions | LayersOptions) -> Drafter:
-    """Wraps the drafter with calibrated confidences if its folder has a calibration."""
-    from drafters.calibrated import CalibratedChaining, CalibratedDrafter, CalibratedForeseeing
-    from drafters.chained import ChainedModel
-    from drafters.shipped import find_drafter
-    from profiler.calibration import FILE, load_scaling
-
-    path = find_drafter(options.path) / FILE if isinstance(options, LayersOptions) else None
-    if path is None or not path.is_file():
-        return drafter
-    scaling = load_scaling(path)
-    if isinstance(drafter, ChainedModel):
-        return CalibratedChaining(drafter, scaling)
-    return CalibratedForeseeing(drafter, scaling) if isinstance(drafter, Foreseeing) else CalibratedDrafter(drafter, scaling)
-
-
-_FACTORIES: Mapping[str, Callable[[Any, Site], Drafter]] = {
+FACTORIES: dict[str, Callable[[Any, Site], Drafter]] = {
     "ngram": _make_ngram,
     "suffix": _make_suffix,
     "table": _make_table,

@@ -22,7 +22,7 @@ def request_id_of(key: str) -> str:
 
 @dataclass(slots=True)
 class Session:
-    """One request, and what was drafted beyond its committed tokens.
+    """A request as its drafter follows it, with the tokens drafted beyond the committed ones.
 
     0 ............ committed_len ............ + num_sent ............ + len(ahead)
     | token_ids    | ahead, proposed          | ahead, not yet sent   |
@@ -31,28 +31,28 @@ class Session:
     key: str  # the drafter's name for it: unique over all links
     request_id: str
     token_ids: list[int]
-    end_len: int  # committed length at which the request ends at the latest
+    end_len: int  # maximum committed length
     budget: int  # draft tokens per proposal
-    row_price: float  # in tokens: of verifying one of them
-    heard_s: float
+    row_price: float  # cost of verifying one of them, in tokens
+    last_message_s: float
     ahead: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)  # of ahead
     num_sent: int = 0
-    answered: bool = False  # a proposal for this committed length has left
+    answered: bool = False  # a proposal for this committed length was sent
     shadow: Shadow | None = None  # set while another drafter drives the request: this one keeps in step and is scored
-    exhausted: bool = False  # the drafter gave less than it was asked for: ask no more while what it gave stands
+    exhausted: bool = False  # the last draft was shorter than demanded: no more is drafted until it is rejected
 
     @property
     def committed_len(self) -> int:
         return len(self.token_ids)
 
     @property
-    def wanted(self) -> int:
-        """How many tokens a proposal may hold now: the last token of a request is the target's own and needs no draft."""
+    def draft_len(self) -> int:
+        """Maximum tokens of a proposal now. The last token of a request needs no draft."""
         return max(0, min(self.budget, self.end_len - len(self.token_ids) - 1))
 
     def commit(self, token_ids: Sequence[int]) -> None:
-        """Tokens became final. What was drafted beyond them is kept if they agree with it (drafting ahead)."""
+        """Appends committed tokens. Drafted tokens beyond them are kept if the drafted ones before agree."""
         num_new = len(token_ids)
         if self.ahead[:num_new] == list(token_ids):
             del self.ahead[:num_new]
@@ -65,20 +65,26 @@ class Session:
         self.answered = False
         self.exhausted = self.exhausted and bool(self.ahead)
 
+    def stop_drafting(self, max_draft_len: int) -> None:
+        """Makes it a shadow, scored with drafts of up to ``max_draft_len`` tokens."""
+        self.ahead.clear()
+        self.confidences.clear()
+        self.num_sent, self.answered, self.budget = 0, False, 0
+        self.shadow = Shadow(self.key, self.request_id, self.committed_len, max_draft_len, self.end_len)
+
 
 class ExtendOutcome(Enum):
-    """Result of news about a request."""
+    """Outcome of comparing received tokens with the known ones."""
 
-    APPLIED = auto()
-    KNOWN = auto()  # nothing in it is new
-    GAP = auto()  # something before it is missing: the request must be opened again
-    CONFLICT = auto()  # it contradicts what is known: forget the request, it must be opened again
+    APPLIED = auto()  # possibly none is new
+    GAP = auto()  # tokens before them are missing: the request must be opened again
+    CONFLICT = auto()  # they contradict the known ones: the request must be forgotten and opened again
 
 
 def reconcile(known: Sequence[int], base_len: int, token_ids: Sequence[int]) -> tuple[ExtendOutcome, Sequence[int]]:
-    """Compare tokens at ``base_len`` with what is known; returns the verdict and the tokens that are new.
+    """Compares tokens at ``base_len`` with the known ones; returns the outcome and the new tokens.
 
-    Committed tokens never change, so news that is wholly known and agrees is a duplicate or late, and harmless.
+    Committed tokens never change, so tokens that are all known and agree are a duplicate or late, and harmless.
     """
     known_len = len(known)
     if base_len > known_len or base_len < 0:
@@ -86,22 +92,21 @@ def reconcile(known: Sequence[int], base_len: int, token_ids: Sequence[int]) -> 
     overlap = min(known_len - base_len, len(token_ids))
     if list(known[base_len : base_len + overlap]) != list(token_ids[:overlap]):
         return ExtendOutcome.CONFLICT, ()
-    new = token_ids[overlap:]
-    return (ExtendOutcome.APPLIED if new else ExtendOutcome.KNOWN), new
+    return ExtendOutcome.APPLIED, token_ids[overlap:]
 
 
 @dataclass(slots=True)
 class _Resync:
-    wanted_len: int  # satisfied when this much of the request is known
+    min_len: int  # satisfied when this much of the request is known
     due_s: float
-    num_asked: int = 0
+    num_attempts: int = 0
 
 
 class Resyncs:
-    """Which requests must be opened again, and when to ask (again): a request for a resync may be lost like any message.
+    """Requests that must be opened again, and when to ask their target for it, again if need be: messages may be lost.
 
-    The pause doubles with every attempt; after ``max_attempts`` the request is given up, for its target does not know it
-    any more. Bounded: what does not fit is not asked for, the next Extend of that request will try again.
+    The pause doubles with every attempt. After ``max_attempts`` the request is given up: its target does not know it any
+    more. A request beyond ``capacity`` is not added; its next Extend tries again.
     """
 
     def __init__(self, pause_s: float, max_attempts: int, capacity: int) -> None:
@@ -119,37 +124,37 @@ class Resyncs:
     def __iter__(self) -> Iterator[str]:
         return iter(self._pending)
 
-    def want(self, request_id: str, wanted_len: int, now_s: float) -> None:
+    def request(self, request_id: str, min_len: int, now_s: float) -> None:
         pending = self._pending.get(request_id)
         if pending is not None:
-            pending.wanted_len = max(pending.wanted_len, wanted_len)
+            pending.min_len = max(pending.min_len, min_len)
         elif len(self._pending) < self._capacity:
-            self._pending[request_id] = _Resync(wanted_len, now_s)
+            self._pending[request_id] = _Resync(min_len, now_s)
 
-    def learned(self, request_id: str, known_len: int) -> None:
-        """The request is known up to here; this may be all that was wanted."""
+    def update(self, request_id: str, known_len: int) -> None:
+        """Ends the resync if enough of the request is known."""
         pending = self._pending.get(request_id)
-        if pending is not None and known_len >= pending.wanted_len:
+        if pending is not None and known_len >= pending.min_len:
             del self._pending[request_id]
 
     def drop(self, request_id: str) -> None:
         self._pending.pop(request_id, None)
 
     def take_due(self, now_s: float) -> tuple[list[str], list[str]]:
-        """The requests to ask for now, and those given up."""
-        asked, given_up = [], []
+        """Requests to ask for now, and those given up."""
+        due, given_up = [], []
         for request_id, pending in self._pending.items():
             if pending.due_s > now_s:
                 continue
-            if pending.num_asked >= self._max_attempts:
+            if pending.num_attempts >= self._max_attempts:
                 given_up.append(request_id)
                 continue
-            pending.due_s = now_s + self._pause_s * 2**pending.num_asked
-            pending.num_asked += 1
-            asked.append(request_id)
+            pending.due_s = now_s + self._pause_s * 2**pending.num_attempts
+            pending.num_attempts += 1
+            due.append(request_id)
         for request_id in given_up:
             del self._pending[request_id]
-        return asked, given_up
+        return due, given_up
 
     def next_due_s(self) -> float | None:
         return min((pending.due_s for pending in self._pending.values()), default=None)

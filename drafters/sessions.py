@@ -1,4 +1,4 @@
-"""The requests that a drafter follows, by target: handling of mail, lost messages, limits."""
+"""The sessions of a drafter by target: handling of messages, lost messages and limits."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -9,13 +9,13 @@ from cluster.messages import Budget, DraftRound, DraftScore, Extend, Open
 from cluster.soundness import Inspection
 from cluster.transport.base import Event, Link, LinkDown, LinkUp
 from drafters.counterfactual import Shadow
-from drafters.protocol import Chaining, Drafter
+from drafters.protocol import Drafter
 from drafters.session import ExtendOutcome, Resyncs, Session, key_of, reconcile
 
 logger = logging.getLogger(__name__)
 
 _EXPIRY_CHECK_S = 1.0
-MAX_UNSCORED = 256  # tokens of a request that a busy drafter leaves unscored; then it gives up scoring those
+MAX_UNSCORED = 256  # tokens of a request that a busy drafter may leave unscored; beyond, they are skipped
 MAX_IGNORED = 4096
 
 
@@ -29,7 +29,7 @@ class SessionLimits:
 
     capacity: int = DEFAULT_CAPACITY
     max_draft_len: int = DEFAULT_DRAFT_LEN  # of a proposal; a Budget may ask for less
-    max_shadows: int = 4 * DEFAULT_CAPACITY  # requests of others that are kept in step with; 0: none
+    max_shadows: int = 4 * DEFAULT_CAPACITY  # requests that others draft for and that are kept in step; 0: none
     resync_s: float = 0.25
     max_resyncs: int = 6
     idle_s: float = 60.0
@@ -37,77 +37,90 @@ class SessionLimits:
 
 @dataclass(slots=True)
 class TargetPeer:
-    """A target replica."""
+    """A target replica. A request is in at most one of ``sessions``, ``ignored`` and ``refused``."""
 
     link: Link
     number: int  # of the link, counted from the start of the process: request ids are unique per target only
     resyncs: Resyncs
     table_version: int = 0
-    followed: dict[str, Session] = field(default_factory=dict)
-    scores: list[DraftScore] = field(default_factory=list)  # not yet sent
-    ignored: dict[str, None] = field(default_factory=dict)  # others draft for them, and there is no room to keep in step
-    refused: dict[str, float] = field(default_factory=dict)  # for want of room; when last heard of, oldest first
-    owed: dict[str, int] = field(default_factory=dict)  # refused, not yet told so; the committed length to answer
+    sessions: dict[str, Session] = field(default_factory=dict)
+    scores: list[DraftScore] = field(default_factory=list)  # unsent
+    ignored: dict[str, None] = field(default_factory=dict)  # others draft for them, and there is no capacity for a shadow
+    refused: dict[str, float] = field(default_factory=dict)  # without capacity: time of the last message, oldest first
+    refusals: dict[str, int] = field(default_factory=dict)  # unsent empty proposals: committed length that they answer
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether there are refusals or resyncs to send, or requests that wait for capacity."""
+        return bool(self.refusals or self.refused or self.resyncs)
 
     def take_scores(self) -> tuple[DraftScore, ...]:
         scores, self.scores = tuple(self.scores), []
         return scores
 
-    def take_owed(self) -> dict[str, int]:
-        owed, self.owed = self.owed, {}
-        return owed
+    def take_refusals(self) -> dict[str, int]:
+        refusals, self.refusals = self.refusals, {}
+        return refusals
 
 
 class TargetSessions:
-    """The requests of all links, and the drafter that is told of each change. Time comes in as data."""
+    """The sessions of all links. Passes every change on to the drafter. Time comes in as data."""
 
     def __init__(self, name: str, drafter: Drafter, limits: SessionLimits) -> None:
         self.peers: dict[int, TargetPeer] = {}  # by id(link): links are compared by identity
-        self.unlinked: list[Link] = []  # links closed after MAX_UNSOUND unsound messages
+        self.unlinked: list[Link] = []  # closed after MAX_UNSOUND unsound messages
+        # What a step looks at: never all sessions of all targets.
+        self.unscored: dict[str, tuple[TargetPeer, Shadow]] = {}  # shadows with unscored tokens, by key
+        self._unanswered: dict[str, tuple[TargetPeer, Session]] = {}  # without a proposal for their committed length, by key
+        self._owed: dict[int, TargetPeer] = {}  # peers that are owed something, by key of ``peers``
+        self._num_sessions = 0
+        self.num_shadows = 0
         self._name = name
         self._drafter = drafter
         self._limits = limits
         self._inspection = Inspection(f"drafter {name}")
-        self._num_links_seen = 0
-        self._refusal_logged = self._refused_chain_logged = False
+        self._num_links = 0  # so far
+        self._refusal_logged = self._missing_proposers_logged = False
         self._next_expiry_s: float | None = None
 
     @property
-    def num_followed(self) -> int:
-        """Those that it drafts for."""
-        return sum(followed.shadow is None for peer in self.peers.values() for followed in peer.followed.values())
-
-    @property
-    def num_shadows(self) -> int:
-        return sum(len(peer.followed) for peer in self.peers.values()) - self.num_followed
+    def num_drafted(self) -> int:
+        """Requests that it drafts for."""
+        return self._num_sessions - self.num_shadows
 
     @property
     def num_refused(self) -> int:
-        return sum(len(peer.refused) for peer in self.peers.values())
+        return sum([len(peer.refused) for peer in self._owed.values()])
 
-    @property
-    def owes_refusals(self) -> bool:
-        return any(peer.owed for peer in self.peers.values())
+    def refusing(self) -> list[int]:
+        """The peers that refusals are to be sent to."""
+        return [key for key, peer in self._owed.items() if peer.refusals]
 
-    def live(self) -> Iterator[Session]:
-        """Requests whose committed tokens are known to the end, and that want drafts."""
+    def unanswered(self) -> list[tuple[TargetPeer, Session]]:
+        """Sessions that want drafts, have no proposal, and whose committed tokens are known to the end."""
+        return [
+            (peer, session)
+            for peer, session in self._unanswered.values()
+            if session.budget and session.request_id not in peer.resyncs
+        ]
+
+    def mark_answered(self, session: Session) -> None:
+        """A proposal for its committed length is being sent."""
+        session.answered = True
+        self._unanswered.pop(session.key, None)
+
+    def drafted(self) -> Iterator[Session]:
+        """Sessions that want drafts, and whose committed tokens are known to the end."""
         for peer in self.peers.values():
-            for request_id, followed in peer.followed.items():
-                if followed.budget and request_id not in peer.resyncs:
-                    yield followed
+            for request_id, session in peer.sessions.items():
+                if session.budget and request_id not in peer.resyncs:
+                    yield session
 
-    def shadows(self) -> Iterator[tuple[TargetPeer, Shadow]]:
-        """Requests that others draft for."""
-        for peer in self.peers.values():
-            for followed in peer.followed.values():
-                if followed.shadow is not None:
-                    yield peer, followed.shadow
-
-    def take(self, event: Event, now_s: float) -> None:
+    def handle(self, event: Event, now_s: float) -> None:
         if isinstance(event, LinkUp):
             resyncs = Resyncs(self._limits.resync_s, self._limits.max_resyncs, 4 * self._limits.capacity)
-            self.peers[id(event.link)] = TargetPeer(event.link, self._num_links_seen, resyncs)
-            self._num_links_seen += 1
+            self.peers[id(event.link)] = TargetPeer(event.link, self._num_links, resyncs)
+            self._num_links += 1
         elif isinstance(event, LinkDown):
             self.drop_link(event.link)
         elif (peer := self.peers.get(id(event.link))) is not None:  # else it was queued behind the end of its link
@@ -121,142 +134,149 @@ class TargetSessions:
                 self.drop_link(event.link)
 
     def drop_link(self, link: Link) -> None:
-        """The target is gone, and with it its requests. Idempotent."""
+        """Forgets a target and its requests. Idempotent."""
         self._inspection.forget(link)
         peer = self.peers.pop(id(link), None)
+        self._owed.pop(id(link), None)
         if peer is not None:
-            for request_id in list(peer.followed):
-                self._forget(peer, request_id)
+            for request_id in list(peer.sessions):
+                self._close(peer, request_id)
             link.close()
 
     def expire(self, now_s: float) -> None:
-        """Forget what was not heard of for long; ask for requests refused before, oldest first, when room came free."""
+        """Drops idle requests; asks for refused ones, oldest first, when there is capacity."""
         if self._next_expiry_s is None or now_s >= self._next_expiry_s:
             self._next_expiry_s = now_s + min(_EXPIRY_CHECK_S, self._limits.idle_s)
             limit_s = now_s - self._limits.idle_s
             for peer in self.peers.values():
-                for request_id in [r for r, followed in peer.followed.items() if followed.heard_s < limit_s]:
+                for request_id in [r for r, session in peer.sessions.items() if session.last_message_s < limit_s]:
                     self._release(peer, request_id)
-                for request_id in [r for r, heard_s in peer.refused.items() if heard_s < limit_s]:
+                for request_id in [r for r, last_message_s in peer.refused.items() if last_message_s < limit_s]:
                     del peer.refused[request_id]
         if self.num_refused:
             self._readmit(now_s)
 
     def due_resyncs(self, now_s: float) -> dict[int, list[str]]:
-        """What to ask each peer for now. Requests that it does not answer for are forgotten after the last attempt."""
+        """Resyncs to request now, by peer. Closes the sessions of requests that are given up."""
         due = {}
-        for key, peer in self.peers.items():
-            asked, given_up = peer.resyncs.take_due(now_s)
+        for key, peer in list(self._owed.items()):
+            requested, given_up = peer.resyncs.take_due(now_s)
             for request_id in given_up:
-                self._forget(peer, request_id)
-            if asked:
-                due[key] = asked
+                self._close(peer, request_id)
+            if requested:
+                due[key] = requested
+            if not peer.is_owed:
+                del self._owed[key]
         return due
 
     def next_due_s(self) -> float | None:
         """When the next resync is due."""
-        due = [due_s for peer in self.peers.values() if (due_s := peer.resyncs.next_due_s()) is not None]
+        due = [due_s for peer in self._owed.values() if (due_s := peer.resyncs.next_due_s()) is not None]
         return min(due, default=None)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the roster disagrees with itself."""
-        assert self.num_followed <= self._limits.capacity, "more requests are followed than there is room for"
+        """Raises AssertionError if the sessions are inconsistent."""
+        assert self.num_drafted <= self._limits.capacity, "more requests are followed than the capacity"
+        sessions = [session for peer in self.peers.values() for session in peer.sessions.values()]
+        assert self._num_sessions == len(sessions), "sessions were miscounted"
+        assert self.num_shadows == sum(session.shadow is not None for session in sessions), "shadows were miscounted"
+        unanswered = {session.key for session in sessions if session.shadow is None and not session.answered}
+        assert self._unanswered.keys() == unanswered, "a session is without a proposal, and nobody knows"
+        unscored = {session.key for session in sessions if session.shadow is not None and session.shadow.pending}
+        assert self.unscored.keys() == unscored, "a shadow has unscored tokens, and nobody knows"
+        for key, peer in self.peers.items():
+            assert not peer.is_owed or key in self._owed, "a peer is owed something, and nobody knows"
         for peer in self.peers.values():
-            assert not peer.refused.keys() & peer.followed.keys(), "a request is both followed and refused"
-            assert not peer.owed.keys() & peer.followed.keys(), "a followed request is to be answered as a refused one"
-            for request_id, followed in peer.followed.items():
-                assert followed.request_id == request_id, "a request is filed under another's name"
-                assert len(followed.ahead) == len(followed.confidences), "a draft token without its confidence"
-                assert followed.num_sent <= len(followed.ahead), "more was proposed than drafted"
-                assert followed.answered or not followed.num_sent, "a proposal was sent, yet none is noted"
+            assert not peer.refused.keys() & peer.sessions.keys(), "a request is both followed and refused"
+            assert not peer.refusals.keys() & peer.sessions.keys(), "a followed request is to be answered as a refused one"
+            for request_id, session in peer.sessions.items():
+                assert session.request_id == request_id, "a request is filed under another's name"
+                assert len(session.ahead) == len(session.confidences), "a draft token without its confidence"
+                assert session.num_sent <= len(session.ahead), "more was proposed than drafted"
+                assert session.answered or not session.num_sent, "a proposal was sent, but not recorded"
 
     def _receive(self, peer: TargetPeer, message: DraftRound, now_s: float) -> None:
         peer.table_version = max(peer.table_version, message.table_version)
         budgets = {budget.request_id: budget.num_tokens for budget in message.budgets}
         opened = {opening.request_id for opening in message.opens}
-        # What others open may need the room of those that end; a request may end in the round that opened it, too.
+        # Releases come first, since opened requests may need their capacity; except of a request opened in the same round.
         ended = [request_id for request_id in message.releases if opened and request_id not in opened]
         for request_id in ended:
             self._release(peer, request_id)
         for opening in message.opens:
-            if budgets.get(opening.request_id) == 0 and opening.request_id not in peer.followed:
-                self._shadow(peer, opening, now_s)
-            else:
-                self._open(peer, opening, now_s)
+            is_shadow = budgets.get(opening.request_id) == 0 and opening.request_id not in peer.sessions
+            (self._open_shadow if is_shadow else self._open)(peer, opening, now_s)
         for extension in message.extends:
             self._extend(peer, extension, now_s)
         for budget in message.budgets:
-            self._budget(peer, budget, now_s)
+            self._set_budget(peer, budget, now_s)
         for request_id in message.releases:
             if request_id not in ended:
                 self._release(peer, request_id)
+        if peer.is_owed:
+            self._owed[id(peer.link)] = peer
 
     def _open(self, peer: TargetPeer, opening: Open, now_s: float) -> None:
         request_id = opening.request_id
         if not opening.token_ids:
             logger.warning("drafter %s: ignored an opening of %s without tokens", self._name, request_id)
             return
-        followed = peer.followed.get(request_id)
-        if followed is not None:
-            verdict, new = reconcile(followed.token_ids, 0, opening.token_ids)
-            if verdict is not ExtendOutcome.CONFLICT and len(opening.token_ids) <= followed.end_len:
-                self._commit(peer, followed, new, now_s)
-                self._lead(followed.key, opening)
+        session = peer.sessions.get(request_id)
+        if session is not None:
+            outcome, new = reconcile(session.token_ids, 0, opening.token_ids)
+            if outcome is not ExtendOutcome.CONFLICT and len(opening.token_ids) <= session.end_len:
+                self._commit(peer, session, new, now_s)
+                self._set_proposers(session.key, opening)
                 return
-            self._forget(peer, request_id)  # its id is used anew
-        if self.num_followed >= self._limits.capacity:
+            self._close(peer, request_id)  # its id is used for a new request
+        if self.num_drafted >= self._limits.capacity:
             self._refuse(peer, request_id, len(opening.token_ids), now_s)
             return
-        self._follow(peer, opening, now_s)
+        self._new_session(peer, opening, now_s)
 
-    def _shadow(self, peer: TargetPeer, opening: Open, now_s: float) -> None:
-        """Others draft for it. Where there is no room to keep in step, nobody need know."""
+    def _open_shadow(self, peer: TargetPeer, opening: Open, now_s: float) -> None:
         peer.resyncs.drop(opening.request_id)
         if self.num_shadows >= self._limits.max_shadows:
             self._ignore(peer, opening.request_id)
-            return
-        followed = self._follow(peer, opening, now_s)
-        followed.budget = 0
-        followed.shadow = self._new_shadow(followed)
-
-    def _new_shadow(self, followed: Session) -> Shadow:
-        return Shadow(
-            followed.key, followed.request_id, followed.committed_len, self._limits.max_draft_len, followed.end_len
-        )
+        else:
+            self._stop_drafting(self._new_session(peer, opening, now_s))
 
     @staticmethod
     def _ignore(peer: TargetPeer, request_id: str) -> None:
         peer.refused.pop(request_id, None)
-        peer.owed.pop(request_id, None)
+        peer.refusals.pop(request_id, None)
         peer.ignored[request_id] = None
         if len(peer.ignored) > MAX_IGNORED:
             del peer.ignored[next(iter(peer.ignored))]
 
-    def _follow(self, peer: TargetPeer, opening: Open, now_s: float) -> Session:
+    def _new_session(self, peer: TargetPeer, opening: Open, now_s: float) -> Session:
         request_id = opening.request_id
-        for others in (peer.ignored, peer.refused, peer.owed):
+        for others in (peer.ignored, peer.refused, peer.refusals):
             others.pop(request_id, None)
-        followed = Session(
+        session = Session(
             key=key_of(peer.number, request_id),
             request_id=request_id,
             token_ids=list(opening.token_ids),
             end_len=opening.prompt_len + opening.sampling.max_tokens,
             budget=self._limits.max_draft_len,
             row_price=0.0,
-            heard_s=now_s,
+            last_message_s=now_s,
         )
-        self._drafter.open(followed.key, opening.token_ids, opening.prompt_len, opening.sampling)
-        self._lead(followed.key, opening)
-        peer.followed[request_id] = followed
-        peer.resyncs.learned(request_id, followed.committed_len)
-        return followed
+        self._drafter.open(session.key, opening.token_ids, opening.prompt_len, opening.sampling)
+        self._set_proposers(session.key, opening)
+        peer.sessions[request_id] = session
+        self._num_sessions += 1
+        self._unanswered[session.key] = (peer, session)
+        peer.resyncs.update(request_id, session.committed_len)
+        return session
 
-    def _lead(self, key: str, opening: Open) -> None:
-        """Sees to the rest of the request's chain. Where that is not to be had, it is drafted for alone."""
-        led = isinstance(self._drafter, Chaining) and self._drafter.lead(key, opening.proposers)
-        if opening.proposers and not led and not self._refused_chain_logged:
-            self._refused_chain_logged = True
-            logger.warning("drafter %s: %s cannot ride ahead of it here", self._name, ", ".join(opening.proposers))
+    def _set_proposers(self, key: str, opening: Open) -> None:
+        """Sets the proposers of a request's chain. Without them the drafter drafts alone."""
+        chain = self._drafter.capabilities.chain
+        found = chain is not None and chain.set_proposers(key, opening.proposers)
+        if opening.proposers and not found and not self._missing_proposers_logged:
+            self._missing_proposers_logged = True
+            logger.warning("drafter %s drafts alone: it has no proposers %s", self._name, ", ".join(opening.proposers))
 
     def _extend(self, peer: TargetPeer, extension: Extend, now_s: float) -> None:
         request_id = extension.request_id
@@ -266,94 +286,111 @@ class TargetSessions:
             return
         if request_id in peer.ignored:
             return
-        followed = peer.followed.get(request_id)
-        if followed is None:
-            peer.resyncs.want(request_id, end_len, now_s)
+        session = peer.sessions.get(request_id)
+        if session is None:
+            peer.resyncs.request(request_id, end_len, now_s)
             return
-        if end_len > followed.end_len:
-            fault = f"an extension of {request_id} to {end_len} tokens, at most {followed.end_len} were announced"
+        if end_len > session.end_len:
+            fault = f"an extension of {request_id} to {end_len} tokens, at most {session.end_len} were announced"
             self._inspection.note(peer.link, [fault])
             return
-        verdict, new = reconcile(followed.token_ids, extension.base_len, extension.token_ids)
-        if verdict is ExtendOutcome.APPLIED or verdict is ExtendOutcome.KNOWN:
-            self._commit(peer, followed, new, now_s)
+        outcome, new = reconcile(session.token_ids, extension.base_len, extension.token_ids)
+        if outcome is ExtendOutcome.APPLIED:
+            self._commit(peer, session, new, now_s)
             return
-        if verdict is ExtendOutcome.CONFLICT:
-            self._forget(peer, request_id)
-        peer.resyncs.want(request_id, end_len, now_s)
+        if outcome is ExtendOutcome.CONFLICT:
+            self._close(peer, request_id)
+        peer.resyncs.request(request_id, end_len, now_s)
 
-    def _commit(self, peer: TargetPeer, followed: Session, token_ids: Sequence[int], now_s: float) -> None:
-        followed.heard_s = now_s
+    def _commit(self, peer: TargetPeer, session: Session, token_ids: Sequence[int], now_s: float) -> None:
+        session.last_message_s = now_s
         if token_ids:
-            if followed.shadow is None:
-                self._drafter.extend(followed.key, token_ids)
+            if session.shadow is None:
+                self._drafter.extend(session.key, token_ids)
             else:
-                followed.shadow.commit(token_ids)
-                if len(followed.shadow.pending) > MAX_UNSCORED:
-                    self._drafter.extend(followed.key, followed.shadow.skip())
-            followed.commit(token_ids)
-        peer.resyncs.learned(followed.request_id, followed.committed_len)
+                session.shadow.commit(token_ids)
+                self.unscored[session.key] = (peer, session.shadow)
+                if len(session.shadow.pending) > MAX_UNSCORED:
+                    self._skip(session, session.shadow)
+            session.commit(token_ids)
+            if session.shadow is None:
+                self._unanswered[session.key] = (peer, session)
+        peer.resyncs.update(session.request_id, session.committed_len)
 
-    def _budget(self, peer: TargetPeer, budget: Budget, now_s: float) -> None:
-        followed = peer.followed.get(budget.request_id)
+    def _set_budget(self, peer: TargetPeer, budget: Budget, now_s: float) -> None:
+        """A budget of 0 makes a session a shadow: another drafter drives the request from now on."""
+        request_id = budget.request_id
+        session = peer.sessions.get(request_id)
         num_tokens = max(0, min(budget.num_tokens, self._limits.max_draft_len))
-        if followed is None:
-            if num_tokens and budget.request_id in peer.ignored:
-                del peer.ignored[budget.request_id]
-                peer.resyncs.want(budget.request_id, 0, now_s)
+        if session is None:
+            if num_tokens and request_id in peer.ignored:
+                del peer.ignored[request_id]
+                peer.resyncs.request(request_id, 0, now_s)
             return
-        if num_tokens and followed.shadow is not None:  # it is to draft for it now, and need not catch up with much
-            if self.num_followed >= self._limits.capacity:
-                self._forget(peer, budget.request_id)
-                self._refuse(peer, budget.request_id, followed.committed_len, now_s)
+        if num_tokens and session.shadow is not None:
+            if self.num_drafted >= self._limits.capacity:
+                self._close(peer, request_id)
+                self._refuse(peer, request_id, session.committed_len, now_s)
                 return
-            skipped = followed.shadow.skip()
-            if skipped:
-                self._drafter.extend(followed.key, skipped)
-            followed.shadow = None
-        elif not num_tokens and followed.shadow is None:  # another drafts for it now
+            self._skip(session, session.shadow)
+            session.shadow = None
+            self.num_shadows -= 1
+            self._unanswered[session.key] = (peer, session)
+        elif not num_tokens and session.shadow is None:
             if self.num_shadows >= self._limits.max_shadows:
-                self._forget(peer, budget.request_id)
-                self._ignore(peer, budget.request_id)
+                self._close(peer, request_id)
+                self._ignore(peer, request_id)
                 return
-            followed.ahead.clear()
-            followed.confidences.clear()
-            followed.num_sent, followed.answered = 0, False
-            followed.shadow = self._new_shadow(followed)
-        followed.budget, followed.row_price = num_tokens, budget.row_price
+            self._stop_drafting(session)
+        session.budget, session.row_price = num_tokens, budget.row_price
+
+    def _stop_drafting(self, session: Session) -> None:
+        """Another drafter drives the request: the session becomes a shadow."""
+        session.stop_drafting(self._limits.max_draft_len)
+        self.num_shadows += 1
+        self._unanswered.pop(session.key, None)
+
+    def _skip(self, session: Session, shadow: Shadow) -> None:
+        """Gives up scoring what is not scored yet."""
+        if self.unscored.pop(session.key, None) is not None:
+            self._drafter.extend(session.key, shadow.skip())
 
     def _refuse(self, peer: TargetPeer, request_id: str, committed_len: int, now_s: float) -> None:
-        """The target is owed an empty proposal for each commit, or it would hold the request for one that never comes, and
-        take that for the time of a reply."""
+        """Refuses a request without capacity. Each commit is answered with an empty proposal: else the target would hold the
+        request for a proposal that never comes, and count that as response time.
+        """
         if not self._refusal_logged:
             self._refusal_logged = True
-            logger.warning("drafter %s follows %d requests, no room for more", self._name, self._limits.capacity)
+            logger.warning("drafter %s is at its capacity of %d requests", self._name, self._limits.capacity)
         peer.resyncs.drop(request_id)
         peer.refused.pop(request_id, None)
         peer.refused[request_id] = now_s
-        peer.owed[request_id] = max(committed_len, peer.owed.get(request_id, 0))  # mail may come out of order
+        peer.refusals[request_id] = max(committed_len, peer.refusals.get(request_id, 0))  # messages may be reordered
         if len(peer.refused) > 4 * self._limits.capacity:
             del peer.refused[next(iter(peer.refused))]
 
     def _readmit(self, now_s: float) -> None:
-        for peer in self.peers.values():
-            while peer.refused and self.num_followed + self._num_missing() < self._limits.capacity:
+        for peer in self._owed.values():
+            while peer.refused and self.num_drafted + self._num_resyncing() < self._limits.capacity:
                 request_id = next(iter(peer.refused))
                 del peer.refused[request_id]
-                peer.resyncs.want(request_id, 0, now_s)
+                peer.resyncs.request(request_id, 0, now_s)
 
-    def _num_missing(self) -> int:
-        """Requests asked for that are not followed: they will take room when they come."""
-        return sum(1 for peer in self.peers.values() for request_id in peer.resyncs if request_id not in peer.followed)
+    def _num_resyncing(self) -> int:
+        """Requests without a session that were asked for: they will need capacity."""
+        return sum(1 for peer in self._owed.values() for request_id in peer.resyncs if request_id not in peer.sessions)
 
     def _release(self, peer: TargetPeer, request_id: str) -> None:
-        self._forget(peer, request_id)
+        self._close(peer, request_id)
         peer.resyncs.drop(request_id)
-        peer.refused.pop(request_id, None)
-        peer.owed.pop(request_id, None)
-        peer.ignored.pop(request_id, None)
+        for others in (peer.ignored, peer.refused, peer.refusals):
+            others.pop(request_id, None)
 
-    def _forget(self, peer: TargetPeer, request_id: str) -> None:
-        followed = peer.followed.pop(request_id, None)
-        if followed is not None:
-            self._drafter.release(followed.key)
+    def _close(self, peer: TargetPeer, request_id: str) -> None:
+        session = peer.sessions.pop(request_id, None)
+        if session is not None:
+            self._num_sessions -= 1
+            self.num_shadows -= session.shadow is not None
+            self._unanswered.pop(session.key, None)
+            self.unscored.pop(session.key, None)
+            self._drafter.release(session.key)

@@ -41,7 +41,7 @@ class ColocatedDrafters:
     def is_queried(self, drafter: str) -> bool:
         """True for a drafter in another process."""
         gate = self._gates.get(drafter)
-        return gate is None or gate.is_asked
+        return gate is None or gate.is_queried
 
     def choose(self, batch: int) -> None:
         """Decides who is queried for the next proposals of ``batch`` requests."""
@@ -56,12 +56,12 @@ class ColocatedDrafters:
             if own:
                 num_verified = sum(commit.num_proposed for commit in own)
                 num_accepted = sum(commit.num_accepted for commit in own)
-                gate.came_true(batch, saved_s(batch, num_verified, num_accepted, num_context, cost))
+                gate.note_saved(batch, saved_s(batch, num_verified, num_accepted, num_context, cost))
 
     def note_overhead(self, seconds: float) -> None:
         """The last round took so long beside its pass and its drafts."""
         for gate in self._gates.values():
-            gate.handled(self._batch, seconds)
+            gate.note_rest(self._batch, seconds)
 
     def draft(self, now_s: float, is_idle: bool, follows_pass: bool) -> tuple[float, list[tuple[str, str]]]:
         """Lets each queried drafter read what was sent to it, and draft.
@@ -85,5 +85,5 @@ class ColocatedDrafters:
                 self._loops.remove(loop)
                 failed.append((loop.name, f"{type(error).__name__}: {error}"))
             if follows_pass:
-                self._gates[loop.name].drafted(self._batch, self._clock() - start_s)
+                self._gates[loop.name].note_draft(self._batch, self._clock() - start_s)
         return self._clock() - begin_s, failed

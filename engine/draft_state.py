@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from cluster.types import Proposal
-from profiler.drafter_stats import Judgement
 from router.assignment import Chain
+from router.estimates.drafter_stats import Judgement
 from router.plan import NO_DRAFTS, DraftBudget
 
 # Commits whose time is kept. The reply to an older one does not count in its drafter's reply time.

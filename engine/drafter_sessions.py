@@ -11,8 +11,8 @@ from engine.colocated import ColocatedDrafters
 from engine.outbox import DrafterOutbox
 from engine.sequences import LiveSequence, Sequences
 from engine.telemetry import Telemetry
-from profiler.drafter_stats import DrafterStats
 from router.assignment import Chain, drafter_of
+from router.estimates.drafter_stats import DrafterStats
 from router.plan import DraftBudget, DrafterView, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -43,12 +43,13 @@ class DrafterSessions:
         self._num_held = 0  # by the last plan
 
     def views(self) -> dict[str, DrafterView]:
-        """What the planner knows of each linked drafter."""
-        return {name: self._telemetry.drafter(name).view for name in self._outboxes}
+        """What the planner knows of each linked drafter that drafts for a request."""
+        names = dict.fromkeys([sequence.draft.drafter for sequence in self._sequences])
+        return {name: self._telemetry.drafter(name).view for name in names if name is not None and name in self._outboxes}
 
     def num_followed(self) -> tuple[tuple[str, int], ...]:
-        """Linked drafters, and for how many requests each drafts."""
-        return tuple([(name, len(box.followed) - len(box.scoring)) for name, box in self._outboxes.items()])
+        """Linked drafters, and for how many requests each drafts. From any thread."""
+        return tuple([(name, len(box.followed) - len(box.scoring)) for name, box in tuple(self._outboxes.items())])
 
     # ---- links
 
@@ -229,7 +230,7 @@ class DrafterSessions:
 
     def flush(self) -> None:
         for name, outbox in tuple(self._outboxes.items()):
-            if self._sequences and not self._colocated.is_queried(name):
+            if not outbox.is_pending or (self._sequences and not self._colocated.is_queried(name)):
                 continue
             try:
                 outbox.flush(self.table.version)

@@ -14,7 +14,7 @@ from cluster.errors import InvalidField
 from engine.device import to_device
 from engine.kv_cache import cache_zeros
 from engine.layout import PackedSpan
-from engine.models.config import ModelConfig
+from engine.models.config import DecoderConfig
 
 
 class HiddenStateCache:
@@ -29,7 +29,7 @@ class HiddenStateCache:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         layers: Sequence[int],
         num_blocks: int,
         block_len: int,

@@ -1,9 +1,9 @@
 """The round's status: a report per step, and a snapshot for other threads."""
 
-from dataclasses import dataclass
+from cluster.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepReport:
     """What a step did. ``wake_s``: when the first hold ends, if every request is held for its proposal."""
 
@@ -11,7 +11,7 @@ class StepReport:
     wake_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LoopStatus:
     """A consistent snapshot of the loop, made once a step for other threads."""
 

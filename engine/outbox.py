@@ -30,6 +30,11 @@ class DrafterOutbox:
     _budgets: dict[str, DraftBudget] = field(default_factory=dict)
     _releases: set[str] = field(default_factory=set)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is anything to send."""
+        return bool(self._extends or self._budgets or self._opens or self._releases)
+
     def open(self, sequence: LiveSequence) -> None:
         """Opens a session in which the drafter drafts, or opens it anew (a resync, a new chain)."""
         self.scoring.discard(sequence.request.id)
@@ -80,7 +85,7 @@ class DrafterOutbox:
         Raises:
             LinkClosed: the drafter is gone, or its link was closed here: it does not read, or a message cannot be sent.
         """
-        while self._opens or self._extends or self._releases or self._budgets:
+        while self.is_pending:
             opens = self._next_opens()
             later = self._opens.keys() - opens.keys()
             message = DraftRound(

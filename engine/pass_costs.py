@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Self
 
+from cluster.records import record
 from cluster.types import Commit
 from engine.target import SpanInput
 from profiler.online_cost import OnlineCost
@@ -14,7 +14,7 @@ from router.draft_length import DecodeRate, row_price
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PassCounts:
     """Sums over the spans of a pass. Context: the tokens before the rows of a span."""
 

@@ -107,7 +107,7 @@ class TargetLoop:
         self.mailbox.wake()
 
     def status(self) -> LoopStatus:
-        return self._status
+        return replace(self._status, followed=self._drafters.num_followed())
 
     def requests(self) -> tuple[RequestView, ...]:
         """The live requests whose chain the router may choose."""
@@ -256,7 +256,8 @@ class TargetLoop:
     def _plan(self, now_s: float) -> StepPlan:
         views = self._sequences.views()
         plan = self._planner.plan(views, self._drafters.views(), self._engine.capacity(), self._cost, now_s)
-        return replace(plan, budgets=self._draft_lengths.budgets(views, self._pass_costs.row_price))
+        budgets = self._draft_lengths.budgets(views, self._pass_costs.row_price)
+        return StepPlan(plan.spans, plan.admitted, plan.preempted, plan.held, plan.wake_s, budgets)
 
     def _preempt(self, sequence: LiveSequence) -> None:
         """Gives up the blocks. The committed tokens stay, and are recomputed to the same continuation (DESIGN idea 1)."""
@@ -296,5 +297,4 @@ class TargetLoop:
             num_waiting=len(self._sequences) - num_running,
             table_version=self._drafters.table.version,
             draining=self._draining,
-            followed=self._drafters.num_followed(),
         )

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from cluster import messages
 from cluster.messages import LevelReport
 from cluster.types import Commit
-from profiler.drafter_stats import DrafterStats, Judgement, running_mean
 from router.assignment import NO_POSITIONS, Observation, Positions, ScoreCounts
+from router.estimates.decayed import ema
+from router.estimates.drafter_stats import DrafterStats, Judgement
 
 MAX_OBSERVATIONS = 65536
 MAX_LEVELS = 1024  # reports, each a sum over a period
@@ -82,7 +83,7 @@ class Telemetry:
     def record(self, num_rows: int, commits: Iterable[Commit], step_s: float, now_s: float) -> None:
         self.num_passes += 1
         self.num_rows += num_rows
-        self.step_s = step_s if self.step_s is None else running_mean(self.step_s, step_s)
+        self.step_s = ema(self.step_s, step_s)
         for commit in commits:
             self.num_committed += len(commit.token_ids)
             self._window_tokens += len(commit.token_ids)

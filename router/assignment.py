@@ -66,7 +66,7 @@ class RequestView:
     committed_len: int
     chain: Chain  # where it is now
     features: tuple[float, ...] = ()  # of the prompt (`router.prompt_features`); (): not known
-    opted_out: bool = False  # it wants the target alone
+    opted_out: bool = False  # gets the target alone; policies are not shown it
 
     @property
     def is_placeholder(self) -> bool:
@@ -155,7 +155,7 @@ class ScoreCounts:
 
 
 class AssignmentPolicy(Protocol):
-    """Learns from observations and assigns requests within capacity to open members. Requests that opted out get none."""
+    """Learns from observations and assigns requests within capacity to open members."""
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         """Ends a slot. ``scores`` are of drafters that did not draft; bandits ignore them."""
@@ -179,6 +179,12 @@ def lessons(observations: Iterable[Observation]) -> Iterator[Observation]:
     return (seen for seen in observations if seen.num_rounds > 0 and seen.elapsed_s > 0.0)
 
 
-def opted_out(requests: Iterable[RequestView]) -> dict[str, Chain]:
-    """Chains of requests that opted out."""
-    return {request.request_id: TARGET_ONLY for request in requests if request.opted_out}
+class NothingLearned:
+    """The learning part of policies that learn nothing."""
+
+    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None: ...
+
+    def snapshot(self) -> JsonValue:
+        return None
+
+    def restore(self, snapshot: JsonValue) -> None: ...

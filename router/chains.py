@@ -1,6 +1,6 @@
 """Predicted time per token of chains of models, and the fastest chain that a pool allows (SpecRouter).
 
-In a chain [M_1, ..., M_n, target] (`drafters.chained`), M_j's draft is what M_j alone would draft. M_{j-1} proposes up to
+In a chain [M_1, ..., M_n, target] (`drafters.model`), M_j's draft is what M_j alone would draft. M_{j-1} proposes up to
 w_{j-1} tokens of it, one pass of M_j verifies those and adds one token, until the draft has the requested length. So the
 models below M_n change the cost of a draft, never its tokens:
 
@@ -178,29 +178,6 @@ def _after(left: list[float], below: Level) -> list[float]:
             for num_right, chance in enumerate(below.num_right(min(below.window, missing - 1))):
                 after[missing - num_right - 1] += left[missing] * chance
     return after
-
-
-def simplified_per_token_s(levels: Sequence[Level], target: PassTime) -> float:
-    """SpecRouter's equation 7, for comparison with `predict`.
-
-    Numerator: W T_1, and W T_j times the probability that verification reaches level j, for every model above. Denominator:
-    what the target accepts of W tokens, and its own. T_1 is a pass of one row; T_j of a verifier, which the paper has
-    measured per token as it runs, a W-th of a pass over W rows. It differs from what a chain really does in three ways:
-
-    - each level passes on what it accepted of one window, and is charged once; here it asks again until its draft is as
-      long as the next level wants it, which costs several passes, and raises what the target accepts to the verifier's own;
-    - the paper does not say when a level is reached: read here as when a token survived each level before. Here each level
-      is reached in every round;
-    - there is no batch: neither do passes grow with it, nor is its slowest draft waited for.
-    """
-    if not levels:
-        return target.at(1)
-    window = levels[-1].window
-    reached, cycle_s = 1.0, window * levels[0].passes.at(1)
-    for level, verifier in zip(levels, [*(above.passes for above in levels[1:]), target], strict=True):
-        cycle_s += verifier.at(window) * reached
-        reached *= level.at(0)
-    return cycle_s / sum(levels[-1].survival)
 
 
 def candidates(drafters: Sequence[str], verifiers: Iterable[str], max_levels: int = MAX_LEVELS) -> list[Chain]:

@@ -6,83 +6,81 @@ sizes.
 """
 
 from router.cost_model import CostModel
-from router.estimates.decayed_mean import RunningMean
+from router.estimates.decayed import DecayedMean
+from router.estimates.draft_times import DraftTimes
+from router.estimates.exploration import Pause
 
 _MEMORY = 64.0  # rounds
-_FIRST_ROUNDS = 16  # of a size of batch, at any price
-_TRIAL_ROUNDS = 6  # the first of them is spent on catching up, too; they count as much as all before
-_PAUSE = 64  # rounds without it, before it is tried again
-_LONGEST_PAUSE = 512  # twice as long whenever it was tried in vain
+_FIRST_ROUNDS = 16  # of a batch size, at any price
+_TRIAL_ROUNDS = 6  # the first catches up; they weigh as much as all rounds before
 
 
-class _Known:
+class _BatchRange:
     """Measurements of one octave of batch sizes."""
 
     def __init__(self) -> None:
-        self.saved_s, self.cost_s = RunningMean(), RunningMean()
-        self.rest_s = {True: RunningMean(), False: RunningMean()}  # of rounds that it is asked in, and of others
-        self.pause = _PAUSE
-        self.num_paused = 0
+        self.saved_s = DecayedMean()
+        self.draft_s = DraftTimes()
+        self.rest_s = {True: DecayedMean(), False: DecayedMean()}  # of rounds that it is queried in, and of others
+        self.pause = Pause()
         self.num_trials_left = _FIRST_ROUNDS
 
-    def asks(self) -> bool:
+    def decide(self, batch: int) -> bool:
         if self.num_trials_left:
             self.num_trials_left -= 1
             return True
-        if self.saved_s.value > self.cost_s.value + self._handling_s:
-            self.pause, self.num_paused = _PAUSE, 0
+        if self.saved_s.value > self.draft_s.at(batch) + self._handling_s:
+            self.pause.reset()
             return True
-        self.num_paused += 1
-        if self.num_paused < self.pause:
+        if not self.pause.is_over():
             return False
-        self.num_paused, self.num_trials_left = 0, _TRIAL_ROUNDS - 1
-        self.pause = min(2 * self.pause, _LONGEST_PAUSE)
-        for mean in (self.saved_s, self.cost_s):
-            mean.fade(_TRIAL_ROUNDS)
+        self.num_trials_left = _TRIAL_ROUNDS - 1
+        self.saved_s.fade(_TRIAL_ROUNDS)
+        self.draft_s.fade(_TRIAL_ROUNDS)
         return True
 
     @property
     def _handling_s(self) -> float:
-        """What its drafts take of a round beside the drafting: to be told, heard, planned and judged."""
-        asked, unasked = self.rest_s[True], self.rest_s[False]
-        return max(0.0, asked.value - unasked.value) if asked.is_known and unasked.is_known else 0.0
+        """What handling its proposals adds to a round."""
+        queried, others = self.rest_s[True], self.rest_s[False]
+        return max(0.0, queried.value - others.value) if queried.is_known and others.is_known else 0.0
 
 
 class ColocationGate:
     """The gate of one drafter."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
-        self._was_asked = False
-        self.is_asked = True  # in this round
+        self._ranges: dict[int, _BatchRange] = {}
+        self._was_queried = False
+        self.is_queried = True  # in this round
 
     def decide(self, batch: int) -> bool:
-        """Whether to ask it for the drafts of the next round of ``batch`` requests. Once a round."""
-        self._was_asked, self.is_asked = self.is_asked, self._of(batch).asks()
-        return self.is_asked
+        """Whether to query it for the drafts of the next round of ``batch`` requests. Once a round."""
+        self._was_queried, self.is_queried = self.is_queried, self._of(batch).decide(batch)
+        return self.is_queried
 
-    def drafted(self, batch: int, seconds: float) -> None:
-        """It was asked, and the target waited so long. After a pause this is not what it usually takes: it caught up."""
-        if self._was_asked:
-            mean = self._of(batch).cost_s
-            mean.add(mean.usual(seconds), _MEMORY)
+    def note_draft(self, batch: int, seconds: float) -> None:
+        """The target waited so long for its drafts. After a pause this does not count, since it caught up."""
+        if self._was_queried:
+            self._of(batch).draft_s.add(batch, seconds)
 
-    def handled(self, batch: int, seconds: float) -> None:
+    def note_rest(self, batch: int, seconds: float) -> None:
         """A round took so long beside the pass and the drafting."""
-        if self._was_asked == self.is_asked:
-            mean = self._of(batch).rest_s[self.is_asked]
-            mean.add(mean.usual(seconds), _MEMORY)
+        if self._was_queried == self.is_queried:
+            mean = self._of(batch).rest_s[self.is_queried]
+            mean.add(mean.clipped(seconds), _MEMORY)
 
-    def came_true(self, batch: int, saved_s: float) -> None:
-        """What it drafted for a round has saved so much."""
+    def note_saved(self, batch: int, saved_s: float) -> None:
+        """Its drafts saved so much time in a pass."""
         self._of(batch).saved_s.add(saved_s, _MEMORY)
 
-    def _of(self, batch: int) -> _Known:
-        return self._known.setdefault(batch.bit_length(), _Known())
+    def _of(self, batch: int) -> _BatchRange:
+        return self._ranges.setdefault(batch.bit_length(), _BatchRange())
 
 
 def saved_s(num_sequences: int, num_verified: int, num_accepted: int, num_context: int, cost: CostModel) -> float:
-    """What drafts have saved in a pass over so many sequences: their accepted tokens, decoded plainly, would have taken
-    their share of passes; verifying them made this one longer."""
+    """Time that drafts saved in a pass over so many sequences: the plain passes that their accepted tokens would have taken,
+    less what verifying them added to this one.
+    """
     plain_s = cost.step_s(num_sequences, num_context)
     return num_accepted * plain_s / num_sequences - (cost.step_s(num_sequences + num_verified, num_context) - plain_s)

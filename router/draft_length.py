@@ -6,7 +6,7 @@ from typing import Self
 from cluster.config import DEFAULT_DRAFT_LEN, Config
 from router.assignment import drafter_of
 from router.cost_model import CostModel
-from router.estimates.decayed_mean import RunningMean
+from router.estimates.decayed import DecayedMean
 from router.plan import DraftBudget, SequenceView
 
 PRICE_STEPS = 64  # a row price is rounded to this share of a token, so that it rarely changes and is rarely sent
@@ -51,7 +51,7 @@ class DecodeRate:
     """Tokens decoded per second over the last rounds: whole rounds count, but for the time that prompts took in a pass."""
 
     def __init__(self) -> None:
-        self._tokens, self._seconds = RunningMean(), RunningMean()
+        self._tokens, self._seconds = DecayedMean(), DecayedMean()
         self._last: tuple[float, int, float] | None = None  # of the last round, as for `note`, if it decoded
 
     @property
@@ -66,7 +66,7 @@ class DecodeRate:
             seconds = began_s - last_began_s - last_prompts_s
             if seconds > 0.0:  # else the prompts' time was overestimated
                 self._tokens.add(num_last, _MEMORY)
-                self._seconds.add(self._seconds.usual(seconds), _MEMORY)
+                self._seconds.add(self._seconds.clipped(seconds), _MEMORY)
         self._last = (began_s, num_tokens, prompts_s) if num_tokens else None
 
     def interrupt(self) -> None:

@@ -39,7 +39,7 @@ class DraftBudget:
 NO_DRAFTS = DraftBudget(0)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DrafterView:
     """Running means over a drafter's proposals to this target."""
 
@@ -52,7 +52,7 @@ class DrafterView:
 UNKNOWN_DRAFTER = DrafterView(reply_s=0.0, accepted_per_round=1.0, acceptance=0.6)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Capacity:
     """What the target can hold. Block counts are of the KV cache."""
 
@@ -74,7 +74,7 @@ class Span:
     num_verify: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepPlan:
     """What the next target pass computes, and how far to draft meanwhile."""
 

@@ -37,7 +37,7 @@ def prompt_features(token_ids: Sequence[int]) -> tuple[float, ...]:
     return (*(round(share, 4) for share in shares.tolist()), round(2.0 * repeated, 4), round(length, 4))
 
 
-class _Snapshot(BaseModel):
+class ClusterSnapshot(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     centers: list[list[float]]
@@ -73,7 +73,7 @@ class PromptClusters:
 
     def restore(self, snapshot: JsonValue) -> None:
         """Raises ValueError for an invalid snapshot; nothing is changed then."""
-        found = _Snapshot.model_validate(snapshot)
+        found = ClusterSnapshot.model_validate(snapshot)
         if len(found.centers) != len(found.counts) or len(found.counts) > self.num_clusters:
             raise ValueError(f"{len(found.centers)} centres with {len(found.counts)} counts, at most {self.num_clusters}")
         if any(len(center) != NUM_FEATURES for center in found.centers) or any(count < 1 for count in found.counts):

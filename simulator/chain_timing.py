@@ -1,4 +1,4 @@
-"""How long drafts take where models ride ahead of models: pass by pass, as `drafters.chained` runs them."""
+"""How long drafts take where models ride ahead of models: pass by pass, as `drafters.model` runs them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +53,9 @@ class ChainTimer:
         for work in batch:
             by_lead.setdefault(work.lead, []).append(_Job(work.request, work.position, work.asked))
         return total_s + sum(self._draft_s((*lead, name), jobs) for lead, jobs in by_lead.items())
+
+    def scoring_s(self, drafter: str, num_tokens: int) -> float:
+        return self._pass_s(drafter_of(drafter), num_tokens)
 
     def take_levels(self) -> Sequence[LevelReport]:
         levels, self._levels = self._levels, {}

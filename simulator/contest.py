@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.config import FixedPolicy, PolicyConfig
-from router.policies import build_policy, uses_scores
+from router.policies import build_policy, keeps_in_step
 from simulator.agreement import Agreement, Answer, SimulatedRequest
 from simulator.simulation import ClusterSpec, Outcome, in_turn, simulate
 
@@ -64,7 +64,7 @@ def compete(
     hindsight, best = max(found, key=lambda one: one[0].goodput)
     outcomes: dict[str, Outcome] = {}
     for policy in policies:
-        informed = replace(spec, scores=uses_scores(policy), in_step=uses_scores(policy))
+        informed = replace(spec, keeps_in_step=keeps_in_step(policy))
         outcomes[policy.kind] = simulate(informed, build_policy(policy), in_turn(requests, concurrency), seed, until_s)
     return Contest(single, best, hindsight, outcomes)
 

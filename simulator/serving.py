@@ -17,7 +17,7 @@ from cluster.config import FixedPolicy, PolicyConfig
 from cluster.errors import InvalidField
 from profiler.hardware import num_cores
 from router.planner import PlannerSettings, StepPlanner
-from router.policies import build_policy, uses_scores
+from router.policies import build_policy, keeps_in_step
 from simulator.agreement import Answer, SimulatedRequest
 from simulator.plots import Panel
 from simulator.scenario import ServingScenario
@@ -46,7 +46,7 @@ def run(scenario: ServingScenario, said: Said = lambda what: None) -> Study:
 
 
 def _served(scenario: ServingScenario, policy: PolicyConfig) -> Outcome:
-    spec = _cluster(scenario, uses_scores(policy))
+    spec = _cluster(scenario, keeps_in_step(policy))
     outcome = simulate(spec, build_policy(policy), Load(requests(scenario)), scenario.seed)
     # Answers are what it was made of, and a thousand times as large as what came of it.
     without = Answer(0, {})
@@ -106,7 +106,7 @@ def read_trace(path: Path) -> Iterator[tuple[float, int, int]]:
         raise InvalidField("trace", f"{path}:{number}", f"is not as a trace is ({error})") from error
 
 
-def _cluster(scenario: ServingScenario, informed: bool) -> ClusterSpec:
+def _cluster(scenario: ServingScenario, in_step: bool) -> ClusterSpec:
     cost = scenario.cost(scenario.target)
     settings = PlannerSettings(max_hold_s=scenario.max_hold_ms / 1e3, max_chunk_len=scenario.max_pass_tokens)
     max_model_len = max(
@@ -133,8 +133,7 @@ def _cluster(scenario: ServingScenario, informed: bool) -> ClusterSpec:
         num_targets=scenario.num_targets,
         link_s=scenario.link_us * 1e-6,
         slot_s=scenario.slot_s,
-        scores=informed,
-        in_step=informed,
+        keeps_in_step=in_step,
         jitter=scenario.jitter,
         collapse=scenario.collapse,
     )

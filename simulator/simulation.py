@@ -9,20 +9,27 @@ from itertools import islice
 import numpy as np
 
 from cluster.config import CollapseConfig
-from cluster.types import FinishReason
+from cluster.messages import Hello, Role
+from cluster.transport.base import Mailbox
+from cluster.types import FinishReason, ModelInfo
+from drafters.loop import DrafterLoop
+from drafters.sessions import SessionLimits
+from engine.round import TargetLoop
 from router.assignment import AssignmentPolicy, Chain, MemberCosts, PoolMember, member_name
 from router.chains import pass_times
 from router.cost_model import CostModel, relative_draft_cost
+from router.draft_length import DraftLengths
 from router.estimates.drift import DriftDetector
-from router.plan import StepPlan
 from router.planner import Planner
-from router.slot import build_router
+from router.slot import Router
 from simulator.agreement import SimulatedRequest
-from simulator.drafter import SimulatedDrafter
+from simulator.drafter import AgreementDrafter, ColocatedAgreementDrafter, SimulatedDrafter
 from simulator.events import MAIL, STEP, Events
+from simulator.gateway import Finished, Gateway
+from simulator.links import VirtualMailbox, link
 from simulator.router import SimulatedRouter
-from simulator.sequence import Finished
-from simulator.target import SimulatedTarget, TargetLimits
+from simulator.target import SimulatedEngine, SimulatedTarget, TargetLimits, ThreadClock
+from simulator.text import EOS, VOCAB_SIZE
 from simulator.timing import DraftTimer, Jitter, PassTimer
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -41,6 +48,10 @@ class DrafterSpec:
     companion: bool = False  # each target has its own, in its own thread
     verifies: bool = False
 
+    @property
+    def limits(self) -> SessionLimits:
+        return SessionLimits(self.capacity, self.max_draft_len, max_shadows=4 * self.capacity)
+
 
 @dataclass(frozen=True)
 class ClusterSpec:
@@ -49,9 +60,8 @@ class ClusterSpec:
     Args:
         cost: what planners and policies believe; timers tell what it takes.
         link_s: of a message, one way.
-        scores: every drafter tells what it would have drafted: learning from full information; but companions, which have
-            no time to spare.
-        in_step: every drafter keeps in step with every request in its spare time: switches cost nothing.
+        keeps_in_step: one member of each drafter follows the requests that others draft for (SPIN's fast switching), and
+            tells what it would have drafted. It takes ``spare_share`` of its time at the most; companions have none.
         jitter: spread of durations, as the standard deviation of their logarithm.
         collapse: when a drafter is quarantined; None: never.
     """
@@ -65,8 +75,8 @@ class ClusterSpec:
     num_targets: int = 1
     link_s: float = 1e-4
     slot_s: float = 0.25
-    scores: bool = False
-    in_step: bool = False
+    keeps_in_step: bool = False
+    spare_share: float = 0.1
     jitter: float = 0.0
     collapse: CollapseConfig | None = None
 
@@ -79,7 +89,7 @@ class ClusterSpec:
             catch_up_s = self.cost.catch_up_s(spec.name, 256)
             costs = MemberCosts(
                 tuple((batch, seconds) for batch, seconds in draft_s if seconds is not None),
-                catch_up_s=0.0 if self.in_step or catch_up_s is None else catch_up_s / 256,
+                catch_up_s=0.0 if catch_up_s is None else catch_up_s / 256,
             )
             members += [
                 PoolMember(
@@ -131,7 +141,7 @@ class Outcome:
 
     @property
     def served(self) -> list[Finished]:
-        return [one for one in self.finished if one.finish is FinishReason.LENGTH]
+        return [one for one in self.finished if one.finish in (FinishReason.LENGTH, FinishReason.STOP)]
 
     @property
     def accepted_len(self) -> float:
@@ -150,78 +160,39 @@ class Outcome:
 
 
 class Simulation:
-    """Made for one run.
+    """The live loops of a cluster on virtual time. Made for one run.
 
     Args:
         until_s: virtual time at which it is cut off; None: when all requests have ended.
-        planned: is told of every plan: the target's number, when, and what.
     """
 
     def __init__(
-        self,
-        spec: ClusterSpec,
-        policy: AssignmentPolicy,
-        load: Load,
-        seed: int = 0,
-        until_s: float | None = None,
-        planned: Callable[[int, float, StepPlan], None] | None = None,
+        self, spec: ClusterSpec, policy: AssignmentPolicy, load: Load, seed: int = 0, until_s: float | None = None
     ) -> None:
         self._events = events = Events()
+        self._spec = spec
         self._load = load
         self._until_s = until_s
         self.outcome = Outcome()
-        jitter = Jitter(spec.jitter, np.random.default_rng(seed))
-
-        def drafter(drafter: DrafterSpec, replica: int) -> SimulatedDrafter:
-            return SimulatedDrafter(
-                events,
-                member_name(drafter.name, replica),
-                spec.draft_timer,
-                jitter,
-                capacity=drafter.capacity,
-                max_draft_len=drafter.max_draft_len,
-                ahead_len=drafter.ahead_len,
-                latency_s=spec.link_s,
-                in_step=spec.in_step,
-                companion=drafter.companion,
-            )
-
-        shared = [drafter(d, replica) for d in spec.drafters if not d.companion for replica in range(d.replicas)]
+        self._jitter = Jitter(spec.jitter, np.random.default_rng(seed))
+        self._gateway = Gateway(events, self._ended)
         pool = spec.pool()
         watch = None if spec.collapse is None else DriftDetector(spec.collapse, spec.slot_s)
         self._router = SimulatedRouter(
-            build_router(policy, pool, watch, spec.scores),
-            {member.name: member.max_draft_len for member in pool},
-            spec.draft_timer.take_levels,
+            Router(policy, pool, watch, spec.keeps_in_step),
+            [member.name for member in pool],
+            self._gateway.open,
             lambda num_context: pass_times(spec.cost, num_context),
-            self._note_slot,
         )
-        table = self._router.table
-        self._drafters = list(shared)
-        self._targets: list[SimulatedTarget] = []
-        for number in range(spec.num_targets):
-            companions = [drafter(d, 0) for d in spec.drafters if d.companion]
-            self._drafters += companions
-            self._targets.append(
-                SimulatedTarget(
-                    events,
-                    f"target-{number}",
-                    spec.planner(),
-                    spec.cost,
-                    spec.pass_timer,
-                    jitter,
-                    spec.limits,
-                    {d.name: d for d in (*shared, *companions)},
-                    table,
-                    self._ended,
-                    None if planned is None else _planned_by(planned, number),
-                )
-            )
-        self._router.serve(self._targets)
-        self._slot_s = spec.slot_s
-        self._num_open = 0
-        self._exhausted = False
-        self._done = False
+        self._drafters = {
+            name: self._drafter(drafter, name)
+            for drafter in spec.drafters
+            if not drafter.companion
+            for name in (member_name(drafter.name, replica) for replica in range(drafter.replicas))
+        }
+        self._companions: list[ColocatedAgreementDrafter] = []
+        self._targets = [self._target(f"target-{number}") for number in range(spec.num_targets)]
+        self._exhausted = self._done = False
 
     def run(self) -> Outcome:
         """Raises AssertionError when a request was lost or a token counted twice."""
@@ -231,21 +202,69 @@ class Simulation:
         else:
             for request in islice(load.requests, load.concurrency):
                 self._submit(request)
-        events.at(self._slot_s, STEP, self._slot)
+        events.at(self._spec.slot_s, STEP, self._slot)
         with _uncollected():
             events.run(self._until_s if self._until_s is not None else float("inf"))
         return self._summary()
 
+    # ---- the parts
+
+    def _drafter(self, one: DrafterSpec, name: str) -> SimulatedDrafter:
+        spec = self._spec
+        model = AgreementDrafter(name, spec.draft_timer, self._gateway.scripts)
+        return SimulatedDrafter(
+            self._events, model, spec.draft_timer, one.limits, one.ahead_len, spec.spare_share, self._jitter
+        )
+
+    def _target(self, name: str) -> SimulatedTarget:
+        spec, events, clock = self._spec, self._events, ThreadClock(self._events)
+        engine = SimulatedEngine(spec.limits, spec.pass_timer, self._gateway.scripts)
+        colocated: list[tuple[DrafterLoop, VirtualMailbox]] = []
+        for one in spec.drafters:
+            if one.companion:
+                model = ColocatedAgreementDrafter(one.name, spec.draft_timer, self._gateway.scripts, clock.spend)
+                inbox = VirtualMailbox(lambda: None)
+                self._companions.append(model)
+                colocated.append((DrafterLoop(one.name, model, inbox, one.limits, ahead_len=one.ahead_len), inbox))
+        draft_lens = {one.name: one.max_draft_len for one in spec.drafters}
+
+        def make_loop(mailbox: Mailbox) -> TargetLoop:
+            return TargetLoop(
+                engine,
+                ModelInfo("simulated", VOCAB_SIZE, spec.limits.max_model_len, (EOS,), "simulated"),
+                mailbox,
+                spec.cost,
+                clock,
+                spec.planner(),
+                self._router.first_table,
+                spec.limits.max_waiting,
+                DraftLengths(draft_lens),
+                [loop for loop, _ in colocated],
+                dict.fromkeys(draft_lens, frozenset(draft_lens)),
+            )
+
+        target = SimulatedTarget(events, clock, engine, make_loop, self._jitter, bool(colocated))
+        own = _hello(Role.TARGET, name)
+        for drafter_name, drafter in self._drafters.items():
+            link(events, target.mailbox, own, drafter.mailbox, _hello(Role.DRAFTER, drafter_name), spec.link_s)
+        for loop, inbox in colocated:
+            link(events, target.mailbox, own, inbox, _hello(Role.DRAFTER, loop.name), None)
+        self._gateway.link(target, _hello(Role.GATEWAY, "gateway"), own)
+        return target
+
+    # ---- what happens
+
     def _slot(self, now_s: float) -> None:
         if not self._done:
-            self._router.slot(now_s)
-            self._events.at(now_s + self._slot_s, STEP, self._slot)
+            self.outcome.slots.append((now_s, self._gateway.num_tokens))
+            self._router.slot(self._targets)
+            self._events.at(now_s + self._spec.slot_s, STEP, self._slot)
 
     def _next_arrival(self) -> None:
         request = next(self._load.requests, None)
         if request is None:
             self._exhausted = True
-            self._done = not self._num_open
+            self._done = not self._gateway.open
         else:
             self._events.at(request.arrival_s, MAIL, lambda now_s: self._arrive(request))
 
@@ -254,54 +273,54 @@ class Simulation:
         self._next_arrival()
 
     def _submit(self, request: SimulatedRequest) -> None:
-        """To the target with the fewest requests, as the gateway does."""
-        self._num_open += 1
         self.outcome.num_submitted += 1
-        min(self._targets, key=len).submit(request)
+        self._gateway.submit(request)
 
     def _ended(self, finished: Finished) -> None:
-        self._num_open -= 1
         self.outcome.finished.append(finished)
         self.outcome.end_s = finished.end_s
         if self._load.concurrency is not None:
             request = next(self._load.requests, None)
             if request is not None:
                 self._submit(request)
-        elif self._exhausted and not self._num_open:
-            self._done = True
-        if self._load.concurrency is not None and not self._num_open:
-            self._done = True
-
-    def _note_slot(self, now_s: float, num_tokens: int) -> None:
-        self.outcome.slots.append((now_s, num_tokens))
+            self._done = not self._gateway.open
+        else:
+            self._done = self._exhausted and not self._gateway.open
 
     def _summary(self) -> Outcome:
         outcome = self.outcome
         if self._until_s is not None and not self._done:
             outcome.end_s = self._until_s
-        outcome.num_tokens = sum(target.num_committed for target in self._targets)
+        telemetry = [target.loop.telemetry for target in self._targets]
+        outcome.num_tokens = sum(one.num_committed for one in telemetry)
         outcome.num_events = self._events.num
-        outcome.num_passes = sum(target.num_passes for target in self._targets)
-        outcome.num_rows = sum(target.num_rows for target in self._targets)
-        outcome.num_preempted = sum(target.num_preempted for target in self._targets)
-        outcome.num_unfinished = sum(map(len, self._targets))
-        for target in self._targets:
-            outcome.open_chains += target.open_chains
-            outcome.open_tokens_per_s |= target.open_tokens_per_s(outcome.end_s)
+        outcome.num_passes = sum(one.num_passes for one in telemetry)
+        outcome.num_rows = sum(one.num_rows for one in telemetry)
+        outcome.num_preempted = sum(one.num_preempted for one in telemetry)
+        outcome.num_unfinished = len(self._gateway.open)
+        chains = {view.request_id: view.chain for target in self._targets for view in target.loop.requests()}
+        outcome.open_chains = [
+            one.request.chain or chains.get(request_id, ()) for request_id, one in self._gateway.open.items()
+        ]
+        outcome.open_tokens_per_s = self._gateway.tokens_per_s(outcome.end_s)
         if outcome.end_s:
-            busy = [target.busy_s / outcome.end_s for target in self._targets]
-            outcome.target_busy = float(np.mean(busy))
-            for drafter in self._drafters:
-                outcome.drafter_busy[drafter.name] = drafter.busy_s / outcome.end_s
+            outcome.target_busy = float(np.mean([target.busy_s / outcome.end_s for target in self._targets]))
+            busy_s = {name: drafter.busy_s for name, drafter in self._drafters.items()}
+            busy_s |= {drafter.name: drafter.busy_s for drafter in self._companions}
+            outcome.drafter_busy = {name: seconds / outcome.end_s for name, seconds in busy_s.items()}
         self._check(outcome)
         return outcome
 
     def _check(self, outcome: Outcome) -> None:
         assert len(outcome.finished) + outcome.num_unfinished == outcome.num_submitted, "a request was lost"
         assert outcome.num_unfinished == 0 or self._until_s is not None, "a request never ended"
-        open_tokens = sum(target.num_open_tokens for target in self._targets)
+        open_tokens = sum(one.num_tokens for one in self._gateway.open.values())
         ended_tokens = sum(one.num_tokens for one in outcome.finished)
         assert ended_tokens + open_tokens == outcome.num_tokens, "a token was counted twice, or not at all"
+
+
+def _hello(role: Role, name: str) -> Hello:
+    return Hello(role, name, VOCAB_SIZE, "simulated")
 
 
 @contextmanager
@@ -314,10 +333,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _planned_by(planned: Callable[[int, float, StepPlan], None], number: int) -> Callable[[float, StepPlan], None]:
-    return lambda now_s, plan: planned(number, now_s, plan)
 
 
 def simulate(

@@ -75,6 +75,9 @@ class DraftTimer(Protocol):
     def seconds(self, drafter: str, batch: Sequence[Work]) -> float:
         """Of one batch of drafts. ``drafter`` is a pool member."""
 
+    def scoring_s(self, drafter: str, num_tokens: int) -> float:
+        """Of a pass over committed tokens, in spare time, which keeps a drafter in step and yields its scores."""
+
     def take_levels(self) -> Sequence[LevelReport]:
         """What happened within chains since this was last asked."""
 
@@ -98,6 +101,10 @@ class DraftByCost:
             if work.num_behind > 0:
                 total_s += self.cost.catch_up_s(name, work.num_behind) or 0.0
         return total_s
+
+    def scoring_s(self, drafter: str, num_tokens: int) -> float:
+        name = drafter_of(drafter)
+        return (self.cost.draft_s(name, 1, 1) or 0.0) + (self.cost.catch_up_s(name, num_tokens - 1) or 0.0)
 
     def take_levels(self) -> Sequence[LevelReport]:
         return ()

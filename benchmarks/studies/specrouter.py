@@ -16,9 +16,9 @@ import numpy as np
 
 from cluster.config import FixedPolicy, PolicyConfig
 from router.assignment import Chain
-from router.chains import PROPOSAL_LEN, Level, PassTime, predict, simplified_per_token_s
+from router.chains import PROPOSAL_LEN, Level, PassTime, predict
 from router.planner import PlannerSettings, StepPlanner
-from router.policies import build_policy, uses_scores
+from router.policies import build_policy, keeps_in_step
 from simulator.agreement import SimulatedRequest
 from simulator.chain_timing import ChainTimer
 from simulator.plots import Panel
@@ -70,7 +70,7 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
 
     def serve(config: PolicyConfig, verification: str = "all") -> list[Outcome]:
         """Set after set; what a policy has learned of one it knows of the next."""
-        spec = replace(_cluster(scenario, batch, verification), scores=uses_scores(config))
+        spec = replace(_cluster(scenario, batch, verification), keeps_in_step=keeps_in_step(config))
         policy = build_policy(config)
         return [simulate(spec, policy, in_turn(requests, batch), scenario.seed, scenario.horizon_s) for requests in sets]
 
@@ -146,7 +146,6 @@ def _cluster(scenario: SpecRouterScenario, batch: int, verification: str) -> Clu
         lambda: StepPlanner(settings),
         link_s=scenario.link_us * 1e-6,
         slot_s=scenario.slot_s,
-        in_step=True,
         jitter=scenario.jitter,
     )
 
@@ -237,3 +236,26 @@ def _study(found: Mapping[int, _Found]) -> Study:
 
 def _name(chain: Chain) -> str:
     return " > ".join((*chain, "target"))
+
+
+def simplified_per_token_s(levels: Sequence[Level], target: PassTime) -> float:
+    """SpecRouter's equation 7, for comparison with `predict`.
+
+    Numerator: W T_1, and for every model above W T_j times the probability that verification reaches level j. Denominator:
+    what the target accepts of W tokens, and its own. T_1 is a pass of one row; T_j of a verifier is a W-th of a pass over W
+    rows. It differs from what a chain does in three ways:
+
+    - Each level passes on what it accepted of one window, and is charged once. Here it asks again until its draft is as long
+      as the next level wants it: more passes, and a higher acceptance by the target.
+    - The paper does not say when a level is reached: read here as when a token survived each level before. Here each
+      level is reached in every round.
+    - There is no batch: passes do not grow with it, and nothing waits for its slowest draft.
+    """
+    if not levels:
+        return target.at(1)
+    window = levels[-1].window
+    reached, cycle_s = 1.0, window * levels[0].passes.at(1)
+    for level, verifier in zip(levels, [*(above.passes for above in levels[1:]), target], strict=True):
+        cycle_s += verifier.at(window) * reached
+        reached *= level.at(0)
+    return cycle_s / sum(levels[-1].survival)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.messages import Hello, Message
+from cluster.records import record
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class LinkDown:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Received:
     link: Link
     message: Message

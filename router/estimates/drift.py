@@ -8,15 +8,17 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from math import exp, log, sqrt
+from math import log, sqrt
 
 from cluster.config import CollapseConfig
 from router.assignment import Observation, PoolMember, drafter_of, lessons
+from router.estimates.decayed import DecayedSums
+from router.estimates.exploration import Pause
 
 logger = logging.getLogger(__name__)
 
 MAX_TRIALS = 16  # draft tokens that a request counts for: those of one text are right or wrong together
-MAX_HEARD = 4096  # requests, since there was no evidence
+MAX_COUNTED = 4096  # requests, since there was no evidence
 MIN_TRIALS = 200.0  # before it is known what is usual for a drafter
 MEMORY_TRIALS = 4000.0  # that what is usual remembers
 THRESHOLD = 60.0  # of the sum of log-likelihood ratios: five requests of which nothing was right, where 0.6 is usual
@@ -32,49 +34,12 @@ class DriftState(Enum):
 
 
 @dataclass(slots=True)
-class UsualAcceptance:
-    """Share of right draft tokens of a drafter over all its replicas: decayed sums."""
-
-    num_tried: float = 0.0
-    num_right: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        return self.num_right / self.num_tried
-
-    def add(self, num_tried: float, num_right: float) -> None:
-        kept = exp(-num_tried / MEMORY_TRIALS)
-        self.num_tried = self.num_tried * kept + num_tried
-        self.num_right = self.num_right * kept + num_right
-
-    def come_to(self, rate: float) -> None:
-        """Moves half way to a rate, so that a lasting change becomes usual."""
-        self.num_right = self.num_tried * (self.rate + rate) / 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Drafted:
-    """Draft tokens of a request in a slot."""
-
-    request_id: str
-    num_tried: int
-    num_right: int
-
-
-def _drafted(seen: Observation) -> _Drafted | None:
-    """None where no proposal came in time: lateness is the planner's concern and says nothing about acceptance."""
-    reached, right = seen.positions.num_reached, seen.positions.num_right
-    return _Drafted(seen.request_id, sum(reached), sum(right)) if reached else None
-
-
-@dataclass(slots=True)
 class _WatchedMember:
-    standing: DriftState = DriftState.OPEN
-    evidence: float = 0.0  # Page's sum: how much likelier the collapse than the usual, since it was least so
-    num_out: int = 0  # slots of the quarantine that are left
-    length: int = 0  # slots of the last quarantine
-    trial: UsualAcceptance = field(default_factory=UsualAcceptance)
-    heard: dict[str, int] = field(default_factory=dict)  # request -> its draft tokens that the evidence counts
+    pause: Pause
+    state: DriftState = DriftState.OPEN
+    evidence: float = 0.0  # Page's sum: log-likelihood ratio of a collapse to the usual, since it was least
+    trial: tuple[int, int] = (0, 0)  # draft tokens of the trial, and the right ones
+    counted: dict[str, int] = field(default_factory=dict)  # request -> its draft tokens in the evidence
 
 
 class DriftDetector:
@@ -89,82 +54,88 @@ class DriftDetector:
         self._config = config
         self._first_slots = max(1, round(config.quarantine_s / slot_s))
         self._most_slots = max(self._first_slots, round(config.max_quarantine_s / slot_s))
-        self._usual: dict[str, UsualAcceptance] = {}
+        self._usual: DecayedSums[str] = DecayedSums(MEMORY_TRIALS)  # by drafter: draft tokens, and the right ones
         self._members: dict[str, _WatchedMember] = {}
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        """Ends a slot. Scores do not count, since they are of requests that other drafters were chosen for."""
+        """Ends a slot. Scores do not count, since they are of requests that other drafters were chosen for.
+
+        Neither do rounds without a proposal in time: lateness says nothing about acceptance.
+        """
         for member in self._members.values():
-            if member.standing is DriftState.QUARANTINED:
-                member.num_out -= 1
-                if member.num_out <= 0:
-                    member.standing, member.trial = DriftState.ON_TRIAL, UsualAcceptance()
-        slot: dict[str, list[_Drafted]] = {}
+            if member.state is DriftState.QUARANTINED and member.pause.is_over():
+                member.state, member.trial = DriftState.ON_TRIAL, (0, 0)
+        slot: dict[str, list[Observation]] = {}
         for seen in lessons(observations):
-            drafted = _drafted(seen)
-            if drafted is not None:
-                slot.setdefault(seen.drafter, []).append(drafted)
+            if seen.positions.num_reached:
+                slot.setdefault(seen.drafter, []).append(seen)
         for name, of_member in slot.items():
             self._add(name, of_member)
 
     def judge(self, member: PoolMember) -> PoolMember:
         """The member with its drift state."""
-        known = self._members.get(member.name)
-        if known is None or known.standing is DriftState.OPEN:
-            return member
-        if known.standing is DriftState.QUARANTINED:
+        state = self.state(member.name)
+        if state is DriftState.QUARANTINED:
             return replace(member, quarantined=True)
-        return replace(member, capacity=min(member.capacity, self._config.trial_places))
+        trial_places = self._config.trial_places
+        return member if state is DriftState.OPEN else replace(member, capacity=min(member.capacity, trial_places))
 
-    def standing(self, member: str) -> DriftState:
+    def state(self, member: str) -> DriftState:
         known = self._members.get(member)
-        return DriftState.OPEN if known is None else known.standing
+        return DriftState.OPEN if known is None else known.state
 
-    def _add(self, name: str, drafted: Sequence[_Drafted]) -> None:
-        usual = self._usual.setdefault(drafter_of(name), UsualAcceptance())
-        member = self._members.setdefault(name, _WatchedMember())
-        num_tried, num_right = sum(one.num_tried for one in drafted), sum(one.num_right for one in drafted)
-        if member.standing is DriftState.ON_TRIAL:
-            member.trial.add(num_tried, num_right)
-            if member.trial.num_tried >= NUM_TRIAL_TOKENS:
-                self._decide(name, member, usual)
-        elif member.standing is DriftState.OPEN:
-            if usual.num_tried >= MIN_TRIALS and usual.rate >= _LEAST_RATE:
-                self._weigh(member, drafted, usual.rate)
+    def _add(self, name: str, observations: Sequence[Observation]) -> None:
+        drafter = drafter_of(name)
+        member = self._members.get(name)
+        if member is None:
+            member = self._members[name] = _WatchedMember(Pause(self._first_slots, self._most_slots))
+        tokens = [(seen.request_id, sum(seen.positions.num_reached), sum(seen.positions.num_right)) for seen in observations]
+        num_tried, num_right = sum(tried for _, tried, _ in tokens), sum(right for _, _, right in tokens)
+        usual_tried, usual_right = self._usual.get(drafter, 2)
+        if member.state is DriftState.ON_TRIAL:
+            member.trial = (member.trial[0] + num_tried, member.trial[1] + num_right)
+            if member.trial[0] >= NUM_TRIAL_TOKENS:
+                self._decide(name, member, member.trial[1] / member.trial[0])
+        elif member.state is DriftState.OPEN:
+            if usual_tried >= MIN_TRIALS and usual_right / usual_tried >= _LEAST_RATE:
+                self._weigh(member, tokens, usual_right / usual_tried)
                 if member.evidence > THRESHOLD:
-                    logger.warning(
-                        "drafter %s: next to nothing of what it drafts is right any more, it is quarantined", name
-                    )
-                    self._put_out(member, self._first_slots)
+                    logger.warning("drafter %s is quarantined: its acceptance has collapsed", name)
+                    self._quarantine(member)
                     return
-            if member.evidence < THRESHOLD / 4:  # what may be a collapse is not made usual
-                usual.add(num_tried, num_right)
+            if member.evidence < THRESHOLD / 4:  # a possible collapse must not become usual
+                self._usual.add(drafter, (num_tried, num_right), num_tried)
 
-    def _weigh(self, member: _WatchedMember, drafted: Sequence[_Drafted], usual: float) -> None:
-        """Adds the log-likelihood ratio of a collapse to the usual, of the requests that have not yet had their say."""
+    def _weigh(self, member: _WatchedMember, tokens: Sequence[tuple[str, int, int]], usual: float) -> None:
+        """Adds the log-likelihood ratio of a collapse to the usual, of at most MAX_TRIALS draft tokens of each request.
+
+        Args:
+            tokens: request, its draft tokens and its right ones.
+        """
         rate = min(usual, _MOST_RATE)
         of_right, of_wrong = log(self._config.remaining), log((1.0 - rate * self._config.remaining) / (1.0 - rate))
         ratio = 0.0
-        for one in drafted:
-            heard = member.heard.get(one.request_id, 0)
-            counted = min(one.num_tried, MAX_TRIALS - heard)
-            if counted > 0:
-                member.heard[one.request_id] = heard + counted
-                ratio += (one.num_right * of_right + (one.num_tried - one.num_right) * of_wrong) * counted / one.num_tried
+        for request_id, num_tried, num_right in tokens:
+            former = member.counted.get(request_id, 0)
+            num = min(num_tried, MAX_TRIALS - former)
+            if num > 0:
+                member.counted[request_id] = former + num
+                ratio += (num_right * of_right + (num_tried - num_right) * of_wrong) * num / num_tried
         member.evidence = max(0.0, member.evidence + ratio)
-        if not member.evidence or len(member.heard) > MAX_HEARD:
-            member.heard.clear()
+        if not member.evidence or len(member.counted) > MAX_COUNTED:
+            member.counted.clear()
 
-    def _decide(self, name: str, member: _WatchedMember, usual: UsualAcceptance) -> None:
-        if member.trial.rate >= usual.rate * sqrt(self._config.remaining):
+    def _decide(self, name: str, member: _WatchedMember, rate: float) -> None:
+        num_tried, num_right = self._usual.get(drafter_of(name), 2)
+        usual = num_right / num_tried
+        if rate >= usual * sqrt(self._config.remaining):
             logger.info("drafter %s drafts well again", name)
-            self._members[name] = _WatchedMember()
+            del self._members[name]
             return
-        usual.come_to(member.trial.rate)
-        self._put_out(member, min(2 * member.length, self._most_slots))
+        self._usual.sums[drafter_of(name)] = (num_tried, num_tried * (usual + rate) / 2.0)
+        self._quarantine(member)
 
     @staticmethod
-    def _put_out(member: _WatchedMember, num_slots: int) -> None:
-        member.standing, member.evidence = DriftState.QUARANTINED, 0.0
-        member.heard.clear()
-        member.num_out = member.length = num_slots
+    def _quarantine(member: _WatchedMember) -> None:
+        member.state, member.evidence = DriftState.QUARANTINED, 0.0
+        member.counted.clear()

@@ -1,84 +1,44 @@
-"""Measured over predicted time per token, by chain, and the share of drafts that is verified.
+"""Measured over predicted time per token, by chain.
 
 Predictions assume a device per model and one shared pass for all requests. Models that share cores slow each other down,
 requests with different chains share no pass, and holds expire. The ratio of measured to predicted time counts as far as it
 exceeds chance (`router.estimates.round_times`), separately for slots in which all requests had one chain.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from math import exp
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final
 
 import numpy as np
 from pydantic import Field, JsonValue
 
-from router.assignment import Chain, Observation, drafter_of
-from router.estimates.round_times import FORGOTTEN, MEMORY_SLOTS, Rounds, believed
+from router.assignment import Chain
+from router.estimates.round_times import Rounds, SlotSums, believed
 from router.matching import Floats
 
-_STRENGTH = 8.0  # drafts, all of whose tokens are thought to have been verified, before the first
 TRIAL_SLOTS = 10  # that a choice is given before another is made: the first rounds with a drafter catch up, and are no rule
 
 Choice = str | None  # the last drafter that all requests are to be with, "" for the target alone; None: each has its own
 SPREAD: Final = None
 _Positive = Annotated[float, Field(gt=0)]
 _Sum = Annotated[float, Field(ge=0)]
-FillSums = dict[str, tuple[_Sum, _Sum]]
-OverrunSums = list[tuple[Chain | None, tuple[_Positive, _Positive, _Sum, _Sum]]]
+OverheadSums = list[tuple[Chain | None, tuple[_Positive, _Positive, _Sum, _Sum]]]
 
 
-class FillRates:
-    """Share of each drafter's longest draft that is verified: lookups are often silent, and not every row pays."""
-
-    def __init__(self, memory_rounds: float) -> None:
-        self._memory_rounds = memory_rounds
-        self.sums: FillSums = {}  # drafts that were at hand, and their tokens that were verified
-
-    def observe(self, observations: Iterable[Observation]) -> None:
-        for seen in observations:
-            if seen.num_in_time:
-                drafter = drafter_of(seen.drafter)
-                drafts, tokens = self.sums.get(drafter, (0.0, 0.0))
-                kept = exp(-seen.num_in_time / self._memory_rounds)
-                self.sums[drafter] = (drafts * kept + seen.num_in_time, tokens * kept + seen.num_proposed)
-
-    def snapshot(self) -> dict[str, JsonValue]:
-        return {drafter: [drafts, tokens] for drafter, (drafts, tokens) in self.sums.items()}
-
-    def of(self, drafter: str, max_draft_len: int) -> float:
-        drafts, tokens = self.sums.get(drafter, (0.0, 0.0))
-        return min(1.0, (tokens / max_draft_len + _STRENGTH) / (drafts + _STRENGTH))
-
-
-class ObservedOverheads:
-    """Measured over predicted time, by the chain that all requests had, or SPREAD."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[Chain | None, Rounds] = {}  # a round is here a second that was foreseen
+class ObservedOverheads(SlotSums[Chain | None]):
+    """Measured over predicted time, by the chain that all requests had, or SPREAD. A round is here a predicted second."""
 
     def observe(self, compared: Mapping[Chain | None, tuple[float, float]]) -> None:
-        """Adds a slot's (predicted, measured) seconds. Entries decay and are dropped in the end."""
-        for known in self._seconds.values():
-            known.fade(exp(-1.0 / MEMORY_SLOTS))
-        for what, (foreseen_s, taken_s) in compared.items():
-            if foreseen_s > 0.0:
-                self._seconds.setdefault(what, Rounds()).add(foreseen_s, taken_s)
-        self._seconds = {what: known for what, known in self._seconds.items() if known.num_slots >= FORGOTTEN}
+        """Adds a slot's (predicted, measured) seconds."""
+        self.end_slot({what: seconds for what, seconds in compared.items() if seconds[0] > 0.0})
 
-    def snapshot(self) -> list[JsonValue]:
-        return [
-            [None if what is SPREAD else list(what), [one.num_slots, one.num_rounds, one.seconds, one.squares]]
-            for what, one in self._seconds.items()
-        ]
-
-    def restore(self, snapshot: OverrunSums) -> None:
-        self._seconds = {what: Rounds(*sums) for what, sums in snapshot}
+    def to_json(self) -> list[JsonValue]:
+        return [[None if what is SPREAD else list(what), list(sums)] for what, sums in self.sums.items()]
 
     def factors(self) -> dict[Chain | None, float]:
         """Measured over predicted time of everything seen."""
-        known = list(self._seconds.values())
+        known = [Rounds(*sums) for sums in self.sums.values()]
         off = np.array([one.mean_s - 1.0 for one in known])
-        return dict(zip(self._seconds, (1.0 + off * believed(off, known)).tolist(), strict=True))
+        return dict(zip(self.sums, (1.0 + off * believed(off, known)).tolist(), strict=True))
 
 
 class DrafterChoice:

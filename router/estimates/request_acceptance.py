@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from cluster.config import HedgePolicy
 from router.assignment import RequestView
-from router.estimates.acceptance import CONTEXT_LENS, NUM_POSITIONS
+from router.estimates.decayed import retained
+from router.estimates.pool_acceptance import CONTEXT_LENS, NUM_POSITIONS
 from router.matching import NOWHERE, Floats, Ints
 from router.policies.expiring_cache import GENERATION_SLOTS
 from router.prompt_features import PromptClusters
@@ -88,10 +89,10 @@ class RequestAcceptance:
         pairs, inverse = np.unique(rows[shown] * self._shape[1] + drafters[shown], return_inverse=True)
         at = (inverse[:, None] * NUM_POSITIONS + np.arange(NUM_POSITIONS)).ravel()
         size = len(pairs) * NUM_POSITIONS
-        new_reached = np.bincount(at, reached[shown].ravel(), size).reshape(-1, NUM_POSITIONS)
+        new_reached = np.bincount(at, reached[shown].ravel(), size).astype(np.float64).reshape(-1, NUM_POSITIONS)
         new_right = np.bincount(at, right[shown].ravel(), size).reshape(-1, NUM_POSITIONS)
         row, column = np.divmod(pairs, self._shape[1])
-        kept = np.exp(-new_reached[:, :1] / MEMORY_ROUNDS)
+        kept = retained(new_reached[:, :1], MEMORY_ROUNDS)
         self._reached[row, column] = self._reached[row, column] * kept + new_reached
         self._right[row, column] = self._right[row, column] * kept + new_right
 
@@ -116,7 +117,7 @@ class RequestAcceptance:
         """Tokens of a round, bonus token included, and the rounds behind this; both (requests, drafters).
 
         Args:
-            prior: (drafters, 1 + clusters, contexts, positions), of `AcceptanceTable.means`.
+            prior: (drafters, 1 + clusters, contexts, positions), of `PoolAcceptance.means`.
             strength: rounds that the prior counts as.
         """
         self._widen(int(columns.max()) + 1)

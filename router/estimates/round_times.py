@@ -16,43 +16,30 @@ to these drafters alone.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import exp
+from typing import NamedTuple
 
 import numpy as np
+from pydantic import JsonValue
 
 from router.assignment import Observation, PoolMember, drafter_of
+from router.estimates.decayed import DecayedSums, Key
+from router.estimates.draft_times import profiled_s
 from router.matching import Floats
 
 MEMORY_SLOTS = 400.0  # of rounds, after which what they took counts 1/e
 _RECENT_SLOTS = 64  # of which the shortest tell what a round takes without prompts
 _SHORTEST = 0.1  # of them
 _CERTAIN = 3.0  # standard errors, that a mean must be off to be believed
-FORGOTTEN = 1e-3  # slots
-
-Sums = tuple[float, float, float, float]  # of a drafter: slots, rounds, seconds, and their squares over the rounds
+_FORGOTTEN = 1e-3  # slots
 
 
-@dataclass(slots=True)
-class Rounds:
+class Rounds(NamedTuple):
     """Decayed sums over the slots of a drafter or chain."""
 
-    num_slots: float = 0.0
-    num_rounds: float = 0.0
-    seconds: float = 0.0
-    squares: float = 0.0  # of a slot's seconds, over its rounds
-
-    def fade(self, kept: float) -> None:
-        self.num_slots *= kept
-        self.num_rounds *= kept
-        self.seconds *= kept
-        self.squares *= kept
-
-    def add(self, num_rounds: float, seconds: float) -> None:
-        self.num_slots += 1.0
-        self.num_rounds += num_rounds
-        self.seconds += seconds
-        self.squares += seconds**2 / num_rounds
+    num_slots: float
+    num_rounds: float
+    seconds: float
+    squares: float  # of a slot's seconds, over its rounds
 
     @property
     def mean_s(self) -> float:
@@ -64,11 +51,28 @@ class Rounds:
         return max(0.0, self.squares - self.mean_s * self.seconds)
 
 
+class SlotSums(DecayedSums[Key]):
+    """The sums of ``Rounds`` by key, which fade with each slot."""
+
+    def __init__(self) -> None:
+        super().__init__(MEMORY_SLOTS)
+
+    def end_slot(self, new: Mapping[Key, tuple[float, float]]) -> None:
+        """Adds the (rounds, seconds) of a slot."""
+        self.fade(1.0, _FORGOTTEN)
+        for key, (num_rounds, seconds) in new.items():
+            self.add(key, (1.0, num_rounds, seconds, seconds**2 / num_rounds), 0.0)
+
+    def rounds(self, key: Key) -> Rounds | None:
+        sums = self.sums.get(key)
+        return None if sums is None else Rounds(*sums)
+
+
 class RoundTimes:
     """Round times by drafter. Slots without observations do not count."""
 
     def __init__(self) -> None:
-        self._rounds: dict[str, Rounds] = {}
+        self._rounds: SlotSums[str] = SlotSums()
         self._bases: deque[float] = deque(maxlen=_RECENT_SLOTS)
         self._members: Mapping[str, PoolMember] = {}
         self._copies: Mapping[str, int] = {}
@@ -99,20 +103,17 @@ class RoundTimes:
         mean_s = sum(seconds.values()) / total
         shared_s = min(shared_s, mean_s / 2)
         self._bases.append(max(mean_s - shared_s - waits_s, mean_s / 2))
-        for known in self._rounds.values():
-            known.fade(exp(-1.0 / MEMORY_SLOTS))
-        for drafter, num in rounds.items():
-            taken_s = min(num * shared_s, seconds[drafter] / 2)
-            self._rounds.setdefault(drafter, Rounds()).add(num, seconds[drafter] - taken_s)
-        self._rounds = {drafter: known for drafter, known in self._rounds.items() if known.num_slots >= FORGOTTEN}
+        self._rounds.end_slot(
+            {drafter: (num, seconds[drafter] - min(num * shared_s, seconds[drafter] / 2)) for drafter, num in rounds.items()}
+        )
 
-    def snapshot(self) -> dict[str, Sums]:
-        return {drafter: (r.num_slots, r.num_rounds, r.seconds, r.squares) for drafter, r in self._rounds.items()}
+    def snapshot(self) -> dict[str, JsonValue]:
+        return self._rounds.snapshot()
 
-    def restore(self, snapshot: Mapping[str, Sums]) -> None:
+    def restore(self, snapshot: Mapping[str, tuple[float, ...]]) -> None:
         """The time of rounds without prompts is learned again."""
         self._bases.clear()
-        self._rounds = {drafter: Rounds(*sums) for drafter, sums in snapshot.items()}
+        self._rounds.sums = dict(snapshot)
 
     def of(
         self, members: Sequence[PoolMember], copies: Sequence[int], shares: Floats, users: Floats, num_requests: int
@@ -126,7 +127,7 @@ class RoundTimes:
         """
         names = [drafter_of(member.name) for member in members]
         self._members, self._copies = dict(zip(names, members, strict=True)), dict(zip(names, copies, strict=True))
-        known = [self._rounds.get(name) for name in names]
+        known = [self._rounds.rounds(name) for name in names]
         own = np.array([shares_target(member) for member in members])
         counts = np.array([0.0 if one is None else one.num_rounds for one in known])
         means = np.array([0.0 if one is None else one.mean_s for one in known])
@@ -149,11 +150,7 @@ class RoundTimes:
 
     def _draft_s(self, member: PoolMember, num_requests: float) -> float:
         """Profiled seconds of a batch of drafts for so many requests on all copies; 0 if not profiled."""
-        if member.costs is None or not member.costs.draft_s:
-            return 0.0
-        num = min(num_requests / self._copies[drafter_of(member.name)], member.capacity)
-        batches, seconds = zip(*member.costs.draft_s, strict=True)
-        return float(np.interp(num, batches, seconds)) * min(1.0, num)
+        return profiled_s(member.costs, min(num_requests / self._copies[drafter_of(member.name)], member.capacity))
 
 
 def believed(off: Floats, known: Sequence[Rounds | None]) -> Floats:

@@ -3,17 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from cluster.config import (
-    CascadeOptions,
-    ChainPolicy,
-    Config,
-    DrafterOptions,
-    HedgePolicy,
-    PolicyConfig,
-    can_verify,
-)
+from cluster.config import ChainPolicy, Config, HedgePolicy, LbssPolicy, PolicyConfig, can_verify
 from router.assignment import AssignmentPolicy, MemberCosts, PoolMember, member_name
 from router.cost_model import CostModel
+from router.estimates.prior_costs import prior_token_cost
 from router.policies.chain import ModelChains
 from router.policies.epsilon_greedy import EpsilonGreedy
 from router.policies.fixed import Fixed
@@ -30,17 +23,17 @@ POLICIES: dict[str, Callable[[Any], AssignmentPolicy]] = {
     "chain": ModelChains,
 }
 
-# Of a draft token, as a share of a one-row target step, until a profile knows better. Enough to tell lookups from models;
-# models stand in a pool in the order of the file, small to large.
-PRIOR_COST = {"ngram": 0.001, "suffix": 0.002, "table": 0.001, "dspark": 0.03, "layers": 0.08, "model": 0.1}
-
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _CATCH_UP_LEN = 513
 
 
-def uses_scores(config: PolicyConfig) -> bool:
-    """Whether the policy learns from what drafters would have done; the others spare them the work."""
-    return isinstance(config, HedgePolicy | ChainPolicy)
+def keeps_in_step(config: PolicyConfig) -> bool:
+    """Whether drafters keep in step, in their spare time, with requests that others draft for (SPIN's fast switching).
+
+    The policies that move requests by what they learned want this. That drafters in step are scored too is used by `hedge`
+    and `chain`; `lbss` ignores the scores.
+    """
+    return isinstance(config, HedgePolicy | ChainPolicy | LbssPolicy)
 
 
 def build_policy(config: PolicyConfig) -> AssignmentPolicy:
@@ -53,7 +46,7 @@ def build_pool(config: Config) -> tuple[PoolMember, ...]:
         PoolMember(
             member_name(drafter.name, replica),
             drafter.capacity,
-            prior_cost(drafter.options),
+            prior_token_cost(drafter.options),
             max_draft_len=drafter.max_draft_len,
             verifies=can_verify(drafter.options),
             leads=not drafter.is_companion,
@@ -74,10 +67,3 @@ def member_costs(config: Config, cost: CostModel) -> dict[str, MemberCosts]:
             per_token_s = max(0.0, many - one) / (_CATCH_UP_LEN - 1)
             found[drafter.name] = MemberCosts(measured, per_token_s, max(0.0, one - per_token_s))
     return found
-
-
-def prior_cost(options: DrafterOptions) -> float:
-    """Cost of a draft token by kind; a cascade counts as its most expensive member."""
-    if isinstance(options, CascadeOptions):
-        return max(prior_cost(member) for member in options.members)
-    return PRIOR_COST[options.kind]

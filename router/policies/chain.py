@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import Field, JsonValue
 
 from cluster.config import ChainPolicy
 from cluster.messages import LevelReport
@@ -27,38 +27,23 @@ from router.assignment import (
     ScoreCounts,
     drafter_of,
     lessons,
-    opted_out,
 )
 from router.chains import PROPOSAL_LEN, Level, PassTime, candidates, fastest, predict
-from router.estimates.acceptance import AcceptanceTable, counts_of
-from router.estimates.observed_overhead import (
-    SPREAD,
-    DrafterChoice,
-    FillRates,
-    FillSums,
-    ObservedOverheads,
-    OverrunSums,
-    seated,
-)
-from router.estimates.on_time_rate import OnTimeRates, Sums
-from router.estimates.request_acceptance import RequestAcceptance
-from router.estimates.similarity import Depths, PassTimeFactors, Similarities, guess
+from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
+from router.estimates.draft_shares import FillRates, FillSums
+from router.estimates.draft_times import PassTimeFactors, profiled_passes
+from router.estimates.observed_overhead import SPREAD, DrafterChoice, ObservedOverheads, OverheadSums, seated
+from router.estimates.similarity import Depths, Similarities, guess
 from router.matching import Floats, Ints
 from router.policies.free_capacity import FreeCapacity
-from router.prompt_features import PromptClusters
 
 REFRESH_SLOTS = 4  # after which the times of all chains are predicted anew; sooner when the pool has changed
 UNMEASURED = PassTime(((1, 1.0),))  # a target of which nobody has said how long its passes take
 
 
-class _Snapshot(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    acceptance: dict[str, JsonValue]
-    clusters: JsonValue
-    in_time: Sums = {}  # one of an older version has none, nor what follows
-    fills: FillSums = {}
-    overruns: OverrunSums = []
+class ChainSnapshot(AcceptanceSnapshot):
+    fills: FillSums = Field(default_factory=dict)  # missing in snapshots of older versions, as the next
+    overruns: OverheadSums = Field(default_factory=list)
 
 
 class ModelChains:
@@ -66,10 +51,7 @@ class ModelChains:
 
     def __init__(self, config: ChainPolicy) -> None:
         self._config = config
-        self._clusters = PromptClusters(config.num_clusters)
-        self._table = AcceptanceTable(config.num_clusters, config.cluster_rounds, config.memory_rounds)
-        self._own = RequestAcceptance(np.random.default_rng(0))
-        self._in_time = OnTimeRates(config.memory_rounds)
+        self._acceptance = AcceptanceModel(config, np.random.default_rng(0))
         self._fills = FillRates(config.memory_rounds)
         self._overruns = ObservedOverheads()
         self._target = UNMEASURED
@@ -109,64 +91,48 @@ class ModelChains:
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         drafted = list(lessons(observations))
-        self._in_time.observe(drafted)
         self._fills.observe(drafted)
         self._heard = drafted
-        told: list[Observation | ScoreCounts] = [*drafted, *scores]
-        seen = [one for one in told if one.positions.num_reached]
-        if seen:
-            drafters = np.array([self._table.row(drafter_of(one.drafter)) for one in seen])
-            reached, right = counts_of([one.positions for one in seen])
-            rows = self._own.rows_of([one.request_id for one in seen])
-            self._table.add(drafters, *self._own.kinds(rows), reached, right)
-            self._own.add(rows, drafters, reached, right)
+        self._acceptance.observe(drafted, scores)
 
     def snapshot(self) -> JsonValue:
-        acceptance, in_time, overruns = self._table.snapshot(), self._in_time.snapshot(), self._overruns.snapshot()
-        if not acceptance and not in_time and not overruns:
-            return None  # nothing is known of any drafter
-        fills = self._fills.snapshot()
-        clusters = self._clusters.snapshot()
-        return {"acceptance": acceptance, "clusters": clusters, "in_time": in_time, "fills": fills, "overruns": overruns}
+        found = {**self._acceptance.snapshot(), "overruns": self._overruns.to_json()}
+        if not found["acceptance"] and not found["in_time"] and not found["overruns"]:
+            return None
+        return {**found, "fills": self._fills.snapshot()}
 
     def restore(self, snapshot: JsonValue) -> None:
-        found = _Snapshot.model_validate(snapshot)
-        clusters = PromptClusters(self._config.num_clusters)
-        clusters.restore(found.clusters)
-        self._table.restore(found.acceptance)
-        self._clusters = clusters
-        self._in_time.sums = found.in_time
-        self._fills.sums = found.fills
-        self._overruns.restore(found.overruns)
-        self._own.clear()
+        found = ChainSnapshot.model_validate(snapshot)
+        self._acceptance.restore(found)
+        self._fills.sums = dict(found.fills)
+        self._overruns.sums = dict(found.overruns)
         self._begin()
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
-        self._own.next_slot()
+        self._acceptance.requests.next_slot()
         self._slot += 1
         self._note_losses(requests, pool)
         self._compare(requests)
-        chains = opted_out(requests)
-        willing = [request for request in requests if request.request_id not in chains]
         room = FreeCapacity(pool)
-        batch = max(1, sum(request.committed_len > 0 for request in willing))
+        batch = max(1, sum(request.committed_len > 0 for request in requests))
         members = {drafter_of(member.name): member for member in reversed(pool) if member.is_open}
         drafters = [members[drafter] for drafter in room.drafters]
         self._predict(drafters, batch)
-        if willing:
-            rows = self._own.follow(willing, self._clusters)
+        chains: dict[str, Chain] = {}
+        if requests:
+            rows = self._acceptance.follow(requests)
             foreseen_s = self._per_token_s(rows, drafters, batch)
             overruns = self._overruns.factors()
             per_token_s = foreseen_s * [overruns.get((*self._below[name], name), 1.0) for name in room.drafters]
-            seconds = self._as_they_stand(willing, per_token_s, batch, room)
-            live = [i for i, request in enumerate(willing) if request.committed_len] or list(range(len(willing)))
-            names, places = ("", *room.drafters), (len(willing), *map(room.num_free, room.drafters))
+            seconds = self._as_they_stand(requests, per_token_s, batch, room)
+            live = [i for i, request in enumerate(requests) if request.committed_len] or list(range(len(requests)))
+            names, places = ("", *room.drafters), (len(requests), *map(room.num_free, room.drafters))
             choice = self._choosing.choose(names, seconds[live], places, overruns.get(SPREAD, 1.0))
-            last = [i for i, request in enumerate(willing) if request.is_placeholder]
+            last = [i for i, request in enumerate(requests) if request.is_placeholder]
             columns = seated(seconds, places, None if choice is SPREAD else names.index(choice), last)
-            chains |= self._seat(willing, columns, room)
-            self._note_foreseen(willing, chains, room, foreseen_s, per_token_s)
-        return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
+            chains = self._seat(requests, columns, room)
+            self._note_foreseen(requests, chains, room, foreseen_s, per_token_s)
+        return chains
 
     def _compare(self, requests: Sequence[RequestView]) -> None:
         """Compares measured with predicted seconds per token of requests that stayed with their chain.
@@ -230,9 +196,9 @@ class ModelChains:
         if known == self._known and self._slot % REFRESH_SLOTS:
             return
         self._known = known
-        self._passes = {name: self._profiled(member) for name, member in zip(names, drafters, strict=True)}
+        self._passes = {name: profiled_passes(member, self._target) for name, member in zip(names, drafters, strict=True)}
         passes = {name: base.scaled(self._paces.factor(name)) for name, base in self._passes.items()}
-        rates = {name: tuple(self._table.rates(name).mean.tolist()) for name in names}
+        rates = {name: self._acceptance.mean_rates(name) for name in names}
         by_name = dict(zip(names, drafters, strict=True))
         fills = {name: self._fills.of(name, by_name[name].max_draft_len) for name in names}
         overruns = self._overruns.factors()
@@ -257,16 +223,6 @@ class ModelChains:
             below = self._below[last] = fastest(rounds, self._below.get(last), self._config.hysteresis)
             self._round_s[last] = round_s[(*below, last)]
 
-    def _profiled(self, member: PoolMember) -> PassTime:
-        """Pass times of a drafter from its profiled drafts; an unprofiled one counts as a small target."""
-        if member.costs is None or not member.costs.draft_s:
-            return self._target.scaled(member.cost)
-        points: list[tuple[int, float]] = []
-        for batch, seconds in member.costs.draft_s:
-            step_s = seconds / member.max_draft_len
-            points.append((batch, max(step_s, points[-1][1]) if points else step_s))
-        return PassTime(tuple(points))
-
     def _per_token_s(self, rows: Ints, drafters: Sequence[PoolMember], batch: int) -> Floats:
         """(requests, drafters) seconds per token with the fastest chain below each. A round whose draft is late is a
         plain one: one token, and no longer, as `router.planner` bounds holds.
@@ -274,11 +230,8 @@ class ModelChains:
         if not drafters:
             return np.zeros((len(rows), 0))
         names = [drafter_of(member.name) for member in drafters]
-        columns = np.array([self._table.row(name) for name in names])
-        lens, _ = self._own.expected_lens(
-            rows, columns, self._table.means(), self._config.request_rounds, [m.max_draft_len for m in drafters]
-        )
-        in_time = self._in_time.shares(names)
+        lens, _ = self._acceptance.expected_lens(rows, drafters)
+        in_time = self._acceptance.on_time_shares(names)
         round_s = in_time * [self._round_s[name] for name in names] + (1.0 - in_time) * self._target.at(batch)
         per_token_s: Floats = round_s / (1.0 + in_time * (lens - 1.0))
         closed = [j for j, name in enumerate(names) if self._depths.of(name) == 0]

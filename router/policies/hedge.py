@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from cluster.config import HedgePolicy
 from router.assignment import (
@@ -20,15 +20,11 @@ from router.assignment import (
     ScoreCounts,
     drafter_of,
     lessons,
-    opted_out,
 )
-from router.estimates.acceptance import AcceptanceTable, counts_of
-from router.estimates.on_time_rate import OnTimeRates, Sums
-from router.estimates.request_acceptance import RequestAcceptance
+from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
 from router.estimates.round_times import RoundTimes, shares_target
 from router.matching import NOWHERE, Floats, Ints, match
 from router.policies.free_capacity import FreeCapacity
-from router.prompt_features import PromptClusters
 
 MAX_CYCLES = 64  # of a slot's matching: what is left to gain then is little, and the next slot begins nearer to it
 _MAX_PRICES = 8  # of a slot, of drafters that the requests with them pay for together
@@ -38,14 +34,9 @@ _Sum = Annotated[float, Field(ge=0)]
 _Times = dict[str, tuple[_Positive, _Positive, _Sum, _Sum]]
 
 
-class _Snapshot(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    acceptance: dict[str, JsonValue]
-    clusters: JsonValue
+class HedgeSnapshot(AcceptanceSnapshot):
     times: JsonValue = None  # of an older version, which kept other sums
-    rounds: _Times = {}
-    in_time: Sums = {}  # one of an older version has none
+    rounds: _Times = Field(default_factory=dict)
 
 
 class Hedge:
@@ -55,7 +46,7 @@ class Hedge:
 
     - L_ij: expected tokens of a round with a draft, from i's own drafts and scores by position, shrunk towards j's means for
       similar prompts (cluster and context length) and for all requests (`router.estimates.acceptance`).
-    - s_j: share of rounds in which j's draft is in time (`router.estimates.on_time_rate`).
+    - s_j: share of rounds in which j's draft is in time (`router.estimates.draft_shares`).
     - T_j: seconds of a round if all requests were with j (`router.estimates.round_times`).
     - G_ij: a Gumbel draw fixed for the life of i; n_ij: the rounds behind L_ij.
 
@@ -69,65 +60,44 @@ class Hedge:
 
     def __init__(self, config: HedgePolicy) -> None:
         self._config = config
-        self._clusters = PromptClusters(config.num_clusters)
-        self._table = AcceptanceTable(config.num_clusters, config.cluster_rounds, config.memory_rounds)
+        self._acceptance = AcceptanceModel(config, np.random.default_rng(config.seed))
         self._times = RoundTimes()
-        self._in_time = OnTimeRates(config.memory_rounds)
-        self._own = RequestAcceptance(np.random.default_rng(config.seed))
         self._prices: dict[str, float] = {}
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         drafted = list(lessons(observations))
         self._times.observe(drafted)
-        self._in_time.observe(drafted)
-        told: list[Observation | ScoreCounts] = [*drafted, *scores]
-        seen = [one for one in told if one.positions.num_reached]
-        if not seen:
-            return
-        drafters = np.array([self._table.row(drafter_of(one.drafter)) for one in seen])
-        reached, right = counts_of([one.positions for one in seen])
-        rows = self._own.rows_of([one.request_id for one in seen])
-        self._table.add(drafters, *self._own.kinds(rows), reached, right)
-        self._own.add(rows, drafters, reached, right)
+        self._acceptance.observe(drafted, scores)
 
     def snapshot(self) -> JsonValue:
-        acceptance, in_time = self._table.snapshot(), self._in_time.snapshot()
-        rounds: dict[str, JsonValue] = {drafter: list(sums) for drafter, sums in self._times.snapshot().items()}
-        if not acceptance and not in_time and not rounds:
-            return None  # nothing is known of any drafter
-        return {"acceptance": acceptance, "clusters": self._clusters.snapshot(), "rounds": rounds, "in_time": in_time}
+        found = {**self._acceptance.snapshot(), "rounds": self._times.snapshot()}
+        return found if found["acceptance"] or found["in_time"] or found["rounds"] else None
 
     def restore(self, snapshot: JsonValue) -> None:
-        found = _Snapshot.model_validate(snapshot)
-        clusters = PromptClusters(self._config.num_clusters)
-        clusters.restore(found.clusters)
-        self._table.restore(found.acceptance)
-        self._clusters = clusters
+        found = HedgeSnapshot.model_validate(snapshot)
+        self._acceptance.restore(found)
         self._times.restore(found.rounds)
-        self._in_time.sums = found.in_time
-        self._own.clear()
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
-        self._own.next_slot()
-        chains = opted_out(requests)
-        willing = [request for request in requests if not request.opted_out] if chains else requests
+        self._acceptance.requests.next_slot()
+        chains = dict.fromkeys([request.request_id for request in requests], TARGET_ONLY)
         room = FreeCapacity(pool)
-        if willing and room.drafters:
-            rows = self._own.follow(willing, self._clusters)
-            values = self._values(willing, rows, pool, room)
+        if requests and room.drafters:
+            rows = self._acceptance.follow(requests)
+            values = self._values(requests, rows, pool, room)
             capacity = np.array([room.num_free(drafter) for drafter in room.drafters])
             prices = np.array([self._prices.get(drafter, 0.0) for drafter in room.drafters])
-            live = np.array([not request.is_placeholder for request in willing])
+            live = np.array([not request.is_placeholder for request in requests])
             matching = match(values[live], capacity, prices, MAX_CYCLES)
             self._prices = dict(zip(room.drafters, matching.prices.tolist(), strict=True))
             places = matching.place.tolist()
-            requests_live = [request for request in willing if not request.is_placeholder]
+            requests_live = [request for request in requests if not request.is_placeholder]
             chains |= room.seat_all(
                 (r, room.drafters[j]) for r, j in zip(requests_live, places, strict=True) if j != NOWHERE
             )
             for i in np.flatnonzero(~live).tolist():
-                chains[willing[i].request_id] = self._best_left(values[i], prices, room)
-        return dict.fromkeys([request.request_id for request in requests], TARGET_ONLY) | chains
+                chains[requests[i].request_id] = self._best_left(values[i], prices, room)
+        return chains
 
     @staticmethod
     def _best_left(values: Floats, prices: Floats, room: FreeCapacity) -> Chain:
@@ -144,16 +114,13 @@ class Hedge:
         """(requests, drafters): value of a place above plain decoding."""
         members = {drafter_of(member.name): member for member in reversed(pool)}
         drafters = [members[drafter] for drafter in room.drafters]
-        columns = np.array([self._table.row(drafter) for drafter in room.drafters])
-        prior = self._table.means()
-        lens, worth = self._own.expected_lens(
-            rows, columns, prior, self._config.request_rounds, [member.max_draft_len for member in drafters]
-        )
-        shares = self._in_time.shares(room.drafters)
+        own, columns = self._acceptance.requests, self._acceptance.columns(room.drafters)
+        lens, num_rounds = self._acceptance.expected_lens(rows, drafters)
+        shares = self._acceptance.on_time_shares(room.drafters)
         lens = 1.0 + shares * (lens - 1.0)
-        noise = self._own.noise(rows, columns) / (self._config.learning_rate * worth)
+        noise = own.noise(rows, columns) / (self._config.learning_rate * num_rounds)
         here = self._here(requests, pool, room)
-        placed = self._own.place(rows)
+        placed = own.place(rows)
         tokens = np.maximum(lens + noise, 0.0)
         tokens *= 1.0 - np.minimum(self._switching(requests, drafters, here) / self._config.payback_s, 1.0)
         stays = np.flatnonzero(placed & (here != NOWHERE))
@@ -161,7 +128,7 @@ class Hedge:
         live = np.array([request.committed_len > 0 for request in requests])
         round_s = self._round_s(drafters, room, shares, tokens[live])
         values = tokens / round_s
-        tries, least = self._own.draw_explorers(rows, worth, self._config)
+        tries, least = own.draw_explorers(rows, num_rounds, self._config)
         values[tries, least] = np.maximum(values[tries, least], (1.0 + self._config.hysteresis) * values[tries].max(axis=1))
         plain = 1.0 / round_s.min()  # one token a round, which takes no longer than the shortest
         gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))

@@ -44,7 +44,6 @@ from router.assignment import (
     RequestView,
     ScoreCounts,
     lessons,
-    opted_out,
 )
 from router.estimates.goodput import GoodputEstimates
 from router.policies.expiring_cache import ExpiringCache
@@ -54,7 +53,7 @@ _DROPPED = ""  # by lines 9 and 10
 MAX_EPOCH = 62
 
 
-class _Snapshot(BaseModel):
+class LbssSnapshot(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     epoch: Annotated[int, Field(ge=1, le=MAX_EPOCH)]
@@ -81,28 +80,27 @@ class Lbss:
         return {"epoch": self._calendar.epoch, "drafters": means} if means else None
 
     def restore(self, snapshot: JsonValue) -> None:
-        found = _Snapshot.model_validate(snapshot)
+        found = LbssSnapshot.model_validate(snapshot)
         self._means.restore(found.drafters)
         self._calendar.epoch = found.epoch
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._chosen.next_slot()
         self._means.next_slot()
-        chains = opted_out(requests)
+        chains = dict.fromkeys([request.request_id for request in requests], TARGET_ONLY)
         room = FreeCapacity(pool)
-        willing = [request for request in requests if request.request_id not in chains]
-        live = [request for request in willing if not request.is_placeholder]
+        live = [request for request in requests if not request.is_placeholder]
         if live and self._calendar.next_slot():  # slots without requests are no part of an epoch: nothing can be learned
             self._chosen = ExpiringCache()
         newcomers = self._keep(live, room, chains)
-        for group in (newcomers, [request for request in willing if request.is_placeholder]):
+        for group in (newcomers, [request for request in requests if request.is_placeholder]):
             if group and room.drafters:
                 decide = self._explore if self._calendar.exploring else self._exploit
                 for request, drafter in zip(group, decide(group, room), strict=True):
                     self._chosen.put(request.request_id, drafter)
                     seat = room.seat(drafter, request.chain) if drafter != _DROPPED else None
                     chains[request.request_id] = seat or TARGET_ONLY
-        return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
+        return chains
 
     def _keep(self, requests: Sequence[RequestView], room: FreeCapacity, chains: dict[str, Chain]) -> list[RequestView]:
         """Seats requests at the drafters chosen for them earlier; returns the others."""

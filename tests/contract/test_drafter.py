@@ -17,8 +17,8 @@ from cluster.config import (
     TableOptions,
 )
 from cluster.types import ModelInfo, SamplingParams
-from drafters.protocol import Chaining, Demand, Draft, Drafter
-from drafters.registry import Site, make, make_chained
+from drafters.protocol import Demand, Draft, Drafter
+from drafters.registry import Site, make, make_drafter
 from drafters.table import count_frequencies
 from engine.factory import load_model
 from engine.forward import CausalModel
@@ -130,8 +130,7 @@ def _make_one(kind: str, folder: Path, layers_folder: Path, table_file: Path) ->
 def _chain(levels: Sequence[DrafterOptions], target: ModelInfo) -> Drafter:
     """A chain of the pool in which every request has all ``levels``, smallest first."""
     configs = [DrafterConfig(name=f"level-{i}", options=options) for i, options in enumerate(levels)]
-    drafter = make_chained(configs[-1], configs[:-1], target)
-    assert isinstance(drafter, Chaining)
+    drafter = make_drafter(configs[-1], target, proposers=configs[:-1])
     return AlwaysLed(drafter, [config.name for config in configs[:-1]])
 
 

@@ -3,19 +3,23 @@
 from collections.abc import Sequence
 
 from cluster.types import SamplingParams
-from drafters.protocol import Chaining, Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
 
 
 class AlwaysLed:
     """``drafter`` behind ``proposers``, smallest first."""
 
-    def __init__(self, drafter: Chaining, proposers: Sequence[str]) -> None:
+    capabilities = Capabilities()
+
+    def __init__(self, drafter: Drafter, proposers: Sequence[str]) -> None:
         self._drafter = drafter
         self._proposers = tuple(proposers)
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self._drafter.open(request_id, token_ids, prompt_len, sampling)
-        assert self._drafter.lead(request_id, self._proposers)
+        chain = self._drafter.capabilities.chain
+        assert chain is not None
+        assert chain.set_proposers(request_id, self._proposers)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._drafter.extend(request_id, token_ids)

@@ -4,11 +4,11 @@ Everything random comes from one seed, so a failing seed replays: ``run(seed)``.
 """
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
-from cluster.transport.base import LinkDown, LinkUp, Mailbox, Received
+from cluster.transport.base import Event, LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.memory import LocalNetwork, MemoryLink
 from cluster.transport.simulation import Faults, MemoryNetwork
 from cluster.types import Commit, FinishReason, Request, RoutingTable, SamplingParams
@@ -25,12 +25,26 @@ GATEWAY = "memory://gateway"
 MAX_TURNS = 20_000
 
 
+class _DrafterMailbox(Mailbox):
+    """Knows whether a LinkDown waits in it."""
+
+    is_down = False
+
+    def put(self, event: Event, on_room: Callable[[], None] | None = None) -> bool:
+        self.is_down |= isinstance(event, LinkDown)
+        return super().put(event, on_room)
+
+    def drain(self) -> list[Event]:
+        self.is_down = False
+        return super().drain()
+
+
 @dataclass
 class SimulatedDrafter:
     name: str
     drafter: ToyDrafter
     loop: DrafterLoop
-    mailbox: Mailbox
+    mailbox: _DrafterMailbox
     link: MemoryLink
     hung_until_s: float = 0.0
 
@@ -179,7 +193,7 @@ class SimulatedCluster:
         if self.rng.random() < self.hang:
             part.hung_until_s = self.now_s + self.rng.uniform(0.01, 3.0)
             return True
-        if any(isinstance(event, LinkDown) for event in part.mailbox._events):
+        if part.mailbox.is_down:
             part.loop.step(self.now_s)
             part.link = self._connect(part.name, part.mailbox)
             return True
@@ -190,7 +204,7 @@ class SimulatedCluster:
         return progressed
 
     def _start_drafter(self, name: str) -> SimulatedDrafter:
-        mailbox = Mailbox(capacity=self.rng.choice((4, 64)))
+        mailbox = _DrafterMailbox(capacity=self.rng.choice((4, 64)))
         drafter = ToyDrafter(random.Random(self.rng.random()), error=self.rng.choice((0.0, 0.1, 0.4, 1.0)), silence=0.1)
         loop = DrafterLoop(name, drafter, mailbox, ahead_len=self.rng.choice((0, 4)))
         return SimulatedDrafter(name, drafter, loop, mailbox, self._connect(name, mailbox))

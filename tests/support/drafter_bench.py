@@ -7,7 +7,7 @@ from cluster.messages import DraftRound, Extend, Hello, Message, Open, ProposalR
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import Proposal, SamplingParams
 from drafters.loop import DrafterLoop
-from drafters.protocol import Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft
 from drafters.sessions import SessionLimits
 
 SAMPLING = SamplingParams(max_tokens=1000)
@@ -55,6 +55,7 @@ class Counting:
     texts: dict[str, list[int]] = field(default_factory=dict)
     batches: list[list[Demand]] = field(default_factory=list)
     meanwhile: Callable[[], None] = lambda: None  # happens during the next batch
+    capabilities = Capabilities()
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self.texts[request_id] = list(token_ids)

@@ -12,7 +12,7 @@ from torch import Tensor
 from cluster.types import SamplingParams
 from drafters.dspark.checkpoint import TargetRows, new_network, save_network
 from drafters.dspark.config import parse_dspark_config
-from drafters.protocol import Demand, Draft, Drafter
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from engine.factory import load_model
 from engine.forward import CausalModel, PackedSpan
 from engine.models.config import load_config
@@ -76,6 +76,8 @@ class PrefixFeatures:
 
 class WithFeatures:
     """A drafter beside ``PrefixFeatures`` that hear of the same tokens."""
+
+    capabilities = Capabilities()
 
     def __init__(self, drafter: Drafter, features: PrefixFeatures) -> None:
         self.drafter, self.features = drafter, features

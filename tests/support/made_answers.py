@@ -2,13 +2,13 @@
 
 import torch
 
-from drafters.training.corpus import Answer
+from drafters.training.corpus import TargetAnswer
 
 
-def answer(key: str, prompt: int, length: int, temperature: float = 0.0) -> Answer:
+def answer(key: str, prompt: int, length: int, temperature: float = 0.0) -> TargetAnswer:
     generator = torch.Generator().manual_seed(_hash_of(key))
     ids = torch.randint(0, 250, (prompt + length,), generator=generator).tolist()
-    return Answer(key, "d", temperature, 7, tuple(ids[:prompt]), tuple(ids[prompt:]))
+    return TargetAnswer(key, "d", temperature, 7, tuple(ids[:prompt]), tuple(ids[prompt:]))
 
 
 def _hash_of(text: str) -> int:

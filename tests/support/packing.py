@@ -9,7 +9,7 @@ import torch
 
 from engine.forward import CausalModel, PackedSpan
 from engine.kv_cache import KvCache
-from engine.models.config import ModelConfig, load_config
+from engine.models.config import DecoderConfig, load_config
 from engine.models.weights import open_weights
 from engine.ops import Ops
 
@@ -17,7 +17,7 @@ BLOCK_LEN = 16
 
 
 def load_with(
-    make_ops: Callable[[ModelConfig, torch.dtype], Ops],
+    make_ops: Callable[[DecoderConfig, torch.dtype], Ops],
     folder: Path,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",

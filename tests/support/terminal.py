@@ -75,6 +75,7 @@ def on_terminal(*arguments: str) -> Iterator[Terminal]:
         stdout=far_end,
         stderr=far_end,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
         env=environment | {"TERM": "xterm-256color"},
     )
     os.close(far_end)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cluster.types import ModelInfo, Request, SamplingParams
-from drafters.protocol import Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft
 from engine.ledger import Ledger
 from engine.noise import gumbel, noise_keys
 from engine.target import SpanInput, SpanOutcome
@@ -141,6 +141,7 @@ class ToyDrafter:
     error: float = 0.3
     silence: float = 0.1
     _followed: dict[str, tuple[list[int], SamplingParams]] = field(default_factory=dict)
+    capabilities = Capabilities()
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self._followed[request_id] = (list(token_ids), sampling)

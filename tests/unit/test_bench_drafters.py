@@ -17,6 +17,8 @@ from drafters.replay import Round
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 def rounds_of(*accepted: int, drafted: int = 3, confidence: float = 0.5) -> list[Round]:
     return [Round("d", (confidence,) * drafted, num, num + 1) for num in accepted]

@@ -25,6 +25,8 @@ from router.planner import StepPlanner
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> BenchOptions:

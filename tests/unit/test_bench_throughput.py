@@ -11,6 +11,7 @@ import pytest
 from benchmarks import interleaved
 from benchmarks.fixtures import Fixtures, as_request
 from benchmarks.interleaved import Pace, ServedLane
+from benchmarks.prompts import choose_prompts
 from benchmarks.throughput import Pair, PairedRuns, Speedup, Turns, jackknife, laps, near_best, ratio, sample
 from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
 from cluster.errors import GenerationFailed
@@ -21,9 +22,10 @@ from drafters.replay import Recording
 from engine.kv_cache import BLOCK_LEN
 from engine.native import NativeTarget
 from engine.target import SpanInput, SpanOutcome
-from profiler.prompts import choose_prompts
 from tests.support.dspark import write_dspark
 from tests.support.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.slow
 
 NGRAM = DrafterConfig(name="ngram", options=NgramOptions())
 

@@ -20,9 +20,9 @@ from profiler.calibration import (
     quality,
     save_scaling,
 )
-from profiler.online_calibration import OnlineSurvival
-from profiler.online_scaling import OnlineScaling
 from profiler.reliability import auroc, expected_calibration_error, plot_reliability
+from router.estimates.confidence_scaling import OnlineScaling
+from router.estimates.survival import OnlineSurvival
 
 Floats = NDArray[np.float64]
 K = 7

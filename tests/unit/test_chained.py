@@ -21,11 +21,10 @@ from cluster.config import (
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
-from drafters.chained import ChainedModel
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
-from drafters.protocol import Chaining, Demand, Drafter
-from drafters.registry import make_chained
+from drafters.protocol import Demand, Drafter
+from drafters.registry import make_drafter
 from drafters.small_model import SmallModel
 from engine.factory import load_model
 from engine.loading import load_target
@@ -49,11 +48,11 @@ def small_model(folder: Path, num_layers: int | None = None, num_blocks: int = 6
     return SmallModel(model, num_blocks=num_blocks, vocab_size=VOCAB_SIZE, eos_token_ids=(VOCAB_SIZE - 1,))
 
 
-def pool(folder: Path, verifier: SmallModel) -> ChainedModel:
+def pool(folder: Path, verifier: SmallModel) -> ModelDrafter:
     """ngram, shallow (two layers) and twin (the verifier's own weights) may ride ahead; ngram ahead of shallow, too."""
     ngram = NgramDrafter()
-    shallow = ChainedModel(small_model(folder, 2), {"ngram": ngram})
-    return ChainedModel(verifier, {"ngram": ngram, "shallow": shallow, "twin": ModelDrafter(small_model(folder))})
+    shallow = ModelDrafter(small_model(folder, 2), {"ngram": ngram})
+    return ModelDrafter(verifier, {"ngram": ngram, "shallow": shallow, "twin": ModelDrafter(small_model(folder))})
 
 
 CHAINS = [(), ("ngram",), ("shallow",), ("ngram", "shallow"), ("twin",), ("unknown",), ("ngram", "twin")]
@@ -70,7 +69,7 @@ def test_whoever_leads_and_however_that_changes_the_drafts_are_the_verifiers_own
         for name in names:
             if rng.random() < 0.5:
                 chain = rng.choice(CHAINS)
-                assert led.lead(name, chain) == (chain not in (("unknown",), ("ngram", "twin")))
+                assert led.set_proposers(name, chain) == (chain not in (("unknown",), ("ngram", "twin")))
         demands = [Demand(name, rng.randint(0, 7)) for name in names]
         drafts = led.propose(demands)
         assert drafts
@@ -90,7 +89,7 @@ def test_requests_share_the_passes_of_their_verifier_whoever_leads_them(folder: 
     led = pool(folder, verifier)
     for name, chain in (("led", ("twin",)), ("also", ("twin",)), ("looked-up", ("ngram",))):
         led.open(name, PROMPT, len(PROMPT), SAMPLED)
-        led.lead(name, chain)
+        led.set_proposers(name, chain)
     led.propose([Demand(name, 5) for name in ("led", "also", "looked-up")])
     few = verifier.num_passes
     assert few <= 5  # the slowest draft's, and not the sum: a token at least in each
@@ -105,7 +104,7 @@ def test_it_reports_what_its_proposers_got_right(folder: Path) -> None:
     led = pool(folder, small_model(folder))
     for name, chain in (("a", ("twin",)), ("b", ("ngram", "shallow"))):
         led.open(name, PROMPT, len(PROMPT), SAMPLED)
-        led.lead(name, chain)
+        led.set_proposers(name, chain)
     led.propose([Demand("a", 5), Demand("b", 5)])
     reports = {report.drafter: report for report in led.take_levels("me")}
     assert set(reports) == {"me", "shallow"}
@@ -121,7 +120,7 @@ def test_it_reports_what_its_proposers_got_right(folder: Path) -> None:
 
 
 def test_caches_that_are_given_up_are_counted(folder: Path) -> None:
-    led = ChainedModel(small_model(folder, num_blocks=4), {"ngram": NgramDrafter()})
+    led = ModelDrafter(small_model(folder, num_blocks=4), {"ngram": NgramDrafter()})
     for name in "abc":
         led.open(name, [(7 * ord(name) + t) % 250 for t in range(60)], 10, SAMPLED)
         led.propose([Demand(name, 2)])
@@ -130,7 +129,8 @@ def test_caches_that_are_given_up_are_counted(folder: Path) -> None:
 
 
 def made(config: DrafterConfig, proposers: list[DrafterConfig], folder: Path) -> Drafter:
-    return make_chained(config, proposers, ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), fingerprint(folder)))
+    target = ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), fingerprint(folder))
+    return make_drafter(config, target, proposers=proposers)
 
 
 def test_the_registry_makes_a_drafter_with_those_that_may_ride_ahead_of_it(folder: Path, tmp_path: Path) -> None:
@@ -141,13 +141,14 @@ def test_the_registry_makes_a_drafter_with_those_that_may_ride_ahead_of_it(folde
     )
     model = DrafterConfig(name="model", options=ModelOptions(model=str(folder), dtype="float32", kv_cache_gb=0.001))
     led, alone = made(model, [ngram, trained], folder), made(model, [], folder)
-    assert isinstance(led, Chaining)
-    assert not isinstance(alone, Chaining)
+    chain = led.capabilities.chain
+    assert chain is not None
+    assert alone.capabilities.chain is None
     for drafter in (led, alone):
         drafter.open("r", PROMPT, len(PROMPT), SAMPLED)
-    assert led.lead("r", ("ngram", "layers"))
+    assert chain.set_proposers("r", ("ngram", "layers"))
     assert led.propose([Demand("r", 6)])[0].token_ids == alone.propose([Demand("r", 6)])[0].token_ids
-    assert not isinstance(made(ngram, [], folder), Chaining)
+    assert made(ngram, [], folder).capabilities.chain is None
 
 
 def test_a_chain_of_three_drafters_serves_the_targets_own_tokens(folder: Path) -> None:
@@ -170,7 +171,7 @@ def test_a_chain_of_three_drafters_serves_the_targets_own_tokens(folder: Path) -
     engine, model, _ = load_target(resolved)
     pool = {
         one.name: PoolEntry(
-            make_chained(one, resolved.proposers_of(one.name), model),
+            make_drafter(one, model, proposers=resolved.proposers_of(one.name)),
             proposers=tuple(below.name for below in resolved.proposers_of(one.name)),
         )
         for one in resolved.drafters

@@ -22,10 +22,10 @@ def asked(
     found = []
     for number in range(num_rounds):
         found.append(asking.decide(batch))
-        if asking.is_asked:
-            asking.drafted(batch, cost_s)
-            asking.came_true(batch, saves_s(number))
-        asking.handled(batch, 0.001 + (handling_s if asking.is_asked else 0.0))
+        if asking.is_queried:
+            asking.note_draft(batch, cost_s)
+            asking.note_saved(batch, saves_s(number))
+        asking.note_rest(batch, 0.001 + (handling_s if asking.is_queried else 0.0))
     return found
 
 
@@ -78,9 +78,9 @@ def test_catching_up_after_a_pause_is_not_taken_for_the_cost_of_a_draft() -> Non
     for _ in range(400):
         paused = bool(found) and not found[-1]
         found.append(asking.decide(1))
-        if asking.is_asked:
-            asking.drafted(1, 1.0 if paused else 0.004)
-            asking.came_true(1, 0.0 if len(found) < 60 else 0.01)
+        if asking.is_queried:
+            asking.note_draft(1, 1.0 if paused else 0.004)
+            asking.note_saved(1, 0.0 if len(found) < 60 else 0.01)
     assert all(found[-100:])
 
 

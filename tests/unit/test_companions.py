@@ -18,9 +18,8 @@ from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.types import FinishReason, ModelInfo, Request, SamplingParams
 from drafters.companions import Host, HostFeatures, make_dspark
-from drafters.feature_layers import feature_layers
-from drafters.protocol import Demand, Draft
-from drafters.registry import make_drafter
+from drafters.protocol import Capabilities, Demand, Draft
+from drafters.registry import feature_layers, make_drafter
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
@@ -152,6 +151,8 @@ def test_the_targets_own_thread_reads_features_of_what_is_committed(
 class _Wrong:
     """Drafts what the target never says."""
 
+    capabilities = Capabilities()
+
     def __init__(self) -> None:
         self.num_asked = 0
         self.lengths: dict[str, int] = {}
@@ -219,6 +220,8 @@ def test_a_row_has_its_price_also_where_prompts_come_in_nearly_every_pass(
 
 class _Failing:
     """Drafts once, then fails."""
+
+    capabilities = Capabilities()
 
     def __init__(self) -> None:
         self.num_asked = 0
@@ -294,7 +297,7 @@ def test_features_of_other_layers_are_picked_out(target: Path, folder: Path, oth
 def test_what_does_not_fit_the_target_is_refused(target: Path, folder: Path, tmp_path: Path) -> None:
     engine, model = engine_of(target, (0, 2))
     host = Host(engine, target)
-    with pytest.raises(InvalidField, match="made in the target's process alone"):
+    with pytest.raises(InvalidField, match="must run in the target's process"):
         make_drafter(DrafterConfig(name="d", options=options(folder)), model)
     with pytest.raises(ModelUnavailable, match="no folder of a trained drafter"):
         make_dspark(options(tmp_path / "nowhere"), model, host)
@@ -313,12 +316,18 @@ def test_a_target_with_a_head_of_its_own_shares_that(tmp_path: Path) -> None:
     target = write_tiny_model(tmp_path / "model", num_layers=3, hidden_size=64, intermediate_size=96)
     raw = json.loads((target / "config.json").read_text()) | {"tie_word_embeddings": False}
     (target / "config.json").write_text(json.dumps(raw))
+    torch.manual_seed(0)
     weights = load_file(target / "model.safetensors")
-    weights["lm_head.weight"] = torch.randn(257, 64)
+    weights["lm_head.weight"] = torch.zeros(257, 64)  # always token 6 or token 8
+    weights["lm_head.weight"][6] = 1000 * torch.randn(64)
+    weights["lm_head.weight"][8] = -weights["lm_head.weight"][6]
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     folder = write_dspark(tmp_path / "drafter", target, draft_token_ids=list(range(0, 257, 2)))
     engine, model = engine_of(target, (0, 2))
     drafter = make_dspark(options(folder), model, Host(engine, target))
-    hidden = torch.randn(2, 64)
-    got = drafter._sequential._head(hidden)
-    torch.testing.assert_close(got, hidden @ weights["lm_head.weight"][::2].T, rtol=1e-4, atol=1e-4)
+    with EmbeddedCluster(
+        engine, model, COST, {"dspark": PoolEntry(drafter, companion=True)}, StepPlanner(PATIENT)
+    ) as cluster:
+        completions = cluster.complete(requests(2))
+    assert {token for token_ids in outputs(completions) for token in token_ids} <= {6, 8}
+    assert sum(c.num_accepted for c in completions) > sum(c.num_proposed for c in completions) / 20 > 0

@@ -12,9 +12,9 @@ from cluster.config import DrafterOptions, LayersOptions, ModelOptions, NgramOpt
 from cluster.messages import Budget, DraftRound, DraftScore, Extend, Hello, Message, Open, ProposalRound, Role
 from cluster.transport.base import LinkUp, Mailbox, Received
 from cluster.types import ModelInfo, Proposal, SamplingParams
-from drafters.chained import ChainedModel
 from drafters.counterfactual import Shadow
 from drafters.loop import REPORT_PERIOD_S, DrafterLoop
+from drafters.model import ModelDrafter
 from drafters.protocol import NEVER, Drafter, Stopping
 from drafters.registry import Site, make
 from drafters.sessions import MAX_UNSCORED, SessionLimits
@@ -69,6 +69,7 @@ class Bench:
 
     def settle(self) -> None:
         for _ in range(2000):
+            self.now_s += REPORT_PERIOD_S  # so that scores are sent with every piece of work
             if not self.loop.step(self.now_s):
                 break
         else:
@@ -78,7 +79,7 @@ class Bench:
     def scores(self) -> list[DraftScore]:
         """All that there are: those not sent yet go with the next piece of work."""
         return [score for message in self.link.sent for score in message.scores] + [
-            score for peer in self.loop._roster.peers.values() for score in peer.scores
+            score for peer in self.loop.sessions.peers.values() for score in peer.scores
         ]
 
     def proposals(self) -> list[Proposal]:
@@ -175,7 +176,7 @@ def test_a_score_is_what_really_drafting_gives(
 
     def make_one() -> Drafter:
         return (
-            ChainedModel(small_model(folder), {}, min_confidence=0.2)
+            ModelDrafter(small_model(folder), min_confidence=0.2)
             if kind == "led"
             else make(options[kind], Site(target, "cpu"))
         )
@@ -202,7 +203,7 @@ def test_a_score_is_what_really_drafting_gives(
 def test_a_request_that_comes_over_finds_the_cache_in_step(folder: Path) -> None:
     text = text_of(folder, 4, SAMPLED)
     model = small_model(folder)
-    bench = Bench(ChainedModel(model, {}))
+    bench = Bench(ModelDrafter(model))
     bench.open("r", text[:30], SAMPLED, 0)
     bench.mail(extends=(Extend("r", 30, tuple(text[30:50])),))
     bench.settle()
@@ -212,7 +213,7 @@ def test_a_request_that_comes_over_finds_the_cache_in_step(folder: Path) -> None
     (proposal,) = bench.proposals()
     assert (proposal.base_len, len(proposal.token_ids)) == (52, MAX_DRAFT_LEN)
     assert model.num_rows - num_rows <= 2 + MAX_DRAFT_LEN
-    fresh = Bench(ChainedModel(small_model(folder), {}))
+    fresh = Bench(ModelDrafter(small_model(folder)))
     fresh.open("r", text[:52], SAMPLED, MAX_DRAFT_LEN)
     fresh.settle()
     assert fresh.proposals()[0].token_ids == proposal.token_ids
@@ -224,7 +225,7 @@ def test_a_request_that_comes_over_finds_the_cache_in_step(folder: Path) -> None
 
 def test_drafts_come_before_scores_and_wait_for_one_small_pass_at_most(folder: Path) -> None:
     model = small_model(folder)
-    bench = Bench(ChainedModel(model, {}))
+    bench = Bench(ModelDrafter(model))
     bench.open("far-behind", [i % 250 for i in range(200)], replace(SAMPLED, max_tokens=300), 0)
     bench.mail(extends=(Extend("far-behind", 200, (1, 2, 3)),))
     assert bench.loop.step(0.0)
@@ -244,7 +245,7 @@ def test_drafts_come_before_scores_and_wait_for_one_small_pass_at_most(folder: P
 def test_requests_of_others_take_no_cache_from_those_that_it_drafts_for(folder: Path) -> None:
     """Blocks for one request of 60 tokens, and a little."""
     model = small_model(folder, num_blocks=3)
-    bench = Bench(ChainedModel(model, {}))
+    bench = Bench(ModelDrafter(model))
     bench.open("own", PROMPT * 2, SAMPLED, MAX_DRAFT_LEN)
     bench.settle()
     bench.open("other", [7 * i % 250 for i in range(60)], SAMPLED, 0)

@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
+from tests.support.compiler import needs_compiler
 from tests.support.cpu_levels import LOWER_LEVELS, ROOT, environment_of
+
+pytestmark = [needs_compiler, pytest.mark.slow]
 
 # Kernels against plain torch, without the tests that compile into folders of their own.
 PARITY = ("tests/unit/test_cpu_kernels.py", "tests/unit/test_int8.py", "tests/unit/test_forward.py")

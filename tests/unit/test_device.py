@@ -120,7 +120,7 @@ def test_a_pass_that_only_catches_up_is_over_when_it_returns(waits: Waits) -> No
     small.open("a", range(30), 30, SamplingParams(max_tokens=4))
     assert small.catch_up([Question("a")]) == [False]
     assert waits.finished
-    assert small.foresee([Question("a")], max_rows=4) == [None]
+    assert small.choose_within([Question("a")], max_rows=4) == [None]
     assert waits.finished
 
 
@@ -211,7 +211,6 @@ def test_without_triton_the_gpu_runs_plain_torch_without_graphs(
     with caplog.at_level(logging.WARNING):
         ops = factory.make_ops(load_config(tiny_model_folder), torch.bfloat16, cuda)
     assert type(ops) is TorchOps
-    assert factory._model_class(cuda, ops) is CausalModel
     assert "the GPU runs plain torch operators" in caplog.text
     assert "Triton cannot be imported" in caplog.text
 

@@ -11,9 +11,9 @@ from engine.colocated import ColocatedDrafters
 from engine.drafter_sessions import DrafterSessions
 from engine.sequences import Sequences
 from engine.telemetry import Telemetry
-from profiler.drafter_stats import DrafterStats
 from router import assignment
 from router.assignment import Positions
+from router.estimates.drafter_stats import DrafterStats
 from router.plan import DraftBudget
 
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")

@@ -10,7 +10,7 @@ from cluster.messages import Budget, LevelReport, Open
 from cluster.transport.base import LinkUp
 from cluster.types import Proposal
 from drafters.loop import DrafterLoop
-from drafters.protocol import Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft
 from drafters.sessions import SessionLimits
 from tests.support.drafter_bench import SAMPLING, Bench, Counting, FakeLink
 
@@ -39,9 +39,7 @@ def test_drafts_all_requests_of_all_links_as_one_batch_and_sends_one_message_to_
     assert len(bench.drafter.batches) == len(bench.link.sent) == len(other.sent) == 1
     assert [proposal.base_len for proposal in bench.link.take()] == [10, 20]
     assert [proposal.base_len for proposal in other.take()] == [30]
-    telemetry = bench.loop.telemetry()
-    assert (telemetry.num_links, telemetry.num_requests, telemetry.num_batches, telemetry.mean_batch) == (2, 3, 1, 3.0)
-    assert (telemetry.num_proposals, telemetry.num_tokens) == (3, 12)
+    assert (len(bench.loop.sessions.peers), bench.loop.sessions.num_drafted) == (2, 3)
 
 
 def test_the_row_price_of_a_budget_reaches_the_drafter_and_an_unsound_one_changes_nothing() -> None:
@@ -224,7 +222,7 @@ class TestAhead:
         assert len(short.drafter.batches) == 1
 
 
-def test_runs_until_it_is_stopped_and_times_its_drafts() -> None:
+def test_runs_until_it_is_stopped() -> None:
     bench = Bench()
     bench.open("a", 10)
     stop = threading.Event()
@@ -239,7 +237,6 @@ def test_runs_until_it_is_stopped_and_times_its_drafts() -> None:
 
     bench.loop.run(stop, clock)
     assert [p.base_len for p in bench.link.take()] == [10]
-    assert bench.loop.telemetry().mean_draft_s == 1.0
 
 
 def test_a_failing_drafter_is_its_owners_affair() -> None:
@@ -254,43 +251,44 @@ def test_a_failing_drafter_is_its_owners_affair() -> None:
         bench.loop.run(threading.Event(), lambda: 0.0)
 
 
-class Led(Counting):
-    """One that others may ride ahead of, but for "nobody"."""
+class Verifier(Counting):
+    """Takes any proposers except "nobody"."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.led: dict[str, tuple[str, ...]] = {}
+        self.capabilities = Capabilities(chain=self)
+        self.proposers: dict[str, tuple[str, ...]] = {}
 
-    def lead(self, request_id: str, proposers: Sequence[str]) -> bool:
+    def set_proposers(self, request_id: str, proposers: Sequence[str]) -> bool:
         assert request_id in self.texts
-        self.led[request_id] = tuple(proposers)
+        self.proposers[request_id] = tuple(proposers)
         return "nobody" not in proposers
 
     def take_levels(self, name: str) -> list[LevelReport]:
         return [LevelReport(name, 1, 2, 0.5, 0)]
 
 
-def test_a_drafter_is_led_as_the_target_says_and_tells_how_that_goes(caplog: pytest.LogCaptureFixture) -> None:
-    bench, drafter = Bench(), Led()
+def test_the_target_names_the_proposers_of_a_chain_and_gets_reports_of_its_levels(caplog: pytest.LogCaptureFixture) -> None:
+    bench, drafter = Bench(), Verifier()
     bench.loop = DrafterLoop("counting/1", drafter, bench.mailbox, SessionLimits(max_draft_len=4))
     bench.now_s = 1.0
     opening = Open("r", (0, 1, 2), 3, SAMPLING, ("a", "b"))
     bench.mail(opens=(opening,))
     bench.settle()
-    (key,) = drafter.led
-    assert drafter.led[key] == ("a", "b")
+    (key,) = drafter.proposers
+    assert drafter.proposers[key] == ("a", "b")
     assert [message.levels for message in bench.link.sent] == [(LevelReport("counting", 1, 2, 0.5, 0),)]
     bench.mail(opens=(replace(opening, token_ids=(0, 1, 2, 3), proposers=("nobody",)),))
     bench.settle()
-    assert drafter.led[key] == ("nobody",)
+    assert drafter.proposers[key] == ("nobody",)
     assert bench.link.sent[-1].proposals[0].token_ids == (4, 5, 6, 7)  # alone, to the same tokens
     assert not bench.link.sent[-1].levels  # told a moment ago
-    assert "nobody cannot ride ahead of it here" in caplog.text
+    assert "it has no proposers nobody" in caplog.text
 
 
-def test_a_drafter_that_nobody_can_lead_drafts_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drafter_without_proposers_drafts_alone(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     bench.mail(opens=(Open("r", (0, 1, 2), 3, SAMPLING, ("a",)),))
     bench.settle()
     assert [proposal.token_ids for proposal in bench.link.take()] == [(3, 4, 5, 6)]
-    assert "a cannot ride ahead of it here" in caplog.text
+    assert "it has no proposers a" in caplog.text

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from cluster.types import Request, SamplingParams
-from drafters.chained import ChainedModel
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
@@ -100,13 +99,13 @@ def test_another_model_is_wrong_and_a_wrong_draft_costs_only_its_rows(folder: Pa
 
 
 def led(proposer: Drafter, verifier: SmallModel) -> Drafter:
-    return AlwaysLed(ChainedModel(verifier, {"below": proposer}), ("below",))
+    return AlwaysLed(ModelDrafter(verifier, {"below": proposer}), ("below",))
 
 
 def chains(folder: Path, verifier: SmallModel) -> list[Drafter]:
     shallow = ModelDrafter(small_model(folder, num_layers=2))
-    middle = ChainedModel(small_model(folder, num_layers=2), {"below": NgramDrafter()})
-    of_three = AlwaysLed(ChainedModel(verifier, {"below": middle}), ("below", "below"))
+    middle = ModelDrafter(small_model(folder, num_layers=2), {"below": NgramDrafter()})
+    of_three = AlwaysLed(ModelDrafter(verifier, {"below": middle}), ("below", "below"))
     return [led(shallow, verifier), led(NgramDrafter(), verifier), of_three]
 
 
@@ -134,7 +133,7 @@ def test_a_chain_saves_passes_of_its_verifier(folder: Path) -> None:
     """The verifier's own weights as the proposer: every proposal is right, so a pass confirms it and adds a token."""
     verifier, alone = small_model(folder), small_model(folder)
     output = plain_run(folder, SAMPLED)
-    chain = AlwaysLed(ChainedModel(verifier, {"below": ModelDrafter(small_model(folder))}, proposal_len=4), ("below",))
+    chain = AlwaysLed(ModelDrafter(verifier, {"below": ModelDrafter(small_model(folder))}, proposal_len=4), ("below",))
     assert ride(chain, output, SAMPLED, 5) == ride(ModelDrafter(alone), output, SAMPLED, 5)
     assert verifier.num_passes <= alone.num_passes / 4
 

@@ -20,13 +20,12 @@ from cluster.config import (
 )
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.types import ModelInfo, SamplingParams
-from drafters.calibrated import CalibratedDrafter
 from drafters.cascade import CascadeDrafter
 from drafters.model import ModelDrafter
 from drafters.native.lookup import NativeLookup
 from drafters.ngram import NgramDrafter
-from drafters.protocol import Chaining, Demand, Draft, Drafter
-from drafters.registry import make_chained, make_drafter
+from drafters.protocol import Demand, Draft, Drafter
+from drafters.registry import make_drafter
 from drafters.suffix import SuffixDrafter
 from drafters.table import FILE as TABLE_FILE
 from drafters.table import TableDrafter, count_frequencies
@@ -70,8 +69,6 @@ def test_makes_the_trained_kinds(folder: Path, tmp_path: Path) -> None:
     assert isinstance(made(layers, target), ModelDrafter)
     assert isinstance(made(layers.model_copy(update={"target": str(folder)}), target), ModelDrafter)
     assert isinstance(made(CascadeOptions(members=(NgramOptions(), layers)), target), CascadeDrafter)
-    save_scaling(TemperatureScaling((1.5,)), tmp_path / "trained" / CALIBRATION_FILE)
-    assert isinstance(made(layers, target), CalibratedDrafter)
     (tmp_path / "table").mkdir()
     count_frequencies([((1, 2, 3), 0)] * 3, 10).save(tmp_path / "table" / TABLE_FILE)
     for path in (None, str(tmp_path / "table"), str(tmp_path / "table" / TABLE_FILE)):
@@ -92,12 +89,13 @@ def test_a_chain_drafts_what_its_verifier_would_by_itself_and_is_as_sure_of_it(
 
     def drafts(options: DrafterOptions, proposer: DrafterOptions | None = None) -> list[Draft]:
         below = [] if proposer is None else [DrafterConfig(name="below", options=proposer)]
-        drafter = make_chained(DrafterConfig(name="d", options=options), below, target)
+        drafter = make_drafter(DrafterConfig(name="d", options=options), target, proposers=below)
         for name, prompt in prompts.items():
             drafter.open(name, prompt, len(prompt), sampling)
             if proposer is not None:
-                assert isinstance(drafter, Chaining)
-                assert drafter.lead(name, ("below",))
+                chain = drafter.capabilities.chain
+                assert chain is not None
+                assert chain.set_proposers(name, ("below",))
         return drafter.propose([Demand(name, 7) for name in prompts])
 
     raw = drafts(endless, NgramOptions())

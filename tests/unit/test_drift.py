@@ -42,7 +42,7 @@ def test_a_collapse_is_found_within_seconds(rate: float) -> None:
         watched.observe(slot(random, rate))
     assert watched.judge(MEMBER) == MEMBER
     num_slots = 0
-    while watched.standing("d") is DriftState.OPEN:
+    while watched.state("d") is DriftState.OPEN:
         watched.observe(slot(random, 0.0))
         num_slots += 1
         assert num_slots < 100
@@ -55,7 +55,7 @@ def test_what_varies_as_usual_is_no_collapse(rate: float) -> None:
     watched, random = watch(), Random(2)
     for _ in range(4000):  # a quarter of an hour
         watched.observe(slot(random, rate))
-        assert watched.standing("d") is DriftState.OPEN
+        assert watched.state("d") is DriftState.OPEN
 
 
 def test_drafts_that_come_too_late_are_no_collapse() -> None:
@@ -65,7 +65,7 @@ def test_drafts_that_come_too_late_are_no_collapse() -> None:
         watched.observe(slot(random, 0.6))
     for number in range(400):
         watched.observe([Observation(f"late-{number}-{i}", "d", 10, 0, 0, 10, 0.3, num_missed=10) for i in range(4)])
-        assert watched.standing("d") is DriftState.OPEN
+        assert watched.state("d") is DriftState.OPEN
 
 
 def test_harder_requests_are_no_collapse() -> None:
@@ -74,7 +74,7 @@ def test_harder_requests_are_no_collapse() -> None:
         watched.observe(slot(random, 0.7))
     for _ in range(2000):
         watched.observe(slot(random, 0.45))
-        assert watched.standing("d") is DriftState.OPEN
+        assert watched.state("d") is DriftState.OPEN
 
 
 def test_one_request_alone_does_not_put_a_drafter_out() -> None:
@@ -83,21 +83,21 @@ def test_one_request_alone_does_not_put_a_drafter_out() -> None:
         watched.observe(slot(random, 0.6))
     for _ in range(30):  # one that nothing is right of, among three
         watched.observe([*slot(random, 0.6, num_requests=3), *slot(random, 0.0, num_requests=1, num_names=1)])
-        assert watched.standing("d") is DriftState.OPEN
+        assert watched.state("d") is DriftState.OPEN
 
 
 def quarantined(random: Random) -> DriftDetector:
     watched = watch()
     for _ in range(200):
         watched.observe(slot(random, 0.6))
-    while watched.standing("d") is DriftState.OPEN:
+    while watched.state("d") is DriftState.OPEN:
         watched.observe(slot(random, 0.0))
     return watched
 
 
 def slots_out(watched: DriftDetector) -> int:
     num_slots = 0
-    while watched.standing("d") is DriftState.QUARANTINED:
+    while watched.state("d") is DriftState.QUARANTINED:
         watched.observe([])
         num_slots += 1
     return num_slots
@@ -110,7 +110,7 @@ def test_it_is_tried_with_few_requests_and_taken_back_when_it_is_well() -> None:
     tried = watched.judge(MEMBER)
     assert tried.is_open
     assert tried.capacity == 2
-    while watched.standing("d") is DriftState.ON_TRIAL:
+    while watched.state("d") is DriftState.ON_TRIAL:
         watched.observe(slot(random, 0.55, num_requests=2))
     assert watched.judge(MEMBER) == MEMBER
 
@@ -121,7 +121,7 @@ def test_it_is_out_for_longer_and_longer_while_it_is_ill() -> None:
     lengths = []
     for _ in range(4):
         lengths.append(slots_out(watched))
-        while watched.standing("d") is DriftState.ON_TRIAL:
+        while watched.state("d") is DriftState.ON_TRIAL:
             watched.observe(slot(random, 0.0, num_requests=2))
     assert lengths == [20, 40, 80, 120]
 
@@ -132,9 +132,9 @@ def test_what_stays_becomes_usual() -> None:
     watched = quarantined(random)
     for _ in range(8):
         slots_out(watched)
-        while watched.standing("d") is DriftState.ON_TRIAL:
+        while watched.state("d") is DriftState.ON_TRIAL:
             watched.observe(slot(random, 0.08, num_requests=2))
-    assert watched.standing("d") is DriftState.OPEN
+    assert watched.state("d") is DriftState.OPEN
 
 
 def test_a_replica_is_judged_by_what_is_usual_for_its_drafter() -> None:
@@ -143,8 +143,8 @@ def test_a_replica_is_judged_by_what_is_usual_for_its_drafter() -> None:
         watched.observe(slot(random, 0.6, "d"))
     for _ in range(20):
         watched.observe([*slot(random, 0.6, "d"), *slot(random, 0.0, "d/1")])
-    assert watched.standing("d/1") is DriftState.QUARANTINED
-    assert watched.standing("d") is DriftState.OPEN
+    assert watched.state("d/1") is DriftState.QUARANTINED
+    assert watched.state("d") is DriftState.OPEN
 
 
 def test_requests_that_differ_much_are_no_collapse() -> None:
@@ -155,7 +155,7 @@ def test_requests_that_differ_much_are_no_collapse() -> None:
         named = [(kind, one) for kind, rate in kinds for one in slot(random, rate, num_requests=3, num_names=1)]
         seen = [replace(one, request_id=f"{kind}-{one.request_id}-{i // 40}") for kind, one in named]
         watched.observe(seen)
-        assert watched.standing("d") is DriftState.OPEN
+        assert watched.state("d") is DriftState.OPEN
 
 
 def test_one_hard_text_puts_nobody_out_however_long_it_is() -> None:
@@ -164,4 +164,4 @@ def test_one_hard_text_puts_nobody_out_however_long_it_is() -> None:
         watched.observe(slot(random, 0.6))
     for _ in range(2000):
         watched.observe(slot(random, 0.0, num_requests=1, num_names=1))
-    assert watched.standing("d") is DriftState.OPEN
+    assert watched.state("d") is DriftState.OPEN

@@ -14,6 +14,7 @@ from torch import Tensor
 from cluster.errors import ModelUnavailable
 from drafters.dspark.checkpoint import TargetRows, load_network, new_network, save_network
 from drafters.dspark.config import load_dspark_config, parse_dspark_config
+from drafters.dspark.network import DSparkNetwork
 
 HIDDEN, VOCAB, BLOCK, RANK = 32, 61, 4, 8
 RELEASED: dict[str, Any] = {
@@ -258,6 +259,15 @@ def test_ours_is_written_and_read_back_without_the_targets_rows(tmp_path: Path, 
         load_network(tmp_path, TargetRows(torch.zeros(VOCAB, 16), torch.zeros(VOCAB, 16)))
 
 
+def block_inputs(network: DSparkNetwork, *arguments: Any) -> torch.Tensor:
+    """What the first layer gets, [anchors, block, hidden]."""
+    seen: list[torch.Tensor] = []
+    hook = network.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    network(*arguments)
+    hook.remove()
+    return seen[0]
+
+
 def test_the_anchors_context_is_added_to_the_inputs() -> None:
     """The map is zero, then not: a block without context before its anchor sees zeros for its features."""
     target = TargetRows(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN))
@@ -273,8 +283,7 @@ def test_the_anchors_context_is_added_to_the_inputs() -> None:
         inputs = torch.randn(BLOCK, HIDDEN)
         network.anchor_input.maps.bias.copy_(inputs.flatten())
         network.anchor_input.maps.weight[:, : features.shape[1]] = 0.1
-        got = network._block_inputs(features, token_ids, anchors, torch.tensor([False, True]), network.config.block_size)
-    base = plain._block_inputs(features, token_ids, anchors, torch.tensor([False, True]), network.config.block_size)
+    got, base = (block_inputs(one, features, token_ids, (5,), anchors) for one in (network, plain))
     torch.testing.assert_close(got[0] - base[0], inputs)
     torch.testing.assert_close(got[1] - base[1], inputs + 0.1 * features[2].sum())
 
@@ -313,7 +322,7 @@ def refused(changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' is no DSpark drafter"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' is not a DSpark drafter"),
         ({"model_type": "gemma4"}, "model_type 'gemma4' is not supported"),
         ({"markov_head_type": "fir"}, "markov_head_type 'fir' is not supported; supported are vanilla, gated, rnn"),
         ({"markov_rank": 0}, "needs a Markov head"),

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -18,8 +19,8 @@ from router.assignment import (
     RequestView,
     ScoreCounts,
 )
-from router.estimates.on_time_rate import OnTimeRates
-from router.estimates.request_acceptance import RequestAcceptance
+from router.estimates.acceptance import AcceptanceModel
+from router.estimates.draft_shares import OnTimeRates
 from router.policies import build_policy
 from router.policies.expiring_cache import GENERATION_SLOTS
 from router.prompt_features import prompt_features
@@ -187,7 +188,7 @@ def test_a_drafter_that_is_late_is_left_for_its_lateness_and_is_thought_no_less_
 
 
 def test_lateness_is_forgotten_while_others_draft_so_that_it_is_tried_again() -> None:
-    in_time = OnTimeRates(memory_rounds=100.0)
+    in_time = OnTimeRates(memory=100.0)
     assert in_time.shares(["d0", "d1"]).tolist() == [1.0, 1.0]
     for _ in range(20):
         in_time.observe([Observation("r", "d0/1", 10, 0, 0, 10, 1.0, num_missed=10), seen("q", "d1", 2.0)])
@@ -295,13 +296,11 @@ def test_requests_to_come_try_nothing() -> None:
 
 
 def test_what_is_remembered_of_requests_is_bounded_by_those_that_live() -> None:
-    policy = build_policy(HedgePolicy())
-    experience = policy._own  # type: ignore[attr-defined]
-    assert isinstance(experience, RequestAcceptance)
+    model = AcceptanceModel(HedgePolicy(), np.random.default_rng(0))
     for slot in range(6 * GENERATION_SLOTS):
-        requests = [RequestView(f"r{slot}-{i}", 5, 5, ()) for i in range(10)]
-        policy.assign(requests, pool_of(5, 5))
-    assert len(experience) <= 2 * GENERATION_SLOTS * 10
+        model.requests.next_slot()
+        model.follow([RequestView(f"r{slot}-{i}", 5, 5, ()) for i in range(10)])
+    assert len(model.requests) <= 2 * GENERATION_SLOTS * 10
 
 
 def test_lbss_explores_at_once_after_an_idle_hour() -> None:

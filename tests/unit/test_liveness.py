@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from actors.mailbox import MonitoredMailbox
+from actors.processes import Directory
 from actors.ray_pool import BLOCKING, RayProcess
 from actors.supervisor import Supervisor
 from actors.worker import LoopActor, LoopThread
@@ -16,7 +17,7 @@ from cluster.config import Config
 from cluster.types import Request, SamplingParams
 from engine import progress
 from engine.factory import load_target
-from engine.progress import Progress
+from engine.progress import PassProgress
 from engine.target import SpanInput
 from router.cost_model import TableCost
 from router.planner import MAX_CHUNK_S, MIN_CHUNK_LEN, max_chunk_len
@@ -31,7 +32,7 @@ class Clock:
 
 def test_a_pass_that_gets_further_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    passes = Progress(clock)
+    passes = PassProgress(clock)
     monkeypatch.setattr("actors.mailbox.PASSES", passes)
     monkeypatch.setattr("actors.mailbox.time", SimpleNamespace(monotonic=clock))
     mailbox = MonitoredMailbox()
@@ -141,5 +142,5 @@ async def test_the_end_is_asked_for_again_and_on_threads_of_its_own() -> None:
 async def test_who_asks_where_the_targets_are_is_answered_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.supervisor.DIRECTORY_WAIT_S", 0.01)
     supervisor = Supervisor(Config(), SimpleNamespace())  # type: ignore[arg-type]
-    known = supervisor._directory
+    known = Directory("none")
     assert await asyncio.wait_for(supervisor.directory(known), 10.0) == known

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from drafters.marginal_gain import MarginalGain, RequestGain
+from router.estimates.marginal_gain import MarginalGain, RequestGain
 
 
 def serve(

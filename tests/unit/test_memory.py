@@ -9,8 +9,8 @@ from cluster.config import CascadeOptions, Config, DrafterConfig, DSparkOptions,
 from deploy import memory
 from deploy.local_ray import LaunchError
 from deploy.memory import BASE_BYTES, check_memory
-from drafters.feature_layers import feature_layers
 from drafters.footprint import target_footprint
+from drafters.registry import feature_layers
 from engine import dtypes as held
 from engine.cpu_level import CpuLevel
 from engine.dtypes import held_dtype

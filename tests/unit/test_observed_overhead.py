@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from router.assignment import Observation
+from router.estimates.draft_shares import FillRates
 from router.estimates.observed_overhead import (
     SPREAD,
     TRIAL_SLOTS,
     Choice,
     DrafterChoice,
-    FillRates,
     ObservedOverheads,
     seated,
 )
@@ -21,7 +21,7 @@ NAMES = ("", "lookup", "model")
 
 
 def test_a_lookup_that_is_mostly_silent_takes_few_rows() -> None:
-    fills = FillRates(memory_rounds=100)
+    fills = FillRates(memory=100)
     assert fills.of("lookup", 8) == 1.0
     for _ in range(50):
         fills.observe([Observation("r", "lookup/1", 10, 16, 8, 18, 1.0, right_at(10, 8))])

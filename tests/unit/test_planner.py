@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profiler.drafter_stats import DrafterStats, Judgement
 from router.cost_model import TableCost, monotone
+from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
 from router.planner import PlannerSettings, StepPlanner
 from router.verification import verify_all, verify_goodput

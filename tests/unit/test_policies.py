@@ -20,7 +20,7 @@ from cluster.config import (
 )
 from cluster.types import RoutingTable
 from router.assignment import TARGET_ONLY, AssignmentPolicy, Observation, PoolMember, RequestView, drafter_of
-from router.estimates.goodput import ShrunkGoodput
+from router.estimates.goodput import GoodputEstimates
 from router.policies import POLICIES, build_policy, build_pool
 from router.policies.expiring_cache import GENERATION_SLOTS, ExpiringCache
 from router.table import MAX_CHAINS, next_table
@@ -191,7 +191,7 @@ def test_seeds_differ() -> None:
 
 
 def test_an_estimate_moves_from_the_pool_to_the_request() -> None:
-    estimates = ShrunkGoodput(prior_rounds=8, memory_rounds=1e6)
+    estimates = GoodputEstimates(prior_rounds=8, memory_rounds=1e6)
     estimates.observe([seen(f"other{i}", "d0", 2.0, rounds=1000) for i in range(10)])
     values = []
     for _ in range(6):
@@ -206,7 +206,7 @@ def test_an_estimate_moves_from_the_pool_to_the_request() -> None:
 
 
 def test_an_estimate_follows_a_drafter_that_gets_worse() -> None:
-    estimates = ShrunkGoodput(prior_rounds=8, memory_rounds=100)
+    estimates = GoodputEstimates(prior_rounds=8, memory_rounds=100)
     estimates.observe([seen("r", "d0", 4.0, rounds=10) for _ in range(100)])
     estimates.observe([seen("r", "d0", 1.0, rounds=10) for _ in range(30)])
     assert estimates.of_pool(["d0"])["d0"] < 12.0

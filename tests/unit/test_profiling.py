@@ -31,13 +31,13 @@ from deploy.profile import show, surfaces
 from deploy.profiling import ProfileEffort, measure_profile
 from drafters.ngram import NgramDrafter
 from drafters.probe import DrafterProbe
-from drafters.protocol import Demand, Draft
+from drafters.protocol import Capabilities, Demand, Draft
 from engine.factory import load_target as load_native
 from engine.loading import load_target, stored_profile
 from engine.native import NativeTarget
 from engine.target import SpanInput, SpanOutcome
 from engine.target_probe import TargetProbe
-from profiler.interleaved import Effort
+from profiler.interleaved import TimingBudget
 from profiler.latency import FORMS
 from profiler.online_cost import OnlineCost
 from profiler.profile import pool_costs
@@ -46,7 +46,7 @@ from router.assignment import AssignmentPolicy, Observation, PoolMember, Request
 from router.slot import Router, SlotReport
 from tests.support.dspark import write_dspark
 
-LEAST = ProfileEffort(Effort(min_visits=2, budget_s=0.0), max_rows=64, max_batch=4, num_trip_turns=1)
+LEAST = ProfileEffort(TimingBudget(min_visits=2, budget_s=0.0), max_rows=64, max_batch=4, num_trip_turns=1)
 
 
 class Ticks:
@@ -128,6 +128,8 @@ def test_a_chunk_is_computed_every_time_by_every_probe(target: NativeTarget) -> 
 class Listening(NgramDrafter):
     """Remembers what it was asked."""
 
+    capabilities = Capabilities()
+
     def __init__(self) -> None:
         super().__init__(4, 2)
         self.asked: list[list[int]] = []
@@ -161,9 +163,9 @@ def test_catching_up_is_timed_behind_so_many_new_tokens() -> None:
             super().extend(request_id, token_ids)
 
     drafter = Told()
-    probe = DrafterProbe(drafter, 1000, Ticks(), longest_context=400)
-    assert [num for num, _ in probe.news_grid()] == [1, 4, 16, 64]
-    for num, _ in probe.news_grid():
+    probe = DrafterProbe(drafter, 1000, Ticks(), max_context_len=400)
+    assert [num for num, _ in probe.catch_up_grid()] == [1, 4, 16, 64]
+    for num, _ in probe.catch_up_grid():
         probe.catch_up(num)
         assert told[-1] == num
         assert drafter.asked[-1] == [1]
@@ -187,6 +189,7 @@ def config(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return resolve(wanted, Inventory((Node("here", 4.0),)))
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_what_serving_reads(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 

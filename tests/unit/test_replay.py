@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
+from benchmarks.replay_lens import replay_lens
 from cluster.config import NgramOptions
 from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
-from drafters.protocol import Demand, Draft, Drafter
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.registry import Site, make
-from drafters.replay import Recording, Round, common_prefix_len, replay, replay_lens
+from drafters.replay import Recording, Round, common_prefix_len, replay
 from drafters.suffix import SuffixDrafter
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
@@ -87,6 +88,7 @@ class Copying:
     wrong_every: int
     lengths: dict[str, int] = field(default_factory=dict)
     asked: list[tuple[str, int]] = field(default_factory=list)
+    capabilities = Capabilities()
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self.lengths[request_id] = len(token_ids) - prompt_len

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from benchmarks import record, routing, simulate
+from benchmarks.record import agreement
 from benchmarks.report import BenchOptions
 from cluster.config import DrafterConfig, NgramOptions, SuffixOptions
 from cluster.errors import InvalidField, OutriderError
 from cluster.strict_yaml import ConfigError
 from cluster.types import ModelInfo, SamplingParams
 from drafters import shipped
-from drafters.agreement import agreement
 from drafters.registry import make_drafter
 from drafters.replay import Recording, replay
 from router.cost_model import TableCost

@@ -21,13 +21,15 @@ from drafters.shipped import kind_of
 from drafters.table import FILE as TABLE_FILE
 from drafters.table import FrequencyTable
 from drafters.training.distributed import World
-from drafters.training.manifest import WorkFolder, exclusively
 from drafters.training.pipeline import Result, train
 from drafters.training.recipe import KINDS, DrafterKind, HeadKind, TrainOptions
+from drafters.training.work_folder import WorkFolder, exclusive
 from engine.models.config import load_config
 from engine.models.tokenizer import fingerprint
 from tests.support.waiting import DEADLINE_S
 from tests.support.wordy_model import write_wordy_model
+
+pytestmark = pytest.mark.slow
 
 HERE = World(0, 1, torch.device("cpu"))
 
@@ -207,7 +209,7 @@ def test_training_goes_on_with_a_trained_drafter(wordy: Path, tmp_path: Path) ->
     assert weights != (first.folder / "model.safetensors").read_bytes()
     assert (second.folder / "config.json").read_bytes() == (first.folder / "config.json").read_bytes()
     card = (second.folder / "README.md").read_text()
-    assert "It began as the drafter dspark." in card
+    assert "Initialised from the drafter dspark." in card
     assert "| accepted length | before |" in card
     assert "| block | 4 |" in card
     assert str(tmp_path) not in card
@@ -238,12 +240,12 @@ def test_a_work_folder_belongs_to_one_target_and_seed(tmp_path: Path) -> None:
     assert not WorkFolder(tmp_path, {"target": "a", "seed": 0}).begin("answers", {"num_tokens": 6})
     with pytest.raises(InvalidField, match="another seed: choose another folder"):
         WorkFolder(tmp_path, {"target": "a", "seed": 1})
-    with pytest.raises(InvalidField, match="another version, which did not note its weights"):
+    with pytest.raises(InvalidField, match="another version, which did not record its weights"):
         WorkFolder(tmp_path, {"target": "a", "seed": 0, "weights": "x"})
 
 
 def test_two_runs_in_one_work_folder_are_one_too_many(tmp_path: Path) -> None:
-    with exclusively(tmp_path), pytest.raises(InvalidField, match="another run is under way"), exclusively(tmp_path):
+    with exclusive(tmp_path), pytest.raises(InvalidField, match="in use by another run"), exclusive(tmp_path):
         pass
 
 

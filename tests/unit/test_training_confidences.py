@@ -7,7 +7,7 @@ import pytest
 
 from drafters.replay import Round
 from drafters.training.confidences import DIAGRAM, calibrate, in_halves
-from drafters.training.corpus import Answer
+from drafters.training.corpus import TargetAnswer
 from profiler.calibration import FILE, TemperatureScaling, load_scaling
 
 
@@ -20,8 +20,8 @@ def boastful(num: int, seed: int) -> list[Round]:
     return [Round("d", tuple(row), n, n + 1) for row, n in zip(told.tolist(), num_accepted.tolist(), strict=True)]
 
 
-def answer(key: str, temperature: float) -> Answer:
-    return Answer(key, "d", temperature, 0, (1,), (2, 3))
+def answer(key: str, temperature: float) -> TargetAnswer:
+    return TargetAnswer(key, "d", temperature, 0, (1,), (2, 3))
 
 
 def test_halves_share_no_prompt() -> None:

@@ -13,6 +13,7 @@ from drafters.training.corpus import (
     WrittenPrompt,
     append,
     fingerprint,
+    hold_out,
     is_usable,
     read_answers,
     read_given,
@@ -20,7 +21,6 @@ from drafters.training.corpus import (
     repair,
 )
 from drafters.training.frozen import FrozenTarget
-from drafters.training.held_out import hold_out
 from drafters.training.writing import Share, Writer
 from tests.support.made_answers import answer
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from drafters.dspark.network import output_rows
 from drafters.replay import Round
 from drafters.training.evaluation import acceptance
 from drafters.training.losses import TargetDistribution, distillation, position_weights
-from drafters.training.vocabulary import positions_in
 
 
 def distribution(logits: torch.Tensor) -> TargetDistribution:
@@ -19,7 +19,7 @@ def test_total_variation_counts_what_cannot_be_drafted_as_lost() -> None:
     torch.manual_seed(1)
     full, z = torch.randn(5, 11), torch.randn(5, 4)
     vocabulary = torch.tensor([1, 4, 5, 9])
-    places = positions_in(vocabulary, 11)[torch.tensor([4, 0, 9, 5, 10])]
+    places = output_rows(vocabulary, 11, outside=-1)[torch.tensor([4, 0, 9, 5, 10])]
     target = TargetDistribution(full[:, vocabulary], full.logsumexp(-1), torch.arange(5))
     weights = torch.tensor([1.0, 0.5, 0.25, 0.25, 1.0])
     found = distillation(z, target, places, weights, progress=1.0)

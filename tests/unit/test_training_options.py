@@ -52,6 +52,7 @@ def test_a_gpu_where_there_is_none_is_refused() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_shape_that_was_asked_for_is_not_taken_for_the_default(wordy: Path, tmp_path: Path) -> None:
     """The drafter to go on with has blocks of 4; 7 is what one gets without asking."""
     first = train(options(wordy, tmp_path, "dspark", num_epochs=1), HERE, Silent())
@@ -74,7 +75,7 @@ def test_a_target_that_fails_ends_the_run_with_what_to_do(
 
     monkeypatch.setattr(writing, "generate", failing)
     task = AnswerTask("k", "d", "bado kilu mena", 0.0)
-    with pytest.raises(GenerationFailed, match=f"no memory left; what it wrote so far is kept in {tmp_path}"):
+    with pytest.raises(GenerationFailed, match=f"no memory left; its output so far is kept in {tmp_path}"):
         Writer(target, tmp_path, 0).write_answers([task], 4, 4, lambda num: None)
 
 

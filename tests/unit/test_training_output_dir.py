@@ -43,7 +43,7 @@ def test_the_command_deletes_nothing_of_another(tmp_path: Path) -> None:
     other = write_drafter(tmp_path / "drafters" / "one")
     ran = CliRunner().invoke(app, ["train", "--out", str(tmp_path / "drafters"), "--quick"])
     assert ran.exit_code == 1
-    assert "holds something else than a drafter" in ran.stderr
+    assert "is not a trained drafter" in ran.stderr
     assert (other / "table.npz").read_text() == "first"
 
 

@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.training import time_budget
+from drafters.training import work_folder
 from drafters.training.batches import BatchPlan
 from drafters.training.distil import Distillation, Schedule
 from drafters.training.feature_cache import InMemory
 from drafters.training.frozen import FrozenTarget
-from drafters.training.hidden_states import HiddenStateReader, target_rows
+from drafters.training.hidden_states import HiddenStateReader
 from drafters.training.layers_student import LayersStudent
-from drafters.training.manifest import WorkFolder
 from drafters.training.pipeline import train
-from drafters.training.time_budget import TimeBudget
+from drafters.training.work_folder import WorkFolder
 from tests.support.wordy_model import write_wordy_model
 from tests.unit.test_train import HERE, Silent, options
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ class Cutting(Silent):
 def clock(monkeypatch: pytest.MonkeyPatch, tick_s: float) -> None:
     """From here on time passes by being asked for."""
     times = itertools.count(0.0, tick_s)
-    monkeypatch.setattr(time_budget, "monotonic", lambda: next(times))
+    monkeypatch.setattr(work_folder, "monotonic", lambda: next(times))
 
 
 def test_time_that_was_spent_is_not_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,12 +64,12 @@ def test_time_that_was_spent_is_not_given_again(tmp_path: Path, monkeypatch: pyt
         """Returns how often it may be asked before the time is over, at most twenty times."""
         work = WorkFolder(tmp_path, {"target": "a"})
         work.begin("answers", settings)
-        is_over = TimeBudget(work, "answers", seconds, is_done=work.is_done("answers"))
+        is_over = work.deadline("answers", seconds)
         return sum(1 for _ in itertools.takewhile(lambda _: not is_over(), range(20)))
 
     work = WorkFolder(tmp_path, {"target": "a"})
     work.begin("answers", {})
-    is_over = TimeBudget(work, "answers", 100.0, is_done=False)
+    is_over = work.deadline("answers", 100.0)
     assert not any(is_over() for _ in range(6))  # and then it is killed
     assert run() == 3
     assert run() == 0
@@ -80,7 +81,7 @@ def test_a_step_that_ended_gets_no_more_time(tmp_path: Path) -> None:
     work = WorkFolder(tmp_path, {"target": "a"})
     work.begin("answers", {})
     work.finish("answers")
-    assert TimeBudget(work, "answers", 100.0, is_done=work.is_done("answers"))()
+    assert work.deadline("answers", 100.0)()
 
 
 def test_a_checkpoint_of_another_version_is_not_gone_on_with(target: FrozenTarget, tmp_path: Path) -> None:
@@ -99,10 +100,10 @@ def test_a_checkpoint_of_another_version_is_not_gone_on_with(target: FrozenTarge
 
 def test_drafters_of_layers_are_replaced_by_whole_files_alone(target: FrozenTarget, tmp_path: Path) -> None:
     """They are saved every few minutes, and may be served meanwhile."""
-    mine, folder = LayersStudent(target.folder, (0,), target_rows(target), None), tmp_path / "mine"
-    mine.save(folder, target.folder)
+    mine, folder = LayersStudent(target, (0,), None), tmp_path / "mine"
+    mine.save(folder)
     with (folder / "model.safetensors").open("rb") as served:
-        mine.save(folder, target.folder)
+        mine.save(folder)
         assert os.fstat(served.fileno()).st_nlink == 0, "the file that is mapped stays what it was"
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 

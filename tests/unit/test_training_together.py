@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from drafters.shipped import kind_of
-from drafters.training.feature_cache import sweep
+from drafters.training.feature_cache import delete_partial_files
 from drafters.training.frozen import writing_limits
 from tests.support.wordy_model import write_wordy_model
+
+pytestmark = pytest.mark.slow
 
 # One of the processes that torchrun starts. It tells how its own part of the training came out.
 ONE = """
@@ -64,8 +66,8 @@ def test_two_processes_write_read_and_train_together(tmp_path: Path) -> None:
 def test_what_a_killed_run_left_half_written_is_swept_up(tmp_path: Path) -> None:
     (tmp_path / "a.1f.partial").write_text("half")
     (tmp_path / "b.safetensors").write_text("whole")
-    sweep(tmp_path)
-    sweep(tmp_path / "none")
+    delete_partial_files(tmp_path)
+    delete_partial_files(tmp_path / "none")
     assert [path.name for path in tmp_path.iterdir()] == ["b.safetensors"]
 
 

@@ -18,7 +18,7 @@ from drafters.small_model import Question, SmallModel
 from engine.forward import PackedSpan
 from engine.kv_cache import KvCache
 from engine.layout import lay_out
-from engine.models.config import ModelConfig, inverse_frequencies
+from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.ops import HeadNorms, Ops, TorchOps
 from tests.support.dspark import target_rows, write_dspark
 from tests.support.families import write_family
@@ -41,6 +41,8 @@ from engine.cuda import graphs
 from engine.cuda.graphs import GraphedModel, Outputs
 from engine.cuda.ops import CudaOps
 
+pytestmark = pytest.mark.slow
+
 
 def test_packed_passes_give_the_logits_of_the_reference(tmp_path: Path) -> None:
     write_family("llama-odd-sizes", tmp_path)
@@ -53,7 +55,7 @@ def test_packed_passes_give_the_logits_of_the_reference(tmp_path: Path) -> None:
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=2e-4)
 
 
-def config_of(head_dim: int, num_heads: int, num_kv_heads: int, qk_norm: bool) -> ModelConfig:
+def config_of(head_dim: int, num_heads: int, num_kv_heads: int, qk_norm: bool) -> DecoderConfig:
     return Case("", "", head_dim, (num_heads, num_kv_heads), BLOCK_LEN, qk_norm, 72).config
 
 
@@ -189,7 +191,7 @@ def test_a_model_that_is_warm_records_nothing_while_it_serves(tiny_model_folder:
 def test_a_pass_takes_one_copy_to_the_device_and_mixes_no_devices(tmp_path: Path, num_recorded: list[int]) -> None:
     """The meta device stands for a GPU: it computes nothing, but knows which tensors are not on it."""
 
-    def make_ops(config: ModelConfig, dtype: torch.dtype, *_: object, **__: object) -> Ops:
+    def make_ops(config: DecoderConfig, dtype: torch.dtype, *_: object, **__: object) -> Ops:
         return CudaOps(config, dtype, launch=lambda *args, **constants: None)
 
     write_family("llama-tied", tmp_path)

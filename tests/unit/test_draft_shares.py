@@ -15,7 +15,7 @@ from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanOutcome
 from engine.telemetry import Telemetry
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView
-from router.estimates.on_time_rate import OnTimeRates
+from router.estimates.draft_shares import OnTimeRates
 from router.plan import Span
 from router.policies import build_policy
 from tests.support.observing import right_at
@@ -94,7 +94,7 @@ class Target:
 
 
 def share(target: Target) -> float:
-    in_time = OnTimeRates(memory_rounds=1000.0)
+    in_time = OnTimeRates(memory=1000.0)
     in_time.observe(target.telemetry.take_observations())
     return float(in_time.shares(["d"]).item())
 

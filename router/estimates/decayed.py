@@ -1,0 +1,87 @@
+"""Exponential forgetting: the one statistic behind all estimates.
+
+A sample counts 1/e after ``memory`` newer ones.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import exp
+from typing import Generic, TypeVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from router.matching import Floats
+
+Key = TypeVar("Key", bound=Hashable)
+
+_FEW = 5  # samples before a mean is known
+SMOOTHING = 0.1  # weight of the newest sample where no memory is configured: about the last twenty count
+UNUSUAL = 3.0  # times the mean: beyond it a sample is an outlier
+
+
+class DecayedSums(Generic[Key]):
+    """Sums of one or more quantities by key."""
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self.sums: dict[Key, tuple[float, ...]] = {}
+
+    def get(self, key: Key, num: int) -> tuple[float, ...]:
+        """``num`` sums, 0 for an unknown key."""
+        return self.sums.get(key) or (0.0,) * num
+
+    def add(self, key: Key, new: tuple[float, ...], num_samples: float) -> None:
+        """Adds sums over ``num_samples`` samples, each of which makes the former sums of this key fade."""
+        former = self.sums.get(key)
+        if former is None:
+            self.sums[key] = new
+        else:
+            kept = exp(-num_samples / self._memory)
+            self.sums[key] = tuple([a * kept + b for a, b in zip_longest(former, new, fillvalue=0.0)])
+
+    def snapshot(self) -> dict[Key, JsonValue]:
+        """The sums of every key that has any samples, the first sum being their number."""
+        return {key: list(sums) for key, sums in self.sums.items() if sums[0]}
+
+    def fade(self, num_samples: float, least: float) -> None:
+        """Makes all sums fade, and drops the keys whose first sum falls below ``least``."""
+        kept = exp(-num_samples / self._memory)
+        faded = {key: tuple([kept * a for a in sums]) for key, sums in self.sums.items()}
+        self.sums = {key: sums for key, sums in faded.items() if sums[0] >= least}
+
+
+def retained(num_samples: Floats, memory: float) -> Floats:
+    """Share of former sums that is left after so many new samples, elementwise."""
+    left: Floats = np.exp(-num_samples / memory)
+    return left
+
+
+@dataclass(slots=True)
+class DecayedMean:
+    """Mean of about the last ``memory`` samples; of all samples until there are so many."""
+
+    value: float = 0.0
+    num: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return self.num >= _FEW
+
+    def add(self, sample: float, memory: float) -> None:
+        self.num = min(self.num + 1.0, memory)
+        self.value += (sample - self.value) / self.num
+
+    def fade(self, num: float) -> None:
+        """Caps the weight of the present mean at ``num`` samples."""
+        self.num = min(self.num, num)
+
+    def clipped(self, sample: float) -> float:
+        """Clips outliers (a prompt in the same pass, another program) at UNUSUAL times the mean."""
+        return min(sample, UNUSUAL * self.value) if self.is_known else sample
+
+
+def ema(mean: float | None, sample: float, weight: float = SMOOTHING) -> float:
+    """Exponential moving average with ``weight`` of the newest sample; None: it is the first."""
+    return sample if mean is None else mean + weight * (sample - mean)

@@ -1,0 +1,117 @@
+"""Draft times: seconds of a batch of drafts as profiled, and as measured while serving."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cluster.messages import LevelReport
+from router.assignment import MemberCosts, PoolMember
+from router.chains import PassTime
+from router.estimates.decayed import UNUSUAL, DecayedMean, ema
+
+MEMORY = 100.0  # measured times that count
+_PRIOR_TIMES = 2.0  # measured times that the prior cost weighs as much as
+_ALIKE = 0.05  # squared, relative: batches that differ by less say little of what one request more takes
+
+
+def profiled_s(costs: MemberCosts | None, num_requests: float) -> float:
+    """Seconds of a batch of drafts by one replica; 0 if not profiled."""
+    if costs is None or not costs.draft_s:
+        return 0.0
+    batches, seconds = zip(*costs.draft_s, strict=True)
+    return float(np.interp(num_requests, batches, seconds)) * min(1.0, num_requests)
+
+
+def profiled_passes(member: PoolMember, target: PassTime) -> PassTime:
+    """Pass times of a drafter, from its profiled drafts; an unprofiled one counts as a small target."""
+    if member.costs is None or not member.costs.draft_s:
+        return target.scaled(member.cost)
+    points: list[tuple[int, float]] = []
+    for batch, seconds in member.costs.draft_s:
+        step_s = seconds / member.max_draft_len
+        points.append((batch, max(step_s, points[-1][1]) if points else step_s))
+    return PassTime(tuple(points))
+
+
+@dataclass(slots=True)
+class DraftTimes:
+    """A line through the measured times of batches of drafts of one drafter."""
+
+    seconds: DecayedMean = field(default_factory=DecayedMean)
+    batch: DecayedMean = field(default_factory=DecayedMean)
+    square: DecayedMean = field(default_factory=DecayedMean)
+    product: DecayedMean = field(default_factory=DecayedMean)
+
+    @property
+    def num(self) -> float:
+        """Measured times that count."""
+        return self.seconds.num
+
+    def add(self, batch: int, seconds: float) -> None:
+        if self.seconds.is_known:
+            seconds = min(seconds, UNUSUAL * self.at(batch))
+        samples = (seconds, batch, batch * batch, batch * seconds)
+        for mean, sample in zip((self.seconds, self.batch, self.square, self.product), samples, strict=True):
+            mean.add(sample, MEMORY)
+
+    def fade(self, num: float) -> None:
+        """Caps the weight of the times measured so far at ``num``."""
+        for mean in (self.seconds, self.batch, self.square, self.product):
+            mean.fade(num)
+
+    def at(self, batch: int) -> float:
+        """0 before the first measurement. Never falls as the batch grows; proportional to it while batches are alike."""
+        if not self.num:
+            return 0.0
+        usual, share = self.batch.value, self.seconds.value / self.batch.value
+        alike = _ALIKE * usual * usual
+        spread = self.square.value - usual * usual + alike
+        slope = (self.product.value - usual * self.seconds.value + alike * share) / spread
+        slope = min(max(slope, 0.0), share)
+        return self.seconds.value + slope * (batch - usual)
+
+
+class DraftCosts:
+    """Cost of a batch of drafts of each expensive drafter of a cascade, in plain rounds of the target.
+
+    As the prior says, for a whole batch, until times are measured; then increasingly as measured: seconds of such a batch
+    over the mean seconds of a round. The whole time counts, since all requests wait for it.
+    """
+
+    def __init__(self, prior: Mapping[int, float]) -> None:
+        self._prior = prior
+        self._times = {member: DraftTimes() for member in prior}
+        self._round = DecayedMean()
+
+    def of(self, member: int, num_queried: int = 1, num_all: int = 1) -> float:
+        """Cost of drafts for ``num_queried`` of a batch of ``num_all`` requests."""
+        prior, times = self._prior[member] * num_queried / num_all, self._times[member]
+        if not self._round.is_known or not self._round.value or not times.num:
+            return prior
+        measured = times.at(num_queried) / self._round.value
+        return (_PRIOR_TIMES * prior + times.num * measured) / (_PRIOR_TIMES + times.num)
+
+    def note_drafts(self, member: int, batch: int, seconds: float) -> None:
+        self._times[member].add(batch, seconds)
+
+    def note_round(self, seconds: float) -> None:
+        """Adds the seconds of a round with drafts."""
+        self._round.add(self._round.clipped(seconds), MEMORY)
+
+
+class PassTimeFactors:
+    """T_i: measured over profiled pass time of a model; SpecRouter's moving average."""
+
+    def __init__(self, weight: float) -> None:
+        self._weight = weight
+        self._factor: dict[str, float] = {}
+
+    def observe(self, report: LevelReport, expected_s: float) -> None:
+        """``expected_s``: profiled seconds of one pass with the mean number of rows."""
+        if report.num_passes and report.busy_s > 0.0 and expected_s > 0.0:
+            measured = report.busy_s / report.num_passes / expected_s
+            self._factor[report.drafter] = ema(self._factor.get(report.drafter), measured, self._weight)
+
+    def factor(self, drafter: str) -> float:
+        return self._factor.get(drafter, 1.0)

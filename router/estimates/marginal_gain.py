@@ -1,0 +1,80 @@
+"""Marginal gain of querying an expensive drafter, learned from outcomes."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+from router.estimates.decayed import DecayedMean
+from router.estimates.exploration import Pause
+
+_EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # boundaries of the tokens expected without it
+_HOPED = 1.0  # tokens, of a drafter of which nothing is known there
+_HOPE = 3.0  # trials that this counts for
+_MEMORY = 200.0  # trials of all requests that count
+_OWN_MEMORY = 12.0  # of one request
+_OWN_DOUBT = 8.0  # trials of a request's own before they count for half
+_OLD = 12.0  # trials that what was found before a pause counts for after it
+
+
+class RequestGain:
+    """How much better a drafter does for one request than for others."""
+
+    def __init__(self) -> None:
+        self._mean = DecayedMean()
+
+    @property
+    def value(self) -> float:
+        return self._mean.value * self._mean.num / (self._mean.num + _OWN_DOUBT)
+
+    def add(self, surplus: float) -> None:
+        self._mean.add(surplus, _OWN_MEMORY)
+
+
+class MarginalGain:
+    """Of one drafter: accepted tokens that querying it added to the best draft without it."""
+
+    def __init__(self) -> None:
+        self._gains = [DecayedMean() for _ in range(len(_EDGES) + 1)]
+        self._pauses = [Pause() for _ in self._gains]
+
+    def choose(self, at_hand: Sequence[tuple[float, RequestGain]], price: Callable[[int], float]) -> list[int]:
+        """Requests of a round to query it for, ascending; chosen together, since all wait for it.
+
+        Rounds without it are counted: now and then one request explores at any price.
+
+        Args:
+            at_hand: expected tokens without it, for each request that it could be queried for.
+            price: tokens that the whole batch forgoes while it drafts for so many.
+        """
+        places = [bisect_right(_EDGES, expected_len) for expected_len, _ in at_hand]
+        due = {at for at in set(places) if self._pauses[at].is_over()}
+        tried = [places.index(at) for at in due]
+        expected = {at: self._expected(at) for at in set(places)}
+        gains = [expected[at] + own.value for at, (_, own) in zip(places, at_hand, strict=True)]
+        others = sorted((i for i in range(len(places)) if i not in tried), key=lambda i: -gains[i])
+        surplus, most, num_best = 0.0, 0.0, 0
+        free = price(len(tried)) if tried else 0.0
+        for num, i in enumerate(others, 1):
+            surplus += gains[i]
+            if surplus - (price(len(tried) + num) - free) > most:
+                most, num_best = surplus - (price(len(tried) + num) - free), num
+        best = others[:num_best]
+        paying = {places[i] for i in best}
+        for at in paying:
+            self._pauses[at].reset()
+        for at in due - paying:
+            self._gains[at].fade(_OLD)
+        return sorted((*tried, *best))
+
+    def learn(self, gain: float, expected_len: float, own: RequestGain) -> None:
+        """Adds a query in which ``gain`` more tokens were accepted than without it."""
+        at = bisect_right(_EDGES, expected_len)
+        mean = self._gains[at]
+        if gain > self._expected(at):
+            self._pauses[at].reset()
+        own.add(gain - mean.value)
+        mean.add(gain, _MEMORY)
+
+    def _expected(self, at: int) -> float:
+        """Expected gain; optimistic while little is known."""
+        gain = self._gains[at]
+        return (_HOPE * _HOPED + gain.num * gain.value) / (_HOPE + gain.num)

@@ -1,0 +1,114 @@
+"""The gateway of a simulated cluster: requests out, commits in, and what each request got."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from cluster.messages import CommitRound, Hello, Message, SubmitRound
+from cluster.transport.base import LinkUp, Received
+from cluster.types import Commit, FinishReason, Request, SamplingParams
+from router.assignment import Chain
+from simulator.agreement import SimulatedRequest
+from simulator.events import Events
+from simulator.links import VirtualLink
+from simulator.target import SimulatedTarget
+from simulator.text import Script, Text
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that came to its end. ``finish``: how, or why it was refused."""
+
+    request: SimulatedRequest
+    finish: FinishReason
+    first_token_s: float
+    end_s: float
+    num_tokens: int
+    num_rounds: int
+    num_switches: int
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request under way."""
+
+    request: SimulatedRequest
+    target: SimulatedTarget
+    first_token_s: float | None = None
+    num_tokens: int = 0
+    num_rounds: int = 0
+    num_switches: int = 0
+    chain: Chain | None = None  # as the router last knew it
+
+
+class Gateway:
+    """Owns the scripts of all requests. ``ended`` is told of each that ends."""
+
+    def __init__(self, events: Events, ended: Callable[[Finished], None]) -> None:
+        self.open: dict[str, OpenRequest] = {}
+        self.scripts: dict[str, Script] = {}
+        self.num_tokens = 0
+        self._events = events
+        self._ended = ended
+        self._text = Text()
+        self._links: dict[SimulatedTarget, VirtualLink] = {}
+
+    def link(self, target: SimulatedTarget, own: Hello, targets: Hello) -> None:
+        at_target, here = VirtualLink(self._events, own, None), VirtualLink(self._events, targets, None)
+        at_target.connect(self._receive)
+        here.connect(lambda message: _put(target, at_target, message))
+        target.mailbox.put(LinkUp(at_target))
+        self._links[target] = here
+
+    def submit(self, request: SimulatedRequest) -> None:
+        """To the target with the fewest requests."""
+        self.scripts[request.id] = Script.of(request, self._text)
+        target = min(self._links, key=_num_open)
+        target.num_open += 1
+        self.open[request.id] = OpenRequest(request, target)
+        sampling = _sampling(request.max_tokens)
+        prompt = self._text.ids[: request.prompt_len]
+        submitted = Request(request.id, prompt, sampling, request.arrival_s, chain=request.chain)
+        self._links[target].send(SubmitRound(submits=(submitted,)))
+
+    def tokens_per_s(self, now_s: float) -> dict[str, float]:
+        """Of each open request, after its first token."""
+        return {
+            request_id: (one.num_tokens - 1) / (now_s - one.first_token_s)
+            for request_id, one in self.open.items()
+            if one.first_token_s is not None and now_s > one.first_token_s
+        }
+
+    def _receive(self, message: Message) -> None:
+        assert isinstance(message, CommitRound)
+        for commit in message.commits:
+            self._commit(commit, self._events.now_s)
+
+    def _commit(self, commit: Commit, now_s: float) -> None:
+        one = self.open[commit.request_id]
+        if commit.token_ids:
+            one.num_tokens += len(commit.token_ids)
+            one.num_rounds += 1
+            self.num_tokens += len(commit.token_ids)
+            if one.first_token_s is None:
+                one.first_token_s = now_s
+        if commit.finish is not None:
+            del self.open[commit.request_id]
+            one.target.num_open -= 1
+            first_s = now_s if one.first_token_s is None else one.first_token_s
+            self._ended(
+                Finished(one.request, commit.finish, first_s, now_s, one.num_tokens, one.num_rounds, one.num_switches)
+            )
+
+
+def _put(target: SimulatedTarget, link: VirtualLink, message: Message) -> None:
+    target.mailbox.put(Received(link, message))
+
+
+def _num_open(target: SimulatedTarget) -> int:
+    return target.num_open
+
+
+@cache
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens, temperature=0.0, seed=0)

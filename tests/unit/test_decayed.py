@@ -1,0 +1,42 @@
+"""Exponential forgetting, and the pauses between trials."""
+
+from math import exp
+
+import pytest
+
+from router.estimates.decayed import DecayedMean, DecayedSums, ema
+from router.estimates.exploration import Pause
+
+
+def test_sums_fade_with_the_samples_of_their_own_key() -> None:
+    sums: DecayedSums[str] = DecayedSums(memory=10.0)
+    sums.add("a", (4.0, 2.0), 4)
+    sums.add("b", (1.0,), 1)
+    sums.add("a", (10.0, 1.0, 7.0), 10)
+    assert sums.get("a", 3) == pytest.approx((10.0 + 4.0 * exp(-1), 1.0 + 2.0 * exp(-1), 7.0))
+    assert sums.get("b", 1) == (1.0,)
+    assert sums.get("c", 2) == (0.0, 0.0)
+    sums.fade(10.0, least=0.5)
+    assert set(sums.sums) == {"a"}
+    assert sums.snapshot() == {"a": pytest.approx([10 * exp(-1) + 4 * exp(-2), exp(-1) + 2 * exp(-2), 7 * exp(-1)])}
+
+
+def test_a_mean_is_of_all_samples_first_and_of_the_newest_then() -> None:
+    mean = DecayedMean()
+    for sample in (1.0, 2.0, 3.0):
+        mean.add(sample, memory=8.0)
+    assert mean.value == pytest.approx(2.0)
+    assert mean.clipped(100.0) == 100.0, "what is usual is not known yet"
+    for _ in range(200):
+        mean.add(5.0, memory=8.0)
+    assert mean.value == pytest.approx(5.0)
+    assert mean.clipped(100.0) == pytest.approx(15.0)
+    assert ema(ema(None, 2.0), 4.0, 0.5) == 3.0
+
+
+def test_pauses_double_with_each_trial_in_vain() -> None:
+    pause = Pause(first=2, longest=6)
+    trials = [number for number in range(1, 22) if pause.is_over()]
+    assert trials == [2, 6, 12, 18]
+    pause.reset()
+    assert [pause.is_over() for _ in range(3)] == [False, True, False]
