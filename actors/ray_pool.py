@@ -135,13 +135,13 @@ class RaySpawner:
     async def router(self) -> Process:
         from router.estimates.drift import DriftDetector
         from router.policies import build_policy, build_pool, keeps_in_step
-        from router.slot import ChainScheduler, build_router
+        from router.slot import Router
 
         config = self._deployment.config
         drift = DriftDetector(config.router.collapse, config.router.slot_ms / 1e3)
         policy, pool = build_policy(config.router.policy), build_pool(config)
-        router = build_router(policy, pool, drift, keeps_in_step(config.router.policy))
-        kind = ModelChainScheduler if isinstance(router, ChainScheduler) else RouterActor
+        router = Router(policy, pool, drift, keeps_in_step(config.router.policy))
+        kind = ModelChainScheduler if config.router.policy.kind == "chain" else RouterActor
         targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])
         options = self._placed(self._router_group(), 0) | {"num_cpus": 0, "num_gpus": 0}
         return self._get_or_create(kind, ROUTER, options, config, router, targets, True)

@@ -103,4 +103,4 @@ class RouterActor(LoopActor[RouterInfo]):
 
 
 class ModelChainScheduler(RouterActor):
-    """The router of the policy `chain`; its process has a name of its own. Runs a `router.slot.ChainScheduler`."""
+    """The router of the policy `chain`; its process has a name of its own."""

@@ -81,8 +81,8 @@ def _follow(drafter: Drafter, answer: Recording, commits: Sequence[int]) -> list
     for num_tokens in commits:
         shadow.commit(output[done : done + num_tokens])
         done += num_tokens
-        while (scores := scorer.work([shadow])) is not None:
-            found += [score.num_matched + 1 for _, score in scores]
+        while shadow.pending:
+            found += [score.num_matched + 1 for _, score in scorer.work([shadow])]
     drafter.release(answer.name)
     return found
 

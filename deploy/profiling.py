@@ -20,7 +20,7 @@ from engine.models.prepare import ensure_model
 from engine.native import NativeTarget
 from engine.target import SpanInput, TargetEngine
 from engine.target_probe import TargetProbe
-from profiler.interleaved import Effort, Timing, time_interleaved
+from profiler.interleaved import Timing, TimingBudget, time_interleaved
 from profiler.latency import MIN_POINTS, Kind
 from profiler.profile import DrafterProfile, Part, Profile, Surface, Trip, parts_of_drafter
 from profiler.stopwatch import OwnTime
@@ -33,7 +33,7 @@ Said = Callable[[str, float], None]  # what is done, and which share of it
 class ProfileEffort:
     """How much is measured, and how often."""
 
-    passes: Effort
+    passes: TimingBudget
     max_rows: int | None  # of a pass; None: all that the target takes
     max_batch: int  # of drafts
     num_trip_turns: int
@@ -43,8 +43,10 @@ class ProfileEffort:
         return _QUICK if quick else _FULL
 
 
-_QUICK = ProfileEffort(Effort(min_visits=4, budget_s=90.0, precision=0.03), max_rows=256, max_batch=16, num_trip_turns=2)
-_FULL = ProfileEffort(Effort(min_visits=9, budget_s=420.0), max_rows=None, max_batch=64, num_trip_turns=8)
+_QUICK = ProfileEffort(
+    TimingBudget(min_visits=4, budget_s=90.0, precision=0.03), max_rows=256, max_batch=16, num_trip_turns=2
+)
+_FULL = ProfileEffort(TimingBudget(min_visits=9, budget_s=420.0), max_rows=None, max_batch=64, num_trip_turns=8)
 _COMPANION_BATCH = 16  # their contexts lie in the target's cache, beside those of the passes
 
 
@@ -117,7 +119,7 @@ class _Bench:
         if has_model(part.options) and len(news := probe.catch_up_grid()) >= MIN_POINTS:
             self._add(f"news {part.key}", news, probe.catch_up, part.threads)
 
-    def time(self, effort: Effort, said: Callable[[float], None]) -> dict[str, dict[tuple[int, int], Timing]]:
+    def time(self, effort: TimingBudget, said: Callable[[float], None]) -> dict[str, dict[tuple[int, int], Timing]]:
         before = torch.get_num_threads()
         try:
             found = time_interleaved(self._works, effort, time.perf_counter, said)

@@ -9,7 +9,7 @@ The virtual rounds are the drafter's own: after a draft at ``base`` with ``match
 biased: with ``table`` driving, ``ngram`` scored 2.83 tokens a round; driving itself it had 1.71.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.messages import DraftScore
@@ -119,15 +119,12 @@ class Scorer:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
-    def work(self, shadows: Iterable[Shadow]) -> list[tuple[str, DraftScore]] | None:
-        """One piece: a pass of at most MAX_ROWS rows, or a batch of drafts.
+    def work(self, waiting: Sequence[Shadow]) -> list[tuple[str, DraftScore]]:
+        """One piece for shadows with unscored tokens: a pass of at most MAX_ROWS rows, or a batch of drafts.
 
         Returns:
-            The scores by key; None when nothing was pending.
+            The scores by key.
         """
-        waiting = [shadow for shadow in shadows if shadow.pending]
-        if not waiting:
-            return None
         token_by_token = self._drafter.capabilities.token_by_token
         return self._propose(waiting) if token_by_token is None else self._choose(token_by_token, waiting)
 

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -106,15 +106,15 @@ class DrafterLoop:
         had_messages = self._read_messages(now_s)
         self._sessions.expire(now_s)
         resyncs = self._sessions.due_resyncs(now_s)
-        unanswered = self._unanswered()
-        ready = [session for session in unanswered if self._is_ready(session)]
-        if ready or resyncs or self._sessions.has_refusals:
+        unanswered = self._sessions.unanswered()
+        ready = [one for one in unanswered if self._is_ready(one[1])]
+        if ready or resyncs or self._sessions.refusing():
             self._send_proposals(ready, resyncs, now_s)
             return Begun.ANSWERED
         if unanswered:
-            self._draft((session, session.draft_len - len(session.ahead)) for session in unanswered)
+            self._draft([(session, session.draft_len - len(session.ahead)) for _, session in unanswered])
             return Begun.DRAFTED
-        if self._draft(self._drafts_ahead()):
+        if self._ahead_len and self._draft(list(self._drafts_ahead())):
             return Begun.DRAFTED_AHEAD
         if had_messages:
             return Begun.ANSWERED
@@ -124,12 +124,14 @@ class DrafterLoop:
         """The second half of a step that began at ``began_s``: sends proposals and scores."""
         if begun is Begun.DRAFTED:
             self._read_messages(now_s)  # commits that came meanwhile make some drafts stale
-            self._send_proposals([s for s in self._unanswered() if s.ahead or s.exhausted or not s.draft_len], {}, now_s)
+            unanswered = self._sessions.unanswered()
+            self._send_proposals([one for one in unanswered if _can_answer(one[1])], {}, now_s)
         elif begun is Begun.SCORED:
             self._next_spare_s = now_s + (now_s - began_s) * (1.0 / self._spare_share - 1.0)
             if self._next_scores_s <= now_s:
                 self._next_scores_s = now_s + REPORT_PERIOD_S
-                self._send_proposals([], {}, now_s)
+                for peer in list(self._sessions.peers.values()):
+                    self._send(peer, (), (), now_s)
 
     def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
         """Steps until ``stop`` is set; wake the mailbox then. ``clock`` is monotonic, in seconds."""
@@ -163,7 +165,7 @@ class DrafterLoop:
     def next_due_s(self) -> float | None:
         """When a step has something to do without a message; None: never."""
         due_s = self._sessions.next_due_s()
-        if any(shadow.pending for _, shadow in self._sessions.shadows()):
+        if self._sessions.unscored:
             return self._next_spare_s if due_s is None else min(due_s, self._next_spare_s)
         return due_s
 
@@ -180,9 +182,6 @@ class DrafterLoop:
             self._mailbox.put(LinkDown(self._sessions.unlinked.pop(), "it sent too many unsound messages"))
         return bool(events)
 
-    def _unanswered(self) -> list[Session]:
-        return [session for session in self._sessions.drafted() if not session.answered]
-
     def _is_ready(self, session: Session) -> bool:
         """Whether a proposal can be sent without drafting. With drafting ahead any tokens will do: the target verifies them
         while the next are drafted.
@@ -191,20 +190,19 @@ class DrafterLoop:
 
     def _score(self, now_s: float) -> bool:
         """One piece of scoring, if scoring has had less than its share of time. Returns whether there was any."""
-        if now_s < self._next_spare_s:
+        unscored = self._sessions.unscored
+        if not unscored or now_s < self._next_spare_s:
             return False
-        peers = {shadow.key: peer for peer, shadow in self._sessions.shadows()}
-        scored = self._scorer.work(shadow for _, shadow in self._sessions.shadows())
-        if scored is None:
-            return False
-        for key, score in scored:
-            peers[key].scores.append(score)
+        shadows = [shadow for _, shadow in unscored.values()]
+        for key, score in self._scorer.work(shadows):
+            unscored[key][0].scores.append(score)
+        for shadow in shadows:
+            if not shadow.pending:
+                del unscored[shadow.key]
         return True
 
     def _drafts_ahead(self) -> Iterator[tuple[Session, int]]:
         """Sessions to draft ahead for, with a number of tokens: never beyond the end of the request."""
-        if not self._ahead_len:
-            return
         for session in self._sessions.drafted():
             if session.answered and not session.exhausted:
                 limit = min(session.num_sent + self._ahead_len, session.end_len - session.committed_len - 1)
@@ -212,9 +210,8 @@ class DrafterLoop:
                 if num_tokens > 0:
                     yield session, num_tokens
 
-    def _draft(self, wanted: Iterable[tuple[Session, int]]) -> bool:
+    def _draft(self, batch: Sequence[tuple[Session, int]]) -> bool:
         """Drafts one batch. Returns whether there was anything to draft."""
-        batch = list(wanted)
         if not batch:
             return False
         demands = [Demand(session.key, num_tokens, tuple(session.ahead), session.row_price) for session, num_tokens in batch]
@@ -226,19 +223,19 @@ class DrafterLoop:
         self._num_drafted += len(batch)
         return True
 
-    def _send_proposals(self, sessions: Sequence[Session], resyncs: Mapping[int, Sequence[str]], now_s: float) -> None:
-        """One message to each peer with proposals, refusals, resyncs or scores."""
-        keys = {session.key for session in sessions}
-        for number, peer in list(self._sessions.peers.items()):
-            proposals = tuple(self._proposal(session) for session in peer.sessions.values() if session.key in keys)
-            proposals += tuple(Proposal(request_id, n, (), (), self.name) for request_id, n in peer.take_refusals().items())
-            requested = tuple(resyncs.get(number, ()))
-            scores = peer.take_scores()
-            if proposals or requested or scores:
-                self._num_proposals += len(proposals)
-                self._num_tokens += sum(len(proposal.token_ids) for proposal in proposals)
-                self._num_resyncs += len(requested)
-                self._send(peer, ProposalRound(peer.table_version, proposals, scores, requested, self._take_levels(now_s)))
+    def _send_proposals(
+        self, sessions: Sequence[tuple[TargetPeer, Session]], resyncs: Mapping[int, Sequence[str]], now_s: float
+    ) -> None:
+        """One message to each peer with proposals, refusals or resyncs."""
+        by_peer: dict[int, list[Session]] = {}
+        for peer, session in sessions:
+            by_peer.setdefault(id(peer.link), []).append(session)
+        for number in dict.fromkeys([*by_peer, *resyncs, *self._sessions.refusing()]):
+            peer = self._sessions.peers[number]
+            proposals = [self._proposal(session) for session in by_peer.get(number, ())]
+            if peer.refusals:
+                proposals += [Proposal(one, length, (), (), self.name) for one, length in peer.take_refusals().items()]
+            self._send(peer, tuple(proposals), tuple(resyncs.get(number, ())), now_s)
 
     def _take_levels(self, now_s: float) -> tuple[LevelReport, ...]:
         """Level reports of this drafter's chains, every REPORT_PERIOD_S and to one target: the router reads all targets."""
@@ -249,7 +246,7 @@ class DrafterLoop:
         return tuple(chain.take_levels(drafter_of(self.name)))
 
     def _proposal(self, session: Session) -> Proposal:
-        session.answered = True
+        self._sessions.mark_answered(session)
         session.num_sent = min(session.draft_len, len(session.ahead))
         return Proposal(
             request_id=session.request_id,
@@ -260,7 +257,15 @@ class DrafterLoop:
             unfinished=not session.exhausted or session.num_sent < len(session.ahead),
         )
 
-    def _send(self, peer: TargetPeer, message: ProposalRound) -> None:
+    def _send(self, peer: TargetPeer, proposals: tuple[Proposal, ...], resyncs: tuple[str, ...], now_s: float) -> None:
+        """One message, with the peer's scores; none if it would be empty."""
+        scores = peer.take_scores()
+        if not (proposals or resyncs or scores):
+            return
+        self._num_proposals += len(proposals)
+        self._num_tokens += sum([len(proposal.token_ids) for proposal in proposals])
+        self._num_resyncs += len(resyncs)
+        message = ProposalRound(peer.table_version, proposals, scores, resyncs, self._take_levels(now_s))
         try:
             peer.link.send(message)
         except LinkFull:
@@ -268,3 +273,8 @@ class DrafterLoop:
             logger.warning("drafter %s: %s reads too slowly, dropped a message to it", self.name, peer.link.peer.name)
         except LinkClosed:
             self._sessions.drop_link(peer.link)
+
+
+def _can_answer(session: Session) -> bool:
+    """Whether there is anything to send, or nothing to wait for."""
+    return bool(session.ahead) or session.exhausted or not session.draft_len

@@ -71,7 +71,7 @@ def make_drafter(
 
 
 def make(options: DrafterOptions, site: Site) -> Drafter:
-    """As ``make_drafter``."""
+    """As ``make_drafter``; a cascade makes its members so."""
     return FACTORIES[options.kind](options, site)
 
 
@@ -218,7 +218,7 @@ def _load(options: ModelOptions | LayersOptions, site: Site) -> "tuple[CausalMod
     return load_model(folder, options.dtype, site.device, options.num_layers), None
 
 
-FACTORIES: Mapping[str, Callable[[Any, Site], Drafter]] = {
+FACTORIES: dict[str, Callable[[Any, Site], Drafter]] = {
     "ngram": _make_ngram,
     "suffix": _make_suffix,
     "table": _make_table,

@@ -1,4 +1,4 @@
-"""The picture of a profile: what was measured, and what the three forms make of it."""
+"""Plots a profile: measured points and the three fitted forms."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profiler.latency import Comparison, Kind, compare
+from profiler.latency import FormComparison, Kind, compare
 from profiler.profile import Profile, Surface
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _NUM_COLUMNS = 3
 
 
 def plot_profile(profile: Profile, path: Path) -> None:
-    """As PNG. Dots with bars of a quartile's width were measured; the form that was chosen is drawn boldly."""
+    """Writes a PNG. Bars are interquartile ranges; the chosen form is drawn bold."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -47,7 +47,7 @@ def plot_profile(profile: Profile, path: Path) -> None:
 
 
 def _plot_surface(axes: "Axes", title: str, surface: Surface) -> None:
-    found: Comparison = compare(surface.kind, surface.points)
+    found: FormComparison = compare(surface.kind, surface.points)
     for number, y in enumerate(sorted({sample.y for sample in surface.samples})):
         colour = f"C{number}"
         samples = [sample for sample in surface.samples if sample.y == y]

@@ -96,6 +96,10 @@ class Router:
         scores = [score for report in reports for score in report.scores if drafter_of(score.drafter) in self._known]
         if self._watch is not None:
             self._watch.observe(observations)
+        if isinstance(self._policy, ModelChains):
+            levels = [level for report in reports for level in report.levels if self._is_of_the_pool(level)]
+            passes = next((report.target_passes for report in reports if report.target_passes), ())
+            self._policy.learn(levels, PassTime(passes) if passes else None)
         self._policy.observe(observations, scores)
         linked = set[str].intersection(*(set(report.drafters) for report in reports))
         absent = self._offered - linked
@@ -112,6 +116,9 @@ class Router:
             return None
         self._table = table
         return table
+
+    def _is_of_the_pool(self, level: LevelReport) -> bool:
+        return self._known.issuperset((level.drafter, *(verified.proposer for verified in level.verified)))
 
     def _scorers(self, pool: Sequence[PoolMember]) -> tuple[str, ...]:
         """One member of each drafter, to keep in step and be scored. Colocated drafters have no spare time for that."""
@@ -140,39 +147,3 @@ class Router:
             for member in pool
         ]
         return pool if self._watch is None else [self._watch.judge(member) for member in pool]
-
-
-class ChainScheduler(Router):
-    """A router whose policy assigns chains, and learns from the reports of their models."""
-
-    def __init__(
-        self,
-        policy: ModelChains,
-        pool: Sequence[PoolMember],
-        watch: DriftDetector | None = None,
-        in_step: bool = False,
-    ) -> None:
-        super().__init__(policy, pool, watch, in_step)
-        self._chains = policy
-
-    def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:
-        levels = [level for report in reports for level in report.levels if self._is_of_the_pool(level)]
-        passes = next((report.target_passes for report in reports if report.target_passes), ())
-        if reports:
-            self._chains.learn(levels, PassTime(passes) if passes else None)
-        return super().slot(reports)
-
-    def _is_of_the_pool(self, level: LevelReport) -> bool:
-        return self._known.issuperset((level.drafter, *(verified.proposer for verified in level.verified)))
-
-
-def build_router(
-    policy: AssignmentPolicy,
-    pool: Sequence[PoolMember],
-    watch: DriftDetector | None = None,
-    in_step: bool = False,
-) -> Router:
-    """The router for a policy."""
-    if isinstance(policy, ModelChains):
-        return ChainScheduler(policy, pool, watch, in_step)
-    return Router(policy, pool, watch, in_step)

@@ -64,7 +64,7 @@ def compete(
     hindsight, best = max(found, key=lambda one: one[0].goodput)
     outcomes: dict[str, Outcome] = {}
     for policy in policies:
-        informed = replace(spec, scores=keeps_in_step(policy), in_step=keeps_in_step(policy))
+        informed = replace(spec, keeps_in_step=keeps_in_step(policy))
         outcomes[policy.kind] = simulate(informed, build_policy(policy), in_turn(requests, concurrency), seed, until_s)
     return Contest(single, best, hindsight, outcomes)
 

@@ -106,7 +106,7 @@ def read_trace(path: Path) -> Iterator[tuple[float, int, int]]:
         raise InvalidField("trace", f"{path}:{number}", f"is not as a trace is ({error})") from error
 
 
-def _cluster(scenario: ServingScenario, informed: bool) -> ClusterSpec:
+def _cluster(scenario: ServingScenario, in_step: bool) -> ClusterSpec:
     cost = scenario.cost(scenario.target)
     settings = PlannerSettings(max_hold_s=scenario.max_hold_ms / 1e3, max_chunk_len=scenario.max_pass_tokens)
     max_model_len = max(
@@ -133,8 +133,7 @@ def _cluster(scenario: ServingScenario, informed: bool) -> ClusterSpec:
         num_targets=scenario.num_targets,
         link_s=scenario.link_us * 1e-6,
         slot_s=scenario.slot_s,
-        scores=informed,
-        in_step=False,
+        keeps_in_step=in_step,
         jitter=scenario.jitter,
         collapse=scenario.collapse,
     )

@@ -70,7 +70,7 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
 
     def serve(config: PolicyConfig, verification: str = "all") -> list[Outcome]:
         """Set after set; what a policy has learned of one it knows of the next."""
-        spec = replace(_cluster(scenario, batch, verification), scores=keeps_in_step(config))
+        spec = replace(_cluster(scenario, batch, verification), keeps_in_step=keeps_in_step(config))
         policy = build_policy(config)
         return [simulate(spec, policy, in_turn(requests, batch), scenario.seed, scenario.horizon_s) for requests in sets]
 
@@ -146,7 +146,6 @@ def _cluster(scenario: SpecRouterScenario, batch: int, verification: str) -> Clu
         lambda: StepPlanner(settings),
         link_s=scenario.link_us * 1e-6,
         slot_s=scenario.slot_s,
-        in_step=True,
         jitter=scenario.jitter,
     )
 

@@ -54,8 +54,7 @@ class _Variant:
     packed: bool = False
     num_micro_batches: int | None = 1  # None: the live rule
     verification: str = "all"
-    scores: bool = False
-    in_step: bool = True
+    keeps_in_step: bool = True
 
 
 PADDED_S, PACKED_S = 0.52921, 0.33546  # figure 12: a pass over 16 requests of Alpaca by llama-7b
@@ -81,14 +80,14 @@ def run(scenario: SpinScenario, said: Said = lambda what: None) -> Study:
 
 
 def _variants(scenario: SpinScenario) -> dict[str, _Variant]:
-    vanilla = {f"vanilla {name}": _Variant(FixedPolicy(chain=(name,)), in_step=False) for name in scenario.drafters}
+    vanilla = {f"vanilla {name}": _Variant(FixedPolicy(chain=(name,)), keeps_in_step=False) for name in scenario.drafters}
     lbss = scenario.lbss
     return {
         **vanilla,
         PARTS[0]: _Variant(lbss),
         PARTS[1]: _Variant(lbss, packed=True),
         PARTS[2]: _Variant(lbss, packed=True, num_micro_batches=scenario.micro_batches),
-        "outrider": _Variant(HedgePolicy(), True, None, "goodput", scores=True),
+        "outrider": _Variant(HedgePolicy(), True, None, "goodput"),
         "greedy": _Variant(GreedyLengthPolicy()),
         "epsilon-greedy": _Variant(scenario.epsilon_greedy),
     }
@@ -127,8 +126,7 @@ def _goodput(scenario: SpinScenario, target: str, variant: _Variant, requests: l
         planner,
         link_s=scenario.link_us * 1e-6,
         slot_s=scenario.slot_s,
-        scores=variant.scores,
-        in_step=variant.in_step,
+        keeps_in_step=variant.keeps_in_step,
         jitter=scenario.jitter,
     )
     load = in_turn(requests, scenario.batch)

@@ -37,7 +37,7 @@ from engine.loading import load_target, stored_profile
 from engine.native import NativeTarget
 from engine.target import SpanInput, SpanOutcome
 from engine.target_probe import TargetProbe
-from profiler.interleaved import Effort
+from profiler.interleaved import TimingBudget
 from profiler.latency import FORMS
 from profiler.online_cost import OnlineCost
 from profiler.profile import pool_costs
@@ -46,7 +46,7 @@ from router.assignment import AssignmentPolicy, Observation, PoolMember, Request
 from router.slot import Router, SlotReport
 from tests.support.dspark import write_dspark
 
-LEAST = ProfileEffort(Effort(min_visits=2, budget_s=0.0), max_rows=64, max_batch=4, num_trip_turns=1)
+LEAST = ProfileEffort(TimingBudget(min_visits=2, budget_s=0.0), max_rows=64, max_batch=4, num_trip_turns=1)
 
 
 class Ticks:

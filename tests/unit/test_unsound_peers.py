@@ -38,7 +38,7 @@ from drafters.sessions import SessionLimits
 from router import assignment
 from router.assignment import PoolMember, Positions, RequestView
 from router.policies import build_policy
-from router.slot import Router, SlotReport, build_router
+from router.slot import Router, SlotReport
 from tests.support.cluster_in_a_thread import SimulatedCluster, random_requests
 from tests.support.drafter_bench import SAMPLING, Bench, FakeLink
 from tests.support.simulated_network import Faults
@@ -85,7 +85,7 @@ class UnsoundDrafter:
 def routers() -> list[Router]:
     """One that learns from scores, and the scheduler of chains."""
     pool = [PoolMember(f"toy-{i}", capacity=8, cost=0.1, verifies=True) for i in range(2)]
-    return [build_router(build_policy(policy), pool, in_step=True) for policy in (HedgePolicy(), ChainPolicy())]
+    return [Router(build_policy(policy), pool, in_step=True) for policy in (HedgePolicy(), ChainPolicy())]
 
 
 @pytest.mark.parametrize("seed", range(6))
