@@ -37,7 +37,7 @@ BENCHES = {
 
 
 def find_bench(name: str) -> Bench:
-    """Raises InvalidField when there is no such benchmark; names the nearest."""
+    """Raises InvalidField, naming the nearest, if there is no such benchmark."""
     if name in BENCHES:
         return BENCHES[name]
     near = get_close_matches(name, BENCHES, n=1)
