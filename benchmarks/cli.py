@@ -34,9 +34,7 @@ def bench(
     ] = None,
     live: Annotated[
         bool,
-        typer.Option(
-            "--live", help="routing: measure the cost of switching drafters and the choice of chains on real loops"
-        ),
+        typer.Option("--live", help="routing: cost of switching drafters and choice of chains, on real loops"),
     ] = False,
     expect: Annotated[
         list[str] | None,
