@@ -37,9 +37,9 @@ class GoodputEstimates:
             if own is None:
                 own = DecayedSums(self._memory_rounds)
                 self._own.put(seen.request_id, own)
-            new = (float(seen.num_rounds), float(seen.num_committed), seen.elapsed_s)
-            for sums in (self._pool, own):
-                sums.add(drafter_of(seen.drafter), new, seen.num_rounds)
+            drafter, new = drafter_of(seen.drafter), (seen.num_rounds, seen.num_committed, seen.elapsed_s)
+            self._pool.add(drafter, new, seen.num_rounds)
+            own.add(drafter, new, seen.num_rounds)
 
     def snapshot(self) -> JsonValue:
         """The sums over all requests."""

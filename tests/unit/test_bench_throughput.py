@@ -201,7 +201,7 @@ def test_a_drafters_clock_stands_still_in_the_turns_of_others(fixtures: Fixtures
 
 
 def test_nothing_is_left_where_answers_took_many_turns(fixtures: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumLaps of about a pass; the same answers as in one."""
+    """Turns of about a pass; the same answers as in one."""
     known = recorded(fixtures, 24)
     told: dict[str, list[int]] = {}
     end = InterleavedServer.end
