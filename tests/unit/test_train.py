@@ -27,7 +27,7 @@ from drafters.training.work_folder import WorkFolder, exclusive
 from engine.models.config import load_config
 from engine.models.tokenizer import fingerprint
 from tests.support.waiting import DEADLINE_S
-from tests.support.wordy_model import write_wordy_model
+from tests.support.word_model import write_wordy_model
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from drafters.training.corpus import (
 )
 from drafters.training.frozen import FrozenTarget
 from drafters.training.writing import Share, Writer
-from tests.support.made_answers import answer
+from tests.support.random_answers import answer
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from drafters.training.corpus import TargetAnswer
 from drafters.training.feature_cache import InMemory, OnDisk
 from drafters.training.frozen import FrozenTarget
 from drafters.training.hidden_states import HiddenStateReader
-from tests.support.made_answers import answer
+from tests.support.random_answers import answer
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from drafters.training.pipeline import train
 from drafters.training.recipe import TrainOptions
 from drafters.training.writing import AnswerTask, Writer
 from engine.offline import generate
-from tests.support.wordy_model import write_wordy_model
+from tests.support.word_model import write_wordy_model
 from tests.unit.test_train import HERE, Silent, options
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from drafters.training.hidden_states import HiddenStateReader
 from drafters.training.layers_student import LayersStudent
 from drafters.training.pipeline import train
 from drafters.training.work_folder import WorkFolder
-from tests.support.wordy_model import write_wordy_model
+from tests.support.word_model import write_wordy_model
 from tests.unit.test_train import HERE, Silent, options
 
 pytestmark = pytest.mark.slow

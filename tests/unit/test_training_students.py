@@ -22,7 +22,7 @@ from drafters.training.recipe import TrainOptions, dspark_config, feature_layers
 from drafters.training.vocabulary import choose_vocabulary, coverage
 from drafters.training.warm_start import warm_start
 from engine.layout import PackedSpan
-from tests.support.made_answers import answer
+from tests.support.random_answers import answer
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 from drafters.shipped import kind_of
 from drafters.training.feature_cache import delete_partial_files
 from drafters.training.frozen import writing_limits
-from tests.support.wordy_model import write_wordy_model
+from tests.support.word_model import write_wordy_model
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Random answers, the same for the same key."""
+"""Recorded answers with random tokens, equal for equal keys."""
 
 import torch
 
