@@ -1,11 +1,11 @@
-"""What a supervisor tells people: the state of its members, and what targets report of drafters."""
+"""The cluster's status for users, from the supervisor's processes and the targets' reports."""
 
 from collections.abc import Mapping, Sequence, Set
 
 from actors.processes import ManagedProcess, ProcessState
 from actors.target import DrafterCounts, TargetReport
 from cluster.client import ClusterStatus, DrafterStatus
-from cluster.config import Config, DrafterConfig, can_verify
+from cluster.config import Config, DrafterConfig
 from router.residency import ModelPool
 
 
@@ -20,8 +20,8 @@ def cluster_status(
     notes: Sequence[str] = (),
 ) -> ClusterStatus:
     """Args:
-    drafters: of every member of the pool, by its name.
-    members: those that have a process of their own.
+    drafters: every member of the pool, by name.
+    members: the members that have a process of their own.
     """
     counts: dict[str, list[DrafterCounts]] = {name: [] for name in drafters}
     for one in (one for report in reports for one in report.drafters):
@@ -61,7 +61,7 @@ def _drafter(
         reply_ms=1e3 * sum(replies) / len(replies) if replies else None,
         num_restarts=member.restarts.num_restarts if member is not None else 0,
         reason=member.reason if member is not None and state is not ProcessState.READY else None,
-        verifies=can_verify(drafter.options),
+        verifies=drafter.options.traits.can_verify,
         proposers=tuple(one.name for one in config.proposers_of(drafter.name)),
         device=models.resident.get(name),
         num_bytes=models.bytes_of(name) if name in models.num_loads else None,

@@ -1,4 +1,4 @@
-"""Colocated drafters: loaded in the target's process, stepped by its round, linked to it in memory."""
+"""Colocated drafters: loaded in the target's process and linked to its loop in memory."""
 
 import os
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from router.assignment import member_name
 
 @dataclass(frozen=True, slots=True)
 class ColocatedDrafter:
-    """A drafter's loop, and the mailbox that links it to the target."""
+    """A drafter's loop and its mailbox."""
 
     name: str
     loop: DrafterLoop
@@ -36,7 +36,7 @@ def load_with_colocated(
     """Loads the target of a resolved configuration, as ``engine.loading.load_target``, and the drafters in its process.
 
     Args:
-        profile: if given, cascades take the measured costs of their members from it.
+        profile: cascades take the measured costs of their members from it.
 
     Raises:
         OutriderError: a model is missing or does not fit; names it.
@@ -49,7 +49,7 @@ def load_with_colocated(
 
 
 def link_colocated(drafters: Sequence[ColocatedDrafter], mailbox: Mailbox, hello: Hello) -> None:
-    """Links drafters to the target of ``hello``, which reads ``mailbox``, for as long as the process lives."""
+    """Links drafters to the target of ``hello`` and ``mailbox``, for the life of the process."""
     address = f"memory://colocated-{os.getpid()}-{hello.name}"
     if drafters:
         listen(address, mailbox, hello)

@@ -1,4 +1,4 @@
-"""A drafter as a process: its loop on a thread, and links to every target replica, redialled when lost."""
+"""The process of a drafter: its DrafterLoop on a thread, and links to every target replica."""
 
 import os
 import time
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from actors.mailbox import DialledMailbox
-from actors.threads import set_threads
-from actors.worker import LoopActor, LoopThread
+from actors.mailbox import DialingMailbox
+from actors.worker import LoopActor, LoopThread, set_threads
 from cluster.config import DrafterConfig
 from cluster.messages import Hello, Role
 from cluster.types import ModelInfo
@@ -24,13 +23,12 @@ class DrafterInfo:
 
 
 class DrafterActor(LoopActor[DrafterInfo]):
-    """Owns a drafter and its DrafterLoop. Every method may be called from any thread.
+    """Every method may be called from any thread. Processes of lookup drafters stay small: they import no torch.
 
-    Lookup drafters import no torch, so that such a process stays small. `start` fails when the drafter cannot be made, or
-    when its tokenizer is not the target's.
+    ``start`` fails when the drafter cannot be made or has another tokenizer than the target.
 
     Args:
-        proposers: drafters of the pool that may ride ahead of it, made in this process, too.
+        proposers: drafters of the pool that may draft for this one in a chain; made in this process, too.
     """
 
     def __init__(
@@ -47,15 +45,15 @@ class DrafterActor(LoopActor[DrafterInfo]):
         self._proposers = tuple(proposers)
         self._name = name
         self._target = target
-        self._mailbox = DialledMailbox(Hello(Role.DRAFTER, name, target.vocab_size, target.tokenizer_fingerprint, token))
-        self._mailbox.want(addresses)
+        self._mailbox = DialingMailbox(Hello(Role.DRAFTER, name, target.vocab_size, target.tokenizer_fingerprint, token))
+        self._mailbox.set_addresses(addresses)
 
-    def _begin(self) -> LoopThread:
+    def _start_loop(self) -> LoopThread:
         config = self._config
         if config.has_model:
             set_threads(config.resources.threads)
             configure_cpu()
-        from drafters.registry import make_chained
+        from drafters.registry import make_drafter
         from engine.threads import in_own_thread
 
         limits = SessionLimits(
@@ -63,7 +61,7 @@ class DrafterActor(LoopActor[DrafterInfo]):
             max_draft_len=config.max_draft_len,
             max_shadows=4 * config.capacity if config.spare_share else 0,
         )
-        drafter = in_own_thread(lambda: make_chained(config, self._proposers, self._target))
+        drafter = in_own_thread(lambda: make_drafter(config, self._target, proposers=self._proposers))
         loop = DrafterLoop(
             self._name, drafter, self._mailbox, limits, ahead_len=config.ahead_len, spare_share=config.spare_share
         )
@@ -77,9 +75,9 @@ class DrafterActor(LoopActor[DrafterInfo]):
     def _info(self) -> DrafterInfo:
         return DrafterInfo(self._name, os.getpid())
 
-    def unread_s(self) -> float:
-        return self._mailbox.unread_s()
+    def stalled_s(self) -> float:
+        return self._mailbox.stalled_s()
 
-    def want(self, addresses: Sequence[str]) -> None:
-        """The targets have moved."""
-        self._mailbox.want(addresses)
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Addresses of the targets."""
+        self._mailbox.set_addresses(addresses)

@@ -1,4 +1,4 @@
-"""The way from the API to the targets: an EngineClient over links."""
+"""`LinkClient`: the API's EngineClient, which reaches the targets over links."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from actors.dialer import Dialer
-from actors.mailbox import WatchedMailbox
+from actors.mailbox import MonitoredMailbox
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
@@ -20,27 +20,24 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
 IDLE_WAIT_S = 1.0
-MAX_UNREAD_S = 30.0  # the thread reads its mail every second, be there any or not
+MAX_STALLED_S = 30.0  # the thread drains its mailbox every second even if it is empty
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One request under way. Its queue is bounded by the request's own max_tokens.
-
-    ``next_len``: the committed length at which its next commit begins; ``end_len``: that of all its tokens.
-    """
+    """A running request. Its queue is bounded by the request's max_tokens."""
 
     loop: asyncio.AbstractEventLoop
     link: Link
-    next_len: int | None  # None: its last has come
-    end_len: int
+    next_len: int | None  # committed length at which the next commit begins; None after the last
+    end_len: int  # committed length with all tokens that were asked for
     commits: asyncio.Queue[Commit | Exception] = field(default_factory=asyncio.Queue)
 
 
 class LinkClient:
-    """Serves any number of asyncio tasks; one thread of its own reads the mail and keeps the links.
+    """Serves any number of asyncio tasks. A thread of its own drains the mailbox and keeps the links.
 
-    A request goes to the target with the fewest requests from here. Addresses may change while it runs (``want``).
+    A request goes to the target with the fewest requests of this client. Addresses may change (``set_addresses``).
     """
 
     def __init__(
@@ -53,14 +50,14 @@ class LinkClient:
     ) -> None:
         self._model = model
         self._status = status
-        self._mailbox = WatchedMailbox()
+        self._mailbox = MonitoredMailbox()
         hello = Hello(Role.GATEWAY, name, model.vocab_size, model.tokenizer_fingerprint, token)
         self._dialer = Dialer(self._mailbox, hello)
-        self._wanted: tuple[str, ...] = tuple(addresses)
-        self._lock = threading.Lock()  # guards what follows, shared by this thread and the callers' loops
-        self._links: dict[Link, int] = {}  # open links and how many requests each carries
+        self._addresses: tuple[str, ...] = tuple(addresses)
+        self._lock = threading.Lock()  # guards the fields below, shared by the client's thread and the callers' loops
+        self._links: dict[Link, int] = {}  # open links and the number of requests on each
         self._streams: dict[str, _Stream] = {}
-        self._aborts: dict[Link, set[str]] = {}  # that could not be sent yet
+        self._aborts: dict[Link, set[str]] = {}  # not sent yet
         self._inspection = Inspection(f"gateway {name}")
         self._stop = threading.Event()
         self._links_changed = threading.Condition(self._lock)
@@ -73,13 +70,13 @@ class LinkClient:
     async def status(self) -> ClusterStatus:
         return await self._status()
 
-    def want(self, addresses: Sequence[str]) -> None:
-        """Where the targets are now."""
-        self._wanted = tuple(addresses)
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Addresses of the targets."""
+        self._addresses = tuple(addresses)
         self._mailbox.wake()
 
     def wait_linked(self, timeout_s: float, num_targets: int = 1) -> bool:
-        """Whether so many targets could be reached within the time."""
+        """Waits for links to ``num_targets`` targets. False after the timeout."""
         with self._lock:
             return self._links_changed.wait_for(lambda: len(self._links) >= num_targets, timeout_s)
 
@@ -96,7 +93,7 @@ class LinkClient:
                 while not finished:
                     commit = await stream.commits.get()
                     if isinstance(commit, Exception):
-                        raise commit  # where the target is still there, it is told to stop
+                        raise commit  # the target is told to abort
                     finished = commit.finish is not None
                     if commit.finish is FinishReason.OVERLOADED:
                         break
@@ -106,7 +103,7 @@ class LinkClient:
             finally:
                 self._forget(request.id, abort=not finished)
             refused_by.add(stream.link)
-            if not self._others(refused_by):
+            if not self._candidates(refused_by):
                 raise Overloaded(commit.error or "the target takes no more requests", RETRY_AFTER_S)
 
     async def close(self) -> None:
@@ -114,18 +111,18 @@ class LinkClient:
         self._mailbox.wake()
         await asyncio.to_thread(self._thread.join, 10.0)
 
-    # ---- the callers' side
+    # ---- on the callers' event loops
 
-    def _others(self, refused_by: set[Link]) -> list[Link]:
-        """Targets that have not refused, the one with the fewest requests from here first."""
+    def _candidates(self, refused_by: set[Link]) -> list[Link]:
+        """Targets that have not refused the request, the least loaded first."""
         with self._lock:
             return sorted(self._links.keys() - refused_by, key=lambda link: self._links[link])
 
     def _submit(self, request: Request, refused_by: set[Link]) -> _Stream:
-        others = self._others(refused_by)
-        if not others:
+        candidates = self._candidates(refused_by)
+        if not candidates:
             raise LinkClosed("no target can be reached now; it may be starting or restarting, try again")
-        link = others[0]
+        link = candidates[0]
         with self._lock:
             prompt_len = len(request.prompt_token_ids)
             stream = _Stream(asyncio.get_running_loop(), link, prompt_len, prompt_len + request.sampling.max_tokens)
@@ -155,14 +152,14 @@ class LinkClient:
             self._send_aborts()
 
     def check_health(self) -> None:
-        """Raises LinkClosed when this client cannot serve any more: its thread has ended, or hangs."""
+        """Raises LinkClosed when this client cannot serve any more: its thread has ended or hangs."""
         if not self._thread.is_alive() and not self._stop.is_set():
             raise LinkClosed("the thread that keeps the links has ended")
-        if self._mailbox.unread_s() > MAX_UNREAD_S:
-            raise LinkClosed(f"the thread that keeps the links has not read its mail for {self._mailbox.unread_s():.0f} s")
+        if self._mailbox.stalled_s() > MAX_STALLED_S:
+            raise LinkClosed(f"the thread that keeps the links has been stalled for {self._mailbox.stalled_s():.0f} s")
 
     def _send_aborts(self) -> None:
-        """What does not fit into a link's queue now goes with the next; at most as many as there were requests."""
+        """Aborts that do not fit into a link's queue stay for the next call."""
         with self._lock:
             for link, request_ids in tuple(self._aborts.items()):
                 try:
@@ -170,28 +167,28 @@ class LinkClient:
                 except LinkFull:
                     continue
                 except LinkClosed:
-                    pass  # the target ends what a lost gateway asked for
+                    pass  # the target aborts the requests of a lost gateway
                 del self._aborts[link]
 
-    # ---- the thread's side
+    # ---- on the client's thread
 
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                self._dialer.want(self._wanted)
+                self._dialer.set_addresses(self._addresses)
                 now_s = time.monotonic()
                 due_s = self._dialer.tick(now_s)
                 wait_s = IDLE_WAIT_S if due_s is None else max(0.0, due_s - now_s)
                 self._mailbox.wait(min(wait_s, IDLE_WAIT_S))
-                self._take_mail()
+                self._handle_events()
                 self._send_aborts()
         finally:
             self._dialer.close()
             for link in tuple(self._links):
                 link.close()
-                self._down(link, "this gateway stops")
+                self._link_down(link, "this gateway stops")
 
-    def _take_mail(self) -> None:
+    def _handle_events(self) -> None:
         for event in self._mailbox.drain():
             match event:
                 case LinkUp(link):
@@ -199,30 +196,30 @@ class LinkClient:
                         self._links.setdefault(link, 0)
                         self._links_changed.notify_all()
                 case LinkDown(link, reason):
-                    self._dialer.lost(link, time.monotonic())
-                    self._down(link, reason)
+                    self._dialer.link_lost(link, time.monotonic())
+                    self._link_down(link, reason)
                 case Received(link, _) if link not in self._links:
-                    pass  # it was unlinked before its mail was read
+                    pass  # the link was dropped before this message was read
                 case Received(link, CommitRound(commits)):
                     faults = self._dispatch(link, commits)
                     if faults:
                         self._inspection.note(link, faults)
                     if self._inspection.must_go(link):
-                        self._unlink(link, "it sent too many unsound messages")
+                        self._drop_link(link, "it sent too many unsound messages")
                 case Received(link, message):
-                    self._unlink(link, f"it sent a {type(message).__name__}, which a gateway does not take")
+                    self._drop_link(link, f"it sent a {type(message).__name__}, which a gateway does not accept")
 
     def _dispatch(self, link: Link, commits: Sequence[Commit]) -> list[str]:
-        """Hands the commits of a round over with one wake-up per event loop. Returns what was wrong with those that cannot
-        be true: their streams end, for what follows would not fit."""
+        """Delivers the commits of a round with one wake-up per event loop. Streams with an invalid commit end with an error.
+        Returns the faults."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Commit | Exception]]] = {}
         faults: list[str] = []
         with self._lock:
             for commit in commits:
                 stream = self._streams.get(commit.request_id)
                 if stream is None or stream.link is not link or stream.next_len is None:
-                    continue  # the stream has ended, or belongs to another target
-                fault = commit_fault(commit, self._model.vocab_size) or _contradiction(stream, commit)
+                    continue  # the stream has ended or belongs to another target
+                fault = commit_fault(commit, self._model.vocab_size) or _sequence_fault(stream, commit)
                 item: Commit | Exception = commit
                 if fault is not None:
                     faults.append(fault)
@@ -231,35 +228,35 @@ class LinkClient:
                 stream.next_len = None if over else commit.base_len + len(commit.token_ids)
                 by_loop.setdefault(stream.loop, []).append((stream, item))
         for loop, items in by_loop.items():
-            _call(loop, items)
+            _deliver(loop, items)
         return faults
 
-    def _unlink(self, link: Link, reason: str) -> None:
+    def _drop_link(self, link: Link, reason: str) -> None:
         link.close()
-        self._dialer.lost(link, time.monotonic())
-        self._down(link, reason)
+        self._dialer.link_lost(link, time.monotonic())
+        self._link_down(link, reason)
 
-    def _down(self, link: Link, reason: str) -> None:
+    def _link_down(self, link: Link, reason: str) -> None:
         self._inspection.forget(link)
         with self._lock:
             self._links.pop(link, None)
             self._aborts.pop(link, None)
             cut_off = [stream for stream in self._streams.values() if stream.link is link]
         for stream in cut_off:
-            _call(stream.loop, [(stream, LinkClosed(f"the target is gone: {reason}; send the request again"))])
+            _deliver(stream.loop, [(stream, LinkClosed(f"the target is gone: {reason}; send the request again"))])
 
 
-def _contradiction(stream: _Stream, commit: Commit) -> str | None:
-    """Between a sound commit and what was asked for, and has come of it."""
+def _sequence_fault(stream: _Stream, commit: Commit) -> str | None:
+    """Why a sound commit does not continue its stream; None if it does."""
     end_len = commit.base_len + len(commit.token_ids)
     if commit.base_len != stream.next_len:
-        return f"a commit at {commit.base_len} where {stream.next_len} tokens were committed"
+        return f"a commit at {commit.base_len} after {stream.next_len} committed tokens"
     if end_len > stream.end_len:
-        return f"{end_len - stream.end_len} tokens more than were asked for"
+        return f"{end_len - stream.end_len} tokens more than the request allows"
     return None
 
 
-def _call(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Commit | Exception]]) -> None:
+def _deliver(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Commit | Exception]]) -> None:
     def put() -> None:
         for stream, item in items:
             stream.commits.put_nowait(item)

@@ -1,4 +1,4 @@
-"""What a supervisor asks of one process, with deadlines: to start, to say that it lives, and small questions."""
+"""Calls of the supervisor on one process, with deadlines: start, health checks, and short questions."""
 
 import asyncio
 import logging
@@ -11,11 +11,11 @@ from cluster.config import SupervisionConfig
 logger = logging.getLogger(__name__)
 
 
-async def started(process: Process, timeout_s: float) -> Any:
-    """What it tells of itself when it is ready. Models are loaded meanwhile.
+async def start(process: Process, timeout_s: float) -> Any:
+    """Starts the process, which loads its model, and returns its info.
 
     Raises:
-        ProcessEnded: it ended before, or was too late.
+        ProcessEnded: it ended, or was not ready in time.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -24,9 +24,9 @@ async def started(process: Process, timeout_s: float) -> Any:
         raise ProcessEnded(f"it was not ready after {timeout_s:g} s (supervision.start_timeout_s)") from late
 
 
-async def watched(process: Process, config: SupervisionConfig, patience: int) -> str:
-    """Returns why the process must be replaced. Death is told at once; silence is found by asking."""
-    timeout_s = config.health_timeout_ms * patience / 1e3
+async def wait_failure(process: Process, config: SupervisionConfig, timeout_factor: int) -> str:
+    """Returns why the process must be replaced: it ended, does not answer, or its loop is stalled."""
+    timeout_s = config.health_timeout_ms * timeout_factor / 1e3
     ended = asyncio.ensure_future(process.ended())
     try:
         while True:
@@ -34,19 +34,19 @@ async def watched(process: Process, config: SupervisionConfig, patience: int) ->
             if done:
                 return ended.result()
             try:
-                # Not `wait_for`, which in Python 3.11 loses a cancellation that meets the answer: `stop` would hang.
+                # `wait_for` of Python 3.11 loses a cancellation that arrives with the answer, and `stop` would hang.
                 async with asyncio.timeout(timeout_s):
-                    unread_s = await process.unread_s()
+                    stalled_s = await process.stalled_s()
             except TimeoutError:
                 return f"it did not answer within {timeout_s:g} s"
-            if unread_s > timeout_s:
-                return f"it has not read its mail for {unread_s:.1f} s"
+            if stalled_s > timeout_s:
+                return f"its loop has been stalled for {stalled_s:.1f} s"
     finally:
         ended.cancel()
 
 
 async def ask(process: Process, config: SupervisionConfig, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
-    """The answer, or None of a process that is dead or silent: whoever watches it sees to that."""
+    """The answer, or None from a process that is dead or does not answer; ``wait_failure`` handles that case."""
     timeout_s = min(deadline_s, config.health_timeout_ms / 1e3)
     try:
         async with asyncio.timeout(timeout_s):

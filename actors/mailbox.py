@@ -1,4 +1,4 @@
-"""Mailboxes that tell more: whether their reader still reads, and which links it has lost."""
+"""Mailboxes that report whether their owner's loop still runs, and that keep links to a set of addresses."""
 
 import time
 from collections.abc import Sequence
@@ -9,38 +9,36 @@ from cluster.transport.base import Event, LinkDown, Mailbox
 from engine.progress import PASSES
 
 
-class WatchedMailbox(Mailbox):
-    """Knows when it was last read. A loop that reads no mail hangs, though its process answers, unless a pass keeps it from
-    reading: that gets further with each layer (`engine.progress`).
+class MonitoredMailbox(Mailbox):
+    """Measures the time since its loop last made progress, so that a hung loop is found although its process answers.
+
+    Progress is a drain, or a finished layer of the pass in progress (`engine.progress`).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._read_s = time.monotonic()
+        self._drained_s = time.monotonic()
 
     def drain(self) -> list[Event]:
-        self._read_s = time.monotonic()
+        self._drained_s = time.monotonic()
         return super().drain()
 
-    def unread_s(self) -> float:
-        """Seconds since the last reading, or since a pass of this process last got further."""
-        return min(time.monotonic() - self._read_s, PASSES.still_s())
+    def stalled_s(self) -> float:
+        """Seconds since the last progress."""
+        return min(time.monotonic() - self._drained_s, PASSES.still_s())
 
 
-class DialledMailbox(WatchedMailbox):
-    """A mailbox whose every reading keeps the links, too: lost ones are noted, due ones dialled.
-
-    So a loop that knows nothing of addresses keeps its links on its own thread, with no second one to lock against.
-    """
+class DialingMailbox(MonitoredMailbox):
+    """A mailbox that also keeps links: each drain notes lost links and dials those due, on the loop's own thread."""
 
     def __init__(self, hello: Hello) -> None:
         super().__init__()
         self._dialer = Dialer(self, hello)
-        self._wanted: tuple[str, ...] = ()
+        self._addresses: tuple[str, ...] = ()
 
-    def want(self, addresses: Sequence[str]) -> None:
-        """Where the targets are, from now on. From any thread."""
-        self._wanted = tuple(addresses)
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Addresses of the targets. May be called from any thread."""
+        self._addresses = tuple(addresses)
         self.wake()
 
     def drain(self) -> list[Event]:
@@ -48,8 +46,8 @@ class DialledMailbox(WatchedMailbox):
         now_s = time.monotonic()
         for event in events:
             if isinstance(event, LinkDown):
-                self._dialer.lost(event.link, now_s)
-        self._dialer.want(self._wanted)
+                self._dialer.link_lost(event.link, now_s)
+        self._dialer.set_addresses(self._addresses)
         self._dialer.tick(now_s)
         return events
 

@@ -1,4 +1,4 @@
-"""Where each drafter of a deployment lives, what it takes there, and what its devices have: the tenants of a `ModelPool`."""
+"""Predicted memory of each drafter and the memory limits of its devices: the tenants of a `ModelPool`."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -14,26 +14,26 @@ from router.devices import GB, Stay, Tenant, check_fits
 
 logger = logging.getLogger(__name__)
 
-RESERVE = 0.1  # of a device, that nobody may count on: fragments, passes under way
-CONTROL_BYTES = 1 * GB  # of the API, the router, the supervisor and Ray, somewhere on each machine
-# Rough, to compare drafters by: a process with torch, and reading its files.
+RESERVE = 0.1  # share of a device that is left free: fragmentation, running passes
+CONTROL_BYTES = 1 * GB  # API, router, supervisor and Ray, counted on each machine
+# Rough reload costs, for comparing drafters: starting a process with torch, and reading its files.
 START_S = 3.0
 READ_BYTES_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """``limits`` are bytes by device; one that is missing there has no limit that is known."""
+    """``limits``: bytes by device; a missing device has no known limit."""
 
     tenants: tuple[Tenant, ...] = ()
     limits: dict[str, int] = field(default_factory=dict)
 
 
 def memory_budget(config: Config, plan: PlacementPlan, inventory: Inventory) -> MemoryBudget:
-    """Of a resolved configuration that was placed by ``plan``. A drafter whose files are not on this machine counts nothing.
+    """The budget of a resolved configuration placed by ``plan``. A drafter whose files are not on this machine counts as 0.
 
     Raises:
-        InvalidField: a drafter does not fit its device; says how much it takes and how much there is.
+        InvalidField: a drafter does not fit its device; gives both sizes.
     """
     tenants = tuple(_tenants(config, plan))
     limits = _limits(config, plan, inventory)
@@ -50,7 +50,7 @@ def _tenants(config: Config, plan: PlacementPlan) -> Iterable[Tenant]:
         proposers = config.proposers_of(drafter.name)
         size = _footprint(config, drafter, str(drafter.device), proposers)
         slow = _footprint(config, drafter, "cpu", proposers) if on_gpu else Footprint()
-        # Without a model it is so small that nothing is gained by its end.
+        # Evicting a drafter without a model would free almost nothing.
         stay = Stay.PINNED if drafter.load == "start" and not drafter.has_model else Stay(drafter.load)
         for replica, bundle in enumerate(bundles):
             yield Tenant(
@@ -68,7 +68,7 @@ def _footprint(config: Config, drafter: DrafterConfig, device: str, proposers: S
     try:
         return footprint(drafter, device, config.model.max_model_len, proposers, config.model.name)
     except ModelUnavailable as missing:
-        logger.warning("what %s will take is not known: %s", drafter.name, missing)
+        logger.warning("the memory of %s is unknown: %s", drafter.name, missing)
         return Footprint()
 
 
@@ -94,13 +94,13 @@ def _limits(config: Config, plan: PlacementPlan, inventory: Inventory) -> dict[s
 
 
 def _target_bytes(config: Config, plan: PlacementPlan, node: str) -> int:
-    """What the targets on a machine's CPUs take."""
+    """Memory of the targets on a machine's CPUs."""
     if config.target.device != "cpu":
         return 0
     try:
         one = target_footprint(config).total
     except ModelUnavailable as missing:
-        logger.warning("what the target will take is not known: %s", missing)
+        logger.warning("the memory of the target is unknown: %s", missing)
         return 0
     replicas = [plan.group(target_name(replica)) for replica in range(config.target.replicas)]
     return one * sum(bundle.node == node for group in replicas for bundle in group.bundles)

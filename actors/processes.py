@@ -1,4 +1,4 @@
-"""What a supervisor keeps alive: processes through all their lives, and the seam to whoever makes them."""
+"""What the supervisor manages: processes across restarts, and the interface to what spawns them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -18,29 +18,30 @@ class ProcessState(StrEnum):
     DOWN = "down"
     DRAINING = "draining"
     QUARANTINED = "quarantined"
-    UNLOADED = "unloaded"  # not in memory; loaded when it is wanted and there is room
+    UNLOADED = "unloaded"  # not in memory; loaded on demand when there is room
 
 
 class ProcessEnded(OutriderError):
-    """A process ended, or answers no more; says why."""
+    """A process ended or does not answer; says why."""
 
 
 class Process(Protocol):
-    """One life of an actor. Its questions raise ProcessEnded once it is dead."""
+    """A running actor. Calls raise ProcessEnded once it is dead."""
 
     async def ended(self) -> str:
-        """Waits until its loop or the process itself has ended, and says why."""
+        """Waits until its loop or the process has ended. Returns the reason."""
 
-    async def unread_s(self) -> float: ...
+    async def stalled_s(self) -> float:
+        """Seconds since its loop last made progress."""
 
     async def call(self, method: str, *args: Any) -> Any: ...
 
     async def kill(self) -> None:
-        """At once; returns when it is dead."""
+        """Returns when it is dead."""
 
 
 class Spawner(Protocol):
-    """Makes processes. Each returns one that exists already under the name, if there is one that lives."""
+    """Spawns processes, or returns a running one of that name."""
 
     async def target(self, name: str) -> Process: ...
 
@@ -49,12 +50,12 @@ class Spawner(Protocol):
     async def router(self) -> Process: ...
 
     async def end_drafter(self, name: str) -> None:
-        """Ends a drafter that another supervisor left running; returns when it is dead, if there was one."""
+        """Ends a drafter that an earlier supervisor may have left running; returns when it is dead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """Where the targets are. ``version`` grows with every change in the life of one supervisor, which ``epoch`` names."""
+    """Addresses of the targets. ``epoch`` names the supervisor; ``version`` grows with each of its changes."""
 
     epoch: str
     version: int = 0
@@ -64,19 +65,19 @@ class Directory:
 
 @dataclass(slots=True, eq=False)
 class ManagedProcess:
-    """One process that is to be there, through all its lives."""
+    """A process that is kept running, across restarts."""
 
     name: str
     spawn: Callable[[], Awaitable[Process]]
     on_ready: Callable[["ManagedProcess", Any], Coroutine[Any, Any, None]]
     restarts: RestartPolicy
-    patience: int = 1
+    timeout_factor: int = 1  # times supervision.health_timeout_ms
     state: ProcessState = ProcessState.STARTING
     process: Process | None = None
     pid: int | None = None
     start_at_s: float = 0.0
-    reason: str | None = None  # why it is not ready, or was not when it last ended
-    task: asyncio.Task[None] | None = None  # that keeps it
+    reason: str | None = None  # why it is not ready
+    task: asyncio.Task[None] | None = None  # supervises it
 
 
 @dataclass(slots=True, eq=False)

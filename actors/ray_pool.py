@@ -1,4 +1,4 @@
-"""Ray's part: which class becomes an actor where, and how one is asked, found again and killed."""
+"""The supervisor's processes as Ray actors: spawning, placement, calls, lookup by name, and kill."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from actors.drafter import DrafterActor
 from actors.memory_budget import MemoryBudget
 from actors.processes import Directory, Process, ProcessEnded
-from actors.router import RouterActor
+from actors.router import ModelChainScheduler, RouterActor
 from actors.supervisor import Supervisor
 from actors.target import TargetActor
 from cluster.client import ClusterStatus
@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 SUPERVISOR = "supervisor"
 ROUTER = "router"
 KILL_DEADLINE_S = 10.0
-# Threads of an actor, by what they answer. Questions that wait have threads of their own: one whose caller has died keeps
-# its thread until it is answered, and must not block those that tell whether the process is well.
+# Threads of an actor, and those of its blocking methods by concurrency group. A blocking call whose caller has died keeps
+# its thread until it returns, and must not block health checks.
 NUM_THREADS = 6
-WAITING = {"start": 1, "wait_end": 4}
+BLOCKING = {"start": 1, "wait_end": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What the processes are made of. ``config`` is resolved; ``groups`` go by the names of `cluster.placement`."""
+    """What the processes are spawned from. ``config`` is resolved; ``groups``: by the names of `cluster.placement`."""
 
     config: Config
     groups: Mapping[str, PlacementGroup]
@@ -57,7 +57,7 @@ class RayProcess:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        # Always asked for: it fails the moment that Ray learns of the actor's death.
+        # Always pending: it fails as soon as Ray learns of the actor's death.
         self._end = self._remote("wait_end")
 
     async def ended(self) -> str:
@@ -66,48 +66,47 @@ class RayProcess:
                 self._end = self._remote("wait_end")
             return str(end)
         except RayActorError as error:
-            return why(error)
+            return death_cause(error)
         except RayTaskError as error:
             return f"{type(error.cause).__name__}: {error.cause}"
 
-    async def unread_s(self) -> float:
-        return float(await self.call("unread_s"))
+    async def stalled_s(self) -> float:
+        return float(await self.call("stalled_s"))
 
     async def call(self, method: str, *args: Any) -> Any:
         try:
             return await self._remote(method, *args)
         except RayActorError as error:
-            raise ProcessEnded(why(error)) from error
+            raise ProcessEnded(death_cause(error)) from error
         except RayTaskError as error:
-            # Whatever was raised there: that process is at fault, and it is replaced.
             cause = error.cause
             reason = str(cause) if isinstance(cause, OutriderError) else f"{type(cause).__name__}: {cause}"
             raise ProcessEnded(reason) from error
 
     def _remote(self, method: str, *args: Any) -> Any:
         ask = getattr(self._handle, method)
-        return (ask.options(concurrency_group=method) if method in WAITING else ask).remote(*args)
+        return (ask.options(concurrency_group=method) if method in BLOCKING else ask).remote(*args)
 
     async def kill(self) -> None:
         ray.kill(self._handle, no_restart=True)
         try:
             await asyncio.wait_for(self.ended(), KILL_DEADLINE_S)
         except TimeoutError:
-            logger.error("an actor is not dead %.0f s after it was killed", KILL_DEADLINE_S)
+            logger.error("an actor is still alive %.0f s after it was killed", KILL_DEADLINE_S)
 
 
-def why(error: RayActorError) -> str:
-    """One line of what Ray tells over many: the cause of death, where it names one."""
+def death_cause(error: RayActorError) -> str:
+    """The line of Ray's report that gives the cause of death, else its first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if line.startswith(("The actor died because", "The actor is dead because"))]
     return [*lines, *causes][-1] if lines else type(error).__name__
 
 
 class RaySpawner:
-    """`actors.supervisor.Spawner`: actors by name in the deployment's namespace, placed by its groups.
+    """`actors.processes.Spawner`: named actors in the deployment's namespace, placed in its placement groups.
 
-    They are detached, so that they outlive a supervisor that dies and are found again by the next one; they end with their
-    placement groups, which belong to the launcher. The router has a place in the group of the first target that has nodes.
+    They are detached: they outlive the supervisor, and the next one finds them by name. They end with their placement
+    groups, which belong to the launcher. The router runs in the group of a target.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -115,17 +114,16 @@ class RaySpawner:
 
     async def target(self, name: str) -> Process:
         d = self._deployment
-        # Rank 0 of the group; the engine itself spreads over the bundles of further ranks.
         options = self._placed(name, 0)
         args = (d.config, name, d.target_address(name), d.token, ray.util.get_node_ip_address)
-        return self._found_or_made(TargetActor, name, options, *args)
+        return self._get_or_create(TargetActor, name, options, *args)
 
     async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process:
         d = self._deployment
         replica = next(i for i in range(config.replicas) if member_name(config.name, i) == name)
         options = self._placed(drafter_name(config.name), replica)
         args = (config, name, model, addresses, d.token, d.config.proposers_of(config.name))
-        return self._found_or_made(DrafterActor, drafter_name(name), options, *args)
+        return self._get_or_create(DrafterActor, drafter_name(name), options, *args)
 
     async def end_drafter(self, name: str) -> None:
         try:
@@ -135,22 +133,21 @@ class RaySpawner:
         await RayProcess(handle).kill()
 
     async def router(self) -> Process:
-        from actors.chain_scheduler import ModelChainScheduler
         from router.estimates.drift import DriftDetector
         from router.policies import build_policy, build_pool, keeps_in_step
-        from router.slot import ChainScheduler, build_router
+        from router.slot import Router
 
         config = self._deployment.config
-        watch = DriftDetector(config.router.collapse, config.router.slot_ms / 1e3)
+        drift = DriftDetector(config.router.collapse, config.router.slot_ms / 1e3)
         policy, pool = build_policy(config.router.policy), build_pool(config)
-        router = build_router(policy, pool, watch, keeps_in_step(config.router.policy))
-        kind = ModelChainScheduler if isinstance(router, ChainScheduler) else RouterActor
+        router = Router(policy, pool, drift, keeps_in_step(config.router.policy))
+        kind = ModelChainScheduler if config.router.policy.kind == "chain" else RouterActor
         targets = RayTargets([f"target-{replica}" for replica in range(config.target.replicas)])
         options = self._placed(self._router_group(), 0) | {"num_cpus": 0, "num_gpus": 0}
-        return self._found_or_made(kind, ROUTER, options, config, router, targets, True)
+        return self._get_or_create(kind, ROUTER, options, config, router, targets, True)
 
     def _router_group(self) -> str:
-        """The first target's group whose bundles have nodes; target 0's if none has, since a group may be placed again."""
+        """The first target's group that is placed on nodes; target 0's if none is, since Ray may reschedule it."""
         names = [target_name(replica) for replica in range(self._deployment.config.target.replicas)]
         for name in names:
             if placement_group_table(self._deployment.groups[name])["state"] == "CREATED":
@@ -166,16 +163,16 @@ class RaySpawner:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=bundle),
         }
 
-    def _found_or_made(self, kind: type, name: str, options: dict[str, Any], *args: Any) -> Process:
+    def _get_or_create(self, kind: type, name: str, options: dict[str, Any], *args: Any) -> Process:
         try:
             return RayProcess(ray.get_actor(name))
-        except ValueError:  # there is none of that name
+        except ValueError:  # there is no such actor
             return RayProcess(_actor(kind, name=name, lifetime="detached", **options).remote(*args))
 
 
 def _actor(kind: type, **options: Any) -> Any:
-    """Ray never restarts these by itself: the supervisor does, by one policy."""
-    options_of_class: dict[str, Any] = {"concurrency_groups": WAITING}  # which Ray's stubs do not know
+    """An actor class that Ray does not restart: the supervisor does."""
+    options_of_class: dict[str, Any] = {"concurrency_groups": BLOCKING}  # which Ray's stubs do not know
     remote: Any = ray.remote(**options_of_class)(kind)
     return remote.options(max_restarts=0, max_concurrency=NUM_THREADS, **options)
 
@@ -188,7 +185,7 @@ class RayTargets:
         self._handles: dict[str, Any] = {}
 
     def reports(self, deadline_s: float) -> list[SlotReport]:
-        self._find()
+        self._find_targets()
         asked = {handle.slot_report.remote(): name for name, handle in self._handles.items()}
         if not asked:
             return []
@@ -198,7 +195,7 @@ class RayTargets:
             try:
                 report: SlotReport | None = ray.get(answer)
             except RayActorError:
-                del self._handles[asked[answer]]  # the supervisor starts another, which is found by its name
+                del self._handles[asked[answer]]  # the supervisor starts another one of that name
                 continue
             except RayTaskError as error:
                 logger.warning("%s could not report: %s: %s", asked[answer], type(error.cause).__name__, error.cause)
@@ -211,59 +208,48 @@ class RayTargets:
         for handle in self._handles.values():
             handle.publish_table.remote(table)
 
-    def _find(self) -> None:
+    def _find_targets(self) -> None:
         for name in self._names:
             if name not in self._handles:
                 try:
                     self._handles[name] = ray.get_actor(name)
                 except ValueError:
-                    continue  # not started yet, or between two lives
+                    continue  # not started yet, or being restarted
 
 
-class PoolSupervisor:
-    """The Supervisor as an asyncio actor. Ray restarts it; it then finds its members by name and goes on."""
+class PoolSupervisor(Supervisor):
+    """The Supervisor as an asyncio actor, which Ray restarts; it then finds the processes by name and continues.
+
+    Tasks need the actor's event loop, so the first call starts the supervisor, not the constructor.
+    """
 
     def __init__(self, deployment: Deployment) -> None:
-        self._supervisor = Supervisor(deployment.config, RaySpawner(deployment), deployment.budget)
-        self._started = False
+        super().__init__(deployment.config, RaySpawner(deployment), deployment.budget)
+        self._is_started = False
 
-    async def start(self) -> Directory:
-        """Starts everything, once, and returns as `Supervisor.ready`."""
-        self._begin()
-        return await self._supervisor.ready()
+    async def ready(self) -> Directory:
+        self._ensure_started()
+        return await super().ready()
 
     async def directory(self, known: Directory) -> Directory:
-        self._begin()
-        return await self._supervisor.directory(known)
-
-    async def reasons(self) -> dict[str, str]:
-        return self._supervisor.reasons()
+        self._ensure_started()
+        return await super().directory(known)
 
     async def status(self) -> ClusterStatus:
-        self._begin()
-        return await self._supervisor.status()
+        self._ensure_started()
+        return await super().status()
 
-    async def pids(self) -> dict[str, int]:
-        return self._supervisor.pids() | {SUPERVISOR: os.getpid()}
+    def pids(self) -> dict[str, int]:
+        return super().pids() | {SUPERVISOR: os.getpid()}
 
-    async def set_draining(self, name: str, draining: bool) -> None:
-        await self._supervisor.set_draining(name, draining)
-
-    async def drain(self, deadline_s: float) -> bool:
-        return await self._supervisor.drain(deadline_s)
-
-    async def stop(self) -> None:
-        await self._supervisor.stop()
-
-    def _begin(self) -> None:
-        """Tasks need the actor's event loop, which a constructor does not run in."""
-        if not self._started:
-            self._started = True
-            self._supervisor.start()
+    def _ensure_started(self) -> None:
+        if not self._is_started:
+            self._is_started = True
+            self.start()
 
 
 def start_supervisor(deployment: Deployment) -> Any:
-    """A handle of the deployment's supervisor, which stays on the node of its launcher: only with that node is it lost."""
+    """A handle of the deployment's supervisor, which runs on the launcher's node and is lost only with that node."""
     here = ray.get_runtime_context().get_node_id()
     return (
         ray.remote(PoolSupervisor)

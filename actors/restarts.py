@@ -1,4 +1,4 @@
-"""When a process that ended is started again: at once, then with growing pauses, then after a quarantine."""
+"""When a failed process is restarted: at once, then with exponential backoff, then after a quarantine."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from cluster.config import SupervisionConfig
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """``at_s``: when to start again. ``quarantined``: it has failed too often to be trusted before."""
+    """``at_s``: when to restart. ``quarantined``: it failed too often."""
 
     at_s: float
     quarantined: bool
@@ -16,10 +16,10 @@ class Restart:
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Of one process. Pure: time comes in as data.
+    """Restart policy of one process. Pure: time comes in as data.
 
-    A process that has run well for the whole window starts over with a clean slate. Only what the service can do without
-    is put into quarantine (``may_quarantine``); a target is tried for ever, at the longest pause.
+    Failures older than the window are forgotten. Only drafters are quarantined (``may_quarantine``): the service works
+    without them. Targets are restarted for ever, at the longest pause.
     """
 
     config: SupervisionConfig
@@ -28,7 +28,7 @@ class RestartPolicy:
     _failures_s: deque[float] = field(default_factory=deque)
 
     def failed(self, now_s: float) -> Restart:
-        """The process has ended, or would not start. Says when to start it again."""
+        """The process ended or did not start. Says when to restart it."""
         config = self.config
         self.num_restarts += 1
         while self._failures_s and self._failures_s[0] <= now_s - config.quarantine_window_s:
@@ -40,7 +40,7 @@ class RestartPolicy:
             return Restart(now_s + config.quarantine_s, quarantined=True)
         if num_recent == 1:
             return Restart(now_s, quarantined=False)
-        # Exponents beyond this reach any bound, and would overflow a float.
+        # Larger exponents would overflow a float; these reach any bound.
         doublings = min(num_recent - 2, 30)
         pause_ms = min(config.restart_backoff_ms * 2**doublings, config.max_restart_backoff_ms)
         return Restart(now_s + pause_ms / 1e3, quarantined=False)

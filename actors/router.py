@@ -1,4 +1,7 @@
-"""Decides, every slot, who rides ahead of whom, and publishes that. Off the data path: without it the last table serves."""
+"""The router's process: every slot it reads the targets' reports, decides, and publishes a routing table.
+
+It is off the data path: while it is down, targets keep serving with the last table.
+"""
 
 import os
 import threading
@@ -18,13 +21,13 @@ from router.slot import Router, SlotReport
 
 
 class Targets(Protocol):
-    """The router's way to the targets."""
+    """The router's access to the targets."""
 
     def reports(self, deadline_s: float) -> list[SlotReport]:
-        """Of those that answer in time; which do not is noted by whoever implements this."""
+        """Reports of the targets that answer within the deadline."""
 
     def publish(self, table: RoutingTable) -> None:
-        """To all, waiting for none."""
+        """Sends the table to all targets without waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,10 @@ class RouterInfo:
 
 
 class RouterActor(LoopActor[RouterInfo]):
-    """Runs a Router against the targets, one slot after the other, on a thread.
+    """Runs a Router against the targets, slot by slot, on a thread.
 
     Args:
-        remembers: what the policy learns is kept in the configured state store, and recalled from it at the start.
+        remembers: keep what the policy learns in the configured state store, and restore it at the start.
     """
 
     def __init__(self, config: Config, router: Router, targets: Targets, remembers: bool = False) -> None:
@@ -48,13 +51,13 @@ class RouterActor(LoopActor[RouterInfo]):
         self._targets = targets
         self._slot_s = config.router.slot_ms / 1e3
         self._wake = threading.Event()
-        self._beat_s = time.monotonic()
+        self._slot_began_s = time.monotonic()
 
-    def _begin(self) -> LoopThread:
+    def _start_loop(self) -> LoopThread:
         if self._remembers:
             state = self._config.cluster
             self._memory = RouterMemory(open_store(state.state, state.namespace), self._config)
-        return LoopThread("router", partial(self.run, clock=time.monotonic), self._wake.set, on_end=self._forget)
+        return LoopThread("router", partial(self.run, clock=time.monotonic), self._wake.set, on_end=self._close_memory)
 
     def _info(self) -> RouterInfo:
         return RouterInfo(os.getpid())
@@ -63,7 +66,7 @@ class RouterActor(LoopActor[RouterInfo]):
         if self._memory is not None:
             self._memory.recall(self._router.policy)
         while not stop.is_set():
-            start_s = self._beat_s = clock()
+            start_s = self._slot_began_s = clock()
             table = self._router.slot(self._targets.reports(deadline_s=self._slot_s))
             if table is not None:
                 self._targets.publish(table)
@@ -72,28 +75,32 @@ class RouterActor(LoopActor[RouterInfo]):
             self._wake.wait(max(0.0, start_s + self._slot_s - clock()))
             self._wake.clear()
 
-    def unread_s(self) -> float:
-        """Since the last slot began."""
-        return time.monotonic() - self._beat_s
+    def stalled_s(self) -> float:
+        """Seconds since the last slot began."""
+        return time.monotonic() - self._slot_began_s
 
     def set_draining(self, names: frozenset[str]) -> None:
-        """These drafters are to be given no requests, from the next slot on, which begins now."""
+        """Drafters that get no requests. Takes effect with the next slot, which begins now."""
         self._router.set_draining(names)
         self._wake.set()
 
     def set_offered(self, names: frozenset[str], on_fallback: frozenset[str]) -> None:
-        """As of `router.slot.Router`."""
+        """As `router.slot.Router.set_offered`."""
         self._router.set_offered(names, on_fallback)
 
     def notes(self) -> tuple[str, ...]:
-        """For people: what does not work as it should, now."""
+        """Faults to show to users."""
         fault = self._memory.fault if self._memory is not None else None
         return () if fault is None else (fault,)
 
     def load_demand(self) -> dict[str, int]:
-        """How many requests would be with each drafter that is not in memory, by the last slot."""
+        """How many requests the last slot would have given to each drafter that is not in memory."""
         return dict(self._router.load_demand)
 
-    def _forget(self) -> None:
+    def _close_memory(self) -> None:
         if self._memory is not None:
             self._memory.close()
+
+
+class ModelChainScheduler(RouterActor):
+    """The router of the policy `chain`; its process has a name of its own."""

@@ -1,8 +1,9 @@
-"""What the router learned, kept in the state store, so that one that is restarted need not learn it again."""
+"""Keeps what the router learned in the state store, so that a restarted router continues from it."""
 
 import hashlib
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 from pydantic import JsonValue
 
@@ -14,122 +15,113 @@ from router.assignment import AssignmentPolicy
 logger = logging.getLogger(__name__)
 
 SAVE_PERIOD_S = 10.0
-RECALL_S = 1.0  # that the first slot waits for the store
+RECALL_S = 1.0  # longest wait of the first slot for the store
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Result of one access to the store; ``fault``: why it cannot be used."""
+
+    fault: str | None
+    is_read: bool = False
+    document: Document | None = None
+    saved: JsonValue = None
 
 
 class RouterMemory:
-    """Used from the router's thread, which never waits for the store: that has a thread of its own.
+    """Called by the router's thread, which never waits for the store after the first slot: a thread of its own accesses it.
 
-    A store that is away is logged once and asked again every period: routing goes on. ``fault`` says why nothing is kept.
-    What it holds is not replaced before it was read: when it comes back, a policy that has learned nothing yet recalls it.
+    An unavailable store is logged once and tried again every period; routing continues, and ``fault`` holds the reason. A
+    stored snapshot is read before it is overwritten. If it arrives late, only a policy that has learned nothing restores it.
     """
 
     def __init__(self, store: StateStore, config: Config) -> None:
         self._store = store
-        # What was learned holds for this target and this way of learning.
+        # What was learned holds for one target model and one policy.
         model = hashlib.sha256(config.model.name.encode()).hexdigest()[:16]
         self._key = f"router/{config.router.policy.kind}/{model}"
-        self._saved_s: float | None = None
-        self._saved: JsonValue = None
-        self._is_recalled = False
-        self._reading: Future[Document | None] | None = None
-        self._probing: Future[str | None] | None = None
-        self._writing: tuple[Future[int], JsonValue] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="router-memory")
+        self._exchange: Future[_Exchange] | None = None
+        self._is_read = False
+        self._document: Document | None = None  # read, not restored yet
+        self._saved: JsonValue = None
+        self._started_s: float | None = None  # of the last exchange
         self.fault: str | None = None
 
     def recall(self, policy: AssignmentPolicy) -> None:
-        """Waits RECALL_S at most; what comes later is taken up by ``save``."""
-        self._reading = self._thread.submit(self._store.get, self._key)
-        self._probing = self._thread.submit(state_fault, self._store)  # a folder may be read and not written
-        wait([self._reading], RECALL_S)
-        self._take_up(policy)
+        """Restores the stored snapshot. Waits at most RECALL_S; ``save`` restores one that arrives later."""
+        self._exchange = self._thread.submit(self._access, None)
+        wait([self._exchange], RECALL_S)
+        if not self._exchange.done():
+            self._report("it does not answer")
+        self._collect()
+        self._restore(policy)
 
     def save(self, policy: AssignmentPolicy, now_s: float) -> None:
-        """Once a period, the first time a period after the start."""
-        self._note_probed()
-        if self._saved_s is None or now_s - self._saved_s < SAVE_PERIOD_S:
-            self._saved_s = now_s if self._saved_s is None else self._saved_s
+        """Stores the policy's snapshot once a period, the first time one period after the first call."""
+        self._collect()
+        self._restore(policy)
+        if self._started_s is None:
+            self._started_s = now_s
+        if now_s - self._started_s < SAVE_PERIOD_S:
             return
-        self._saved_s = now_s
-        if not self._is_recalled:
-            self._take_up(policy)
-        if self._is_recalled:
-            self._write(policy)
-        if self.fault is not None and self._probing is None:
-            self._probing = self._thread.submit(state_fault, self._store)
+        self._started_s = now_s
+        if self._exchange is not None:
+            self._report("it does not answer")
+            return
+        snapshot = policy.snapshot() if self._is_read else None
+        if snapshot == self._saved:
+            snapshot = None
+        if snapshot or not self._is_read or self.fault is not None:
+            self._exchange = self._thread.submit(self._access, snapshot or None)
 
     def settle(self) -> None:
-        """Waits until what was begun is done."""
-        self._thread.submit(lambda: None).result()
-        self._note_probed()
-        self._note_written()
+        """Waits for the exchange under way."""
+        if self._exchange is not None:
+            wait([self._exchange])
+            self._collect()
 
     def close(self) -> None:
-        """What was begun is finished."""
+        """Finishes the exchange under way."""
+        self.settle()
         self._thread.shutdown(wait=True)
-        self._note_written()
         self._store.close()
 
-    def _take_up(self, policy: AssignmentPolicy) -> None:
-        """What was read, if it is there; what could not be read is asked for again."""
-        if self._reading is None:
-            self._reading = self._thread.submit(self._store.get, self._key)
-            return
-        if not self._reading.done():
-            self._failed("it does not answer")
-            return
-        reading, self._reading = self._reading, None
+    def _access(self, snapshot: JsonValue) -> _Exchange:
+        """Writes ``snapshot``; without one, reads the stored one and probes whether the store can be written."""
         try:
-            known = reading.result()
-        except StateUnavailable as error:
-            self._failed(str(error))
+            if snapshot is not None:
+                self._store.put(self._key, snapshot)
+                return _Exchange(None, saved=snapshot)
+            document = None if self._is_read else self._store.get(self._key)
+            return _Exchange(state_fault(self._store), is_read=True, document=document)
+        except (StateUnavailable, InvalidField) as error:
+            return _Exchange(str(error))
+
+    def _collect(self) -> None:
+        if self._exchange is None or not self._exchange.done():
             return
-        self._is_recalled = True
-        if known is None or policy.snapshot():
+        done, self._exchange = self._exchange.result(), None
+        self._is_read |= done.is_read
+        self._document = done.document or self._document
+        self._saved = done.saved or self._saved
+        self._report(done.fault)
+
+    def _restore(self, policy: AssignmentPolicy) -> None:
+        document, self._document = self._document, None
+        if document is None or policy.snapshot():
             return
         try:
-            policy.restore(known.value)
-            logger.info("the router recalls what it learned, version %d", known.version)
+            policy.restore(document.value)
+            logger.info("the router restored what it had learned, version %d", document.version)
         except ValueError as error:
             logger.warning("state %r is of another version of the policy, it starts anew: %s", self._key, error)
 
-    def _write(self, policy: AssignmentPolicy) -> None:
-        self._note_written()
-        if self._writing is not None:
-            return  # the store is slow
-        snapshot = policy.snapshot()
-        if not snapshot or snapshot == self._saved:
-            return
-        self._writing = self._thread.submit(self._store.put, self._key, snapshot), snapshot
-
-    def _note_written(self) -> None:
-        if self._writing is None or not self._writing[0].done():
-            return
-        (written, snapshot), self._writing = self._writing, None
-        try:
-            written.result()
-            self._saved = snapshot
-            self._works()
-        except (StateUnavailable, InvalidField) as error:
-            self._failed(str(error))
-
-    def _note_probed(self) -> None:
-        if self._probing is None or not self._probing.done():
-            return
-        found, self._probing = self._probing.result(), None
-        if found is None:
-            self._works()
-        else:
-            self._failed(found)
-
-    def _failed(self, why: str) -> None:
-        fault = f"the state store cannot be used, what is learned is not kept: {why}"
-        if self.fault is None:
-            logger.warning("%s; it is tried again every %g s", fault, SAVE_PERIOD_S)
-        self.fault = fault
-
-    def _works(self) -> None:
-        if self.fault is not None:
+    def _report(self, fault: str | None) -> None:
+        known, self.fault = self.fault, None
+        if fault is not None:
+            self.fault = f"the state store cannot be used, what is learned is not kept: {fault}"
+        if self.fault is not None and known is None:
+            logger.warning("%s; it is tried again every %g s", self.fault, SAVE_PERIOD_S)
+        if self.fault is None and known is not None:
             logger.info("the state store can be used again")
-        self.fault = None

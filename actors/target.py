@@ -1,13 +1,12 @@
-"""A target replica as a process: the round on a thread of its own, links on others, and a few questions answered beside."""
+"""The process of a target replica: an engine with its TargetLoop on a thread, and the reports on it."""
 
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from actors.mailbox import WatchedMailbox
-from actors.threads import set_threads
-from actors.worker import LoopActor, LoopThread
+from actors.mailbox import MonitoredMailbox
+from actors.worker import LoopActor, LoopThread, set_threads
 from cluster.client import TargetStatus
 from cluster.config import Config
 from cluster.messages import Hello, Role
@@ -19,7 +18,7 @@ from router.slot import SlotReport
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """What others must know to link with a target."""
+    """What other processes need to link to a target."""
 
     name: str
     address: str
@@ -29,35 +28,34 @@ class TargetInfo:
 
 @dataclass(frozen=True, slots=True)
 class DrafterCounts:
-    """What a target has seen of one drafter since its own start."""
+    """A target's counts of one drafter since the target's start."""
 
     name: str
-    num_requests: int  # following now
+    num_requests: int  # drafted for now
     num_proposed: int
     num_accepted: int
     reply_s: float | None
-    num_unsound: int = 0  # messages of which something could not be used
+    num_unsound: int = 0  # messages that were partly or wholly rejected
 
 
 @dataclass(frozen=True, slots=True)
 class TargetReport:
-    """For people."""
+    """Input of the cluster's status."""
 
     status: TargetStatus
     drafters: tuple[DrafterCounts, ...] = ()
     table_version: int = 0
-    named: Mapping[str, int] = field(default_factory=dict)  # requests that chose the drafter themselves
+    named: Mapping[str, int] = field(default_factory=dict)  # requests that name the drafter in `drafting`
 
 
 class TargetActor(LoopActor[TargetInfo]):
-    """Owns an engine and its TargetLoop. Every method may be called from any thread, `report` and `drain` only after
-    `start`.
+    """Every method may be called from any thread; ``report`` and ``drain`` only after ``start``.
 
-    `start` loads the model, and fails when it cannot be served as configured. torch is imported there and not before, so
-    that the variables that OpenMP reads when it is loaded are in place.
+    ``start`` loads the model and fails if it cannot be served as configured. It imports torch after the variables that
+    OpenMP reads are set.
 
     Args:
-        node_host: asked in this process, how other nodes reach its node; needed where ``address`` is every interface.
+        node_host: returns the host at which other nodes reach this one, for an ``address`` of all interfaces.
     """
 
     def __init__(
@@ -69,9 +67,9 @@ class TargetActor(LoopActor[TargetInfo]):
         self._address = address
         self._token = token
         self._node_host = node_host
-        self._mailbox = WatchedMailbox()
+        self._mailbox = MonitoredMailbox()
 
-    def _begin(self) -> LoopThread:
+    def _start_loop(self) -> LoopThread:
         config, name = self._config, self._name
         set_threads(config.target.resources.threads)
         configure_cpu()
@@ -106,7 +104,7 @@ class TargetActor(LoopActor[TargetInfo]):
         hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
         link_colocated(colocated, self._mailbox, hello)
         self._listener = listen(self._address, self._mailbox, hello)
-        # When the round ends the links go, too, so that nobody waits for this target.
+        # Links end with the loop, so that no peer waits for this target.
         return LoopThread(f"target {name}", self._loop.run, self._mailbox.wake, on_end=self._listener.close)
 
     def _info(self) -> TargetInfo:
@@ -115,18 +113,18 @@ class TargetActor(LoopActor[TargetInfo]):
         address = as_seen_from_elsewhere(self._listener.address, self._node_host())
         return TargetInfo(self._name, address, self._model, os.getpid())
 
-    def unread_s(self) -> float:
-        """Since the loop last read its mail, or got further in the pass that keeps it from it."""
-        return self._mailbox.unread_s()
+    def stalled_s(self) -> float:
+        """As `MonitoredMailbox.stalled_s`."""
+        return self._mailbox.stalled_s()
 
     def publish_table(self, table: RoutingTable) -> None:
-        """Lost before the round has begun: the router sees by the next report that this target does not have it."""
-        if self.has_begun:
+        """Dropped before ``start`` has ended. The next report then tells the router that this target lacks the table."""
+        if self.is_started:
             self._loop.publish_table(table)
 
     def slot_report(self) -> SlotReport | None:
-        """None before the round has begun: it is found by its name while its model loads."""
-        if not self.has_begun:
+        """None before ``start`` has ended: the router finds this actor by name while it loads its model."""
+        if not self.is_started:
             return None
         status = self._loop.status()
         requests = self._loop.requests()
@@ -135,7 +133,7 @@ class TargetActor(LoopActor[TargetInfo]):
             observations=self._loop.take_observations(),
             table_version=status.table_version,
             drafters=tuple(name for name, _ in status.followed),
-            draft_costs=self._draft_costs(),  # relative to what passes take now
+            draft_costs=self._draft_costs(),
             member_costs=self._member_costs,
             scores=self._loop.take_scores(),
             levels=self._loop.take_levels(),
@@ -144,7 +142,7 @@ class TargetActor(LoopActor[TargetInfo]):
 
     def report(self) -> TargetReport:
         status, telemetry = self._loop.status(), self._loop.telemetry
-        capacity = self._engine.capacity()  # plain numbers: a read that races with the round is at most a pass old
+        capacity = self._engine.capacity()  # plain numbers, safe to read beside the loop
         followed = dict(status.followed)
         return TargetReport(
             status=TargetStatus(
@@ -174,11 +172,11 @@ class TargetActor(LoopActor[TargetInfo]):
         )
 
     def drain(self) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         self._loop.drain()
 
 
 def first_table(config: Config) -> RoutingTable:
-    """What serves until the router has spoken: every drafter in turn."""
+    """The table until the router publishes one: requests are given to the drafters in turn."""
     chains = tuple((drafter.name,) for drafter in config.drafters)
     return RoutingTable(version=0, defaults=chains or ((),))

@@ -1,6 +1,7 @@
-"""A loop on a thread of its own, and what its supervisor asks of it: the part that all actors share."""
+"""A loop on a thread of its own inside an actor, and what the supervisor calls on it."""
 
 import logging
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -12,19 +13,19 @@ from engine.garbage import freeze_startup_objects
 logger = logging.getLogger(__name__)
 
 STOP_DEADLINE_S = 5.0
-# Of one question for the end. A caller that has died keeps a thread of this process no longer than that.
+# Longest single wait for a loop's end. It bounds how long a call of a dead caller occupies a thread of the actor.
 WAIT_END_S = 10.0
 
 Info = TypeVar("Info")
 
 
 class LoopThread:
-    """Runs a loop until stopped, or until it fails. Every method may be called from any thread.
+    """Runs a loop until it is stopped or fails. Every method may be called from any thread.
 
     Args:
         run: the loop; it returns soon after its event is set and ``wake`` is called.
-        wake: ends the loop's wait, so that it sees that it is to stop.
-        on_end: called on the loop's thread when it has ended, whichever way.
+        wake: interrupts the loop's wait.
+        on_end: called on the loop's thread when the loop has ended or failed.
     """
 
     def __init__(
@@ -47,14 +48,14 @@ class LoopThread:
         try:
             self._run_loop(self._stop)
         except BaseException as error:
-            # Owned by `wait_end`, whose caller, the supervisor, starts another process.
+            # The supervisor reads it through `wait_end` and starts another process.
             logger.exception("%s failed", self._name)
             self._failure = error
         finally:
             self._on_end()
 
     def wait_end(self, timeout_s: float | None = None) -> str | None:
-        """Blocks until the loop has ended, and says why; None: it has not within the time."""
+        """Blocks until the loop has ended. Returns the reason, or None after the timeout."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return None
@@ -68,41 +69,41 @@ class LoopThread:
 
 
 class LoopActor(ABC, Generic[Info]):
-    """An actor that runs a loop. Its constructor is quick and cannot fail: what can is done by `start`, whose error then
-    reaches the caller as it is, and not in Ray's obituary of the actor."""
+    """An actor that runs a loop. Its constructor cannot fail: work that can fail is done by ``start``, whose error reaches
+    the caller unchanged, unlike a constructor's, which Ray wraps into the report of the actor's death."""
 
     def __init__(self) -> None:
         self._starting = threading.Lock()
-        self._began = threading.Event()
+        self._started = threading.Event()
         self._thread: LoopThread | None = None
 
     def start(self) -> Info:
-        """Begins, once, and tells what others must know; asked again, it only tells.
+        """Starts the loop on the first call. Returns what other processes need to know.
 
         Raises:
             OutriderError: it cannot run as configured; says why.
         """
         with self._starting:
             if self._thread is None:
-                self._thread = self._begin()
+                self._thread = self._start_loop()
                 freeze_startup_objects()
-                self._began.set()
+                self._started.set()
         return self._info()
 
     @property
-    def has_begun(self) -> bool:
-        return self._began.is_set()
+    def is_started(self) -> bool:
+        return self._started.is_set()
 
     @abstractmethod
-    def _begin(self) -> LoopThread: ...
+    def _start_loop(self) -> LoopThread: ...
 
     @abstractmethod
     def _info(self) -> Info: ...
 
     def wait_end(self, timeout_s: float = WAIT_END_S) -> str | None:
-        """Blocks until the loop has begun and ended, and says why it ended; None: it has not within the time, ask again."""
+        """Blocks until the loop has been started and has ended. Returns the reason, or None after the timeout."""
         end_s = time.monotonic() + timeout_s
-        if not self._began.wait(timeout_s):
+        if not self._started.wait(timeout_s):
             return None
         assert self._thread is not None
         return self._thread.wait_end(max(0.0, end_s - time.monotonic()))
@@ -111,3 +112,13 @@ class LoopActor(ABC, Generic[Info]):
         """Ends the loop."""
         if self._thread is not None:
             self._thread.stop()
+
+
+def set_threads(num_threads: int | str) -> None:
+    """Sets the threads of this process's matrix products. Call it before torch is imported: OpenMP reads its variables then.
+
+    Waiting threads sleep instead of spinning, which would take CPU time from other processes of the machine.
+    """
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -8,22 +8,19 @@ import torch
 from torch import Tensor
 
 from cluster.config import DSparkOptions
-from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
+from cluster.errors import InvalidField, ModelUnavailable
 from cluster.types import ModelInfo
-from drafters.dspark.backbone import Backbone
-from drafters.dspark.checkpoint import TargetRows, load_network
+from drafters.dspark.checkpoint import TargetRows
 from drafters.dspark.config import DSparkConfig, load_dspark_config
-from drafters.dspark.drafter import DSparkDrafter
-from drafters.dspark.sequential import SequentialStage
+from drafters.dspark.drafter import DSparkDrafter, load_dspark
 from drafters.session import request_id_of
-from drafters.shipped import find_drafter
+from drafters.shipped import check_trained_for, find_drafter
 from engine.dtypes import choose_dtype
 from engine.factory import DTYPES
 from engine.kv_cache import num_blocks_for
 from engine.models.weights import open_weights
 from engine.native import NativeTarget
-from engine.sampling import Sampler
-from profiler.calibration import FILE, TemperatureScaling, load_scaling
+from profiler.calibration import FILE, load_scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +67,23 @@ def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSpark
     folder = find_drafter(options.path)
     config = load_dspark_config(folder)
     model = host.engine.model
-    name = choose_dtype(options.dtype, model.device.type, allows_int8=True)
-    dtype, int8 = DTYPES[name], name == "int8"
+    dtype = choose_dtype(options.dtype, model.device.type, allows_int8=True)
     _check_fits(folder, config, target, host)
-    network = load_network(folder, _rows(host) if config.shares_embedding else None, dtype)
     try:
-        num_blocks = num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), dtype)
+        num_blocks = num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), DTYPES[dtype])
     except ValueError as error:
         raise InvalidField("kv_cache_gb", options.kv_cache_gb, str(error)) from error
     fitted = folder / FILE
-    scaling = load_scaling(fitted) if fitted.is_file() else TemperatureScaling()
-    sampler = Sampler(target.vocab_size, target.eos_token_ids)
-    return DSparkDrafter(
-        Backbone(network, dtype, model.device, int8=int8),
-        SequentialStage(network, dtype, model.device, sampler, scaling, options.min_survival, int8=int8),
+    return load_dspark(
+        folder,
+        _rows(host) if config.shares_embedding else None,
+        dtype,
+        target,
+        model.device,
         HostFeatures(host.engine, config.target_layer_ids),
         num_blocks=num_blocks,
-        eos_token_ids=target.eos_token_ids,
+        scaling=load_scaling(fitted) if fitted.is_file() else None,
+        min_survival=options.min_survival,
     )
 
 
@@ -98,15 +95,11 @@ def _check_fits(folder: Path, config: DSparkConfig, target: ModelInfo, host: Hos
             f"{folder} is made for a target of {own[0]} layers, hidden size {own[1]} and {own[2]} tokens; {target.name} has "
             f"{served.num_layers}, {served.hidden_size} and {served.vocab_size}: train one for it with `outrider train`"
         )
-    if config.tokenizer_fingerprint not in (None, target.tokenizer_fingerprint):
-        raise IncompatibleTokenizer(
-            f"the drafter in {folder} was trained for a target with another tokenizer than that of {target.name}: "
-            "train one for this target with `outrider train`"
-        )
+    check_trained_for(f"the drafter in {folder}", config.tokenizer_fingerprint, target.tokenizer_fingerprint, target.name)
 
 
 def _rows(host: Host) -> TargetRows:
-    """The target's embedding in memory, and its head: the same, or read again, as the loaded one is prepacked."""
+    """The target's embedding in memory, and its head: the same, or read again, since the loaded one is packed."""
     model = host.engine.model
     if model.config.tied_embeddings:
         return TargetRows(model.embedding, model.embedding)

@@ -1,26 +1,26 @@
-"""Counterfactual acceptance: what a drafter that does not drive a request would have had accepted (DESIGN, idea 5).
+"""Counterfactual acceptance: what a drafter would have had accepted for a request that another one drives (DESIGN, idea
+5).
 
-The drafter keeps in step with the committed tokens in its spare time. The pass that computes them also yields what it would
+A drafter with spare time keeps in step with the committed tokens. The pass that computes them also yields what it would
 have drafted, with the same noise, so a score costs no pass of its own and equals that of really drafting.
 
-The virtual rounds are the drafter's own: after a draft at ``base`` of which ``matched`` tokens were right, the next begins
-at ``base + matched + 1``, as it would if the drafter drove the request. Judged where the driver's rounds begin, a drafter is
-judged on other text than its own rounds see: ``ngram`` read 2.83 tokens a round there with ``table`` driving, and had 1.71
-when it drove itself.
+The virtual rounds are the drafter's own: after a draft at ``base`` with ``matched`` right tokens, the next begins at
+``base + matched + 1``, as if the drafter drove the request. Virtual rounds that begin with the driver's rounds are
+biased: with ``table`` driving, ``ngram`` scored 2.83 tokens a round; driving itself it had 1.71.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.messages import DraftScore
 from drafters.protocol import NEVER, Demand, Drafter, Stopping, TokenByToken
 
-MAX_ROWS = 32  # per pass in spare time: a draft that is due meanwhile waits for no more than that
+MAX_ROWS = 32  # per pass in spare time, for which a draft may have to wait
 
 
 @dataclass(slots=True)
 class _VirtualDraft:
-    """A virtual draft under way, of at most ``limit`` tokens. ``token_ids`` None: the drafter goes token by token."""
+    """A virtual draft, of at most ``limit`` tokens. ``token_ids`` None: the drafter drafts token by token."""
 
     base_len: int
     limit: int
@@ -29,10 +29,10 @@ class _VirtualDraft:
 
 
 class Shadow:
-    """A request that another drafter drives: its committed tokens that are not scored yet, and its virtual rounds. Pure.
+    """A request that another drafter drives: its unscored committed tokens, and its virtual rounds. Pure.
 
-    0 ......... scored_len ......... committed_len
-    | the drafter knows | pending                  |
+        0 ......... scored_len ......... committed_len
+        | the drafter knows | pending                  |
 
     Args:
         key: the drafter's name for the request.
@@ -65,7 +65,7 @@ class Shadow:
         """Begins a round at ``scored_len``.
 
         Args:
-            token_ids: the draft; None: each token is told to ``advance`` when it is its turn.
+            token_ids: the draft; None: ``advance`` gets the drafter's choice for each token.
         """
         if self.limit:
             self._draft = _VirtualDraft(self.scored_len, self.limit, token_ids)
@@ -73,7 +73,7 @@ class Shadow:
             self._next_base_len = self.scored_len + 1
 
     def skip(self) -> list[int]:
-        """Returns the pending tokens and leaves them unscored; the next round begins behind them."""
+        """Returns the pending tokens, which stay unscored; the next round begins behind them."""
         skipped, self.pending = self.pending, []
         self.scored_len += len(skipped)
         self._next_base_len = self.scored_len
@@ -81,8 +81,11 @@ class Shadow:
         return skipped
 
     def advance(self, chosen: int | None, confidence: float, stopping: Stopping) -> DraftScore | None:
-        """Consumes the next pending token, where a token-by-token drafter ``chosen``. Returns the score of the draft that it
-        decides. A draft that ended early, by a wrong token or by silence, has one position scored more than matched."""
+        """Consumes the next pending token, where a token-by-token drafter chose ``chosen``. Returns the score of a draft
+        that ends here.
+
+        A draft that ended early, by a wrong token or by itself, has one more position scored than matched.
+        """
         token_id = self.pending.pop(0)
         position, self.scored_len = self.scored_len, self.scored_len + 1
         draft = self._draft
@@ -111,25 +114,22 @@ class Shadow:
 
 
 class Scorer:
-    """The spare work of a drafter, in small pieces. Not thread-safe: its loop owns it."""
+    """Scores shadows in spare time, in small pieces. Not thread-safe: its loop owns it."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
-    def work(self, shadows: Iterable[Shadow]) -> list[tuple[str, DraftScore]] | None:
-        """One piece: a pass of at most MAX_ROWS rows, or a batch of drafts.
+    def work(self, waiting: Sequence[Shadow]) -> list[tuple[str, DraftScore]]:
+        """One piece for shadows with unscored tokens: a pass of at most MAX_ROWS rows, or a batch of drafts.
 
         Returns:
-            The scores by key; None when nothing was pending.
+            The scores by key.
         """
-        waiting = [shadow for shadow in shadows if shadow.pending]
-        if not waiting:
-            return None
         token_by_token = self._drafter.capabilities.token_by_token
         return self._propose(waiting) if token_by_token is None else self._choose(token_by_token, waiting)
 
     def _choose(self, drafter: TokenByToken, waiting: Sequence[Shadow]) -> list[tuple[str, DraftScore]]:
-        """Token-by-token drafters: one pass over the committed tokens yields the choice at each of them."""
+        """For token-by-token drafters: one pass over the committed tokens yields the choice at each of them."""
         asked, num_rows = [], 0
         for shadow in waiting:
             token_ids = tuple(shadow.pending[: MAX_ROWS - num_rows])
@@ -141,7 +141,7 @@ class Scorer:
         for (shadow, demand), answer in zip(asked, answers, strict=True):
             if answer is None:
                 continue
-            if len(answer.token_ids) < demand.num_tokens:  # the drafter cannot say
+            if len(answer.token_ids) < demand.num_tokens:  # no answer is possible
                 self._drafter.extend(shadow.key, shadow.skip())
                 continue
             for chosen, confidence in zip(answer.token_ids, answer.confidences, strict=True):
@@ -152,7 +152,7 @@ class Scorer:
         return found
 
     def _propose(self, waiting: Sequence[Shadow]) -> list[tuple[str, DraftScore]]:
-        """Other drafters really draft: one virtual round of each request at a time."""
+        """For other drafters: real drafts, one virtual round of each request at a time."""
         beginning = [shadow for shadow in waiting if shadow.begins]
         demands = [Demand(shadow.key, shadow.limit) for shadow in beginning]
         for shadow, draft in zip(beginning, self._drafter.propose(demands) if demands else (), strict=True):

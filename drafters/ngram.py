@@ -6,9 +6,11 @@ The method is prompt lookup decoding (A. Saxena, 2023; LLMA, arXiv 2304.04487, f
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft
+
+_NUM_PLACES = 4  # positions in a draft with hit rates of their own; later ones share the last
+_FIRST_PRIOR, _LATER_PRIOR = 0.3, 0.8
 
 
 @dataclass(slots=True)
@@ -25,33 +27,7 @@ class HitRate:
         self.rate += (float(hit) - self.rate) / self.weight
 
 
-class HitRates:
-    """Rates by match length and position in the draft.
-
-    The first token of a copied draft is uncertain, later ones mostly follow; beyond that the match length matters. Shared by
-    all requests of a drafter.
-
-    Args:
-        match_lens: the possible match lengths, ascending.
-        num_places: positions told apart; later ones share the last.
-    """
-
-    _FIRST_PRIOR = 0.3
-    _LATER_PRIOR = 0.8
-
-    def __init__(self, match_lens: range, num_places: int = 4) -> None:
-        self._num_places = num_places
-        self._rates = {
-            (match_len, place): HitRate(self._LATER_PRIOR if place else self._FIRST_PRIOR)
-            for match_len in match_lens
-            for place in range(num_places)
-        }
-
-    def at(self, match_len: int, place: int) -> HitRate:
-        return self._rates[match_len, min(place, self._num_places - 1)]
-
-
-class _Text:
+class _NgramText:
     """The tokens of one request with an n-gram index; a look-up takes constant time.
 
     ``_next`` maps every n-gram of a length in ``match_lens`` to the position after its last occurrence. An n-gram is indexed
@@ -60,9 +36,7 @@ class _Text:
 
     def __init__(self, token_ids: Sequence[int], match_lens: range) -> None:
         self.token_ids: list[int] = []
-        self.guess: list[
-            tuple[int, HitRate | None]
-        ] = []  # drafted beyond the text, with the rate that each token is a trial of
+        self.guess: list[tuple[int, HitRate | None]] = []  # drafted beyond the text, and the hit rate of each
         self._lens = match_lens  # the longest first
         self._next: dict[tuple[int, ...], int] = {}
         self.extend(token_ids)
@@ -98,27 +72,25 @@ class NgramDrafter:
     A copy that reaches the end of the text continues in itself, so a loop is drafted at any length. Memory: at most one
     index entry, about 150 bytes, per match length and token of the followed requests.
 
-    Raises:
-        InvalidField: not 1 <= min_match_len <= max_match_len.
+    The confidence of a token is the hit rate of its match length and position in the draft, over all requests: the first
+    token of a copied draft is uncertain, later ones mostly follow; beyond that the match length matters.
     """
 
     kind = "ngram"
     capabilities = Capabilities()
 
     def __init__(self, max_match_len: int = 4, min_match_len: int = 1) -> None:
-        if not 1 <= min_match_len <= max_match_len:
-            raise InvalidField("min_match_len", min_match_len, f"must lie between 1 and max_match_len ({max_match_len})")
+        self.settings = (max_match_len, min_match_len)
         self._match_lens = range(max_match_len, min_match_len - 1, -1)
-        self._rates = HitRates(self._match_lens)
-        self._texts: dict[str, _Text] = {}
-
-    @property
-    def settings(self) -> tuple[int, int]:
-        """max_match_len, min_match_len."""
-        return self._match_lens[0], self._match_lens[-1]
+        self._rates = {
+            (match_len, place): HitRate(_LATER_PRIOR if place else _FIRST_PRIOR)
+            for match_len in self._match_lens
+            for place in range(_NUM_PLACES)
+        }
+        self._texts: dict[str, _NgramText] = {}
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        self._texts[request_id] = _Text(token_ids, self._match_lens)
+        self._texts[request_id] = _NgramText(token_ids, self._match_lens)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         text = self._texts[request_id]
@@ -146,10 +118,10 @@ class NgramDrafter:
             source += demand.ahead
             period = len(source)  # at least one: an n-gram is indexed when a token follows it
             source = [source[i % period] for i in range(demand.num_tokens)]
-        rates = [self._rates.at(match_len, 0)]
+        rates = [self._rates[match_len, 0]]
         survival = rates[0].rate
         for place in range(1, demand.num_tokens):
-            rate = self._rates.at(match_len, place)
+            rate = self._rates[match_len, min(place, _NUM_PLACES - 1)]
             survival *= rate.rate
             if survival < demand.least_survival:
                 break
@@ -158,7 +130,7 @@ class NgramDrafter:
         text.guess = [*_trials_of(text.guess, demand.ahead), *zip(token_ids, rates, strict=True)]
         return Draft(demand.request_id, token_ids, tuple(rate.rate for rate in rates))
 
-    def _learn(self, text: _Text, token_ids: Sequence[int]) -> None:
+    def _learn(self, text: _NgramText, token_ids: Sequence[int]) -> None:
         """Every committed token at a drafted position is a trial, up to the first wrong one."""
         for token_id, (guessed, rate) in zip(token_ids, text.guess, strict=False):
             if rate is not None:
@@ -170,7 +142,7 @@ class NgramDrafter:
 
 
 def _trials_of(guess: Sequence[tuple[int, HitRate | None]], ahead: Sequence[int]) -> list[tuple[int, HitRate | None]]:
-    """The guesses that ``ahead`` consists of: still to be tried, where they were guessed here."""
+    """Guesses for the tokens of ``ahead``: trials if they were drafted here."""
     kept: list[tuple[int, HitRate | None]] = []
     for i, token_id in enumerate(ahead):
         known = guess[i] if i < len(guess) and guess[i][0] == token_id else (token_id, None)

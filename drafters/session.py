@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from cluster.messages import DraftScore
+from cluster.transport.base import Link
 from drafters.counterfactual import Shadow
 
 
@@ -76,8 +78,7 @@ class Session:
 class ExtendOutcome(Enum):
     """Outcome of comparing received tokens with the known ones."""
 
-    APPLIED = auto()
-    KNOWN = auto()  # none is new
+    APPLIED = auto()  # possibly none is new
     GAP = auto()  # tokens before them are missing: the request must be opened again
     CONFLICT = auto()  # they contradict the known ones: the request must be forgotten and opened again
 
@@ -93,8 +94,7 @@ def reconcile(known: Sequence[int], base_len: int, token_ids: Sequence[int]) -> 
     overlap = min(known_len - base_len, len(token_ids))
     if list(known[base_len : base_len + overlap]) != list(token_ids[:overlap]):
         return ExtendOutcome.CONFLICT, ()
-    new = token_ids[overlap:]
-    return (ExtendOutcome.APPLIED if new else ExtendOutcome.KNOWN), new
+    return ExtendOutcome.APPLIED, token_ids[overlap:]
 
 
 @dataclass(slots=True)
@@ -160,3 +160,31 @@ class Resyncs:
 
     def next_due_s(self) -> float | None:
         return min((pending.due_s for pending in self._pending.values()), default=None)
+
+
+@dataclass(slots=True)
+class TargetPeer:
+    """A target replica. A request is in at most one of ``sessions``, ``ignored`` and ``refused``."""
+
+    link: Link
+    number: int  # of the link, counted from the start of the process: request ids are unique per target only
+    resyncs: Resyncs
+    table_version: int = 0
+    sessions: dict[str, Session] = field(default_factory=dict)
+    scores: list[DraftScore] = field(default_factory=list)  # unsent
+    ignored: dict[str, None] = field(default_factory=dict)  # others draft for them, and there is no capacity for a shadow
+    refused: dict[str, float] = field(default_factory=dict)  # without capacity: time of the last message, oldest first
+    refusals: dict[str, int] = field(default_factory=dict)  # unsent empty proposals: committed length that they answer
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether there are refusals or resyncs to send, or requests that wait for capacity."""
+        return bool(self.refusals or self.refused or self.resyncs)
+
+    def take_scores(self) -> tuple[DraftScore, ...]:
+        scores, self.scores = tuple(self.scores), []
+        return scores
+
+    def take_refusals(self) -> dict[str, int]:
+        refusals, self.refusals = self.refusals, {}
+        return refusals

@@ -2,15 +2,15 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN
-from cluster.messages import Budget, DraftRound, DraftScore, Extend, Open
+from cluster.messages import Budget, DraftRound, Extend, Open
 from cluster.soundness import Inspection
 from cluster.transport.base import Event, Link, LinkDown, LinkUp
 from drafters.counterfactual import Shadow
 from drafters.protocol import Drafter
-from drafters.session import ExtendOutcome, Resyncs, Session, key_of, reconcile
+from drafters.session import ExtendOutcome, Resyncs, Session, TargetPeer, key_of, reconcile
 
 logger = logging.getLogger(__name__)
 
@@ -35,35 +35,18 @@ class SessionLimits:
     idle_s: float = 60.0
 
 
-@dataclass(slots=True)
-class TargetPeer:
-    """A target replica. A request is in at most one of ``sessions``, ``ignored`` and ``refused``."""
-
-    link: Link
-    number: int  # of the link, counted from the start of the process: request ids are unique per target only
-    resyncs: Resyncs
-    table_version: int = 0
-    sessions: dict[str, Session] = field(default_factory=dict)
-    scores: list[DraftScore] = field(default_factory=list)  # unsent
-    ignored: dict[str, None] = field(default_factory=dict)  # others draft for them, and there is no capacity for a shadow
-    refused: dict[str, float] = field(default_factory=dict)  # without capacity: time of the last message, oldest first
-    refusals: dict[str, int] = field(default_factory=dict)  # unsent empty proposals: committed length that they answer
-
-    def take_scores(self) -> tuple[DraftScore, ...]:
-        scores, self.scores = tuple(self.scores), []
-        return scores
-
-    def take_refusals(self) -> dict[str, int]:
-        refusals, self.refusals = self.refusals, {}
-        return refusals
-
-
 class TargetSessions:
     """The sessions of all links. Passes every change on to the drafter. Time comes in as data."""
 
     def __init__(self, name: str, drafter: Drafter, limits: SessionLimits) -> None:
         self.peers: dict[int, TargetPeer] = {}  # by id(link): links are compared by identity
         self.unlinked: list[Link] = []  # closed after MAX_UNSOUND unsound messages
+        # A step reads these, not all sessions of all targets.
+        self.unscored: dict[str, tuple[TargetPeer, Shadow]] = {}  # shadows with unscored tokens, by key
+        self._unanswered: dict[str, tuple[TargetPeer, Session]] = {}  # without a proposal for their committed length, by key
+        self._pending: dict[int, TargetPeer] = {}  # peers with ``has_pending``, by key of ``peers``
+        self._num_sessions = 0
+        self.num_shadows = 0
         self._name = name
         self._drafter = drafter
         self._limits = limits
@@ -75,20 +58,28 @@ class TargetSessions:
     @property
     def num_drafted(self) -> int:
         """Requests that it drafts for."""
-        return sum(session.shadow is None for peer in self.peers.values() for session in peer.sessions.values())
-
-    @property
-    def num_shadows(self) -> int:
-        return sum(len(peer.sessions) for peer in self.peers.values()) - self.num_drafted
+        return self._num_sessions - self.num_shadows
 
     @property
     def num_refused(self) -> int:
-        return sum(len(peer.refused) for peer in self.peers.values())
+        return sum([len(peer.refused) for peer in self._pending.values()])
 
-    @property
-    def has_refusals(self) -> bool:
-        """Whether refusals are to be sent."""
-        return any(peer.refusals for peer in self.peers.values())
+    def refusing(self) -> list[int]:
+        """The peers that refusals are to be sent to."""
+        return [key for key, peer in self._pending.items() if peer.refusals]
+
+    def unanswered(self) -> list[tuple[TargetPeer, Session]]:
+        """Sessions that want drafts, have no proposal, and whose committed tokens are known to the end."""
+        return [
+            (peer, session)
+            for peer, session in self._unanswered.values()
+            if session.budget and session.request_id not in peer.resyncs
+        ]
+
+    def mark_answered(self, session: Session) -> None:
+        """Records that a proposal for the committed length is sent."""
+        session.answered = True
+        self._unanswered.pop(session.key, None)
 
     def drafted(self) -> Iterator[Session]:
         """Sessions that want drafts, and whose committed tokens are known to the end."""
@@ -96,12 +87,6 @@ class TargetSessions:
             for request_id, session in peer.sessions.items():
                 if session.budget and request_id not in peer.resyncs:
                     yield session
-
-    def shadows(self) -> Iterator[tuple[TargetPeer, Shadow]]:
-        for peer in self.peers.values():
-            for session in peer.sessions.values():
-                if session.shadow is not None:
-                    yield peer, session.shadow
 
     def handle(self, event: Event, now_s: float) -> None:
         if isinstance(event, LinkUp):
@@ -124,6 +109,7 @@ class TargetSessions:
         """Forgets a target and its requests. Idempotent."""
         self._inspection.forget(link)
         peer = self.peers.pop(id(link), None)
+        self._pending.pop(id(link), None)
         if peer is not None:
             for request_id in list(peer.sessions):
                 self._close(peer, request_id)
@@ -139,28 +125,39 @@ class TargetSessions:
                     self._release(peer, request_id)
                 for request_id in [r for r, last_message_s in peer.refused.items() if last_message_s < limit_s]:
                     del peer.refused[request_id]
-        if self.num_refused:
+        if self._pending:
             self._readmit(now_s)
 
     def due_resyncs(self, now_s: float) -> dict[int, list[str]]:
         """Resyncs to request now, by peer. Closes the sessions of requests that are given up."""
         due = {}
-        for key, peer in self.peers.items():
+        for key, peer in list(self._pending.items()):
             requested, given_up = peer.resyncs.take_due(now_s)
             for request_id in given_up:
                 self._close(peer, request_id)
             if requested:
                 due[key] = requested
+            if not peer.has_pending:
+                del self._pending[key]
         return due
 
     def next_due_s(self) -> float | None:
         """When the next resync is due."""
-        due = [due_s for peer in self.peers.values() if (due_s := peer.resyncs.next_due_s()) is not None]
+        due = [due_s for peer in self._pending.values() if (due_s := peer.resyncs.next_due_s()) is not None]
         return min(due, default=None)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the sessions are inconsistent."""
         assert self.num_drafted <= self._limits.capacity, "more requests are followed than the capacity"
+        sessions = [session for peer in self.peers.values() for session in peer.sessions.values()]
+        assert self._num_sessions == len(sessions), "sessions were miscounted"
+        assert self.num_shadows == sum(session.shadow is not None for session in sessions), "shadows were miscounted"
+        unanswered = {session.key for session in sessions if session.shadow is None and not session.answered}
+        assert self._unanswered.keys() == unanswered, "the sessions without a proposal are not those listed"
+        unscored = {session.key for session in sessions if session.shadow is not None and session.shadow.pending}
+        assert self.unscored.keys() == unscored, "the shadows with unscored tokens are not those listed"
+        for key, peer in self.peers.items():
+            assert not peer.has_pending or key in self._pending, "a peer with something pending is not listed"
         for peer in self.peers.values():
             assert not peer.refused.keys() & peer.sessions.keys(), "a request is both followed and refused"
             assert not peer.refusals.keys() & peer.sessions.keys(), "a followed request is to be answered as a refused one"
@@ -188,6 +185,8 @@ class TargetSessions:
         for request_id in message.releases:
             if request_id not in ended:
                 self._release(peer, request_id)
+        if peer.has_pending:
+            self._pending[id(peer.link)] = peer
 
     def _open(self, peer: TargetPeer, opening: Open, now_s: float) -> None:
         request_id = opening.request_id
@@ -212,7 +211,7 @@ class TargetSessions:
         if self.num_shadows >= self._limits.max_shadows:
             self._ignore(peer, opening.request_id)
         else:
-            self._new_session(peer, opening, now_s).stop_drafting(self._limits.max_draft_len)
+            self._stop_drafting(self._new_session(peer, opening, now_s))
 
     @staticmethod
     def _ignore(peer: TargetPeer, request_id: str) -> None:
@@ -238,6 +237,8 @@ class TargetSessions:
         self._drafter.open(session.key, opening.token_ids, opening.prompt_len, opening.sampling)
         self._set_proposers(session.key, opening)
         peer.sessions[request_id] = session
+        self._num_sessions += 1
+        self._unanswered[session.key] = (peer, session)
         peer.resyncs.update(request_id, session.committed_len)
         return session
 
@@ -266,7 +267,7 @@ class TargetSessions:
             self._inspection.note(peer.link, [fault])
             return
         outcome, new = reconcile(session.token_ids, extension.base_len, extension.token_ids)
-        if outcome is ExtendOutcome.APPLIED or outcome is ExtendOutcome.KNOWN:
+        if outcome is ExtendOutcome.APPLIED:
             self._commit(peer, session, new, now_s)
             return
         if outcome is ExtendOutcome.CONFLICT:
@@ -280,9 +281,12 @@ class TargetSessions:
                 self._drafter.extend(session.key, token_ids)
             else:
                 session.shadow.commit(token_ids)
+                self.unscored[session.key] = (peer, session.shadow)
                 if len(session.shadow.pending) > MAX_UNSCORED:
-                    self._drafter.extend(session.key, session.shadow.skip())
+                    self._skip(session, session.shadow)
             session.commit(token_ids)
+            if session.shadow is None:
+                self._unanswered[session.key] = (peer, session)
         peer.resyncs.update(session.request_id, session.committed_len)
 
     def _set_budget(self, peer: TargetPeer, budget: Budget, now_s: float) -> None:
@@ -300,17 +304,28 @@ class TargetSessions:
                 self._close(peer, request_id)
                 self._refuse(peer, request_id, session.committed_len, now_s)
                 return
-            skipped = session.shadow.skip()
-            if skipped:
-                self._drafter.extend(session.key, skipped)
+            self._skip(session, session.shadow)
             session.shadow = None
+            self.num_shadows -= 1
+            self._unanswered[session.key] = (peer, session)
         elif not num_tokens and session.shadow is None:
             if self.num_shadows >= self._limits.max_shadows:
                 self._close(peer, request_id)
                 self._ignore(peer, request_id)
                 return
-            session.stop_drafting(self._limits.max_draft_len)
+            self._stop_drafting(session)
         session.budget, session.row_price = num_tokens, budget.row_price
+
+    def _stop_drafting(self, session: Session) -> None:
+        """Another drafter drives the request: the session becomes a shadow."""
+        session.stop_drafting(self._limits.max_draft_len)
+        self.num_shadows += 1
+        self._unanswered.pop(session.key, None)
+
+    def _skip(self, session: Session, shadow: Shadow) -> None:
+        """Leaves the pending tokens of a shadow unscored."""
+        if self.unscored.pop(session.key, None) is not None:
+            self._drafter.extend(session.key, shadow.skip())
 
     def _refuse(self, peer: TargetPeer, request_id: str, committed_len: int, now_s: float) -> None:
         """Refuses a request without capacity. Each commit is answered with an empty proposal: else the target would hold the
@@ -327,7 +342,7 @@ class TargetSessions:
             del peer.refused[next(iter(peer.refused))]
 
     def _readmit(self, now_s: float) -> None:
-        for peer in self.peers.values():
+        for peer in self._pending.values():
             while peer.refused and self.num_drafted + self._num_resyncing() < self._limits.capacity:
                 request_id = next(iter(peer.refused))
                 del peer.refused[request_id]
@@ -335,7 +350,7 @@ class TargetSessions:
 
     def _num_resyncing(self) -> int:
         """Requests without a session that were asked for: they will need capacity."""
-        return sum(1 for peer in self.peers.values() for request_id in peer.resyncs if request_id not in peer.sessions)
+        return sum(1 for peer in self._pending.values() for request_id in peer.resyncs if request_id not in peer.sessions)
 
     def _release(self, peer: TargetPeer, request_id: str) -> None:
         self._close(peer, request_id)
@@ -346,4 +361,8 @@ class TargetSessions:
     def _close(self, peer: TargetPeer, request_id: str) -> None:
         session = peer.sessions.pop(request_id, None)
         if session is not None:
+            self._num_sessions -= 1
+            self.num_shadows -= session.shadow is not None
+            self._unanswered.pop(session.key, None)
+            self.unscored.pop(session.key, None)
             self._drafter.release(session.key)

@@ -13,9 +13,10 @@ from cluster.config import (
     TableOptions,
     default_pool,
 )
-from cluster.errors import ModelUnavailable
+from cluster.errors import IncompatibleTokenizer, ModelUnavailable
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "drafters"
+_TABLE = "table.npz"  # as drafters.table.FILE
 MODEL = ModelConfig().name  # that they were trained for
 
 _OPTIONS: Mapping[str, Callable[[str], DrafterOptions]] = {
@@ -65,9 +66,29 @@ def find_drafter(name_or_path: str) -> Path:
     raise ModelUnavailable(f"{name_or_path}: no folder of a trained drafter; shipped are: {known}; see `outrider train`")
 
 
+def find_table(name_or_path: str) -> Path:
+    """The file of a frequency table, by its path, its folder's path or the name of a shipped one."""
+    path = find_drafter(name_or_path)
+    return path / _TABLE if path.is_dir() else path
+
+
+def check_trained_for(drafter: str, recorded: str | None, fingerprint: str, target: str) -> None:
+    """Raises IncompatibleTokenizer if ``recorded``, the tokenizer that a trained drafter was made for, is not the target's.
+
+    Args:
+        drafter, target: for the message.
+        recorded: fingerprint; None: unknown.
+    """
+    if recorded not in (None, fingerprint):
+        raise IncompatibleTokenizer(
+            f"{drafter} was trained for a target with another tokenizer than that of {target}: "
+            "train one for this target with `outrider train`"
+        )
+
+
 def kind_of(folder: Path) -> str | None:
     """Kind of the drafter in a folder: table, dspark or layers; None if there is none."""
-    if (folder / "table.npz").is_file():
+    if (folder / _TABLE).is_file():
         return "table"
     try:
         architecture = str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0])

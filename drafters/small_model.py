@@ -1,17 +1,17 @@
-"""A causal model in step with requests: its choice at any of their positions, for the cost of the rows not computed yet.
-The base of model drafters and chains.
-"""
+"""A causal model in step with requests: its choice at any position, for the cost of the rows not computed yet. The base of
+model drafters and chains."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 import numpy as np
 import torch
 
 from cluster.types import SamplingParams
 from drafters.reduced_vocab import ReducedHead
+from engine.acceptance import common_prefix_len
 from engine.device import to_device
 from engine.forward import CausalModel, PackedSpan
 from engine.ledger import Checkpoint, Ledger
@@ -81,10 +81,10 @@ class SmallModel:
             self._head = ReducedHead(output_ids.to(model.device), model.config.vocab_size, self._sampler)
         self._max_pass_rows = max_pass_rows
         self._num_known = model.config.vocab_size
-        self._followed: OrderedDict[str, _ModelSession] = OrderedDict()  # least recently asked about first
+        self._sessions: OrderedDict[str, _ModelSession] = OrderedDict()  # least recently queried first
         self.num_passes = 0
         self.num_rows = 0
-        self.num_lost = 0  # caches given up
+        self.num_lost = 0  # evicted caches
 
     @property
     def max_len(self) -> int:
@@ -94,23 +94,23 @@ class SmallModel:
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         """Follows a request; a followed one is reset, keeping the shared prefix of its cache."""
         self.release(request_id)
-        sampling = replace(sampling, top_logprobs=None)  # which nobody would read
+        sampling = replace(sampling, top_logprobs=None)  # not used by drafts
         state = SamplingState(sampling, token_ids, prompt_len)
-        self._followed[request_id] = _ModelSession(list(token_ids), state, len(self.readable(token_ids)) == len(token_ids))
+        self._sessions[request_id] = _ModelSession(list(token_ids), state, len(self.readable(token_ids)) == len(token_ids))
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        followed = self._followed[request_id]
-        followed.token_ids.extend(token_ids)
-        followed.state.extend(token_ids)
-        followed.is_readable &= len(self.readable(token_ids)) == len(token_ids)
+        session = self._sessions[request_id]
+        session.token_ids.extend(token_ids)
+        session.state.extend(token_ids)
+        session.is_readable &= len(self.readable(token_ids)) == len(token_ids)
 
     def opening(self, request_id: str) -> tuple[tuple[int, ...], int, SamplingParams]:
         """Arguments of `open` for the request as it is now: tokens, prompt length, sampling."""
-        followed = self._followed[request_id]
-        return tuple(followed.token_ids), followed.state.prompt_len, followed.state.sampling
+        session = self._sessions[request_id]
+        return tuple(session.token_ids), session.state.prompt_len, session.state.sampling
 
     def release(self, request_id: str) -> None:
-        if self._followed.pop(request_id, None) is not None and request_id in self._ledger:
+        if self._sessions.pop(request_id, None) is not None and request_id in self._ledger:
             self._ledger.release(request_id)
 
     def readable(self, token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -119,14 +119,14 @@ class SmallModel:
 
     def can_read(self, request_id: str, ahead: Sequence[int]) -> bool:
         """Whether every token of the request and of ``ahead`` has an embedding row."""
-        return self._followed[request_id].is_readable and len(self.readable(ahead)) == len(ahead)
+        return self._sessions[request_id].is_readable and len(self.readable(ahead)) == len(ahead)
 
     def committed_len(self, request_id: str) -> int:
-        return len(self._followed[request_id].token_ids)
+        return len(self._sessions[request_id].token_ids)
 
     def ends(self, request_id: str, token_id: int) -> bool:
         """Whether the request ends with ``token_id``."""
-        sampling = self._followed[request_id].state.sampling
+        sampling = self._sessions[request_id].state.sampling
         ends = token_id in self._sampler.eos_token_ids and not sampling.ignore_eos
         return ends or token_id in sampling.stop_token_ids
 
@@ -159,34 +159,25 @@ class SmallModel:
     def catch_up(self, questions: Sequence[Question]) -> list[bool]:
         """Computes what is missing before the questions, in one pass of at most ``max_pass_rows``, least missing first.
 
-        Returns whether each question can now be answered for the cost of its own rows and a few more. Of the others a part
-        was computed, so one long prompt does not delay the batch.
+        Returns whether each question can now be answered for the cost of its own rows and a few more. Of the others a
+        part was computed, so one long prompt does not delay the batch.
         """
         missing = [self._align(question) for question in questions]
-        ready = [True] * len(questions)
         if sum(missing) <= self._max_pass_rows:
-            return ready  # choose computes them in the pass of the answers
-        rows_left = self._max_pass_rows
-        spans = []
-        for i in sorted(range(len(questions)), key=missing.__getitem__):
-            num_rows = min(missing[i], rows_left)
-            ready[i] = num_rows == missing[i]
-            rows_left -= num_rows
-            if num_rows:
-                spans.append(self._compute(questions[i], num_rows))
-        self._forward(spans)
-        self._model.synchronize()  # nothing is read back, and what it took is timed
-        return ready
+            return [True] * len(questions)  # choose computes them in the pass of the answers
+        self._catch_up_pass(questions, missing, sorted(range(len(questions)), key=missing.__getitem__))
+        self._model.synchronize()  # nothing is read back, and callers time this
+        return [num_missing == 0 for num_missing in missing]
 
     def choose_within(self, questions: Sequence[Question], max_rows: int) -> list[Chosen | None]:
-        """As ``choose``, in spare time: one pass of at most ``max_rows`` rows, or the longest question's, in free blocks
-        only.
+        """As ``choose``, in spare time: one pass of at most ``max_rows`` rows, or of the longest question's, in free
+        blocks only.
 
-        None: tokens before it are missing, of which a part was computed. No tokens: no free blocks.
+        None: tokens before the question are missing, of which a part was computed. No tokens: no free blocks.
         """
         found: list[Chosen | None] = [None] * len(questions)
-        asked: list[int] = []
-        behind: tuple[Question, int] | None = None
+        ready: list[int] = []
+        catching_up: tuple[Question, int] | None = None
         rows_left, blocks_left = max_rows, self._ledger.num_free_blocks
         for i, question in enumerate(questions):
             request_id = question.request_id
@@ -196,16 +187,16 @@ class SmallModel:
             if end_len > self.max_len or needed > blocks_left or not self.can_read(request_id, question.drafts):
                 found[i] = Chosen(())
             elif missing + len(question.drafts) < rows_left:
-                asked.append(i)
+                ready.append(i)
                 rows_left -= missing + 1 + len(question.drafts)
                 blocks_left -= needed
-            elif missing and behind is None:
-                behind = question, min(missing, max_rows)
-        if asked:
-            for i, chosen in zip(asked, self.choose([questions[i] for i in asked]), strict=True):
+            elif missing and catching_up is None:
+                catching_up = question, min(missing, max_rows)
+        if ready:
+            for i, chosen in zip(ready, self.choose([questions[i] for i in ready]), strict=True):
                 found[i] = chosen
-        elif behind is not None:
-            self._forward([self._compute(*behind)])
+        elif catching_up is not None:
+            self._forward([self._compute(*catching_up)])
             self._model.synchronize()
         return found
 
@@ -216,26 +207,14 @@ class SmallModel:
         """
         missing = [self._align(question) for question in questions]
         while sum(missing) > self._max_pass_rows:
-            rows_left = self._max_pass_rows
-            spans = []
-            for i, question in enumerate(questions):
-                num_rows = min(missing[i], rows_left)
-                if num_rows:
-                    spans.append(self._compute(question, num_rows))
-                    missing[i] -= num_rows
-                    rows_left -= num_rows
-            self._forward(spans)
+            self._catch_up_pass(questions, missing, range(len(questions)))
         lens = [num_missing + 1 + len(question.drafts) for num_missing, question in zip(missing, questions, strict=True)]
         hidden = self._forward([self._compute(question, n) for question, n in zip(questions, lens, strict=True)])
-        answered = np.concatenate(
-            [
-                np.arange(end - 1 - len(question.drafts), end)
-                for question, end in zip(questions, _running_sum(lens), strict=True)
-            ]
-        )
+        answers = zip(questions, accumulate(lens), strict=True)
+        answered = np.concatenate([np.arange(end - 1 - len(question.drafts), end) for question, end in answers])
         logits = self._model.logits(hidden if len(answered) == len(hidden) else hidden[to_device(answered, hidden.device)])
         spans_to_sample = [
-            SampleSpan(self._followed[q.request_id].state, q.ahead + q.drafts, len(q.drafts) + 1) for q in questions
+            SampleSpan(self._sessions[q.request_id].state, q.ahead + q.drafts, len(q.drafts) + 1) for q in questions
         ]
         if self._head is not None:
             return self._head.choose(logits, spans_to_sample)
@@ -244,13 +223,13 @@ class SmallModel:
     def check_integrity(self) -> None:
         """Raises AssertionError if blocks and requests disagree."""
         self._ledger.check_integrity()
-        for request_id, followed in self._followed.items():
-            assert len(followed.state) == len(followed.token_ids), f"{request_id!r}: sampling state out of step"
+        for request_id, session in self._sessions.items():
+            assert len(session.state) == len(session.token_ids), f"{request_id!r}: sampling state out of step"
             if request_id in self._ledger:
                 computed_len = self._ledger.computed_len(request_id)
-                assert computed_len < len(followed.token_ids), f"{request_id!r}: the last token's row is needed again"
+                assert computed_len < len(session.token_ids), f"{request_id!r}: the last token's row is needed again"
             else:
-                assert followed.checkpoint is None, f"{request_id!r}: a checkpoint without blocks"
+                assert session.checkpoint is None, f"{request_id!r}: a checkpoint without blocks"
 
     def _given_len(self, question: Question) -> int:
         return self.committed_len(question.request_id) + len(question.ahead)
@@ -259,17 +238,17 @@ class SmallModel:
         """Evicts caches of requests outside ``part``, least recently queried first, until it fits."""
         needed = 0
         for question, num_tokens in part:
-            self._followed.move_to_end(question.request_id)
+            self._sessions.move_to_end(question.request_id)
             self._align(question)
             missing = self._given_len(question) + num_tokens - self._ledger.computed_len(question.request_id)
             needed += self._ledger.num_blocks_needed(question.request_id, missing)
         inside = {question.request_id for question, _ in part}
-        for request_id, followed in self._followed.items():
+        for request_id, session in self._sessions.items():
             if needed <= self._ledger.num_free_blocks:
                 break
             if request_id in self._ledger and request_id not in inside:
                 self._ledger.release(request_id)
-                followed.checkpoint = None
+                session.checkpoint = None
                 self.num_lost += 1
 
     def _align(self, question: Question) -> int:
@@ -279,57 +258,51 @@ class SmallModel:
         Returns the number of missing tokens between.
         """
         request_id = question.request_id
-        followed = self._followed[request_id]
+        session = self._sessions[request_id]
         if request_id not in self._ledger:
-            self._ledger.open(request_id, followed.token_ids)
+            self._ledger.open(request_id, session.token_ids)
         base_len = self._ledger.computed_len(request_id)
         num_given = self._given_len(question) - 1 - base_len
-        checkpoint = followed.checkpoint
+        checkpoint = session.checkpoint
         if checkpoint is None:
             return num_given
-        num_final = len(followed.token_ids) - 1 - base_len
-        num_agreed = _num_equal(checkpoint.token_ids, (*followed.token_ids[base_len:], *question.ahead)[:num_given])
+        num_final = len(session.token_ids) - 1 - base_len
+        num_agreed = common_prefix_len(checkpoint.token_ids, (*session.token_ids[base_len:], *question.ahead)[:num_given])
         if num_agreed <= num_final:
             self._ledger.commit(checkpoint, num_agreed)
-            followed.checkpoint = None
+            session.checkpoint = None
         elif num_agreed < len(checkpoint.token_ids):
-            followed.checkpoint = self._ledger.revise(checkpoint, checkpoint.token_ids[:num_agreed])
+            session.checkpoint = self._ledger.revise(checkpoint, checkpoint.token_ids[:num_agreed])
         return num_given - num_agreed
 
     def _compute(self, question: Question, num_rows: int) -> PackedSpan:
         """Reserves blocks for the next ``num_rows`` tokens of a question."""
         request_id = question.request_id
-        followed = self._followed[request_id]
+        session = self._sessions[request_id]
         final_len = self._ledger.computed_len(request_id)
-        before = () if followed.checkpoint is None else followed.checkpoint.token_ids
+        before = () if session.checkpoint is None else session.checkpoint.token_ids
         base_len = final_len + len(before)
-        given = (*followed.token_ids[base_len:], *question.ahead, *question.drafts)
-        skipped = max(0, base_len - len(followed.token_ids))
+        given = (*session.token_ids[base_len:], *question.ahead, *question.drafts)
+        skipped = max(0, base_len - len(session.token_ids))
         token_ids = given[skipped : skipped + num_rows]
-        if followed.checkpoint is None:
-            followed.checkpoint = self._ledger.speculate(request_id, token_ids)
+        if session.checkpoint is None:
+            session.checkpoint = self._ledger.speculate(request_id, token_ids)
         else:
-            followed.checkpoint = self._ledger.revise(followed.checkpoint, before + token_ids)
+            session.checkpoint = self._ledger.revise(session.checkpoint, before + token_ids)
         return PackedSpan(base_len, token_ids, self._ledger.block_table(request_id))
+
+    def _catch_up_pass(self, questions: Sequence[Question], missing: list[int], order: Iterable[int]) -> None:
+        """One pass of at most ``max_pass_rows`` missing rows, in this order; takes them off ``missing``."""
+        rows_left, spans = self._max_pass_rows, []
+        for i in order:
+            num_rows = min(missing[i], rows_left)
+            if num_rows:
+                spans.append(self._compute(questions[i], num_rows))
+                missing[i] -= num_rows
+                rows_left -= num_rows
+        self._forward(spans)
 
     def _forward(self, spans: Sequence[PackedSpan]) -> torch.Tensor:
         self.num_passes += 1
         self.num_rows += sum(len(span.token_ids) for span in spans)
         return self._model.forward(spans, self._cache)
-
-
-def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    if tuple(a) == tuple(b[: len(a)]):
-        return len(a)
-    num_equal = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        num_equal += 1
-    return num_equal
-
-
-def _running_sum(lens: Sequence[int]) -> list[int]:
-    total = 0
-    return [total := total + length for length in lens]

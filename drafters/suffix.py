@@ -6,36 +6,29 @@ After SuffixDecoding (arXiv 2411.04975), on suffix automata, which need no depth
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
-from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft
 from drafters.suffix_automaton import ROOT, SuffixAutomaton
 
-_NUM_SEGMENTS = 4  # the shared memory forgets a quarter of itself at a time
+_NUM_SEGMENTS = 4  # of the shared memory, which drops one at a time
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Match:
     """A match of the end of a text: its last ``match_len`` tokens are among the substrings of ``state``."""
 
     automaton: SuffixAutomaton
     state: int
     match_len: int
 
-    def after(self, token_ids: Sequence[int]) -> "_Place":
+    def after(self, token_ids: Sequence[int]) -> "_Match":
         """The longest match of the text extended by ``token_ids``."""
-        return _Place(self.automaton, *self.automaton.walk(self.state, self.match_len, token_ids))
+        return _Match(self.automaton, *self.automaton.walk(self.state, self.match_len, token_ids))
 
 
-@dataclass(frozen=True, slots=True)
-class _Guess:
-    token_ids: tuple[int, ...]
-    confidences: tuple[float, ...]
-    expected_len: float  # sum over the tokens of the probability that all up to it are right
-
-
-class _Text:
+class _SuffixText:
     """A request: its tokens, and the automaton over the last of them."""
 
     def __init__(self, token_ids: Sequence[int], max_len: int) -> None:
@@ -46,21 +39,21 @@ class _Text:
         self.automaton.extend(self.token_ids[-max_len // 2 :])
 
     @property
-    def news(self) -> list[int]:
-        """Output since the request was opened; for a reopened request the rest is remembered already."""
+    def new_output(self) -> list[int]:
+        """Output since the request was opened; the shared memory has the rest of a reopened request."""
         return self.token_ids[self._opened_len :]
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
         self.automaton.extend(token_ids)
-        if self.automaton.num_tokens > self._max_len:  # half is forgotten, so this costs a constant share per token
+        if self.automaton.num_tokens > self._max_len:  # halved, so the cost per token is constant
             self.automaton = SuffixAutomaton()
             self.automaton.extend(self.token_ids[-self._max_len // 2 :])
 
-    def place(self, ahead: Sequence[int]) -> _Place:
+    def match(self, ahead: Sequence[int]) -> _Match:
         """The earlier occurrence of the end of the text: the suffix link of the whole text."""
         state = self.automaton.suffix(self.automaton.last) or ROOT
-        return _Place(self.automaton, state, self.automaton.substring_len(state)).after(ahead)
+        return _Match(self.automaton, state, self.automaton.substring_len(state)).after(ahead)
 
 
 class _SharedMemory:
@@ -80,10 +73,10 @@ class _SharedMemory:
             self._segments[-1].begin()
             self._segments[-1].extend(part)
 
-    def place(self, tail: Sequence[int]) -> _Place | None:
-        """The match of the longest end of ``tail``, in the newest segment that has it."""
-        places = [_longest_end(segment, tail) for segment in reversed(self._segments)]
-        return max(places, key=lambda place: place.match_len, default=None)
+    def match(self, tail: Sequence[int]) -> _Match | None:
+        """The longest matching suffix of ``tail``, in the newest segment that has it."""
+        matches = [_longest_suffix(segment, tail) for segment in reversed(self._segments)]
+        return max(matches, key=lambda match: match.match_len, default=None)
 
     def check_integrity(self) -> None:
         for segment in self._segments:
@@ -91,13 +84,13 @@ class _SharedMemory:
             assert segment.num_tokens <= self._segment_len, "a segment outgrew its bound"
 
 
-def _longest_end(automaton: SuffixAutomaton, tail: Sequence[int]) -> _Place:
-    """The longest end of ``tail`` that occurs, searched in increasingly long ends, since it is mostly short."""
+def _longest_suffix(automaton: SuffixAutomaton, tail: Sequence[int]) -> _Match:
+    """The longest suffix of ``tail`` that occurs, searched in increasingly long suffixes, since it is mostly short."""
     num = 2
     while True:
-        place = _Place(automaton, ROOT, 0).after(tail[-num:])
-        if place.match_len < num:
-            return place
+        match = _Match(automaton, ROOT, 0).after(tail[-num:])
+        if match.match_len < num:
+            return match
         num *= 2
 
 
@@ -120,9 +113,6 @@ class SuffixDrafter:
         min_survival: a draft ends before the probability that all of it is right falls below this.
         doubt: see above; larger means less confident.
         request_tokens: a request remembers between half of this and all of it.
-
-    Raises:
-        InvalidField: an argument out of range.
     """
 
     kind = "suffix"
@@ -138,39 +128,17 @@ class SuffixDrafter:
         doubt: float = 2.0,
         request_tokens: int = 8192,
     ) -> None:
-        if not 1 <= min_match_len <= max_match_len:
-            raise InvalidField("min_match_len", min_match_len, f"must lie between 1 and max_match_len ({max_match_len})")
-        if not 0.0 <= min_survival <= 1.0:
-            raise InvalidField("min_survival", min_survival, "must lie between 0 and 1")
-        if doubt < 0.0:
-            raise InvalidField("doubt", doubt, "must not be negative")
-        if request_tokens < 2:
-            raise InvalidField("request_tokens", request_tokens, "must be at least 2")
-        if max_shared_tokens < 0:
-            raise InvalidField("max_shared_tokens", max_shared_tokens, "must not be negative")
+        self.settings = (max_match_len, max_shared_tokens, min_match_len, min_survival, doubt, request_tokens)
         self._min_match_len = min_match_len
         self._max_match_len = max_match_len
         self._min_survival = min_survival
         self._doubt = doubt
         self._request_tokens = request_tokens
-        self._max_shared_tokens = max_shared_tokens
         self._shared = _SharedMemory(max_shared_tokens)
-        self._texts: dict[str, _Text] = {}
-
-    @property
-    def settings(self) -> tuple[int, int, int, float, float, int]:
-        """max_match_len, max_shared_tokens, min_match_len, min_survival, doubt, request_tokens."""
-        return (
-            self._max_match_len,
-            self._max_shared_tokens,
-            self._min_match_len,
-            self._min_survival,
-            self._doubt,
-            self._request_tokens,
-        )
+        self._texts: dict[str, _SuffixText] = {}
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        self._texts[request_id] = _Text(token_ids, self._request_tokens)
+        self._texts[request_id] = _SuffixText(token_ids, self._request_tokens)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         self._texts[request_id].extend(token_ids)
@@ -181,7 +149,7 @@ class SuffixDrafter:
     def release(self, request_id: str) -> None:
         text = self._texts.pop(request_id, None)
         if text is not None:
-            self._shared.add(text.news)
+            self._shared.add(text.new_output)
 
     def check_integrity(self) -> None:
         self._shared.check_integrity()
@@ -193,19 +161,19 @@ class SuffixDrafter:
         text = self._texts[demand.request_id]
         num_tail = self._max_match_len
         tail = [*text.token_ids[-num_tail:], *demand.ahead][-num_tail:]
-        places = (text.place(demand.ahead), self._shared.place(tail))
-        guesses = [self._follow(place, demand) for place in places if place is not None]
-        best = max(guesses, key=lambda guess: guess.expected_len)
-        return Draft(demand.request_id, best.token_ids, best.confidences)
+        matches = (text.match(demand.ahead), self._shared.match(tail))
+        drafts = [self._follow(match, demand) for match in matches if match is not None]
+        return max(drafts, key=itemgetter(0))[1]
 
-    def _follow(self, place: _Place, demand: Demand) -> _Guess:
-        automaton, state, match_len = place.automaton, place.state, place.match_len
+    def _follow(self, match: _Match, demand: Demand) -> tuple[float, Draft]:
+        """The expected tokens of a draft behind a match, and the draft."""
+        automaton, state, match_len = match.automaton, match.state, match.match_len
         token_ids: list[int] = []
         confidences: list[float] = []
         survival, expected_len, least = 1.0, 0.0, self._min_survival
         while len(token_ids) < demand.num_tokens and match_len >= self._min_match_len:
             token_id, follower, most, total = automaton.likeliest(state)
-            if not total:  # the end of a text: its end may have occurred before
+            if not total:  # at the end of a text: try a shorter match
                 state = automaton.suffix(state) or ROOT
                 match_len = automaton.substring_len(state)
                 continue
@@ -218,4 +186,4 @@ class SuffixDrafter:
             token_ids.append(token_id)
             confidences.append(confidence)
             state, match_len = follower, match_len + 1
-        return _Guess(tuple(token_ids), tuple(confidences), expected_len)
+        return expected_len, Draft(demand.request_id, tuple(token_ids), tuple(confidences))

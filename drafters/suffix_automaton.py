@@ -42,7 +42,7 @@ class SuffixAutomaton:
         return self._num_tokens
 
     def begin(self) -> None:
-        """The tokens that follow start a new text."""
+        """Begins a new text."""
         self._last = ROOT
 
     def extend(self, token_ids: Iterable[int]) -> None:
@@ -50,7 +50,7 @@ class SuffixAutomaton:
             self._append(token_id)
 
     def step(self, state: int, token_id: int) -> int | None:
-        """The state of the same substring with ``token_id`` behind it; None where that never occurred."""
+        """The state of the same substring extended by ``token_id``; None if that never occurred."""
         if self._token[state] == token_id:
             return self._next[state]
         more = self._more.get(state)
@@ -75,8 +75,11 @@ class SuffixAutomaton:
             yield from self._more.get(state, {}).items()
 
     def walk(self, state: int, match_len: int, token_ids: Iterable[int]) -> tuple[int, int]:
-        """From where the last ``match_len`` tokens of a text stand: the state and the length of its longest end that
-        occurs when ``token_ids`` are behind it."""
+        """The state and length of the longest suffix that occurs, of a text that is extended by ``token_ids``.
+
+        Args:
+            state, match_len: the same before them.
+        """
         first, following, more, link = self._token, self._next, self._more, self._link
         for token_id in token_ids:
             while True:
@@ -95,8 +98,8 @@ class SuffixAutomaton:
         return state, match_len
 
     def likeliest(self, state: int) -> tuple[int, int, int, int]:
-        """The token that followed most often, of equals the one seen last: (token, its state, how often it followed, how
-        often any token did), the last of which is 0 where none did."""
+        """The most frequent next token, of equals the newest: (token, its state, its count, count of all next tokens). The
+        last is 0 if there is none."""
         token_id, follower, count = self._token[state], self._next[state], self._count
         if token_id == _NONE:
             return _NONE, _NONE, 0, 0
@@ -112,11 +115,11 @@ class SuffixAutomaton:
 
     @property
     def last(self) -> int:
-        """The state of the whole text read since ``begin``."""
+        """The state of the whole text since ``begin``."""
         return self._last
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the automaton is not one."""
+        """Raises AssertionError if it is not a suffix automaton."""
         assert len(self._len) <= max(2, 2 * self._num_tokens) + 1, "more states than a suffix automaton may have"
         for state in range(1, len(self._len)):
             link = self._link[state]
@@ -126,7 +129,7 @@ class SuffixAutomaton:
                 assert self._len[follower] > self._len[state], f"{state} -{token_id}-> {follower} does not grow"
 
     def _append(self, token_id: int) -> None:
-        """Blumer's step. Where the text repeats an earlier one from its start, the state may be there already."""
+        """Blumer's step. The state may exist if the text repeats an earlier one from its start."""
         self._num_tokens += 1
         last = self._last
         known = self.step(last, token_id)
@@ -147,7 +150,7 @@ class SuffixAutomaton:
         self._count_place(self._last)
 
     def _split(self, state: int, token_id: int, follower: int) -> int:
-        """Divide ``follower``: its substrings that are ``state``'s and a token, and their suffixes, also end elsewhere."""
+        """Splits ``follower``: the substrings of ``state`` extended by a token, and their suffixes, also end elsewhere."""
         clone = self._add(self._len[state] + 1)
         self._link[clone] = self._link[follower]
         self._count[clone] = self._count[follower]

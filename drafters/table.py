@@ -5,7 +5,7 @@ One table serves all requests, is bounded, needs no model, and keeps learning fr
 
 import math
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,13 +18,14 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
+from cluster.errors import IncompatibleTokenizer, ModelUnavailable
 from cluster.types import ModelInfo, SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft
+from drafters.shipped import check_trained_for
 from engine.noise import gumbel_of_few
 
 FILE = "table.npz"  # in a drafter's folder
-CONTEXT_LENS = (4, 3, 2, 1)  # the longest known context speaks
+CONTEXT_LENS = (4, 3, 2, 1)  # the longest known context counts
 NUM_CANDIDATES = 4  # likeliest tokens kept of a context
 _HASH = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
@@ -64,11 +65,7 @@ class FrequencyTable:
 
     def after(self, context: Context) -> list[tuple[int, float]]:
         """(token, probability), likeliest first; empty for an unknown context."""
-        return self.find(context_key(context))
-
-    def find(self, key: int) -> list[tuple[int, float]]:
-        """(token, probability) of a context, likeliest first; empty for an unknown context."""
-        keys = self.keys.data  # Python looks one number up sooner than numpy
+        key, keys = context_key(context), self.keys.data  # faster than numpy for one number
         row = bisect_left(keys, key)
         if row == len(keys) or keys[row] != key:
             return []
@@ -77,11 +74,7 @@ class FrequencyTable:
 
     def check_serves(self, target: ModelInfo) -> None:
         """Raises IncompatibleTokenizer if its tokens are not the target's."""
-        if self.tokenizer_fingerprint not in (None, target.tokenizer_fingerprint):
-            raise IncompatibleTokenizer(
-                f"the frequency table was counted for a target with another tokenizer than that of {target.name}: "
-                "train one for this target with `outrider train`"
-            )
+        check_trained_for("the frequency table", self.tokenizer_fingerprint, target.tokenizer_fingerprint, target.name)
         largest = int(self.token_ids.max(initial=-1))
         if largest >= target.vocab_size:
             raise IncompatibleTokenizer(
@@ -128,7 +121,7 @@ class FrequencyTable:
         return table
 
     def _damage(self) -> str | None:
-        """What cannot be true of a table that was counted."""
+        """What is wrong with the table, if it is damaged."""
         shape = (self.keys.size, NUM_CANDIDATES)
         if self.keys.ndim != 1 or self.token_ids.shape != shape or self.probabilities.shape != shape:
             return "its arrays disagree"
@@ -152,25 +145,23 @@ def count_frequencies(texts: Iterable[tuple[Sequence[int], int]], max_contexts: 
     (a Dirichlet prior): p_n(v) = (c(v) + doubt * p_(n-1)(v)) / (total + doubt). Of the contexts seen at least twice, the
     ``max_contexts`` most frequent are kept.
     """
-    counts: dict[int, dict[tuple[int, ...], dict[int, int]]] = {n: {} for n in CONTEXT_LENS}
+    counts: defaultdict[Context, Counter[int]] = defaultdict(Counter)
     for token_ids, prompt_len in texts:
         for position in range(max(prompt_len, 1), len(token_ids)):
             for n in CONTEXT_LENS:
                 if n <= position:
-                    followers = counts[n].setdefault(tuple(token_ids[position - n : position]), {})
-                    followers[token_ids[position]] = followers.get(token_ids[position], 0) + 1
-    shares: dict[tuple[int, ...], dict[int, float]] = {}
-    ranked: list[tuple[int, tuple[int, ...]]] = []
-    for n in sorted(CONTEXT_LENS):
-        for context, followers in counts[n].items():
-            total = sum(followers.values())
-            if total < 2:
-                continue
-            shorter = shares.get(context[1:], {})
-            tokens = followers.keys() | shorter.keys()
-            mixed = {v: (followers.get(v, 0) + doubt * shorter.get(v, 0.0)) / (total + doubt) for v in tokens}
-            shares[context] = dict(sorted(mixed.items(), key=lambda item: (-item[1], item[0]))[:NUM_CANDIDATES])
-            ranked.append((total, context))
+                    counts[tuple(token_ids[position - n : position])][token_ids[position]] += 1
+    shares: dict[Context, dict[int, float]] = {}
+    ranked: list[tuple[int, Context]] = []
+    for context in sorted(counts, key=len):
+        followers = counts[context]
+        if (total := followers.total()) < 2:
+            continue
+        shorter = shares.get(context[1:], {})
+        tokens = followers.keys() | shorter.keys()
+        mixed = {v: (followers.get(v, 0) + doubt * shorter.get(v, 0.0)) / (total + doubt) for v in tokens}
+        shares[context] = dict(sorted(mixed.items(), key=lambda item: (-item[1], item[0]))[:NUM_CANDIDATES])
+        ranked.append((total, context))
     ranked.sort(key=lambda item: (-item[0], item[1]))
     rows = sorted((context_key(context), context) for _, context in ranked[:max_contexts])
     rows = [row for i, row in enumerate(rows) if i == 0 or rows[i - 1][0] != row[0]]
@@ -209,17 +200,17 @@ class _Learned:
 
 
 _FADE = 0.95
-_TRUST = 4.0  # occurrences that a counted table's shares weigh as much as
-NUM_REMEMBERED = 8192  # contexts, of which it is remembered what the counted table says, if anything
-_SCARCE = 1.0  # of a context that no counted table knows: an occurrence means little yet
+_COUNTED_WEIGHT = 4.0  # of a counted table's shares, in occurrences
+NUM_CACHED = 8192  # look-ups in the counted table
+_UNKNOWN_WEIGHT = 1.0  # of the doubt in a context that is not in the counted table
 
 
 class TableDrafter:
-    """Drafts what the target output after the same last tokens before; with the target's noise, so that it also guesses
-    sampled tokens.
+    """Drafts what the target output after the same last tokens before, with the target's noise, so that sampled tokens are
+    drafted too.
 
     Args:
-        table: counted before; tokens learned while serving come on top.
+        table: counted before; tokens learned while serving are added.
         max_learned: maximum learned contexts, about 570 bytes each; the least recently used is evicted. 0: none.
         min_confidence: a draft ends before a less probable token.
     """
@@ -228,10 +219,6 @@ class TableDrafter:
     capabilities = Capabilities()
 
     def __init__(self, table: FrequencyTable = EMPTY, max_learned: int = 50_000, min_confidence: float = 0.1) -> None:
-        if max_learned < 0:
-            raise InvalidField("max_learned", max_learned, "must not be negative")
-        if not 0.0 <= min_confidence <= 1.0:
-            raise InvalidField("min_confidence", min_confidence, "must lie between 0 and 1")
         self._arrays = (
             np.ascontiguousarray(table.keys, np.uint64),
             np.ascontiguousarray(table.token_ids, np.int32),
@@ -239,9 +226,9 @@ class TableDrafter:
         )
         self._max_learned = max_learned
         self._min_confidence = min_confidence
-        self._counted = lru_cache(NUM_REMEMBERED)(table.after)
+        self._counted = lru_cache(NUM_CACHED)(table.after)
         self._learned: OrderedDict[Context, _Learned] = OrderedDict()
-        self._followed: dict[str, _TableSession] = {}
+        self._sessions: dict[str, _TableSession] = {}
 
     @property
     def settings(self) -> tuple[float, ...]:
@@ -250,30 +237,30 @@ class TableDrafter:
         return len(self._arrays[0]), *at, self._max_learned, self._min_confidence
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
-        self._followed[request_id] = _TableSession(list(token_ids[-CONTEXT_LENS[0] :]), len(token_ids), sampling)
+        self._sessions[request_id] = _TableSession(list(token_ids[-CONTEXT_LENS[0] :]), len(token_ids), sampling)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        followed = self._followed[request_id]
-        text = [*followed.tail, *token_ids]
+        session = self._sessions[request_id]
+        text = [*session.tail, *token_ids]
         if self._max_learned:
-            for position in range(len(followed.tail), len(text)):
+            for position in range(len(session.tail), len(text)):
                 self._learn(text, position)
-        followed.tail = text[-CONTEXT_LENS[0] :]
-        followed.length += len(token_ids)
+        session.tail = text[-CONTEXT_LENS[0] :]
+        session.length += len(token_ids)
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
         return [self._draft(demand) for demand in demands]
 
     def release(self, request_id: str) -> None:
-        self._followed.pop(request_id, None)
+        self._sessions.pop(request_id, None)
 
     def check_integrity(self) -> None:
         assert len(self._learned) <= self._max_learned, "more contexts were learned than there is room for"
-        assert all(0 < len(f.tail) <= CONTEXT_LENS[0] for f in self._followed.values()), "a tail of the wrong length"
+        assert all(0 < len(one.tail) <= CONTEXT_LENS[0] for one in self._sessions.values()), "a tail of the wrong length"
 
     def _learn(self, text: Sequence[int], position: int) -> None:
         """Learns the token at a position."""
-        for n in CONTEXT_LENS[:-1]:  # single tokens are followed by too much to be learned one by one
+        for n in CONTEXT_LENS[:-1]:  # single tokens have too many continuations
             if n <= position:
                 context = tuple(text[position - n : position])
                 learned = self._learned.get(context)
@@ -286,9 +273,9 @@ class TableDrafter:
             self._learned.popitem(last=False)
 
     def _draft(self, demand: Demand) -> Draft:
-        followed = self._followed[demand.request_id]
-        text = [*followed.tail, *demand.ahead]
-        position = followed.length + len(demand.ahead)
+        session = self._sessions[demand.request_id]
+        text = [*session.tail, *demand.ahead]
+        position = session.length + len(demand.ahead)
         token_ids: list[int] = []
         confidences: list[float] = []
         survival = 1.0
@@ -296,7 +283,7 @@ class TableDrafter:
             candidates = self._candidates(text)
             if not candidates:
                 break
-            token_id, confidence = _choose(candidates, followed.sampling, position)
+            token_id, confidence = _choose(candidates, session.sampling, position)
             survival *= confidence
             if confidence < self._min_confidence or (token_ids and survival < demand.least_survival):
                 break
@@ -318,7 +305,7 @@ class TableDrafter:
                 if counted:
                     return counted
                 continue
-            weight = _TRUST if counted else _SCARCE
+            weight = _COUNTED_WEIGHT if counted else _UNKNOWN_WEIGHT
             shares = {token_id: weight * share for token_id, share in counted}
             for token_id, share in learned.shares.items():
                 shares[token_id] = shares.get(token_id, 0.0) + share
@@ -331,6 +318,6 @@ def _choose(candidates: Sequence[tuple[int, float]], sampling: SamplingParams, p
     if sampling.temperature == 0.0 or len(candidates) == 1:
         return max(candidates, key=itemgetter(1))
     noise = gumbel_of_few(sampling.seed, position, [token_id for token_id, _ in candidates])
-    logs = [math.log(share) if share else -math.inf for _, share in candidates]  # what was learned may fade to nothing
+    logs = [math.log(share) if share else -math.inf for _, share in candidates]  # learned counts may fade to 0
     scores = [log / sampling.temperature + g for log, g in zip(logs, noise, strict=True)]
     return candidates[scores.index(max(scores))]

@@ -14,7 +14,7 @@ from engine.device import require
 from engine.dtypes import choose_dtype
 from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
-from engine.models.config import ModelConfig, load_config
+from engine.models.config import DecoderConfig, load_config
 from engine.models.weights import Weights, open_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.ops import Ops, TorchOps
@@ -26,7 +26,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bf
 
 
 def make_ops(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, int8: bool = False, block_len: int = BLOCK_LEN
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device, *, int8: bool = False, block_len: int = BLOCK_LEN
 ) -> Ops:
     """The fastest operators available. Falls back to plain torch where kernels cannot be built, with a warning.
 
@@ -49,7 +49,7 @@ def make_ops(
     return TorchOps(config, dtype)
 
 
-def _cuda_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> Ops:
+def _cuda_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> Ops:
     try:
         from engine.cuda.ops import CudaOps
         from engine.cuda.trial import KernelsUnavailable, try_out
@@ -63,7 +63,7 @@ def _cuda_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device, blo
     return ops
 
 
-def _plain_on_gpu(config: ModelConfig, dtype: torch.dtype, why: str) -> Ops:
+def _plain_on_gpu(config: DecoderConfig, dtype: torch.dtype, why: str) -> Ops:
     logger.warning("the GPU runs plain torch operators without CUDA graphs, which are several times slower: %s", why)
     return TorchOps(config, dtype)
 
@@ -88,7 +88,7 @@ def load_model(
         return build_model(config, weights, dtype, device, block_len)
 
 
-def build_model(config: ModelConfig, weights: Weights, dtype: str, device: str, block_len: int = BLOCK_LEN) -> CausalModel:
+def build_model(config: DecoderConfig, weights: Weights, dtype: str, device: str, block_len: int = BLOCK_LEN) -> CausalModel:
     """Builds a model from weights.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from cluster.errors import InvalidField
-from engine.models.config import ModelConfig
+from engine.models.config import DecoderConfig
 
 BLOCK_LEN = 32  # tokens: two vectors of 16 keys on a CPU, half a tile on a GPU
 
@@ -25,7 +25,7 @@ class KvCache:
 
     @staticmethod
     def allocate(
-        config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device, block_len: int = BLOCK_LEN
+        config: DecoderConfig, num_blocks: int, dtype: torch.dtype, device: torch.device, block_len: int = BLOCK_LEN
     ) -> "KvCache":
         """Allocates a zeroed cache, so that unwritten positions are finite."""
         head = (config.num_layers, num_blocks, config.num_kv_heads)
@@ -41,7 +41,7 @@ class KvCache:
         return self.keys.shape[4]
 
 
-def num_blocks_for(config: ModelConfig, num_bytes: int, dtype: torch.dtype, block_len: int = BLOCK_LEN) -> int:
+def num_blocks_for(config: DecoderConfig, num_bytes: int, dtype: torch.dtype, block_len: int = BLOCK_LEN) -> int:
     """Blocks that fit into ``num_bytes``.
 
     Raises:

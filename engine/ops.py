@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine.cpu.packed import packed_linear
 from engine.layout import Layout
-from engine.models.config import ModelConfig
+from engine.models.config import DecoderConfig
 from engine.models.weights import LinearWeight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] -> [rows, out]
@@ -97,7 +97,7 @@ class Ops(Protocol):
 class TorchOps:
     """The reference on any device. Slow: attention loops over spans."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         self._config = config
         self._dtype = dtype
         self._scale = 1.0 / math.sqrt(config.head_dim)

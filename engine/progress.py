@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-class Progress:
+class PassProgress:
     """``advanced`` is called by the computing thread, at least once per layer; ``still_s`` by any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -20,4 +20,4 @@ class Progress:
 
 
 # A process has one loop, and so one progress.
-PASSES = Progress()
+PASSES = PassProgress()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from engine.models.config import ModelConfig
+from engine.models.config import DecoderConfig
 
 Result = TypeVar("Result")
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 WEIGHTS_PER_THREAD = 2**16
 
 
-def useful_threads(config: ModelConfig) -> int:
+def useful_threads(config: DecoderConfig) -> int:
     """Threads that shorten a decode pass of one row, by the mean size of its products."""
     c = config
     sizes = [

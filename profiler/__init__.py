@@ -1,1 +1,1 @@
-"""Measuring and predicting."""
+"""Measured and predicted performance."""

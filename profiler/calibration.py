@@ -1,7 +1,8 @@
-"""From confidences to probabilities that can be counted on: calibration of prefix survival, fitted and kept up online.
+"""Offline calibration: turns a drafter's confidences into survival probabilities.
 
-A confidence is conditional: that draft token k is right, given that those before it are. What a planner needs is survival,
-the probability that tokens 1 to k are all right. Confidences of neural drafters are too high, and their errors multiply.
+A confidence is the conditional probability that draft token k is right, given that tokens 1 to k-1 are. Survival is the
+probability that tokens 1 to k are all right. Neural drafters are overconfident, and their errors multiply along a
+draft.
 """
 
 import json
@@ -22,9 +23,9 @@ Floats = NDArray[np.float64]
 FILE = "calibration.json"  # in a drafter's folder
 _FORMAT = 1
 _EPS = 1e-6  # confidences are kept this far from 0 and 1
-MIN_RECORDS = 64  # that come to a position with all before it right, before it is fitted
-# Standard deviations of what a fit expects: of the logarithm of a temperature and of an offset, at the first position around
-# 1 and 0, and at each later one around those of the position before, for neighbours err alike and late ones are rarely seen.
+MIN_RECORDS = 64  # drafts that must reach a position with all before it right
+# Prior standard deviations of log temperature and offset: around 0 at the first position, then around the position before,
+# since neighbours err alike and late positions have few records.
 _FIRST_SPREAD = (0.3, 0.5)
 _NEXT_SPREAD = (0.1, 0.05)
 
@@ -33,8 +34,7 @@ _NEXT_SPREAD = (0.1, 0.05)
 class Records:
     """N verified drafts of up to K tokens.
 
-    Shapes: confidences (N, K), conditional, as the drafter gave them, anything where nothing was verified;
-    num_verified (N,), and num_accepted (N,), at most that.
+    Shapes: confidences (N, K), conditional and arbitrary beyond num_verified; num_verified (N,); num_accepted (N,).
     """
 
     confidences: Floats
@@ -43,7 +43,7 @@ class Records:
 
     @classmethod
     def of(cls, drafts: Sequence[tuple[Sequence[float], int]]) -> "Records":
-        """Of (confidences of the verified tokens, how many were accepted) each."""
+        """From (confidences of the verified tokens, number accepted) per draft."""
         longest = max((len(confidences) for confidences, _ in drafts), default=0)
         table = np.zeros((len(drafts), longest))
         for row, (confidences, _) in zip(table, drafts, strict=True):
@@ -67,37 +67,34 @@ class Records:
         return int(self.confidences.shape[1])
 
     def reaching(self, position: int) -> NDArray[np.bool_]:
-        """The drafts of which token ``position``, counted from 0, was verified."""
+        """Drafts whose token ``position`` (from 0) was verified."""
         return self.num_verified > position
 
     def survived(self, position: int) -> NDArray[np.bool_]:
-        """The drafts whose tokens up to ``position`` were all right."""
+        """Drafts whose tokens up to ``position`` were all right."""
         return self.num_accepted > position
 
 
 class Scaling(Protocol):
-    """A fitted calibration. Pure, and order-preserving at each position: of two drafts that agree up to a position, the more
-    confident one stays the more confident one."""
+    """A fitted calibration. Pure; preserves the order of confidences at each position."""
 
     def survival(self, confidences: ArrayLike) -> Floats:
-        """(N, K) conditional confidences -> (N, K) probabilities that each prefix survives; they never rise along a row."""
+        """(N, K) conditional confidences to (N, K) survival probabilities, which never rise along a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemperatureScaling:
-    """c -> sigmoid(logit(c) / T_k + b_k), with a temperature and an offset for each position; later positions have those of
-    the last."""
+    """c -> sigmoid(logit(c) / T_k + b_k), with a temperature and offset per position; further positions use the last."""
 
     temperatures: tuple[float, ...] = (1.0,)
     offsets: tuple[float, ...] = (0.0,)
 
     def at(self, position: int) -> tuple[float, float]:
-        """Temperature and offset."""
         last_temperature, last_offset = len(self.temperatures) - 1, len(self.offsets) - 1
         return self.temperatures[min(position, last_temperature)], self.offsets[min(position, last_offset)]
 
     def conditional(self, confidences: Sequence[float], first: int = 0) -> tuple[float, ...]:
-        """Of one draft whose first token stands at position ``first``: calibrated conditional confidences."""
+        """Calibrated conditional confidences of one draft whose first token stands at position ``first``."""
         return tuple(self._scaled(np.asarray(confidences, np.float64), first).tolist())
 
     def survival(self, confidences: ArrayLike) -> Floats:
@@ -110,8 +107,8 @@ class TemperatureScaling:
 
 @dataclass(frozen=True, slots=True)
 class IsotonicScaling:
-    """Of each position a monotone map from the product of the confidences to survival: what temperature scaling is
-    compared with. Later positions have the map of the last."""
+    """Per position a monotone map from the product of the confidences to survival: the baseline for temperature scaling.
+    Further positions use the last map."""
 
     maps: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...] = ()
 
@@ -127,15 +124,16 @@ class IsotonicScaling:
 
 
 def fit_temperatures(records: Records) -> TemperatureScaling:
-    """Sequential temperature scaling (DSpark, section 3.2.1), from the first position to the last, each on the drafts whose
-    tokens before it were all right.
+    """Sequential temperature scaling (DSpark, section 3.2.1): position by position, on drafts that are right up to there.
 
-    Two things differ. What the paper searches for, the temperature of least calibration error of the product, is noise where
-    a few hundred drafts come to a position; here it is the most probable one, given the outcomes and that neighbouring
-    positions err alike. And an offset is fitted beside it: no temperature mends confidences that are too high throughout.
+    Two differences from the paper:
 
-    A position that fewer than MIN_RECORDS such drafts reach keeps what the one before has, the first leaves confidences as
-    they are.
+    - The paper searches for the temperature with the least calibration error, which is noise with a few hundred drafts.
+      Here it is the most probable one, with a prior centred on the position before.
+    - An offset is fitted too, since no temperature corrects confidences that are too high throughout.
+
+    A position with fewer than MIN_RECORDS such drafts, and all further ones, use the position before; the first leaves
+    confidences unchanged.
     """
     found: list[tuple[float, float]] = []
     before, spread = (0.0, 0.0), _FIRST_SPREAD
@@ -154,7 +152,7 @@ def fit_temperatures(records: Records) -> TemperatureScaling:
 def _most_probable(
     logits: Floats, outcomes: NDArray[np.bool_], expected: tuple[float, float], spread: tuple[float, float]
 ) -> tuple[float, float]:
-    """Logarithm of the temperature, and offset: of the largest posterior density under independent normal priors."""
+    """Log temperature and offset with the largest posterior density, under independent normal priors."""
     signs = np.where(outcomes, -1.0, 1.0)
     mean, deviation = np.array(expected), np.array(spread)
 
@@ -171,7 +169,7 @@ def _most_probable(
 
 
 def fit_isotonic(records: Records) -> IsotonicScaling:
-    """The monotone map of each position that is nearest to the outcomes in the sense of least squares."""
+    """Isotonic least-squares regression per position."""
     raw = np.cumprod(records.confidences, axis=-1)
     maps: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for k in range(records.max_len):
@@ -189,14 +187,14 @@ def fit_isotonic(records: Records) -> IsotonicScaling:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Of predicted survival. Means over the positions that at least MIN_RECORDS drafts reach with all before it right."""
+    """Of predicted survival: means over the positions that at least MIN_RECORDS drafts reach with all before it right."""
 
     ece: float | None
     auroc: float | None  # of positions where both outcomes were seen
 
 
 def quality(survival: ArrayLike, records: Records) -> Quality:
-    """``survival`` (N, K) is what was predicted of the records."""
+    """``survival`` (N, K): predictions for the records."""
     table = np.asarray(survival, np.float64)
     errors, rankings = [], []
     for k in range(records.max_len):
@@ -210,7 +208,7 @@ def quality(survival: ArrayLike, records: Records) -> Quality:
 
 
 def save_scaling(scaling: TemperatureScaling, path: Path, **figures: float) -> None:
-    """As JSON. ``figures`` (ECE, AUROC, number of records) stand beside it for readers."""
+    """Writes JSON. ``figures`` (ECE, AUROC, number of records) are stored for readers."""
     content = {
         "format": _FORMAT,
         "temperatures": list(scaling.temperatures),
@@ -221,7 +219,7 @@ def save_scaling(scaling: TemperatureScaling, path: Path, **figures: float) -> N
 
 
 def load_scaling(path: Path) -> TemperatureScaling:
-    """Raises ModelUnavailable when the file is missing or is no calibration; says why."""
+    """Raises ModelUnavailable if the file is missing or is not a calibration."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
@@ -229,16 +227,16 @@ def load_scaling(path: Path) -> TemperatureScaling:
         temperatures = tuple(float(t) for t in content["temperatures"])
         offsets = tuple(float(b) for b in content.get("offsets", (0.0,)))
         if not temperatures or not all(0.0 < t < np.inf for t in temperatures):
-            raise ValueError("it needs positive temperatures")
+            raise ValueError("temperatures must be positive")
         if not offsets or not np.all(np.isfinite(offsets)):
-            raise ValueError("it needs finite offsets")
+            raise ValueError("offsets must be finite")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelUnavailable(f"{path} is not a calibration ({error!r}); `outrider train` writes them") from error
     return TemperatureScaling(temperatures, offsets)
 
 
 def _corners(ys: Floats) -> NDArray[np.int64]:
-    """The points of a step function that linear interpolation needs: both ends of each step."""
+    """Both ends of each step of a step function: what linear interpolation needs."""
     keep = np.ones(len(ys), np.bool_)
     keep[1:-1] = (ys[1:-1] != ys[:-2]) | (ys[1:-1] != ys[2:])
     return np.flatnonzero(keep)

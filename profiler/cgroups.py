@@ -1,4 +1,4 @@
-"""What control groups allow this process: CPU time and memory, of versions 1 and 2. Linux alone has them."""
+"""CPU and memory limits from control groups, versions 1 and 2 (Linux)."""
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -7,22 +7,22 @@ ROOT = Path("/")
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """CPU seconds a second, the least of this process's group and those above it; None: no limit."""
+    """CPU seconds per second: the least of this process's group and its ancestors; None: no limit."""
     quotas = []
     for folder in _folders("cpu", root):
-        told = (_read(folder / "cpu.max") or "").split()
-        if len(told) != 2:
-            told = [_read(folder / name) or "" for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
-        quota, period = (int(one) if one.strip().isdigit() else 0 for one in told)
+        fields = (_read(folder / "cpu.max") or "").split()
+        if len(fields) != 2:
+            fields = [_read(folder / name) or "" for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        quota, period = (int(one) if one.strip().isdigit() else 0 for one in fields)
         if quota > 0 and period > 0:  # unlimited is "max", or -1
             quotas.append(quota / period)
     return min(quotas, default=None)
 
 
 def free_memory_bytes(root: Path = ROOT) -> int | None:
-    """What may still be allocated, the least of this process's group and those above it; None: no limit.
+    """Allocatable memory: the least of this process's group and its ancestors; None: no limit.
 
-    Pages of files that were not used lately do not count as used: the kernel takes them back.
+    Inactive file pages count as free, since the kernel reclaims them.
     """
     found = []
     for folder in _folders("memory", root):
@@ -47,7 +47,7 @@ def _number(folder: Path, *names: str) -> int | None:
 
 
 def _folders(controller: str, root: Path) -> Iterator[Path]:
-    """The groups of this process that a controller may limit, each with those above it as far as they are mounted."""
+    """This process's groups for a controller, each with its mounted ancestors."""
     mounts = [line.partition(" - ") for line in (_read(root / "proc/self/mountinfo") or "").splitlines()]
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -60,7 +60,7 @@ def _folders(controller: str, root: Path) -> Iterator[Path]:
             if kind_name != ("cgroup2" if is_v2 else "cgroup") or not (is_v2 or controller in options.split(",")):
                 continue
             top = root / mount_point.lstrip("/")
-            # In a container the mount may begin at its own group, or below a path that is not visible.
+            # In a container the mount may start at its own group, or below an invisible path.
             inside = PurePosixPath(path)
             inside = inside.relative_to(mounted_root) if inside.is_relative_to(mounted_root) else PurePosixPath()
             folder = top / str(inside).lstrip("/")

@@ -1,4 +1,4 @@
-"""This machine's CPU: its name, the cores and the memory that a process may use."""
+"""This machine's CPU name, and the cores and memory that this process may use."""
 
 import os
 import platform
@@ -22,17 +22,14 @@ def cpu_name() -> str:
 
 
 def num_cores() -> int:
-    """Physical cores that this process may use: within its affinity and the quota of its control group, at least 1.
-
-    Matrix products gain nothing from a second thread on a core.
-    """
+    """Physical cores within the affinity mask and the cgroup quota, at least 1: a second thread on a core gains nothing."""
     cores = _physical_cores(_CPUS)
     quota = cpu_quota()
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 
 def available_memory_bytes() -> int:
-    """What can be allocated now, on the machine and within the limit of this process's control group."""
+    """Allocatable memory, on the machine and within the cgroup limit."""
     available: int = psutil.virtual_memory().available
     within = free_memory_bytes()
     return available if within is None else min(available, within)
@@ -46,7 +43,7 @@ def _physical_cores(cpus: Path) -> int:
 
 
 def _siblings(topology: Path) -> str | None:
-    """The logical CPUs of a core, as the system writes them: the same for each of them."""
+    """The logical CPUs of a core, as the system lists them."""
     for name in _SIBLINGS:
         try:
             return (topology / name).read_text().strip()

@@ -1,4 +1,4 @@
-"""Timing many things on a machine that also does others: in turn, again and again, and the median of each."""
+"""Timing many things on a shared machine: interleaved sweeps, and the median of each."""
 
 import math
 import random
@@ -10,7 +10,7 @@ from typing import TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 MAX_VISITS = 25
-MAX_PER_VISIT = 8  # of something quick
+MAX_PER_VISIT = 8  # runs of quick work
 VISIT_S = 0.004
 
 
@@ -24,7 +24,7 @@ class Timing:
 
     @property
     def doubt(self) -> float:
-        """About the standard error of a median, as a share of it (of a normal sample: 1.25 sigma / sqrt(n))."""
+        """Relative standard error of the median (of a normal sample: 1.25 sigma / sqrt(n))."""
         return 0.93 * self.spread / math.sqrt(self.num)
 
     @classmethod
@@ -36,8 +36,8 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    """Everything is visited ``min_visits`` times, then what is in doubt beyond ``precision`` until ``budget_s`` is over."""
+class TimingBudget:
+    """Each work runs in ``min_visits`` sweeps, then again while its error exceeds ``precision`` and ``budget_s`` lasts."""
 
     min_visits: int
     budget_s: float
@@ -46,15 +46,15 @@ class Effort:
 
 def time_interleaved(
     works: Mapping[Key, Callable[[], float]],
-    effort: Effort,
+    effort: TimingBudget,
     clock: Callable[[], float],
     said: Callable[[float], None] = lambda _: None,
 ) -> dict[Key, Timing]:
-    """Each work does something once and returns the seconds that it took. Not a thing after the other, for then a minute of
-    noise would look like a slow thing: sweeps in a new order each time. A first sweep warms up and is not counted.
+    """Each work runs once per call and returns its seconds. Sweeps in random order spread a minute of noise over all
+    works. A first sweep warms up and does not count.
 
     Args:
-        said: told the share of the work that is done.
+        said: called with the share of the work that is done.
     """
     end_s = clock() + effort.budget_s
     rng = random.Random(0)

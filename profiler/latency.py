@@ -1,6 +1,6 @@
-"""Latency surfaces: three forms of seconds over two counts, fitted to measured points and compared on held-out ones.
+"""Latency surfaces: seconds as a function of two counts, in three forms that are compared on held-out points.
 
-Every form is finite, above 0 where it was fitted, and never falls as either count grows: what a planner may rely on.
+Every form is finite, positive where it was fitted, and never falls as either count grows.
 """
 
 from bisect import bisect_right
@@ -18,19 +18,19 @@ from scipy.optimize import isotonic_regression, nnls
 
 Floats = NDArray[np.float64]
 
-NUM_FOLDS = 5  # each holds out 20% of the points, and each point is held out once
+NUM_FOLDS = 5
 MIN_POINTS = 4
 _SEED = 0
-_PROJECTIONS = 40  # of Dykstra's algorithm; what was measured settles in a dozen
+_PROJECTIONS = 40  # of Dykstra's algorithm; measurements converge in about twelve
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Kind(StrEnum):
-    """What the two counts of a surface are.
+    """The two counts of a surface.
 
-    ``PASS``: rows of a pass, and tokens of context. ``DRAFT``: batch, and draft length. ``CATCH_UP``: tokens, and nothing.
+    ``PASS``: rows, context tokens. ``DRAFT``: batch, draft length. ``CATCH_UP``: tokens, unused.
     """
 
     PASS = "pass"
@@ -39,9 +39,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A measurement."""
-
+class LatencyPoint:
     x: int
     y: int
     seconds: float
@@ -51,9 +49,9 @@ class Point:
 class Linear:
     """AdaSpec's form.
 
-    Of a pass, its equation 2: alpha * context + gamma * rows + delta. Of a draft, its equation 3 for passes that compute one
-    row of each request: SL * delta + gamma * b * SL + alpha * b * SL * (SL - 1) / 2, with the context at the start, which is
-    the same for all, in gamma.
+    Of a pass, equation 2: alpha * context + gamma * rows + delta. Of a draft, equation 3 with one row per request and
+    pass: SL * delta + gamma * b * SL + alpha * b * SL * (SL - 1) / 2. The initial context, which is the same for all,
+    is part of gamma.
     """
 
     kind: Kind
@@ -70,15 +68,15 @@ class Linear:
 
 @dataclass(frozen=True)
 class Piecewise:
-    """FASER's form (its equations 11 and 12): linear in both counts, times a factor that is piecewise linear with one knee.
+    """FASER's form (equations 11 and 12): linear in both counts, times a factor with one knee.
 
-    There the knee lies over the share of compute. A profile is of one share, for that is part of its key, so the factor is
-    constant over it, and what bends is the first count: more rows cost little until the machine is full.
+    In the paper the knee lies over the share of compute. A profile has one share (it is part of the key), so here the
+    first count bends: more rows cost little until the device is full.
     """
 
     constant: Coefficient
     before: Coefficient  # slope over x up to the knee
-    beyond: Coefficient  # and from there on
+    beyond: Coefficient  # slope beyond it
     slope_y: Coefficient
     knee: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     form: Literal["piecewise"] = "piecewise"
@@ -90,7 +88,7 @@ class Piecewise:
 
 @dataclass(frozen=True)
 class MonotoneTable:
-    """Values on a grid that never fall along it, linear between its lines and beyond its last, constant before its first.
+    """Values on a grid that never fall along it: linear between lines and beyond the last, constant before the first.
 
     ``seconds[i][j]`` is at (xs[i], ys[j]).
     """
@@ -111,7 +109,7 @@ class MonotoneTable:
             raise ValueError("the values of a table must never fall")
 
     def at(self, x: int, y: int) -> float:
-        # Beyond the last lines with one slope for all of the others: whatever differs there could fall along them.
+        # One slope beyond the last lines for all others: different slopes could make values fall along them.
         extra = self._slope_x * max(0, x - self.xs[-1]) + self._slope_y * max(0, y - self.ys[-1])
         i, along = _place(self.xs, x)
         low = self._across(i, y)
@@ -146,9 +144,9 @@ FORMS = ("linear", "piecewise", "table")
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """The three forms of one surface. ``held_out``: mean absolute percentage errors, as fractions, on points that a fit has
-    not seen. ``fits`` have seen all points."""
+class FormComparison:
+    """Three forms of one surface. ``held_out``: mean absolute percentage errors (fractions) on unseen points; ``fits``: on
+    all."""
 
     fits: Mapping[str, Linear | Piecewise | MonotoneTable]
     held_out: Mapping[str, float]
@@ -158,13 +156,13 @@ class Comparison:
         return min(self.held_out, key=self.held_out.__getitem__)
 
 
-def compare(kind: Kind, points: Sequence[Point]) -> Comparison:
-    """Raises ValueError for fewer points than say anything, or such as repeat each other or are no durations."""
+def compare(kind: Kind, points: Sequence[LatencyPoint]) -> FormComparison:
+    """Raises ValueError: fewer than MIN_POINTS points, repeated points, or durations that are not positive and finite."""
     if len(points) < MIN_POINTS or len({(p.x, p.y) for p in points}) < len(points):
         raise ValueError(f"a surface needs {MIN_POINTS} points that differ, got {[(p.x, p.y) for p in points]}")
     if not all(0.0 < p.seconds < float("inf") for p in points):
         raise ValueError(f"durations must be finite and above 0, got {[p.seconds for p in points]}")
-    fits: dict[str, Callable[[Sequence[Point]], Linear | Piecewise | MonotoneTable]] = {
+    fits: dict[str, Callable[[Sequence[LatencyPoint]], Linear | Piecewise | MonotoneTable]] = {
         "linear": lambda seen: fit_linear(kind, seen),
         "piecewise": fit_piecewise,
         "table": fit_table,
@@ -175,26 +173,26 @@ def compare(kind: Kind, points: Sequence[Point]) -> Comparison:
         for form, fit in fits.items():
             fitted = fit(seen)
             errors[form] += [_error(fitted, points[i]) for i in held_out]
-    return Comparison(
+    return FormComparison(
         {form: fit(points) for form, fit in fits.items()}, {form: float(np.mean(found)) for form, found in errors.items()}
     )
 
 
 def folds(num_points: int) -> list[frozenset[int]]:
-    """Each a fifth of the points, drawn once and for all."""
+    """NUM_FOLDS random folds; deterministic."""
     order = np.random.default_rng(_SEED).permutation(num_points)
     return [frozenset(part.tolist()) for part in np.array_split(order, min(NUM_FOLDS, num_points))]
 
 
-def fit_linear(kind: Kind, points: Sequence[Point]) -> Linear:
+def fit_linear(kind: Kind, points: Sequence[LatencyPoint]) -> Linear:
     x, y, seconds = _columns(points)
     columns = (y, x * y, x * y * (y - 1) / 2) if kind is Kind.DRAFT else (np.ones_like(x), x, y)
     delta, gamma, alpha = _non_negative(columns, seconds)[0]
     return Linear(kind, delta, gamma, alpha)
 
 
-def fit_piecewise(points: Sequence[Point]) -> Piecewise:
-    """The knee is where the error is least, of the places of the points."""
+def fit_piecewise(points: Sequence[LatencyPoint]) -> Piecewise:
+    """The knee with the least error among the points' first counts."""
     x, y, seconds = _columns(points)
     found = []
     for knee in np.unique(x).tolist():
@@ -205,11 +203,11 @@ def fit_piecewise(points: Sequence[Point]) -> Piecewise:
     return Piecewise(constant, before, beyond, slope_y, knee)
 
 
-def fit_table(points: Sequence[Point]) -> MonotoneTable:
-    """The nearest monotone table, in the logarithm, for errors of durations are relative.
+def fit_table(points: Sequence[LatencyPoint]) -> MonotoneTable:
+    """The nearest monotone table in log space, since errors of durations are relative.
 
-    A cell that was not measured is interpolated from its neighbours along both directions; where it has none on both sides,
-    a bilinear fit says how it differs from the measured cells.
+    A missing cell is interpolated from its neighbours along both axes. Without neighbours on both sides, a bilinear fit
+    extrapolates from the measured cells.
     """
     xs, ys = sorted({p.x for p in points}), sorted({p.y for p in points})
     values = np.full((len(xs), len(ys)), np.nan)
@@ -218,21 +216,21 @@ def fit_table(points: Sequence[Point]) -> MonotoneTable:
     filled = _filled(values, np.array(xs, float), np.array(ys, float))
     weights = np.where(np.isnan(values), 1e-3, 1.0)
     smooth = np.exp(_monotone(np.log(filled), weights))
-    smooth = np.maximum.accumulate(np.maximum.accumulate(smooth, axis=0), axis=1)  # what rounding has left
+    smooth = np.maximum.accumulate(np.maximum.accumulate(smooth, axis=0), axis=1)  # removes rounding errors
     return MonotoneTable(tuple(xs), tuple(ys), tuple(map(tuple, smooth.tolist())))
 
 
-def _error(fitted: Linear | Piecewise | MonotoneTable, point: Point) -> float:
+def _error(fitted: Linear | Piecewise | MonotoneTable, point: LatencyPoint) -> float:
     return abs(fitted.at(point.x, point.y) - point.seconds) / point.seconds
 
 
-def _columns(points: Sequence[Point]) -> tuple[Floats, Floats, Floats]:
+def _columns(points: Sequence[LatencyPoint]) -> tuple[Floats, Floats, Floats]:
     table = np.array([(p.x, p.y, p.seconds) for p in points], np.float64)
     return table[:, 0], table[:, 1], table[:, 2]
 
 
 def _non_negative(columns: Sequence[Floats], seconds: Floats) -> tuple[list[float], float]:
-    """Coefficients of least relative squares, none below 0, and what is left of the error."""
+    """Non-negative coefficients of least relative squares, and the residual."""
     design = np.stack(columns, axis=1) / seconds[:, None]
     scale = np.maximum(np.linalg.norm(design, axis=0), 1e-300)
     coefficients, error = nnls(design / scale, np.ones_like(seconds))
@@ -269,8 +267,8 @@ def _between(lines: Floats, at: int, values: Floats) -> float | None:
 
 
 def _monotone(values: Floats, weights: Floats) -> Floats:
-    """The nearest matrix that never falls along rows or columns: Dykstra's alternating projections, each a set of isotonic
-    regressions."""
+    """The nearest matrix that never falls along rows or columns (Dykstra's alternating projections over isotonic
+    regressions)."""
     current = values.copy()
     owed_x, owed_y = np.zeros_like(values), np.zeros_like(values)
     for _ in range(_PROJECTIONS):
@@ -291,7 +289,7 @@ def _isotonic(values: Floats, weights: Floats, axis: int) -> Floats:
 
 
 def _place(lines: tuple[int, ...], at: int) -> tuple[int, float]:
-    """The line before, and how far it is from there to the next one; at most at the last."""
+    """Index of the line before ``at``, and the fraction of the way to the next, at most 1."""
     if len(lines) == 1 or at <= lines[0]:
         return 0, 0.0
     i = min(bisect_right(lines, at), len(lines) - 1) - 1

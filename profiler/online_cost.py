@@ -1,7 +1,7 @@
-"""A cost model that follows what passes really take: an EMA of the ratio by region of rows, and a test for drift.
+"""A cost model corrected online: an EMA of measured over predicted pass time per range of rows, and a drift test.
 
-A profile was measured on a machine that did nothing else, maybe under an older driver. What serving sees differs by a
-factor that depends little on the context and something on the rows: so a ratio for each region of rows corrects it.
+A profile is measured on an idle machine, perhaps under another driver. Serving differs by a factor that depends little
+on the context and somewhat on the rows, so each range of rows has its own ratio.
 """
 
 from collections.abc import Sequence
@@ -10,30 +10,30 @@ from math import exp, log
 
 from router.cost_model import CostModel, TableCost
 
-WEIGHT = 0.02  # of the newest pass: about the last fifty of a region count
-LARGEST_STEP = log(4.0)  # a pass further off than this counts as so far off
-LARGEST_EVIDENCE = 0.5  # of one pass for a drift: it may have been disturbed
-TOLERANCE = 0.05  # drift of the logarithm that is none
-THRESHOLD = 2.0  # of the sum beyond it: eight passes that take 1.35 times as long, say, and five at the least
-STALE = 256.0  # passes elsewhere after which a region's own ratio counts for a third, and that of the others for the rest
-PRIOR_PASSES = 8  # that what is believed of a region counts for at its first
-ALIKE = 1 / 64  # contexts that differ by less than this share take the same time, as far as plans go
+WEIGHT = 0.02  # of the newest pass: about the last fifty of a range count
+LARGEST_STEP = log(4.0)  # clips residuals
+LARGEST_EVIDENCE = 0.5  # clips the evidence of one pass, which may have been disturbed
+TOLERANCE = 0.05  # of the log ratio
+THRESHOLD = 2.0  # of the sum: eight passes that take 1.35 times as long, and at least five
+STALE = 256.0  # passes elsewhere after which a range's own ratio counts 1/e
+PRIOR_PASSES = 8  # weight of the estimate before the first pass of a range
+ALIKE = 1 / 64  # relative difference below which contexts share a table
 OCTAVES = tuple(2**i for i in range(14))
 
 
 @dataclass(slots=True)
 class PageHinkley:
-    """Two-sided cumulative sums of what exceeds a tolerance (Page, 1954): soon and rarely wrong whether a mean has moved."""
+    """Two-sided cumulative sums beyond a tolerance (Page 1954): detects a moved mean early, with few false alarms."""
 
     tolerance: float = TOLERANCE
     threshold: float = THRESHOLD
     _above: float = 0.0
     _below: float = 0.0
-    _run_above: tuple[int, float] = (0, 0.0)  # of the residuals since the sum was 0: how many, and their sum
+    _run_above: tuple[int, float] = (0, 0.0)  # number and sum of the residuals since the sum was 0
     _run_below: tuple[int, float] = (0, 0.0)
 
     def add(self, residual: float) -> float | None:
-        """Of a series whose mean should be 0. Returns by how much it has moved, when it has; the test then starts anew."""
+        """Adds a residual whose mean should be 0. Returns the shift once detected; the test then restarts."""
         evidence = max(-LARGEST_EVIDENCE, min(LARGEST_EVIDENCE, residual))
         self._above = max(0.0, self._above + evidence - self.tolerance)
         self._below = max(0.0, self._below - evidence - self.tolerance)
@@ -53,19 +53,18 @@ def _longer(run: tuple[int, float], residual: float) -> tuple[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Passes of about ``num_rows`` rows take ``ratio`` times what the profile says, since lately."""
+    """Passes of about ``num_rows`` rows now take ``ratio`` times the profiled time."""
 
     num_rows: int
     ratio: float
 
 
 class OnlineCost:
-    """``router.cost_model.CostModel``: ``base``, corrected. Owned by the thread that plans and passes; others may ask it.
+    """``router.cost_model.CostModel``: ``base``, corrected. The thread that plans and passes owns it; others may read.
 
-    Regions are about the ``knots``, in octaves by default; between two of them the correction is interpolated, and the
-    corrected times never fall. A region without passes of its own has the mean of the others, weighted by what is known; and
-    one that has had none for long comes to it. Else one that was found dear while something else ran would seem so for ever,
-    for plans would avoid it.
+    Ranges lie around the ``knots`` (octaves by default), corrections are interpolated between them, and corrected times
+    never fall. A range without passes of its own has the weighted mean of the others, and one without recent passes
+    returns to it: plans avoid an expensive range, so it would otherwise never be measured again.
     """
 
     def __init__(self, base: CostModel, knots: Sequence[int] = OCTAVES) -> None:
@@ -75,7 +74,7 @@ class OnlineCost:
         self._num = [0] * len(knots)
         self._freshness = [0.0] * len(knots)  # of the ratios
         self._tests = [PageHinkley() for _ in knots]
-        self._slice: tuple[int, TableCost] | None = None  # the corrected table at a context; None: to be made anew
+        self._slice: tuple[int, TableCost] | None = None  # the corrected table at a context
         self.num_drifts = 0
 
     @property
@@ -83,7 +82,7 @@ class OnlineCost:
         return self._base
 
     def step_s(self, num_rows: int, num_context: int) -> float:
-        known = self._slice  # one read: another thread may put the table of another context there
+        known = self._slice  # one read, since another thread may replace it
         if known is None or abs(num_context - known[0]) > ALIKE * known[0]:
             known = self._slice = (num_context, self._corrected(num_context))
         return known[1].step_s(num_rows, 0)
@@ -98,11 +97,11 @@ class OnlineCost:
         return self._base.catch_up_s(drafter, num_tokens)
 
     def ratio(self, num_rows: int) -> float:
-        """Of what passes of so many rows take lately to what was measured before."""
+        """Recent over profiled time of passes with so many rows."""
         return exp(self._known(self._region(num_rows), self._mean()))
 
     def observe(self, num_rows: int, num_context: int, step_s: float) -> Drift | None:
-        """A pass took ``step_s``. Returns what has changed if passes take another time than they did, all at once."""
+        """Adds a pass that took ``step_s``. Returns a sudden change of pass times, if detected."""
         expected_s = self._base.step_s(num_rows, num_context)
         if step_s <= 0.0 or expected_s <= 0.0:
             return None
@@ -119,12 +118,12 @@ class OnlineCost:
             return None
         self._log_ratio[at] += moved
         self._slice = None
-        self._num[at] = int(0.5 / WEIGHT)  # learn fast for a while, and test again when it is settled
+        self._num[at] = int(0.5 / WEIGHT)  # learns fast for a while before it tests again
         self.num_drifts += 1
         return Drift(self._knots[at], exp(self._log_ratio[at]))
 
     def _visit(self, at: int) -> None:
-        """A region that has not been visited for long begins with what is believed of it now."""
+        """A range without recent passes restarts from its present estimate."""
         freshness = self._freshness[at]
         if freshness < 0.5:
             self._log_ratio[at] = self._known(at, self._mean())
@@ -137,7 +136,7 @@ class OnlineCost:
         return mean + self._freshness[at] * (self._log_ratio[at] - mean)
 
     def _region(self, num_rows: int) -> int:
-        """Of the nearest knot, by ratio."""
+        """The nearest knot, by ratio."""
         knots = self._knots
         for i in range(1, len(knots)):
             if num_rows * num_rows < knots[i - 1] * knots[i]:
@@ -145,13 +144,13 @@ class OnlineCost:
         return len(knots) - 1
 
     def _mean(self) -> float:
-        """Over the regions that have seen passes, each counting as much as the EMA remembers of it, and as it is fresh."""
+        """Mean over the ranges, weighted by their number of remembered passes and their freshness."""
         weights = [min(num, 1.0 / WEIGHT) * known for num, known in zip(self._num, self._freshness, strict=True)]
         total = sum(weights)
         return sum(w * r for w, r in zip(weights, self._log_ratio, strict=True)) / total if total else 0.0
 
     def _corrected(self, num_context: int) -> TableCost:
-        """The table over rows at a context; it is asked for many numbers of rows in a row."""
+        """The table over rows at a context, since it is read for many numbers of rows."""
         mean = self._mean()
         seconds: list[float] = []
         for at, knot in enumerate(self._knots):

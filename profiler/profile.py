@@ -1,4 +1,4 @@
-"""A profile: what was measured of a target and its drafters on some hardware, the fits, and the cost model made of them."""
+"""A profile: measurements of a target and its drafters on some hardware, the fits, and the cost model made of them."""
 
 import hashlib
 import json
@@ -9,10 +9,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from cluster.config import CascadeOptions, Config, Count, DrafterConfig, DrafterOptions, Section, has_model
+from cluster.config import CascadeOptions, Config, Count, DrafterConfig, DrafterOptions, Section
 from cluster.errors import OutriderError
 from profiler.interleaved import Timing
-from profiler.latency import FORMS, Form, Kind, Point, Seconds, compare
+from profiler.latency import FORMS, Form, Kind, LatencyPoint, Seconds, compare
 from router.assignment import drafter_of
 from router.cost_model import CostModel, relative_draft_cost
 
@@ -23,17 +23,17 @@ Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ProfileRefused(OutriderError):
-    """What is stored under a profile's key is damaged, of another format, or of other hardware."""
+    """A stored profile is damaged, of another format, or of other hardware."""
 
 
 class Identity(Section):
-    """What a profile holds for, and nothing else."""
+    """The configuration and hardware that a profile holds for."""
 
     engine: str
     model: str
     dtype: str
     device: str
-    hardware: str  # what the CPU or GPU calls itself
+    hardware: str  # name of the CPU or GPU
     threads: Count
     parallelism: Count  # ranks
     partition: str = WHOLE_DEVICE
@@ -55,14 +55,12 @@ class Identity(Section):
 
     @property
     def key(self) -> str:
-        """In a StateStore: readable as far as there is room, unique by a digest."""
+        """Key in a StateStore: a readable prefix and a digest."""
         model = re.sub(r"[^a-z0-9._-]+", "-", self.model.rsplit("/", 1)[-1].lower())[:32]
         return f"{PREFIX}/{model}/{self.dtype}/{self.device}/{_digest(self.model_dump(mode='json'))}"
 
 
 class Sample(Section):
-    """A measured point."""
-
     x: Annotated[int, Field(ge=0)]
     y: Annotated[int, Field(ge=0)]
     seconds: Seconds
@@ -71,7 +69,7 @@ class Sample(Section):
 
 
 class Surface(Section):
-    """Measured points, the form that predicts held-out ones best, fitted to all of them, and how well each form did."""
+    """Measured points, the error of each form on held-out points, and the best form fitted to all points."""
 
     kind: Kind
     samples: tuple[Sample, ...]
@@ -80,8 +78,8 @@ class Surface(Section):
 
     @classmethod
     def of(cls, kind: Kind, timings: Mapping[tuple[int, int], Timing]) -> Self:
-        """Raises ValueError where there are too few."""
-        found = compare(kind, [Point(x, y, timing.seconds) for (x, y), timing in timings.items()])
+        """Raises ValueError with too few points."""
+        found = compare(kind, [LatencyPoint(x, y, timing.seconds) for (x, y), timing in timings.items()])
         samples = (
             Sample(x=x, y=y, seconds=timing.seconds, spread=timing.spread, num=timing.num)
             for (x, y), timing in sorted(timings.items())
@@ -95,18 +93,17 @@ class Surface(Section):
         return self
 
     @property
-    def points(self) -> list[Point]:
-        return [Point(sample.x, sample.y, sample.seconds) for sample in self.samples]
+    def points(self) -> list[LatencyPoint]:
+        return [LatencyPoint(sample.x, sample.y, sample.seconds) for sample in self.samples]
 
     @property
     def held_out_mape(self) -> float:
-        """Of the form that was chosen."""
         return self.mape[self.fit.form]
 
 
 class DrafterProfile(Section):
-    """Of one drafter, be it a member of the pool or of a cascade. ``catch_up`` is of all of a draft of one token behind so
-    many new ones; None: it has nothing to catch up with."""
+    """One drafter of the pool or of a cascade. ``catch_up``: a draft of one token with so many new committed ones; None:
+    free."""
 
     label: str
     draft: Surface
@@ -121,7 +118,7 @@ class Trip(Section):
 
 
 class Profile(Section):
-    """Everything that was measured, under the identity that it holds for. ``drafters`` go by ``Part.key``."""
+    """``drafters`` by ``Part.key``."""
 
     format: Literal[1] = 1
     identity: Identity
@@ -136,7 +133,7 @@ class Profile(Section):
         return value
 
     def supplemented(self, older: "Profile") -> "Profile":
-        """With the drafters and links that only ``older`` knows of."""
+        """Adds the drafters and links that only ``older`` has."""
         return self.model_copy(
             update={
                 "drafters": {**older.drafters, **self.drafters},
@@ -146,7 +143,7 @@ class Profile(Section):
 
 
 def read_profile(value: JsonValue, identity: Identity) -> Profile:
-    """Raises ProfileRefused unless it is a sound profile of ``identity``; says why it is not."""
+    """Raises ProfileRefused unless it is a valid profile of ``identity``."""
     found = value.get("format") if isinstance(value, dict) else None
     if found != FORMAT:
         raise ProfileRefused(f"its format is {found!r}, this version reads {FORMAT}")
@@ -164,7 +161,7 @@ def read_profile(value: JsonValue, identity: Identity) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A drafter as it is measured: what it is, and where it runs. A cascade is measured member by member."""
+    """A drafter as it is measured. A cascade is measured member by member."""
 
     label: str
     options: DrafterOptions
@@ -175,13 +172,13 @@ class Part:
 
     @property
     def key(self) -> str:
-        """The same wherever the same drafter runs on the same share of a machine, whatever it is called."""
-        place: list[JsonValue] = [self.device, self.threads] if has_model(self.options) else []
+        """Independent of names: the same drafter on the same share of a machine has the same key."""
+        place: list[JsonValue] = [self.device, self.threads] if self.options.traits.has_model else []
         return f"{self.options.kind}-{_digest([self.options.model_dump(mode='json'), place])}"
 
 
 def parts_of_drafter(drafter: DrafterConfig, target_threads: int) -> Iterator[Part]:
-    """Of a drafter of a resolved configuration: itself, or the members of a cascade."""
+    """A drafter of a resolved configuration itself, or the members of a cascade."""
     threads = drafter.resources.threads
     yield from _parts(
         drafter.options,
@@ -202,8 +199,8 @@ def _parts(options: DrafterOptions, label: str, drafter: DrafterConfig, threads:
 class ProfiledCost:
     """``router.cost_model.CostModel`` of a profile, for the drafters of a resolved configuration.
 
-    A cascade costs as much as its most expensive member, as in ``router.estimates.prior_costs``; it is unknown unless all
-    members are profiled.
+    A cascade costs as much as its most expensive member, as in ``router.estimates.prior_costs``; it is unknown unless
+    all members are profiled.
     """
 
     def __init__(self, profile: Profile, config: Config) -> None:
@@ -234,15 +231,15 @@ class ProfiledCost:
 
 
 def pool_costs(config: Config, cost: CostModel) -> dict[str, float]:
-    """``PoolMember.cost`` of the drafters that were measured, by their names in the configuration."""
+    """``PoolMember.cost`` of the profiled drafters, by configured name."""
     found = {d.name: relative_draft_cost(cost, d.name, d.max_draft_len) for d in config.drafters}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def with_measured_costs(config: Config, profile: Profile) -> Config:
-    """With the costs of those cascades that leave them open and all of whose members were measured.
+    """Fills in the costs of cascades that leave them open, if all members were profiled.
 
-    Lookups stay at 0, for they are asked every time, and costs ascend as the cascade demands.
+    Lookups stay at 0, since they are queried every time; costs ascend, as a cascade requires.
     """
     drafters = tuple(_with_costs(drafter, profile) for drafter in config.drafters)
     return config.model_copy(update={"drafters": drafters})
@@ -259,7 +256,7 @@ def _with_costs(drafter: DrafterConfig, profile: Profile) -> DrafterConfig:
     costs: list[float] = []
     for part in parts:
         draft_s = profile.drafters[part.key].draft.fit.at(1, drafter.max_draft_len)
-        cost = min(100.0, draft_s / one_row_s) if has_model(part.options) else 0.0
+        cost = min(100.0, draft_s / one_row_s) if part.options.traits.has_model else 0.0
         costs.append(max(cost, costs[-1]) if costs else cost)
     return drafter.model_copy(update={"options": options.model_copy(update={"costs": tuple(costs)})})
 

@@ -1,4 +1,4 @@
-"""The picture of a profile: what was measured, and what the three forms make of it."""
+"""Plots a profile: measured points and the three fitted forms."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from profiler.latency import Comparison, Kind, compare
+from profiler.latency import FormComparison, Kind, compare
 from profiler.profile import Profile, Surface
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _NUM_COLUMNS = 3
 
 
 def plot_profile(profile: Profile, path: Path) -> None:
-    """As PNG. Dots with bars of a quartile's width were measured; the form that was chosen is drawn boldly."""
+    """Writes a PNG. Bars are interquartile ranges; the chosen form is drawn bold."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -31,7 +31,7 @@ def plot_profile(profile: Profile, path: Path) -> None:
     for drafter in profile.drafters.values():
         surfaces.append((f"draft: {drafter.label}", drafter.draft))
         if drafter.catch_up is not None:
-            surfaces.append((f"draft behind news: {drafter.label}", drafter.catch_up))
+            surfaces.append((f"draft after catch-up: {drafter.label}", drafter.catch_up))
     num_rows = ceil(len(surfaces) / _NUM_COLUMNS)
     figure = Figure(figsize=(5 * _NUM_COLUMNS, 4 * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
@@ -47,7 +47,7 @@ def plot_profile(profile: Profile, path: Path) -> None:
 
 
 def _plot_surface(axes: "Axes", title: str, surface: Surface) -> None:
-    found: Comparison = compare(surface.kind, surface.points)
+    found: FormComparison = compare(surface.kind, surface.points)
     for number, y in enumerate(sorted({sample.y for sample in surface.samples})):
         colour = f"C{number}"
         samples = [sample for sample in surface.samples if sample.y == y]

@@ -1,4 +1,4 @@
-"""Profiles in a StateStore: read with distrust, replaced without losing anything."""
+"""Profiles in a StateStore."""
 
 import logging
 
@@ -12,11 +12,11 @@ MAX_ATTEMPTS = 5
 
 
 def find_profile(store: StateStore, identity: Identity) -> Profile | None:
-    """The stored profile, or None: there is none. A refused one stays where it is.
+    """The stored profile, or None. A refused profile stays in the store.
 
     Raises:
-        ProfileRefused: what is there cannot be used; says why, and what to do.
-        StateUnavailable: the store is away.
+        ProfileRefused: the stored profile cannot be used.
+        StateUnavailable: the store cannot be reached.
     """
     document = store.get(identity.key)
     if document is None:
@@ -26,12 +26,12 @@ def find_profile(store: StateStore, identity: Identity) -> Profile | None:
     except ProfileRefused as refused:
         raise ProfileRefused(
             f"the stored profile {identity.key!r}, version {document.version}, is not used: {refused}; "
-            "`outrider profile` measures it anew"
+            "`outrider profile` measures it again"
         ) from refused
 
 
 def usable_profile(store: StateStore, identity: Identity) -> Profile | None:
-    """As ``find_profile``, for those who can do without: the reason is logged."""
+    """As ``find_profile``, but logs errors and returns None."""
     try:
         return find_profile(store, identity)
     except (ProfileRefused, StateUnavailable) as error:
@@ -40,12 +40,12 @@ def usable_profile(store: StateStore, identity: Identity) -> Profile | None:
 
 
 def save_profile(store: StateStore, profile: Profile) -> int:
-    """Writes the profile in the place of an older one, and returns its version.
+    """Writes the profile over an older one, and returns its version.
 
-    Drafters and links that only the older one knows of are kept. One that is refused is set aside under a key of its own.
+    Drafters and links that only the older one has are kept. A refused profile is moved to a key of its own.
 
     Raises:
-        StateConflict: others write all the time.
+        StateConflict: other writers kept winning.
         StateUnavailable, InvalidField: as of StateStore.put.
     """
     key = profile.identity.key
@@ -53,7 +53,7 @@ def save_profile(store: StateStore, profile: Profile) -> int:
         try:
             return _replace(store, key, profile)
         except StateConflict:
-            continue  # somebody else was quicker: what they wrote is supplemented, too
+            continue  # another writer won: its profile is supplemented too
     return _replace(store, key, profile)
 
 
@@ -66,5 +66,5 @@ def _replace(store: StateStore, key: str, profile: Profile) -> int:
     except ProfileRefused as refused:
         aside = f"{REFUSED_PREFIX}/{key.rsplit('/', 1)[-1]}/{document.version}"
         store.put(aside, document.value)
-        logger.warning("profile %r is replaced, for %s; it was kept as %r", key, refused, aside)
+        logger.warning("profile %r is replaced (%s); it was kept as %r", key, refused, aside)
     return store.put(key, profile.to_json(), expected_version=document.version)

@@ -1,4 +1,4 @@
-"""How far probabilities can be trusted: calibration error, ranking, and the picture of both."""
+"""Quality of predicted probabilities: calibration error, ranking, and reliability diagrams."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,17 +28,13 @@ class Bins:
 
 
 def expected_calibration_error(predictions: ArrayLike, outcomes: ArrayLike) -> float:
-    """Mean distance of predicted and observed shares over the bins, each weighing as many predictions as it holds (Naeini et
-    al., 2015). 0 without predictions."""
+    """Mean absolute difference of predicted and observed shares, weighted by bin size (Naeini et al. 2015); 0 if empty."""
     bins = Bins.of(predictions, outcomes)
     return float(np.sum(bins.num * np.abs(bins.predicted - bins.observed)) / max(1, bins.num.sum()))
 
 
 def auroc(scores: ArrayLike, outcomes: ArrayLike) -> float | None:
-    """The probability that something that came true was scored above something that did not, ties counting half.
-
-    None where everything came true, or nothing.
-    """
+    """Probability that a positive outcome scored above a negative one, ties counting half; None with one class only."""
     s, y = np.asarray(scores, np.float64).ravel(), np.asarray(outcomes, np.bool_).ravel()
     num_true, num_false = int(y.sum()), int((~y).sum())
     if not num_true or not num_false:
@@ -49,7 +45,7 @@ def auroc(scores: ArrayLike, outcomes: ArrayLike) -> float | None:
 
 
 def plot_reliability(curves: Sequence[tuple[str, ArrayLike, ArrayLike]], path: Path, title: str) -> None:
-    """A reliability diagram as PNG: (name, predictions, outcomes) of each curve. Dots grow with what they stand for."""
+    """Writes a PNG with (name, predictions, outcomes) per curve. The area of a dot is its share of the predictions."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The time that work takes, less what others on the machine have kept it waiting."""
+"""Time of a piece of work, less the time that its threads waited for a core."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from typing import Protocol
 
 _TASKS = Path("/proc/self/task")
 _STAT = "schedstat"  # nanoseconds on a core, nanoseconds ready and waiting for one, time slices
-_MOST_WAITED = 0.95  # of the wall time: the kernel counts in steps of its own
+_MOST_WAITED = 0.95  # of the wall time, since the kernel counts in coarse steps
 
 
 class Stopwatch(Protocol):
@@ -18,10 +18,10 @@ class Stopwatch(Protocol):
 
 
 class OwnTime:
-    """Wall time, less the longest that one of this process's threads has waited meanwhile for a core that somebody else had.
+    """Wall time less the longest wait of any thread of this process for a core.
 
-    Threads that share a product wait for the last of them, so what delays one delays all. Where the kernel does not tell
-    (Linux does, in ``schedstat``), it is wall time. What else a neighbour takes, of caches and of memory, stays in it.
+    Threads that share a product wait for the slowest, so one delay delays all. Without Linux's ``schedstat`` it is wall
+    time. Contention for caches and memory is not subtracted.
     """
 
     def __init__(self) -> None:
@@ -49,5 +49,5 @@ def _waited_ns() -> dict[str, int]:
         try:
             found[task] = int((_TASKS / task / _STAT).read_bytes().split()[1])
         except (OSError, ValueError, IndexError):
-            continue  # the thread has ended, or the kernel does not tell
+            continue  # the thread ended, or there is no schedstat
     return found

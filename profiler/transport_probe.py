@@ -1,7 +1,7 @@
-"""Round trips between two processes, over each transport: 1 KB, and what a round of 32 requests really carries.
+"""Round trips between two processes over each transport: 1 KB, and a realistic round of 32 requests.
 
-The other process is a drafter that answers at once, so all of the time is the data plane's: encoding, the queue, the kernel,
-decoding and the waking of the owner's thread. A bare blocking socket, measured in the same run, is the floor.
+The other process answers at once, so the time is that of the data plane: encoding, queue, kernel, decoding, and waking
+the owner's thread. A bare blocking socket measured in the same run is the floor.
 """
 
 import socket
@@ -31,13 +31,13 @@ _TARGET = Hello(Role.TARGET, "target", 49152, "bench")
 
 
 def down_round(num_requests: int) -> DraftRound:
-    """What a target says after a round: the tokens that it committed."""
+    """A target's message after a round: its committed tokens."""
     extends = tuple(Extend(f"chatcmpl-{index:024x}-0", 700 + index, (284, 1093, 28, 20417)) for index in range(num_requests))
     return DraftRound(12, extends=extends)
 
 
 def up_round(down: DraftRound) -> ProposalRound:
-    """What a drafter answers: as many drafts of DRAFT_LEN tokens."""
+    """A drafter's answer: a proposal of DRAFT_LEN tokens per request."""
     token_ids, confidences = tuple(range(9000, 9000 + DRAFT_LEN)), (0.75,) * DRAFT_LEN
     base_len = [extend.base_len + len(extend.token_ids) for extend in down.extends]
     return ProposalRound(
@@ -92,7 +92,7 @@ def round_trips(num_turns: int) -> Mapping[str, list[float]]:
 
 
 def _links(mailbox: Mailbox, num_links: int) -> dict[str, Link]:
-    """The links of the drafter, by the name under which it came."""
+    """The drafter's links, by transport."""
     links: dict[str, Link] = {}
     until_s = time.monotonic() + DEADLINE_S
     while len(links) < num_links:
@@ -127,7 +127,7 @@ def _echo(raw: socket.socket) -> None:
 
 
 def answer(fd: int, addresses: list[str]) -> None:
-    """The other process: echo what the raw socket brings until it is closed, and answer every round on the links."""
+    """Runs the other process: echoes the raw socket until it is closed, and answers every round on the links."""
     mailbox = Mailbox()
     for address in addresses:
         hello = replace(_TARGET, role=Role.DRAFTER, name=address.partition("://")[0])

@@ -46,9 +46,8 @@ class Router:
     """Decides a slot; no Ray, no clock.
 
     - A drafter is healthy when every reporting target is linked with it.
-    - Its cost comes from the targets' profiles, else from the pool.
     - With a ``watch``, a drafter whose acceptance collapses is quarantined.
-    - If ``in_step``, drafters keep in step with requests that others draft for: switches are fast, and scores come of it.
+    - With ``in_step``, drafters keep in step with requests that others draft for, and are scored.
     - An offered drafter is not loaded, but could be: ``load_demand`` counts the requests that would use it.
     """
 
@@ -96,13 +95,18 @@ class Router:
         scores = [score for report in reports for score in report.scores if drafter_of(score.drafter) in self._known]
         if self._watch is not None:
             self._watch.observe(observations)
+        if isinstance(self._policy, ModelChains):
+            levels = [level for report in reports for level in report.levels if self._is_of_the_pool(level)]
+            passes = next((report.target_passes for report in reports if report.target_passes), ())
+            self._policy.learn(levels, PassTime(passes) if passes else None)
         self._policy.observe(observations, scores)
         linked = set[str].intersection(*(set(report.drafters) for report in reports))
         absent = self._offered - linked
         pool = self._judged_pool(reports, linked | absent)
         requests = [request for report in reports for request in report.requests]
-        every = [*requests, NEXT_REQUEST]
+        every = [*(request for request in requests if not request.opted_out), NEXT_REQUEST]
         chains, self.load_demand = settle(self._policy.assign(every, pool), every, pool, absent)
+        chains |= {request.request_id: TARGET_ONLY for request in requests if request.opted_out}
         pool = [member for member in pool if member.name not in absent]
         versions = [report.table_version for report in reports]
         defaults = (chains[NEXT_REQUEST.request_id],)
@@ -112,6 +116,9 @@ class Router:
         self._table = table
         return table
 
+    def _is_of_the_pool(self, level: LevelReport) -> bool:
+        return self._known.issuperset((level.drafter, *(verified.proposer for verified in level.verified)))
+
     def _scorers(self, pool: Sequence[PoolMember]) -> tuple[str, ...]:
         """One member of each drafter, to keep in step and be scored. Colocated drafters have no spare time for that."""
         if not self._in_step:
@@ -120,7 +127,7 @@ class Router:
         return tuple(sorted(members.values()))
 
     def _judged_pool(self, reports: Sequence[SlotReport], there: Set[str]) -> list[PoolMember]:
-        """The pool with its present health and costs. What was measured of a drafter does not hold on its fallback."""
+        """The pool with its present health and costs. A drafter's measured costs do not hold on its fallback."""
         shares = {name: cost for report in reports for name, cost in report.draft_costs.items()}
         costs = {name: cost for report in reports for name, cost in report.member_costs.items()}
         pool = [
@@ -139,39 +146,3 @@ class Router:
             for member in pool
         ]
         return pool if self._watch is None else [self._watch.judge(member) for member in pool]
-
-
-class ChainScheduler(Router):
-    """A router whose policy assigns chains, and learns from the reports of their models."""
-
-    def __init__(
-        self,
-        policy: ModelChains,
-        pool: Sequence[PoolMember],
-        watch: DriftDetector | None = None,
-        in_step: bool = False,
-    ) -> None:
-        super().__init__(policy, pool, watch, in_step)
-        self._chains = policy
-
-    def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:
-        levels = [level for report in reports for level in report.levels if self._is_of_the_pool(level)]
-        passes = next((report.target_passes for report in reports if report.target_passes), ())
-        if reports:
-            self._chains.learn(levels, PassTime(passes) if passes else None)
-        return super().slot(reports)
-
-    def _is_of_the_pool(self, level: LevelReport) -> bool:
-        return self._known.issuperset((level.drafter, *(verified.proposer for verified in level.verified)))
-
-
-def build_router(
-    policy: AssignmentPolicy,
-    pool: Sequence[PoolMember],
-    watch: DriftDetector | None = None,
-    in_step: bool = False,
-) -> Router:
-    """The router for a policy."""
-    if isinstance(policy, ModelChains):
-        return ChainScheduler(policy, pool, watch, in_step)
-    return Router(policy, pool, watch, in_step)

@@ -24,7 +24,7 @@ class _Followed:
     script: Script
     agreement: Agreement
     length: int  # committed tokens
-    num_computed: int  # of these
+    num_computed: int = 0  # of these
     ahead: int = 0  # drafted beyond them
     num_right: int = 0
     proposers: Chain = ()
@@ -37,16 +37,14 @@ class AgreementDrafter:
 
     Args:
         scripts: of the requests, by id.
-        in_step: a request that others drafted for need not be caught up with.
     """
 
-    def __init__(self, name: str, timer: DraftTimer, scripts: Mapping[str, Script], in_step: bool) -> None:
+    def __init__(self, name: str, timer: DraftTimer, scripts: Mapping[str, Script]) -> None:
         self.seconds = 0.0
         self.num_extended = 0  # committed tokens, so far
         self.name = name
         self._timer = timer
         self._scripts = scripts
-        self._in_step = in_step
         self._followed: dict[str, _Followed] = {}
 
     @property
@@ -55,9 +53,7 @@ class AgreementDrafter:
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         script = self._scripts[request_id_of(request_id)]
-        length = len(token_ids)
-        num_computed = length if self._in_step and length > prompt_len else 0
-        self._followed[request_id] = _Followed(script, script.request.answer.of(self.name), length, num_computed)
+        self._followed[request_id] = _Followed(script, script.request.answer.of(self.name), len(token_ids))
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         one, num_new = self._followed[request_id], len(token_ids)
@@ -105,10 +101,8 @@ class AgreementDrafter:
 class ColocatedAgreementDrafter(AgreementDrafter):
     """Its target waits while it drafts: ``spend`` is told for how long."""
 
-    def __init__(
-        self, name: str, timer: DraftTimer, scripts: Mapping[str, Script], in_step: bool, spend: Callable[[float], None]
-    ) -> None:
-        super().__init__(name, timer, scripts, in_step)
+    def __init__(self, name: str, timer: DraftTimer, scripts: Mapping[str, Script], spend: Callable[[float], None]) -> None:
+        super().__init__(name, timer, scripts)
         self.busy_s = 0.0
         self._spend = spend
 

@@ -21,11 +21,11 @@ from router.cost_model import CostModel, relative_draft_cost
 from router.draft_length import DraftLengths
 from router.estimates.drift import DriftDetector
 from router.planner import Planner
-from router.slot import build_router
+from router.slot import Router
 from simulator.agreement import SimulatedRequest
 from simulator.drafter import AgreementDrafter, ColocatedAgreementDrafter, SimulatedDrafter
 from simulator.events import MAIL, STEP, Events
-from simulator.gateway import Finished, Gateway
+from simulator.gateway import Finished, SimulatedGateway
 from simulator.links import VirtualMailbox, link
 from simulator.router import SimulatedRouter
 from simulator.target import SimulatedEngine, SimulatedTarget, TargetLimits, ThreadClock
@@ -60,9 +60,8 @@ class ClusterSpec:
     Args:
         cost: what planners and policies believe; timers tell what it takes.
         link_s: of a message, one way.
-        scores: drafters keep in step with requests that others draft for, and tell what they would have drafted: learning
-            from full information. It takes ``spare_share`` of their time at the most; companions have none.
-        in_step: switches cost nothing (SPIN's fast switching, taken to be free).
+        keeps_in_step: one member of each drafter follows the requests that others draft for (SPIN's fast switching), and
+            tells what it would have drafted. It takes ``spare_share`` of its time at the most; companions have none.
         jitter: spread of durations, as the standard deviation of their logarithm.
         collapse: when a drafter is quarantined; None: never.
     """
@@ -76,9 +75,8 @@ class ClusterSpec:
     num_targets: int = 1
     link_s: float = 1e-4
     slot_s: float = 0.25
-    scores: bool = False
+    keeps_in_step: bool = False
     spare_share: float = 0.1
-    in_step: bool = False
     jitter: float = 0.0
     collapse: CollapseConfig | None = None
 
@@ -91,7 +89,7 @@ class ClusterSpec:
             catch_up_s = self.cost.catch_up_s(spec.name, 256)
             costs = MemberCosts(
                 tuple((batch, seconds) for batch, seconds in draft_s if seconds is not None),
-                catch_up_s=0.0 if self.in_step or catch_up_s is None else catch_up_s / 256,
+                catch_up_s=0.0 if catch_up_s is None else catch_up_s / 256,
             )
             members += [
                 PoolMember(
@@ -118,7 +116,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationResult:
     """What came of a run. ``slots``: when each slot of the router was, and the tokens committed by then."""
 
     finished: list[Finished] = field(default_factory=list)
@@ -175,13 +173,13 @@ class Simulation:
         self._spec = spec
         self._load = load
         self._until_s = until_s
-        self.outcome = Outcome()
+        self.outcome = SimulationResult()
         self._jitter = Jitter(spec.jitter, np.random.default_rng(seed))
-        self._gateway = Gateway(events, self._ended)
+        self._gateway = SimulatedGateway(events, self._ended)
         pool = spec.pool()
         watch = None if spec.collapse is None else DriftDetector(spec.collapse, spec.slot_s)
         self._router = SimulatedRouter(
-            build_router(policy, pool, watch, spec.scores),
+            Router(policy, pool, watch, spec.keeps_in_step),
             [member.name for member in pool],
             self._gateway.open,
             lambda num_context: pass_times(spec.cost, num_context),
@@ -196,7 +194,7 @@ class Simulation:
         self._targets = [self._target(f"target-{number}") for number in range(spec.num_targets)]
         self._exhausted = self._done = False
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         """Raises AssertionError when a request was lost or a token counted twice."""
         events, load = self._events, self._load
         if load.concurrency is None:
@@ -213,7 +211,7 @@ class Simulation:
 
     def _drafter(self, one: DrafterSpec, name: str) -> SimulatedDrafter:
         spec = self._spec
-        model = AgreementDrafter(name, spec.draft_timer, self._gateway.scripts, spec.in_step)
+        model = AgreementDrafter(name, spec.draft_timer, self._gateway.scripts)
         return SimulatedDrafter(
             self._events, model, spec.draft_timer, one.limits, one.ahead_len, spec.spare_share, self._jitter
         )
@@ -224,9 +222,7 @@ class Simulation:
         colocated: list[tuple[DrafterLoop, VirtualMailbox]] = []
         for one in spec.drafters:
             if one.companion:
-                model = ColocatedAgreementDrafter(
-                    one.name, spec.draft_timer, self._gateway.scripts, spec.in_step, clock.spend
-                )
+                model = ColocatedAgreementDrafter(one.name, spec.draft_timer, self._gateway.scripts, clock.spend)
                 inbox = VirtualMailbox(lambda: None)
                 self._companions.append(model)
                 colocated.append((DrafterLoop(one.name, model, inbox, one.limits, ahead_len=one.ahead_len), inbox))
@@ -291,7 +287,7 @@ class Simulation:
         else:
             self._done = self._exhausted and not self._gateway.open
 
-    def _summary(self) -> Outcome:
+    def _summary(self) -> SimulationResult:
         outcome = self.outcome
         if self._until_s is not None and not self._done:
             outcome.end_s = self._until_s
@@ -315,7 +311,7 @@ class Simulation:
         self._check(outcome)
         return outcome
 
-    def _check(self, outcome: Outcome) -> None:
+    def _check(self, outcome: SimulationResult) -> None:
         assert len(outcome.finished) + outcome.num_unfinished == outcome.num_submitted, "a request was lost"
         assert outcome.num_unfinished == 0 or self._until_s is not None, "a request never ended"
         open_tokens = sum(one.num_tokens for one in self._gateway.open.values())
@@ -341,7 +337,7 @@ def _uncollected() -> Iterator[None]:
 
 def simulate(
     spec: ClusterSpec, policy: AssignmentPolicy, load: Load, seed: int = 0, until_s: float | None = None
-) -> Outcome:
+) -> SimulationResult:
     return Simulation(spec, policy, load, seed, until_s).run()
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks.compare.systems import LLAMA_CPP, OUTRIDER, VLLM, Arm, RunningArm, chosen_arms, found_peers, running
 from benchmarks.compare.turns import Turn, bursty_arrivals, closed_loop, open_loop, percentile, spread
-from benchmarks.load import Ask
+from benchmarks.load import LoadRequest
 from benchmarks.report import DEFAULT_MODEL, BenchOptions, BenchResult, Cell, Table
 from benchmarks.serve import tokenize
 from cluster.errors import InvalidField
@@ -47,9 +47,9 @@ def run(options: BenchOptions) -> BenchResult:
     num_asks = sum(batch * per_stream[batch] for batch in BATCHES) * num_rounds + num_trace * num_rounds + max(BATCHES)
     prompts = iter(asyncio.run(tokenize(folder, options.prompts, num_asks)))
 
-    def asks(name: str, number: int, max_tokens: int) -> list[Ask]:
+    def asks(name: str, number: int, max_tokens: int) -> list[LoadRequest]:
         """Prompts that nobody was asked before: every system has a prefix cache."""
-        return [Ask(f"{name}-{i}", next(prompts), max_tokens) for i in range(number)]
+        return [LoadRequest(f"{name}-{i}", next(prompts), max_tokens) for i in range(number)]
 
     measured: Measured = {}
     traces: dict[str, list[Turn]] = {}

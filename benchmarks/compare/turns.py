@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.compare.systems import RunningArm
-from benchmarks.load import Answer, Ask, run_streams, tokens_per_s
+from benchmarks.load import LoadRequest, TimedAnswer, run_streams, tokens_per_s
 from cluster.errors import OutriderError
 
 BURST_S, CALM_S = 3.0, 6.0  # of the made-up trace, in turns
@@ -30,7 +30,7 @@ class Turn:
     texts: tuple[str, ...]
 
     @classmethod
-    def of(cls, arm: str, answers: Sequence[Answer]) -> "Turn":
+    def of(cls, arm: str, answers: Sequence[TimedAnswer]) -> "Turn":
         for answer in answers:
             if answer.error is not None or not answer.pieces_s:
                 raise TurnFailed(f"{arm}: {answer.error or 'an empty answer'}")
@@ -53,19 +53,19 @@ def _awake(arm: RunningArm) -> Iterator[None]:
             arm.process.suspend()
 
 
-def closed_loop(arm: RunningArm, asks: Sequence[Ask], num_streams: int) -> Turn:
+def closed_loop(arm: RunningArm, asks: Sequence[LoadRequest], num_streams: int) -> Turn:
     """``num_streams`` requests under way at a time, until all are answered."""
     with _awake(arm):
         return Turn.of(arm.arm.name, asyncio.run(run_streams(arm.target.ask, asks, num_streams)))
 
 
-def open_loop(arm: RunningArm, asks: Sequence[Ask], arrivals_s: Sequence[float]) -> Turn:
+def open_loop(arm: RunningArm, asks: Sequence[LoadRequest], arrivals_s: Sequence[float]) -> Turn:
     """Each request is sent at its time, whatever is under way."""
 
-    async def play() -> list[Answer]:
+    async def play() -> list[TimedAnswer]:
         start_s = time.monotonic()
 
-        async def one(ask: Ask, at_s: float) -> Answer:
+        async def one(ask: LoadRequest, at_s: float) -> TimedAnswer:
             await asyncio.sleep(max(0.0, start_s + at_s - time.monotonic()))
             return await arm.target.ask(ask)
 

@@ -1,9 +1,9 @@
-"""SpecRouter's table 2 rebuilt: chains chosen by the live chain policy, against static drafting of two and of three levels.
+"""SpecRouter's table 2: chains selected by the live chain policy, against static drafting with two and three levels.
 
-The static ones verify every draft whole; with chosen chains the planner verifies by goodput. Each model has a device of its
-own. Sets of requests go on to the end of the run. ``prediction_error``: the chain that most of them have in the end is
-served alone, every draft verified, and the time per token that `router.chains.predict` foresees, from how often its levels
-agree, is held against what the simulation took.
+Static chains verify every draft whole; with selected chains the planner verifies by goodput. Each model has its own
+device. Sets of requests follow each other to the end of the run. ``prediction_error``: the most used final chain is
+served alone, with every draft verified, and its time per token compared with the prediction of `router.chains.predict`
+from the levels' agreement.
 """
 
 from collections import Counter
@@ -16,19 +16,19 @@ import numpy as np
 
 from cluster.config import FixedPolicy, PolicyConfig
 from router.assignment import Chain
-from router.chains import PROPOSAL_LEN, Level, PassTime, predict, simplified_per_token_s
+from router.chains import PROPOSAL_LEN, Level, PassTime, predict
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy, keeps_in_step
 from simulator.agreement import SimulatedRequest
 from simulator.chain_timing import ChainTimer
 from simulator.plots import Panel
 from simulator.scenario import SpecRouterScenario
-from simulator.simulation import ClusterSpec, DrafterSpec, Outcome, in_turn, simulate
+from simulator.simulation import ClusterSpec, DrafterSpec, SimulationResult, in_turn, simulate
 from simulator.study import Cell, Said, Study, StudyTable
 from simulator.target import TargetLimits
 from simulator.timing import PackedPass
 
-# Table 2: speed-up over the target alone with two levels, with three, and with chains that SpecRouter chooses.
+# Table 2: speed-up over the target alone with two levels, three levels, and selected chains.
 PAPER = {
     1: (1.49, 1.11, 1.57),
     4: (1.45, 1.34, 1.69),
@@ -37,19 +37,19 @@ PAPER = {
     32: (1.25, 1.06, 1.52),
     64: (0.99, 1.37, 1.77),
 }
-_MOST_TOKENS_PER_S = 400  # of a request: how long an endless answer must be
+_MOST_TOKENS_PER_S = 400  # per request: bounds the length of an endless answer
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """With one batch size: tokens per second, and the time per token of a request with the chain that most were with."""
+    """For one batch size: tokens per second, and the time per token of a request with the most used chain."""
 
     plain: float
     two_level: float
     three_level: float
     chosen: float
-    chains: Mapping[Chain, float]  # share of the requests that were with it in the end
+    chains: Mapping[Chain, float]  # share of requests at the end
     chain: Chain
     per_token_s: float
     predicted_s: float
@@ -68,9 +68,9 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
     num_sets = -(-scenario.least_requests // batch)
     sets = [_requests(scenario, batch, number) for number in range(num_sets)]
 
-    def serve(config: PolicyConfig, verification: str = "all") -> list[Outcome]:
-        """Set after set; what a policy has learned of one it knows of the next."""
-        spec = replace(_cluster(scenario, batch, verification), scores=keeps_in_step(config))
+    def serve(config: PolicyConfig, verification: str = "all") -> list[SimulationResult]:
+        """Serves set after set; a policy keeps what it learned."""
+        spec = replace(_cluster(scenario, batch, verification), keeps_in_step=keeps_in_step(config))
         policy = build_policy(config)
         return [simulate(spec, policy, in_turn(requests, batch), scenario.seed, scenario.horizon_s) for requests in sets]
 
@@ -94,12 +94,12 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
     )
 
 
-def _goodput(outcomes: Sequence[Outcome]) -> float:
+def _goodput(outcomes: Sequence[SimulationResult]) -> float:
     return fmean(outcome.goodput for outcome in outcomes)
 
 
 def _requests(scenario: SpecRouterScenario, batch: int, number: int) -> list[SimulatedRequest]:
-    """A set that goes on beyond the horizon."""
+    """A set that lasts beyond the horizon."""
     random = np.random.default_rng((scenario.seed, batch, number))
     text = scenario.text
     longest = max(PROPOSAL_LEN, *(drafter.max_draft_len for drafter in scenario.drafters.values()))
@@ -114,8 +114,8 @@ def _requests(scenario: SpecRouterScenario, batch: int, number: int) -> list[Sim
     return requests
 
 
-def _target_passes(scenario: SpecRouterScenario, batch: int, outcomes: Sequence[Outcome]) -> PassTime:
-    """Of the target in the context that the batch has half-way."""
+def _target_passes(scenario: SpecRouterScenario, batch: int, outcomes: Sequence[SimulationResult]) -> PassTime:
+    """Of the target, in the context that the batch has half-way."""
     cost = scenario.cost(scenario.target)
     text = scenario.text
     num_tokens = fmean(outcome.num_tokens for outcome in outcomes) / batch
@@ -146,13 +146,12 @@ def _cluster(scenario: SpecRouterScenario, batch: int, verification: str) -> Clu
         lambda: StepPlanner(settings),
         link_s=scenario.link_us * 1e-6,
         slot_s=scenario.slot_s,
-        in_step=True,
         jitter=scenario.jitter,
     )
 
 
 def _levels(scenario: SpecRouterScenario, chain: Chain, requests: Sequence[SimulatedRequest]) -> list[Level]:
-    """Of a chain, as it would be known after long: how often each level agrees with the one above."""
+    """Of a chain in the long run: how often each level agrees with the one above."""
     cost = scenario.cost(scenario.target)
     levels = []
     for lower, upper in pairwise([*chain, None]):
@@ -237,3 +236,26 @@ def _study(found: Mapping[int, _Found]) -> Study:
 
 def _name(chain: Chain) -> str:
     return " > ".join((*chain, "target"))
+
+
+def simplified_per_token_s(levels: Sequence[Level], target: PassTime) -> float:
+    """SpecRouter's equation 7, for comparison with `predict`.
+
+    Numerator: W T_1, and for every model above W T_j times the probability that verification reaches level j. Denominator:
+    what the target accepts of W tokens, and its own. T_1 is a pass of one row; T_j of a verifier is a W-th of a pass over W
+    rows. It differs from what a chain does in three ways:
+
+    - Each level passes on what it accepted of one window, and is charged once. Here it asks again until its draft is as long
+      as the next level wants it: more passes, and a higher acceptance by the target.
+    - The paper does not say when a level is reached: read here as when a token survived each level before. Here each
+      level is reached in every round.
+    - There is no batch: passes do not grow with it, and nothing waits for its slowest draft.
+    """
+    if not levels:
+        return target.at(1)
+    window = levels[-1].window
+    reached, cycle_s = 1.0, window * levels[0].passes.at(1)
+    for level, verifier in zip(levels, [*(above.passes for above in levels[1:]), target], strict=True):
+        cycle_s += verifier.at(window) * reached
+        reached *= level.at(0)
+    return cycle_s / sum(levels[-1].survival)

@@ -1,18 +1,19 @@
-"""The parallel stage of DSpark as it is run: fused weights, the engine's operators, a paged cache of projected features.
+"""DSpark's parallel stage as served: fused weights, the engine's operators, a paged cache of projected features.
 
-The reference is ``network.py``. Per draft layer the cache holds keys and values of the context, projected once, and of the
-block under way behind them. All layers project the same context, so that is one product for all of them. That a block
-is attended from all of its positions is said by its layout: every row is a span of its own, at the block's end.
+The reference is ``network.py``. The cache of each draft layer holds keys and values of the context, projected once, and
+behind them those of the current block. All layers project the same context, in one product. In the attention's layout every
+row of a block is a span of its own at the block's end, so that it sees the whole block.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from drafters.dspark.network import DSparkLayer, DSparkNetwork
 from engine.factory import make_ops
+from engine.forward import DecoderLayer
 from engine.kv_cache import KvCache
 from engine.layout import Layout, PackedSpan, lay_out
 from engine.models.config import inverse_frequencies
@@ -20,23 +21,12 @@ from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, Linear
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: Tensor
-    qkv: Linear
-    head_norms: HeadNorms | None
-    out: Linear
-    post_norm: Tensor
-    gate_up: Linear
-    down: Linear
-
-
 class Backbone:
-    """Everything of a drafter up to h, on one device. Immutable; not thread-safe, for its operators own buffers.
+    """A drafter up to h, on one device. Not thread-safe, as its operators own buffers.
 
     Args:
-        network: read once, here; its weights may be laid out anew.
-        int8: products with int8 forms of the weights, where there are such products.
+        network: read here once; its weights may be laid out anew.
+        int8: multiplies int8 weights, where the device supports it.
     """
 
     def __init__(self, network: DSparkNetwork, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> None:
@@ -45,7 +35,7 @@ class Backbone:
         self.device = device
         shape = self.config.shape
         self._ops = make_ops(shape, dtype, device, int8=int8)
-        # Of the context there are only keys and values.
+        # A context has keys and values, but no queries.
         self._context_ops = make_ops(replace(shape, num_heads=0), dtype, device)
         self._frequencies = torch.tensor(inverse_frequencies(shape))
         self._fc = self._linear(network.fc, uneven=True)
@@ -55,13 +45,10 @@ class Backbone:
         self._layers = [self._fused(layer) for layer in layers]
         self._final_norm = self._norm(network.norm)
         self._embedding = network.embed_tokens.weight.detach().to(device)
-        self._anchor_input: tuple[Linear, ...] | None = None
-        if network.anchor_input is not None:
-            reduce = network.anchor_input.reduce
-            if isinstance(reduce, torch.nn.Linear):
-                self._anchor_input = (self._linear(reduce, uneven=True), self._linear(network.anchor_input.maps))
-            else:
-                self._anchor_input = (self._linear(network.anchor_input.maps, uneven=True),)
+        self._anchor_input: list[Linear] = []
+        if (anchor_input := network.anchor_input) is not None:
+            products = [module for module in (anchor_input.reduce, anchor_input.maps) if isinstance(module, torch.nn.Linear)]
+            self._anchor_input = [self._linear(product, uneven=i == 0) for i, product in enumerate(products)]
 
     def new_cache(self, num_blocks: int) -> KvCache:
         return KvCache.allocate(self.config.shape, num_blocks, self.dtype, self.device)
@@ -71,8 +58,8 @@ class Backbone:
         """Writes keys and values of context positions (equations 2 and 3).
 
         Args:
-            spans: of the positions; their tokens do not matter.
-            features: [rows, feature_size], rows in the order of the spans, in the dtype.
+            spans: of the positions; token ids are not read.
+            features: [rows, feature_size] in the dtype, in the order of the spans.
         """
         layout = lay_out(spans, cache.block_len, self._frequencies, self.device)
         projected = self._fc(features).float()
@@ -84,12 +71,10 @@ class Backbone:
 
     @torch.inference_mode()
     def run(self, blocks: Sequence[PackedSpan], last_features: Tensor | None, cache: KvCache) -> Tensor:
-        """The block of each span: the anchor and masks, on the context before it.
-
-        Args:
-            blocks: spans of ``block_size`` tokens; all but the first of each are masks.
-            last_features: [blocks, feature_size], of the position before each anchor (zeros where there is none), in the
-                dtype; for drafters with ``anchor_input``.
+        """Args:
+            blocks: spans of ``block_size`` tokens: an anchor and masks.
+            last_features: [blocks, feature_size] in the dtype, of the position before each anchor (zeros where there is
+                none); for drafters with ``anchor_input``.
 
         Returns:
             h, [blocks, block_size, d] in the dtype.
@@ -99,29 +84,24 @@ class Backbone:
         residual = self._inputs(layout, last_features)
         delta = None
         for index, layer in enumerate(self._layers):
-            keys, values = cache.keys[index], cache.values[index]
-            qkv = layer.qkv(ops.add_norm(residual, delta, layer.input_norm))
-            queries = ops.rotate_and_store(qkv, layer.head_norms, layout, keys, values)
-            attended = layer.out(ops.attention(queries, whole, keys, values))
-            delta = layer.down(ops.gate(layer.gate_up(ops.add_norm(residual, attended, layer.post_norm))))
+            delta = layer.run(ops, layout, residual, delta, (cache.keys[index], cache.values[index]), attends=whole)
         return ops.add_norm(residual, delta, self._final_norm).unflatten(0, (len(blocks), -1))
 
     def _inputs(self, layout: Layout, last_features: Tensor | None) -> Tensor:
-        """fp32 [rows, d], to be added to in place."""
+        """fp32 [rows, d], which may be modified."""
         embedded = torch.nn.functional.embedding(layout.token_ids, self._embedding)
-        if self._anchor_input is None or last_features is None:
+        if not self._anchor_input or last_features is None:
             return embedded.float()
         x = torch.cat([last_features, embedded[:: self.config.block_size].to(self.dtype)], dim=-1)
         for product in self._anchor_input:
             x = product(x)
         return embedded.float() + x.float().view(embedded.shape)
 
-    def _fused(self, layer: DSparkLayer) -> _Layer:
+    def _fused(self, layer: DSparkLayer) -> DecoderLayer:
         attention, mlp = layer.self_attn, layer.mlp
-        norms = None
-        if self.config.shape.qk_norm:
-            norms = HeadNorms(self._norm(attention.q_norm), self._norm(attention.k_norm))
-        return _Layer(
+        has_norms = self.config.shape.qk_norm
+        norms = HeadNorms(self._norm(attention.q_norm), self._norm(attention.k_norm)) if has_norms else None
+        return DecoderLayer(
             input_norm=self._norm(layer.input_layernorm),
             qkv=self._linear(attention.q_proj, attention.k_proj, attention.v_proj),
             head_norms=norms,
@@ -132,11 +112,10 @@ class Backbone:
         )
 
     def _linear(self, *parts: torch.nn.Linear, uneven: bool = False) -> Linear:
-        """One product for several of the same input. ``uneven``: it is the target's hidden states as they are."""
+        """Fuses products of one input. ``uneven``: the input is raw hidden states of the target."""
         weight = torch.cat([part.weight.detach() for part in parts]).to(self.device, self.dtype)
-        bias = None
-        if parts[0].bias is not None:
-            bias = torch.cat([part.bias.detach() for part in parts]).to(self.device, self.dtype)
+        biases = [part.bias.detach() for part in parts if part.bias is not None]
+        bias = torch.cat(biases).to(self.device, self.dtype) if biases else None
         return self._ops.linear(LinearWeight(weight, bias, uneven))
 
     def _norm(self, norm: torch.nn.Module) -> Tensor:
@@ -144,7 +123,7 @@ class Backbone:
 
 
 def _each_row_at_the_end(layout: Layout, block_size: int) -> Layout:
-    """Of a layout of whole blocks the one in which each row sees its whole block: a span of one row at its last position."""
+    """The layout of whole blocks in which every row is a span of its own at its block's last position."""
     ends = layout.base_lens.repeat_interleave(block_size) + (block_size - 1)
     starts = torch.arange(layout.num_rows + 1, dtype=torch.int32, device=ends.device)
     tables = layout.tables.repeat_interleave(block_size, dim=0)

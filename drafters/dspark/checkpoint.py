@@ -15,7 +15,7 @@ from cluster.errors import ModelUnavailable
 from drafters.dspark.config import CONFIG, DSparkConfig, dspark_json, load_dspark_config
 from drafters.dspark.network import DSparkNetwork
 from engine.models.int8 import WeightsKind, stored
-from engine.models.weights import SINGLE, SafetensorsFolder
+from engine.models.weights import SINGLE, SafetensorsFolder, write_atomically
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 DRAFT_TOKENS = "draft_token_ids.json"
@@ -23,7 +23,7 @@ DRAFT_TOKENS = "draft_token_ids.json"
 
 @dataclass(frozen=True, slots=True)
 class TargetRows:
-    """What a drafter may share with its target: both [vocab, hidden]."""
+    """The target's rows that a drafter may share, both [vocab, hidden]."""
 
     embedding: Tensor
     head: Tensor
@@ -33,15 +33,15 @@ def load_network(folder: Path, target: TargetRows | None = None, dtype: torch.dt
     """The network in ``folder``, in evaluation mode.
 
     Args:
-        target: where embedding and head come from when they are not stored; the embedding is used as it is, not copied.
+        target: source of embedding and head if they are not stored; the embedding is shared, not copied.
 
     Raises:
-        ModelUnavailable: missing, half-written, unsupported, or not of this target; one line that says which.
+        ModelUnavailable: missing, half-written, unsupported, or not of this target; says which.
     """
     config = load_dspark_config(folder)
     with torch.device("meta"):
         network = DSparkNetwork(config)
-    shared = _shared_rows(config, target, folder, dtype) if config.shares_embedding else {}
+    shared = _shared_rows(config, target, str(folder), dtype) if config.shares_embedding else {}
     with ExitStack() as stack:
         source = SafetensorsFolder(folder, stack)
         tensors = {
@@ -55,43 +55,41 @@ def load_network(folder: Path, target: TargetRows | None = None, dtype: torch.dt
 
 
 def new_network(config: DSparkConfig, target: TargetRows) -> DSparkNetwork:
-    """An untrained network for a target, with the target's embedding and head.
+    """An untrained network with the target's embedding and head.
 
     Raises:
-        ModelUnavailable: the target has another shape than the configuration says.
+        ModelUnavailable: the target's shape is not that of the configuration.
     """
     network = DSparkNetwork(config)
-    network.load_state_dict(_shared_rows(config, target, None, network.norm.weight.dtype), strict=False)
+    network.load_state_dict(_shared_rows(config, target, "this drafter", network.norm.weight.dtype), strict=False)
     return network
 
 
 def save_network(network: DSparkNetwork, folder: Path, shape: Mapping[str, Any], weights: WeightsKind = "bf16") -> None:
-    """Writes a folder that ``load_network`` reads. Each file appears whole or not at all.
+    """Writes a folder for ``load_network``. Each file is replaced atomically.
 
     Args:
         shape: as of ``config.dspark_json``.
-        weights: int8 stores the matrices so, the rest in bfloat16: half the size, see ``engine.models.int8``.
+        weights: int8 stores matrices so, the rest in bfloat16: half the size (``engine.models.int8``).
     """
     config = network.config
     folder.mkdir(parents=True, exist_ok=True)
     raw = dspark_json(config, shape)
     if config.draft_token_ids is not None:
-        _write(folder / DRAFT_TOKENS, json.dumps(raw["draft_token_ids"], separators=(",", ":")))
+        token_ids = json.dumps(raw["draft_token_ids"], separators=(",", ":"))
+        write_atomically(folder / DRAFT_TOKENS, lambda path: path.write_text(token_ids + "\n"))
         raw["draft_token_ids"] = DRAFT_TOKENS
     omitted = {EMBEDDING, HEAD} if config.shares_embedding else set()
+    # Matrices over the raw features, some of which are very large, are quantised differently.
+    first = "anchor_input.maps.weight" if config.anchor_input_rank is None else "anchor_input.reduce.weight"
     kept = {name: tensor.detach() for name, tensor in network.state_dict().items() if name not in omitted}
-    path = folder / SINGLE
-    partial = path.with_suffix(".partial")
-    save_file(stored(kept, weights, lambda name: _reads_features(name, config)), partial, {"format": "pt"})
-    partial.replace(path)
-    _write(folder / CONFIG, json.dumps(raw, indent=2))
+    tensors = stored(kept, weights, lambda name: name in ("fc.weight", first))
+    write_atomically(folder / SINGLE, lambda path: save_file(tensors, path, {"format": "pt"}))
+    write_atomically(folder / CONFIG, lambda path: path.write_text(json.dumps(raw, indent=2) + "\n"))
 
 
-def _shared_rows(
-    config: DSparkConfig, target: TargetRows | None, folder: Path | None, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """The target's rows under the names that the network has for them."""
-    where = "this drafter" if folder is None else str(folder)
+def _shared_rows(config: DSparkConfig, target: TargetRows | None, where: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The target's rows under the network's parameter names."""
     if target is None:
         raise ModelUnavailable(f"{where} stores no embedding of its own: it can only be loaded beside its target")
     wanted = (config.shape.vocab_size, config.shape.hidden_size)
@@ -102,15 +100,3 @@ def _shared_rows(
         )
     rows = slice(None) if config.draft_token_ids is None else torch.tensor(config.draft_token_ids, device=target.head.device)
     return {EMBEDDING: target.embedding, HEAD: target.head[rows].to(dtype)}
-
-
-def _reads_features(name: str, config: DSparkConfig) -> bool:
-    """Whether a matrix is applied to the target's hidden states as they are, of which some are very large."""
-    first = "anchor_input.maps.weight" if config.anchor_input_rank is None else "anchor_input.reduce.weight"
-    return name in ("fc.weight", first)
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text + "\n")
-    partial.replace(path)

@@ -1,17 +1,17 @@
-"""What a DSpark drafter is: its ``config.json``, as DeepSpec releases it and as `outrider train` writes it.
+"""The configuration of a DSpark drafter: ``config.json``, as DeepSpec releases it and as `outrider train` writes it.
 
-Released is the target's own configuration with the drafter's number of layers and these keys:
+Released drafters have the target's configuration with their own number of layers and these keys:
 
     num_target_layers, block_size, mask_token_id, target_layer_ids, markov_rank, markov_head_type,
     enable_confidence_head, confidence_head_with_markov
 
-Ours adds, each left out when it is off:
+Ours add the following, each left out when off:
 
     shares_embedding        embedding and head are the target's rows, and are not stored
-    draft_token_ids         the reduced vocabulary: ascending token ids, or the name of a JSON file beside it that lists them
-    fc_bias                 the projection of the features has a bias (into which their standardisation folds)
-    anchor_input            the block's inputs get a linear map of the features before the anchor: see network.AnchorInput
-    anchor_input_rank       that map goes through so few dimensions
+    draft_token_ids         reduced vocabulary: ascending token ids, or the name of a JSON file with them in the folder
+    fc_bias                 the projection of the features has a bias, which absorbs their standardisation
+    anchor_input            the block's inputs get a linear map of the features before the anchor (network.AnchorInput)
+    anchor_input_rank       rank of that map
     tokenizer_fingerprint   of the target's tokenizer
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cluster.errors import ModelUnavailable
-from engine.models.config import ModelConfig, parse_config
+from engine.models.config import DecoderConfig, parse_config
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
@@ -33,15 +33,15 @@ _MAX_BLOCK_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class DSparkConfig:
-    """Sizes are those of the drafter; its hidden size is the target's.
+    """Sizes of the drafter; its hidden size is the target's.
 
-    ``target_layer_ids`` say which hidden states of the target are its features, ascending: -1 is the embedding, i the output
-    of layer i, as transformers' ``hidden_states[i + 1]`` has it; so the last layer's is taken after the final norm.
+    ``target_layer_ids`` select the target's hidden states that are its features, ascending: -1 is the embedding, i is
+    transformers' ``hidden_states[i + 1]``, so the last layer's is taken after the final norm.
     """
 
-    shape: ModelConfig
+    shape: DecoderConfig
     num_target_layers: int
-    block_size: int  # gamma: the anchor and block_size - 1 masks, as many drafts
+    block_size: int  # gamma: the anchor and block_size - 1 masks draft as many tokens
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     markov_rank: int  # r; 0: no sequential head
@@ -53,7 +53,7 @@ class DSparkConfig:
     fc_bias: bool = False
     anchor_input: bool = False
     anchor_input_rank: int | None = None  # None: full rank
-    tokenizer_fingerprint: str | None = None  # None: not known
+    tokenizer_fingerprint: str | None = None  # None: unknown
 
     @property
     def feature_size(self) -> int:
@@ -61,21 +61,17 @@ class DSparkConfig:
 
     @property
     def num_outputs(self) -> int:
-        """Tokens that can be drafted: rows of the head."""
+        """Rows of the head: tokens that can be drafted."""
         return self.shape.vocab_size if self.draft_token_ids is None else len(self.draft_token_ids)
 
     @property
     def num_markov_rows(self) -> int:
-        """Rows of W_1. With a reduced vocabulary the last one stands for every token outside it: an anchor may be one."""
+        """Rows of W_1. With a reduced vocabulary the last one is for all tokens outside it, which may be anchors."""
         return self.num_outputs + (self.draft_token_ids is not None)
 
 
 def load_dspark_config(folder: Path) -> DSparkConfig:
-    """The configuration of the drafter in ``folder``.
-
-    Raises:
-        ModelUnavailable: no folder, no ``config.json``, or a drafter that is not supported; one line that says which.
-    """
+    """Raises ModelUnavailable, saying why: no folder, no ``config.json``, or a drafter that is not supported."""
     path = folder / CONFIG
     raw = _read_json(path)
     if not isinstance(raw, dict):
@@ -86,39 +82,41 @@ def load_dspark_config(folder: Path) -> DSparkConfig:
     try:
         return parse_dspark_config(raw)
     except KeyError as missing:
-        raise ModelUnavailable(f"{path} has no field {missing}: it is no DSpark drafter") from missing
+        raise ModelUnavailable(f"{path} has no field {missing}: it is not a DSpark drafter") from missing
     except ModelUnavailable as refused:
         raise ModelUnavailable(f"{path}: {refused}") from refused
 
 
 def parse_dspark_config(raw: Mapping[str, Any]) -> DSparkConfig:
-    """``raw`` is a parsed ``config.json``, its list of draft tokens at hand.
+    """Args:
+        raw: a parsed ``config.json``, with the list of draft tokens itself.
 
     Raises:
-        ModelUnavailable: what it describes is not supported, or contradicts itself.
-        KeyError: a necessary field is missing.
+        ModelUnavailable: not supported, or contradictory.
+        KeyError: a required field is missing.
     """
     architecture = (raw["architectures"] or [""])[0]
     if not str(architecture).endswith("DSparkModel"):
-        raise ModelUnavailable(f"architecture {architecture!r} is no DSpark drafter; its name would end in 'DSparkModel'")
+        raise ModelUnavailable(f"architecture {architecture!r} is not a DSpark drafter, whose name ends in 'DSparkModel'")
     shape = parse_config(raw)
     rank = _int(raw, "markov_rank", low=0)
     has_confidence = bool(raw["enable_confidence_head"])
+    token_ids, anchor_rank = raw.get("draft_token_ids"), raw.get("anchor_input_rank")
     config = DSparkConfig(
         shape=shape,
         num_target_layers=_int(raw, "num_target_layers", low=1),
         block_size=_int(raw, "block_size", low=1, high=_MAX_BLOCK_SIZE),
         mask_token_id=_int(raw, "mask_token_id", low=0, high=shape.vocab_size - 1),
-        target_layer_ids=_layer_ids(raw["target_layer_ids"], _int(raw, "num_target_layers", low=1)),
+        target_layer_ids=_ascending(raw, "target_layer_ids", -1, _int(raw, "num_target_layers", low=1) - 1),
         markov_rank=rank,
         markov_kind=_markov_kind(raw["markov_head_type"]) if rank else "vanilla",
         has_confidence=has_confidence,
         confidence_with_markov=has_confidence and bool(raw["confidence_head_with_markov"]),
         shares_embedding=bool(raw.get("shares_embedding", False)),
-        draft_token_ids=_token_ids(raw.get("draft_token_ids"), shape.vocab_size),
+        draft_token_ids=None if token_ids is None else _ascending(raw, "draft_token_ids", 0, shape.vocab_size - 1),
         fc_bias=bool(raw.get("fc_bias", False)),
         anchor_input=bool(raw.get("anchor_input", False)),
-        anchor_input_rank=None if raw.get("anchor_input_rank") is None else _int(raw, "anchor_input_rank", low=1),
+        anchor_input_rank=None if anchor_rank is None else _int(raw, "anchor_input_rank", low=1),
         tokenizer_fingerprint=raw.get("tokenizer_fingerprint"),
     )
     if config.confidence_with_markov and not rank:
@@ -129,8 +127,8 @@ def parse_dspark_config(raw: Mapping[str, Any]) -> DSparkConfig:
 
 
 def dspark_json(config: DSparkConfig, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``config.json`` that reads back as ``config``. ``shape``: that of its transformer layers, as transformers names
-    things (``engine.models.config``); what only the target has in it does not matter."""
+    """The ``config.json`` of ``config``. ``shape``: a configuration of transformers with the shape of its layers
+    (``engine.models.config``), such as the target's."""
     optional = {
         "shares_embedding": config.shares_embedding,
         "draft_token_ids": list(config.draft_token_ids) if config.draft_token_ids is not None else None,
@@ -160,7 +158,7 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise ModelUnavailable(f"{path} is missing: the folder holds no trained drafter, or half of one") from error
+        raise ModelUnavailable(f"{path} is missing: the folder holds no trained drafter, or an incomplete one") from error
     except NotADirectoryError as error:
         raise ModelUnavailable(f"{path.parent} is not a folder: name the folder of a trained drafter") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -181,25 +179,10 @@ def _markov_kind(value: object) -> MarkovKind:
     raise ModelUnavailable(f"markov_head_type {value!r} is not supported; supported are {', '.join(MARKOV_KINDS)}")
 
 
-def _layer_ids(value: object, num_target_layers: int) -> tuple[int, ...]:
-    ids = _ints("target_layer_ids", value)
-    if not ids or list(ids) != sorted(set(ids)) or ids[0] < -1 or ids[-1] >= num_target_layers:
-        raise ModelUnavailable(
-            f"target_layer_ids must ascend between -1 and {num_target_layers - 1}, the target's last layer, got {list(ids)}"
-        )
-    return ids
-
-
-def _token_ids(value: object, vocab_size: int) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    ids = _ints("draft_token_ids", value)
-    if not ids or any(a >= b for a, b in pairwise(ids)) or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise ModelUnavailable(f"draft_token_ids must ascend and lie between 0 and {vocab_size - 1}")
-    return ids
-
-
-def _ints(key: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(item) is int for item in value):
+def _ascending(raw: Mapping[str, Any], key: str, low: int, high: int) -> tuple[int, ...]:
+    ids = raw[key]
+    if not isinstance(ids, Sequence) or isinstance(ids, str) or not all(type(item) is int for item in ids):
         raise ModelUnavailable(f"{key} must be a list of whole numbers")
-    return tuple(value)
+    if not ids or any(a >= b for a, b in pairwise(ids)) or ids[0] < low or ids[-1] > high:
+        raise ModelUnavailable(f"{key} must ascend between {low} and {high}")
+    return tuple(ids)

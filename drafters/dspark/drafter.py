@@ -1,31 +1,35 @@
-"""DSpark as a drafter: it keeps the projected features of every request it follows, and drafts a block for all at once."""
+"""The DSpark drafter: it caches the projected features of every open request, and drafts one block for each at once."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from cluster.errors import InvalidField
-from cluster.types import SamplingParams
+from cluster.types import ModelInfo, SamplingParams
 from drafters.dspark.backbone import Backbone
+from drafters.dspark.checkpoint import TargetRows, load_network
 from drafters.dspark.sequential import Block, SequentialStage
 from drafters.protocol import Capabilities, Demand, Draft
+from engine.factory import DTYPES
 from engine.layout import PackedSpan
 from engine.ledger import Ledger
-from engine.sampling import SamplingState
+from engine.sampling import Sampler, SamplingState
+from profiler.calibration import TemperatureScaling
 
 
 class Features(Protocol):
-    """The target's hidden states after the drafter's layers, for requests by the drafter's names for them."""
+    """The target's hidden states after the drafter's layers."""
 
     def read_hidden_states(self, request_id: str, start: int, stop: int) -> Tensor:
         """[stop - start, feature_size] of committed positions.
 
         Raises:
-            LookupError: not all of them are computed, or the request is not held.
+            LookupError: some are not computed, or the request is unknown.
         """
 
 
@@ -33,12 +37,12 @@ class Features(Protocol):
 class _DSparkSession:
     token_ids: list[int]  # committed
     state: SamplingState
-    ends: frozenset[int]
+    stop_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """A demand as far as it can be met."""
+class _BlockJob:
+    """The part of a demand that can be drafted."""
 
     demand: Demand
     anchor: int  # position of the last committed token
@@ -46,18 +50,16 @@ class _Job:
 
 
 class DSparkDrafter:
-    """Not thread-safe: its loop owns it, on the target's thread.
+    """Not thread-safe.
 
-    Of a request the cache holds positions 0 .. computed_len of the context, projected. A block writes its own keys and
-    values behind them and is rolled back. When blocks run out, the request that was asked about least recently loses its
-    context, and projects it anew when it is asked about again: the target still has the features.
-
-    A request whose features are not there, because the target has not computed them yet, gets an empty draft.
+    The cache holds positions 0 .. computed_len of each request's context, projected. A block writes its keys and values
+    behind them and is rolled back. When blocks run out, the least recently drafted request loses its context, which is
+    projected again when needed: the target still has the features. A request whose features the target has not computed
+    gets an empty draft.
 
     Args:
-        features: of the target.
         num_blocks: of the cache.
-        eos_token_ids: the target's.
+        eos_token_ids: of the target.
     """
 
     capabilities = Capabilities()
@@ -77,7 +79,7 @@ class DSparkDrafter:
         self._cache = backbone.new_cache(num_blocks)
         self._ledger = Ledger(num_blocks, self._cache.block_len)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._followed: OrderedDict[str, _DSparkSession] = OrderedDict()  # least recently asked about first
+        self._sessions: OrderedDict[str, _DSparkSession] = OrderedDict()  # least recently drafted first
         self._config = config = backbone.config
         self._block_size = config.block_size
         self._masks = (config.mask_token_id,) * (config.block_size - 1)
@@ -89,48 +91,50 @@ class DSparkDrafter:
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self.release(request_id)
-        sampling = replace(sampling, top_logprobs=None)  # which nobody would read
-        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
-        self._followed[request_id] = _DSparkSession(list(token_ids), SamplingState(sampling, token_ids, prompt_len), ends)
+        sampling = replace(sampling, top_logprobs=None)  # not needed for drafts
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
+        state = SamplingState(sampling, token_ids, prompt_len)
+        self._sessions[request_id] = _DSparkSession(list(token_ids), state, stop_ids)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        followed = self._followed[request_id]
-        followed.token_ids.extend(token_ids)
-        followed.state.extend(token_ids)
+        session = self._sessions[request_id]
+        session.token_ids.extend(token_ids)
+        session.state.extend(token_ids)
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
         drafts = {demand.request_id: Draft(demand.request_id, (), ()) for demand in demands}
         jobs = [job for demand in demands if (job := self._job(demand)) is not None]
         for part in self._parts(jobs):
-            for draft in self._draft(part):
-                drafts[draft.request_id] = draft
+            drafts.update((draft.request_id, draft) for draft in self._draft(part))
         return [drafts[demand.request_id] for demand in demands]
 
     def release(self, request_id: str) -> None:
-        if self._followed.pop(request_id, None) is not None and request_id in self._ledger:
+        if self._sessions.pop(request_id, None) is not None and request_id in self._ledger:
             self._ledger.release(request_id)
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
-        for request_id, followed in self._followed.items():
-            assert len(followed.state) == len(followed.token_ids), f"{request_id!r}: sampling state out of step"
+        for request_id, session in self._sessions.items():
+            assert len(session.state) == len(session.token_ids), (
+                f"{request_id!r}: sampling state differs from the committed tokens"
+            )
             if request_id in self._ledger:
                 computed_len = self._ledger.computed_len(request_id)
-                assert computed_len < len(followed.token_ids), f"{request_id!r}: features beyond the anchor"
+                assert computed_len < len(session.token_ids), f"{request_id!r}: features beyond the anchor"
 
-    def _job(self, demand: Demand) -> _Job | None:
-        """What can be drafted of a demand; None: nothing."""
-        followed = self._followed[demand.request_id]
-        anchor = len(followed.token_ids) - 1
+    def _job(self, demand: Demand) -> _BlockJob | None:
+        """Returns None if nothing can be drafted."""
+        session = self._sessions[demand.request_id]
+        anchor = len(session.token_ids) - 1
         num_tokens = min(demand.num_tokens, self._block_size - len(demand.ahead))
-        ended = any(token_id in followed.ends for token_id in demand.ahead)
+        ended = any(token_id in session.stop_ids for token_id in demand.ahead)
         if num_tokens <= 0 or ended or anchor + self._block_size > self._max_len:
             return None
-        return _Job(demand, anchor, num_tokens)
+        return _BlockJob(demand, anchor, num_tokens)
 
-    def _parts(self, jobs: Sequence[_Job]) -> "Sequence[Sequence[_Job]]":
-        """The jobs in parts that the cache holds at once."""
-        parts: list[list[_Job]] = []
+    def _parts(self, jobs: Sequence[_BlockJob]) -> list[list[_BlockJob]]:
+        """Splits the jobs into parts that fit the cache."""
+        parts: list[list[_BlockJob]] = []
         num_left = 0
         for job in jobs:
             needed = -(-(job.anchor + self._block_size) // self._ledger.block_len)
@@ -141,41 +145,41 @@ class DSparkDrafter:
             num_left -= needed
         return parts
 
-    def _draft(self, part: Sequence[_Job]) -> list[Draft]:
+    def _draft(self, part: Sequence[_BlockJob]) -> list[Draft]:
         self._make_room(part)
         part, last_features = self._catch_up(part)
         if not part:
             return []
         blocks = []
         for job in part:
-            followed = self._followed[job.demand.request_id]
-            anchor = followed.token_ids[job.anchor]
-            blocks.append(Block(anchor, followed.state, job.demand.ahead, job.num_tokens, followed.ends))
+            session = self._sessions[job.demand.request_id]
+            anchor = session.token_ids[job.anchor]
+            blocks.append(Block(anchor, session.state, job.demand.ahead, job.num_tokens, session.stop_ids))
         self._sequential.draft(self._run(part, last_features), blocks)
         return [
             Draft(job.demand.request_id, tuple(block.token_ids), tuple(block.confidences))
             for job, block in zip(part, blocks, strict=True)
         ]
 
-    def _catch_up(self, part: Sequence[_Job]) -> tuple[list[_Job], Tensor | None]:
-        """Projects what is missing of the contexts, in one pass.
+    def _catch_up(self, part: Sequence[_BlockJob]) -> tuple[list[_BlockJob], Tensor | None]:
+        """Projects the missing parts of the contexts in one pass.
 
-        Returns the jobs whose context is whole now, and if the backbone reads them the features before their anchors.
+        Returns the jobs whose context is complete, and the features before their anchors if the backbone reads them.
         """
         ready, spans, checkpoints, features, last_features = [], [], [], [], []
         for job in part:
             request_id = job.demand.request_id
             start = self._ledger.computed_len(request_id)
-            # The last of them may be known already, but is read again for the block's inputs.
+            # The last position is read again for the block's inputs, even if it is projected already.
             first = min(start, max(0, job.anchor - 1)) if self._config.anchor_input else start
             try:
                 rows = self._read(request_id, first, job.anchor)
             except LookupError:
-                continue  # prefilled in part, or preempted: the target decodes it plainly until it is computed
+                continue  # partly prefilled or preempted
             ready.append(job)
             last_features.append(rows[-1:] if job.anchor else rows.new_zeros(1, self._config.feature_size))
             if start < job.anchor:
-                token_ids = self._followed[request_id].token_ids[start : job.anchor]
+                token_ids = self._sessions[request_id].token_ids[start : job.anchor]
                 checkpoints.append(self._ledger.speculate(request_id, token_ids))
                 spans.append(PackedSpan(start, token_ids, self._ledger.block_table(request_id)))
                 features.append(rows[start - first :])
@@ -190,12 +194,12 @@ class DSparkDrafter:
             return torch.empty(0, self._config.feature_size, dtype=self._backbone.dtype, device=self._backbone.device)
         return self._features.read_hidden_states(request_id, start, stop).to(self._backbone.dtype)
 
-    def _run(self, part: Sequence[_Job], last_features: Tensor | None) -> Tensor:
-        """h of all blocks. Their keys and values lie behind the contexts only while they are computed."""
+    def _run(self, part: Sequence[_BlockJob], last_features: Tensor | None) -> Tensor:
+        """h of all blocks. Their keys and values are in the cache only during the pass."""
         spans, checkpoints = [], []
         for job in part:
             request_id = job.demand.request_id
-            token_ids = (self._followed[request_id].token_ids[job.anchor], *self._masks)
+            token_ids = (self._sessions[request_id].token_ids[job.anchor], *self._masks)
             checkpoints.append(self._ledger.speculate(request_id, token_ids))
             spans.append(PackedSpan(job.anchor, token_ids, self._ledger.block_table(request_id)))
         try:
@@ -204,19 +208,51 @@ class DSparkDrafter:
             for checkpoint in checkpoints:
                 self._ledger.commit(checkpoint, 0)
 
-    def _make_room(self, part: Sequence[_Job]) -> None:
-        """Holds every request of ``part``, and evicts others, the least recently asked about first, until it fits."""
+    def _make_room(self, part: Sequence[_BlockJob]) -> None:
+        """Opens every request of ``part`` in the ledger, and evicts others, least recently drafted first, until it fits."""
         needed = 0
         inside = {job.demand.request_id for job in part}
         for job in part:
             request_id = job.demand.request_id
-            self._followed.move_to_end(request_id)
+            self._sessions.move_to_end(request_id)
             if request_id not in self._ledger:
-                self._ledger.open(request_id, self._followed[request_id].token_ids)
+                self._ledger.open(request_id, self._sessions[request_id].token_ids)
             missing = job.anchor + self._block_size - self._ledger.computed_len(request_id)
             needed += self._ledger.num_blocks_needed(request_id, missing)
-        for request_id in self._followed:
+        for request_id in self._sessions:
             if needed <= self._ledger.num_free_blocks:
                 break
             if request_id in self._ledger and request_id not in inside:
                 self._ledger.release(request_id)
+
+
+def load_dspark(
+    folder: Path,
+    rows: TargetRows | None,
+    dtype: str,
+    target: ModelInfo,
+    device: torch.device,
+    features: Features,
+    *,
+    num_blocks: int,
+    scaling: TemperatureScaling | None = None,
+    min_survival: float = 0.0,
+) -> DSparkDrafter:
+    """Args:
+        rows: as of ``load_network``.
+        dtype: of the weights; int8 is multiplied as int8, where the device supports it.
+
+    Raises:
+        ModelUnavailable: as of ``load_network``.
+        InvalidField: the cache does not hold a block.
+    """
+    kind, int8 = DTYPES[dtype], dtype == "int8"
+    network = load_network(folder, rows, kind)
+    sampler = Sampler(target.vocab_size, target.eos_token_ids)
+    return DSparkDrafter(
+        Backbone(network, kind, device, int8=int8),
+        SequentialStage(network, kind, device, sampler, scaling, min_survival, int8=int8),
+        features,
+        num_blocks=num_blocks,
+        eos_token_ids=target.eos_token_ids,
+    )

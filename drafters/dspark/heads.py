@@ -1,7 +1,7 @@
-"""What follows the parallel stage of DSpark: the sequential head and the confidence head (the paper's equations 4 to 8).
+"""DSpark's sequential heads and confidence head (the paper's equations 4 to 8), which follow the parallel stage.
 
-A sequential head turns the token before a position into a vector ``u`` of r numbers, the latent; the bias of the position's
-logits is W_2 u. So the logits are one product of [h; u] with the rows of [head, W_2], made only where they are wanted.
+A sequential head turns the token before a position into a latent u of r numbers; the bias of the position's logits is
+W_2 u.
 
 Shapes: latents and embeddings of previous tokens [..., r], hidden states of the backbone after its final norm [..., d].
 """
@@ -13,7 +13,7 @@ from drafters.dspark.config import DSparkConfig
 
 
 class MarkovHead(nn.Module):
-    """Equation 5: the bias depends on the token before alone, B(x, .) = W_1[x] W_2. The latent is W_1[x]."""
+    """Equation 5: the bias depends only on the token before, B(x, .) = W_1[x] W_2. The latent is W_1[x]."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -22,16 +22,16 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(config.markov_rank, config.num_outputs, bias=False)
 
     def step(self, embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One position of any number of blocks: its latent, and the state of the next one. State None begins a block."""
+        """One position of any number of blocks: its latent, and the next state. State None begins a block."""
         return embedding, None
 
     def unroll(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """All positions of blocks whose previous tokens are known: [..., gamma, r] and [..., gamma, d] -> latents."""
+        """All positions of blocks with known previous tokens: [..., gamma, r] and [..., gamma, d] -> latents."""
         return self.step(embeddings, hidden, None)[0]
 
 
 class GatedMarkovHead(MarkovHead):
-    """The latent is W_1[x], each dimension weighed by what the backbone makes of the position."""
+    """The latent is W_1[x], each dimension gated by the token and the hidden state."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
@@ -42,10 +42,8 @@ class GatedMarkovHead(MarkovHead):
 
 
 class RecurrentHead(MarkovHead):
-    """Equation 6: a state s of r numbers, 0 before the first position, accumulates the block so far.
-
-    ``joint_proj`` holds W_g, W_c and W_o, in this order, over z = [s; W_1[x]; h].
-    """
+    """Equation 6: a state s of r numbers, initially 0, accumulates the block so far. ``joint_proj`` holds W_g, W_c and W_o,
+    in this order, over z = [s; W_1[x]; h]."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
@@ -66,7 +64,7 @@ class RecurrentHead(MarkovHead):
 
 
 class ConfidenceHead(nn.Module):
-    """Equation 7: the logit of the probability that a draft survives, given that those before it have."""
+    """Equation 7: the logit of the probability that a draft survives, given that those before it do."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -74,7 +72,7 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.shape.hidden_size + self.with_markov * config.markov_rank, 1)
 
     def forward(self, hidden: Tensor, embedding: Tensor | None) -> Tensor:
-        """[...] of hidden states [..., d] and W_1 of the token before, [..., r], if the head reads it."""
+        """[...] from hidden states [..., d] and, if the head reads it, W_1 of the token before [..., r]."""
         x = hidden if embedding is None or not self.with_markov else torch.cat([hidden, embedding], dim=-1)
         logit: Tensor = self.proj(x)
         return logit.squeeze(-1)

@@ -1,15 +1,16 @@
-"""DSpark's network in plain torch: what is trained, and the reference that the fast path is held to.
+"""DSpark's network in plain torch: the network that is trained, and the reference for the fast implementation.
 
-Names of modules are those of the released checkpoints. A block stands at positions anchor .. anchor + gamma - 1: the anchor,
-which is the last committed token, and masks. Its position k (from 0) predicts the token at anchor + 1 + k. Every layer
-attends from all positions of the block to all of them and to the context before the anchor, whose keys and values are
-projected from the target's features (equations 2 and 3). No block sees another one, nor the features of its own future.
+Module names are those of the released checkpoints. A block occupies positions anchor .. anchor + gamma - 1: the anchor (the
+last committed token) and masks. Position k (from 0) predicts the token at anchor + 1 + k. In every layer each position
+attends to all positions of its block and to the context before the anchor, whose keys and values are projected from the
+target's features (equations 2 and 3). Blocks do not see one another.
 
     positions   0 ............ anchor - 1 | anchor   +1     +2   ...
     context     H_ctx  H_ctx  ...  H_ctx  | x_0     mask   mask      block of gamma rows
     predicts                              | x_1     x_2    x_3  ...
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -19,15 +20,11 @@ from torch import Tensor, nn
 
 from drafters.dspark.config import DSparkConfig
 from drafters.dspark.heads import MARKOV_HEADS, ConfidenceHead, MarkovHead
-from engine.models.config import ModelConfig, inverse_frequencies
+from engine.models.config import DecoderConfig, inverse_frequencies
 
 
 class DSparkNetwork(nn.Module):
-    """Embedding and head are frozen: they are the target's.
-
-    Args:
-        config: its shape; parameters are initialised as usual, ``checkpoint.load_network`` fills them.
-    """
+    """Parameters are initialised as usual; ``checkpoint.load_network`` loads them. Embedding and head are frozen."""
 
     _frequencies: Tensor
     _rows: Tensor
@@ -45,7 +42,7 @@ class DSparkNetwork(nn.Module):
         self.markov_head: MarkovHead | None = MARKOV_HEADS[config.markov_kind](config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.has_confidence else None
         self.anchor_input = AnchorInput(config) if config.anchor_input else None
-        # Functions of the configuration: not in the state dict, and real where parameters are still to be loaded ("meta").
+        # Not in the state dict, and on the CPU even while parameters are on "meta".
         frequencies = torch.tensor(inverse_frequencies(shape), device="cpu")
         self.register_buffer("_frequencies", frequencies, persistent=False)
         self.register_buffer("_rows", markov_rows(config), persistent=False)
@@ -56,15 +53,14 @@ class DSparkNetwork(nn.Module):
         """The parallel stage: h of every position of a block at each anchor.
 
         Args:
-            features: [rows, feature_size], of whole sequences one after another. Of a sequence whose last anchor is its last
-                token, that token's features are not read.
+            features: [rows, feature_size], of whole sequences one after another; a last token's features are not read.
             token_ids: int64 [rows].
             lens: of the sequences, rows in all.
-            anchors: int64 [num_anchors], rows, ascending.
-            block_len: shorter blocks, of fewer masks; None: of gamma positions.
+            anchors: int64 [A], rows, ascending.
+            block_len: of the blocks; None: gamma.
 
         Returns:
-            [num_anchors, block_len, d], after the final norm: what the heads read.
+            [A, block_len, d] after the final norm, the input of the heads.
         """
         context = self.hidden_norm(self.fc(features))
         starts = torch.tensor([0, *lens], device=anchors.device).cumsum(0)
@@ -73,20 +69,20 @@ class DSparkNetwork(nn.Module):
         block_len = block_len or self.config.block_size
         steps = torch.arange(block_len, device=anchors.device)
         block_positions = (anchors - starts[sequence])[:, None] + steps
-        at = _Rotation.at(context_positions, self._frequencies), _Rotation.at(block_positions, self._frequencies)
+        at = _rotation(context_positions, self._frequencies), _rotation(block_positions, self._frequencies)
         parts = _parts(starts.tolist(), anchors.tolist())
-        x = self._block_inputs(features, token_ids, anchors, anchors > starts[sequence], block_len)
+        x = self.block_inputs(features, token_ids, anchors, anchors > starts[sequence], block_len)
         for layer in self.layers:
             x = layer(x, context, at, parts, anchors)
         return self.norm(x)
 
     def previous_embeddings(self, token_ids: Tensor) -> Tensor:
-        """W_1 of tokens, [..., r]: for position k of a block, those of the token before what it predicts (k = 0: anchor)."""
+        """W_1 of tokens, [..., r]. Position k of a block takes the token at anchor + k."""
         assert self.markov_head is not None
         return self.markov_head.markov_w1(self._rows[token_ids])
 
     def latents(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """Of the sequential head with known previous tokens (teacher-forced): [A, gamma, r]; None without such a head.
+        """Latents of the sequential head with teacher forcing, [A, gamma, r]; None without such a head.
 
         Args:
             hidden: [A, gamma, d], of ``forward``.
@@ -97,19 +93,19 @@ class DSparkNetwork(nn.Module):
         return self.markov_head.unroll(self.previous_embeddings(previous), hidden)
 
     def logits(self, hidden: Tensor, latents: Tensor | None) -> Tensor:
-        """[..., num_outputs] of h [..., d] and latents [..., r] (equation 4): for any selection of positions."""
+        """Equation 4: [..., num_outputs] from h [..., d] and latents [..., r]."""
         logits: Tensor = self.lm_head(hidden)
         return logits if latents is None or self.markov_head is None else logits + self.markov_head.markov_w2(latents)
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Before the sigmoid of equation 7: [A, gamma]. Arguments as of ``latents``."""
+        """Equation 7 before the sigmoid: [A, gamma]. Arguments as of ``latents``."""
         assert self.confidence_head is not None
         return self.confidence_head(hidden, self.previous_embeddings(previous) if self.confidence_head.with_markov else None)
 
-    def _block_inputs(
+    def block_inputs(
         self, features: Tensor, token_ids: Tensor, anchors: Tensor, has_context: Tensor, block_len: int
     ) -> Tensor:
-        """[A, block_len, d]"""
+        """[A, block_len, d]. ``has_context``: whether a token stands before each anchor in its sequence, bool [A]."""
         mask = torch.full((len(anchors), block_len), self.config.mask_token_id, device=anchors.device)
         mask[:, 0] = token_ids[anchors]
         embedded = self.embed_tokens(mask).to(self.norm.weight.dtype)
@@ -120,8 +116,8 @@ class DSparkNetwork(nn.Module):
 
 
 class AnchorInput(nn.Module):
-    """Ours: linear maps, one per position of the block, from [features at anchor - 1; the anchor's embedding] to what is
-    added to the position's input. Linear, so that ridge regression can fit them before anything is trained."""
+    """Ours: adds to each position's input a linear map of [features at anchor - 1; the anchor's embedding]. It is linear so
+    that ridge regression can initialise it."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -131,19 +127,30 @@ class AnchorInput(nn.Module):
         self.maps = nn.Linear(rank or num_in, config.block_size * hidden)
 
     def forward(self, features: Tensor, anchors: Tensor, block_len: int) -> Tensor:
-        """[A, feature_size] (zeros where nothing stands before the anchor), [A, d] -> [A, block_len, d]"""
+        """[A, feature_size] (zeros without context), [A, d] -> [A, block_len, d]"""
         x = self.reduce(torch.cat([features.to(anchors.dtype), anchors], dim=-1))
         num = block_len * anchors.shape[-1]
         return F.linear(x, self.maps.weight[:num], self.maps.bias[:num]).unflatten(-1, (block_len, -1))
 
 
+def output_rows(token_ids: Tensor | None, vocab_size: int, outside: int) -> Tensor:
+    """The row of a reduced head for each token, int64 [vocab_size].
+
+    Args:
+        token_ids: of the head, ascending; None: the whole vocabulary.
+        outside: value for other tokens.
+    """
+    if token_ids is None:
+        return torch.arange(vocab_size, device="cpu")
+    rows = torch.full((vocab_size,), outside, device="cpu")
+    rows[token_ids] = torch.arange(len(token_ids), device="cpu")
+    return rows
+
+
 def markov_rows(config: DSparkConfig) -> Tensor:
     """The row of W_1 for each token of the target's vocabulary, int64 [vocab]."""
-    if config.draft_token_ids is None:
-        return torch.arange(config.shape.vocab_size, device="cpu")
-    rows = torch.full((config.shape.vocab_size,), config.num_outputs, device="cpu")
-    rows[torch.tensor(config.draft_token_ids, device="cpu")] = torch.arange(config.num_outputs, device="cpu")
-    return rows
+    known = None if config.draft_token_ids is None else torch.tensor(config.draft_token_ids, device="cpu")
+    return output_rows(known, config.shape.vocab_size, outside=config.num_outputs)
 
 
 class RmsNorm(nn.Module):
@@ -156,42 +163,34 @@ class RmsNorm(nn.Module):
         return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self._eps).to(x.dtype)
 
 
-class _Rotation:
-    """Cosines and sines of positions, to rotate heads at them."""
-
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self._cos, self._sin = cos, sin
-
-    @staticmethod
-    def at(positions: Tensor, frequencies: Tensor) -> "_Rotation":
-        angles = positions[..., None].float() * frequencies
-        return _Rotation(angles.cos()[..., None, :], angles.sin()[..., None, :])
-
-    def __call__(self, heads: Tensor) -> Tensor:
-        """[..., heads, head_dim] at positions [...]"""
-        first, second = heads.float().chunk(2, dim=-1)
-        turned = [first * self._cos - second * self._sin, second * self._cos + first * self._sin]
-        return torch.cat(turned, dim=-1).to(heads.dtype)
+_Rotation = tuple[Tensor, Tensor]  # cosines and sines of positions, [..., 1, head_dim / 2]
+_Part = tuple[slice, slice]  # rows of a sequence, and its anchors
 
 
-_Part = tuple[slice, slice]  # rows of a sequence, and the anchors in it
+def _rotation(positions: Tensor, frequencies: Tensor) -> _Rotation:
+    angles = (positions[..., None].float() * frequencies)[..., None, :]
+    return angles.cos(), angles.sin()
+
+
+def _rotate(heads: Tensor, rotation: _Rotation) -> Tensor:
+    """[..., heads, head_dim] at positions [...]"""
+    cos, sin = rotation
+    first, second = heads.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)
 
 
 def _parts(starts: list[int], anchors: list[int]) -> list[_Part]:
-    """Sequences that have anchors."""
-    parts, first = [], 0
+    """Of the sequences that have anchors."""
+    parts = []
     for start, end in pairwise(starts):
-        last = first
-        while last < len(anchors) and anchors[last] < end:
-            last += 1
+        first, last = bisect_left(anchors, start), bisect_left(anchors, end)
         if last > first:
             parts.append((slice(start, end), slice(first, last)))
-        first = last
     return parts
 
 
 class _Attention(nn.Module):
-    def __init__(self, shape: ModelConfig) -> None:
+    def __init__(self, shape: DecoderConfig) -> None:
         super().__init__()
         self._shape = shape
         self.q_proj = nn.Linear(shape.hidden_size, shape.q_size, bias=shape.qkv_bias)
@@ -205,32 +204,26 @@ class _Attention(nn.Module):
         self, x: Tensor, context: Tensor, at: tuple[_Rotation, _Rotation], parts: Sequence[_Part], anchors: Tensor
     ) -> Tensor:
         """x [A, gamma, d], context [rows, d] -> [A, gamma, d]"""
-        context_at, block_at = at
         heads = (-1, self._shape.head_dim)
-        queries = block_at(self.q_norm(self.q_proj(x).unflatten(-1, heads)))
-        block_keys = block_at(self.k_norm(self.k_proj(x).unflatten(-1, heads)))
-        block_values = self.v_proj(x).unflatten(-1, heads)
-        keys = context_at(self.k_norm(self.k_proj(context).unflatten(-1, heads)))
-        values = self.v_proj(context).unflatten(-1, heads)
+        queries = _rotate(self.q_norm(self.q_proj(x).unflatten(-1, heads)), at[1])
+        (keys, values), (block_keys, block_values) = (
+            (_rotate(self.k_norm(self.k_proj(y).unflatten(-1, heads)), rotation), self.v_proj(y).unflatten(-1, heads))
+            for y, rotation in zip((context, x), at, strict=True)
+        )
         attended = [
-            _attend(
-                queries[own],
-                (keys[rows], values[rows]),
-                (block_keys[own], block_values[own]),
-                anchors[own] - rows.start,
-            )
+            _attend(queries[own], keys[rows], values[rows], block_keys[own], block_values[own], anchors[own] - rows.start)
             for rows, own in parts
         ]
         return self.o_proj(torch.cat(attended).flatten(-2))
 
 
-def _attend(queries: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], num_seen: Tensor) -> Tensor:
-    """Blocks of one sequence: [A, gamma, heads, head_dim]. Block a sees the first ``num_seen[a]`` rows of the context."""
-    (keys, values), (block_keys, block_values) = context, block
-    kv_heads = keys.shape[-2]
-    q = queries.unflatten(-2, (kv_heads, -1)) * queries.shape[-1] ** -0.5
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, block_keys: Tensor, block_values: Tensor, context_lens: Tensor
+) -> Tensor:
+    """Blocks of one sequence, [A, gamma, heads, head_dim]. Block a sees the first ``context_lens[a]`` context rows."""
+    q = queries.unflatten(-2, (keys.shape[-2], -1)) * queries.shape[-1] ** -0.5
     before = torch.einsum("akhgd,thd->ahgkt", q, keys)
-    hidden = torch.arange(len(keys), device=keys.device) >= num_seen[:, None]
+    hidden = torch.arange(len(keys), device=keys.device) >= context_lens[:, None]
     before = before.masked_fill(hidden[:, None, None, None], -torch.inf)
     within = torch.einsum("akhgd,ajhd->ahgkj", q, block_keys)
     weights = torch.cat([before, within], dim=-1).float().softmax(-1).to(values.dtype)
@@ -240,7 +233,7 @@ def _attend(queries: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor
 
 
 class _Mlp(nn.Module):
-    def __init__(self, shape: ModelConfig) -> None:
+    def __init__(self, shape: DecoderConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
@@ -251,7 +244,7 @@ class _Mlp(nn.Module):
 
 
 class DSparkLayer(nn.Module):
-    def __init__(self, shape: ModelConfig) -> None:
+    def __init__(self, shape: DecoderConfig) -> None:
         super().__init__()
         self.self_attn = _Attention(shape)
         self.mlp = _Mlp(shape)

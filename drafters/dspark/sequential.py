@@ -1,9 +1,8 @@
-"""The sequential stage as it is run: tokens of all blocks side by side, position after position.
+"""The sequential stage as served: the tokens of all blocks side by side, position after position.
 
-Base logits are made for the blocks that are not done, on a CPU for a few positions at a time; beside them a step costs the
-product of W_2, the choice, and next to nothing for the confidence: of equation 7 the part of h is computed for the whole
-block at once, and the part of W_1[x] is one number per token, computed when the drafter is made. What does not depend on the
-tokens is computed for all steps before the first.
+The head's logits are computed for the blocks that are not finished, on a CPU a few positions at a time. Besides them a step
+costs the product of W_2 and the choice. The confidence (equation 7) is nearly free: its part of h is computed for whole
+blocks at once, its part of W_1[x] once per token of the vocabulary.
 """
 
 import math
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from drafters.dspark.choice import is_plain, make_choice
+from drafters.dspark.choice import make_choice
 from drafters.dspark.network import DSparkNetwork, markov_rows
 from engine.cpu.packed import product_dtype
 from engine.device import to_device
@@ -27,25 +26,22 @@ from engine.ops import Logits
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from profiler.calibration import TemperatureScaling
 
-Floats = NDArray[np.float32]
-
-_UNSCALED = TemperatureScaling()
-_CPU_ROWS = 12  # of a head's product: of fewer a row takes longer, of more it does not take less
-_LEAST = 1e-6  # a confidence is never quite 0 or 1
+_CPU_ROWS = 12  # of a head's product: fewer cost more per row, more do not cost less
+_MIN_CONFIDENCE = 1e-6  # confidences lie between this and 1 - this
 
 
 @dataclass(slots=True)
 class Block:
-    """A block on its way to a draft.
+    """A block being drafted.
 
-    ``ahead``: tokens taken as given at its first positions. The draft is what follows them, at most ``num_tokens``.
+    ``ahead``: tokens given for its first positions. The draft follows them, at most ``num_tokens`` long.
     """
 
     anchor: int  # token
     state: SamplingState
     ahead: tuple[int, ...]
     num_tokens: int
-    ends: frozenset[int]  # tokens that nothing follows
+    stop_ids: frozenset[int]
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     survival: float = 1.0  # of all tokens so far
@@ -53,14 +49,14 @@ class Block:
 
     @property
     def end(self) -> int:
-        """Positions of the block that are wanted, those taken as given included."""
+        """Positions that are needed, given ones included."""
         return len(self.ahead) + self.num_tokens
 
     def wants(self, k: int) -> bool:
         return not self.done and len(self.ahead) <= k < self.end
 
-    def token_before(self, k: int) -> int:
-        """The token before the one that position ``k`` predicts; anything when the block is done."""
+    def previous_token(self, k: int) -> int:
+        """The token before the one that position ``k`` predicts; any token if the block is done."""
         if k == 0:
             return self.anchor
         if k <= len(self.ahead):
@@ -71,17 +67,17 @@ class Block:
         self.token_ids.append(token_id)
         self.confidences.append(confidence)
         self.survival *= confidence
-        self.done = token_id in self.ends
+        self.done = token_id in self.stop_ids
 
 
 class SequentialStage:
     """Head, sequential head and confidence head, on one device.
 
     Args:
-        network: read once, here; its weights may be laid out anew.
-        scaling: of the confidences, by position.
-        min_survival: a draft ends before a token that is less likely than this to be reached and right.
-        int8: products with int8 forms of the weights, where there are such products.
+        network: read here once; its weights may be laid out anew.
+        scaling: of the confidences, by position; None: they are not scaled.
+        min_survival: a draft ends before a token whose prefix is less probable than this.
+        int8: multiplies int8 weights, where the device supports it.
     """
 
     def __init__(
@@ -90,7 +86,7 @@ class SequentialStage:
         dtype: torch.dtype,
         device: torch.device,
         sampler: Sampler,
-        scaling: TemperatureScaling = _UNSCALED,
+        scaling: TemperatureScaling | None = None,
         min_survival: float = 0.0,
         *,
         int8: bool = False,
@@ -99,7 +95,7 @@ class SequentialStage:
         ops = make_ops(config.shape, dtype, device, int8=int8)
         self._device = device
         self._sampler = sampler
-        self._scaling = scaling
+        self._scaling = scaling or TemperatureScaling()
         self._min_survival = min_survival
         self._head = ops.logits(LinearWeight(network.lm_head.weight.detach().to(device, dtype)))
         self._rows_at_once = _CPU_ROWS if device.type == "cpu" else None
@@ -109,26 +105,25 @@ class SequentialStage:
             self._markov = self._markov.to(device, product_dtype(dtype, device))
             self._bias = ops.logits(LinearWeight(self._markov.markov_w2.weight.detach().to(dtype)))
         known = range(config.shape.vocab_size) if config.draft_token_ids is None else config.draft_token_ids
-        self._race = make_choice(ops, np.array(known, np.int64))
+        self._choose = make_choice(ops, np.array(known, np.int64))
         self._output_ids = None if config.draft_token_ids is None else torch.tensor(known, device=device)
         self._full_logits = torch.empty(0, config.shape.vocab_size, device=device)
         self._confidence = None if network.confidence_head is None else _Confidence(network, device)
 
     @torch.inference_mode()
     def draft(self, hidden: Tensor, blocks: Sequence[Block]) -> None:
-        """Drafts for all blocks, side by side.
-
-        Args:
-            hidden: h, [blocks, gamma, d] in the dtype; no block wants more than gamma positions.
+        """Args:
+        hidden: h, [blocks, gamma, d] in the dtype; no block needs more than gamma positions.
         """
         num_steps = max(block.end for block in blocks)
         hidden = hidden[:, :num_steps].contiguous()
         base = _BaseLogits(self._head, hidden, blocks, self._rows_at_once)
         of_hidden = None if self._confidence is None else self._confidence.of_hidden(hidden)
-        noise = _Noise.of(blocks, num_steps) if of_hidden is not None and all(is_plain(b.state) for b in blocks) else None
+        keys, temperatures = _noise(blocks, num_steps)
+        is_fast = of_hidden is not None and all(block.state.is_plain for block in blocks)
         state: Tensor | None = None
         for k in range(num_steps):
-            rows = self._rows[[block.token_before(k) for block in blocks]]
+            rows = self._rows[[block.previous_token(k) for block in blocks]]
             latents = None
             if self._markov is not None:
                 embeddings = embedding(to_device(rows, self._device), self._markov.markov_w1.weight)
@@ -145,12 +140,12 @@ class SequentialStage:
                     return
                 continue
             logits = self._logits(base.at(k, active), latents, active)
-            if noise is None:
-                self._sample(logits, [(blocks[i], confidences[i]) for i in active])
-            else:
-                token_ids = self._race(logits, noise.keys[active, k], noise.temperatures[active])
+            if is_fast:
+                token_ids = self._choose(logits, keys[active, k], temperatures[active])
                 for i, token_id in zip(active, token_ids, strict=True):
-                    blocks[i].add(token_id, confidences[i] or _LEAST)
+                    blocks[i].add(token_id, confidences[i] or _MIN_CONFIDENCE)
+            else:
+                self._sample(logits, [(blocks[i], confidences[i]) for i in active])
 
     def _logits(self, base: Tensor, latents: Tensor | None, active: Sequence[int]) -> Tensor:
         """Of the active blocks, fp32, contiguous. ``base``: theirs; ``latents``: of all blocks."""
@@ -161,21 +156,21 @@ class SequentialStage:
         return self._bias(latents, base)
 
     def _sample(self, logits: Tensor, active: Sequence[tuple[Block, float | None]]) -> None:
-        """One token for each of the blocks, by the engine's sampler. A confidence of None: that which the token has."""
+        """One token for each block by the engine's sampler. Without a confidence the token's probability is taken."""
         spans = [SampleSpan(block.state, (*block.ahead, *block.token_ids), 1) for block, _ in active]
         all_chosen = self._sampler.choose(self._over_all(logits), spans, want_confidences=self._confidence is None)
         for (block, confidence), chosen in zip(active, all_chosen, strict=True):
-            if not chosen.token_ids:  # every token is masked there, and the target will find the same
+            if not chosen.token_ids:  # every token is masked, for the target too
                 block.done = True
                 continue
-            certain = chosen.confidences[0] if confidence is None else confidence
-            if block.survival * certain < self._min_survival:
+            known = chosen.confidences[0] if confidence is None else confidence
+            if block.survival * known < self._min_survival:
                 block.done = True
             else:
-                block.add(chosen.token_ids[0], max(certain, _LEAST))
+                block.add(chosen.token_ids[0], max(known, _MIN_CONFIDENCE))
 
     def _over_all(self, logits: Tensor) -> Tensor:
-        """Over the whole vocabulary: -inf where a reduced head knows no token. Overwritten by the next call."""
+        """Over the whole vocabulary, -inf outside a reduced head. Overwritten by the next call."""
         if self._output_ids is None:
             return logits
         if len(self._full_logits) < len(logits):
@@ -184,30 +179,29 @@ class SequentialStage:
 
 
 class _BaseLogits:
-    """The head's logits, made as they come to be wanted: most blocks end before the last position.
+    """The head's logits, computed on demand: most blocks end before their last position.
 
     Args:
-        rows_at_once: as many positions are looked ahead as make so many rows; None: all.
+        rows_at_once: least rows of a product, reached by computing positions ahead; None: all positions.
     """
 
     def __init__(self, head: Logits, hidden: Tensor, blocks: Sequence[Block], rows_at_once: int | None) -> None:
         self._head, self._hidden, self._blocks = head, hidden, blocks
         self._rows_at_once = rows_at_once
-        self._start = self._stop = 0  # positions that are made
-        self._row_of: dict[int, int] = {}  # of a block that was not done then
+        self._start = self._stop = 0  # computed positions
+        self._row_of: dict[int, int] = {}  # by block
         self._logits = hidden  # [rows, positions, tokens]
 
     def at(self, k: int, active: Sequence[int]) -> Tensor:
-        """Of active blocks at a position; those of a step come before those of the next. fp32 [active, tokens], rows may lie
-        apart."""
+        """fp32 [active, tokens] at position ``k``, which does not decrease between calls."""
         if k >= self._stop:
-            self._make(k)
+            self._compute(k)
         logits = self._logits[:, k - self._start]
         if len(active) == len(logits):
             return logits
         return logits[to_device(np.array([self._row_of[i] for i in active]), logits.device)]
 
-    def _make(self, k: int) -> None:
+    def _compute(self, k: int) -> None:
         left = [i for i, block in enumerate(self._blocks) if not block.done and k < block.end]
         stop = self._hidden.shape[1]
         if self._rows_at_once is not None:
@@ -219,7 +213,7 @@ class _BaseLogits:
 
 
 class _Confidence:
-    """Equation 7 in two parts: what h gives, and what the token before gives, a number per row of W_1."""
+    """Equation 7 as a sum of two parts: of h, and of the token before, one number per row of W_1."""
 
     def __init__(self, network: DSparkNetwork, device: torch.device) -> None:
         assert network.confidence_head is not None
@@ -238,28 +232,21 @@ class _Confidence:
         return logits
 
     def of_step(self, of_hidden: Sequence[float], rows: NDArray[np.int64], temperature: float, offset: float) -> list[float]:
-        """Of one position of each block: ``of_hidden`` [blocks], rows of W_1 [blocks]."""
+        """Of one position: ``of_hidden`` [blocks], rows of W_1 [blocks]."""
         logits = of_hidden
         if self._of_row is not None:
             logits = [a + b for a, b in zip(of_hidden, self._of_row[rows].tolist(), strict=True)]
         return [_sigmoid(logit / temperature + offset) for logit in logits]
 
 
-@dataclass(frozen=True, slots=True)
-class _Noise:
-    """What the choice at each position of each block depends on beside its logits."""
-
-    keys: NDArray[np.int64]  # [blocks, steps]
-    temperatures: Floats  # [blocks]
-
-    @classmethod
-    def of(cls, blocks: Sequence[Block], num_steps: int) -> "_Noise":
-        seeds = np.array([block.state.sampling.seed for block in blocks], np.uint64)
-        positions = np.array([len(block.state) for block in blocks])[:, None] + np.arange(num_steps)
-        temperatures = np.array([block.state.sampling.temperature for block in blocks], np.float32)
-        return cls(noise_keys(seeds[:, None], positions), temperatures)
+def _noise(blocks: Sequence[Block], num_steps: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Noise keys [blocks, steps] and temperatures [blocks]."""
+    seeds = np.array([block.state.sampling.seed for block in blocks], np.uint64)
+    positions = np.array([len(block.state) for block in blocks])[:, None] + np.arange(num_steps)
+    temperatures = np.array([block.state.sampling.temperature for block in blocks], np.float32)
+    return noise_keys(seeds[:, None], positions), temperatures
 
 
 def _sigmoid(logit: float) -> float:
     value = 1.0 / (1.0 + math.exp(-max(-60.0, min(60.0, logit))))
-    return max(_LEAST, min(1.0 - _LEAST, value))
+    return max(_MIN_CONFIDENCE, min(1.0 - _MIN_CONFIDENCE, value))

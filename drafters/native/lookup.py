@@ -94,7 +94,7 @@ class Drafts:
         return drafts
 
 
-class Batch:
+class PackedDemands:
     """Demands, with buffers for their drafts, in C's layout."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class NativeLookup(Native):
         new.argtypes, new.restype = _NEW[kind], _AT
         super().__init__(library, kind, new(*arguments), keep)
         self._propose = self.function("propose", _AT, _AT)
-        self._batch = Batch()
+        self._batch = PackedDemands()
 
     @property
     def capabilities(self) -> Capabilities:

@@ -1,4 +1,4 @@
-"""The model card of a trained drafter: what it is, what it learned from, how good it is. And the same figures as JSON."""
+"""The model card of a trained drafter (what it is, its training data, its acceptance), and its figures as JSON."""
 
 import json
 from collections import Counter
@@ -8,28 +8,35 @@ from pathlib import Path
 from typing import Any
 
 from drafters.training.confidences import DIAGRAM
-from drafters.training.corpus import Answer
+from drafters.training.corpus import TargetAnswer
 from drafters.training.evaluation import Acceptance
 from drafters.training.recipe import TrainOptions
 from engine.models.prepare import CATALOGUE
 
+CARD, FIGURES = "README.md", "evaluation.json"
+
+_KINDS = {
+    "dspark": "a block drafter on the target's hidden states (DSpark)",
+    "layers": "a few layers of the target, autoregressive",
+    "table": "a table of the target's continuations of the last few tokens",
+}
 _DISTILLED = (
-    "Distilled with the target frozen: 0.1 cross entropy + 0.9 total variation, which KL divergence turns into over the "
+    "Distilled with the target frozen: 0.1 cross entropy + 0.9 total variation, which replaces KL divergence over the "
     "first 30%"
 )
-CARD, FIGURES = "README.md", "evaluation.json"
+_STORED = "Weights are a moving average, stored as int8 with a scale per row."
 
 
 @dataclass(frozen=True, slots=True)
 class CardData:
     options: TrainOptions
     target: str
-    learned: Sequence[Answer]
-    held_out: Sequence[Answer]
+    learned: Sequence[TargetAnswer]
+    held_out: Sequence[TargetAnswer]
     trained: Sequence[Acceptance]
     untrained: Sequence[Acceptance]
     recipe: dict[str, Any]
-    confidences: Mapping[str, float]  # as of ``drafters.training.confidences.calibrate``; empty without calibration
+    confidences: Mapping[str, float]  # of ``drafters.training.confidences.calibrate``; empty without calibration
 
 
 def write_card(folder: Path, data: CardData) -> None:
@@ -39,26 +46,19 @@ def write_card(folder: Path, data: CardData) -> None:
         "confidences": dict(data.confidences),
     }
     (folder / FIGURES).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    sections = [_what(data), _figures(data), _training(data), _data(data), _limits(data)]
-    if data.confidences:
-        sections.insert(2, _confidences(data))
+    confidences = [_confidences(data)] if data.confidences else []
+    sections = [_what(data), _figures(data), *confidences, _training(data), _data(data), _limits(data)]
     (folder / CARD).write_text("\n\n".join(sections) + "\n", encoding="utf-8")
 
 
 def _what(data: CardData) -> str:
-    kind = {
-        "dspark": "a block drafter on the target's hidden states (DSpark)",
-        "layers": "a few layers of the target, autoregressive",
-        "table": "a table of what the target tends to say after the last few tokens",
-    }[data.options.drafter]
+    name, kind = data.options.out.name, data.options.drafter
     return (
-        f"# {data.options.out.name}: a drafter for {data.target}\n\n"
-        f"It is {kind}, trained by `outrider train` on the target's own answers. It proposes tokens; the target verifies "
-        "them, so it changes how fast answers come and never what they say. It works with this target alone.\n\n"
-        "```yaml\ndrafters:\n"
-        f"  - name: {data.options.out.name}\n"
-        f"    options: {{kind: {data.options.drafter}, path: ./{data.options.out.name}}}\n```\n\n"
-        "`path` is this folder, here as seen from the one that it lies in; a bare name means a shipped drafter first."
+        f"# {name}: a drafter for {data.target}\n\n"
+        f"It is {_KINDS[kind]}, trained by `outrider train` on the target's own answers. It proposes tokens that the target "
+        "verifies, so it changes the speed of answers and never their content. It works with this target only.\n\n"
+        f"```yaml\ndrafters:\n  - name: {name}\n    options: {{kind: {kind}, path: ./{name}}}\n```\n\n"
+        "`path` is this folder, here relative to its parent; a bare name would select a shipped drafter first."
     )
 
 
@@ -67,20 +67,17 @@ def _figures(data: CardData) -> str:
     lines = [
         "## Figures",
         "",
-        f"On {len(data.held_out)} answers to {len({a.key for a in data.held_out})} prompts that it never saw. The accepted "
-        "length counts the bonus token; acceptance is that of each position, given that those before were right.",
+        f"On {len(data.held_out)} answers to {len({a.key for a in data.held_out})} held-out prompts. The accepted "
+        "length includes the bonus token; acceptance is per position, given that those before were right.",
         "",
         f"| temperature | draft tokens | accepted length | {before_training} | acceptance by position |",
         "|---:|---:|---:|---:|---|",
     ]
-    untrained = {(a.temperature, a.draft_len): a.accepted_len for a in data.untrained}
+    untrained = {(a.temperature, a.draft_len): f"{a.accepted_len:.2f}" for a in data.untrained}
     for one in data.trained:
-        before = untrained.get((one.temperature, one.draft_len))
+        before = untrained.get((one.temperature, one.draft_len), "")
         by_position = " ".join(f"{share:.2f}" for share in one.by_position)
-        lines.append(
-            f"| {one.temperature:g} | {one.draft_len} | {one.accepted_len:.2f} | "
-            f"{'' if before is None else f'{before:.2f}'} | {by_position} |"
-        )
+        lines.append(f"| {one.temperature:g} | {one.draft_len} | {one.accepted_len:.2f} | {before} | {by_position} |")
     best = max(data.trained, key=lambda a: (a.draft_len, -a.temperature))
     by_domain = ", ".join(f"{domain} {length:.2f}" for domain, length in best.by_domain.items())
     lines += ["", f"By domain, {best.draft_len} draft tokens, temperature {best.temperature:g}: {by_domain}."]
@@ -88,16 +85,19 @@ def _figures(data: CardData) -> str:
 
 
 def _confidences(data: CardData) -> str:
+    def figure(name: str) -> str:
+        return f"{data.confidences[name]:.3f}" if name in data.confidences else ""
+
     shares = [
-        f"| {title} | {_figure(data.confidences.get(f'ece_{key}'))} | {_figure(data.confidences.get(f'auroc_{key}'))} |"
-        for key, title in (("before", "as they are"), ("after", "calibrated"), ("isotonic", "by isotonic maps"))
+        f"| {title} | {figure(f'ece_{key}')} | {figure(f'auroc_{key}')} |"
+        for key, title in (("before", "uncalibrated"), ("after", "calibrated"), ("isotonic", "isotonic maps"))
     ]
     lines = [
         "## Confidences",
         "",
         f"Of {data.confidences['records']:g} drafts at temperature {min(a.temperature for a in data.trained):g}, each half "
-        "of the prompts foreseen by what was fitted on the other; `calibration.json` is fitted on both. Calibration error "
-        "and AUROC are of the survival of prefixes, and means over the positions that enough drafts reach.",
+        "of the prompts judged with the fit on the other; `calibration.json` is fitted on both. Calibration error and "
+        "AUROC refer to the survival of prefixes, and are means over the positions that enough drafts reach.",
         "",
         "| confidences | ECE | AUROC |",
         "|---|---:|---:|",
@@ -108,65 +108,46 @@ def _confidences(data: CardData) -> str:
     return "\n".join(lines)
 
 
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
 def _training(data: CardData) -> str:
     options = data.options
-    asked: dict[str, object] = {
-        "seed": options.seed,
-        "layers": options.num_layers,
-        "block": options.block_size,
-        "epochs": options.num_epochs,
-        "learning rate": options.learning_rate,
-    }
-    if options.drafter == "table":
-        asked = {"seed": options.seed}
-    if options.drafter == "layers":
-        del asked["block"]
-    if options.drafter == "dspark":
-        asked["head"] = options.head
-    rows = [f"| {name} | {value} |" for name, value in (asked | data.recipe).items()]
-    beginning = "as a ridge regression of the target's final hidden states"
+    asked: dict[str, object] = {"seed": options.seed}
+    if options.drafter != "table":
+        asked["layers"] = options.num_layers
+        if options.drafter == "dspark":
+            asked |= {"block": options.block_size, "head": options.head}
+        asked |= {"epochs": options.num_epochs, "learning rate": options.learning_rate}
+    start = "a ridge regression of the target's final hidden states"
     if options.begin_with is not None:
-        beginning = f"as the drafter {options.begin_with.name}"
+        start = f"the drafter {options.begin_with.name}"
     how = {
-        "dspark": f"{_DISTILLED}, and the confidence head on the expected acceptance (DSpark, equations 8 to 12). It "
-        f"began {beginning}. Weights are a moving average, stored as int8 "
-        "with a scale per row.",
-        "layers": f"{_DISTILLED}. It began with the target's own layers. Weights are a moving average, stored as int8 "
-        "with a scale per row.",
+        "dspark": f"{_DISTILLED}, and the confidence head on the expected acceptance (DSpark, equations 8 to 12). "
+        f"Initialised from {start}. {_STORED}",
+        "layers": f"{_DISTILLED}. Initialised from the target's own layers. {_STORED}",
         "table": "Counted, with shares shrunk towards those of the shorter context.",
     }[options.drafter]
+    rows = [f"| {name} | {value} |" for name, value in (asked | data.recipe).items()]
     plots = "" if options.drafter == "table" else "\n\n![losses](losses.png)\n\n![acceptance](acceptance.png)"
     return "\n".join(["## Training", "", how, "", "| | |", "|---|---:|", *rows]) + plots
 
 
 def _data(data: CardData) -> str:
-    num_tokens = sum(len(a.answer_token_ids) for a in data.learned)
-    domains = Counter(a.domain for a in data.learned)
-    counted = ", ".join(f"{domain} {num}" for domain, num in sorted(domains.items()))
-    return (
-        "## Data\n\n"
-        f"{len(data.learned)} answers by the target, {num_tokens} tokens, at temperatures "
-        f"{', '.join(f'{t:g}' for t in sorted({a.temperature for a in data.learned}))}. "
-        f"{_origins(data)} Answers by domain: {counted}."
-    )
-
-
-def _origins(data: CardData) -> str:
     options = data.options
-    said = ["Prompts written by the target itself."] if options.num_prompts else []
+    num_tokens = sum(len(a.answer_token_ids) for a in data.learned)
+    temperatures = ", ".join(f"{t:g}" for t in sorted({a.temperature for a in data.learned}))
+    sentences = [f"{len(data.learned)} answers by the target, {num_tokens} tokens, at temperatures {temperatures}."]
+    if options.num_prompts:
+        sentences.append("Prompts written by the target itself.")
     if options.prompts:
         files = ", ".join(path.name for path in options.prompts)
-        said.append(f"Prompts of given files: {files}; their licences are for whoever gave them to state.")
+        sentences.append(f"Prompts from given files: {files}; their licences must be stated by whoever provided them.")
     if num_composed := len({a.key for a in data.learned if a.sources}):
         kinds = "translations, questions about passages, problems in other languages"
-        said.append(f"{num_composed} prompts composed of others: {kinds}.")
+        sentences.append(f"{num_composed} prompts composed of others: {kinds}.")
     if options.data_folder is not None:
-        said.append("Prompts of the evaluation sets were left out.")
-    return " ".join(said)
+        sentences.append("Prompts of the evaluation sets were left out.")
+    domains = Counter(a.domain for a in data.learned)
+    sentences.append(f"Answers by domain: {', '.join(f'{domain} {num}' for domain, num in sorted(domains.items()))}.")
+    return "## Data\n\n" + " ".join(sentences)
 
 
 def _limits(data: CardData) -> str:
@@ -174,6 +155,6 @@ def _limits(data: CardData) -> str:
     origin = data.target if known is None else known.summary
     return (
         "## Licence and limits\n\n"
-        f"Derived from {origin} and its answers: the target's licence holds. Answers in subjects and languages that "
-        "are not among its data are drafted less well."
+        f"Derived from {origin} and its answers: the target's licence applies. Acceptance is lower for subjects and "
+        "languages that its training data lacks."
     )

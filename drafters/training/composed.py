@@ -1,12 +1,10 @@
-"""Prompts put together from other prompts: tasks about a text need a text that makes sense.
+"""Prompts composed of other prompts, for tasks that need a text: translation, problems in other languages, passages.
 
-A small target that is to write a text *and* what is to be done with it writes neither well: translations of nothing,
-questions about passages that are no passages. The prompts at hand, given or self-written, are such texts.
+A small target writes no usable text for such a task itself; given or self-written prompts serve as these texts.
 """
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from drafters.training.corpus import MAX_PROMPT_CHARS, GivenPrompt, fingerprint
 
@@ -31,52 +29,47 @@ _PASSAGES = (
     "Context:\n{}\n\n{}",
     "{}\n\nUse the text above to answer: {}",
 )
-_SENTENCE = range(30, 400)  # characters of what is translated, and of questions
+_SENTENCE = range(30, 400)  # characters of a question or a text to translate
 _PASSAGE = range(300, 2000)
 _MAX_PASSAGES = 4
-_MARGIN = 100  # characters for the frame of passages
+_TEMPLATE_CHARS = 100  # at most, around passages and question
 
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A text, and the fingerprint of the prompt that it was taken from."""
-
-    text: str
-    key: str
+_Source = tuple[str, str]  # a text, and the fingerprint of its prompt
 
 
 def compose(prompts: Sequence[GivenPrompt], seed: int, num_each: int) -> list[GivenPrompt]:
-    """At most ``num_each`` of each kind, and no more than there are texts for it: a text in many tasks teaches little. A
-    function of the arguments."""
-    by_domain: dict[str, list[_Source]] = {}
-    for prompt in prompts:
-        by_domain.setdefault(prompt.domain, []).append(_Source(prompt.prompt, fingerprint(prompt.prompt)))
+    """At most ``num_each`` prompts of each kind, and at most as many as there are source texts. Deterministic."""
 
     def sources(lens: range, *domains: str) -> list[_Source]:
-        return [source for domain in domains for source in by_domain.get(domain, ()) if len(source.text) in lens]
+        return [
+            (p.prompt, fingerprint(p.prompt))
+            for domain in domains
+            for p in prompts
+            if p.domain == domain and len(p.prompt) in lens
+        ]
 
     rng = random.Random(f"{seed} composed")
     sentences = sources(_SENTENCE, "math", "how_to", "qa", "chat")
     problems = sources(_SENTENCE, "math")
     questions = sources(_SENTENCE, "qa", "how_to")
-    bodies = [_Source(_body(source.text), source.key) for source in sources(_PASSAGE, "summarization", "rag")]
-    passages = [body for body in bodies if len(body.text) in _PASSAGE]
+    bodies = [(_without_instruction(text), key) for text, key in sources(_PASSAGE, "summarization", "rag")]
+    passages = [body for body in bodies if len(body[0]) in _PASSAGE]
 
     def translation() -> GivenPrompt:
-        frame, language, sentence = rng.choice(_TRANSLATIONS), rng.choice(_LANGUAGES), rng.choice(sentences)
-        return GivenPrompt("translation", frame.format(language, sentence.text), (sentence.key,))
+        template, language, (text, key) = rng.choice(_TRANSLATIONS), rng.choice(_LANGUAGES), rng.choice(sentences)
+        return GivenPrompt("translation", template.format(language, text), (key,))
 
     def multilingual() -> GivenPrompt:
-        frame, problem = rng.choice(_MULTILINGUAL), rng.choice(problems)
-        return GivenPrompt("math_multilingual", frame.format(problem.text), (problem.key,))
+        template, (text, key) = rng.choice(_MULTILINGUAL), rng.choice(problems)
+        return GivenPrompt("math_multilingual", template.format(text), (key,))
 
     def rag() -> GivenPrompt:
-        question = rng.choice(questions)
-        some = rng.sample(passages, min(len(passages), rng.randint(1, _MAX_PASSAGES)))
-        while len(some) > 1 and sum(len(one.text) for one in some) > MAX_PROMPT_CHARS - len(question.text) - _MARGIN:
-            some.pop()
-        text = rng.choice(_PASSAGES).format("\n\n".join(one.text for one in some), question.text)
-        return GivenPrompt("rag", text, (*(one.key for one in some), question.key))
+        question, question_key = rng.choice(questions)
+        chosen = rng.sample(passages, min(len(passages), rng.randint(1, _MAX_PASSAGES)))
+        while len(chosen) > 1 and sum(len(text) for text, _ in chosen) > MAX_PROMPT_CHARS - len(question) - _TEMPLATE_CHARS:
+            chosen.pop()
+        text = rng.choice(_PASSAGES).format("\n\n".join(text for text, _ in chosen), question)
+        return GivenPrompt("rag", text, (*(key for _, key in chosen), question_key))
 
     kinds: list[tuple[Callable[[], GivenPrompt], int]] = [
         (translation, len(sentences)),
@@ -86,7 +79,7 @@ def compose(prompts: Sequence[GivenPrompt], seed: int, num_each: int) -> list[Gi
     return [make() for make, num_texts in kinds for _ in range(min(num_each, num_texts))]
 
 
-def _body(text: str) -> str:
-    """Without a first paragraph that says what to do with the others."""
-    instruction, _, rest = text.partition("\n\n")
-    return rest if len(instruction) < len(rest) else text
+def _without_instruction(text: str) -> str:
+    """Drops a first paragraph that is shorter than the rest."""
+    first, _, rest = text.partition("\n\n")
+    return rest if len(first) < len(rest) else text

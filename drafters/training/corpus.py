@@ -1,6 +1,6 @@
-"""What a drafter learns from: prompts, given and self-written, and the target's own answers to them, in files that grow.
+"""Training data: given and self-written prompts, and the target's answers.
 
-Every record is a line of JSON, written whole and flushed, so that a run that was cut off goes on where it stopped.
+Records are lines of JSON, each written whole and flushed, so that an interrupted run resumes after the last one.
 """
 
 import hashlib
@@ -15,21 +15,19 @@ from cluster.errors import InvalidField
 
 MIN_PROMPT_CHARS = 8
 MAX_PROMPT_CHARS = 4000
-EVALUATION_FOLDER = "prompts"  # of the folder that holds the data: what is measured on, never trained on
+EVALUATION_FOLDER = "prompts"  # evaluation sets in the data folder, never trained on
 
 
 @dataclass(frozen=True, slots=True)
 class GivenPrompt:
-    """``sources``: fingerprints of the prompts that it was composed of."""
-
     domain: str
     prompt: str
-    sources: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()  # fingerprints of the prompts that it was composed of
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenPrompt:
-    """An attempt of the target at a prompt. ``prompt`` is None if it came to nothing worth an answer."""
+    """An attempt of the target to write a prompt; ``prompt`` is None if it is unusable."""
 
     index: int
     domain: str
@@ -37,10 +35,11 @@ class WrittenPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One dialogue turn as token ids: the prompt with its chat template, and what the target answered.
+class TargetAnswer:
+    """One dialogue turn as token ids: the prompt with its chat template, and the target's answer.
 
-    ``key`` names the prompt, and is the same at each temperature. ``sources`` are the keys of those that it was composed of.
+    ``key`` is the prompt's fingerprint, the same at each temperature; ``sources`` are keys of the prompts that it was
+    composed of.
     """
 
     key: str
@@ -52,6 +51,10 @@ class Answer:
     sources: tuple[str, ...] = ()
 
     @property
+    def name(self) -> str:
+        return f"{self.key} {self.temperature}"
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         return self.prompt_token_ids + self.answer_token_ids
 
@@ -60,60 +63,51 @@ class Answer:
         return len(self.prompt_token_ids)
 
 
-def append(path: Path, record: Answer | WrittenPrompt) -> None:
+def append(path: Path, record: TargetAnswer | WrittenPrompt) -> None:
     line = json.dumps(asdict(record), ensure_ascii=False, separators=(",", ":")) + "\n"
     with path.open("ab") as file:
         file.write(line.encode())
 
 
 def repair(path: Path) -> None:
-    """Cuts off a last line that a kill left unfinished, so that the next one does not go on in it."""
+    """Truncates an unfinished last line."""
     if not path.exists():
         return
     with path.open("rb+") as file:
-        content = file.read()
-        whole_len = content.rfind(b"\n") + 1
-        if whole_len < len(content):
-            file.truncate(whole_len)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def read_written(paths: Iterable[Path]) -> Iterator[WrittenPrompt]:
-    for record in _records(paths):
-        yield WrittenPrompt(record["index"], record["domain"], record["prompt"])
+    return (WrittenPrompt(**record) for record in _records(paths))
 
 
-def read_answers(paths: Iterable[Path]) -> Iterator[Answer]:
+def read_answers(paths: Iterable[Path]) -> Iterator[TargetAnswer]:
     for record in _records(paths):
-        record["prompt_token_ids"] = tuple(record["prompt_token_ids"])
-        record["answer_token_ids"] = tuple(record["answer_token_ids"])
-        record["sources"] = tuple(record.get("sources", ()))
-        yield Answer(**record)
+        lists = {name: tuple(record.get(name, ())) for name in ("prompt_token_ids", "answer_token_ids", "sources")}
+        yield TargetAnswer(**record | lists)
 
 
 def read_given(paths: Sequence[Path], data_folder: Path | None) -> list[GivenPrompt]:
-    """The prompts of JSONL files, each line with a ``prompt`` and, maybe, a ``domain`` (else the file's name).
+    """The prompts of JSONL files: a ``prompt`` on each line, and optionally a ``domain`` (default: the file's name).
 
     Args:
-        data_folder: whose ``prompts`` folder holds the evaluation sets. None: there are none on this machine.
+        data_folder: its ``prompts`` folder holds the evaluation sets; None: there are none here.
 
     Raises:
-        InvalidField: a file of the evaluation sets, or not such a file; names it, and the line.
+        InvalidField: a file is an evaluation set or not of this format; names the file and line.
     """
     prompts = []
     for path in paths:
-        refuse_evaluation(path, data_folder)
+        _refuse_evaluation(path, data_folder)
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also cut at U+2028 inside a text
+            lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also cut at U+2028
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidField("prompts", str(path), f"cannot be read as UTF-8 text ({error})") from error
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                prompts.append(_given(line, path, number))
+        prompts += [_given(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
     return prompts
 
 
-def refuse_evaluation(path: Path, data_folder: Path | None) -> None:
-    """Raises InvalidField for a file that drafters are measured on."""
+def _refuse_evaluation(path: Path, data_folder: Path | None) -> None:
     if data_folder is None:
         return
     held_back = (data_folder / EVALUATION_FOLDER).resolve()
@@ -121,24 +115,21 @@ def refuse_evaluation(path: Path, data_folder: Path | None) -> None:
         raise InvalidField(
             "prompts",
             str(path),
-            f"lies in {held_back}, the evaluation sets: a drafter trained on them would show acceptance that does not hold; "
+            f"lies in {held_back}, the evaluation sets: training on them would invalidate measured acceptance; "
             "give other prompts, or none",
         )
 
 
 def evaluation_fingerprints(data_folder: Path | None) -> frozenset[str]:
-    """Of all evaluation prompts, so that copies of them are left out wherever they come from."""
+    """Fingerprints of all evaluation prompts, to exclude copies of them."""
     if data_folder is None:
         return frozenset()
-    found = set()
-    for path in sorted((data_folder / EVALUATION_FOLDER).glob("*.jsonl")):
-        for record in _records([path]):
-            found.add(fingerprint(str(record.get("prompt", ""))))
-    return frozenset(found)
+    paths = sorted((data_folder / EVALUATION_FOLDER).glob("*.jsonl"))
+    return frozenset(fingerprint(str(record.get("prompt", ""))) for record in _records(paths))
 
 
 def is_usable(prompt: str) -> bool:
-    """Whether a prompt is worth an answer: neither a stub, nor endless, nor a loop."""
+    """Whether a prompt is worth an answer: not too short, too long or repetitive."""
     text = prompt.strip()
     if not MIN_PROMPT_CHARS <= len(text) <= MAX_PROMPT_CHARS or "<|" in text or "\ufffd" in text:
         return False
@@ -147,9 +138,41 @@ def is_usable(prompt: str) -> bool:
 
 
 def fingerprint(prompt: str) -> str:
-    """Equal for prompts that differ in case, spacing or punctuation alone."""
+    """A hash that ignores case, spacing and punctuation."""
     plain = " ".join(re.findall(r"\w+", prompt.lower())) or prompt
     return hashlib.blake2b(plain.encode(), digest_size=12).hexdigest()
+
+
+def hold_out(
+    answers: Sequence[TargetAnswer], share: float, at_least: int = 1
+) -> tuple[list[TargetAnswer], list[TargetAnswer]]:
+    """Answers to train on and answers to evaluate on, divided by prompt; no text is in both.
+
+    Of the prompts that are not composed, ``share`` is held out: at least one, and at least ``at_least`` as far as
+    these are a third at most. A composed prompt with a held-out source is not trained on; such prompts are evaluated on
+    up to the same share, and the rest of them is unused.
+    """
+    keys = sorted({answer.key for answer in answers if not answer.sources})  # hashes, so in random order
+    held = set(keys[: max(1, round(share * len(keys)), min(at_least, len(keys) // 3))])
+    composed = {answer.key: answer.sources for answer in answers if answer.sources}
+    tainted = sorted(key for key, sources in composed.items() if not held.isdisjoint(sources))
+    evaluated = held | set(tainted[: round(len(held) / len(keys) * len(composed))])
+    excluded = held.union(tainted)
+    return [a for a in answers if a.key not in excluded], [a for a in answers if a.key in evaluated]
+
+
+def packed(answers: Iterable[TargetAnswer], max_tokens: int) -> Iterator[list[TargetAnswer]]:
+    """Consecutive answers, together at most ``max_tokens`` long; a longer one alone."""
+    part: list[TargetAnswer] = []
+    num_tokens = 0
+    for answer in answers:
+        if part and num_tokens + len(answer.token_ids) > max_tokens:
+            yield part
+            part, num_tokens = [], 0
+        part.append(answer)
+        num_tokens += len(answer.token_ids)
+    if part:
+        yield part
 
 
 def _given(line: str, path: Path, number: int) -> GivenPrompt:
@@ -168,5 +191,5 @@ def _records(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
             continue
         with path.open("rb") as file:
             for line in file:
-                if line.endswith(b"\n"):  # the last may have been cut off
+                if line.endswith(b"\n"):  # the last line may be unfinished
                     yield json.loads(line)

@@ -1,4 +1,4 @@
-"""One process, or several under torchrun: the one place that knows which."""
+"""One training process, or several under torchrun."""
 
 import os
 from collections.abc import Iterator
@@ -23,24 +23,23 @@ class World:
         return self.rank == 0
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """The module whose gradients are means over all processes."""
-        if self.size == 1:
-            return module
-        return nn.parallel.DistributedDataParallel(module)
+        """The module with gradients averaged over all processes."""
+        return module if self.size == 1 else nn.parallel.DistributedDataParallel(module)
 
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
 
-    def agree(self, stop: bool) -> bool:
-        """Whether any process wants to stop; all must ask at the same step."""
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process; all must call it at the same step."""
         if self.size == 1:
-            return stop
-        flag = torch.tensor([float(stop)], device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+            return flag
+        shared = torch.tensor([float(flag)], device=self.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return bool(shared.item())
 
     def from_first(self, value: float) -> float:
+        """The first process's value."""
         if self.size == 1:
             return value
         shared = torch.tensor([value], dtype=torch.float64, device=self.device)
@@ -50,25 +49,26 @@ class World:
 
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
-    """The processes that torchrun started (``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``), else this one alone.
+    """The processes started by torchrun (``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``), or this one alone. They use NCCL on
+    GPUs, gloo elsewhere.
 
-    NCCL on GPUs, gloo elsewhere. ``device``: auto takes a GPU where there is one.
+    Args:
+        device: auto, cpu or cuda; auto takes a GPU if there is one.
 
     Raises:
-        InvalidField: a GPU is asked for, and torch finds none.
+        InvalidField: cuda without a usable GPU.
     """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cuda" and not torch.cuda.is_available():
         raise InvalidField("device", device, "must be cpu here: torch finds no GPU that it can use")
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    at = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if kind == "cuda" else kind)
-    if at.type == "cuda":
-        torch.cuda.set_device(at)
-    if size == 1:
-        yield World(0, 1, at)
-        return
-    dist.init_process_group("nccl" if at.type == "cuda" else "gloo")
+    own = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if kind == "cuda" else kind)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    if size > 1:
+        dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
     try:
-        yield World(rank, size, at)
+        yield World(rank, size, own)
     finally:
-        dist.destroy_process_group()
+        if size > 1:
+            dist.destroy_process_group()

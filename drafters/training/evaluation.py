@@ -1,6 +1,6 @@
-"""How good a trained drafter is: its saved folder, opened as it is served, held against answers that it never saw."""
+"""Accepted length and acceptance of a saved drafter, opened as in serving, on held-out answers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,110 +8,71 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.config import DSparkOptions, LayersOptions
+from cluster.config import DSparkOptions, LayersOptions, TableOptions
 from cluster.types import SamplingParams
-from drafters.dspark.backbone import Backbone
-from drafters.dspark.checkpoint import TargetRows, load_network
-from drafters.dspark.drafter import DSparkDrafter
-from drafters.dspark.sequential import SequentialStage
-from drafters.layers import load_layers
-from drafters.model import ModelDrafter
+from drafters.dspark.drafter import load_dspark
 from drafters.protocol import Drafter
+from drafters.registry import Site, make
 from drafters.replay import Recording, Round, replay
 from drafters.shipped import kind_of
-from drafters.small_model import SmallModel
-from drafters.table import FILE as TABLE_FILE
-from drafters.table import FrequencyTable, TableDrafter
-from drafters.training.corpus import Answer
+from drafters.training.corpus import TargetAnswer
 from drafters.training.frozen import FrozenTarget
-from drafters.training.hidden_states import HiddenStateReader, Rows
+from drafters.training.hidden_states import HiddenStateReader
 from engine.dtypes import choose_dtype
-from engine.factory import DTYPES
-from engine.sampling import Sampler
 
 DRAFT_LENS = (4, 7)
-_CACHE_TOKENS = 16384
-_BLOCK_LEN = 32
+_CACHE_BLOCKS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """``accepted_len`` counts the bonus token. ``by_position``: of the drafts that reached a position, how many were right
-    there; as many as there are positions that any draft reached."""
-
     draft_len: int
     temperature: float
     num_rounds: int
-    accepted_len: float
-    by_position: tuple[float, ...]
+    accepted_len: float  # with the bonus token
+    by_position: tuple[float, ...]  # share of right tokens, of the drafts right before it, where there were any
     by_domain: dict[str, float]  # accepted length
 
 
 class ReplayedFeatures:
-    """The target behind a replay: serves a drafter the hidden states that were read before."""
+    """The target of a replay: serves the hidden states of the answers being replayed."""
 
-    def __init__(self, readings: HiddenStateReader, answers: Iterable[Answer]) -> None:
-        self._readings = readings
-        self._answers = {name_of(answer): answer for answer in answers}
+    def __init__(self, reader: HiddenStateReader, answers: Sequence[TargetAnswer]) -> None:
+        self._reader = reader
+        self._answers = {answer.name: answer for answer in answers}
         self._held: dict[str, Tensor] = {}
 
     def hold(self, recording: Recording) -> None:
-        (reading,) = self._readings.of([self._answers[recording.name]])
-        self._held[recording.name] = reading.features
+        (states,) = self._reader.read([self._answers[recording.name]])
+        self._held[recording.name] = states.features
 
     def drop(self, recording: Recording) -> None:
         del self._held[recording.name]
 
     def read_hidden_states(self, request_id: str, start: int, stop: int) -> Tensor:
-        if request_id not in self._held:
-            raise LookupError(f"{request_id!r} is not held")
         return self._held[request_id][start:stop]
 
 
 def evaluate(
-    folder: Path,
-    target: FrozenTarget,
-    rows: Rows,
-    readings: HiddenStateReader,
-    answers: Sequence[Answer],
-    draft_len: int,
+    folder: Path, target: FrozenTarget, reader: HiddenStateReader, answers: Sequence[TargetAnswer], draft_len: int
 ) -> list[Round]:
-    """The rounds of all answers, each at the temperature and with the noise that it was written with. The readings hold the
-    layers that the drafter reads, and no others."""
-    behind = ReplayedFeatures(readings, answers)
-    drafter = open_drafter(folder, target, rows, behind)
-    return list(replay(drafter, [_recording(answer) for answer in answers], draft_len, behind=behind))
+    """The rounds of all answers, with the temperature and noise of their generation. The reader's layers are those that
+    the drafter reads."""
+    features = ReplayedFeatures(reader, answers)
+    drafter = _open_drafter(folder, target, features)
+    return list(replay(drafter, [_recording(answer) for answer in answers], draft_len, behind=features))
 
 
-def open_drafter(folder: Path, target: FrozenTarget, rows: Rows, features: ReplayedFeatures) -> Drafter:
-    """The drafter in a folder that training wrote, with weights of the kind that it is served with where nothing else is
-    asked for, with all of its drafts and its own confidences."""
-    kind = kind_of(folder)
-    if kind == "table":
-        return TableDrafter(FrequencyTable.load(folder / TABLE_FILE), max_learned=0)
-    info, num_blocks = target.info, _CACHE_TOKENS // _BLOCK_LEN
-    if kind == "layers":
-        served_as = choose_dtype(LayersOptions(path=str(folder)).dtype, target.device.type, allows_int8=True)
-        model, output_ids = load_layers(folder, target.folder, served_as, str(target.device))
-        small = SmallModel(
-            model,
-            num_blocks=num_blocks,
-            vocab_size=info.vocab_size,
-            eos_token_ids=info.eos_token_ids,
-            output_ids=output_ids,
-        )
-        return ModelDrafter(small)
-    served_as = choose_dtype(DSparkOptions(path=str(folder)).dtype, target.device.type, allows_int8=True)
-    dtype, int8 = DTYPES[served_as], served_as == "int8"
-    network = load_network(folder, TargetRows(rows.embedding, rows.head), dtype)
-    sampler = Sampler(info.vocab_size, info.eos_token_ids)
-    return DSparkDrafter(
-        Backbone(network, dtype, target.device, int8=int8),
-        SequentialStage(network, dtype, target.device, sampler, int8=int8),
-        features,
-        num_blocks=num_blocks,
-        eos_token_ids=info.eos_token_ids,
-    )
+def _open_drafter(folder: Path, target: FrozenTarget, features: ReplayedFeatures) -> Drafter:
+    """With the default dtype of serving, unlimited drafts, and uncalibrated confidences."""
+    path, site = str(folder), Site(target.info, str(target.device))
+    match kind_of(folder):
+        case "table":
+            return make(TableOptions(path=path, max_learned=0), site)
+        case "layers":
+            return make(LayersOptions(path=path, target=str(target.folder), min_survival=0.0), site)
+    dtype = choose_dtype(DSparkOptions(path=path).dtype, target.device.type, allows_int8=True)
+    return load_dspark(folder, target.rows, dtype, target.info, target.device, features, num_blocks=_CACHE_BLOCKS)
 
 
 def acceptance(rounds: Sequence[Round], draft_len: int, temperature: float) -> Acceptance:
@@ -132,13 +93,9 @@ def acceptance(rounds: Sequence[Round], draft_len: int, temperature: float) -> A
     )
 
 
-def name_of(answer: Answer) -> str:
-    return f"{answer.key} {answer.temperature}"
-
-
-def _recording(answer: Answer) -> Recording:
+def _recording(answer: TargetAnswer) -> Recording:
     sampling = SamplingParams(max_tokens=len(answer.answer_token_ids), temperature=answer.temperature, seed=answer.seed)
-    return Recording(name_of(answer), answer.domain, answer.prompt_token_ids, answer.answer_token_ids, sampling)
+    return Recording(answer.name, answer.domain, answer.prompt_token_ids, answer.answer_token_ids, sampling)
 
 
 def standardisation(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

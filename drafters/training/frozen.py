@@ -1,47 +1,48 @@
-"""The target while a drafter is trained for it: it writes, it is read, and it never changes."""
+"""The frozen target of a training run: it writes prompts and answers, and yields hidden states."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from cluster.types import ModelInfo
+from drafters.dspark.checkpoint import TargetRows
 from engine.factory import DTYPES, load_model
 from engine.forward import CausalModel
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.tokenizer import fingerprint
+from engine.models.weights import SafetensorsFolder, open_weights
 from engine.native import NativeLimits, NativeTarget
 from router.cost_model import CostModel, TableCost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Writing asks nothing of the plan but the same passes every time, so the cost of a pass is not measured but set.
+# Offline generation fills every pass, so any plausible cost serves.
 WRITING_COST: CostModel = TableCost(rows=(1, 512), step_s_at=(0.025, 0.4))
 
-
 _MAX_CACHE_GB = 24.0
-_CACHE_SHARE = 0.5  # of what a GPU has left: activations, graphs and logits take the rest
+_CACHE_SHARE = 0.5  # of a GPU's free memory: activations, graphs and logits need the rest
 
 
 @dataclass(frozen=True, slots=True)
 class WritingLimits:
-    """How much is written at once."""
-
     max_in_flight: int
     max_pass_tokens: int
     kv_cache_gb: float
 
 
 def writing_limits(free_bytes: int | None) -> WritingLimits:
-    """A CPU's pass costs no less per row beyond 128 rows; a large GPU's does up to a thousand, if it has room.
+    """A CPU gains nothing beyond 128 rows a pass, a large GPU gains up to a thousand if it has the memory.
 
     Args:
-        free_bytes: of the GPU, beside the weights; None: there is none.
+        free_bytes: of the GPU, beside the weights; None: no GPU.
     """
     if free_bytes is None:
         return WritingLimits(max_in_flight=96, max_pass_tokens=512, kv_cache_gb=1.5)
@@ -51,15 +52,15 @@ def writing_limits(free_bytes: int | None) -> WritingLimits:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that a GPU has left, those that torch holds in reserve among them; None: no GPU."""
+    """Free bytes of a GPU, including those that torch has cached; None: no GPU."""
     if device.type != "cuda":
         return None
-    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + reserve
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 class FrozenTarget:
-    """Loaded once; its writing engine and its readings share the weights.
+    """Loaded once: writing and reading share the weights.
 
     Raises:
         ModelUnavailable: missing, half-written or unsupported.
@@ -87,9 +88,28 @@ class FrozenTarget:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder)
         return tokenizer
 
+    @cached_property
+    def rows(self) -> TargetRows:
+        """Embedding and head in fp32."""
+        with open_weights(self.folder, self.model.config, torch.float32) as weights:
+            return TargetRows(weights.embedding().float().to(self.device), weights.head().float().to(self.device))
+
+    @torch.no_grad()
+    def copy_layers(self, layers: Iterable[nn.Module], indices: Sequence[int], norm: nn.Module) -> None:
+        """Copies layers ``indices`` and the final norm into modules with Hugging Face's parameter names.
+
+        Raises:
+            ModelUnavailable: a tensor is missing or has another shape.
+        """
+        with ExitStack() as stack:
+            source = SafetensorsFolder(self.folder, stack)
+            prefixes = [*(f"model.layers.{index}." for index in indices), "model.norm."]
+            for module, prefix in zip((*layers, norm), prefixes, strict=True):
+                for name, parameter in module.named_parameters():
+                    parameter.copy_(source.read(prefix + name, tuple(parameter.shape)))
+
     def new_engine(self) -> NativeTarget:
-        """An engine to write with; its KV cache goes with it. A small model's cache is smaller than the limit: it holds
-        ``max_in_flight`` sequences of full length."""
+        """An engine to write with. Its KV cache holds at most ``max_in_flight`` sequences of full length."""
         num_bytes = int(self.limits.kv_cache_gb * 2**30)
         num_affordable = num_blocks_for(self.model.config, num_bytes, self.dtype, BLOCK_LEN)
         num_useful = self.limits.max_in_flight * math.ceil(self.info.max_model_len / BLOCK_LEN)
@@ -103,7 +123,7 @@ class FrozenTarget:
         return NativeTarget(self.model, limits)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """As where it is served: a chat template writes the special tokens itself, without one the tokenizer adds them."""
+        """As in serving: a chat template writes the special tokens itself, without one the tokenizer adds them."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=not self.tokenizer.chat_template))
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Distillation of a drafter made of a few layers of its target: autoregressive, token by token."""
+"""Training of an autoregressive drafter made of a few layers of its target."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,49 +7,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafters.dspark.network import output_rows
 from drafters.layers import save_layers
-from drafters.training.batches import Batch
-from drafters.training.hidden_states import Rows
+from drafters.training.batches import AnswerBatch
+from drafters.training.frozen import FrozenTarget
 from drafters.training.losses import Losses, TargetDistribution, distillation
 from drafters.training.recipe import STORED
-from drafters.training.target_layers import read_final_norm, read_layers
-from drafters.training.vocabulary import positions_in
 
 
 class LayersStudent(nn.Module):
     """Args:
-    folder: of the target, whose layers ``indices`` it begins with.
-    vocabulary: of its head, ascending token ids; None: the whole one.
+    indices: of the target's layers.
+    vocabulary: of its head, ascending token ids; None: the whole vocabulary.
     """
 
     head: Tensor
-    places: Tensor
+    output_rows: Tensor
 
-    def __init__(self, folder: Path, indices: Sequence[int], rows: Rows, vocabulary: Tensor | None) -> None:
+    def __init__(self, target: FrozenTarget, indices: Sequence[int], vocabulary: Tensor | None) -> None:
         from transformers import AutoConfig, AutoModel
 
         super().__init__()
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(target.folder)
         config.num_hidden_layers = len(indices)
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: len(indices)]
         self.model = AutoModel.from_config(config).float().train()
+        rows = target.rows
         self.model.embed_tokens.weight.requires_grad_(False).copy_(rows.embedding)
-        self._indices = tuple(indices)
-        self._vocabulary = vocabulary
-        vocab_size = len(rows.embedding)
+        self._target, self._indices, self._vocabulary = target, tuple(indices), vocabulary
         self.register_buffer("head", rows.head if vocabulary is None else rows.head[vocabulary], persistent=False)
-        self.register_buffer("places", positions_in(vocabulary, vocab_size), persistent=False)
+        self.register_buffer("output_rows", output_rows(vocabulary, len(rows.head), outside=-1), persistent=False)
 
-    @torch.no_grad()
-    def initialise(self, folder: Path) -> None:
-        """The target's own layers and final norm."""
-        for layer, tensors in zip(self.model.layers, read_layers(folder, self._indices), strict=True):
-            layer.load_state_dict(tensors)
-        self.model.norm.weight.copy_(read_final_norm(folder))
+    def initialise(self) -> None:
+        """Starts from the target's layers and final norm."""
+        self._target.copy_layers(self.model.layers, self._indices, self.model.norm)
 
-    def forward(self, batch: Batch, progress: float) -> Losses:
-        """Losses at the anchors of a batch, each of which predicts the token after it; ``acceptance`` is [A]."""
+    def forward(self, batch: AnswerBatch, progress: float) -> Losses:
+        """Losses of the tokens after the anchors; ``acceptance`` is [A]."""
         lens = torch.tensor(batch.lens, device=batch.token_ids.device)
         token_ids = nn.utils.rnn.pad_sequence(batch.token_ids.split(list(batch.lens)), batch_first=True)
         is_token = torch.arange(token_ids.shape[1], device=lens.device) < lens[:, None]
@@ -58,11 +53,11 @@ class LayersStudent(nn.Module):
         return distillation(
             F.linear(hidden, self.head),
             TargetDistribution.at(batch.features, batch.normalisers, batch.anchors, self.head),
-            self.places[batch.token_ids[batch.anchors + 1]],
+            self.output_rows[batch.token_ids[batch.anchors + 1]],
             torch.ones(len(batch.anchors), device=hidden.device),
             progress,
         )
 
-    def save(self, folder: Path, target_folder: Path) -> None:
+    def save(self, folder: Path) -> None:
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
-        save_layers(folder, target_folder, tensors, self._vocabulary, STORED)
+        save_layers(folder, self._target.folder, tensors, self._vocabulary, STORED)

@@ -1,4 +1,4 @@
-"""What is done of a list, where several things are under way at once and a run may end in between."""
+"""Progress through an ordered list whose items are finished out of order."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
@@ -7,18 +7,17 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class OrderedProgress(Generic[Name]):
-    """Things to be done in an order, each of some size: what is done up to the first that is missing.
-
-    What is done behind that does not count, for it depends on what was under way when a run ended.
+    """Items to be done in order, each of some size. ``size`` counts the done items before the first missing one: later
+    ones depend on what was in flight when a run was interrupted.
     """
 
     def __init__(self, names: Sequence[Name], sizes: Mapping[Name, int]) -> None:
         self._names = names
         self._sizes = dict(sizes)
-        self._num_done = 0
-        self._total = sum(sizes.get(name, 0) for name in names)
-        self._num_finished = sum(name in sizes for name in names)
-        self._begun: set[Name] = set()
+        finished = [self._sizes[name] for name in names if name in sizes]
+        self._total, self._num_finished = sum(finished), len(finished)
+        self._num_in_order = 0
+        self._in_flight: set[Name] = set()
         self.size = 0
         self._advance()
 
@@ -26,30 +25,30 @@ class OrderedProgress(Generic[Name]):
         return (name for name in self._names if name not in self._sizes)
 
     def begin(self, name: Name) -> None:
-        self._begun.add(name)
+        self._in_flight.add(name)
 
-    def has_enough_under_way(self, size: int) -> bool:
-        """Whether what has begun will probably do, if it comes out like what is done."""
+    def has_enough_in_flight(self, size: int) -> bool:
+        """Whether finished and started items probably reach ``size``, by the mean size of the finished ones."""
         mean = self._total / self._num_finished if self._num_finished else 0.0
-        return bool(self._begun) and self._total + len(self._begun) * mean >= size
+        return bool(self._in_flight) and self._total + len(self._in_flight) * mean >= size
 
     def done(self, name: Name, size: int) -> None:
         self._sizes[name] = size
         self._total += size
         self._num_finished += 1
-        self._begun.discard(name)
+        self._in_flight.discard(name)
         self._advance()
 
     def first(self, size: int) -> Iterator[Name]:
-        """The first that together are of that size, or all that count."""
+        """The first items that together reach ``size``, or all that are done in order."""
         total = 0
-        for name in self._names[: self._num_done]:
+        for name in self._names[: self._num_in_order]:
             if total >= size:
                 return
             total += self._sizes[name]
             yield name
 
     def _advance(self) -> None:
-        while self._num_done < len(self._names) and self._names[self._num_done] in self._sizes:
-            self.size += self._sizes[self._names[self._num_done]]
-            self._num_done += 1
+        while self._num_in_order < len(self._names) and self._names[self._num_in_order] in self._sizes:
+            self.size += self._sizes[self._names[self._num_in_order]]
+            self._num_in_order += 1

@@ -1,7 +1,7 @@
-"""Beginnings from which a target writes prompts of its own, by domain.
+"""Starters of self-written prompts, by domain ("Magpie", arXiv 2406.08464).
 
-Given its chat template up to the user's words and one of these, an instruction-tuned model goes on as a user would
-("Magpie", arXiv 2406.08464). The empty beginning leaves the subject to the model, too.
+An instruction-tuned model continues its chat template and a starter as a user would. After the empty starter it also
+chooses the subject.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Starters:
-    """``one_line``: such prompts end with their first line. Others may be longer; most models never end them."""
-
-    beginnings: tuple[str, ...]
-    one_line: bool = True
+    texts: tuple[str, ...]
+    one_line: bool = True  # prompts end with their first line; longer ones are rarely ended by the model itself
 
 
 STARTERS: dict[str, Starters] = {

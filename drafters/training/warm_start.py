@@ -1,4 +1,4 @@
-"""Going on with a drafter that is trained already, for other texts or with more of them: its shape stays what it is."""
+"""Training that starts from a trained DSpark drafter and keeps its shape."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -8,22 +8,21 @@ from drafters.dspark.config import DSparkConfig, load_dspark_config
 from drafters.shipped import find_drafter, kind_of
 from drafters.training.frozen import FrozenTarget
 from drafters.training.recipe import HEADS, TrainOptions, feature_layers
-from engine.models.config import ModelConfig
+from engine.models.config import DecoderConfig
 
 
-def going_on(options: TrainOptions, target: FrozenTarget) -> TrainOptions:
-    """The options with the folder of ``begin_with`` found, and with the shape of the drafter in it.
+def warm_start(options: TrainOptions, target: FrozenTarget) -> TrainOptions:
+    """The options with the folder of ``begin_with`` resolved and the shape of its drafter.
 
     Raises:
-        InvalidField: the folder holds another kind of drafter or one for another target, or the options ask for another
-            shape.
-        ModelUnavailable: there is no drafter, or half of one.
+        InvalidField: it is another kind of drafter or for another target, or the options ask for another shape.
+        ModelUnavailable: there is no drafter, or it is half-written.
     """
     folder = find_drafter(str(options.begin_with))
     if kind_of(folder) != options.drafter:
         raise InvalidField("begin_with", folder.name, f"must be the folder of a drafter of kind {options.drafter}")
     config = load_dspark_config(folder)
-    reason = _misfit(config, target)
+    reason = _mismatch(config, target)
     if reason is not None:
         raise InvalidField("begin_with", folder.name, reason)
     shape: dict[str, Any] = {
@@ -42,9 +41,8 @@ def going_on(options: TrainOptions, target: FrozenTarget) -> TrainOptions:
     return replace(options, begin_with=folder, **shape)
 
 
-def _misfit(config: DSparkConfig, target: FrozenTarget) -> str | None:
-    """Why a drafter cannot be trained on for a target; None: it can."""
-    own = target.model.config
+def _mismatch(config: DSparkConfig, target: FrozenTarget) -> str | None:
+    own, wanted = target.model.config, feature_layers(target.model.config.num_layers)
     if _layer_shape(config.shape) != _layer_shape(own) or config.num_target_layers != own.num_layers:
         return (
             f"must be a drafter for {target.info.name}, with {own.num_layers} layers of width {own.hidden_size} and "
@@ -53,7 +51,6 @@ def _misfit(config: DSparkConfig, target: FrozenTarget) -> str | None:
         )
     if config.tokenizer_fingerprint not in (None, target.info.tokenizer_fingerprint):
         return f"must have been trained with the tokenizer of {target.info.name}"
-    wanted = feature_layers(own.num_layers)
     if config.target_layer_ids != wanted:
         return f"must read the layers {list(wanted)} of its target, not {list(config.target_layer_ids)}"
     if not (config.shares_embedding and config.fc_bias):
@@ -61,6 +58,6 @@ def _misfit(config: DSparkConfig, target: FrozenTarget) -> str | None:
     return None
 
 
-def _layer_shape(shape: ModelConfig) -> ModelConfig:
-    """What a drafter's own layers have from its target."""
+def _layer_shape(shape: DecoderConfig) -> DecoderConfig:
+    """What all layers of a drafter share with those of its target."""
     return replace(shape, num_layers=1, tied_embeddings=False, eos_token_ids=())

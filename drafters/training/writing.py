@@ -1,8 +1,8 @@
-"""Prompts and answers written by the target itself, through our own engine in large batches.
+"""Prompts and answers written by the target, through the serving engine in large batches.
 
-What is written is a function of (target, seed, prompts), not of the order in which it is finished: every attempt at a prompt
-and every answer has a name, a seed from it, and a line of its own, so that whoever was killed goes on with what is missing.
-(In bfloat16 a tie in rounding may fall differently in another batch; in float32 it does not.)
+The text is a function of (target, seed, prompts), not of the order in which requests finish: each prompt attempt and each
+answer has a name, a seed derived from it and a line of its own, so an interrupted run resumes with what is missing.
+(In bfloat16 a rounding tie may fall differently in another batch; in float32 it does not.)
 """
 
 import hashlib
@@ -17,8 +17,8 @@ from cluster.errors import GenerationFailed
 from cluster.types import Request, SamplingParams
 from drafters.training.composed import compose
 from drafters.training.corpus import (
-    Answer,
     GivenPrompt,
+    TargetAnswer,
     WrittenPrompt,
     append,
     fingerprint,
@@ -28,26 +28,26 @@ from drafters.training.corpus import (
     repair,
 )
 from drafters.training.frozen import WRITING_COST, FrozenTarget
-from drafters.training.progress import OrderedProgress
-from drafters.training.starters import STARTERS
+from drafters.training.progress import Name, OrderedProgress
+from drafters.training.starters import STARTERS, Starters
 from engine.offline import generate
 
-Progress = Callable[[int], None]  # told of tokens or prompts as they are written
-Expired = Callable[[], bool]  # whether the time for this step is over
+Tell = Callable[[float], None]  # called with the prompts or tokens written so far
+Expired = Callable[[], bool]  # whether the time of this step is over
 
-# Self-written prompts come at a high temperature, for breadth; the answers as they will be asked for.
+# Prompts are sampled at a high temperature for variety, answers as they will be served.
 PROMPT_TEMPERATURE = 1.0
 PROMPT_TOP_P = 0.98
 MAX_LINE_TOKENS = 72
 MAX_PROMPT_TOKENS = 200
 ANSWER_TEMPERATURES = (0.0, 0.7)
-_MAX_ATTEMPTS = 8  # per prompt wanted: a model that cannot write prompts must not be asked for ever
-_MARK = "\u241e"  # stands for the user's words while the template is cut
+_MAX_ATTEMPTS = 8  # per prompt wanted, so that a model that writes no usable prompts does not loop forever
+_PLACEHOLDER = "\u241e"  # for the user's words, where the template is split
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of several processes that write into one folder, this is number ``rank`` of ``num``. Each has files of its own."""
+    """The part of process ``rank`` of ``num`` that write into one folder, each its own files."""
 
     rank: int = 0
     num: int = 1
@@ -58,15 +58,15 @@ class Share:
     def all(self) -> "list[Share]":
         return [Share(rank, self.num) for rank in range(self.num)]
 
-    def part(self, total: int) -> int:
+    def quota(self, total: int) -> int:
         return -(-total // self.num)
 
     def attempts(self, num_prompts: int) -> range:
-        """Its numbers of attempts at prompts."""
+        """The indices of its prompt attempts."""
         return range(self.rank, _MAX_ATTEMPTS * num_prompts, self.num)
 
     def of(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if _number(name) % self.num == self.rank]
+        return [name for name in names if _hash(name) % self.num == self.rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class AnswerTask:
 
 
 class Writer:
-    """A target that writes into ``folder``; what stands there already is kept."""
+    """Writes prompts and answers of the target into ``folder``, after those already there."""
 
     def __init__(self, target: FrozenTarget, folder: Path, seed: int, share: Share | None = None) -> None:
         self._target = target
@@ -95,68 +95,56 @@ class Writer:
             repair(self._share.path(folder, kind))
         self._before, self._after = _template(target)
 
-    def write_prompts(self, num_prompts: int, progress: Progress, expired: Expired = lambda: False) -> None:
-        """Until the first attempts hold num_prompts that came to something."""
+    def write_prompts(self, num_prompts: int, tell: Tell, expired: Expired = lambda: False) -> None:
+        """Writes until the first attempts include ``num_prompts`` usable prompts."""
         path = self._share.path(self._folder, "prompts")
         done = {written.index: int(written.prompt is not None) for written in self._written()}
-        front = OrderedProgress(self._share.attempts(num_prompts), done)
-        num_wanted = self._share.part(num_prompts)
-        progress(front.size)
-        starters: dict[str, tuple[int, str, str]] = {}
         newlines = _newline_tokens(self._target)
+        end_ids = self._target.info.eos_token_ids
 
-        def requests() -> Iterator[Request | None]:
-            for index in front.missing():
-                while front.has_enough_under_way(num_wanted):
-                    yield None
-                if front.size >= num_wanted or expired():
-                    return
-                rng = random.Random(f"{self._seed} prompt {index}")
-                domain = rng.choice(sorted(STARTERS))
-                beginnings = STARTERS[domain]
-                starter = rng.choice(beginnings.beginnings)
-                token_ids = self._target.encode(self._before + starter)
-                if not token_ids:  # an empty beginning, and a template without anything before it
-                    append(path, WrittenPrompt(index, domain, None))
-                    front.done(index, 0)
-                    continue
-                front.begin(index)
-                starters[f"{index}"] = (index, domain, starter)
-                sampling = SamplingParams(
-                    max_tokens=MAX_LINE_TOKENS if beginnings.one_line else MAX_PROMPT_TOKENS,
-                    temperature=PROMPT_TEMPERATURE,
-                    top_p=PROMPT_TOP_P,
-                    seed=rng.getrandbits(63),
-                    stop_token_ids=newlines if beginnings.one_line else (),
-                )
-                yield Request(f"{index}", token_ids, sampling, arrival_s=float(index))
+        def request(index: int, arrival_s: float) -> Request | None:
+            rng, domain, starters, starter = self._attempt(index)
+            token_ids = self._target.encode(self._before + starter)
+            if not token_ids:  # an empty starter, and a template without text before it
+                append(path, WrittenPrompt(index, domain, None))
+                return None
+            sampling = SamplingParams(
+                max_tokens=MAX_LINE_TOKENS if starters.one_line else MAX_PROMPT_TOKENS,
+                temperature=PROMPT_TEMPERATURE,
+                top_p=PROMPT_TOP_P,
+                seed=rng.getrandbits(63),
+                stop_token_ids=newlines if starters.one_line else (),
+            )
+            return Request(f"{index}", token_ids, sampling, arrival_s=arrival_s)
 
-        for request, token_ids in self._generate(requests(), num_wanted):
-            index, domain, starter = starters.pop(request.id)
+        def store(request: Request, token_ids: tuple[int, ...]) -> tuple[int, int]:
+            index = int(request.id)
+            _, domain, _, starter = self._attempt(index)
             text = starter + self._target.decode(token_ids)
-            was_cut = len(token_ids) == request.sampling.max_tokens and token_ids[-1] not in self._target.info.eos_token_ids
+            was_cut = len(token_ids) == request.sampling.max_tokens and token_ids[-1] not in end_ids
             prompt = _whole_part(text) if was_cut else text.strip()
             usable = is_usable(prompt) and len(prompt) > len(starter.strip())
             append(path, WrittenPrompt(index, domain, prompt if usable else None))
-            front.done(index, int(usable))
-            progress(int(usable))
+            return index, int(usable)
+
+        num_wanted = self._share.quota(num_prompts)
+        progress = OrderedProgress(self._share.attempts(num_prompts), done)
+        self._write(progress, num_wanted, num_wanted, request, store, tell, expired)
 
     def tasks(self, num_prompts: int, given: Sequence[GivenPrompt], left_out: frozenset[str]) -> list[AnswerTask]:
-        """What is to be answered, each at each temperature: the first num_prompts self-written prompts, some composed of
-        these and the given ones, and the given ones, without duplicates and without those whose fingerprint is ``left_out``.
+        """The prompts to answer, each at each temperature, without duplicates and fingerprints in ``left_out``: given ones,
+        the first ``num_prompts`` self-written ones, and prompts composed of both.
 
-        The first answers are those that are used, so prompts take turns: a given one, then another, as long as there are
-        both; whoever gives prompts tells what the drafter is for, and the others keep it from being good for nothing else.
-        Among the given ones their domains take turns, among the others the domains of the self-written and the composed.
+        Only the first answers are used, so prompts alternate: one given, one other, as long as there are both. Given
+        prompts adapt the drafter to their domain; the others keep it general. Domains take turns within each half.
         """
         written = {w.index: w for w in self._written()}
         sizes = {index: int(w.prompt is not None) for index, w in written.items()}
         used = {
             i
             for share in self._share.all()
-            for i in OrderedProgress(share.attempts(num_prompts), sizes).first(share.part(num_prompts))
+            for i in OrderedProgress(share.attempts(num_prompts), sizes).first(share.quota(num_prompts))
         }
-        chosen = [written[index] for index in sorted(used)]
         known: set[str] = set()
 
         def new(prompts: Iterable[GivenPrompt]) -> list[GivenPrompt]:
@@ -168,14 +156,15 @@ class Writer:
                     found.append(prompt)
             return found
 
+        chosen = (written[index] for index in sorted(used))
         self_written = new(GivenPrompt(w.domain, w.prompt) for w in chosen if w.prompt is not None)
         given = new(given)
         num_each = max(Counter(prompt.domain for prompt in self_written).values(), default=0)
         composed = new(compose([*self_written, *given], self._seed, num_each))
-        others = _in_turns([*_by_domain(self_written), *_by_domain(composed)])
+        others = _alternate([*_by_domain(self_written), *_by_domain(composed)])
         return [
             AnswerTask(fingerprint(prompt.prompt), prompt.domain, prompt.prompt, temperature, prompt.sources)
-            for prompt in _in_turns([_in_turns(_by_domain(given)), others])
+            for prompt in _alternate([_alternate(_by_domain(given)), others])
             for temperature in ANSWER_TEMPERATURES
         ]
 
@@ -184,72 +173,110 @@ class Writer:
         tasks: Sequence[AnswerTask],
         num_tokens: int,
         max_tokens: int,
-        progress: Progress,
+        tell: Tell,
         expired: Expired = lambda: False,
     ) -> None:
-        """Until the answers to the first of the tasks hold num_tokens, or all are answered. To a prompt that is too long for
-        the target the answer is empty."""
+        """Writes until the answers to the first tasks hold ``num_tokens``, or all are answered. A prompt that is too long
+        for the target gets an empty answer."""
         path = self._share.path(self._folder, "answers")
         by_name = {task.name: task for task in tasks}
-        front = OrderedProgress(self._share.of(by_name), {_name(a): len(a.answer_token_ids) for a in self._known()})
-        num_wanted = self._share.part(num_tokens)
-        progress(front.size)
 
-        def requests() -> Iterator[Request | None]:
-            for i, name in enumerate(front.missing()):
-                while front.has_enough_under_way(num_wanted):
-                    yield None
-                if front.size >= num_wanted or expired():
-                    return
-                task = by_name[name]
-                token_ids = self._target.encode(self._before + task.prompt + self._after)
-                if len(token_ids) + max_tokens > self._target.info.max_model_len:
-                    append(path, Answer(task.key, task.domain, task.temperature, 0, (), (), task.sources))
-                    front.done(name, 0)
-                    continue
-                seed = random.Random(f"{self._seed} answer {name}").getrandbits(63)
-                sampling = SamplingParams(max_tokens=max_tokens, temperature=task.temperature, seed=seed)
-                front.begin(name)
-                yield Request(name, token_ids, sampling, arrival_s=float(i))
+        def store(name: str, seed: int, prompt: tuple[int, ...], answer: tuple[int, ...]) -> tuple[str, int]:
+            task = by_name[name]
+            append(path, TargetAnswer(task.key, task.domain, task.temperature, seed, prompt, answer, task.sources))
+            return name, len(answer)
 
-        for request, answer in self._generate(requests(), num_wanted // max_tokens + 1):
-            task = by_name[request.id]
-            seed = request.sampling.seed
-            prompt_token_ids = request.prompt_token_ids
-            append(path, Answer(task.key, task.domain, task.temperature, seed, prompt_token_ids, answer, task.sources))
-            front.done(task.name, len(answer))
-            progress(len(answer))
+        def request(name: str, arrival_s: float) -> Request | None:
+            task = by_name[name]
+            token_ids = self._target.encode(self._before + task.prompt + self._after)
+            if len(token_ids) + max_tokens > self._target.info.max_model_len:
+                store(name, 0, (), ())
+                return None
+            seed = random.Random(f"{self._seed} answer {name}").getrandbits(63)
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=task.temperature, seed=seed)
+            return Request(name, token_ids, sampling, arrival_s=arrival_s)
 
-    def answers(self, tasks: Sequence[AnswerTask], num_tokens: int) -> list[Answer]:
-        """The answers to the first of the tasks that together hold num_tokens, fewer if there are not so many. Sources are
-        as the tasks have them: files of older versions do not tell."""
-        known = {_name(a): a for a in self._known()}
+        num_wanted = self._share.quota(num_tokens)
+        progress = OrderedProgress(self._share.of(by_name), {a.name: len(a.answer_token_ids) for a in self._answered()})
+        self._write(
+            progress,
+            num_wanted,
+            num_wanted // max_tokens + 1,
+            request,
+            lambda r, answer: store(r.id, r.sampling.seed, r.prompt_token_ids, answer),
+            tell,
+            expired,
+        )
+
+    def answers(self, tasks: Sequence[AnswerTask], num_tokens: int) -> list[TargetAnswer]:
+        """The answers to the first tasks that together hold ``num_tokens``, or fewer. Sources come from the tasks, since
+        older files lack them."""
+        known = {a.name: a for a in self._answered()}
         sizes = {name: len(a.answer_token_ids) for name, a in known.items()}
         names = [task.name for task in tasks]
         used = {
-            n for share in self._share.all() for n in OrderedProgress(share.of(names), sizes).first(share.part(num_tokens))
+            n for share in self._share.all() for n in OrderedProgress(share.of(names), sizes).first(share.quota(num_tokens))
         }
         return [replace(known[task.name], sources=task.sources) for task in tasks if task.name in used]
 
-    def _written(self) -> list[WrittenPrompt]:
-        return list(read_written(self._paths("prompts")))
+    def _attempt(self, index: int) -> tuple[random.Random, str, Starters, str]:
+        """The generator, domain, its starters and the chosen one of a prompt attempt."""
+        rng = random.Random(f"{self._seed} prompt {index}")
+        domain = rng.choice(sorted(STARTERS))
+        starters = STARTERS[domain]
+        return rng, domain, starters, rng.choice(starters.texts)
 
-    def _known(self) -> list[Answer]:
-        return list(read_answers(self._paths("answers")))
+    def _written(self) -> Iterator[WrittenPrompt]:
+        return read_written(sorted(self._folder.glob("prompts-*.jsonl")))
 
-    def _paths(self, kind: str) -> list[Path]:
-        """The files of all who write here."""
-        return sorted(self._folder.glob(f"{kind}-*.jsonl"))
+    def _answered(self) -> Iterator[TargetAnswer]:
+        return read_answers(sorted(self._folder.glob("answers-*.jsonl")))
 
-    def _generate(self, requests: Iterable[Request | None], num_enough: int) -> Iterator[tuple[Request, tuple[int, ...]]]:
-        """As many at once as the target can hold, and no more than may be needed: the last to be asked for may not count."""
+    def _write(
+        self,
+        progress: OrderedProgress[Name],
+        size: int,
+        max_useful: int,
+        request: Callable[[Name, float], Request | None],
+        store: Callable[[Request, tuple[int, ...]], tuple[Name, int]],
+        tell: Tell,
+        expired: Expired,
+    ) -> None:
+        """Generates the missing items in order until ``progress`` reaches ``size``.
+
+        Args:
+            max_useful: items that may be needed at most, which bounds those in flight: surplus ones are not used.
+            request: of an item, with its arrival time; None: it is stored already, with size 0.
+            store: stores what was generated, and returns the item and its size.
+        """
+        num_written = progress.size
+        tell(num_written)
+        limit = max(1, min(self._target.limits.max_in_flight, max_useful))
+
+        def requests() -> Iterator[Request | None]:
+            for i, name in enumerate(progress.missing()):
+                while progress.has_enough_in_flight(size):
+                    yield None
+                if progress.size >= size or expired():
+                    return
+                asked = request(name, float(i))
+                if asked is None:
+                    progress.done(name, 0)
+                else:
+                    progress.begin(name)
+                    yield asked
+
         target = self._target
-        max_in_flight = max(1, min(target.limits.max_in_flight, num_enough))
         try:
-            yield from generate(target.new_engine(), target.info, WRITING_COST, requests, max_in_flight=max_in_flight)
+            finished = generate(target.new_engine(), target.info, WRITING_COST, requests(), max_in_flight=limit)
+            for asked, token_ids in finished:
+                name, num = store(asked, token_ids)
+                progress.done(name, num)
+                num_written += num
+                tell(num_written)
         except GenerationFailed as error:
             raise GenerationFailed(
-                f"the target could not write: {error}; what it wrote so far is kept in {self._folder}: mend the cause, and "
+                f"the target could not write: {error}; its output so far is kept in {self._folder}: fix the cause, and "
                 "run the same command again"
             ) from error
 
@@ -261,37 +288,32 @@ def _by_domain(prompts: Iterable[GivenPrompt]) -> list[list[GivenPrompt]]:
     return [queues[domain] for domain in sorted(queues)]
 
 
-def _in_turns(queues: Iterable[Sequence[GivenPrompt]]) -> list[GivenPrompt]:
-    """One of each, again and again, as long as a queue has any."""
+def _alternate(queues: Iterable[Sequence[GivenPrompt]]) -> list[GivenPrompt]:
+    """Round-robin over the queues until all are empty."""
     return [prompt for turn in itertools.zip_longest(*queues) for prompt in turn if prompt is not None]
 
 
-def _number(name: str) -> int:
+def _hash(name: str) -> int:
     return int(hashlib.blake2b(name.encode(), digest_size=4).hexdigest(), 16)
 
 
-def _name(answer: Answer) -> str:
-    return f"{answer.key} {answer.temperature}"
-
-
 def _whole_part(text: str) -> str:
-    """Up to the last line or sentence that is whole; all of it, if there is none."""
+    """Up to the end of the last whole line or sentence; all of it if there is none."""
     ends = [text.rfind(mark) for mark in ("\n", ". ", "? ", "! ", "。", ";")]
     return text[: max(ends) + 1].strip() if max(ends) > 0 else text.strip()
 
 
 def _newline_tokens(target: FrozenTarget) -> tuple[int, ...]:
-    """The tokens that end a line."""
     texts = target.tokenizer.batch_decode([[i] for i in range(target.info.vocab_size)])
     return tuple(i for i, text in enumerate(texts) if "\n" in text)
 
 
 def _template(target: FrozenTarget) -> tuple[str, str]:
-    """The chat template before the user's words, and from them to the answer."""
+    """The chat template before the user's words, and after them up to the answer."""
     if not target.tokenizer.chat_template:
         return "", "\n"
     text = target.tokenizer.apply_chat_template(
-        [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+        [{"role": "user", "content": _PLACEHOLDER}], tokenize=False, add_generation_prompt=True
     )
-    before, _, after = str(text).partition(_MARK)
+    before, _, after = str(text).partition(_PLACEHOLDER)
     return before, after

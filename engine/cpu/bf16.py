@@ -10,7 +10,7 @@ from engine.models.weights import LinearWeight
 _PANEL, _PAIR = 32, 2  # as in bf16.h
 
 
-class _Product(ctypes.Structure):
+class _Bf16Product(ctypes.Structure):
     _fields_ = [
         ("num_in", ctypes.c_int64),
         ("num_out", ctypes.c_int64),
@@ -36,7 +36,7 @@ class Bf16Linear:
             None if weight.bias is None else torch.nn.functional.pad(weight.bias.float(), (0, -self._num_out % _PANEL))
         )
         bias_at = None if self._bias is None else self._bias.data_ptr()
-        self._product = _Product(self._num_in, self._num_out, self._weights.data_ptr(), bias_at)
+        self._product = _Bf16Product(self._num_in, self._num_out, self._weights.data_ptr(), bias_at)
         self._at = ctypes.byref(self._product)
 
     @staticmethod

@@ -12,7 +12,7 @@ _LANES, _PANEL, _QUAD = 16, 32, 4  # as in products.c
 _SIGNATURE = (ctypes.c_void_p,) * 5 + (ctypes.c_int64, ctypes.c_int64, ctypes.c_int)
 
 
-class _Product(ctypes.Structure):
+class _Int8Product(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("num_in", "num_out", "width")),
         *((name, ctypes.c_void_p) for name in ("weights", "scales", "bias", "columns")),
@@ -41,7 +41,7 @@ class Int8Linear:
         self._scales = _padded(matrix.scale)
         self._bias = None if weight.bias is None else _padded(weight.bias.detach().float())
         self._columns = None if matrix.columns is None else matrix.columns.contiguous()
-        self._product = _Product(
+        self._product = _Int8Product(
             num_in,
             self._num_out,
             -(-num_in // _LANES) * _LANES,

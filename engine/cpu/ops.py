@@ -15,7 +15,7 @@ from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cpu.int8 import Int8Linear
 from engine.cpu.packed import packed_linear
 from engine.layout import Layout
-from engine.models.config import ModelConfig
+from engine.models.config import DecoderConfig
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, Linear, Logits, plain_logits
 
@@ -24,7 +24,7 @@ _MAX_HEAD_DIM = 512
 _CHUNK_LEN = 512  # keys, as in attention.c
 
 
-class Shape(ctypes.Structure):
+class AttentionShape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_len")]
 
 
@@ -40,7 +40,7 @@ class CpuOps:
         ValueError: a head dimension or dtype without kernels; see ``supports``.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, int8: bool = False, folder: Path | None = None) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, *, int8: bool = False, folder: Path | None = None) -> None:
         if not self.supports(config, dtype):
             raise ValueError(f"no kernels for a head dimension of {config.head_dim} in {dtype}")
         self._config = config
@@ -52,10 +52,10 @@ class CpuOps:
         self._rotate_and_store = _function(library.rotate_and_store, "ppp f pppppp l p i")
         self._attention = _function(library.attention, "pppppp ll pp ii")
         self._attention.restype = ctypes.c_int
-        self._shapes: dict[int, Shape] = {}
+        self._shapes: dict[int, AttentionShape] = {}
 
     @staticmethod
-    def supports(config: ModelConfig, dtype: torch.dtype) -> bool:
+    def supports(config: DecoderConfig, dtype: torch.dtype) -> bool:
         fits = config.head_dim % _VECTOR_LEN == 0 and config.head_dim <= _MAX_HEAD_DIM
         return fits and dtype in (torch.bfloat16, torch.float32)
 
@@ -153,7 +153,7 @@ class CpuOps:
                     f"block_len must be a multiple of {_VECTOR_LEN} that divides {_CHUNK_LEN} on a CPU, got {block_len}"
                 )
             c = self._config
-            shape = self._shapes[block_len] = Shape(c.num_heads, c.num_kv_heads, c.head_dim, block_len)
+            shape = self._shapes[block_len] = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, block_len)
         return ctypes.byref(shape)
 
 

@@ -15,7 +15,7 @@ import torch
 from engine.forward import CausalModel
 from engine.kv_cache import KvCache
 from engine.layout import PackedSpan, pack
-from engine.models.config import ModelConfig
+from engine.models.config import DecoderConfig
 from engine.models.weights import Weights
 from engine.ops import Ops
 
@@ -43,7 +43,7 @@ class GraphedModel(CausalModel):
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, ops: Ops, dtype: torch.dtype, device: torch.device | None = None
+        self, config: DecoderConfig, weights: Weights, ops: Ops, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
         super().__init__(config, weights, ops, dtype, device)
         # (padded rows, address of the keys, layers whose hidden states are wanted) -> graph

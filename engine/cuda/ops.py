@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.cuda.kernels import add_norm_kernel, attention_kernel, gate_kernel, rotate_and_store_kernel
 from engine.layout import Layout
-from engine.models.config import ModelConfig
+from engine.models.config import DecoderConfig
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, Linear, Logits, plain_logits
 
@@ -37,7 +37,7 @@ class CudaOps:
         launch: how kernels are launched; a check without a GPU compiles them instead.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, launch: Launch = launch) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, launch: Launch = launch) -> None:
         self._config = config
         self._dtype = dtype
         self._launch = launch

@@ -14,7 +14,7 @@ from engine.cuda.ops import TILES
 from engine.device import synchronize
 from engine.kv_cache import KvCache
 from engine.layout import PackedSpan, lay_out
-from engine.models.config import ModelConfig, inverse_frequencies
+from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.ops import HeadNorms, Ops
 
 
@@ -22,7 +22,7 @@ class KernelsUnavailable(Exception):
     """Triton cannot compile or launch the kernels here; the message says why, in one line."""
 
 
-def try_out(ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> None:
+def try_out(ops: Ops, config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> None:
     """Calls each operator with small inputs on ``device``.
 
     Raises:
@@ -39,7 +39,7 @@ def try_out(ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.dev
         raise KernelsUnavailable(f"{type(error).__name__}: {lines[-1][:300]}") from error
 
 
-def _run_all(ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> None:
+def _run_all(ops: Ops, config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> None:
     c = config
     group = c.num_heads // c.num_kv_heads
     span_lens = [max(1, tile // group) for tile in TILES] if group else [1]  # DSpark's context projection has no query heads

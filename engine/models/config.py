@@ -36,7 +36,7 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class DecoderConfig:
     """A decoder of the Llama family: pre-norm, grouped-query attention, rotary embedding, gated SiLU feed-forward."""
 
     architecture: str
@@ -65,7 +65,7 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
-    def truncated(self, num_layers: int) -> "ModelConfig":
+    def truncated(self, num_layers: int) -> "DecoderConfig":
         """The same model with only its first ``num_layers`` layers.
 
         Raises:
@@ -80,7 +80,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.kv_size * element_bytes
 
 
-def load_config(folder: Path) -> ModelConfig:
+def load_config(folder: Path) -> DecoderConfig:
     """The configuration of the model in ``folder``.
 
     Raises:
@@ -98,7 +98,7 @@ def load_config(folder: Path) -> ModelConfig:
         raise ModelUnavailable(f"{folder}: {refused}") from refused
 
 
-def parse_config(raw: Mapping[str, Any], eos: int | list[int] | None = None) -> ModelConfig:
+def parse_config(raw: Mapping[str, Any], eos: int | list[int] | None = None) -> DecoderConfig:
     """``raw`` is a parsed ``config.json``; ``eos`` overrides its end-of-sequence tokens, as ``generation_config.json`` may.
 
     Raises:
@@ -119,7 +119,7 @@ def parse_config(raw: Mapping[str, Any], eos: int | list[int] | None = None) -> 
     head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
     attention_bias = bool(raw.get("attention_bias", False))
     eos = eos if eos is not None else raw.get("eos_token_id")
-    return ModelConfig(
+    return DecoderConfig(
         architecture=kind,
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
@@ -188,7 +188,7 @@ def _max_len(raw: Mapping[str, Any]) -> int:
     return min(max_len, int(window)) if slides and window is not None else max_len
 
 
-def inverse_frequencies(config: ModelConfig) -> tuple[float, ...]:
+def inverse_frequencies(config: DecoderConfig) -> tuple[float, ...]:
     """Radians per position of each of the head_dim / 2 rotated pairs."""
     half = config.head_dim // 2
     frequencies = [config.rope.theta ** (-2.0 * i / config.head_dim) / config.rope.linear_factor for i in range(half)]

@@ -5,7 +5,7 @@ the size of the weights. Fused weights (q, k, v; gate, up) are one product in th
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cluster.errors import ModelUnavailable
-from engine.models.config import ModelConfig
+from engine.models.config import DecoderConfig
 from engine.models.int8 import COLUMNS, SCALE, Int8Matrix
 
 INDEX = "model.safetensors.index.json"
@@ -64,7 +64,7 @@ class Weights(Protocol):
 class TensorWeights:
     """Weights out of a mapping from Hugging Face names to tensors: an opened folder, or a state dict."""
 
-    def __init__(self, config: ModelConfig, source: "TensorSource", dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, source: "TensorSource", dtype: torch.dtype) -> None:
         self._config = config
         self._source = source
         self._dtype = dtype
@@ -188,7 +188,7 @@ class SafetensorsFolder:
 
 
 @contextmanager
-def open_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[Weights]:
+def open_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> Iterator[Weights]:
     """The weights in ``folder`` as ``dtype``, readable while the context is open.
 
     Raises:
@@ -196,6 +196,13 @@ def open_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Itera
     """
     with ExitStack() as stack:
         yield TensorWeights(config, SafetensorsFolder(folder, stack), dtype)
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Calls ``write`` with a path beside ``path``, and renames the result."""
+    partial = path.with_name(f"{path.name}.partial")
+    write(partial)
+    partial.replace(path)
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -20,7 +20,7 @@ class PlannedScheduler(Scheduler):
         self._max_tokens = self.max_num_scheduled_tokens
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        plan, before = self.plan, self.running
+        plan, before = self.plan, list(self.running)
         planned = [request for request in before if request.request_id in plan]
         self._set_drafts()
         self.running = list(planned)  # vLLM knows no hold of a running request: it does not see the others

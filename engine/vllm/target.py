@@ -31,6 +31,7 @@ class VllmLimits:
     max_num_sequences: int
     max_pass_tokens: int
     block_len: int
+    num_blocks: int
     tensor_parallel: int = 1
 
 
@@ -53,6 +54,8 @@ class VllmTarget:
             max_num_seqs=limits.max_num_sequences,
             max_num_batched_tokens=max(limits.max_pass_tokens, limits.max_num_sequences * (1 + MAX_DRAFT_LEN)),
             block_size=limits.block_len,
+            num_gpu_blocks_override=limits.num_blocks + 1,  # vLLM keeps one for padding
+            skip_tokenizer_init=True,
             tensor_parallel_size=limits.tensor_parallel,
             enforce_eager=True,
             async_scheduling=False,

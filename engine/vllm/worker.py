@@ -69,7 +69,7 @@ class ExactRunner(CPUModelRunner):
         names = batch.req_ids[: batch.num_reqs]
         num_drafts = [0] * len(names) if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
         drafted = [] if spec_decode_metadata is None else spec_decode_metadata.draft_token_ids.tolist()
-        spans, rows, sampled = [], [], []
+        spans, rows, sampled = list[SampleSpan](), list[int](), list[int]()
         row = start = 0
         for i, (name, num) in enumerate(zip(names, num_drafts, strict=True)):
             if not self.discard_request_mask.np[i]:  # else a prefill chunk, of which nothing is sampled

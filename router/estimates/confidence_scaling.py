@@ -1,33 +1,32 @@
-"""Slope and offset of confidences, learned online: what is wrong with all of them alike is known after a few drafts."""
+"""Slope and offset of confidences, learned online: errors that all confidences share show after a few drafts."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from router.estimates.decayed import retained
+from router.matching import Floats
 
 _UNCHANGED = np.array([1.0, 0.0])  # slope, offset
-_DEVIATIONS = (0.3, 0.5)  # of them among drafters, as far as nothing is known
-_BEFORE = np.array([_DEVIATIONS[0] ** -2.0, 0.0, _DEVIATIONS[1] ** -2.0])  # their precision, a matrix as in ``_product``
-_LEAST_SLOPE = 0.05  # the more confident token stays the more probable one
+_DEVIATIONS = (0.3, 0.5)  # prior standard deviations
+_BEFORE = np.array([_DEVIATIONS[0] ** -2.0, 0.0, _DEVIATIONS[1] ** -2.0])  # prior precision, a matrix as in ``_product``
+_LEAST_SLOPE = 0.05  # keeps the order of confidences
 _NUM_STEPS = 3
 _EPS = 1e-3  # confidences are kept this far from 0 and 1
 _MOST_AT_ONCE = 512
 
 
 def num_due(num_known: int, num_first: int) -> int:
-    """How many new records are enough to fit anew, which takes half a millisecond that they share: ``num_first`` at first;
-    the more are known, the less a few change."""
+    """New records until the next fit, which takes half a millisecond: ``num_first`` at first, more as records grow."""
     return min(max(num_first, num_known // 4), _MOST_AT_ONCE)
 
 
 class OnlineScaling:
-    """c -> sigmoid(a_k logit(c) + b_k) at each of ``num_positions`` positions (Platt's scaling), a_k and b_k kept up by
-    logistic regression with a Gaussian belief in them. What is old fades, ``memory`` tokens of a position are remembered at
-    the most; without any the scaling changes nothing.
-    """
+    """c -> sigmoid(a_k logit(c) + b_k) at each of ``num_positions`` positions (Platt scaling), by Bayesian logistic
+    regression with a Gaussian prior around the identity. Old tokens fade; ``memory`` tokens per position are
+    remembered."""
 
     def __init__(self, num_positions: int, memory: float) -> None:
-        self._keep = 1.0 - 1.0 / memory
+        self._memory = memory
         self._precision = np.tile(_BEFORE, (num_positions, 1))
         self._lines = np.tile(_UNCHANGED, (num_positions, 1))
 
@@ -36,19 +35,19 @@ class OnlineScaling:
         slopes, offsets = self._lines[:, 0], self._lines[:, 1]
         return _sigmoid(slopes[positions] * _logit(confidences) + offsets[positions])
 
-    def learn(self, confidences: Floats, positions: NDArray[np.intp], came_true: NDArray[np.bool_]) -> None:
-        """Of tokens before which all were right, each [n]."""
+    def learn(self, confidences: Floats, positions: NDArray[np.intp], is_right: NDArray[np.bool_]) -> None:
+        """Learns tokens before which all were right, each [n]."""
         logits = _logit(confidences)
         at, positions, num = np.unique(positions, return_inverse=True, return_counts=True)  # the others stay as they are
 
         def sums(values: Floats) -> Floats:
             return np.asarray(np.bincount(positions, values, len(at)), np.float64)
 
-        kept = self._keep**num
+        kept = retained(num.astype(np.float64), self._memory)
         precision = kept[:, None] * self._precision[at] + (1.0 - kept)[:, None] * _BEFORE
         weighed = _product(kept[:, None] * self._precision[at], self._lines[at])
         weighed += (1.0 - kept)[:, None] * _product(_BEFORE, _UNCHANGED)
-        surprise = np.where(came_true, 0.5, -0.5)
+        surprise = np.where(is_right, 0.5, -0.5)
         weighed += np.stack([sums(surprise * logits), sums(surprise)], axis=-1)
         lines = self._lines[at]
         for _ in range(_NUM_STEPS):
@@ -61,22 +60,22 @@ class OnlineScaling:
 
 
 def _product(matrix: Floats, vector: Floats) -> Floats:
-    """Of symmetric matrices (..., 3), given as their elements 00, 01 and 11, with vectors (..., 2)."""
+    """Symmetric matrices (..., 3), stored as elements 00, 01 and 11, times vectors (..., 2)."""
     a, b, c = matrix[..., 0], matrix[..., 1], matrix[..., 2]
     x, y = vector[..., 0], vector[..., 1]
     return np.stack([a * x + b * y, b * x + c * y], axis=-1)
 
 
 def _solved(matrix: Floats, vector: Floats) -> Floats:
-    """x of matrix x = vector; of positive definite matrices, as in ``_product``."""
+    """x of matrix x = vector, for positive definite matrices stored as in ``_product``."""
     a, b, c = matrix[..., 0], matrix[..., 1], matrix[..., 2]
     inverse = np.stack([c, -b, a], axis=-1) / (a * c - b * b)[..., None]
     return _product(inverse, vector)
 
 
 def _bound(logits: Floats) -> Floats:
-    """The curvature of a parabola that touches log(1 + exp(x)) at x and -x and lies above it elsewhere (Jaakkola and Jordan,
-    2000): steps along such parabolas never overshoot, where those of Newton do if confidences are near 0 or 1."""
+    """Curvature of the parabola that touches log(1 + exp(x)) at x and -x from above (Jaakkola and Jordan 2000): its steps
+    never overshoot, unlike Newton's near confidences of 0 or 1."""
     size = np.maximum(np.abs(logits), 1e-6)
     return np.asarray(np.tanh(size / 2) / (2 * size), np.float64)
 

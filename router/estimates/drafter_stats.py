@@ -1,7 +1,4 @@
-"""What is learned of a drafter by being answered and by verifying: running means, as planners see them.
-
-The live round and the simulator learn by the same code, so that from the same course of things they plan alike.
-"""
+"""A target's estimates of its drafters for the planner: reply time, acceptance and calibration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,14 +9,14 @@ from router.estimates.survival import OnlineSurvival
 from router.plan import UNKNOWN_DRAFTER, DrafterView
 
 _TOKEN_WEIGHT = SMOOTHING / 4  # of a draft token in the acceptance
-MIN_RECORDS = 64  # verified drafts before a drafter's confidences are believed, as they turned out
+MIN_RECORDS = 64  # verified drafts before calibrated confidences are used
 
 
 @record
 class Judgement:
-    """What a pass said of a proposal: the first ``num_right`` of ``num_judged`` draft tokens are what was committed.
+    """The verdict on a proposal: the first ``num_right`` of ``num_judged`` draft tokens are what was committed.
 
-    Also of tokens that were not verified: the bonus token tells whether the draft token in its place was right.
+    Unverified tokens count too: the bonus token tells whether the draft token in its place was right.
     """
 
     drafter: str
@@ -32,22 +29,23 @@ class Judgement:
         return len(self.confidences)
 
     def failed(self, num_committed: int, draft_len: int, ended: bool) -> bool:
-        """Whether the position behind the right tokens counts as reached: the draft was wrong there, or its drafter had no
-        more to say though more was wanted. At the end of a request less is, and behind ``draft_len`` tokens nothing."""
+        """Whether the position behind the right tokens counts as reached: the draft was wrong there, or its drafter
+        stopped although more was wanted. At the end of a request and behind ``draft_len`` tokens nothing more is
+        wanted."""
         silent = not ended and not self.unfinished and self.num_right < min(num_committed, draft_len)
         return self.num_right < self.num_judged or silent
 
 
 @dataclass(slots=True)
 class DrafterStats:
-    """Totals and running means of one drafter."""
+    """Totals and moving averages of one drafter."""
 
     num_proposed: int = 0
     num_accepted: int = 0
     num_stale: int = 0
-    num_late: int = 0  # holds that ran out before the proposal came
+    num_late: int = 0  # holds that expired
     num_resyncs: int = 0
-    num_unsound: int = 0  # messages of which something could not be used
+    num_unsound: int = 0  # messages with unusable parts
     reply_s: float | None = None  # None: not known yet
     accepted_per_round: float = UNKNOWN_DRAFTER.accepted_per_round
     acceptance: float = UNKNOWN_DRAFTER.acceptance
@@ -58,38 +56,38 @@ class DrafterStats:
         reply_s = UNKNOWN_DRAFTER.reply_s if self.reply_s is None else self.reply_s
         return DrafterView(reply_s, self.accepted_per_round, self.acceptance)
 
-    def foresee(self, drafts: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
-        """How far drafts of these confidences will be right, as far as can be known; (): not known yet."""
+    def predict_survival(self, drafts: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+        """Survival of drafts by their confidences; () until MIN_RECORDS drafts are known."""
         if self.calibration.num_records < MIN_RECORDS:
             return [()] * len(drafts)
         return self.calibration.survival(drafts)
 
     def replied(self, reply_s: float, at_least_s: float | None = None) -> None:
-        """``at_least_s``: where the reply lay unread for a while, so that ``reply_s`` is only the most that it took. What is
-        known is then corrected no further than it contradicts that: else the length of passes would be taken for it."""
+        """Adds a reply time. With ``at_least_s`` the reply lay unread for a while, and ``reply_s`` is an upper bound: the
+        estimate then moves only as far as the bounds require, since passes would else count as reply time."""
         if at_least_s is not None and self.reply_s is not None:
             reply_s = min(max(self.reply_s, at_least_s), reply_s)
         self.reply_s = ema(self.reply_s, reply_s)
 
     def restarted(self) -> None:
-        """A new process answers under the name: how fast is not known yet."""
+        """A new process has the name: its reply time is unknown."""
         self.reply_s = None
 
     def late(self, waited_s: float) -> None:
-        """No reply within ``waited_s``: all that is known of the reply time is that it is longer."""
+        """No reply came within ``waited_s``, a lower bound of the reply time."""
         self.num_late += 1
         known = self.reply_s if self.reply_s is not None else 0.0
         if known < 2 * waited_s:
             self.reply_s = ema(known, 2 * waited_s, 0.5)
 
     def judged(self, judgement: Judgement, num_verified: int) -> None:
-        """A proposal was held against what was committed. Tokens that were not verified teach, too: else a drafter that is
-        not worth verifying would never be found to have become so."""
+        """Learns from a verdict. Unverified tokens count too, or a drafter that is not worth verifying could never
+        recover."""
         # Given that those before it were right: num_right successes, and one failure unless all were right.
-        self.acceptance = ema(self.acceptance, 1.0, 1.0 - (1.0 - _TOKEN_WEIGHT) ** judgement.num_right)
+        self.acceptance = 1.0 - (1.0 - self.acceptance) * (1.0 - _TOKEN_WEIGHT) ** judgement.num_right
         if judgement.num_right < judgement.num_judged:
             self.acceptance = ema(self.acceptance, 0.0, _TOKEN_WEIGHT)
-        if num_verified or not judgement.num_judged:  # of one that was not verified it is not known how far it was right
+        if num_verified or not judgement.num_judged:  # else it is unknown how many would be accepted
             num_accepted = float(min(judgement.num_right, num_verified))
             self.accepted_per_round = ema(self.accepted_per_round, num_accepted)
         self.calibration.record(judgement.confidences, judgement.num_right)

@@ -1,40 +1,25 @@
 """Agreement between models of a chain, learned from verifications.
 
-SpecRouter's SimScore (equations 5 and 6) is one minus the total variation (TV) of two models' distributions. Here no
-distributions travel, only tokens drawn with the same noise (DESIGN idea 1), and their rate of agreement gives the same
-information:
-
-    agreement = s (0.8 + 0.2 s)        s = 1 - total variation
-
-This fits measurements with SmolLM2-135M to 0.01: 0.97 s, 0.91 s and 0.88 s at a TV of 0.1, 0.45 and 0.6. It lies between the
-proved bound (1 - TV) / (1 + TV) and 1 - TV, which no coupling exceeds.
+SpecRouter's SimScore (equations 5 and 6) is 1 - TV, where TV is the total variation of two models' distributions. Here only
+tokens travel, drawn with the same noise (DESIGN idea 1), and their rate of agreement gives the same information: it lies
+between the proved bound (1 - TV) / (1 + TV) and 1 - TV, which no coupling exceeds. With SmolLM2-135M it was 0.97 s, 0.91 s
+and 0.88 s at s = 1 - TV of 0.9, 0.55 and 0.4.
 """
 
 from collections.abc import Sequence
 from itertools import chain, repeat, zip_longest
-from math import sqrt
 
 from cluster.messages import Verified
 from router.chains import PROPOSAL_LEN
 from router.estimates.decayed import DecayedSums
 
-_STRENGTH = 8.0  # drafts that the guess before the first is worth
+_STRENGTH = 8.0  # drafts that the prior_agreement before the first is worth
 
 Rates = tuple[float, ...]
 _Pair = tuple[str, str]
 
 
-def agreement(similarity: float) -> float:
-    """How often two models of a similarity choose the same token with the same noise (SpecRouter's f)."""
-    return similarity * (0.8 + 0.2 * similarity)
-
-
-def similarity(agreement: float) -> float:
-    """The inverse of ``agreement``."""
-    return (sqrt(0.64 + 0.8 * agreement) - 0.8) / 0.4
-
-
-def guess(lower: Rates, upper: Rates) -> Rates:
+def prior_agreement(lower: Rates, upper: Rates) -> Rates:
     """Prior agreement of two drafters, from how often each agrees with the target.
 
     By the triangle inequality their TV lies between the difference and the sum of those to the target; the midpoint is the
@@ -72,11 +57,6 @@ class Similarities:
         num_asked, num_proposed = self._asked.get((proposer, verifier), 2)
         strength = _STRENGTH * PROPOSAL_LEN
         return (num_proposed + strength * prior) / (num_asked + strength)
-
-    def score(self, proposer: str, verifier: str) -> float | None:
-        """SimScore over all positions; None for two that never met."""
-        num_reached = sum(self._reached.get((proposer, verifier), 0))
-        return similarity(sum(self._right.get((proposer, verifier), 0)) / num_reached) if num_reached else None
 
 
 class Depths:

@@ -1,67 +1,67 @@
-"""Calibration that keeps itself up: survival of draft prefixes as verification has lately found it."""
+"""Online calibration: survival of draft prefixes, from the confidences and outcomes of verified drafts."""
 
 from collections.abc import Sequence
+from math import exp
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from router.estimates.confidence_scaling import OnlineScaling, num_due
-
-Floats = NDArray[np.float64]
+from router.estimates.decayed import retained
+from router.matching import Floats
 
 _EDGES = np.concatenate([[0.0], 1.0 / (1.0 + np.exp(-np.linspace(-4.0, 4.0, 15))), [1.0]])
 _NUM_BINS = len(_EDGES) - 1
 _STEPS = 250
 _GRID = np.linspace(0.0, 1.0, _STEPS + 1)
-_EARLY = 200.0  # records after which a correction is trusted against odds of e that it was none so far
-_LEAST = 1e-3  # what came to pass had at least this chance, whatever was told
+_EARLY = 200.0  # records that raise the prior log odds of the correction by 1
+_LEAST = 1e-3  # least probability of an outcome
 _FIRST_AT_ONCE = 16  # records
 
 
 class OnlineSurvival:
-    """Follows one drafter: how often tokens of a confidence came true at each position, given that those before them did.
+    """Calibrates one drafter: how often tokens of a confidence are right at each position, given that those before are.
 
-    Survival is the product of these (as in Kaplan and Meier's estimator), so drafts of which only a part was verified, for
-    whatever reason, teach as far as they were. A slope and an offset for each position correct what is wrong with all of its
-    confidences alike (``OnlineScaling``); bins of what that gives correct the rest. A bin starts at what the position before
-    found, the first at what it was given, worth ``doubt`` verifications, so few or one-sided records are never taken for
-    certainty; what is old fades with every new verification, so a drafter that changes is followed.
+    - Survival is the product of these rates (Kaplan and Meier's estimator), so partly verified drafts count as far as
+      they go.
+    - ``OnlineScaling`` corrects slope and offset per position; bins of its output correct the rest. A bin starts at the
+      estimate of the position before, the first at the given confidence, with a weight of ``doubt`` verifications. Old
+      records fade.
+    - The first records of a well-calibrated drafter are mostly noise. So given and corrected confidences are averaged
+      by how well each predicted the outcomes (Bayesian model averaging), with a prior that favours the correction as
+      records grow.
 
-    Of a drafter that tells the truth the first records teach noise. So what was told and what is made of it are averaged,
-    each by how well it foresaw what came true (Bayesian model averaging), the correction gaining with the records.
-
-    Memory is constant: 16 bins for each of ``num_positions`` positions, later ones share the last. Between bins it is
-    linear, and monotone: at a position the more confident token stays the more probable one.
+    Memory is constant: 16 bins per position; further positions share the last. Between bins it is linear and monotone.
 
     Args:
-        num_positions: told apart.
-        memory: verifications that a bin, and the scaling of a position, remembers at the most.
-        doubt: verifications that what was believed before is worth to a bin.
+        num_positions: positions with estimates of their own.
+        memory: verifications that a bin and the scaling of a position remember.
+        doubt: verifications that the prior of a bin counts as.
     """
 
     def __init__(self, num_positions: int = 8, memory: float = 500.0, doubt: float = 60.0) -> None:
-        self._keep = 1.0 - 1.0 / memory
+        self._memory = memory
         self._doubt = doubt
         shape = (num_positions, _NUM_BINS)
         self._weight = np.zeros(shape)
         self._scaled = np.zeros(shape)  # sum of scaled confidences
-        self._true = np.zeros(shape)  # how many came true
+        self._true = np.zeros(shape)  # number of right tokens
         self._scaling = OnlineScaling(num_positions, memory)
-        self._corrected = np.tile(_GRID, (num_positions, 1))  # what a confidence in steps would mean at a position
-        self.table = self._corrected.copy()  # and what it is taken for; (num_positions, steps + 1), changed in place
-        self._maps: list[list[float]] | None = None  # the same, for looking up in Python
-        self._evidence = 0.0  # log odds of what came true, by the corrected over by the told confidences
+        self._corrected = np.tile(_GRID, (num_positions, 1))  # by position and confidence in steps
+        self.table = self._corrected.copy()  # the average in use; (num_positions, _STEPS + 1), changed in place
+        self._maps: list[list[float]] | None = None  # the table as lists
+        self._evidence = 0.0  # log odds of the outcomes: corrected over given confidences
         self._pending: list[tuple[tuple[float, ...], int]] = []
         self.num_records = 0
         self._next_due = self.num_due
 
     @property
     def num_due(self) -> int:
-        """So many records are taken up together."""
+        """Records that are learned together."""
         return num_due(self.num_records - len(self._pending), _FIRST_AT_ONCE)
 
     def survival(self, confidences: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
-        """The probability that each prefix of each draft survives; it never rises along a draft."""
+        """Probability that each prefix of each draft survives; never rises along a draft."""
         return [self._survival(row) for row in confidences]
 
     def _survival(self, confidences: Sequence[float]) -> tuple[float, ...]:
@@ -77,35 +77,34 @@ class OnlineSurvival:
         return tuple(found)
 
     def record(self, confidences: Sequence[float], num_accepted: int) -> None:
-        """A draft was verified. ``confidences`` of the tokens that were, the first ``num_accepted`` of which were right.
+        """Adds a draft: ``confidences`` of its verified tokens, of which the first ``num_accepted`` were right.
 
-        Taken up by the dozen: one alone changes little.
+        Records are learned in batches, since one changes little.
         """
         if confidences:
             self.num_records += 1
             self._pending.append((tuple(confidences[: num_accepted + 1]), num_accepted))
             if len(self._pending) >= self._next_due:
                 last = len(self._weight) - 1
-                tried = [
-                    (k if k < last else last, told, k < num) for row, num in self._pending for k, told in enumerate(row)
-                ]
+                tried = [(min(k, last), c, k < num) for row, num in self._pending for k, c in enumerate(row)]
                 self._pending.clear()
-                positions, told, came_true = (np.array(column) for column in zip(*tried, strict=True))
-                self._take_up(positions, told, came_true)
+                self._learn(*(np.array(column) for column in zip(*tried, strict=True)))
                 self._next_due = self.num_due
 
-    def record_all(self, num_records: int, positions: NDArray[np.intp], told: Floats, came_true: NDArray[np.bool_]) -> None:
-        """As ``record``, of ``num_records`` drafts: the tokens that were tried, each [n], at positions told apart."""
+    def record_all(
+        self, num_records: int, positions: NDArray[np.intp], confidences: Floats, is_right: NDArray[np.bool_]
+    ) -> None:
+        """As ``record`` for ``num_records`` drafts: positions, confidences and outcomes of the tried tokens, each [n]."""
         self.num_records += num_records
-        self._take_up(positions, told, came_true)
+        self._learn(positions, confidences, is_right)
         self._next_due = self.num_due
 
-    def _take_up(self, positions: NDArray[np.intp], told: Floats, came_true: NDArray[np.bool_]) -> None:
-        """Of tokens before which all were right."""
-        corrected = self._corrected[positions, (told * _STEPS).round().astype(np.intp)]
-        self._evidence *= self._keep ** len(told)
-        self._evidence += _log_chance(corrected, came_true) - _log_chance(told, came_true)
-        scaled = self._scaling(told, positions)
+    def _learn(self, positions: NDArray[np.intp], confidences: Floats, is_right: NDArray[np.bool_]) -> None:
+        """Learns tokens before which all were right."""
+        corrected = self._corrected[positions, (confidences * _STEPS).round().astype(np.intp)]
+        self._evidence *= exp(-len(confidences) / self._memory)
+        self._evidence += _log_likelihood(corrected, is_right) - _log_likelihood(confidences, is_right)
+        scaled = self._scaling(confidences, positions)
         bins = np.minimum(np.searchsorted(_EDGES, scaled, side="right") - 1, _NUM_BINS - 1)
         at = positions * _NUM_BINS + bins
 
@@ -113,11 +112,11 @@ class OnlineSurvival:
             return np.bincount(at, values, self._weight.size).reshape(self._weight.shape).astype(np.float64)
 
         num = sums()
-        kept = self._keep**num
+        kept = retained(num, self._memory)
         self._weight = self._weight * kept + num
         self._scaled = self._scaled * kept + sums(scaled)
-        self._true = self._true * kept + sums(came_true)
-        self._scaling.learn(told, positions, came_true)
+        self._true = self._true * kept + sums(is_right)
+        self._scaling.learn(confidences, positions, is_right)
         grids = self._scaling(_GRID, np.arange(len(self._weight))[:, None])
         trust = 1.0 / (1.0 + np.exp(-np.clip(self._evidence + self.num_records / _EARLY, -50.0, 50.0)))
         before = _GRID
@@ -128,8 +127,7 @@ class OnlineSurvival:
         self._maps = None
 
     def _fitted(self, position: int, before: Floats) -> Floats:
-        """What each of _STEPS + 1 scaled confidences means at a position, (_STEPS + 1,); ``before``: at the position before
-        it."""
+        """(_STEPS + 1,) calibrated values of the scaled confidences at a position; ``before``: of the position before."""
         weight, scaled = self._weight[position], self._scaled[position]
         middle = (_EDGES[:-1] + _EDGES[1:]) / 2
         xs = np.clip(np.where(weight > 0, scaled / np.maximum(weight, 1e-12), middle), _EDGES[:-1], _EDGES[1:])
@@ -138,14 +136,14 @@ class OnlineSurvival:
         return np.interp(_GRID, xs, _pooled(ys, weight + 1.0))
 
 
-def _log_chance(foreseen: Floats, came_true: NDArray[np.bool_]) -> float:
-    """The logarithm of the probability of what came true."""
-    chances = np.where(came_true, foreseen, 1.0 - foreseen)
+def _log_likelihood(predicted: Floats, is_right: NDArray[np.bool_]) -> float:
+    """Log-likelihood of the outcomes."""
+    chances = np.where(is_right, predicted, 1.0 - predicted)
     return float(np.log(np.maximum(chances, _LEAST)).sum())
 
 
 def _pooled(values: Floats, weights: Floats) -> Floats:
-    """The nearest values that never fall, by least squares: pool adjacent violators."""
+    """Isotonic least-squares regression (pool adjacent violators)."""
     pools: list[list[float]] = []  # value, weight, number of members
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
         pools.append([value, weight, 1])

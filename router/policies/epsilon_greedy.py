@@ -18,10 +18,9 @@ from router.assignment import (
     RequestView,
     ScoreCounts,
     drafter_of,
-    opted_out,
 )
 from router.estimates.goodput import GoodputEstimates
-from router.policies.expiring_cache import ExpiringCache
+from router.expiring_cache import ExpiringCache
 from router.policies.free_capacity import FreeCapacity
 
 
@@ -55,12 +54,10 @@ class EpsilonGreedy:
         if not room.drafters:
             return {request.request_id: TARGET_ONLY for request in requests}
         shared = self._estimates.of_pool(room.drafters)
-        chains = opted_out(requests)
+        chains: dict[str, Chain] = {}
         explorers: list[RequestView] = []
         movers: list[tuple[float, RequestView, dict[str, float]]] = []
         for request in requests:
-            if request.opted_out:
-                continue
             if not request.is_placeholder and self._random.random() < self._epsilon:
                 explorers.append(request)
                 continue

@@ -2,23 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from pydantic import JsonValue
-
 from cluster.config import FixedPolicy
-from router.assignment import (
-    TARGET_ONLY,
-    Chain,
-    Observation,
-    PoolMember,
-    RequestView,
-    ScoreCounts,
-    drafter_of,
-    opted_out,
-)
+from router.assignment import TARGET_ONLY, Chain, NothingLearned, PoolMember, RequestView, drafter_of
 from router.policies.free_capacity import FreeCapacity
 
 
-class Fixed:
+class Fixed(NothingLearned):
     """Learns nothing. Correctly seated requests stay; the others take the remaining places in their order.
 
     A chain runs in the process of its last drafter: only that one needs a place, the others only to be open.
@@ -27,23 +16,12 @@ class Fixed:
     def __init__(self, config: FixedPolicy) -> None:
         self._chain = config.chain
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
-        """Ignored: the choice is fixed."""
-
-    def snapshot(self) -> JsonValue:
-        return None
-
-    def restore(self, snapshot: JsonValue) -> None:
-        """Nothing to restore."""
-
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         room = FreeCapacity(pool)
         choices = (self._chain,) if self._chain is not None else tuple((drafter,) for drafter in room.drafters)
-        chains = opted_out(requests)
+        chains: dict[str, Chain] = {}
         unseated = []
         for request in requests:
-            if request.opted_out:
-                continue
             here = tuple(drafter_of(member) for member in request.chain)
             seat = _seat(room, here, request.chain) if here in choices else None
             if seat is None:

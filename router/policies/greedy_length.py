@@ -4,26 +4,15 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from pydantic import JsonValue
-
 from cluster.config import GreedyLengthPolicy
-from router.assignment import (
-    TARGET_ONLY,
-    Chain,
-    Observation,
-    PoolMember,
-    RequestView,
-    ScoreCounts,
-    drafter_of,
-    opted_out,
-)
-from router.policies.expiring_cache import ExpiringCache
+from router.assignment import TARGET_ONLY, Chain, NothingLearned, PoolMember, RequestView, drafter_of
+from router.expiring_cache import ExpiringCache
 from router.policies.free_capacity import FreeCapacity
 
 HISTORY_LEN = 512  # prompts whose lengths say what is short
 
 
-class GreedyLength:
+class GreedyLength(NothingLearned):
     """Drafters in order of size, each as wide as its capacity; a request goes to the drafter at its prompt's rank among
     recent prompts, else to the nearest with a free place, the smaller of two.
 
@@ -34,24 +23,13 @@ class GreedyLength:
         self._lengths: deque[int] = deque(maxlen=HISTORY_LEN)
         self._seen: ExpiringCache[str] = ExpiringCache()  # request -> drafter that was chosen
 
-    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
-        """Ignored: lengths decide."""
-
-    def snapshot(self) -> JsonValue:
-        return None
-
-    def restore(self, snapshot: JsonValue) -> None:
-        """Nothing to restore."""
-
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._seen.next_slot()
         by_size = sorted(pool, key=lambda member: member.cost)
         room = FreeCapacity(by_size)
-        chains = opted_out(requests)
+        chains: dict[str, Chain] = {}
         unplaced = []
         for request in requests:
-            if request.opted_out:
-                continue
             here = drafter_of(request.chain[0]) if len(request.chain) == 1 else None
             placed = self._seen.get(request.request_id)
             if placed is None and not request.is_placeholder:

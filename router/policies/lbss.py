@@ -44,10 +44,9 @@ from router.assignment import (
     RequestView,
     ScoreCounts,
     lessons,
-    opted_out,
 )
 from router.estimates.goodput import GoodputEstimates
-from router.policies.expiring_cache import ExpiringCache
+from router.expiring_cache import ExpiringCache
 from router.policies.free_capacity import FreeCapacity
 
 _DROPPED = ""  # by lines 9 and 10
@@ -88,21 +87,20 @@ class Lbss:
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._chosen.next_slot()
         self._means.next_slot()
-        chains = opted_out(requests)
+        chains = dict.fromkeys([request.request_id for request in requests], TARGET_ONLY)
         room = FreeCapacity(pool)
-        willing = [request for request in requests if request.request_id not in chains]
-        live = [request for request in willing if not request.is_placeholder]
+        live = [request for request in requests if not request.is_placeholder]
         if live and self._calendar.next_slot():  # slots without requests are no part of an epoch: nothing can be learned
             self._chosen = ExpiringCache()
         newcomers = self._keep(live, room, chains)
-        for group in (newcomers, [request for request in willing if request.is_placeholder]):
+        for group in (newcomers, [request for request in requests if request.is_placeholder]):
             if group and room.drafters:
                 decide = self._explore if self._calendar.exploring else self._exploit
                 for request, drafter in zip(group, decide(group, room), strict=True):
                     self._chosen.put(request.request_id, drafter)
                     seat = room.seat(drafter, request.chain) if drafter != _DROPPED else None
                     chains[request.request_id] = seat or TARGET_ONLY
-        return {request.request_id: chains.get(request.request_id, TARGET_ONLY) for request in requests}
+        return chains
 
     def _keep(self, requests: Sequence[RequestView], room: FreeCapacity, chains: dict[str, Chain]) -> list[RequestView]:
         """Seats requests at the drafters chosen for them earlier; returns the others."""
@@ -150,7 +148,7 @@ class _Calendar:
     _slot: int = -1  # within the stage
 
     def next_slot(self) -> bool:
-        """Advances a slot; returns whether to choose anew, at the start of a chunk or of an exploitation."""
+        """Advances a slot; returns whether a chunk or an exploitation starts."""
         self._slot += 1
         if self._slot == (self.exploration_slots if self.exploring else self._exploitation_slots()):
             if not self.exploring:

@@ -167,7 +167,7 @@ def test_a_drafter_whose_node_is_lost_comes_back_on_another(nodes: Cluster, tiny
     supervisor = start_supervisor(Deployment(config, groups, str(tmp_path), "secret"))
     caller = None
     try:
-        directory = ray.get(supervisor.start.remote(), timeout=DEADLINE_S)
+        directory = ray.get(supervisor.ready.remote(), timeout=DEADLINE_S)
         status: Callable[[], ClusterStatus] = lambda: ray.get(supervisor.status.remote(), timeout=DEADLINE_S)  # noqa: E731
         eventually(lambda: status().drafters[0].state == "ready", DEADLINE_S)
         caller = Caller(lambda: LinkClient("test", directory.model, directory.addresses, _no_status, "secret"))

@@ -18,14 +18,14 @@ from cluster.config import (
 )
 from cluster.types import ModelInfo, SamplingParams
 from drafters.protocol import Demand, Draft, Drafter
-from drafters.registry import Site, make, make_chained
+from drafters.registry import Site, make, make_drafter
 from drafters.table import count_frequencies
 from engine.factory import load_model
 from engine.forward import CausalModel
 from engine.models.tokenizer import fingerprint
-from tests.support.always_led import AlwaysLed
 from tests.support.dspark import make_dspark, write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
+from tests.support.with_proposers import WithProposers
 
 VOCAB_SIZE = 257
 NUM_LAYERS = 3
@@ -130,8 +130,8 @@ def _make_one(kind: str, folder: Path, layers_folder: Path, table_file: Path) ->
 def _chain(levels: Sequence[DrafterOptions], target: ModelInfo) -> Drafter:
     """A chain of the pool in which every request has all ``levels``, smallest first."""
     configs = [DrafterConfig(name=f"level-{i}", options=options) for i, options in enumerate(levels)]
-    drafter = make_chained(configs[-1], configs[:-1], target)
-    return AlwaysLed(drafter, [config.name for config in configs[:-1]])
+    drafter = make_drafter(configs[-1], target, proposers=configs[:-1])
+    return WithProposers(drafter, [config.name for config in configs[:-1]])
 
 
 @pytest.fixture

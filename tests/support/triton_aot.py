@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.models.config import ModelConfig, RopeConfig
+from engine.models.config import DecoderConfig, RopeConfig
 
 # Shared memory that a block can have, in bytes: NVIDIA, CUDA C++ Programming Guide, technical specifications.
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -40,9 +40,9 @@ class Case:
     hidden_size: int
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> DecoderConfig:
         num_heads, num_kv_heads = self.heads
-        return ModelConfig(
+        return DecoderConfig(
             architecture="qwen3",
             vocab_size=1000,
             hidden_size=self.hidden_size,

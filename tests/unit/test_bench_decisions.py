@@ -10,6 +10,8 @@ from benchmarks.report import BenchOptions
 from cluster.config import HedgePolicy
 from cluster.types import RoutingTable
 
+pytestmark = pytest.mark.slow
+
 
 def test_traffic_is_of_the_size_that_is_promised_and_goes_on() -> None:
     traffic = decisions.Traffic(random.Random(0))

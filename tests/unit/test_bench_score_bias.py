@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import score_bias
 from benchmarks.report import BenchOptions
+from cluster.messages import DraftScore
 from drafters import counterfactual
 from tests.support.tiny_model import write_tiny_model
 
@@ -25,15 +26,10 @@ def test_scores_are_what_driving_gives(options: BenchOptions) -> None:
     assert float(by_name["ngram"][2]) > 1.03, "the test needs drafts that are right"
 
 
-def test_rounds_that_begin_too_late_show(options: BenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A virtual round that follows a wrong draft begins three tokens late."""
-    decide = counterfactual.Shadow._decide
+def test_scores_of_a_token_too_many_show(options: BenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    def inflated(request_id: str, base_len: int, num_matched: int, num_scored: int) -> DraftScore:
+        return DraftScore(request_id, base_len, num_matched + 1, num_scored + 1)
 
-    def late(shadow: counterfactual.Shadow, *args: object) -> object:
-        score = decide(shadow, *args)  # type: ignore[arg-type]
-        shadow._next_base_len += 3
-        return score
-
-    monkeypatch.setattr(counterfactual.Shadow, "_decide", late)
+    monkeypatch.setattr(counterfactual, "DraftScore", inflated)
     figures, _ = score_bias.run(options)
     assert any(abs(figure - 1.0) > 0.02 for figure in figures.values())

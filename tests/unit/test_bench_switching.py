@@ -9,6 +9,8 @@ from benchmarks.switching import Switch, measure, result, waiting_cluster
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 
+pytestmark = pytest.mark.slow
+
 
 def test_what_is_saved_is_of_the_stall_beyond_a_usual_round() -> None:
     found = result({True: [Switch(0.07, 0.05)] * 3, False: [Switch(0.25, 0.05)] * 3}, 512)

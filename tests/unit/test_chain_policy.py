@@ -22,7 +22,7 @@ from router.assignment import (
 from router.chains import PassTime
 from router.estimates.observed_overhead import TRIAL_SLOTS
 from router.policies.chain import ModelChains
-from router.slot import ChainScheduler, SlotReport
+from router.slot import Router, SlotReport
 
 TARGET = PassTime(((1, 0.025), (65, 0.057)))
 
@@ -342,7 +342,7 @@ def test_a_snapshot_takes_the_place_of_all_that_was_learned() -> None:
 
 def test_the_scheduler_publishes_chains_and_learns_from_what_targets_report() -> None:
     found = taught(ModelChains(ChainPolicy()), small=0.2, middle=0.1, large=0.95)
-    scheduler = ChainScheduler(found, POOL)
+    scheduler = Router(found, POOL)
     seen = positions(0.95, 1000)
     report = SlotReport(
         (view("r"),),

@@ -1,4 +1,4 @@
-"""A model that different drafters ride ahead of: the same drafts, shared passes, and chains that change in mid-request."""
+"""A model with proposers: the same drafts, shared passes, and chains that change while a request runs."""
 
 import random
 from dataclasses import replace
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.config import (
     Config,
     DrafterConfig,
@@ -20,11 +21,10 @@ from cluster.config import (
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
-from deploy.embedded import EmbeddedCluster, PoolEntry
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Drafter
-from drafters.registry import make_chained
+from drafters.registry import make_drafter
 from drafters.small_model import SmallModel
 from engine.factory import load_model
 from engine.loading import load_target
@@ -58,7 +58,7 @@ def pool(folder: Path, verifier: SmallModel) -> ModelDrafter:
 CHAINS = [(), ("ngram",), ("shallow",), ("ngram", "shallow"), ("twin",), ("unknown",), ("ngram", "twin")]
 
 
-def test_whoever_leads_and_however_that_changes_the_drafts_are_the_verifiers_own(folder: Path) -> None:
+def test_changing_proposers_never_changes_the_drafts(folder: Path) -> None:
     led, alone = pool(folder, small_model(folder)), ModelDrafter(small_model(folder))
     rng = random.Random(4)
     names = "abcdefg"
@@ -84,7 +84,7 @@ def test_whoever_leads_and_however_that_changes_the_drafts_are_the_verifiers_own
     led.check_integrity()
 
 
-def test_requests_share_the_passes_of_their_verifier_whoever_leads_them(folder: Path) -> None:
+def test_requests_with_different_proposers_share_the_passes_of_their_verifier(folder: Path) -> None:
     verifier = small_model(folder)
     led = pool(folder, verifier)
     for name, chain in (("led", ("twin",)), ("also", ("twin",)), ("looked-up", ("ngram",))):
@@ -129,10 +129,11 @@ def test_caches_that_are_given_up_are_counted(folder: Path) -> None:
 
 
 def made(config: DrafterConfig, proposers: list[DrafterConfig], folder: Path) -> Drafter:
-    return make_chained(config, proposers, ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), fingerprint(folder)))
+    target = ModelInfo("tiny", VOCAB_SIZE, 512, (VOCAB_SIZE - 1,), fingerprint(folder))
+    return make_drafter(config, target, proposers=proposers)
 
 
-def test_the_registry_makes_a_drafter_with_those_that_may_ride_ahead_of_it(folder: Path, tmp_path: Path) -> None:
+def test_the_registry_makes_a_drafter_with_its_proposers(folder: Path, tmp_path: Path) -> None:
     layers = write_tiny_layers(tmp_path / "layers", folder, token_ids=range(3, 250, 2))
     ngram = DrafterConfig(name="ngram", options=NgramOptions())
     trained = DrafterConfig(
@@ -170,7 +171,7 @@ def test_a_chain_of_three_drafters_serves_the_targets_own_tokens(folder: Path) -
     engine, model, _ = load_target(resolved)
     pool = {
         one.name: PoolEntry(
-            make_chained(one, resolved.proposers_of(one.name), model),
+            make_drafter(one, model, proposers=resolved.proposers_of(one.name)),
             proposers=tuple(below.name for below in resolved.proposers_of(one.name)),
         )
         for one in resolved.drafters

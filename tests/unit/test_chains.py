@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.studies.specrouter import simplified_per_token_s
 from router.assignment import TARGET_ONLY
-from router.chains import Level, PassTime, Prediction, candidates, fastest, predict, simplified_per_token_s
+from router.chains import Level, PassTime, Prediction, candidates, fastest, predict
 
 TARGET = PassTime(((1, 0.025), (65, 0.057)))  # linear: a constant and a time per row
 SMALL = Level("small", PassTime(((1, 0.001), (65, 0.00164))), 4, (0.6,))

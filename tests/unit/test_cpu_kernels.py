@@ -14,19 +14,20 @@ import torch
 from engine import compiling
 from engine.cpu import build
 from engine.cpu.bf16 import Bf16Linear
-from engine.cpu.ops import CpuOps, Shape
+from engine.cpu.ops import AttentionShape, CpuOps
 from engine.cpu.packed import packed_linear
 from engine.cpu_level import AVX512_BF16, cpu_level
 from engine.factory import make_ops
 from engine.layout import Layout, PackedSpan, lay_out
-from engine.models.config import ModelConfig, inverse_frequencies, parse_config
+from engine.models.config import DecoderConfig, inverse_frequencies, parse_config
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, TorchOps
+from tests.support.compiler import needs_compiler
 
 CPU = torch.device("cpu")
 
 
-def config_of(head_dim: int) -> ModelConfig:
+def config_of(head_dim: int) -> DecoderConfig:
     return parse_config(
         {
             "model_type": "qwen3",
@@ -56,6 +57,7 @@ def ops(dtype: torch.dtype) -> tuple[CpuOps, TorchOps]:
     return CpuOps(CONFIG, dtype), TorchOps(CONFIG, dtype)
 
 
+@needs_compiler
 @pytest.mark.parametrize("rows", [1, 40, 400])
 def test_add_norm(rows: int, ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
@@ -69,6 +71,7 @@ def test_add_norm(rows: int, ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -
     )
 
 
+@needs_compiler
 @pytest.mark.parametrize("rows", [1, 40, 400])
 def test_gate(rows: int, ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
@@ -77,6 +80,7 @@ def test_gate(rows: int, ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> No
     torch.testing.assert_close(ops[0].gate(gate_up), ops[1].gate(gate_up), **TOLERANCE[dtype])
 
 
+@needs_compiler
 @pytest.mark.parametrize("head_dim", [48, 64, 96])  # 64 and 96 by AMX where it is, in blocks of 32 and 64
 @pytest.mark.parametrize("block_len", [16, 32, 64])
 @pytest.mark.parametrize("normed", [False, True])
@@ -99,7 +103,7 @@ def test_rotation_and_attention(head_dim: int, block_len: int, normed: bool, dty
     assert not torch.equal(results[0][1], keys)
 
 
-def spans_of(config: ModelConfig, block_len: int, lens: Sequence[tuple[int, int]]) -> tuple[Layout, int]:
+def spans_of(config: DecoderConfig, block_len: int, lens: Sequence[tuple[int, int]]) -> tuple[Layout, int]:
     """Spans of (context, rows) whose blocks are scattered, and how many blocks these are."""
     num_blocks = [-(-sum(each) // block_len) for each in lens]
     order = np.random.default_rng(block_len).permutation(sum(num_blocks)).astype(np.int32)
@@ -108,6 +112,7 @@ def spans_of(config: ModelConfig, block_len: int, lens: Sequence[tuple[int, int]
     return lay_out(spans, block_len, torch.tensor(inverse_frequencies(config)), CPU), sum(num_blocks)
 
 
+@needs_compiler
 @pytest.mark.parametrize("base", [0, 30, 511])
 @pytest.mark.parametrize("block_len", [16, 32, 64])
 @pytest.mark.parametrize("head_dim", [48, 64, 96])
@@ -134,6 +139,7 @@ def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it(
         assert torch.equal(attend(first, num), whole[first : first + num]), (first, num)
 
 
+@needs_compiler
 @pytest.mark.parametrize("base", [38, 39, 40, 520])
 @pytest.mark.parametrize("block_len", [16, 32, 64])
 @pytest.mark.parametrize("head_dim", [48, 64, 96])
@@ -155,6 +161,7 @@ def test_what_an_earlier_owner_of_a_block_left_is_not_seen(
     assert torch.equal(ops.attention(queries, layout, keys, values), clean)
 
 
+@needs_compiler
 @pytest.mark.parametrize("num_rows", [1, 9])
 @pytest.mark.parametrize("block_len", [16, 32, 64])
 @pytest.mark.parametrize("head_dim", [48, 64, 96])
@@ -174,6 +181,7 @@ def test_who_looks_for_one_key_gets_its_value(head_dim: int, block_len: int, num
         torch.testing.assert_close(found.reshape(num_rows, -1), expected, **TOLERANCE[dtype], msg=f"at {position}")
 
 
+@needs_compiler
 def test_numbers_that_are_none_stay_none(ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:
     """A broken row must be seen by the sampler, not hidden by a kernel."""
     gate_up = torch.ones(2, 300).to(dtype)
@@ -194,6 +202,7 @@ def test_packed_products(rows: int, biased: bool, dtype: torch.dtype) -> None:
     )
 
 
+@needs_compiler
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 12, 13, 16, 17, 32, 33, 70])
 @pytest.mark.parametrize(("num_out", "num_in"), [(37, 100), (37, 96), (48, 64), (64, 576), (48, 101)])
 @pytest.mark.parametrize("biased", [False, True])
@@ -216,6 +225,7 @@ def test_products_of_a_row_do_not_depend_on_the_others(
         assert torch.equal(linear(broken)[:-1], ours[:-1])
 
 
+@needs_compiler
 @pytest.mark.parametrize("pairs", [0, 1])
 def test_both_ways_to_multiply_with_avx512_bf16(pairs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is used depends on whose CPU it is; each must be right on any."""
@@ -232,15 +242,20 @@ def test_both_ways_to_multiply_with_avx512_bf16(pairs: int, tmp_path: Path, monk
     assert all(torch.equal(linear(x[:num]), alone[:num]) for num in range(1, 41))
 
 
+@needs_compiler
 def test_amx_is_used_where_the_cpu_has_it(ops: tuple[CpuOps, TorchOps], dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16 or " amx_bf16 " not in Path("/proc/cpuinfo").read_text():
         pytest.skip("no AMX, or not for this type")
     library = build.load_library(dtype)
     assert library.has_tiles()
     for head_dim, block_len, attends in ((64, 32, 1), (96, 64, 1), (48, 32, 0), (64, 16, 0)):
-        assert library.attends_by_tiles(ctypes.byref(Shape(10, 2, head_dim, block_len))) == attends, (head_dim, block_len)
+        assert library.attends_by_tiles(ctypes.byref(AttentionShape(10, 2, head_dim, block_len))) == attends, (
+            head_dim,
+            block_len,
+        )
 
 
+@needs_compiler
 @pytest.mark.parametrize("size", [8, 48])
 def test_blocks_that_the_kernels_cannot_read_are_refused(
     size: int, ops: tuple[CpuOps, TorchOps], dtype: torch.dtype
@@ -251,6 +266,7 @@ def test_blocks_that_the_kernels_cannot_read_are_refused(
         ops[0].rotate_and_store(torch.zeros(1, 14 * 48).to(dtype), None, layout, keys, values)
 
 
+@needs_compiler
 def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build.load_library(torch.float32, tmp_path)
     (library,) = tmp_path.iterdir()
@@ -259,6 +275,7 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path, monkeypa
     assert [library] == list(tmp_path.iterdir())
 
 
+@needs_compiler
 def test_threads_are_torchs_own(tmp_path: Path) -> None:
     """One OpenMP runtime in the process, whoever was loaded first."""
     code = (
@@ -300,7 +317,7 @@ def test_without_a_folder_to_keep_them_plain_torch_does_it(
 
 
 def test_shapes_without_kernels_go_to_plain_torch() -> None:
-    small: ModelConfig = parse_config(
+    small: DecoderConfig = parse_config(
         {
             "model_type": "llama",
             "vocab_size": 9,

@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
+from tests.support.compiler import needs_compiler
 from tests.support.cpu_levels import LOWER_LEVELS, ROOT, environment_of
+
+pytestmark = [needs_compiler, pytest.mark.slow]
 
 # Kernels against plain torch, without the tests that compile into folders of their own.
 PARITY = ("tests/unit/test_cpu_kernels.py", "tests/unit/test_int8.py", "tests/unit/test_forward.py")
@@ -19,7 +22,7 @@ from cluster.config import Config
 from cluster.resolve import resolve
 from cluster.types import Request, SamplingParams
 from deploy.api.tokenizer import Tokenizer
-from deploy.embedded import EmbeddedCluster
+from benchmarks.embedded import EmbeddedCluster
 from deploy.profile import here
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu

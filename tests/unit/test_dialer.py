@@ -34,7 +34,7 @@ class Caller:
             if isinstance(event, LinkUp):
                 self.links.append(event.link)
             elif isinstance(event, LinkDown):
-                self.dialer.lost(event.link, self.now_s)
+                self.dialer.link_lost(event.link, self.now_s)
         self.dialer.tick(self.now_s)
 
     def until_linked(self, count: int) -> None:
@@ -51,7 +51,7 @@ class Caller:
 @pytest.fixture
 def caller() -> Iterator[Caller]:
     one = Caller()
-    one.dialer.want([ADDRESS])
+    one.dialer.set_addresses([ADDRESS])
     yield one
     one.dialer.close()
 
@@ -73,7 +73,7 @@ def test_a_link_that_is_lost_before_it_was_taken_up_is_dialled_again(caller: Cal
     listener.close()  # LinkUp and LinkDown are both in the mail, and the dialler has not looked yet
     events = caller.mailbox.drain()
     assert [type(event) for event in events] == [LinkUp, LinkDown]
-    caller.dialer.lost(events[1].link, caller.now_s)
+    caller.dialer.link_lost(events[1].link, caller.now_s)
     listener = listen(ADDRESS, Mailbox(), TARGET)
     caller.until_linked(1)
     listener.close()
@@ -102,7 +102,7 @@ def test_unwanted_links_are_closed(caller: Caller) -> None:
     mailbox = Mailbox()
     listener = listen(ADDRESS, mailbox, TARGET)
     caller.until_linked(1)
-    caller.dialer.want([])
+    caller.dialer.set_addresses([])
     assert any(isinstance(event, LinkDown) for event in mailbox.drain())
     assert any(isinstance(event, LinkDown) for event in caller.mailbox.drain()), "its own owner must hear of it, too"
     assert caller.dialer.tick(caller.now_s) is None
@@ -135,7 +135,7 @@ def test_a_thread_that_cannot_be_started_is_a_failed_dial(caller: Caller, monkey
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as without_threads:
-        without_threads.setattr(caller.dialer._threads, "submit", submit)
+        without_threads.setattr(ThreadPoolExecutor, "submit", submit)
         assert caller.dialer.tick(0.0) == FIRST_PAUSE_S
     listener = listen(ADDRESS, Mailbox(), TARGET)
     caller.now_s = MAX_PAUSE_S
@@ -174,9 +174,8 @@ def test_a_dial_whose_thread_did_not_start_makes_no_link_later(caller: Caller, m
     assert not failures
     caller.now_s = MAX_PAUSE_S
     caller.until_linked(1)
-    while caller.dialer._peers[ADDRESS].link is None:
-        assert caller.mailbox.wait(5.0)
-        caller.turn()
+    caller.mailbox.wait(0.2)
+    caller.turn()
     assert len(caller.links) == 1
     listener.close()
 
@@ -193,7 +192,7 @@ def test_dials_that_wait_behind_one_that_fails_are_dialled_again(caller: Caller,
     monkeypatch.setattr("actors.dialer.connect", connect)
     addresses = [f"memory://dialled-{i}" for i in range(5)]
     listeners = [listen(address, Mailbox(), TARGET) for address in addresses]
-    caller.dialer.want(addresses)
+    caller.dialer.set_addresses(addresses)
     caller.turn()
     submit = ThreadPoolExecutor.submit
 
@@ -201,7 +200,7 @@ def test_dials_that_wait_behind_one_that_fails_are_dialled_again(caller: Caller,
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
-    caller.dialer.want([*addresses, "memory://nobody"])
+    caller.dialer.set_addresses([*addresses, "memory://nobody"])
     caller.turn()
     monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
     release.set()

@@ -1,4 +1,4 @@
-"""Distillation teaches: a student ends better than it was initialised, on positions that it never saw."""
+"""Distillation improves students beyond their initialisation, on unseen positions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,18 +9,21 @@ import torch
 
 from cluster.errors import InvalidField
 from drafters.dspark.heads import GatedMarkovHead, RecurrentHead
-from drafters.training.batches import Batch, BatchPlan, assemble
-from drafters.training.corpus import Answer
+from drafters.training.batches import AnswerBatch, BatchPlan, assemble
+from drafters.training.corpus import TargetAnswer
 from drafters.training.distil import Distillation, Schedule
 from drafters.training.distributed import World
-from drafters.training.dspark_student import DSparkStudent, _Moments
+from drafters.training.dspark_student import DSparkStudent
 from drafters.training.evaluation import standardisation
 from drafters.training.feature_cache import InMemory
 from drafters.training.frozen import FrozenTarget
-from drafters.training.hidden_states import HiddenStateReader, target_rows
+from drafters.training.hidden_states import HiddenStateReader
 from drafters.training.layers_student import LayersStudent
 from drafters.training.recipe import HEADS, HeadKind, TrainOptions, dspark_config
-from drafters.training.warm_start import going_on
+from drafters.training.regression import Moments
+from drafters.training.warm_start import warm_start
+
+pytestmark = pytest.mark.slow
 
 HERE = World(0, 1, torch.device("cpu"))
 BLOCK, MARKOV_RANK = 4, 16
@@ -37,8 +40,8 @@ def target(tiny_model_folder: Path) -> FrozenTarget:
 
 
 @pytest.fixture(scope="module")
-def answers(tiny_model_folder: Path) -> list[Answer]:
-    """Sampled from the target, at temperature 1 so that they differ."""
+def answers(tiny_model_folder: Path) -> list[TargetAnswer]:
+    """Sampled from the target at temperature 1, so that they differ."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
@@ -53,7 +56,7 @@ def answers(tiny_model_folder: Path) -> list[Answer]:
         min_new_tokens=36,
         max_new_tokens=36,
     )
-    return [Answer(f"key{i}", "d", 1.0, 7, tuple(ids[:4]), tuple(ids[4:])) for i, ids in enumerate(texts.tolist())]
+    return [TargetAnswer(f"key{i}", "d", 1.0, 7, tuple(ids[:4]), tuple(ids[4:])) for i, ids in enumerate(texts.tolist())]
 
 
 @pytest.fixture(scope="module")
@@ -62,24 +65,24 @@ def readings(target: FrozenTarget) -> HiddenStateReader:
 
 
 @pytest.fixture(scope="module")
-def learned(answers: list[Answer]) -> list[Answer]:
+def learned(answers: list[TargetAnswer]) -> list[TargetAnswer]:
     return answers[:NUM_LEARNED]
 
 
 @pytest.fixture(scope="module")
-def unseen(answers: list[Answer], readings: HiddenStateReader) -> Batch:
+def unseen(answers: list[TargetAnswer], readings: HiddenStateReader) -> AnswerBatch:
     return assemble(answers[NUM_LEARNED:], readings, WHOLE, 0, HERE.device)
 
 
 def dspark(
     target: FrozenTarget,
     readings: HiddenStateReader,
-    answers: Sequence[Answer],
+    answers: Sequence[TargetAnswer],
     head: HeadKind,
     anchor_rank: int = 8,
     block: int = BLOCK,
 ) -> DSparkStudent:
-    """Of so small a rank that the regression leaves something to be learned."""
+    """With a rank so small that the regression is not optimal."""
     options = TrainOptions(
         "",
         "dspark",
@@ -91,37 +94,44 @@ def dspark(
         markov_rank=MARKOV_RANK,
         anchor_rank=anchor_rank,
     )
-    mean, std = standardisation([reading.features for reading in readings.of(answers)])
+    mean, std = standardisation([reading.features for reading in readings.read(answers)])
     torch.manual_seed(0)
-    return DSparkStudent(dspark_config(options, target.model.config, None, ""), target_rows(target), mean, std)
+    return DSparkStudent(dspark_config(options, target.model.config, None, ""), target, mean, std)
 
 
-def regress(student: DSparkStudent, target: FrozenTarget, readings: HiddenStateReader, answers: Sequence[Answer]) -> None:
-    student.initialise([assemble(answers, readings, WHOLE, 0, HERE.device)], target)
+def regress(
+    student: DSparkStudent, target: FrozenTarget, readings: HiddenStateReader, answers: Sequence[TargetAnswer]
+) -> None:
+    student.initialise([assemble(answers, readings, WHOLE, 0, HERE.device)])
 
 
 @torch.no_grad()
-def expected_len(student: DSparkStudent | LayersStudent, batch: Batch) -> float:
-    """Accepted length with the bonus token that is to be expected of whole blocks, or of one token."""
+def expected_len(student: DSparkStudent | LayersStudent, batch: AnswerBatch) -> float:
+    """Expected accepted length of whole blocks, or of one token, with the bonus token."""
     acceptance = student(batch, 1.0).acceptance
     whole = acceptance[:, None] if acceptance.dim() == 1 else acceptance[~acceptance.isnan().any(1)]
     return 1.0 + float(whole.cumprod(1).sum(1).mean())
 
 
 def teach(
-    student: DSparkStudent | LayersStudent, answers: Sequence[Answer], readings: HiddenStateReader, path: Path
+    student: DSparkStudent | LayersStudent, answers: Sequence[TargetAnswer], readings: HiddenStateReader, path: Path
 ) -> None:
     plan = PLAN if isinstance(student, DSparkStudent) else BatchPlan(1024, 400)
     training = Distillation(student, answers, readings, plan, SCHEDULE, HERE, path, seed=0)
-    training.run(lambda _, share: None)
+    training.run(lambda share: None)
     training.use_average()
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_dspark_learns_beyond_its_regression(
-    target: FrozenTarget, readings: HiddenStateReader, learned: list[Answer], unseen: Batch, tmp_path: Path, head: HeadKind
+    target: FrozenTarget,
+    readings: HiddenStateReader,
+    learned: list[TargetAnswer],
+    unseen: AnswerBatch,
+    tmp_path: Path,
+    head: HeadKind,
 ) -> None:
-    """With every head; and what that head has beyond the Markov head takes part. Saved, it is what it was."""
+    """With every head, whose own parameters are trained too. A saved student is the same."""
     student = dspark(target, readings, learned, head)
     random = expected_len(student, unseen)
     regress(student, target, readings, learned)
@@ -136,25 +146,25 @@ def test_dspark_learns_beyond_its_regression(
     if isinstance(own, RecurrentHead):
         of_state = own.joint_proj.weight.detach()[2 * MARKOV_RANK :, :MARKOV_RANK]
         assert float(of_state.abs().max()) > 0.01, "the state is read"
-    student.save(tmp_path / "saved", target.folder)
+    student.save(tmp_path / "saved")
     again = dspark(target, readings, learned, head)
-    again.begin_with(tmp_path / "saved", target_rows(target))
+    again.begin_with(tmp_path / "saved")
     assert expected_len(again, unseen) == pytest.approx(taught, abs=0.01)
 
 
 def test_layers_learn_beyond_the_targets_own(
-    target: FrozenTarget, readings: HiddenStateReader, learned: list[Answer], unseen: Batch, tmp_path: Path
+    target: FrozenTarget, readings: HiddenStateReader, learned: list[TargetAnswer], unseen: AnswerBatch, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    student = LayersStudent(target.folder, (0,), target_rows(target), None)
-    student.initialise(target.folder)
+    student = LayersStudent(target, (0,), None)
+    student.initialise()
     begun = expected_len(student, unseen)
     teach(student, learned, readings, tmp_path / "checkpoint.pt")
     assert expected_len(student, unseen) > begun + LEAST_GAIN
 
 
-def test_every_head_begins_as_the_regression_has_it(
-    target: FrozenTarget, readings: HiddenStateReader, learned: list[Answer], unseen: Batch
+def test_every_head_starts_from_the_same_regression(
+    target: FrozenTarget, readings: HiddenStateReader, learned: list[TargetAnswer], unseen: AnswerBatch
 ) -> None:
     lens = {}
     for head in HEADS:
@@ -165,8 +175,8 @@ def test_every_head_begins_as_the_regression_has_it(
     assert lens["rnn"] == pytest.approx(lens["markov"], abs=0.005)
 
 
-def test_a_block_of_one_position_begins_without_a_bias(
-    target: FrozenTarget, readings: HiddenStateReader, learned: list[Answer]
+def test_blocks_of_one_position_start_without_a_bias(
+    target: FrozenTarget, readings: HiddenStateReader, learned: list[TargetAnswer]
 ) -> None:
     student = dspark(target, readings, learned, "rnn", block=1)
     regress(student, target, readings, learned)
@@ -174,30 +184,30 @@ def test_a_block_of_one_position_begins_without_a_bias(
     assert not student.network.markov_head.markov_w2.weight.any()
 
 
-def test_moments_that_rounding_left_indefinite_have_a_square_root(
-    target: FrozenTarget, readings: HiddenStateReader, learned: list[Answer]
+def test_indefinite_moments_have_a_square_root(
+    target: FrozenTarget, readings: HiddenStateReader, learned: list[TargetAnswer]
 ) -> None:
-    """Of fewer positions than inputs, whose products were added up in fp32."""
+    """Moments of fewer positions than inputs, whose products were summed in fp32."""
     torch.manual_seed(0)
-    moments = _Moments(dspark(target, readings, learned[:4], "markov").config)
+    moments = Moments(dspark(target, readings, learned[:4], "markov").config)
     values = torch.linspace(-1e-5, 1.0, len(moments.xx), dtype=torch.float64)
     basis, _ = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64))
     moments.xx += basis @ values.diag() @ basis.T
-    root = moments.spread().double()
+    root = moments.root().double()
     torch.testing.assert_close(root.T @ root, moments.xx, atol=1e-4, rtol=1e-3)
 
 
-def test_an_anchor_with_nothing_before_it_reads_no_other_sequence(
-    target: FrozenTarget, readings: HiddenStateReader, learned: list[Answer]
+def test_an_anchor_without_context_reads_no_other_sequence(
+    target: FrozenTarget, readings: HiddenStateReader, learned: list[TargetAnswer]
 ) -> None:
-    """The regression is the same however answers are packed. Their prompts are one token, which is an anchor, too."""
+    """The regression does not depend on packing. The prompts have one token, which is an anchor too."""
     short = [
         replace(a, key=f"short {a.key}", prompt_token_ids=a.token_ids[:1], answer_token_ids=a.token_ids[1:8])
         for a in learned
     ]
     packed, single = (dspark(target, readings, short, "markov", anchor_rank=1000) for _ in range(2))
     regress(packed, target, readings, short)
-    single.initialise((assemble([a], readings, WHOLE, 0, HERE.device) for a in short), target)
+    single.initialise(assemble([a], readings, WHOLE, 0, HERE.device) for a in short)
     assert packed.network.anchor_input is not None
     assert single.network.anchor_input is not None
     torch.testing.assert_close(
@@ -205,16 +215,16 @@ def test_an_anchor_with_nothing_before_it_reads_no_other_sequence(
     )
 
 
-def test_a_drafter_keeps_its_head_when_training_goes_on(
-    target: FrozenTarget, readings: HiddenStateReader, learned: list[Answer], tmp_path: Path
+def test_a_warm_start_keeps_the_head(
+    target: FrozenTarget, readings: HiddenStateReader, learned: list[TargetAnswer], tmp_path: Path
 ) -> None:
-    dspark(target, readings, learned, "rnn").save(tmp_path / "mine", target.folder)
+    dspark(target, readings, learned, "rnn").save(tmp_path / "mine")
     options = TrainOptions("", "dspark", Path("out"), Path("work"), begin_with=tmp_path / "mine")
-    assert going_on(options, target).head == "rnn"
+    assert warm_start(options, target).head == "rnn"
     with pytest.raises(InvalidField, match="head: must be left out, or rnn as the drafter in mine has it"):
-        going_on(replace(options, head="gated"), target)
+        warm_start(replace(options, head="gated"), target)
 
 
-def test_a_head_that_there_is_not_is_refused() -> None:
+def test_an_unknown_head_is_refused() -> None:
     with pytest.raises(InvalidField, match="head: must be one of markov, gated, rnn"):
         TrainOptions("", "dspark", Path("out"), Path("work"), head="vanilla")  # type: ignore[arg-type]

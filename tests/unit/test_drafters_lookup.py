@@ -1,6 +1,5 @@
 """Drafters without a model: what they find, what they forget, and that they need no torch."""
 
-import logging
 import random
 import subprocess
 import sys
@@ -17,9 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import SuffixOptions
-from cluster.errors import InvalidField
 from cluster.types import SamplingParams
-from drafters.native import lookup as native_lookup
 from drafters.ngram import HitRate, NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.suffix import SuffixDrafter
@@ -103,11 +100,6 @@ class TestNgram:
                 draft(drafter, 2, (3, 4))
             drafter.extend("a", [3, 4, 1])
         assert draft(once, 3).confidences == draft(often, 3).confidences
-
-    @pytest.mark.parametrize(("longest", "shortest"), [(2, 3), (2, 0), (0, 0)])
-    def test_refuses_match_lengths_that_make_no_sense(self, longest: int, shortest: int) -> None:
-        with pytest.raises(InvalidField, match="min_match_len"):
-            NgramDrafter(longest, shortest)
 
 
 def test_a_hit_rate_remembers_and_forgets() -> None:
@@ -276,21 +268,6 @@ class TestSuffix:
         drafter.extend("a", range(10, 20))
         assert draft(drafter, 2).token_ids == ()
 
-    @pytest.mark.parametrize(
-        ("field", "arguments"),
-        [
-            ("min_match_len", {"min_match_len": 0}),
-            ("min_match_len", {"min_match_len": 5, "max_match_len": 4}),
-            ("min_survival", {"min_survival": float("nan")}),
-            ("doubt", {"doubt": -1.0}),
-            ("request_tokens", {"request_tokens": 1}),
-            ("max_shared_tokens", {"max_shared_tokens": -1}),
-        ],
-    )
-    def test_refuses_arguments_that_make_no_sense(self, field: str, arguments: dict[str, float]) -> None:
-        with pytest.raises(InvalidField, match=field):
-            suffix(**arguments)
-
 
 @pytest.mark.parametrize("make", [NgramDrafter, suffix])
 def test_where_rows_cost_a_draft_ends_where_it_is_not_worth_them(make: Callable[[], Drafter]) -> None:
@@ -323,18 +300,19 @@ def test_lookups_need_neither_torch_nor_numpy() -> None:
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
 def test_without_a_compiler_they_run_in_python_and_the_log_says_so(
-    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
     monkeypatch.setenv("CC", compiler)
     if compiler == "no-such-compiler":
         monkeypatch.setenv("PATH", str(tmp_path))
-    native_lookup._library.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING):
-            assert isinstance(native_lookup.compiled(NgramDrafter()), NgramDrafter)
-            assert isinstance(native_lookup.compiled(suffix()), SuffixDrafter)
-    finally:
-        native_lookup._library.cache_clear()
-    assert len(caplog.records) == 1
-    assert "several times longer" in caplog.text
+    program = (
+        "from drafters.native.lookup import compiled\n"
+        "from drafters.ngram import NgramDrafter\n"
+        "from drafters.suffix import SuffixDrafter\n"
+        "made = [compiled(NgramDrafter()), compiled(SuffixDrafter(max_match_len=4, max_shared_tokens=64))]\n"
+        "print([type(drafter).__name__ for drafter in made])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "['NgramDrafter', 'SuffixDrafter']", done.stderr
+    assert done.stderr.count("several times longer") == 1

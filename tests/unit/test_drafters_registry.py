@@ -25,7 +25,7 @@ from drafters.model import ModelDrafter
 from drafters.native.lookup import NativeLookup
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
-from drafters.registry import make_chained, make_drafter
+from drafters.registry import make_drafter
 from drafters.suffix import SuffixDrafter
 from drafters.table import FILE as TABLE_FILE
 from drafters.table import TableDrafter, count_frequencies
@@ -89,7 +89,7 @@ def test_a_chain_drafts_what_its_verifier_would_by_itself_and_is_as_sure_of_it(
 
     def drafts(options: DrafterOptions, proposer: DrafterOptions | None = None) -> list[Draft]:
         below = [] if proposer is None else [DrafterConfig(name="below", options=proposer)]
-        drafter = make_chained(DrafterConfig(name="d", options=options), below, target)
+        drafter = make_drafter(DrafterConfig(name="d", options=options), target, proposers=below)
         for name, prompt in prompts.items():
             drafter.open(name, prompt, len(prompt), sampling)
             if proposer is not None:

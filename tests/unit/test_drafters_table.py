@@ -11,7 +11,7 @@ import pytest
 from cluster.errors import IncompatibleTokenizer, ModelUnavailable
 from cluster.types import ModelInfo, SamplingParams
 from drafters.protocol import Demand, Draft
-from drafters.table import EMPTY, FrequencyTable, TableDrafter, context_key, count_frequencies
+from drafters.table import EMPTY, FrequencyTable, TableDrafter, count_frequencies
 
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 
@@ -52,9 +52,9 @@ def test_prompts_predict_nothing_and_what_was_seen_once_is_left_out() -> None:
 def test_shares_are_shrunk_towards_the_shorter_context() -> None:
     texts = [((1, 2, 3), 0)] * 2 + [((5, 2, 4), 0)] * 6
     table = count_frequencies(texts, 100, doubt=1.0)
-    after_2 = dict(table.find(context_key((2,))))
+    after_2 = dict(table.after((2,)))
     assert after_2[4] == pytest.approx(6 / 9)
-    after_1_2 = dict(table.find(context_key((1, 2))))
+    after_1_2 = dict(table.after((1, 2)))
     assert after_1_2[3] == pytest.approx((2 + after_2[3]) / 3)
     assert after_1_2[4] == pytest.approx(after_2[4] / 3)
 
@@ -62,8 +62,8 @@ def test_shares_are_shrunk_towards_the_shorter_context() -> None:
 def test_the_bound_keeps_the_contexts_that_were_seen_most() -> None:
     texts = [((1, 2), 0)] * 9 + [((3, 4), 0)] * 2
     table = count_frequencies(texts, max_contexts=1)
-    assert table.find(context_key((1,)))
-    assert not table.find(context_key((3,)))
+    assert table.after((1,))
+    assert not table.after((3,))
 
 
 def test_it_learns_while_serving_within_its_bound() -> None:

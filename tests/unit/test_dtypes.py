@@ -28,6 +28,7 @@ from engine.factory import make_ops
 from engine.models.config import load_config
 from engine.models.weights import LinearWeight
 from engine.ops import TorchOps
+from tests.support.compiler import needs_compiler
 from tests.support.cpu_levels import ROOT, environment_of
 
 CPU = torch.device("cpu")
@@ -115,6 +116,7 @@ print(choose_dtype("auto", "cpu"), choose_dtype("auto", "cpu", allows_int8=True)
 """
 
 
+@needs_compiler
 @pytest.mark.skipif("avx2" not in possible_levels(machine_level()), reason="needs AVX2")
 def test_a_compiler_without_a_cache_folder_makes_no_kernels() -> None:
     """In a process of its own, since whether there are kernels is found out once."""

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from actors.gateway import LinkClient
+from benchmarks.embedded import Completing, EmbeddedCluster, PoolEntry
 from cluster.config import DrafterConfig, NgramOptions
 from cluster.errors import LinkClosed, Overloaded
+from cluster.transport.base import Mailbox
 from cluster.types import Commit, FinishReason, Request, SamplingParams
-from deploy.embedded import Completing, EmbeddedCluster, PoolEntry
 from drafters.sessions import SessionLimits
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost
@@ -54,13 +55,15 @@ def test_many_requests_at_once_get_the_plain_tokens(cluster: EmbeddedCluster) ->
 
 def test_a_killed_drafter_changes_no_token_and_its_successor_drafts_again(cluster: EmbeddedCluster) -> None:
     requests = [request(i, max_tokens=60) for i in range(8)]
+    killed: list[str] = []
 
     async def run() -> list[list[int]]:
         async def one(index: int) -> list[int]:
             token_ids: list[int] = []
             async for commit in cluster.client.generate(requests[index]):
                 token_ids.extend(commit.token_ids)
-                if index == 0 and len(token_ids) > 10 and "a" in cluster._drafters:
+                if index == 0 and len(token_ids) > 10 and not killed:
+                    killed.append("a")
                     cluster.kill_drafter("a")
             return token_ids
 
@@ -103,11 +106,18 @@ class _Halting(ToyTarget):
 
 
 @pytest.fixture
-def paused() -> Iterator[tuple[EmbeddedCluster, Request, Completing]]:
+def paused(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EmbeddedCluster, Request, Completing]]:
     """A cluster that was paused when a request had some of its tokens."""
-    engine = _Halting()
+    engine, wake = _Halting(), Mailbox.wake
+
+    def wake_and_end_the_pass(mailbox: Mailbox) -> None:
+        """A thread that is told to stop is woken."""
+        wake(mailbox)
+        if engine.halts.is_set():
+            engine.stop.set()
+
+    monkeypatch.setattr(Mailbox, "wake", wake_and_end_the_pass)
     with EmbeddedCluster(engine, MODEL, COST, {}) as cluster:
-        engine.stop = cluster._target._stop
         completing = cluster.begin([request(1)])
         assert engine.halts.wait(30.0)
         cluster.pause()

@@ -8,13 +8,14 @@ import random
 
 import pytest
 
-from cluster.transport.simulation import Faults
 from cluster.types import FinishReason
-from tests.support.cluster_in_a_thread import SimulatedCluster, random_requests
+from tests.support.simulated_cluster import SimulatedCluster, random_requests
+from tests.support.simulated_network import Faults
 from tests.support.toys import plain_run
 
 NUM_SEEDS = int(os.environ.get("OUTRIDER_SIM_SEEDS", "2000"))
 CHUNK = 50
+NUM_QUICK = 200  # seeds of `make test-fast`
 
 
 def run(seed: int) -> SimulatedCluster:
@@ -62,7 +63,10 @@ def run(seed: int) -> SimulatedCluster:
     return cluster
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(first, marks=pytest.mark.slow if first >= NUM_QUICK else ()) for first in range(0, NUM_SEEDS, CHUNK)],
+)
 def test_any_faults_same_tokens(first: int) -> None:
     for seed in range(first, min(first + CHUNK, NUM_SEEDS)):
         try:

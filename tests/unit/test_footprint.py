@@ -20,6 +20,7 @@ from cluster.config import (
 from cluster.errors import ModelUnavailable
 from drafters.footprint import PROCESS_BYTES, TORCH_BYTES, Footprint, footprint
 from drafters.shipped import shipped_options
+from tests.support.compiler import needs_compiler
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
 MB = 2**20
@@ -87,6 +88,7 @@ def check(said: Footprint, taken: int) -> None:
     assert abs(taken - expected) <= TOLERANCE * expected + SLACK_MB * MB, f"{taken / MB:.0f} MB for {expected / MB:.0f} MB"
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_takes_what_it_was_said_to_take(model: Path, tiny: Path, dtype: str) -> None:
@@ -98,6 +100,8 @@ def test_a_model_takes_what_it_was_said_to_take(model: Path, tiny: Path, dtype: 
     check(said, resident_bytes(tiny, first, options, model, num_requests))
 
 
+@pytest.mark.slow
+@needs_compiler
 @linux
 def test_int8_layers_take_a_quarter_of_fp32(model: Path, tiny: Path, tmp_path: Path) -> None:
     folder = write_tiny_layers(tmp_path / "layers", model, range(128), num_layers=4)
@@ -149,6 +153,7 @@ def test_files_that_are_no_weights_are_named(model: Path, tmp_path: Path) -> Non
         footprint(config, "cpu", 100)
 
 
+@needs_compiler
 def test_what_is_said_of_a_shipped_block_drafter_is_near_its_file() -> None:
     name = next(name for name, options in shipped_options("smollm2-135m").items() if isinstance(options, DSparkOptions))
     said = footprint(DrafterConfig(name="d", options=DSparkOptions(path=name)), "cpu", 2048)

@@ -11,19 +11,20 @@ import torch
 from engine.cpu.ops import CpuOps
 from engine.forward import CausalModel, PackedSpan
 from engine.kv_cache import num_blocks_for
-from engine.models.config import ModelConfig, load_config
+from engine.models.config import DecoderConfig, load_config
 from engine.ops import Ops, TorchOps
+from tests.support.compiler import needs_compiler
 from tests.support.families import FAMILIES, write_family
 from tests.support.packing import BLOCK_LEN, Sequence, compute_in_pieces, load_with, random_sequences
 
-OPS: dict[str, Callable[[ModelConfig, torch.dtype], Ops]] = {"torch": TorchOps, "cpu": CpuOps}
+OPS: dict[str, Callable[[DecoderConfig, torch.dtype], Ops]] = {"torch": TorchOps, "cpu": CpuOps}
 
 
 def load(folder: Path, ops: str, dtype: torch.dtype = torch.float32) -> CausalModel:
     return load_with(OPS[ops], folder, dtype)
 
 
-@pytest.mark.parametrize("ops", sorted(OPS))
+@pytest.mark.parametrize("ops", ["torch", pytest.param("cpu", marks=needs_compiler)])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_ragged_batches_give_the_logits_of_transformers(family: str, ops: str, tmp_path: Path) -> None:
     theirs = write_family(family, tmp_path)
@@ -37,7 +38,7 @@ def test_ragged_batches_give_the_logits_of_transformers(family: str, ops: str, t
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("ops", sorted(OPS))
+@pytest.mark.parametrize("ops", ["torch", pytest.param("cpu", marks=needs_compiler)])
 def test_the_real_model_gives_the_logits_of_transformers(ops: str, model_folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -51,6 +52,7 @@ def test_the_real_model_gives_the_logits_of_transformers(ops: str, model_folder:
         torch.testing.assert_close(torch.cat(sequence.logits), expected, rtol=1e-4, atol=1e-3)
 
 
+@needs_compiler
 def test_a_long_context_is_folded_from_its_chunks(tmp_path: Path) -> None:
     """Longer than the 512 keys that the CPU kernel takes at once, in prefill chunks, verify spans and single rows."""
     write_family("llama", tmp_path)
@@ -69,6 +71,7 @@ def test_a_long_context_is_folded_from_its_chunks(tmp_path: Path) -> None:
     assert sequences[0].computed_len == len(token_ids)
 
 
+@needs_compiler
 def test_bfloat16_is_as_exact_as_plain_torch(tmp_path: Path) -> None:
     """Both are compared with fp32: the kernels may not lose more than the reference does."""
     write_family("llama", tmp_path)
@@ -88,6 +91,7 @@ def test_bfloat16_is_as_exact_as_plain_torch(tmp_path: Path) -> None:
     assert errors["cpu"] < 0.05 * exact.square().mean().sqrt().item()
 
 
+@needs_compiler
 def test_what_was_rolled_back_leaves_no_trace(tmp_path: Path) -> None:
     """Rejected draft tokens stay in the cache until they are overwritten; nothing may read them."""
     write_family("qwen3", tmp_path)
@@ -106,12 +110,13 @@ def test_what_was_rolled_back_leaves_no_trace(tmp_path: Path) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
+@needs_compiler
 def test_hidden_states_of_chosen_layers_can_leave_a_pass(tmp_path: Path) -> None:
     theirs = write_family("llama", tmp_path)
     model = load(tmp_path, "cpu")
     cache = model.new_cache(2, BLOCK_LEN)
     token_ids = list(range(20))
-    state = model.begin([PackedSpan(0, token_ids, np.array([0, 1], np.int32))], cache)
+    state = model.enter(model.lay_out([PackedSpan(0, token_ids, np.array([0, 1], np.int32))], cache.block_len), cache)
     model.run_layers(state, 0, 2, taps=frozenset({1}))
     model.run_layers(state, 2, 3)
     with torch.no_grad():

@@ -107,8 +107,11 @@ def test_two_threads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("quota", "expected"), [(None, 8), (2.5, 2), (0.5, 1), (100.0, 8)])
-def test_the_quota_bounds_the_cores(quota: float | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "_physical_cores", lambda _: 8)
+def test_the_quota_bounds_the_cores(
+    quota: float | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(hardware, "_CPUS", tmp_path)  # without topologies: every CPU counts as a core
     monkeypatch.setattr(hardware, "cpu_quota", lambda: quota)
     assert num_cores() == expected
 

@@ -22,7 +22,8 @@ from engine.cpu.int8 import Int8Linear
 from engine.layout import PackedSpan
 from engine.models.int8 import quantise
 from engine.models.weights import LinearWeight
-from engine.noise import noise_keys, reference_gumbel
+from engine.noise import gumbel_of_few, noise_keys
+from tests.support.compiler import needs_compiler
 from tests.support.dspark import make_dspark, target_rows, write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
@@ -61,6 +62,7 @@ def assert_products_are_close(product: Int8Linear, x: Tensor, weight: LinearWeig
     assert float((in_dtype - expected).abs().max()) < (2e-2 if x.dtype == torch.bfloat16 else 1e-3) * (size + 3)
 
 
+@needs_compiler
 @pytest.mark.parametrize(("num_out", "num_in"), [(1, 1), (37, 100), (64, 48), (129, 67)])
 def test_products_of_all_numbers_of_rows(num_out: int, num_in: int, dtype: torch.dtype) -> None:
     torch.manual_seed(num_out)
@@ -70,6 +72,7 @@ def test_products_of_all_numbers_of_rows(num_out: int, num_in: int, dtype: torch
         assert_products_are_close(product, torch.randn(rows, num_in).to(dtype), weight)
 
 
+@needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the other ways to multiply are those of other x86 CPUs")
 @pytest.mark.parametrize("cpu", CPUS)
 def test_every_instruction_set_computes_the_same(
@@ -95,6 +98,7 @@ def test_every_instruction_set_computes_the_same(
         torch.testing.assert_close(product(torch.ones(5, 4096)), torch.full((5, 32), 4096.0))
 
 
+@needs_compiler
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     product = Int8Linear(build.load_library(dtype), random_weight(100, 80), dtype)
@@ -103,6 +107,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     assert all(torch.equal(product.logits(x[i : i + n]), together[i : i + n]) for i, n in ((0, 1), (3, 7), (11, 9), (29, 1)))
 
 
+@needs_compiler
 def test_a_sum_with_rows_that_lie_apart(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     product = Int8Linear(build.load_library(dtype), random_weight(50, 16, biased=False), dtype)
@@ -110,6 +115,7 @@ def test_a_sum_with_rows_that_lie_apart(dtype: torch.dtype) -> None:
     torch.testing.assert_close(product.logits(x, base[:, 1]), product.logits(x) + base[:, 1])
 
 
+@needs_compiler
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("at", [0, 99])
 def test_a_row_that_holds_no_number_stays_one_that_holds_none(bad: float, at: int, dtype: torch.dtype) -> None:
@@ -241,6 +247,7 @@ def test_layers_are_stored_and_computed_in_int8(tmp_path: Path, target: Path) ->
     assert sizes[1] < 0.4 * sizes[0]
 
 
+@needs_compiler
 @pytest.mark.parametrize("token_ids", [range(300), [3, 64, 65, 127, 128, 700, 701, 49000], range(0, 9000, 7)], ids=str)
 @pytest.mark.parametrize("sharpness", [0.1, 3.0])
 def test_the_race_has_the_winner_that_the_definition_says(token_ids: range | list[int], sharpness: float) -> None:
@@ -255,11 +262,12 @@ def test_the_race_has_the_winner_that_the_definition_says(token_ids: range | lis
     for row, token_id in enumerate(won):
         z = logits[row].double().numpy()
         if temperatures[row]:
-            noise = [reference_gumbel(int(seeds[row]), int(positions[row]), int(v)) for v in ids]
+            noise = gumbel_of_few(int(seeds[row]), int(positions[row]), ids.tolist())
             z = z / float(temperatures[row]) + np.array(noise)
         assert token_id == ids[z.argmax()]
 
 
+@needs_compiler
 def test_of_equal_logits_the_first_token_wins() -> None:
     race = CpuGumbelArgmax(build.load_library(torch.float32), torch.float32, np.arange(10, 200))
     logits = torch.zeros(2, 190)

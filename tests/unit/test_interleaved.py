@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from profiler.interleaved import MAX_VISITS, Effort, Timing, time_interleaved
+from profiler.interleaved import MAX_VISITS, Timing, TimingBudget, time_interleaved
 from profiler.stopwatch import OwnTime
 
 
@@ -37,7 +37,7 @@ def test_the_median_and_its_spread() -> None:
 def test_sweeps_visit_everything_in_turn() -> None:
     machine = Machine()
     works = {name: machine.work(name, 0.1) for name in "abcd"}
-    found = time_interleaved(works, Effort(min_visits=3, budget_s=100.0), lambda: machine.now_s)
+    found = time_interleaved(works, TimingBudget(min_visits=3, budget_s=100.0), lambda: machine.now_s)
     assert len(machine.order) == 4 * (1 + 3)  # the first sweep warms up
     for sweep in range(4):
         assert sorted(machine.order[4 * sweep : 4 * sweep + 4]) == ["a", "b", "c", "d"]
@@ -53,32 +53,32 @@ def test_a_bad_minute_does_not_look_like_a_slow_thing() -> None:
         return taken_s
 
     works = dict.fromkeys(range(30), half_of_the_time_twice_as_slow)
-    found = time_interleaved(works, Effort(9, 0.0), lambda: machine.now_s)
+    found = time_interleaved(works, TimingBudget(9, 0.0), lambda: machine.now_s)
     assert sum(timing.seconds == pytest.approx(0.1) for timing in found.values()) >= 25
 
 
 def test_what_is_in_doubt_is_timed_again_within_the_budget() -> None:
     machine = Machine()
     works = {"steady": machine.work("steady", 0.1), "noisy": machine.work("noisy", 0.1, 0.2)}
-    found = time_interleaved(works, Effort(3, 1000.0, precision=0.02), lambda: machine.now_s)
+    found = time_interleaved(works, TimingBudget(3, 1000.0, precision=0.02), lambda: machine.now_s)
     assert found["steady"].num == 3
     assert found["noisy"].num == MAX_VISITS
     machine = Machine()
     works = {"noisy": machine.work("noisy", 0.1, 0.2)}
-    assert time_interleaved(works, Effort(3, 1.0, precision=0.02), lambda: machine.now_s)["noisy"].num < 10
+    assert time_interleaved(works, TimingBudget(3, 1.0, precision=0.02), lambda: machine.now_s)["noisy"].num < 10
 
 
 def test_the_least_is_done_whatever_the_budget() -> None:
     machine = Machine()
     shares: list[float] = []
-    found = time_interleaved({"a": machine.work("a", 5.0)}, Effort(4, 1.0), lambda: machine.now_s, shares.append)
+    found = time_interleaved({"a": machine.work("a", 5.0)}, TimingBudget(4, 1.0), lambda: machine.now_s, shares.append)
     assert found["a"].num == 4
     assert shares == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_what_is_quick_is_timed_several_times_at_a_visit() -> None:
     machine = Machine()
-    found = time_interleaved({"quick": machine.work("quick", 1e-5)}, Effort(2, 0.0), lambda: machine.now_s)
+    found = time_interleaved({"quick": machine.work("quick", 1e-5)}, TimingBudget(2, 0.0), lambda: machine.now_s)
     assert found["quick"].num > 2
 
 

@@ -11,10 +11,10 @@ from profiler.latency import (
     FORMS,
     Form,
     Kind,
+    LatencyPoint,
     Linear,
     MonotoneTable,
     Piecewise,
-    Point,
     compare,
     fit_linear,
     fit_piecewise,
@@ -30,9 +30,9 @@ LENS = (1, 2, 4, 8)
 
 def surface(
     function: Callable[[int, int], float], xs: tuple[int, ...] = ROWS, ys: tuple[int, ...] = CONTEXTS, noise: float = 0.0
-) -> list[Point]:
+) -> list[LatencyPoint]:
     rng = random.Random(7)
-    return [Point(x, y, function(x, y) * rng.uniform(1 - noise, 1 + noise)) for x, y in itertools.product(xs, ys)]
+    return [LatencyPoint(x, y, function(x, y) * rng.uniform(1 - noise, 1 + noise)) for x, y in itertools.product(xs, ys)]
 
 
 def knee(x: int, y: int) -> float:
@@ -82,7 +82,7 @@ def test_a_cell_that_was_not_measured_is_filled(missing: tuple[int, int]) -> Non
 def test_no_form_ever_falls_whatever_was_measured(seed: int) -> None:
     rng = random.Random(seed)
     grid = rng.sample(list(itertools.product(ROWS, CONTEXTS)), 20)
-    points = [Point(x, y, rng.uniform(0.001, 0.1)) for x, y in grid]
+    points = [LatencyPoint(x, y, rng.uniform(0.001, 0.1)) for x, y in grid]
     places = (0, 1, 3, 7, 20, 100, 255, 300, 1000, 10**5)
     for kind, fits in ((kind, compare(kind, points).fits) for kind in Kind):
         for form, fit in fits.items():
@@ -95,7 +95,7 @@ def test_no_form_ever_falls_whatever_was_measured(seed: int) -> None:
 
 
 def test_disorder_is_smoothed_to_the_nearest_order() -> None:
-    points = [Point(1, 0, 2.0), Point(2, 0, 8.0), Point(4, 0, 2.0), Point(8, 0, 16.0)]
+    points = [LatencyPoint(1, 0, 2.0), LatencyPoint(2, 0, 8.0), LatencyPoint(4, 0, 2.0), LatencyPoint(8, 0, 16.0)]
     assert fit_table(points).seconds == ((2.0,), (pytest.approx(4.0),), (pytest.approx(4.0),), (pytest.approx(16.0),))
 
 
@@ -119,20 +119,20 @@ def test_the_form_that_made_the_points_foresees_those_it_has_not_seen() -> None:
 def test_errors_are_of_points_that_the_fit_has_not_seen() -> None:
     # A table has no error at all at points that it has seen.
     rng = random.Random(3)
-    points = [Point(x, 0, 0.01 * 2**i * rng.uniform(0.9, 1.1)) for i, x in enumerate(ROWS)]
+    points = [LatencyPoint(x, 0, 0.01 * 2**i * rng.uniform(0.9, 1.1)) for i, x in enumerate(ROWS)]
     assert compare(Kind.CATCH_UP, points).held_out["table"] > 0.02
 
 
 @pytest.mark.parametrize(
     "points",
     [
-        [Point(1, 0, 0.1), Point(2, 0, 0.2), Point(4, 0, 0.3)],
-        [Point(1, 0, 0.1)] * 5,
-        [Point(x, 0, 0.0) for x in ROWS],
-        [Point(x, 0, float("nan")) for x in ROWS],
+        [LatencyPoint(1, 0, 0.1), LatencyPoint(2, 0, 0.2), LatencyPoint(4, 0, 0.3)],
+        [LatencyPoint(1, 0, 0.1)] * 5,
+        [LatencyPoint(x, 0, 0.0) for x in ROWS],
+        [LatencyPoint(x, 0, float("nan")) for x in ROWS],
     ],
 )
-def test_points_that_say_nothing_are_refused(points: list[Point]) -> None:
+def test_points_that_say_nothing_are_refused(points: list[LatencyPoint]) -> None:
     with pytest.raises(ValueError, match=r"points|durations"):
         compare(Kind.PASS, points)
 

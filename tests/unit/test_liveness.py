@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from actors.mailbox import WatchedMailbox
-from actors.ray_pool import WAITING, RayProcess
+from actors.mailbox import MonitoredMailbox
+from actors.processes import Directory
+from actors.ray_pool import BLOCKING, RayProcess
 from actors.supervisor import Supervisor
 from actors.worker import LoopActor, LoopThread
 from cluster.config import Config
 from cluster.types import Request, SamplingParams
 from engine import progress
 from engine.factory import load_target
-from engine.progress import Progress
+from engine.progress import PassProgress
 from engine.target import SpanInput
 from router.cost_model import TableCost
 from router.planner import MAX_CHUNK_S, MIN_CHUNK_LEN, max_chunk_len
@@ -31,19 +32,19 @@ class Clock:
 
 def test_a_pass_that_gets_further_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    passes = Progress(clock)
+    passes = PassProgress(clock)
     monkeypatch.setattr("actors.mailbox.PASSES", passes)
     monkeypatch.setattr("actors.mailbox.time", SimpleNamespace(monotonic=clock))
-    mailbox = WatchedMailbox()
+    mailbox = MonitoredMailbox()
     clock.now_s = 40.0
-    assert mailbox.unread_s() == 40.0
+    assert mailbox.stalled_s() == 40.0
     passes.advanced()  # a layer of the pass is done
     clock.now_s = 45.0
-    assert mailbox.unread_s() == 5.0
+    assert mailbox.stalled_s() == 5.0
     clock.now_s = 90.0  # and then no other
-    assert mailbox.unread_s() == 50.0
+    assert mailbox.stalled_s() == 50.0
     mailbox.drain()
-    assert mailbox.unread_s() == 0.0
+    assert mailbox.stalled_s() == 0.0
 
 
 def test_every_layer_of_a_pass_advances(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +92,7 @@ class Actor(LoopActor[str]):
         super().__init__()
         self.woken = threading.Event()
 
-    def _begin(self) -> LoopThread:
+    def _start_loop(self) -> LoopThread:
         return LoopThread("looping", _wait, self.woken.set)
 
     def _info(self) -> str:
@@ -128,18 +129,18 @@ async def test_the_end_is_asked_for_again_and_on_threads_of_its_own() -> None:
     handle = SimpleNamespace(
         wait_end=FakeMethod("wait_end", asked, [None, None, "stopped"]),
         start=FakeMethod("start", asked, ["ready"]),
-        unread_s=FakeMethod("unread_s", asked, [0.5]),
+        stalled_s=FakeMethod("stalled_s", asked, [0.5]),
     )
     process = RayProcess(handle)
     assert await process.ended() == "stopped"
     assert await process.call("start") == "ready"
-    assert await process.unread_s() == 0.5
-    assert asked == [("wait_end", "wait_end")] * 3 + [("start", "start"), ("unread_s", None)]
-    assert {name for name, group in asked if group is not None} == set(WAITING)
+    assert await process.stalled_s() == 0.5
+    assert asked == [("wait_end", "wait_end")] * 3 + [("start", "start"), ("stalled_s", None)]
+    assert {name for name, group in asked if group is not None} == set(BLOCKING)
 
 
 async def test_who_asks_where_the_targets_are_is_answered_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.supervisor.DIRECTORY_WAIT_S", 0.01)
     supervisor = Supervisor(Config(), SimpleNamespace())  # type: ignore[arg-type]
-    known = supervisor._directory
+    known = Directory("none")
     assert await asyncio.wait_for(supervisor.directory(known), 10.0) == known

@@ -1,5 +1,6 @@
 """Models by name and by folder: prepared once, whole or not at all, and refused with one line."""
 
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -11,10 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.errors import ModelUnavailable
+from cluster.private_folder import cache_folder
 from deploy.cli import app
 from engine.models import prepare
 from engine.models.manifest import MANIFEST, Manifest
-from engine.models.prepare import ModelState, WheelModel, cache_folder, ensure_model, resolve_model, state_of
+from engine.models.prepare import ModelState, WheelModel, ensure_model, resolve_model, state_of
 from tests.support.tiny_model import write_tiny_model
 
 NAME = "toy"
@@ -45,8 +47,8 @@ class Conversions:
 
 
 @pytest.fixture
-def conversions(tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Conversions:
-    """A catalogue of one model whose source lies in an installed package."""
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That of the one model of the catalogue, in an installed package."""
     source = tmp_path / "site" / "toy_package" / "toy.gguf"
     source.parent.mkdir(parents=True)
     source.write_bytes(SOURCE)
@@ -61,9 +63,14 @@ def conversions(tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.Mon
         return Installed()
 
     model = WheelModel(NAME, "a toy", "toy-package", "1.0", "toy_package/toy.gguf", hashlib.sha256(SOURCE).hexdigest())
-    fake = Conversions(tiny_model_folder)
     monkeypatch.setattr(prepare, "CATALOGUE", {NAME: model})
     monkeypatch.setattr(prepare, "distribution", distribution)
+    return source
+
+
+@pytest.fixture
+def conversions(source: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Conversions:
+    fake = Conversions(tiny_model_folder)
     monkeypatch.setattr(prepare, "_convert_gguf", fake)
     return fake
 
@@ -184,11 +191,10 @@ def test_of_several_that_ask_at_once_one_converts(conversions: Conversions) -> N
 def test_a_lock_that_is_never_released_is_an_error(conversions: Conversions, home: Path, monkeypatch) -> None:
     monkeypatch.setattr(prepare, "LOCK_TIMEOUT_S", 0.0)
     (home / "models").mkdir(parents=True)
-    with (
-        prepare._locked(home / "models" / f".{NAME}.lock"),
-        pytest.raises(ModelUnavailable, match="another process has held this lock"),
-    ):
-        ensure_model(NAME)
+    with (home / "models" / f".{NAME}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ModelUnavailable, match="another process has held this lock"):
+            ensure_model(NAME)
 
 
 def test_a_folder_of_the_llama_family_is_accepted(tiny_model_folder: Path) -> None:
@@ -230,13 +236,10 @@ def test_a_folder_cut_off_in_the_middle_is_refused(tmp_path: Path) -> None:
         resolve_model(str(folder))
 
 
-def test_a_conversion_that_crashes_says_why(tmp_path: Path) -> None:
+def test_a_conversion_that_crashes_says_why(source: Path) -> None:
     """The real child process, on a file that is no GGUF."""
-    source = tmp_path / "broken.gguf"
-    source.write_bytes(b"GGUX" + b"\x00" * 64)
-    (tmp_path / "out").mkdir()
-    with pytest.raises(ModelUnavailable, match=r"broken\.gguf could not be converted: \S+") as refused:
-        prepare._convert_gguf(source, tmp_path / "out", prepare.no_progress)
+    with pytest.raises(ModelUnavailable, match=r"toy\.gguf could not be converted: \S+") as refused:
+        ensure_model(NAME)
     assert "\n" not in str(refused.value)
 
 

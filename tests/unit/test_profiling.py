@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.embedded import EmbeddedCluster
 from benchmarks.profile import result
 from cluster.config import (
     CascadeOptions,
@@ -26,7 +27,6 @@ from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.state import open_store
 from cluster.types import RoutingTable
-from deploy.embedded import EmbeddedCluster
 from deploy.profile import show, surfaces
 from deploy.profiling import ProfileEffort, measure_profile
 from drafters.ngram import NgramDrafter
@@ -37,7 +37,7 @@ from engine.loading import load_target, stored_profile
 from engine.native import NativeTarget
 from engine.target import SpanInput, SpanOutcome
 from engine.target_probe import TargetProbe
-from profiler.interleaved import Effort
+from profiler.interleaved import TimingBudget
 from profiler.latency import FORMS
 from profiler.online_cost import OnlineCost
 from profiler.profile import pool_costs
@@ -46,7 +46,7 @@ from router.assignment import AssignmentPolicy, Observation, PoolMember, Request
 from router.slot import Router, SlotReport
 from tests.support.dspark import write_dspark
 
-LEAST = ProfileEffort(Effort(min_visits=2, budget_s=0.0), max_rows=64, max_batch=4, num_trip_turns=1)
+LEAST = ProfileEffort(TimingBudget(min_visits=2, budget_s=0.0), max_rows=64, max_batch=4, num_trip_turns=1)
 
 
 class Ticks:
@@ -163,9 +163,9 @@ def test_catching_up_is_timed_behind_so_many_new_tokens() -> None:
             super().extend(request_id, token_ids)
 
     drafter = Told()
-    probe = DrafterProbe(drafter, 1000, Ticks(), longest_context=400)
-    assert [num for num, _ in probe.news_grid()] == [1, 4, 16, 64]
-    for num, _ in probe.news_grid():
+    probe = DrafterProbe(drafter, 1000, Ticks(), max_context_len=400)
+    assert [num for num, _ in probe.catch_up_grid()] == [1, 4, 16, 64]
+    for num, _ in probe.catch_up_grid():
         probe.catch_up(num)
         assert told[-1] == num
         assert drafter.asked[-1] == [1]
@@ -189,6 +189,7 @@ def config(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return resolve(wanted, Inventory((Node("here", 4.0),)))
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_what_serving_reads(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
@@ -228,7 +229,7 @@ def test_serving_corrects_the_profile(config: Config) -> None:
 def test_a_target_too_small_to_be_measured_is_refused(config: Config) -> None:
     limits = {"max_pass_tokens": 2, "max_num_sequences": 2, "prefill_chunk_len": 2}
     small = config.model_copy(update={"target": config.target.model_copy(update=limits), "drafters": ()})
-    with pytest.raises(InvalidField, match="too little to measure"):
+    with pytest.raises(InvalidField, match="too few points to measure"):
         measure_profile(small, LEAST)
 
 

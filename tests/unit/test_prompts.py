@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.prompts import choose_prompts, load_prompts, spread, synthetic_prompts
 from cluster.errors import InvalidField
-from profiler.prompts import choose_prompts, load_prompts, spread, synthetic_prompts
 
 
 def _write(path: Path, domain: str, num: int) -> Path:

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -28,7 +29,16 @@ async def test_the_router_is_placed_with_a_target_whose_node_is_there(
     monkeypatch.setattr(ray_pool, "PlacementGroupSchedulingStrategy", lambda group, **_: group)
     spawner = RaySpawner(Deployment(Config(target=TargetConfig(replicas=2)), groups, "/folder", "token"))
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(spawner, "_found_or_made", lambda kind, name, options, *args: made.append(options))
+
+    def options_of(**options: Any) -> SimpleNamespace:
+        made.append(options)
+        return SimpleNamespace(remote=lambda *args: MagicMock())
+
+    def nobody(name: str) -> None:
+        raise ValueError(name)
+
+    monkeypatch.setattr(ray_pool.ray, "get_actor", nobody)
+    monkeypatch.setattr(ray_pool.ray, "remote", lambda **_: lambda kind: SimpleNamespace(options=options_of))
     await spawner.router()
     (options,) = made
     assert options["scheduling_strategy"] is groups[expected]

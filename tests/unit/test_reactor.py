@@ -18,13 +18,18 @@ TARGET = Hello(Role.TARGET, "target", 100, "tokenizer")
 DRAFTER = Hello(Role.DRAFTER, "drafter", 100, "tokenizer")
 
 
+def io_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "outrider-io"]
+
+
 @pytest.fixture
 def io() -> Iterator[reactor.Reactor]:
     io = reactor.acquire()
     yield io
     io.call(lambda: reactor.release(io))
-    io._thread.join(DEADLINE_S)
-    assert not io._thread.is_alive()
+    for thread in io_threads():
+        thread.join(DEADLINE_S)
+    assert not io_threads()
 
 
 def test_calls_run_in_order_on_its_thread(io: reactor.Reactor) -> None:
@@ -79,7 +84,7 @@ def test_users_share_one_until_the_last_has_gone(io: reactor.Reactor) -> None:
     released = threading.Event()
     io.call(lambda: (reactor.release(io), released.set()))
     assert released.wait(DEADLINE_S)
-    assert io._thread.is_alive()
+    assert len(io_threads()) == 1
 
 
 def test_links_go_down_with_it_and_new_ones_get_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +95,9 @@ def test_links_go_down_with_it_and_new_ones_get_another(monkeypatch: pytest.Monk
         address = f"unix://{Path(folder)}/socket"
         listener = listen(address, mailbox, TARGET)
         link = connect(address, near_mailbox, DRAFTER, DEADLINE_S)
-        broken = reactor.acquire()
-        broken.call(lambda: 1 // 0)
-        broken._thread.join(DEADLINE_S)
+        (thread,) = io_threads()
+        reactor.acquire().call(lambda: 1 // 0)
+        thread.join(DEADLINE_S)
         assert [failure.exc_type for failure in failures] == [ZeroDivisionError]
         for owner in (mailbox, near_mailbox):
             down = owner.drain()[-1]
@@ -105,9 +110,8 @@ def test_links_go_down_with_it_and_new_ones_get_another(monkeypatch: pytest.Monk
         link = connect(address, near_mailbox, DRAFTER, DEADLINE_S)
         link.send(ProposalRound(1))
         assert mailbox.wait(DEADLINE_S)
-        second = reactor._current
-        assert second is not None
+        (second,) = io_threads()
         listener.close()
         link.close()
-        second._thread.join(DEADLINE_S)
-        assert not second._thread.is_alive()
+        second.join(DEADLINE_S)
+        assert not io_threads()

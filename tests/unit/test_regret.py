@@ -62,10 +62,12 @@ def test_what_goes_on_choosing_wrongly_grows_like_time(name: str) -> None:
     assert growth(name) > 0.8
 
 
+@pytest.mark.slow
 def test_full_information_beats_the_bandit() -> None:
     assert regret("hedge")[-1] < 0.1 * regret("lbss")[-1]
 
 
+@pytest.mark.slow
 def test_without_scores_hedge_still_finds_what_suits_each() -> None:
     assert regret("hedge")[-1] < regret("hedge without scores")[-1] < 0.5 * regret("epsilon-greedy")[-1]
 

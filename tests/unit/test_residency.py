@@ -161,6 +161,7 @@ def test_whatever_is_wanted_limits_hold_and_nobody_is_evicted_while_in_use_or_so
         made = ModelPool(tenants, LIMITS, CALM_S)
     except InvalidField:
         return
+    stays = {tenant.name: tenant.stay for tenant in tenants}
     since_s = dict.fromkeys((name for name, _ in made.start(0.0).load), 0.0)
     made.check_integrity()
     for step, counts in enumerate(course):
@@ -176,7 +177,7 @@ def test_whatever_is_wanted_limits_hold_and_nobody_is_evicted_while_in_use_or_so
         made.check_integrity()
         for name in moves.evict:
             assert demands[name].num_requests == 0
-            assert made._known[name].tenant.stay is not Stay.PINNED
+            assert stays[name] is not Stay.PINNED
             assert now_s - since_s.pop(name) >= CALM_S
         for name, device in moves.load:
             assert name not in since_s, "it was there already"

@@ -17,6 +17,7 @@ from engine.cpu import build
 from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.noise import gumbel, noise_keys
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
+from tests.support.compiler import needs_compiler
 
 PLAIN = SamplingParams(max_tokens=64)
 GREEDY = replace(PLAIN, temperature=0.0)
@@ -93,7 +94,9 @@ def raced(logits: Tensor, vocab_size: int) -> CpuGumbelArgmax:
     return CpuGumbelArgmax(build.load_library(logits.dtype), logits.dtype, np.arange(vocab_size))
 
 
-@pytest.mark.parametrize(("num_first_blocks", "kernel"), [(1, False), (8, False), (8, True)])
+@pytest.mark.parametrize(
+    ("num_first_blocks", "kernel"), [(1, False), (8, False), pytest.param(8, True, marks=needs_compiler)]
+)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_choices_equal_the_naive_sampler(num_first_blocks: int, kernel: bool, data: st.DataObject) -> None:
@@ -146,6 +149,7 @@ def assert_equal_to_naive(logits: Tensor, sampling: SamplingParams) -> list[int]
     return token_ids
 
 
+@needs_compiler
 @pytest.mark.parametrize("sampling", [PLAIN, replace(PLAIN, top_k=60), replace(PLAIN, top_p=0.4), replace(PLAIN, min_p=0.5)])
 def test_rows_with_many_possible_winners_equal_the_naive_sampler(sampling: SamplingParams) -> None:
     """One likely token per block: many more blocks than are looked into at first can hold the winner."""
@@ -155,6 +159,7 @@ def test_rows_with_many_possible_winners_equal_the_naive_sampler(sampling: Sampl
     assert len(set(assert_equal_to_naive(logits, sampling))) > 30
 
 
+@needs_compiler
 def test_a_nucleus_of_most_of_the_vocabulary_equals_the_naive_sampler() -> None:
     logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(6)) * 0.3
     assert_equal_to_naive(logits.expand(40, 5000), replace(PLAIN, top_p=0.9))
@@ -256,6 +261,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert choose_one(logits, PLAIN, drafts=(1, 2)).logprobs == ()
 
 
+@needs_compiler
 def test_a_request_without_a_choice_fails_alone() -> None:
     torch.manual_seed(5)
     good = torch.randn(2, 10)
@@ -279,22 +285,6 @@ def test_a_request_without_a_choice_fails_alone() -> None:
         assert half.token_ids == whole.token_ids[:1]
         assert half.error == "no token can be chosen at position 2: its logits hold nan"
         assert (len(half.confidences), len(half.logprobs)) == (1, 1 if sampling.top_logprobs else 0)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        SamplingState(replace(PLAIN, logit_bias=((10, 1.0),)), [0], 1),
-        SamplingState(replace(PLAIN, logit_bias=((-1, 1.0),)), [0], 1),
-        SamplingState(replace(PLAIN, repetition_penalty=1.1), [10], 1),
-    ],
-)
-def test_a_token_outside_the_vocabulary_fails_its_request_alone(state: SamplingState) -> None:
-    spans = [SampleSpan(SamplingState(PLAIN, [0], 1), (), 1), SampleSpan(state, (), 1)]
-    good, bad = Sampler(10, ()).choose(torch.zeros(2, 10), spans)
-    assert good.error is None
-    assert bad.token_ids == ()
-    assert "outside the vocabulary of 10" in str(bad.error)
 
 
 def test_logits_that_do_not_fit_are_refused() -> None:

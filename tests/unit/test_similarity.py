@@ -6,27 +6,19 @@ import pytest
 
 from cluster.messages import LevelReport, Verified
 from router.estimates.draft_times import PassTimeFactors
-from router.estimates.similarity import Depths, Similarities, agreement, guess, similarity
-
-
-@pytest.mark.parametrize("tv", [0.0, 0.1, 0.3, 0.45, 0.6, 0.9])
-def test_agreement_lies_between_what_is_proved_and_what_is_possible(tv: float) -> None:
-    assert (1 - tv) / (1 + tv) - 1e-9 <= agreement(1 - tv) <= 1 - tv
-    assert similarity(agreement(1 - tv)) == pytest.approx(1 - tv)
+from router.estimates.similarity import Depths, Similarities, prior_agreement
 
 
 def test_two_that_were_never_seen_together_are_as_alike_as_the_worse_is_good() -> None:
-    assert guess((0.5, 0.9), (0.8, 0.7)) == (0.5, 0.7)
+    assert prior_agreement((0.5, 0.9), (0.8, 0.7)) == (0.5, 0.7)
 
 
 def test_what_is_verified_outweighs_the_guess_and_newer_counts_more() -> None:
     known = Similarities(memory=100)
     assert known.rates("a", "b", (0.5,)) == (0.5,)
-    assert known.score("a", "b") is None
     for _ in range(20):
         known.observe("b", Verified("a", (50, 45), (45, 9)))
     assert known.rates("a", "b", (0.5,)) == pytest.approx((0.9, 0.2), abs=0.05)
-    assert known.score("a", "b") == pytest.approx(similarity(54 / 95), abs=0.01)
     assert known.rates("b", "a", (0.5,)) == (0.5,)  # the other way round is another pair
     for _ in range(20):
         known.observe("b", Verified("a", (50,), (5,)))

@@ -1,5 +1,6 @@
 """What a simulation promises: it follows from its seed, loses and doubles nothing, and agrees with what is known."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,13 @@ from router.assignment import Positions
 from router.cost_model import TableCost
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy
-from simulator.agreement import Agreement, Answer, SimulatedRequest
+from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
 from simulator.contest import compete, endless, regret
 from simulator.lock_step import LockStep
-from simulator.simulation import ClusterSpec, DrafterSpec, Load, Outcome, Simulation, in_turn, simulate
+from simulator.simulation import ClusterSpec, DrafterSpec, Load, Simulation, SimulationResult, in_turn, simulate
 from simulator.synthetic import DrafterFamily, Family, fitted, runs
 from simulator.target import TargetLimits
-from simulator.timing import DraftByCost, PackedPass, PaddedPass
+from simulator.timing import DraftByCost, PackedPass, PaddedPass, Work
 
 FAMILY = Family(
     drafters={"small": DrafterFamily(acceptance=0.4, spread=1.2), "large": DrafterFamily(acceptance=0.75, spread=1.2)}
@@ -63,7 +64,7 @@ def requests(num: int, rate: float, seed: int = 0, output_len: int = 40) -> list
     ]
 
 
-def essence(outcome: Outcome) -> list[tuple[str, float, float, int, int]]:
+def essence(outcome: SimulationResult) -> list[tuple[str, float, float, int, int]]:
     return [(f.request.id, f.first_token_s, f.end_s, f.num_tokens, f.num_rounds) for f in outcome.finished]
 
 
@@ -80,7 +81,7 @@ def test_a_run_is_a_function_of_its_seed() -> None:
 @pytest.mark.parametrize("num_blocks", [4096, 24])
 def test_every_request_ends_and_every_token_counts_once(policy: PolicyConfig, num_blocks: int) -> None:
     load = requests(30, 30.0)
-    spec = cluster(num_targets=2, limits=replace(LIMITS, num_blocks=num_blocks), scores=policy.kind == "hedge")
+    spec = cluster(num_targets=2, limits=replace(LIMITS, num_blocks=num_blocks), keeps_in_step=policy.kind == "hedge")
     outcome = simulate(spec, build_policy(policy), Load(iter(load)))
     assert {f.request.id: f.num_tokens for f in outcome.finished} == {r.id: r.output_len for r in load}
     assert outcome.num_tokens == sum(r.output_len for r in load)
@@ -98,7 +99,7 @@ def test_waiting_is_as_in_the_queue_that_it_is() -> None:
     """One place, and passes of constant time: M/D/1, whose mean wait is rho S / (2 (1 - rho))."""
     service_s, rho, num = 0.3, 0.6, 4000
     cost = TableCost((1, 2), (0.1, 0.1))  # a prompt's pass and two more of one token each
-    answer = Answer(3, {})
+    answer = AgreementAnswer(3, {})
     random = np.random.default_rng(3)
     arrivals = np.cumsum(random.exponential(service_s / rho, num)).tolist()
     load = [SimulatedRequest(f"r{i}", at_s, 8, 3, answer) for i, at_s in enumerate(arrivals)]
@@ -117,7 +118,7 @@ def test_waiting_is_as_in_the_queue_that_it_is() -> None:
 def test_right_drafts_save_passes_and_wrong_ones_save_none() -> None:
     def passes(right: int) -> int:
         num = 41
-        answer = Answer(
+        answer = AgreementAnswer(
             num, {"small": Agreement(b"\4" * num, bytes([min(right, num - p) for p in range(num)]), flat=(0.9,) * 4)}
         )
         load = [SimulatedRequest("r", 0.0, 10, num, answer)]
@@ -128,15 +129,60 @@ def test_right_drafts_save_passes_and_wrong_ones_save_none() -> None:
     assert passes(4) == 1 + 40 // 5, "the prompt's pass, then four drafts and a bonus token each"
 
 
-def test_whoever_is_not_in_step_catches_up() -> None:
-    load = requests(8, 100.0, output_len=200)
-    policy = EpsilonGreedyPolicy(epsilon=1.0)
-    slow = Cost((1, 8, 64), (0.02, 0.022, 0.05), 1e-7)
-    at_once, catching_up = (
-        simulate(cluster(slow, in_step=in_step), build_policy(policy), in_turn(load, 8)) for in_step in (True, False)
+@pytest.mark.parametrize("companion", [False, True])
+def test_a_round_takes_its_pass_its_draft_and_two_links(companion: bool) -> None:
+    """A companion has no links, and its target waits for it."""
+    num, link_s = 41, 0.003
+    answer = AgreementAnswer(
+        num, {"small": Agreement(b"\4" * num, bytes(min(4, num - p) for p in range(num)), flat=(0.9,) * 4)}
     )
-    busy_s = [sum(o.drafter_busy.values()) * o.end_s for o in (at_once, catching_up)]
-    assert busy_s[0] < busy_s[1]
+    spec = cluster(
+        TableCost((1, 64), (0.02, 0.02)),
+        drafters=(DrafterSpec("small", 8, 4, companion=companion),),
+        draft_timer=DraftByCost(COST),
+        planner=lambda: StepPlanner(PlannerSettings("all", max_hold_s=1.0)),
+        link_s=link_s,
+    )
+    load = [SimulatedRequest("r", 0.0, 10, num, answer)]
+    outcome = simulate(spec, build_policy(FixedPolicy(chain=("small",))), Load(iter(load)))
+    catch_up_s = (10 + 7) * 1e-5  # the prompt, and the last token of each draft that was right
+    between_s = 4 * 0.0005 + (0.0 if companion else 2 * link_s)
+    expected_s = 9 * 0.02 + 8 * between_s + catch_up_s
+    assert outcome.end_s == pytest.approx(expected_s, abs=1e-9)
+    assert outcome.num_passes == 9
+
+
+class CountingBehind(DraftByCost):
+    """Also counts the committed tokens that drafters had to compute first."""
+
+    num_behind = 0
+
+    def seconds(self, drafter: str, batch: Sequence[Work]) -> float:
+        CountingBehind.num_behind += sum(work.num_behind for work in batch)
+        return super().seconds(drafter, batch)
+
+
+def test_drafters_in_step_need_not_catch_up() -> None:
+    load = requests(8, 100.0, output_len=200)
+    behind = []
+    for in_step in (True, False):
+        CountingBehind.num_behind = 0
+        spec = cluster(keeps_in_step=in_step, spare_share=0.5, draft_timer=CountingBehind(COST))
+        outcome = simulate(spec, build_policy(EpsilonGreedyPolicy(epsilon=1.0)), in_turn(load, 8))
+        assert sum(one.num_switches for one in outcome.finished) > 8
+        behind.append(CountingBehind.num_behind)
+    assert behind[0] < 0.5 * behind[1]
+
+
+def test_scoring_takes_time() -> None:
+    load = requests(8, 100.0, output_len=200)
+    busy = []
+    for spare_share in (0.0, 0.1):
+        spec = cluster(keeps_in_step=bool(spare_share), spare_share=spare_share)
+        outcome = simulate(spec, build_policy(FixedPolicy(chain=("large",))), in_turn(load, 8))
+        busy.append(outcome.drafter_busy["small"])
+    assert busy[0] == 0.0
+    assert 0.01 < busy[1] < 0.1
 
 
 def test_padding_costs_what_the_longest_does() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import record, routing, simulate
+from benchmarks.record import agreement
 from benchmarks.report import BenchOptions
 from cluster.config import DrafterConfig, NgramOptions, SuffixOptions
 from cluster.errors import InvalidField, OutriderError
@@ -15,7 +16,7 @@ from cluster.strict_yaml import ConfigError
 from cluster.types import ModelInfo, SamplingParams
 from drafters import shipped
 from drafters.registry import make_drafter
-from drafters.replay import Recording, agreement, replay
+from drafters.replay import Recording, replay
 from router.cost_model import TableCost
 from router.prompt_features import prompt_features
 from simulator.recording import AgreementRecording, Recorder, read_recording

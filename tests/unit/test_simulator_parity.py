@@ -1,143 +1,162 @@
-"""The simulator against the live loops: from the same course of things the same plans."""
+"""The simulator against live loops: from the agreement of a drafter with a target's answers, the rounds that they had."""
 
+import random
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from cluster.config import EpsilonGreedyPolicy, FixedPolicy, HedgePolicy, PolicyConfig
-from router.assignment import AssignmentPolicy, Observation, ScoreCounts
+from benchmarks.record import agreement
+from cluster.config import DrafterConfig, FixedPolicy, NgramOptions
+from cluster.messages import Hello, Role, SubmitRound
+from cluster.transport.base import Mailbox
+from cluster.transport.memory import LocalNetwork
+from cluster.types import Request, RoutingTable, SamplingParams
+from drafters.loop import DrafterLoop
+from drafters.protocol import Drafter
+from drafters.registry import make_drafter
+from drafters.replay import Recording
+from drafters.sessions import SessionLimits
+from engine.round import TargetLoop
 from router.cost_model import TableCost
+from router.draft_length import DraftLengths
 from router.plan import StepPlan
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy
-from router.policies.fixed import Fixed
-from router.prompt_features import prompt_features
-from simulator.agreement import SimulatedRequest
-from simulator.simulation import ClusterSpec, DrafterSpec, Load, Simulation
-from simulator.synthetic import DrafterFamily, Family
+from simulator.agreement import AgreementAnswer, SimulatedRequest
+from simulator.recording import Recorder
+from simulator.simulation import ClusterSpec, DrafterSpec, in_turn, simulate
 from simulator.target import TargetLimits
 from simulator.timing import DraftByCost, PackedPass
-from tests.support.live_on_a_clock import Noting as NotingPlanner
-from tests.support.live_on_a_clock import run_live
+from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, plain_run
 
-FAMILY = Family(
-    drafters={
-        "quick": DrafterFamily(acceptance=0.5, spread=1.0, silence=0.3),
-        "slow": DrafterFamily(acceptance=0.8, spread=1.0, decay=0.95),
-    }
-)
+DRAFT_LEN = 4
+NUM_REQUESTS = 12  # all admitted at once: what is drafted on top of a draft is modelled coarsely
+MAX_PASS_TOKENS = 512
+Rounds = dict[str, list[int]]  # by request: draft tokens that each of its rounds verified
 
 
 class Cost(TableCost):
-    """Drafters that take a while, and need not catch up."""
+    """Rows are free, so that no draft is cut short for its price."""
 
     def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
-        return {"quick": 0.001, "slow": 0.007}[drafter] * (1.0 + 0.01 * batch) * draft_len
+        return 1e-3 * draft_len
 
 
-COST = Cost((1, 8, 32), (0.02, 0.025, 0.06), 1e-6)
+COST = Cost((1, 64), (0.02, 0.02))
 
 
-def spec(num_blocks: int = 64, verification: str = "goodput", ahead_len: int = 0, max_hold_s: float = 0.1) -> ClusterSpec:
-    return ClusterSpec(
+class Noting:
+    """Waits for every proposal, so that rounds do not depend on time; keeps the plans."""
+
+    def __init__(self) -> None:
+        self._planner = StepPlanner(PlannerSettings("all", max_chunk_len=MAX_PASS_TOKENS))
+        self.plans: list[StepPlan] = []
+
+    def plan(self, sequences, drafters, capacity, cost, now_s):  # type: ignore[no-untyped-def]
+        awaited = [one.request_id for one in sequences if one.running and one.awaiting_since_s is not None]
+        if awaited:
+            return StepPlan((), held=dict.fromkeys(awaited, now_s + 1.0), wake_s=now_s + 1.0)
+        plan = self._planner.plan(sequences, drafters, capacity, cost, now_s)
+        self.plans.append(plan)
+        return plan
+
+    def rounds(self) -> Rounds:
+        """Without the passes over prompts."""
+        found: Rounds = defaultdict(list)
+        for plan in self.plans:
+            for span in plan.spans:
+                if span.num_compute == 1:
+                    found[span.request_id].append(span.num_verify)
+        return dict(found)
+
+
+def lookup() -> Drafter:
+    return make_drafter(DrafterConfig(name="ngram", options=NgramOptions()), MODEL)
+
+
+def load(seed: int) -> list[Request]:
+    rng = random.Random(seed)
+    requests = []
+    for i in range(NUM_REQUESTS):
+        words = [rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randint(2, 5))]
+        prompt = tuple((words * 8)[: rng.randint(5, 30)])
+        sampling = SamplingParams(rng.randint(8, 60), temperature=rng.choice((0.0, 0.0, 0.7)), seed=i, ignore_eos=i % 3 > 0)
+        requests.append(Request(f"r{i}", prompt, sampling, 0.0))
+    return requests
+
+
+def live(requests: Sequence[Request]) -> Rounds:
+    """A target and a drafter of real tokens, with their links and mailboxes, stepped in turn."""
+    now_s, planner, network = 0.0, Noting(), LocalNetwork()
+    target_mailbox, drafter_mailbox = Mailbox(), Mailbox()
+    table = RoutingTable(1, defaults=(("ngram",),))
+    engine = ToyTarget(512, max_num_sequences=NUM_REQUESTS, max_pass_tokens=MAX_PASS_TOKENS, prefix_cache=False)
+    lengths = DraftLengths({"ngram": DRAFT_LEN})
+    target = TargetLoop(engine, MODEL, target_mailbox, COST, lambda: now_s, planner, table, draft_lengths=lengths)
+    drafter = DrafterLoop("ngram", lookup(), drafter_mailbox, SessionLimits(max_draft_len=DRAFT_LEN))
+
+    def hello(role: Role, name: str) -> Hello:
+        return Hello(role, name, VOCAB_SIZE, MODEL.tokenizer_fingerprint)
+
+    network.listen("memory://target", target_mailbox, hello(Role.TARGET, "target"))
+    network.connect("memory://target", drafter_mailbox, hello(Role.DRAFTER, "ngram"))
+    gateway = network.connect("memory://target", Mailbox(), hello(Role.GATEWAY, "api"))
+    gateway.send(SubmitRound(tuple(requests)))
+    while target.step(now_s).executed or target.status().num_running:
+        now_s += 0.02
+        while drafter.step(now_s):
+            pass
+    return planner.rounds()
+
+
+def recorded(requests: Sequence[Request]) -> list[AgreementAnswer]:
+    """What the lookup would draft at each position of the target's answers."""
+    answers = [Recording(one.id, "toy", one.prompt_token_ids, plain_run(one), one.sampling) for one in requests]
+    recorder = Recorder("toy", [("ngram", "ngram")], DRAFT_LEN, 0.0)
+    for one, drafts in zip(answers, agreement(lookup(), answers, DRAFT_LEN), strict=True):
+        recorder.add(one.name, "toy", len(one.prompt_token_ids), (0.0,) * 18, [drafts])
+    recording = recorder.recording()
+    return [recording.answer(number) for number in range(len(requests))]
+
+
+def simulated(requests: Sequence[Request], answers: Sequence[AgreementAnswer]) -> Rounds:
+    planner = Noting()
+    spec = ClusterSpec(
         COST,
         PackedPass(COST),
         DraftByCost(COST),
-        TargetLimits(8, num_blocks, max_num_sequences=6, max_pass_tokens=48, max_model_len=96),
-        (DrafterSpec("quick", 16, 4), DrafterSpec("slow", 16, 6, ahead_len)),
-        lambda: StepPlanner(PlannerSettings(verification, max_hold_s, max_chunk_len=16)),
-        slot_s=0.21,
-        link_s=0.0007,
+        TargetLimits(4, 512, NUM_REQUESTS, MAX_PASS_TOKENS, MODEL.max_model_len),
+        (DrafterSpec("ngram", max_draft_len=DRAFT_LEN),),
+        lambda: planner,
+        link_s=1e-3,
     )
+    simulated = [
+        SimulatedRequest(one.id, 0.0, len(one.prompt_token_ids), one.sampling.max_tokens, answer)
+        for one, answer in zip(requests, answers, strict=True)
+    ]
+    simulate(spec, build_policy(FixedPolicy(chain=("ngram",))), in_turn(simulated, len(simulated)))
+    return planner.rounds()
 
 
-def requests(num: int, seed: int) -> list[SimulatedRequest]:
-    random = np.random.default_rng(seed)
-    arrivals = np.cumsum(random.exponential(0.15, num))
-    found = []
-    for i in range(num):
-        prompt_len, output_len = int(random.integers(4, 30)), int(random.integers(5, 50))
-        answer = FAMILY.answer(random, output_len, 6)
-        chain = None if i % 5 else ("slow",)
-        features = prompt_features((1,) * prompt_len) if chain is None else ()
-        found.append(
-            SimulatedRequest(
-                f"r{i}", float(arrivals[i]), prompt_len, output_len + i % 3, answer, features=features, chain=chain
-            )
-        )
-    return found
+@pytest.mark.parametrize("seed", range(4))
+def test_rounds_are_those_of_the_live_loops(seed: int) -> None:
+    requests = load(seed)
+    rounds = live(requests)
+    assert simulated(requests, recorded(requests)) == rounds
+    assert rounds.keys() == {request.id for request in requests if len(plain_run(request)) > 1}
+    num_tokens = sum(len(plain_run(request)) - 1 for request in requests)
+    assert sum(map(len, rounds.values())) < 0.95 * num_tokens, "no draft was right"
 
 
-class Noting(Fixed):
-    """One drafter for all, whose observations are kept."""
-
-    def __init__(self, drafter: str) -> None:
-        super().__init__(FixedPolicy(chain=(drafter,)))
-        self.seen: list[Observation] = []
-
-    def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
-        self.seen.extend(observations)
-
-
-def simulated(
-    cluster: ClusterSpec, policy: AssignmentPolicy, load: list[SimulatedRequest]
-) -> tuple[list[tuple[float, StepPlan]], dict[str, int]]:
-    planner = NotingPlanner(cluster.planner())
-    outcome = Simulation(replace(cluster, planner=lambda: planner), policy, Load(iter(load))).run()
-    return planner.plans, {one.request.id: one.num_tokens for one in outcome.finished}
-
-
-@pytest.mark.parametrize(
-    ("cluster", "policy"),
-    [
-        (spec(), EpsilonGreedyPolicy(epsilon=0.2)),
-        (spec(), HedgePolicy(exploration=0.2)),
-        (spec(num_blocks=18), EpsilonGreedyPolicy(epsilon=0.2)),
-        (spec(verification="all"), FixedPolicy(chain=("slow",))),
-        (spec(ahead_len=4), FixedPolicy(chain=("slow",))),
-        (spec(max_hold_s=0.0), FixedPolicy(chain=("slow",))),
-        (spec(), FixedPolicy(chain=())),
-    ],
-    ids=[
-        "two drafters, router",
-        "hedge",
-        "preemption",
-        "verify all",
-        "drafting ahead",
-        "no holds",
-        "target alone",
-    ],
-)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_simulator_plans_as_the_live_loop_does(cluster: ClusterSpec, policy: PolicyConfig, seed: int) -> None:
-    load = requests(14, seed)
-    live_plans, live_tokens = run_live(cluster, build_policy(policy), load)
-    plans, tokens = simulated(cluster, build_policy(policy), load)
-    assert tokens == live_tokens == {request.id: request.output_len for request in load}
-    for number, (mine, live) in enumerate(zip(plans, live_plans, strict=False)):
-        assert mine[1] == live[1], f"plan {number}, at {live[0]}"
-        assert mine[0] == pytest.approx(live[0], abs=1e-9)
-    assert len(plans) == len(live_plans)
-
-
-@pytest.mark.parametrize(("drafter", "num_blocks"), [("quick", 64), ("slow", 64), ("slow", 18)])
-def test_the_simulator_observes_what_the_live_loop_does(drafter: str, num_blocks: int) -> None:
-    load = requests(14, 1)
-    live, mine = Noting(drafter), Noting(drafter)
-    run_live(spec(num_blocks), live, load)
-    simulated(spec(num_blocks), mine, load)
-    found = [(o.request_id, o.num_rounds, o.num_in_time, o.num_missed, o.num_proposed, o.num_accepted) for o in mine.seen]
-    seen = [(o.request_id, o.num_rounds, o.num_in_time, o.num_missed, o.num_proposed, o.num_accepted) for o in live.seen]
-    assert found == seen
-    assert sum(o.num_in_time for o in mine.seen)
-    assert sum(o.num_awaited for o in mine.seen) < sum(o.num_rounds for o in mine.seen)
-
-
-def test_what_is_compared_is_not_trivial() -> None:
-    plans, _ = simulated(spec(num_blocks=18), build_policy(EpsilonGreedyPolicy(epsilon=0.2)), requests(14, 1))
-    assert any(plan.preempted for _, plan in plans)
-    assert any(plan.held for _, plan in plans)
-    assert any(span.num_verify for _, plan in plans for span in plan.spans)
-    assert any(span.num_compute > 1 for _, plan in plans for span in plan.spans)
+def test_the_control_has_other_rounds() -> None:
+    """Drafts that are never right."""
+    requests = load(0)
+    answers = recorded(requests)
+    wrong = [
+        replace(answer, by_drafter={"ngram": replace(one, right=bytes(len(one.right)))})
+        for answer in answers
+        for one in answer.by_drafter.values()
+    ]
+    assert simulated(requests, wrong) != live(requests)

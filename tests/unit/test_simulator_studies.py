@@ -12,6 +12,8 @@ from simulator import serving
 from simulator.roofline import Device, Placed, RooflineCost, Shape
 from simulator.scenario import ServingScenario, SpecRouterScenario, SpinScenario, read_scenario
 
+pytestmark = pytest.mark.slow
+
 DEVICE = Device(tflops=100, memory_gbps=1000, memory_gb=40, compute_share=0.5, memory_share=0.5)
 SHAPE = Shape(layers=32, hidden=4096, ffn=11008)
 

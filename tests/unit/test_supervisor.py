@@ -1,132 +1,25 @@
 """The supervisor over pretended processes: what it starts, when it replaces, whom it tells."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
-from actors.drafter import DrafterInfo
-from actors.memory_budget import MemoryBudget
 from actors.processes import Process, ProcessEnded, ProcessState
-from actors.router import RouterInfo
 from actors.supervisor import Supervisor
-from actors.target import DrafterCounts, TargetInfo, TargetReport
+from actors.target import TargetReport
 from cluster.client import TargetStatus
 from cluster.config import (
     Config,
     DrafterConfig,
-    MemoryConfig,
-    ModelOptions,
     NgramOptions,
-    RouterConfig,
     SupervisionConfig,
     TargetConfig,
 )
 from cluster.errors import InvalidField
-from cluster.types import ModelInfo
 from deploy.api.settings import ApiSettings
-from router.devices import Stay, Tenant
-
-MODEL = ModelInfo("tiny", 100, 64, (0,), "fingerprint")
-FAST = SupervisionConfig(
-    health_period_ms=5,
-    health_timeout_ms=50,
-    start_timeout_s=0.5,
-    restart_backoff_ms=1,
-    max_restart_backoff_ms=5,
-    quarantine_restarts=3,
-    quarantine_s=600,
-)
-
-
-@dataclass(eq=False)
-class PretendedProcess:
-    """Answers until it is told to die or to fall silent."""
-
-    name: str
-    info: Any
-    starts: bool = True
-    silent: bool = False
-    unread: float = 0.0
-    calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
-    report: TargetReport | None = None
-    load_demand: dict[str, int] = field(default_factory=dict)
-    _end: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    def die(self, reason: str) -> None:
-        if not self._end.done():
-            self._end.set_result(reason)
-
-    @property
-    def alive(self) -> bool:
-        return not self._end.done()
-
-    async def ended(self) -> str:
-        return await asyncio.shield(self._end)
-
-    async def unread_s(self) -> float:
-        await self._answer()
-        return self.unread
-
-    async def call(self, method: str, *args: Any) -> Any:
-        await self._answer()
-        self.calls.append((method, args))
-        return {"start": self.info, "report": self.report, "load_demand": self.load_demand}.get(method)
-
-    async def kill(self) -> None:
-        self.die("killed")
-
-    async def _answer(self) -> None:
-        if not self.alive:
-            raise ProcessEnded(self._end.result())
-        if self.silent:
-            await asyncio.sleep(3600)
-        if not self.starts:
-            self.die("it would not start")
-            raise ProcessEnded("it would not start")
-
-
-@dataclass
-class PretendedSpawner:
-    lives: dict[str, list[PretendedProcess]] = field(default_factory=dict)
-    stillborn: set[str] = field(default_factory=set)
-    mute: set[str] = field(default_factory=set)
-
-    async def target(self, name: str) -> Process:
-        number = len(self.lives.get(name, []))
-        process = self._born(name, TargetInfo(name, f"grpc://node:{number}", MODEL, 100 + number))
-        process.report = TargetReport(
-            TargetStatus(name, "ready", 1, 2, 10, 5, 30.0, 7.0), (DrafterCounts("ngram", 1, 40, 30, 0.002),), 6
-        )
-        return process
-
-    async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process:
-        assert model is MODEL
-        assert addresses
-        return self._born(name, DrafterInfo(name, 200))
-
-    async def router(self) -> Process:
-        return self._born("router", RouterInfo(300))
-
-    async def end_drafter(self, name: str) -> None:
-        if name in self.lives:
-            await self.now(name).kill()
-
-    def _born(self, name: str, info: Any) -> PretendedProcess:
-        process = PretendedProcess(name, info, starts=name not in self.stillborn, silent=name in self.mute)
-        self.lives.setdefault(name, []).append(process)
-        return process
-
-    def now(self, name: str) -> PretendedProcess:
-        return self.lives[name][-1]
-
-
-async def eventually(truth: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not truth():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+from tests.support.supervision import FAST, MODEL, PretendedProcess, PretendedSpawner, eventually
 
 
 @pytest.fixture
@@ -229,7 +122,7 @@ async def test_a_target_that_moved_is_told_to_drafters_and_gateways(
     spawner.now("target-1").die("node lost")
     after = await asyncio.wait_for(waiting, 10)
     assert after.addresses == ("grpc://node:0", "grpc://node:1")
-    await eventually(lambda: ("want", (after.addresses,)) in spawner.now("ngram").calls)
+    await eventually(lambda: ("set_addresses", (after.addresses,)) in spawner.now("ngram").calls)
 
 
 async def test_a_supervisor_in_the_place_of_another_is_heard_by_gateways_once_it_knows_all_targets(
@@ -262,7 +155,7 @@ async def test_a_drafter_that_is_ready_is_told_the_addresses_of_now(
     await eventually(lambda: "ngram" in supervisor.pids())
     spawner.now("ngram").die("crashed")
     await eventually(lambda: len(spawner.lives["ngram"]) == 2)
-    await eventually(lambda: ("want", (directory.addresses,)) in spawner.now("ngram").calls)
+    await eventually(lambda: ("set_addresses", (directory.addresses,)) in spawner.now("ngram").calls)
 
 
 async def test_a_target_that_hangs_does_not_hold_up_the_status_of_others(spawner: PretendedSpawner) -> None:
@@ -353,106 +246,6 @@ async def test_drain_waits_for_what_is_under_way_and_not_for_ever(supervisor: Su
         assert ("drain", ()) in spawner.now(name).calls
         spawner.now(name).report = TargetReport(TargetStatus(name, "draining", 0, 0, 10, 10, 0.0, 7.0))
     assert await supervisor.drain(10)
-
-
-SMALL, LARGE = (DrafterConfig(name=name, options=ModelOptions(model="/nowhere"), load="lazy") for name in ("small", "large"))
-EAGER = DrafterConfig(name="eager", options=NgramOptions())
-HOMES = MemoryBudget(
-    (Tenant("small", "gpu", 6, Stay.LAZY), Tenant("large", "gpu", 6, Stay.LAZY), Tenant("eager", "cpu", 1, Stay.PINNED)),
-    {"gpu": 10, "cpu": 10},
-)
-
-
-@pytest.fixture
-async def lazy(spawner: PretendedSpawner) -> AsyncIterator[Supervisor]:
-    """Two drafters that do not fit at once, and a third that is always there."""
-    config = Config(
-        drafters=(SMALL, LARGE, EAGER),
-        supervision=FAST,
-        router=RouterConfig(slot_ms=10),
-        memory=MemoryConfig(min_residence_s=0.02),
-    )
-    supervisor = Supervisor(config, spawner, HOMES)
-    yield supervisor
-    await supervisor.stop()
-    assert not any(process.alive for lives in spawner.lives.values() for process in lives)
-
-
-def wanting(spawner: PretendedSpawner, followed: dict[str, int] | None = None, **named: int) -> None:
-    """From now on so many requests name each drafter, and so many are with each."""
-    counts = tuple(DrafterCounts(name, num, 0, 0, None) for name, num in (followed or {}).items())
-    process = spawner.now("target-0")
-    assert process.report is not None
-    process.report = replace(process.report, drafters=counts, named=named)
-
-
-async def states(supervisor: Supervisor) -> dict[str, str]:
-    return {drafter.name: str(drafter.state) for drafter in (await supervisor.status()).drafters}
-
-
-async def test_a_lazy_drafter_has_no_process_until_it_is_wanted(lazy: Supervisor, spawner: PretendedSpawner) -> None:
-    lazy.start()
-    await eventually(lambda: {"eager", "router"} <= set(lazy.pids()))
-    assert await states(lazy) == {"small": "unloaded", "large": "unloaded", "eager": "ready"}
-    assert "small" not in spawner.lives
-    await eventually(lambda: ("set_offered", (frozenset({"small", "large"}), frozenset())) in spawner.now("router").calls)
-    wanting(spawner, small=1)
-    await eventually(lambda: "small" in lazy.pids())
-    assert "large" not in spawner.lives
-
-
-async def test_one_gives_way_to_the_other_when_it_is_idle_and_never_are_both_there(
-    lazy: Supervisor, spawner: PretendedSpawner
-) -> None:
-    lazy.start()
-    await eventually(lambda: "router" in lazy.pids())
-    wanting(spawner, small=1)
-    await eventually(lambda: "small" in lazy.pids())
-    wanting(spawner, {"small": 1}, large=8)
-    await eventually(lambda: ("set_draining", (frozenset({"small"}),)) in spawner.now("router").calls)
-    assert "large" not in spawner.lives, "requests are with the small one"
-    assert (await states(lazy))["small"] == "draining"
-    wanting(spawner, {"small": 0}, large=8)
-    await eventually(lambda: "large" in lazy.pids())
-    assert not spawner.now("small").alive
-    small, large, _ = (await lazy.status()).drafters
-    assert (small.state, small.num_evictions, small.device, small.num_restarts) == ("unloaded", 1, None, 0)
-    assert (large.num_loads, large.device, large.num_bytes) == (1, "gpu", 6)
-
-
-async def test_what_the_router_wishes_for_is_loaded(lazy: Supervisor, spawner: PretendedSpawner) -> None:
-    lazy.start()
-    await eventually(lambda: "router" in lazy.pids())
-    wanting(spawner)
-    spawner.now("router").load_demand = {"large": 2}
-    await eventually(lambda: "large" in lazy.pids())
-
-
-async def test_a_lazy_drafter_that_cannot_be_loaded_is_put_aside_and_frees_its_room(
-    lazy: Supervisor, spawner: PretendedSpawner
-) -> None:
-    spawner.stillborn.add("small")
-    lazy.start()
-    await eventually(lambda: "router" in lazy.pids())
-    wanting(spawner, small=1)
-    await eventually(lambda: len(spawner.lives.get("small", [])) == FAST.quarantine_restarts)
-    await eventually(lambda: lazy.reasons().get("small") == "it would not start")
-    wanting(spawner, large=1)
-    await eventually(lambda: "large" in lazy.pids())
-    assert (await states(lazy))["small"] == "quarantined"
-
-
-async def test_nobody_is_taken_for_idle_while_a_target_is_silent(lazy: Supervisor, spawner: PretendedSpawner) -> None:
-    lazy.start()
-    await eventually(lambda: "router" in lazy.pids())
-    wanting(spawner, small=1)
-    await eventually(lambda: "small" in lazy.pids())
-    process = spawner.now("target-0")
-    assert process.report is not None
-    process.report = replace(process.report, status=replace(process.report.status, state="silent"), named={"large": 9})
-    num_calls = len(process.calls)
-    await eventually(lambda: len(process.calls) > num_calls + 20)
-    assert "large" not in spawner.lives
 
 
 async def test_targets_and_router_are_asked_for_the_status_at_the_same_time(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from engine.models.config import ModelConfig, parse_config
+from engine.models.config import DecoderConfig, parse_config
 from engine.threads import in_own_thread, useful_threads
 
 CODE = """
@@ -44,7 +44,7 @@ def test_errors_come_through() -> None:
         in_own_thread(lambda: 1 // 0)
 
 
-def model_of(hidden_size: int, intermediate_size: int) -> ModelConfig:
+def model_of(hidden_size: int, intermediate_size: int) -> DecoderConfig:
     return parse_config(
         {
             "model_type": "llama",

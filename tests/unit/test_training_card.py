@@ -1,4 +1,4 @@
-"""What the card of a trained drafter says of where it comes from."""
+"""The model card of a trained drafter."""
 
 from pathlib import Path
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from drafters.training.card import CARD, CardData, write_card
-from drafters.training.corpus import Answer
+from drafters.training.corpus import TargetAnswer
 from drafters.training.evaluation import Acceptance
 from drafters.training.recipe import DrafterKind, TrainOptions
 
 
-def card(folder: Path, drafter: DrafterKind, learned: list[Answer], **options: Any) -> str:
+def card(folder: Path, drafter: DrafterKind, learned: list[TargetAnswer], **options: Any) -> str:
     asked = TrainOptions("target", drafter, Path("/somewhere/mine"), Path("/somewhere/work"), **options)
     found = Acceptance(7, 0.0, 10, 1.5, (0.5,), {"d": 1.5})
     confidences = {"records": 100.0, "ece_before": 0.1, "ece_after": 0.02}
@@ -19,24 +19,24 @@ def card(folder: Path, drafter: DrafterKind, learned: list[Answer], **options: A
     return (folder / CARD).read_text()
 
 
-def answer(key: str, *sources: str) -> Answer:
-    return Answer(key, "d", 0.0, 0, (1,), (2, 3), sources)
+def answer(key: str, *sources: str) -> TargetAnswer:
+    return TargetAnswer(key, "d", 0.0, 0, (1,), (2, 3), sources)
 
 
 @pytest.mark.parametrize("drafter", ["dspark", "layers"])
-def test_it_names_the_folder_so_that_no_shipped_one_is_meant(drafter: DrafterKind, tmp_path: Path) -> None:
+def test_the_card_names_the_path_of_the_folder(drafter: DrafterKind, tmp_path: Path) -> None:
     text = card(tmp_path, drafter, [answer("a")])
     assert f"kind: {drafter}, path: ./mine" in text
     assert "/somewhere" not in text
     assert ("| block |" in text) == (drafter == "dspark")
-    assert "| as they are | 0.100 |  |" in text
+    assert "| uncalibrated | 0.100 |  |" in text
     assert "| calibrated | 0.020 |  |" in text
 
 
-def test_it_says_of_the_data_what_is_so_and_no_more(tmp_path: Path) -> None:
+def test_the_card_describes_the_data(tmp_path: Path) -> None:
     text = card(tmp_path, "dspark", [answer("a"), answer("b", "a")], num_prompts=0, prompts=(Path("/x/mine.jsonl"),))
     assert "written by the target itself" not in text
-    assert "given files: mine.jsonl; their licences are for whoever gave them to state" in text
+    assert "given files: mine.jsonl; their licences must be stated by whoever provided them" in text
     assert "1 prompts composed of others" in text
     assert "evaluation sets" not in text
     text = card(tmp_path, "dspark", [answer("a")], data_folder=Path("/x"))

@@ -1,4 +1,4 @@
-"""The drafters that are trained: their shape, their first state, and that they are served as they were trained."""
+"""The trained drafters: their shape, their initialisation, and that serving computes what training does."""
 
 import json
 from dataclasses import replace
@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from cluster.errors import InvalidField, ModelUnavailable
-from drafters.dspark.checkpoint import TargetRows, load_network
+from drafters.dspark.checkpoint import load_network
 from drafters.layers import load_layers
 from drafters.training.batches import BatchPlan, assemble
-from drafters.training.corpus import Answer
+from drafters.training.corpus import TargetAnswer
 from drafters.training.dspark_student import DSparkStudent
 from drafters.training.evaluation import standardisation
 from drafters.training.feature_cache import InMemory
 from drafters.training.frozen import FrozenTarget
-from drafters.training.hidden_states import HiddenStateReader, target_rows
+from drafters.training.hidden_states import HiddenStateReader
 from drafters.training.layers_student import LayersStudent
 from drafters.training.recipe import TrainOptions, dspark_config, feature_layers, kept_layers
 from drafters.training.vocabulary import choose_vocabulary, coverage
-from drafters.training.warm_start import going_on
+from drafters.training.warm_start import warm_start
 from engine.layout import PackedSpan
-from tests.support.made_answers import answer
+from tests.support.random_answers import answer
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def target(tiny_model_folder: Path) -> FrozenTarget:
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[Answer]:
+def answers() -> list[TargetAnswer]:
     return [answer(f"key{i}", 3 + i % 5, 9 + i % 11) for i in range(24)]
 
 
@@ -43,24 +43,28 @@ def readings(target: FrozenTarget) -> HiddenStateReader:
 
 
 def student(
-    target: FrozenTarget, readings: HiddenStateReader, answers: list[Answer], anchor_rank: int = 24, fingerprint: str = ""
+    target: FrozenTarget,
+    readings: HiddenStateReader,
+    answers: list[TargetAnswer],
+    anchor_rank: int = 24,
+    fingerprint: str = "",
 ) -> DSparkStudent:
     options = TrainOptions(
         "", "dspark", Path("out"), Path("work"), num_layers=1, block_size=4, markov_rank=8, anchor_rank=anchor_rank
     )
     vocabulary = choose_vocabulary(answers, 150, 257)
     config = dspark_config(options, target.model.config, vocabulary, fingerprint)
-    mean, std = standardisation([reading.features for reading in readings.of(answers)])
+    mean, std = standardisation([reading.features for reading in readings.read(answers)])
     torch.manual_seed(0)
-    return DSparkStudent(config, target_rows(target), mean, std)
+    return DSparkStudent(config, target, mean, std)
 
 
-def test_the_vocabulary_holds_what_is_said_most_then_the_lowest_ids() -> None:
-    said = [Answer("a", "d", 0.0, 0, (1,), (50, 50, 60, 60, 60, 70))]
+def test_the_vocabulary_holds_the_most_frequent_then_the_lowest_ids() -> None:
+    said = [TargetAnswer("a", "d", 0.0, 0, (1,), (50, 50, 60, 60, 60, 70))]
     vocabulary = choose_vocabulary(said, 5, 100, always=(99,))
     assert vocabulary is not None
     assert vocabulary.tolist() == [0, 50, 60, 70, 99]
-    assert coverage(vocabulary, [Answer("b", "d", 0.0, 0, (1,), (50, 71))]) == 0.5
+    assert coverage(vocabulary, [TargetAnswer("b", "d", 0.0, 0, (1,), (50, 71))]) == 0.5
     assert choose_vocabulary(said, 100, 100) is None
 
 
@@ -73,16 +77,15 @@ def test_layers_are_chosen_from_both_ends() -> None:
         kept_layers(2, 3)
 
 
-def test_a_saved_dspark_drafter_computes_on_raw_features_what_was_trained_on_standardised_ones(
-    target: FrozenTarget, readings: HiddenStateReader, answers: list[Answer], tmp_path: Path
+def test_a_saved_dspark_drafter_reads_raw_features(
+    target: FrozenTarget, readings: HiddenStateReader, answers: list[TargetAnswer], tmp_path: Path
 ) -> None:
     mine = student(target, readings, answers)
     plan = BatchPlan(4096, 4096, block_size=4)
     batch = assemble(answers, readings, plan, 1, CPU)
     torch.nn.init.normal_(mine.network.fc.bias)
-    mine.save(tmp_path / "saved", target.folder)
-    rows = target_rows(target)
-    loaded = load_network(tmp_path / "saved", TargetRows(rows.embedding, rows.head))
+    mine.save(tmp_path / "saved")
+    loaded = load_network(tmp_path / "saved", target.rows)
     with torch.no_grad():
         trained = mine.network(mine.standardised(batch.features), batch.token_ids, batch.lens, batch.anchors)
         served = loaded(batch.features, batch.token_ids, batch.lens, batch.anchors)
@@ -91,54 +94,53 @@ def test_a_saved_dspark_drafter_computes_on_raw_features_what_was_trained_on_sta
 
 
 @pytest.mark.parametrize("anchor_rank", [24, 1000])
-def test_a_student_begun_with_a_saved_drafter_computes_what_that_does(
-    target: FrozenTarget, readings: HiddenStateReader, answers: list[Answer], tmp_path: Path, anchor_rank: int
+def test_a_student_started_from_a_saved_drafter_equals_it(
+    target: FrozenTarget, readings: HiddenStateReader, answers: list[TargetAnswer], tmp_path: Path, anchor_rank: int
 ) -> None:
-    """Whatever its own features' means and deviations are; and saved at once it is that drafter again."""
+    """With any standardisation of its own; saved again it is the same drafter."""
     first = student(target, readings, answers, anchor_rank)
     torch.nn.init.normal_(first.network.fc.bias)
     assert first.network.anchor_input is not None
     torch.nn.init.normal_(first.network.anchor_input.maps.bias)
-    first.save(tmp_path / "first", target.folder)
+    first.save(tmp_path / "first")
     torch.manual_seed(5)
-    size, rows = len(first.mean), target_rows(target)
-    other = DSparkStudent(first.config, rows, 3 * torch.randn(size), 0.1 + torch.rand(size))
-    other.begin_with(tmp_path / "first", rows)
-    other.save(tmp_path / "again", target.folder)
+    size = len(first.mean)
+    other = DSparkStudent(first.config, target, 3 * torch.randn(size), 0.1 + torch.rand(size))
+    other.begin_with(tmp_path / "first")
+    other.save(tmp_path / "again")
     batch = assemble(answers, readings, BatchPlan(4096, 4096, block_size=4), 1, CPU)
     arguments = (batch.token_ids, batch.lens, batch.anchors)
     served, again = (
-        load_network(tmp_path / name, TargetRows(rows.embedding, rows.head))(batch.features, *arguments).detach()
-        for name in ("first", "again")
+        load_network(tmp_path / name, target.rows)(batch.features, *arguments).detach() for name in ("first", "again")
     )
     begun = other.network(other.standardised(batch.features), *arguments).detach()
     torch.testing.assert_close(begun, served, rtol=1e-3, atol=1e-3)
     assert float((again - served).norm() / served.norm()) < 0.005
 
 
-def test_going_on_keeps_the_shape_of_the_drafter(
-    target: FrozenTarget, readings: HiddenStateReader, answers: list[Answer], tmp_path: Path
+def test_a_warm_start_keeps_the_shape_of_the_drafter(
+    target: FrozenTarget, readings: HiddenStateReader, answers: list[TargetAnswer], tmp_path: Path
 ) -> None:
-    student(target, readings, answers).save(tmp_path / "mine", target.folder)
+    student(target, readings, answers).save(tmp_path / "mine")
     options = TrainOptions("", "dspark", Path("out"), Path("work"), begin_with=tmp_path / "mine")
     for asked in (options, replace(options, block_size=4), replace(options, quick=True).resolved()):
-        found = going_on(asked, target)
+        found = warm_start(asked, target)
         assert (found.num_layers, found.block_size, found.vocabulary) == (1, 4, 150)
         assert (found.markov_rank, found.anchor_rank, found.begin_with) == (8, 24, tmp_path / "mine")
     with pytest.raises(InvalidField, match=r"block_size: must be left out, or 4 as the drafter in mine has it, got 5"):
-        going_on(replace(options, block_size=5), target)
+        warm_start(replace(options, block_size=5), target)
 
 
-def test_going_on_with_what_does_not_fit_is_refused(
-    target: FrozenTarget, readings: HiddenStateReader, answers: list[Answer], tmp_path: Path
+def test_a_warm_start_from_another_shape_is_refused(
+    target: FrozenTarget, readings: HiddenStateReader, answers: list[TargetAnswer], tmp_path: Path
 ) -> None:
     options = TrainOptions("", "dspark", Path("out"), Path("work"), begin_with=tmp_path / "mine")
     with pytest.raises(ModelUnavailable, match="no folder of a trained drafter"):
-        going_on(options, target)
+        warm_start(options, target)
     mine = student(target, readings, answers, fingerprint="another")
-    mine.save(tmp_path / "mine", target.folder)
+    mine.save(tmp_path / "mine")
     with pytest.raises(InvalidField, match="begin_with: must have been trained with the tokenizer of model"):
-        going_on(options, target)
+        warm_start(options, target)
     path = tmp_path / "mine" / "config.json"
     raw = json.loads(path.read_text())
     changes = (
@@ -149,43 +151,43 @@ def test_going_on_with_what_does_not_fit_is_refused(
     for change, message in changes:
         path.write_text(json.dumps(raw | change))
         with pytest.raises(InvalidField, match=message):
-            going_on(options, target)
-    layers = LayersStudent(target.folder, (0,), target_rows(target), None)
-    layers.save(tmp_path / "layers", target.folder)
+            warm_start(options, target)
+    layers = LayersStudent(target, (0,), None)
+    layers.save(tmp_path / "layers")
     with pytest.raises(InvalidField, match="must be the folder of a drafter of kind dspark, got 'layers'"):
-        going_on(replace(options, begin_with=tmp_path / "layers"), target)
+        warm_start(replace(options, begin_with=tmp_path / "layers"), target)
     for kind in ("layers", "table"):
-        with pytest.raises(InvalidField, match=f"begin_with: is for dspark, and cannot go on with {kind}"):
+        with pytest.raises(InvalidField, match=f"begin_with: is for dspark drafters, not for {kind}"):
             replace(options, drafter=kind)
 
 
-def test_the_regression_predicts_better_than_chance_before_any_step(
-    target: FrozenTarget, readings: HiddenStateReader, answers: list[Answer]
+def test_the_regression_is_better_than_random_weights(
+    target: FrozenTarget, readings: HiddenStateReader, answers: list[TargetAnswer]
 ) -> None:
     batch = assemble(answers, readings, BatchPlan(4096, 16384, block_size=4), 1, CPU)
     mine = student(target, readings, answers)
     with torch.no_grad():
         before = mine(batch, 1.0)
-        mine.initialise([batch], target)
+        mine.initialise([batch])
         after = mine(batch, 1.0)
     assert after.acceptance[:, 0].nanmean() > before.acceptance[:, 0].nanmean() + 0.05
     assert after.acceptance[:, 1:].nanmean() > before.acceptance[:, 1:].nanmean() + 0.01
 
 
-def test_all_layers_of_the_target_are_its_perfect_drafter(
-    target: FrozenTarget, readings: HiddenStateReader, answers: list[Answer], tmp_path: Path
+def test_all_layers_of_the_target_make_a_perfect_drafter(
+    target: FrozenTarget, readings: HiddenStateReader, answers: list[TargetAnswer], tmp_path: Path
 ) -> None:
-    """Trained or not: with every layer and the whole head nothing is lost, in training as where it is served."""
-    mine = LayersStudent(target.folder, (0, 1), target_rows(target), None)
-    mine.initialise(target.folder)
+    """With every layer and the whole head, in training and in serving."""
+    mine = LayersStudent(target, (0, 1), None)
+    mine.initialise()
     batch = assemble(answers, readings, BatchPlan(4096, 16384, block_size=4), 1, CPU)
     with torch.no_grad():
         assert float(mine(batch, 1.0).acceptance.min()) > 0.999
-    mine.save(tmp_path / "saved", target.folder)
+    mine.save(tmp_path / "saved")
     model, token_ids = load_layers(tmp_path / "saved", target.folder, "float32", "cpu")
     assert token_ids is None
     span = PackedSpan(0, answers[0].token_ids, torch.arange(4, dtype=torch.int32).numpy())
     hidden = model.forward([span], model.new_cache(4, 32))
-    (reading,) = readings.of(answers[:1])
+    (reading,) = readings.read(answers[:1])
     # int8 on disk: a percent for each product
     assert float((hidden - reading.features[:, -32:]).norm() / hidden.norm()) < 0.06

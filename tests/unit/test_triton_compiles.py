@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.triton_aot import SHARED_BYTES, begin_worker, cases, compile_all, refusal
 
+pytestmark = pytest.mark.slow
+
 if find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 

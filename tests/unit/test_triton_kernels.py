@@ -18,11 +18,11 @@ from drafters.small_model import Question, SmallModel
 from engine.forward import PackedSpan
 from engine.kv_cache import KvCache
 from engine.layout import lay_out
-from engine.models.config import ModelConfig, inverse_frequencies
+from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.ops import HeadNorms, Ops, TorchOps
+from tests.support.device_transfers import DeviceTransfers
 from tests.support.dspark import target_rows, write_dspark
 from tests.support.families import write_family
-from tests.support.one_device import OneDevice
 from tests.support.packing import BLOCK_LEN, compute_in_pieces, load_with, random_sequences
 from tests.support.triton_aot import Case
 
@@ -41,6 +41,8 @@ from engine.cuda import graphs
 from engine.cuda.graphs import GraphedModel, Outputs
 from engine.cuda.ops import CudaOps
 
+pytestmark = pytest.mark.slow
+
 
 def test_packed_passes_give_the_logits_of_the_reference(tmp_path: Path) -> None:
     write_family("llama-odd-sizes", tmp_path)
@@ -53,7 +55,7 @@ def test_packed_passes_give_the_logits_of_the_reference(tmp_path: Path) -> None:
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=2e-4)
 
 
-def config_of(head_dim: int, num_heads: int, num_kv_heads: int, qk_norm: bool) -> ModelConfig:
+def config_of(head_dim: int, num_heads: int, num_kv_heads: int, qk_norm: bool) -> DecoderConfig:
     return Case("", "", head_dim, (num_heads, num_kv_heads), BLOCK_LEN, qk_norm, 72).config
 
 
@@ -189,7 +191,7 @@ def test_a_model_that_is_warm_records_nothing_while_it_serves(tiny_model_folder:
 def test_a_pass_takes_one_copy_to_the_device_and_mixes_no_devices(tmp_path: Path, num_recorded: list[int]) -> None:
     """The meta device stands for a GPU: it computes nothing, but knows which tensors are not on it."""
 
-    def make_ops(config: ModelConfig, dtype: torch.dtype, *_: object, **__: object) -> Ops:
+    def make_ops(config: DecoderConfig, dtype: torch.dtype, *_: object, **__: object) -> Ops:
         return CudaOps(config, dtype, launch=lambda *args, **constants: None)
 
     write_family("llama-tied", tmp_path)
@@ -198,7 +200,7 @@ def test_a_pass_takes_one_copy_to_the_device_and_mixes_no_devices(tmp_path: Path
     table = np.arange(8, dtype=np.int32)
     for num_rows in (40, 3):
         model.forward_with_hidden_states([PackedSpan(0, (5,) * num_rows, table)], cache, (0, 2))  # records
-        with OneDevice(torch.device("meta")) as device:
+        with DeviceTransfers(torch.device("meta")) as device:
             model.forward_with_hidden_states([PackedSpan(0, (5,) * num_rows, table)], cache, (0, 2))
         assert device.copies == ["queued"]
 
@@ -217,7 +219,7 @@ def test_the_parallel_stage_of_dspark_lies_on_the_device_whole(
     cache = stage.new_cache(4)
     features = torch.empty(9, stage.config.feature_size, device=at)
     table = np.arange(4, dtype=np.int32)
-    with OneDevice(at) as device:
+    with DeviceTransfers(at) as device:
         stage.project([PackedSpan(0, (0,) * 9, table)], features, cache)
         hidden = stage.run([PackedSpan(9, (0,) * stage.config.block_size, table)], features[:1], cache)
     assert hidden.device == at

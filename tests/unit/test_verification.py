@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from cluster.soundness import proposal_fault
 from cluster.types import ModelInfo, Proposal, Request, SamplingParams
 from engine.sequences import Sequences
+from router import verification
 from router.cost_model import TableCost
 from router.estimates.drafter_stats import MIN_RECORDS, DrafterStats, Judgement
 from router.plan import Capacity, DrafterView, SequenceView
-from router.verification import _in_order, _in_order_of_few, _lens, _lens_of_few, verify_goodput
+from router.verification import verify_goodput
 
 CAPACITY = Capacity(
     block_len=4, num_blocks=100, num_free_blocks=100, max_num_sequences=16, max_pass_tokens=64, max_model_len=200
@@ -67,13 +68,13 @@ def test_no_other_lengths_give_more_tokens_per_second(seed: int) -> None:
     st.integers(0, 30),
 )
 def test_a_few_drafts_are_put_in_order_as_many_are(drawn: list[list[float]], room: int) -> None:
-    survivals = [tuple(sorted(one, reverse=True)) for one in drawn]
-    likeliest, expected = _in_order(survivals, room)
-    assert _in_order_of_few(survivals, room) == (likeliest, expected)
-    for num in range(1, len(likeliest) + 1):
-        lens = _lens(survivals, likeliest[num - 1], num)
-        assert _lens_of_few(survivals, likeliest[num - 1], num) == lens
-        assert sum(lens) == num
+    batch = [view(str(i), tuple(sorted(one, reverse=True))) for i, one in enumerate(drawn)]
+    cost = random_cost(random.Random(len(drawn) + room))
+    capacity = replace(CAPACITY, max_pass_tokens=len(batch) + room)
+    few = verify_goodput(batch, DRAFTERS, capacity, cost)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(verification, "FEW", -1)
+        assert verify_goodput(batch, DRAFTERS, capacity, cost) == few
 
 
 def test_what_is_likely_to_survive_is_preferred_to_what_is_not() -> None:
@@ -98,7 +99,7 @@ def test_a_target_tells_survival_once_it_knows_the_drafter() -> None:
 
     def told() -> tuple[float, ...]:
         assert draft.offer(Proposal("r", 3, (7, 8), (0.9, 0.9), "d"))
-        draft.set_survival(stats.foresee([(0.9, 0.9)])[0])
+        draft.set_survival(stats.predict_survival([(0.9, 0.9)])[0])
         return sequences.views()[0].survival
 
     assert told() == ()

@@ -163,7 +163,7 @@ class EmbeddedCluster:
             OutriderError: a model is missing, or does not fit; says which.
         """
         from drafters.companions import Host
-        from drafters.registry import feature_layers, make_chained, make_drafter
+        from drafters.registry import feature_layers, make_drafter
         from engine.loading import load_target
         from engine.models.prepare import ensure_model
         from engine.threads import in_own_thread
@@ -176,9 +176,7 @@ class EmbeddedCluster:
             host = Host(engine, ensure_model(config.model.name))
             pool = {
                 drafter.name: PoolEntry(
-                    make_drafter(drafter, model, host)
-                    if drafter.is_companion
-                    else make_chained(drafter, config.proposers_of(drafter.name), model),
+                    make_drafter(drafter, model, host, proposers=config.proposers_of(drafter.name)),
                     drafter.max_draft_len,
                     drafter.ahead_len,
                     drafter.capacity,

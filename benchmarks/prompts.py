@@ -11,7 +11,7 @@ from cluster.errors import InvalidField
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class BenchPrompt:
     """What a user says; a chat template goes round it where the model has one."""
 
     id: str
@@ -19,7 +19,7 @@ class Prompt:
     text: str
 
 
-def load_prompts(paths: Sequence[Path], max_per_domain: int | None = None) -> list[Prompt]:
+def load_prompts(paths: Sequence[Path], max_per_domain: int | None = None) -> list[BenchPrompt]:
     """The prompts of files, and of the ``*.jsonl`` of folders in name order, at most ``max_per_domain`` of each domain.
 
     A line is ``{"id": ..., "domain": ..., "prompt": ...}``; other keys are ignored.
@@ -27,7 +27,7 @@ def load_prompts(paths: Sequence[Path], max_per_domain: int | None = None) -> li
     Raises:
         InvalidField: a path is missing, a folder has no such file, a line is not such an object, or there are no prompts.
     """
-    prompts: list[Prompt] = []
+    prompts: list[BenchPrompt] = []
     num_taken: dict[str, int] = {}
     for file in (file for path in paths for file in _files(path)):
         for prompt in _read(file):
@@ -51,7 +51,7 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _read(path: Path) -> Iterable[Prompt]:
+def _read(path: Path) -> Iterable[BenchPrompt]:
     try:
         # Not splitlines(), which also breaks at U+2028 and the like: JSON allows those within a string.
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -66,7 +66,7 @@ def _read(path: Path) -> Iterable[Prompt]:
             raise InvalidField("prompts", f"{path}:{number}", f"is not JSON ({error.msg})") from error
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("id", "domain", "prompt")):
             raise InvalidField("prompts", f"{path}:{number}", 'must be {"id": ..., "domain": ..., "prompt": ...} of strings')
-        yield Prompt(entry["id"], entry["domain"], entry["prompt"])
+        yield BenchPrompt(entry["id"], entry["domain"], entry["prompt"])
 
 
 class OfDomain(Protocol):
@@ -87,7 +87,7 @@ def spread(prompts: Sequence[T], num_prompts: int) -> list[T]:
     return in_turn[:num_prompts]
 
 
-def choose_prompts(paths: Sequence[Path], num_prompts: int) -> list[Prompt]:
+def choose_prompts(paths: Sequence[Path], num_prompts: int) -> list[BenchPrompt]:
     """``num_prompts`` over all domains: of the files where there are any (fewer if they hold fewer), else made up."""
     return spread(load_prompts(paths), num_prompts) if paths else synthetic_prompts(num_prompts)
 
@@ -158,12 +158,12 @@ _KINDS: dict[str, Callable[[random.Random], str]] = {
 }
 
 
-def synthetic_prompts(num_prompts: int, seed: int = 0) -> list[Prompt]:
+def synthetic_prompts(num_prompts: int, seed: int = 0) -> list[BenchPrompt]:
     """Made-up prompts of several kinds in turn, from very predictable answers to free ones; a function of its arguments."""
     rng = random.Random(seed)
     kinds = list(_KINDS.items())
     prompts = []
     for i in range(num_prompts):
         kind, make = kinds[i % len(kinds)]
-        prompts.append(Prompt(f"synthetic/{kind}/{seed}/{i}", kind, make(rng)))
+        prompts.append(BenchPrompt(f"synthetic/{kind}/{seed}/{i}", kind, make(rng)))
     return prompts

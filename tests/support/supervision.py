@@ -1,0 +1,118 @@
+"""Fake processes and their spawner, for the supervisor."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.drafter import DrafterInfo
+from actors.processes import Process, ProcessEnded
+from actors.router import RouterInfo
+from actors.target import DrafterCounts, TargetInfo, TargetReport
+from cluster.client import TargetStatus
+from cluster.config import (
+    DrafterConfig,
+    SupervisionConfig,
+)
+from cluster.types import ModelInfo
+
+MODEL = ModelInfo("tiny", 100, 64, (0,), "fingerprint")
+
+
+FAST = SupervisionConfig(
+    health_period_ms=5,
+    health_timeout_ms=50,
+    start_timeout_s=0.5,
+    restart_backoff_ms=1,
+    max_restart_backoff_ms=5,
+    quarantine_restarts=3,
+    quarantine_s=600,
+)
+
+
+@dataclass(eq=False)
+class PretendedProcess:
+    """Answers until a test ends or silences it."""
+
+    name: str
+    info: Any
+    starts: bool = True
+    silent: bool = False
+    unread: float = 0.0
+    calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    report: TargetReport | None = None
+    load_demand: dict[str, int] = field(default_factory=dict)
+    _end: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def die(self, reason: str) -> None:
+        if not self._end.done():
+            self._end.set_result(reason)
+
+    @property
+    def alive(self) -> bool:
+        return not self._end.done()
+
+    async def ended(self) -> str:
+        return await asyncio.shield(self._end)
+
+    async def stalled_s(self) -> float:
+        await self._answer()
+        return self.unread
+
+    async def call(self, method: str, *args: Any) -> Any:
+        await self._answer()
+        self.calls.append((method, args))
+        return {"start": self.info, "report": self.report, "load_demand": self.load_demand}.get(method)
+
+    async def kill(self) -> None:
+        self.die("killed")
+
+    async def _answer(self) -> None:
+        if not self.alive:
+            raise ProcessEnded(self._end.result())
+        if self.silent:
+            await asyncio.sleep(3600)
+        if not self.starts:
+            self.die("it would not start")
+            raise ProcessEnded("it would not start")
+
+
+@dataclass
+class PretendedSpawner:
+    lives: dict[str, list[PretendedProcess]] = field(default_factory=dict)
+    stillborn: set[str] = field(default_factory=set)
+    mute: set[str] = field(default_factory=set)
+
+    async def target(self, name: str) -> Process:
+        number = len(self.lives.get(name, []))
+        process = self._born(name, TargetInfo(name, f"grpc://node:{number}", MODEL, 100 + number))
+        process.report = TargetReport(
+            TargetStatus(name, "ready", 1, 2, 10, 5, 30.0, 7.0), (DrafterCounts("ngram", 1, 40, 30, 0.002),), 6
+        )
+        return process
+
+    async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process:
+        assert model is MODEL
+        assert addresses
+        return self._born(name, DrafterInfo(name, 200))
+
+    async def router(self) -> Process:
+        return self._born("router", RouterInfo(300))
+
+    async def end_drafter(self, name: str) -> None:
+        if name in self.lives:
+            await self.now(name).kill()
+
+    def _born(self, name: str, info: Any) -> PretendedProcess:
+        process = PretendedProcess(name, info, starts=name not in self.stillborn, silent=name in self.mute)
+        self.lives.setdefault(name, []).append(process)
+        return process
+
+    def now(self, name: str) -> PretendedProcess:
+        return self.lives[name][-1]
+
+
+async def eventually(truth: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not truth():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)

@@ -1,0 +1,189 @@
+"""What callers see of a cluster that refuses, fails or is away; request ids and metrics."""
+
+import asyncio
+import json
+import logging
+
+import pytest
+
+from cluster.errors import LinkClosed, Overloaded
+from cluster.types import Commit, FinishReason, Request
+from deploy.api.cached import Cached
+from deploy.api.scripted import Step
+from tests.support.api import (
+    chat_body,
+    events,
+    saying,
+    serving,
+)
+from tests.support.asgi import CHAT, Caller, answering
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "status", "retry_after"),
+    [(Overloaded("too many wait", 2.2), 429, "3"), (LinkClosed("no target"), 503, "1"), (KeyError("a defect"), 500, None)],
+)
+async def test_a_refusal_before_the_first_token_has_its_own_status(
+    failure: Exception, status: int, retry_after: str | None, stream: bool
+) -> None:
+    async with serving(lambda request: [failure]) as (http, _):
+        response = await http.post(CHAT, json=chat_body(stream=stream))
+        assert response.status_code == status
+        assert response.headers.get("retry-after") == retry_after
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert "defect" not in response.text
+
+
+async def test_an_overloaded_finish_is_a_429() -> None:
+    def script(request: Request) -> list[Step]:
+        return [Commit(request.id, 0, (), finish=FinishReason.OVERLOADED, error="full")]
+
+    async with serving(script) as (http, _):
+        response = await http.post(CHAT, json=chat_body())
+        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+
+
+@pytest.mark.parametrize("failure", [LinkClosed("the target went"), KeyError("a defect")])
+async def test_a_failure_amid_a_stream_is_its_last_event(failure: Exception) -> None:
+    text_is_out = asyncio.Event()
+    caller = Caller(answering(text_is_out, failure))
+    call = caller.start(chat_body(stream=True))
+    await caller.got_body.wait()
+    text_is_out.set()
+    await call
+    assert caller.status == 200
+    *chunks, last = events(caller.body)
+    assert chunks
+    assert set(json.loads(last)["error"]) == {"message", "type", "param", "code"}
+    assert caller.sent[-1]["more_body"] is False
+
+
+async def test_an_engine_s_error_has_an_id_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def script(request: Request) -> list[Step]:
+        return [Commit(request.id, 0, (), finish=FinishReason.ERROR, error="the logits are no numbers")]
+
+    async with serving(script) as (http, _):
+        with caplog.at_level(logging.ERROR):
+            response = await http.post(CHAT, json=chat_body())
+    assert response.status_code == 500
+    request_id = response.headers["x-request-id"]
+    assert request_id in response.json()["error"]["message"]
+    assert f"{request_id}: the logits are no numbers" in caplog.text
+
+
+async def test_one_failing_choice_ends_the_others() -> None:
+    never = asyncio.Event()
+
+    def script(request: Request) -> list[Step]:
+        return [LinkClosed("the target went")] if request.id.endswith("-1") else [never]
+
+    async with serving(script) as (http, cluster):
+        assert (await http.post(CHAT, json=chat_body(n=3))).status_code == 503
+        assert len(cluster.aborted) == 2
+
+
+async def test_a_stream_without_an_end_is_a_failure() -> None:
+    async with serving(answering()) as (http, _):
+        assert (await http.post(CHAT, json=chat_body())).status_code == 503
+
+
+async def test_no_cluster_is_a_503_everywhere() -> None:
+    async with serving() as (http, cluster):
+        cluster.failure = LinkClosed("nobody listens")
+        for method, path in (("GET", "/health"), ("GET", "/v1/models"), ("POST", CHAT)):
+            response = await http.request(method, path, **({"json": chat_body()} if method == "POST" else {}))
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "1"
+        metrics = await http.get("/metrics")
+        assert metrics.status_code == 200
+        assert "outrider_cluster_up 0.0" in metrics.text
+        cluster.failure = None
+        assert (await http.post(CHAT, json=chat_body())).status_code == 200
+
+
+async def test_health_needs_a_link_to_a_target() -> None:
+    async with serving() as (http, cluster):
+        cluster.is_linked = False  # as after the death of the gateway's thread, whatever the supervisor says
+        response = await http.get("/health")
+        assert (response.status_code, "no link to a target" in response.text) == (503, True)
+
+
+async def test_health_needs_a_target_that_is_ready() -> None:
+    async with serving(status_ttl_s=1e-6) as (http, cluster):
+        assert (await http.get("/health")).json()["targets"] == {"target-0": "ready"}
+        cluster.target_state = "starting"
+        response = await http.get("/health")
+        assert response.status_code == 503
+        assert "target-0 is starting" in response.json()["error"]["message"]
+
+
+async def test_those_who_ask_for_the_status_at_once_share_one_answer() -> None:
+    num_asked, release = 0, asyncio.Event()
+
+    async def ask() -> int:
+        nonlocal num_asked
+        num_asked += 1
+        await release.wait()
+        return num_asked
+
+    cached = Cached(ask, ttl_s=300.0)
+    first, *others = [asyncio.create_task(cached.get()) for _ in range(5)]
+    await asyncio.sleep(0)
+    first.cancel()  # the others still get it
+    release.set()
+    assert await asyncio.gather(*others) == [1] * 4
+    assert await cached.get() == 1
+
+
+async def test_a_failure_to_get_the_status_is_shared_and_not_kept() -> None:
+    outcomes: list[int | Exception] = [LinkClosed("nobody listens"), 2, 3]
+
+    async def ask() -> int:
+        outcome = outcomes.pop(0)
+        await asyncio.sleep(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    cached = Cached(ask, ttl_s=1e-6)
+    failures = await asyncio.gather(cached.get(), cached.get(), return_exceptions=True)
+    assert [type(failure) for failure in failures] == [LinkClosed, LinkClosed]
+    assert [await cached.get(), await cached.get()] == [2, 3]
+
+
+async def test_a_trailing_slash_is_an_unknown_url_and_no_redirect() -> None:
+    async with serving() as (http, _):
+        for path in ("/health/", "/metrics/", CHAT + "/"):
+            response = await http.get(path)
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")
+
+
+@pytest.mark.parametrize(("given", "kept"), [("my-id", True), ("x" * 129, False), ("no spaces", False)])
+async def test_a_client_s_request_id_is_kept_where_it_is_sane(given: str, kept: bool) -> None:
+    async with serving() as (http, _):
+        response = await http.get("/health", headers={"x-request-id": given})
+        (request_id,) = response.headers.get_list("x-request-id")
+        assert (request_id == given) is kept
+
+
+async def test_metrics_count_what_happened() -> None:
+    async with serving(saying("the answer", num_per_round=2)) as (http, _):
+        answer = (await http.post(CHAT, json=chat_body())).json()
+        await http.post(CHAT, json={})
+        await http.get("/no/such/place")
+        lines = (await http.get("/metrics")).text.splitlines()
+    usage = answer["usage"]
+    accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
+    assert f"outrider_prompt_tokens_total {float(usage['prompt_tokens'])}" in lines
+    assert f"outrider_completion_tokens_total {float(usage['completion_tokens'])}" in lines
+    assert f'outrider_prediction_tokens_accepted_total{{drafter="ngram"}} {float(accepted)}' in lines
+    assert f'outrider_requests_total{{endpoint="{CHAT}",status="200"}} 1.0' in lines
+    assert f'outrider_requests_total{{endpoint="{CHAT}",status="400"}} 1.0' in lines
+    assert 'outrider_requests_total{endpoint="unmatched",status="404"} 1.0' in lines
+    assert "outrider_ttft_seconds_count 1.0" in lines
+    assert "outrider_tpot_seconds_count 1.0" in lines
+    assert "outrider_requests_in_flight 0.0" in lines
+    assert 'outrider_target_ready{target="target-0"} 1.0' in lines
+    assert 'outrider_drafter_verified_total{drafter="ngram"} 8.0' in lines
+    assert 'outrider_drafter_accepted_total{drafter="ngram"} 5.0' in lines

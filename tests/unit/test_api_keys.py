@@ -1,0 +1,73 @@
+"""API keys: which are accepted, and that none is kept or shown."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import InvalidField
+from deploy.api.keys import ApiKeys
+from tests.support.api import (
+    chat_body,
+    serving,
+)
+from tests.support.asgi import CHAT
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    file = tmp_path / "keys"
+    digest = hashlib.sha256(b"sk-hashed").hexdigest()
+    file.write_text(f"# who may call\n\nalice:{digest}\nsk-plain\n")
+    return file
+
+
+@pytest.mark.parametrize("key", ["sk-plain", "sk-hashed"])
+async def test_a_known_key_is_served(keys_file: Path, key: str) -> None:
+    async with serving(api_keys_file=keys_file) as (http, _):
+        response = await http.post(CHAT, json=chat_body(), headers={"authorization": f"Bearer {key}"})
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "Bearer sk-wrong", "Basic sk-plain", "sk-plain", "Bearer alice", "Bearer é"]
+)
+async def test_other_keys_are_refused_before_anything_is_read(keys_file: Path, header: str | None) -> None:
+    async with serving(api_keys_file=keys_file) as (http, cluster):
+        headers = {} if header is None else {"authorization": header.encode()}
+        for method, path in (("POST", CHAT), ("GET", "/v1/models")):
+            response = await http.request(method, path, content=b"no json", headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        assert cluster.requests == []
+        assert (await http.get("/health")).status_code == 200  # probes have no key
+
+
+def test_keys_are_named_and_not_kept(keys_file: Path) -> None:
+    keys = ApiKeys.from_file(keys_file)
+    assert keys.name_of("sk-hashed") == "alice"
+    assert keys.name_of("sk-plain") == "line-4"
+    assert keys.name_of("sk-other") is None
+    assert b"sk-plain" not in repr(vars(keys)).encode()
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "two words", "naïve-key", f"a:{'0' * 64}\na:{'1' * 64}"])
+def test_a_bad_key_file_is_one_clear_line_without_its_keys(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(InvalidField, match="api_keys_file") as raised:
+        ApiKeys.from_file(file)
+    assert not text.strip() or text not in str(raised.value)
+    with pytest.raises(InvalidField, match="cannot be read"):
+        ApiKeys.from_file(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, False), (0o644, True)])
+def test_keys_that_everybody_can_read_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("a-key\n")
+    file.chmod(mode)
+    ApiKeys.from_file(file)
+    assert ("can read the API keys" in caplog.text) is warns
