@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions, TableOptions, has_model, parts_of
+from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions, TableOptions
 from cluster.errors import InvalidField
 from cluster.types import ModelInfo, Request, SamplingParams
 from drafters.companions import Host
@@ -110,14 +110,14 @@ class _ProfileBench:
     def add_drafter(self, part: Part, max_batch: int) -> None:
         site = Site(self._model, part.device, self._host if part.companion else None)
         drafter = make(_without_early_stop(part.options), site)
-        reads = any(isinstance(one, DSparkOptions) for one in parts_of(part.options))
+        reads = part.options.traits.reads_hidden_states
         backing = _TargetBacking(self._engine) if reads else None
         vocab_size = self._model.vocab_size
         probe = DrafterProbe(drafter, vocab_size, OwnTime(), backing, self._model.max_model_len)
         self._probes.append(probe)
         batch = min(max_batch, _COMPANION_BATCH) if reads else max_batch
         self._add(f"draft {part.key}", probe.draft_grid(batch, part.draft_len), probe.draft, part.threads)
-        if has_model(part.options) and len(grid := probe.catch_up_grid()) >= MIN_POINTS:
+        if part.options.traits.has_model and len(grid := probe.catch_up_grid()) >= MIN_POINTS:
             self._add(f"catch-up {part.key}", grid, probe.catch_up, part.threads)
 
     def time(self, effort: TimingBudget, report: Callable[[float], None]) -> dict[str, dict[tuple[int, int], Timing]]:

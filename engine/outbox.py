@@ -25,15 +25,11 @@ class DrafterOutbox:
     link: Link
     followed: set[str] = field(default_factory=set)  # requests with a session at the drafter
     scoring: set[str] = field(default_factory=set)  # of those, the ones that another drafter drafts for
+    is_pending: bool = False  # whether there is anything to send
     _opens: dict[str, Open] = field(default_factory=dict)
     _extends: dict[str, Extend] = field(default_factory=dict)
     _budgets: dict[str, DraftBudget] = field(default_factory=dict)
     _releases: set[str] = field(default_factory=set)
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether there is anything to send."""
-        return bool(self._extends or self._budgets or self._opens or self._releases)
 
     def open(self, sequence: LiveSequence) -> None:
         """Opens a session in which the drafter drafts, or opens it anew (a resync, a new chain)."""
@@ -50,17 +46,21 @@ class DrafterOutbox:
         """The drafter is in step with the request, and drafts for it from now on."""
         self.scoring.discard(request_id)
         self._budgets[request_id] = budget
+        self.is_pending = True
 
     def stop_drafting(self, request_id: str) -> None:
         """The drafter stays in step with the request."""
         self.scoring.add(request_id)
         self._budgets[request_id] = NO_DRAFTS
+        self.is_pending = True
 
     def set_budget(self, request_id: str, budget: DraftBudget) -> None:
         if request_id in self.followed:
             self._budgets[request_id] = budget
+            self.is_pending = True
 
     def extend(self, request_id: str, base_len: int, token_ids: tuple[int, ...]) -> None:
+        self.is_pending = True
         opening = self._opens.get(request_id) if self._opens else None
         if opening is not None:
             self._opens[request_id] = replace(opening, token_ids=opening.token_ids + token_ids)
@@ -78,13 +78,10 @@ class DrafterOutbox:
         self._extends.pop(request_id, None)
         self._budgets.pop(request_id, None)
         self._releases.add(request_id)
+        self.is_pending = True
 
     def flush(self, table_version: int) -> None:
-        """Sends what is pending, if anything.
-
-        Raises:
-            LinkClosed: the drafter is gone, or its link was closed here: it does not read, or a message cannot be sent.
-        """
+        """Sends what is pending. Raises LinkClosed as ``_send``."""
         while self.is_pending:
             opens = self._next_opens()
             later = self._opens.keys() - opens.keys()
@@ -97,19 +94,14 @@ class DrafterOutbox:
                 ),
                 tuple(self._releases),
             )
-            try:
-                self.link.send(message)
-            except LinkFull:
-                if len(self._releases) > MAX_PENDING_RELEASES:
-                    raise _closed(self.link, f"{len(self._releases)} releases unread") from None
+            if not _send(self.link, message, len(self._releases), MAX_PENDING_RELEASES):
                 return
-            except WireError as error:
-                raise _closed(self.link, f"a message that cannot be sent: {error}") from error
             for request_id in opens:
                 del self._opens[request_id]
             self._budgets = {key: budget for key, budget in self._budgets.items() if key in later}
             self._extends.clear()
             self._releases.clear()
+            self.is_pending = bool(self._opens)
 
     def _open(self, sequence: LiveSequence, budget: DraftBudget, proposers: tuple[str, ...]) -> None:
         request = sequence.request
@@ -120,6 +112,7 @@ class DrafterOutbox:
             request.id, tuple(sequence.token_ids), sequence.prompt_len, request.sampling, proposers
         )
         self._budgets[request.id] = budget
+        self.is_pending = True
 
     def _next_opens(self) -> dict[str, Open]:
         """As many as one message holds, at least one."""
@@ -144,23 +137,29 @@ class GatewayOutbox:
         self._commits.append(commit)
 
     def flush(self) -> None:
-        """Sends what is pending, if anything.
-
-        Raises:
-            LinkClosed: the gateway is gone, or its link was closed here: it does not read, or a message cannot be sent.
-        """
+        """Sends what is pending. Raises LinkClosed as ``_send``."""
         while self._commits:
-            try:
-                self.link.send(CommitRound(tuple(self._commits[:MAX_COMMITS])))
-            except LinkFull:
-                if len(self._commits) > MAX_PENDING_COMMITS:
-                    raise _closed(self.link, f"{len(self._commits)} commits unread") from None
+            message = CommitRound(tuple(self._commits[:MAX_COMMITS]))
+            if not _send(self.link, message, len(self._commits), MAX_PENDING_COMMITS):
                 return
-            except WireError as error:
-                raise _closed(self.link, f"a message that cannot be sent: {error}") from error
             del self._commits[:MAX_COMMITS]
 
 
-def _closed(link: Link, left: str) -> LinkClosed:
+def _send(link: Link, message: DraftRound | CommitRound, num_pending: int, max_pending: int) -> bool:
+    """Returns False if the link is full: what is pending stays.
+
+    Raises:
+        LinkClosed: the peer is gone, or more than ``max_pending`` are pending, or the message cannot be sent.
+    """
+    try:
+        link.send(message)
+        return True
+    except LinkFull:
+        if num_pending <= max_pending:
+            return False
+        what = "commits" if isinstance(message, CommitRound) else "releases"
+        fault = f"{num_pending} {what} unread"
+    except WireError as error:
+        fault = f"a message that cannot be sent: {error}"
     link.close()
-    return LinkClosed(f"{link.peer.role} {link.peer.name} left {left}; its link is closed")
+    raise LinkClosed(f"{link.peer.role} {link.peer.name} left {fault}; its link is closed")

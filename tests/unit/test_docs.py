@@ -52,7 +52,7 @@ def _exists(path: str, folder: Path) -> bool:
 def _undefined(names: str, path: str) -> list[str]:
     """Those of ``names`` that the file does not hold."""
     text = (ROOT / path).read_text("utf-8") if (ROOT / path).is_file() else ""
-    return [name for name in re.findall(r"\w+", names) if not re.search(rf"\b{name}\b", text)]
+    return [name for name in re.findall(r"`(\w+)`", names) if not re.search(rf"\b{name}\b", text)]
 
 
 def _tracked(name: str) -> Iterator[Path]:
