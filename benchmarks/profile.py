@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.pool import pool
 from benchmarks.report import BenchOptions, BenchResult, Table, describe_environment
-from cluster.config import Config, DrafterConfig, ModelConfig, ModelOptions, Resources, TargetConfig, has_model
+from cluster.config import Config, DrafterConfig, ModelConfig, ModelOptions, Resources, TargetConfig
 from cluster.resolve import resolve
 from deploy.profile import here, row, surfaces
 from deploy.profiling import ProfileEffort, measure_profile
@@ -39,7 +39,7 @@ def run(options: BenchOptions) -> BenchResult:
 def drafters(model: str) -> tuple[DrafterConfig, ...]:
     """The available drafters; without shipped ones, a model drafter stands for the trained ones."""
     known = tuple(drafter for drafter in pool(model) if drafter.options.kind != "cascade")
-    if any(has_model(drafter.options) for drafter in known):
+    if any(drafter.options.traits.has_model for drafter in known):
         return known
     truncated = ModelOptions(model=model, num_layers=_TRUNCATED_LAYERS)
     return (*known, DrafterConfig(name="truncated", options=truncated))

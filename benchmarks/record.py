@@ -13,7 +13,8 @@ from benchmarks.pool import pool
 from benchmarks.prompts import BenchPrompt, choose_prompts, load_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from drafters.protocol import Demand, Drafter
-from drafters.replay import Recording, common_prefix_len
+from drafters.replay import Recording
+from engine.acceptance import common_prefix_len
 from router.prompt_features import prompt_features
 from simulator.recording import AgreementRecording, Recorder
 

@@ -15,7 +15,8 @@ from benchmarks.report import BenchOptions, Cell, Table
 from cluster.config import DrafterConfig
 from drafters.counterfactual import Scorer, Shadow
 from drafters.protocol import Demand, Drafter
-from drafters.replay import Recording, common_prefix_len, replay
+from drafters.replay import Recording, replay
+from engine.acceptance import common_prefix_len
 
 NUM_PROMPTS, NUM_QUICK = 60, 20
 NUM_NEW_TOKENS = 128

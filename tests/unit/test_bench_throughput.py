@@ -244,7 +244,9 @@ def test_prompts_are_computed_once_for_all_who_race(fixtures: Fixtures, monkeypa
 
     def counting(execute: Callable[[Sequence[SpanInput]], list[SpanOutcome]]) -> Callable[..., list[SpanOutcome]]:
         def counted(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
-            num_computed.extend(len(span.token_ids) for span in spans if not span.is_decode)
+            num_computed.extend(
+                len(span.token_ids) for span in spans if not span.samples or len(span.token_ids) > 1 + span.num_drafts
+            )
             return execute(spans)
 
         return counted
