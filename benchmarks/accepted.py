@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from benchmarks.fixtures import MAX_BATCH, Fixtures
 from benchmarks.prompts import BenchPrompt
+from benchmarks.replay_lens import replay_lens
 from cluster.config import DrafterConfig, DSparkOptions, LayersOptions, ModelOptions
 from drafters.protocol import Drafter
-from drafters.replay import Recording, Round, replay_lens
+from drafters.replay import Recording, Round
 
 Key = tuple[str, float, int]  # drafter, temperature, draft length
 

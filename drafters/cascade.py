@@ -13,7 +13,7 @@ from itertools import pairwise
 from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.consensus import Consensus
-from drafters.ensemble import LookupEnsemble, MemberDraft, PlainEnsemble, best_of
+from drafters.ensemble import MemberDraft, PlainEnsemble, best_of
 from drafters.native.ensemble import MOST_MEMBERS, NativeEnsemble
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from router.estimates.decayed import ema
@@ -91,7 +91,7 @@ class CascadeDrafter:
         self._members = tuple(members)
         self._num_free = sum(member.cost == 0.0 for member in members)
         self._ensemble = _ensemble(members, self._num_free)
-        self._followers: list[LookupEnsemble | Drafter] = [
+        self._followers: list[PlainEnsemble | NativeEnsemble | Drafter] = [
             self._ensemble,
             *(member.drafter for member in members[self._num_free :]),
         ]
@@ -203,7 +203,7 @@ class CascadeDrafter:
         self._cost_per_round = ema(self._cost_per_round, 1.0 + round_.cost, _RATE_WEIGHT)
 
 
-def _ensemble(members: Sequence[CascadeMember], num_free: int) -> LookupEnsemble:
+def _ensemble(members: Sequence[CascadeMember], num_free: int) -> PlainEnsemble | NativeEnsemble:
     """In C if all free members are in C."""
     survival, consensus = [OnlineSurvival() for _ in members], Consensus(len(members), num_free)
     free = [member.drafter for member in members[:num_free]]

@@ -4,7 +4,7 @@ splicing. Everything is learned from committed tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Self
 
 from cluster.types import SamplingParams
 from drafters.consensus import ComparedDraft, Consensus
@@ -67,40 +67,6 @@ def best_of(drafts: Sequence[MemberDraft]) -> MemberDraft:
     return max(drafts, key=lambda draft: draft.expected_len)
 
 
-class LookupEnsemble(Protocol):
-    """The free members. They follow every request and learn from committed tokens. ``place`` is the index of a demand in
-    the last query.
-    """
-
-    def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None: ...
-
-    def extend(self, request_id: str, token_ids: Sequence[int]) -> None: ...
-
-    def release(self, request_id: str) -> None: ...
-
-    def check_integrity(self) -> None: ...
-
-    def query(self, demands: Sequence[Demand]) -> list[float]:
-        """Queries the free members. Returns the expected tokens of the best draft for each demand; empty without such
-        members. Drafts for demands without ``ahead`` are learned from when their tokens are committed.
-        """
-
-    def best(self, place: int) -> MemberDraft:
-        """The most promising of the free members' drafts."""
-
-    def calibrate(self, place: int, member: int, draft: Draft) -> MemberDraft:
-        """Calibrates an expensive member's draft by its agreement with the free ones."""
-
-    def best_drafts(self, places: Sequence[int]) -> list[tuple[int, Draft]]:
-        """For each place: the member with the best draft, and that draft with its splices."""
-
-    def spliced(self, place: int, draft: MemberDraft) -> Draft:
-        """An expensive member's draft, in which lookups replace the rest where they promise more."""
-
-    def learn(self, draft: MemberDraft, token_ids: Sequence[int]) -> None:
-        """Learns how far an expensive member's draft was right."""
-
-
 @dataclass(slots=True)
 class _LookupDrafts:
     """The free members' drafts for one demand."""
@@ -111,7 +77,9 @@ class _LookupDrafts:
 
 
 class PlainEnsemble:
-    """``LookupEnsemble`` in Python, of any drafters.
+    """The free members, in Python. They follow every request and learn from committed tokens.
+
+    ``place`` is the index of a demand in the last query.
 
     Args:
         free: the members of cost 0, which are the first of all.
@@ -157,6 +125,9 @@ class PlainEnsemble:
             drafter.check_integrity()
 
     def query(self, demands: Sequence[Demand]) -> list[float]:
+        """Queries the free members. Returns the expected tokens of the best draft for each demand; empty without such
+        members. Drafts for demands without ``ahead`` are learned from when their tokens are committed.
+        """
         self._queries = [_LookupDrafts(demand) for demand in demands]
         drafts = [drafter.propose(demands) for drafter in self._free]
         for place, query in enumerate(self._queries):
@@ -168,18 +139,22 @@ class PlainEnsemble:
         return [best_of(query.drafts).expected_len for query in self._queries] if self._free else []
 
     def best(self, place: int) -> MemberDraft:
+        """The most promising of the free members' drafts."""
         return best_of(self._queries[place].drafts)
 
     def calibrate(self, place: int, member: int, draft: Draft) -> MemberDraft:
+        """Calibrates a member's draft by its agreement with the free ones."""
         query = self._queries[place]
         survival, price = self._survival[member], query.demand.row_price
         return MemberDraft.of(member, draft, survival, self._consensus, query.token_ids, price)
 
     def best_drafts(self, places: Sequence[int]) -> list[tuple[int, Draft]]:
+        """For each place: the free member with the best draft, and that draft with its splices."""
         best = [self.best(place) for place in places]
         return [(draft.member, self.spliced(place, draft)) for place, draft in zip(places, best, strict=True)]
 
     def spliced(self, place: int, draft: MemberDraft) -> Draft:
+        """A draft that lookups extend at its end; they replace the rest of a model's draft where they promise more."""
         demand = self._queries[place].demand
         token_ids, survival = self._with_splices(demand, draft)
         least = max(MIN_SURVIVAL, demand.least_survival)
@@ -189,6 +164,7 @@ class PlainEnsemble:
         return Draft(demand.request_id, token_ids[:kept], confidences)
 
     def learn(self, draft: MemberDraft, token_ids: Sequence[int]) -> None:
+        """Learns how far an expensive member's draft was right."""
         draft.record(token_ids, self._survival[draft.member], self._consensus)
         self._consensus.learn_due()
 

@@ -41,7 +41,6 @@ REMEMBERED_BYTES = 6 * 2**20  # of the contexts that a table has lately looked u
 COUNTED_BYTES = 40  # of one that it was made with
 DTYPE_BYTES: dict[str, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_TABLE = "table.npz"  # as drafters.table.FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +130,11 @@ def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> 
 
 
 def _table(options: TableOptions, num_tokens: int) -> Footprint:
-    from drafters.shipped import find_drafter
+    from drafters.shipped import find_table
 
     stored = 0
     if options.path is not None:
-        path = find_drafter(options.path)
-        path = path / _TABLE if path.is_dir() else path
+        path = find_table(options.path)
         try:
             stored = path.stat().st_size
         except OSError as error:

@@ -3,7 +3,6 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 
 from cluster.errors import LinkClosed, LinkFull
@@ -26,25 +25,10 @@ class Begun(Enum):
     """What the first half of a step did."""
 
     NOTHING = auto()
-    ANSWERED = auto()  # or read messages; it took no time of the drafter
+    ANSWERED = auto()  # it took no time of the drafter
     DRAFTED = auto()  # ``finish`` sends the proposals
     DRAFTED_AHEAD = auto()
     SCORED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class LoopTelemetry:
-    """Counters of a loop since its start, over all links."""
-
-    num_links: int
-    num_requests: int  # drafted for now
-    num_refused: int  # now, for lack of capacity
-    num_batches: int
-    num_proposals: int
-    num_tokens: int  # proposed
-    num_resyncs: int  # asked for
-    mean_batch: float | None  # requests per batch of drafts; None before the first
-    mean_draft_s: float | None  # of a batch, as run() timed it; None when driven by hand
 
 
 class DrafterLoop:
@@ -81,18 +65,15 @@ class DrafterLoop:
         self.name = name
         self._drafter = drafter
         self._mailbox = mailbox
-        self._sessions = TargetSessions(name, drafter, limits or SessionLimits())
+        self.sessions = TargetSessions(name, drafter, limits or SessionLimits())
         self._ahead_len = ahead_len
         self._ahead_chunk = max(1, ahead_len // 4)  # per batch: messages wait for it, and a chain verifies it in one pass
-        self._num_batches = self._num_drafted = self._num_proposals = self._num_tokens = self._num_resyncs = 0
-        self._num_timed = 0
         self._next_report_s = self._next_scores_s = self._next_spare_s = 0.0
         self._spare_share = spare_share
         self._scorer = Scorer(drafter)
-        self._timed_s = 0.0
 
     def step(self, now_s: float) -> bool:
-        """Returns whether there was anything to do: if so, call again at once.
+        """Returns whether there was anything to do beside reading messages: if so, call again at once.
 
         Drafts at most one batch and sends at most one message per link. Exceptions of the drafter propagate: its owner
         restarts it, and the targets decode plainly meanwhile.
@@ -103,12 +84,12 @@ class DrafterLoop:
 
     def begin(self, now_s: float) -> Begun:
         """The first half of a step: all before the draft or score is complete."""
-        had_messages = self._read_messages(now_s)
-        self._sessions.expire(now_s)
-        resyncs = self._sessions.due_resyncs(now_s)
-        unanswered = self._sessions.unanswered()
+        self._read_messages(now_s)
+        self.sessions.expire(now_s)
+        resyncs = self.sessions.due_resyncs(now_s)
+        unanswered = self.sessions.unanswered()
         ready = [one for one in unanswered if self._is_ready(one[1])]
-        if ready or resyncs or self._sessions.refusing():
+        if ready or resyncs or self.sessions.refusing():
             self._send_proposals(ready, resyncs, now_s)
             return Begun.ANSWERED
         if unanswered:
@@ -116,21 +97,19 @@ class DrafterLoop:
             return Begun.DRAFTED
         if self._ahead_len and self._draft(list(self._drafts_ahead())):
             return Begun.DRAFTED_AHEAD
-        if had_messages:
-            return Begun.ANSWERED
         return Begun.SCORED if self._score(now_s) else Begun.NOTHING
 
     def finish(self, begun: Begun, began_s: float, now_s: float) -> None:
         """The second half of a step that began at ``began_s``: sends proposals and scores."""
         if begun is Begun.DRAFTED:
             self._read_messages(now_s)  # commits that came meanwhile make some drafts stale
-            unanswered = self._sessions.unanswered()
+            unanswered = self.sessions.unanswered()
             self._send_proposals([one for one in unanswered if _can_answer(one[1])], {}, now_s)
         elif begun is Begun.SCORED:
             self._next_spare_s = now_s + (now_s - began_s) * (1.0 / self._spare_share - 1.0)
             if self._next_scores_s <= now_s:
                 self._next_scores_s = now_s + REPORT_PERIOD_S
-                for peer in list(self._sessions.peers.values()):
+                for peer in [peer for peer in self.sessions.peers.values() if peer.scores]:
                     self._send(peer, (), (), now_s)
 
     def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
@@ -143,44 +122,25 @@ class DrafterLoop:
                 wait_s = MAX_WAIT_S if due_s is None else min(MAX_WAIT_S, due_s - clock())
                 self._mailbox.wait(max(0.0, wait_s))
                 continue
-            end_s = clock()
-            if begun in (Begun.DRAFTED, Begun.DRAFTED_AHEAD):
-                self._num_timed += 1
-                self._timed_s += end_s - start_s
-            self.finish(begun, start_s, end_s)
-
-    def telemetry(self) -> LoopTelemetry:
-        return LoopTelemetry(
-            num_links=len(self._sessions.peers),
-            num_requests=self._sessions.num_drafted,
-            num_refused=self._sessions.num_refused,
-            num_batches=self._num_batches,
-            num_proposals=self._num_proposals,
-            num_tokens=self._num_tokens,
-            num_resyncs=self._num_resyncs,
-            mean_batch=self._num_drafted / self._num_batches if self._num_batches else None,
-            mean_draft_s=self._timed_s / self._num_timed if self._num_timed else None,
-        )
+            self.finish(begun, start_s, clock())
 
     def next_due_s(self) -> float | None:
         """When a step has something to do without a message; None: never."""
-        due_s = self._sessions.next_due_s()
-        if self._sessions.unscored:
+        due_s = self.sessions.next_due_s()
+        if self.sessions.unscored:
             return self._next_spare_s if due_s is None else min(due_s, self._next_spare_s)
         return due_s
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the state of the loop or the drafter is inconsistent."""
-        self._sessions.check_integrity()
+        self.sessions.check_integrity()
         self._drafter.check_integrity()
 
-    def _read_messages(self, now_s: float) -> bool:
-        events = self._mailbox.drain()
-        for event in events:
-            self._sessions.handle(event, now_s)
-        while self._sessions.unlinked:  # closing a link posts no LinkDown here, and the dialer needs one to redial
-            self._mailbox.put(LinkDown(self._sessions.unlinked.pop(), "it sent too many unsound messages"))
-        return bool(events)
+    def _read_messages(self, now_s: float) -> None:
+        for event in self._mailbox.drain():
+            self.sessions.handle(event, now_s)
+        while self.sessions.unlinked:  # closing a link posts no LinkDown here, and the dialer needs one to redial
+            self._mailbox.put(LinkDown(self.sessions.unlinked.pop(), "it sent too many unsound messages"))
 
     def _is_ready(self, session: Session) -> bool:
         """Whether a proposal can be sent without drafting. With drafting ahead any tokens will do: the target verifies them
@@ -190,7 +150,7 @@ class DrafterLoop:
 
     def _score(self, now_s: float) -> bool:
         """One piece of scoring, if scoring has had less than its share of time. Returns whether there was any."""
-        unscored = self._sessions.unscored
+        unscored = self.sessions.unscored
         if not unscored or now_s < self._next_spare_s:
             return False
         shadows = [shadow for _, shadow in unscored.values()]
@@ -203,7 +163,7 @@ class DrafterLoop:
 
     def _drafts_ahead(self) -> Iterator[tuple[Session, int]]:
         """Sessions to draft ahead for, with a number of tokens: never beyond the end of the request."""
-        for session in self._sessions.drafted():
+        for session in self.sessions.drafted():
             if session.answered and not session.exhausted:
                 limit = min(session.num_sent + self._ahead_len, session.end_len - session.committed_len - 1)
                 num_tokens = min(self._ahead_chunk, limit - len(session.ahead))
@@ -219,8 +179,6 @@ class DrafterLoop:
             session.ahead.extend(draft.token_ids)
             session.confidences.extend(draft.confidences)
             session.exhausted = len(draft.token_ids) < num_tokens
-        self._num_batches += 1
-        self._num_drafted += len(batch)
         return True
 
     def _send_proposals(
@@ -230,8 +188,8 @@ class DrafterLoop:
         by_peer: dict[int, list[Session]] = {}
         for peer, session in sessions:
             by_peer.setdefault(id(peer.link), []).append(session)
-        for number in dict.fromkeys([*by_peer, *resyncs, *self._sessions.refusing()]):
-            peer = self._sessions.peers[number]
+        for number in dict.fromkeys([*by_peer, *resyncs, *self.sessions.refusing()]):
+            peer = self.sessions.peers[number]
             proposals = [self._proposal(session) for session in by_peer.get(number, ())]
             if peer.refusals:
                 proposals += [Proposal(one, length, (), (), self.name) for one, length in peer.take_refusals().items()]
@@ -246,7 +204,7 @@ class DrafterLoop:
         return tuple(chain.take_levels(drafter_of(self.name)))
 
     def _proposal(self, session: Session) -> Proposal:
-        self._sessions.mark_answered(session)
+        self.sessions.mark_answered(session)
         session.num_sent = min(session.draft_len, len(session.ahead))
         return Proposal(
             request_id=session.request_id,
@@ -262,9 +220,6 @@ class DrafterLoop:
         scores = peer.take_scores()
         if not (proposals or resyncs or scores):
             return
-        self._num_proposals += len(proposals)
-        self._num_tokens += sum([len(proposal.token_ids) for proposal in proposals])
-        self._num_resyncs += len(resyncs)
         message = ProposalRound(peer.table_version, proposals, scores, resyncs, self._take_levels(now_s))
         try:
             peer.link.send(message)
@@ -272,7 +227,7 @@ class DrafterLoop:
             # As if the message was lost: the target decodes those requests plainly, and resyncs are requested again.
             logger.warning("drafter %s: %s reads too slowly, dropped a message to it", self.name, peer.link.peer.name)
         except LinkClosed:
-            self._sessions.drop_link(peer.link)
+            self.sessions.drop_link(peer.link)
 
 
 def _can_answer(session: Session) -> bool:

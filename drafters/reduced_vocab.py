@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafters.dspark.choice import is_plain
 from engine.noise import gumbel, noise_keys
-from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
+from engine.sampling import Chosen, Sampler, SampleSpan
 
 # Log of the least share of the likeliest token's probability for a sampled token. A less likely one would be sampled at most
 # once in ten thousand times; the draft is wrong then.
-_LEAST = -12.0
+_MIN_LOG = -12.0
 
 
 class ReducedHead:
@@ -37,8 +38,8 @@ class ReducedHead:
 
     def choose(self, logits: Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
         """As ``Sampler.choose`` with confidences; ``logits`` (rows, len(token_ids))."""
-        if logits.device.type == "cpu" and all(_is_plain(span.state) for span in spans):
-            return self._race(logits, spans)
+        if logits.device.type == "cpu" and all(is_plain(span.state) for span in spans):
+            return self._sample(logits, spans)
         return self._sampler.choose(self._spread(logits), spans, want_confidences=True)
 
     @torch.inference_mode()
@@ -49,7 +50,7 @@ class ReducedHead:
         return self._full[: len(logits)].index_copy_(1, self._token_ids, logits)
 
     @torch.inference_mode()
-    def _race(self, logits: Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
+    def _sample(self, logits: Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
         row_spans = [span for span in spans for _ in range(span.num_rows)]
         temperatures = np.array([span.state.sampling.temperature for span in row_spans], np.float32)
         noisy = temperatures > 0.0
@@ -71,7 +72,7 @@ class ReducedHead:
         positions = np.concatenate([np.arange(n, n + span.num_rows) for n, span in zip(firsts, spans, strict=True)])
         seeds = np.array([span.state.sampling.seed for span in spans for _ in range(span.num_rows)], np.uint64)
         rows, columns = (
-            index.numpy() for index in (z >= _LEAST).logical_and_(torch.from_numpy(noisy)[:, None]).nonzero(as_tuple=True)
+            index.numpy() for index in (z >= _MIN_LOG).logical_and_(torch.from_numpy(noisy)[:, None]).nonzero(as_tuple=True)
         )
         scores = z.numpy()[rows, columns] + gumbel(noise_keys(seeds, positions)[rows], self._ids[columns])
         order = np.lexsort((scores, rows))  # by row, the best of each last
@@ -79,13 +80,6 @@ class ReducedHead:
         sampled = winners.copy()
         sampled[rows[order][last]] = columns[order][last]
         return sampled
-
-
-def _is_plain(state: SamplingState) -> bool:
-    """Whether only temperature shapes the choice."""
-    s = state.sampling
-    filters = s.top_k is not None or s.top_p < 1.0 or s.min_p > 0.0
-    return not filters and not s.edits_logits and state.num_generated >= s.min_tokens
 
 
 def _chosen(token_ids: Sequence[int], confidences: Sequence[float], highest: np.ndarray, rows: range) -> Chosen:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,7 @@ from engine.dtypes import choose_dtype
 from router.estimates.prior_costs import prior_member_cost
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from drafters.companions import Host
-    from drafters.small_model import SmallModel
-    from engine.forward import CausalModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +90,7 @@ def check_tokenizer(folder: Path, target: ModelInfo) -> None:
     """Raises IncompatibleTokenizer unless the model in ``folder`` has the target's token ids; describes the difference if
     the target's folder is on this machine.
     """
+    from engine.models.prepare import resolve_model
     from engine.models.tokenizer import difference, read_vocabulary
 
     own = read_vocabulary(folder)
@@ -101,25 +99,14 @@ def check_tokenizer(folder: Path, target: ModelInfo) -> None:
     reason = (
         f"its fingerprint differs; it has {len(own.tokens)} tokens, the target's model {target.vocab_size} rows for them"
     )
-    target_folder = _folder_of(target)
-    if target_folder is not None:
-        reason = difference(own, read_vocabulary(target_folder)) or reason
+    with suppress(ModelUnavailable):
+        of_target = read_vocabulary(resolve_model(target.name))
+        if of_target.fingerprint() == target.tokenizer_fingerprint:
+            reason = difference(own, of_target) or reason
     raise IncompatibleTokenizer(
         f"the tokenizer of {folder.name} is not that of {target.name}: {reason}; "
         "a drafter needs the target's tokenizer: choose another model"
     )
-
-
-def _folder_of(target: ModelInfo) -> Path | None:
-    """The target's folder, if it is on this machine with the same tokenizer."""
-    from engine.models.prepare import resolve_model
-    from engine.models.tokenizer import fingerprint
-
-    try:
-        folder = resolve_model(target.name)
-        return folder if fingerprint(folder) == target.tokenizer_fingerprint else None
-    except ModelUnavailable:
-        return None
 
 
 def _make_ngram(options: NgramOptions, site: Site) -> Drafter:
@@ -138,28 +125,52 @@ def _make_suffix(options: SuffixOptions, site: Site) -> Drafter:
 
 def _make_table(options: TableOptions, site: Site) -> Drafter:
     from drafters.native.lookup import compiled
-    from drafters.shipped import find_drafter
-    from drafters.table import EMPTY, FILE, FrequencyTable, TableDrafter
+    from drafters.shipped import find_table
+    from drafters.table import EMPTY, FrequencyTable, TableDrafter
 
     table = EMPTY
     if options.path is not None:
-        path = find_drafter(options.path)
-        table = FrequencyTable.load(path / FILE if path.is_dir() else path)
+        table = FrequencyTable.load(find_table(options.path))
         table.check_serves(site.target)
     return compiled(TableDrafter(table, options.max_learned, options.min_confidence))
 
 
 def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
     from drafters.model import ModelDrafter
-    from drafters.shipped import find_drafter
-    from profiler.calibration import FILE, load_scaling
+    from drafters.small_model import SmallModel
+    from engine.kv_cache import num_blocks_for
+    from engine.models.prepare import ensure_model
 
-    model = _small_model(options, site)
-    if isinstance(options, ModelOptions):
-        return ModelDrafter(model, site.proposers, clock=site.clock)
-    path = find_drafter(options.path) / FILE
-    scaling = load_scaling(path) if path.is_file() else None
-    return ModelDrafter(model, site.proposers, min_survival=options.min_survival, scaling=scaling, clock=site.clock)
+    scaling, min_survival, output_ids = None, 0.0, None
+    if isinstance(options, LayersOptions):
+        from drafters.layers import load_layers
+        from drafters.shipped import find_drafter
+        from profiler.calibration import FILE, load_scaling
+
+        target_folder = ensure_model(site.target.name if options.target == "auto" else options.target)
+        check_tokenizer(target_folder, site.target)
+        folder, dtype = find_drafter(options.path), choose_dtype(options.dtype, site.device, allows_int8=True)
+        model, output_ids = load_layers(folder, target_folder, dtype, site.device)
+        scaling = load_scaling(folder / FILE) if (folder / FILE).is_file() else None
+        min_survival = options.min_survival
+    else:
+        from engine.factory import load_model
+
+        folder = ensure_model(options.model)
+        check_tokenizer(folder, site.target)
+        model = load_model(folder, options.dtype, site.device, options.num_layers)
+    try:
+        num_blocks = num_blocks_for(model.config, int(options.kv_cache_gb * 2**30), model.dtype)
+    except ValueError as error:
+        raise InvalidField("kv_cache_gb", options.kv_cache_gb, str(error)) from error
+    small = SmallModel(
+        model,
+        num_blocks=num_blocks,
+        vocab_size=site.target.vocab_size,
+        eos_token_ids=site.target.eos_token_ids,
+        output_ids=output_ids,
+    )
+    return ModelDrafter(small, site.proposers, min_survival=min_survival, scaling=scaling, clock=site.clock)
 
 
 def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
@@ -179,43 +190,6 @@ def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
         for i, (member, cost) in enumerate(zip(options.members, costs, strict=True))
     ]
     return CascadeDrafter(members, site.clock)
-
-
-def _small_model(options: ModelOptions | LayersOptions, site: Site) -> "SmallModel":
-    from drafters.small_model import SmallModel
-    from engine.kv_cache import num_blocks_for
-
-    model, output_ids = _load(options, site)
-    try:
-        num_blocks = num_blocks_for(model.config, int(options.kv_cache_gb * 2**30), model.dtype)
-    except ValueError as error:
-        raise InvalidField("kv_cache_gb", options.kv_cache_gb, str(error)) from error
-    return SmallModel(
-        model,
-        num_blocks=num_blocks,
-        vocab_size=site.target.vocab_size,
-        eos_token_ids=site.target.eos_token_ids,
-        output_ids=output_ids,
-    )
-
-
-def _load(options: ModelOptions | LayersOptions, site: Site) -> "tuple[CausalModel, Tensor | None]":
-    """The model, and the token ids of its logits if it has a reduced head."""
-    from engine.models.prepare import ensure_model
-
-    if isinstance(options, LayersOptions):
-        from drafters.layers import load_layers
-        from drafters.shipped import find_drafter
-
-        target_folder = ensure_model(site.target.name if options.target == "auto" else options.target)
-        check_tokenizer(target_folder, site.target)
-        dtype = choose_dtype(options.dtype, site.device, allows_int8=True)
-        return load_layers(find_drafter(options.path), target_folder, dtype, site.device)
-    from engine.factory import load_model
-
-    folder = ensure_model(options.model)
-    check_tokenizer(folder, site.target)
-    return load_model(folder, options.dtype, site.device, options.num_layers), None
 
 
 FACTORIES: dict[str, Callable[[Any, Site], Drafter]] = {

@@ -76,8 +76,7 @@ class Session:
 class ExtendOutcome(Enum):
     """Outcome of comparing received tokens with the known ones."""
 
-    APPLIED = auto()
-    KNOWN = auto()  # none is new
+    APPLIED = auto()  # possibly none is new
     GAP = auto()  # tokens before them are missing: the request must be opened again
     CONFLICT = auto()  # they contradict the known ones: the request must be forgotten and opened again
 
@@ -93,8 +92,7 @@ def reconcile(known: Sequence[int], base_len: int, token_ids: Sequence[int]) -> 
     overlap = min(known_len - base_len, len(token_ids))
     if list(known[base_len : base_len + overlap]) != list(token_ids[:overlap]):
         return ExtendOutcome.CONFLICT, ()
-    new = token_ids[overlap:]
-    return (ExtendOutcome.APPLIED if new else ExtendOutcome.KNOWN), new
+    return ExtendOutcome.APPLIED, token_ids[overlap:]
 
 
 @dataclass(slots=True)

@@ -153,7 +153,7 @@ class TargetSessions:
                     self._release(peer, request_id)
                 for request_id in [r for r, last_message_s in peer.refused.items() if last_message_s < limit_s]:
                     del peer.refused[request_id]
-        if self.num_refused:
+        if self._owed:
             self._readmit(now_s)
 
     def due_resyncs(self, now_s: float) -> dict[int, list[str]]:
@@ -295,7 +295,7 @@ class TargetSessions:
             self._inspection.note(peer.link, [fault])
             return
         outcome, new = reconcile(session.token_ids, extension.base_len, extension.token_ids)
-        if outcome is ExtendOutcome.APPLIED or outcome is ExtendOutcome.KNOWN:
+        if outcome is ExtendOutcome.APPLIED:
             self._commit(peer, session, new, now_s)
             return
         if outcome is ExtendOutcome.CONFLICT:

@@ -16,6 +16,7 @@ from cluster.config import (
 from cluster.errors import ModelUnavailable
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "drafters"
+_TABLE = "table.npz"  # as drafters.table.FILE
 MODEL = ModelConfig().name  # that they were trained for
 
 _OPTIONS: Mapping[str, Callable[[str], DrafterOptions]] = {
@@ -65,9 +66,15 @@ def find_drafter(name_or_path: str) -> Path:
     raise ModelUnavailable(f"{name_or_path}: no folder of a trained drafter; shipped are: {known}; see `outrider train`")
 
 
+def find_table(name_or_path: str) -> Path:
+    """The file of a frequency table, by its path, its folder's path or the name of a shipped one."""
+    path = find_drafter(name_or_path)
+    return path / _TABLE if path.is_dir() else path
+
+
 def kind_of(folder: Path) -> str | None:
     """Kind of the drafter in a folder: table, dspark or layers; None if there is none."""
-    if (folder / "table.npz").is_file():
+    if (folder / _TABLE).is_file():
         return "table"
     try:
         architecture = str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0])

@@ -176,8 +176,8 @@ class SmallModel:
         None: tokens before the question are missing, of which a part was computed. No tokens: no free blocks.
         """
         found: list[Chosen | None] = [None] * len(questions)
-        asked: list[int] = []
-        behind: tuple[Question, int] | None = None
+        ready: list[int] = []
+        catching_up: tuple[Question, int] | None = None
         rows_left, blocks_left = max_rows, self._ledger.num_free_blocks
         for i, question in enumerate(questions):
             request_id = question.request_id
@@ -187,16 +187,16 @@ class SmallModel:
             if end_len > self.max_len or needed > blocks_left or not self.can_read(request_id, question.drafts):
                 found[i] = Chosen(())
             elif missing + len(question.drafts) < rows_left:
-                asked.append(i)
+                ready.append(i)
                 rows_left -= missing + 1 + len(question.drafts)
                 blocks_left -= needed
-            elif missing and behind is None:
-                behind = question, min(missing, max_rows)
-        if asked:
-            for i, chosen in zip(asked, self.choose([questions[i] for i in asked]), strict=True):
+            elif missing and catching_up is None:
+                catching_up = question, min(missing, max_rows)
+        if ready:
+            for i, chosen in zip(ready, self.choose([questions[i] for i in ready]), strict=True):
                 found[i] = chosen
-        elif behind is not None:
-            self._forward([self._compute(*behind)])
+        elif catching_up is not None:
+            self._forward([self._compute(*catching_up)])
             self._model.synchronize()
         return found
 

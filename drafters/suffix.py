@@ -39,7 +39,7 @@ class _SuffixText:
         self.automaton.extend(self.token_ids[-max_len // 2 :])
 
     @property
-    def news(self) -> list[int]:
+    def new_output(self) -> list[int]:
         """Output since the request was opened; the shared memory has the rest of a reopened request."""
         return self.token_ids[self._opened_len :]
 
@@ -149,7 +149,7 @@ class SuffixDrafter:
     def release(self, request_id: str) -> None:
         text = self._texts.pop(request_id, None)
         if text is not None:
-            self._shared.add(text.news)
+            self._shared.add(text.new_output)
 
     def check_integrity(self) -> None:
         self._shared.check_integrity()

@@ -1,4 +1,4 @@
-"""``drafters.ensemble.LookupEnsemble`` of lookups in C, by ``ensemble.c``. No torch."""
+"""``drafters.ensemble.PlainEnsemble`` for lookups in C, by ``ensemble.c``. No torch."""
 
 import ctypes
 from array import array
@@ -128,13 +128,13 @@ class NativeEnsemble(Native):
         return MemberDraft.of(member, draft, self._survival[member], self._consensus, references, price)
 
     def best_drafts(self, places: Sequence[int]) -> list[tuple[int, Draft]]:
-        num, settled = len(places), self._found
-        settled.make_room(num, self._batch.drafts.stride)
+        num, found = len(places), self._found
+        found.make_room(num, self._batch.drafts.stride)
         wanted, members = array("q", places), array("q", [0]) * num
-        rooms = [address(room) for room in (settled.token_ids, settled.confidences, settled.lens, members)]
-        if self._best_drafts(self.handle, num, address(wanted), settled.stride, *rooms):
+        rooms = [address(room) for room in (found.token_ids, found.confidences, found.lens, members)]
+        if self._best_drafts(self.handle, num, address(wanted), found.stride, *rooms):
             raise MemoryError(f"no memory for {num} drafts")
-        drafts = settled.read([self._demands[place].request_id for place in places])
+        drafts = found.read([self._demands[place].request_id for place in places])
         return list(zip(members.tolist(), drafts, strict=True))
 
     def spliced(self, place: int, draft: MemberDraft) -> Draft:

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from cluster.config import HedgePolicy
 from router.assignment import RequestView
 from router.estimates.decayed import retained
-from router.estimates.expiring_cache import GENERATION_SLOTS
 from router.estimates.pool_acceptance import CONTEXT_LENS, NUM_POSITIONS
+from router.expiring_cache import GENERATION_SLOTS
 from router.matching import NOWHERE, Floats, Ints
 from router.prompt_features import PromptClusters
 

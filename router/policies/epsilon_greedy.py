@@ -19,8 +19,8 @@ from router.assignment import (
     ScoreCounts,
     drafter_of,
 )
-from router.estimates.expiring_cache import ExpiringCache
 from router.estimates.goodput import GoodputEstimates
+from router.expiring_cache import ExpiringCache
 from router.policies.free_capacity import FreeCapacity
 
 

@@ -45,8 +45,8 @@ from router.assignment import (
     ScoreCounts,
     lessons,
 )
-from router.estimates.expiring_cache import ExpiringCache
 from router.estimates.goodput import GoodputEstimates
+from router.expiring_cache import ExpiringCache
 from router.policies.free_capacity import FreeCapacity
 
 _DROPPED = ""  # by lines 9 and 10

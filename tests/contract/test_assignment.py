@@ -32,7 +32,7 @@ from router.assignment import (
     drafter_of,
     member_name,
 )
-from router.estimates.expiring_cache import GENERATION_SLOTS
+from router.expiring_cache import GENERATION_SLOTS
 from router.policies import POLICIES, build_policy
 from router.prompt_features import prompt_features
 from tests.support.observing import right_at

@@ -57,7 +57,6 @@ class TestFaults:
             bench.settle()
         assert bench.link.take_resyncs() == ["a"] * 3
         assert bench.drafter.texts == {}
-        assert bench.loop.telemetry().num_resyncs == 3
 
     def test_what_is_known_is_not_news(self) -> None:
         bench = Bench()
@@ -150,7 +149,7 @@ class TestFaults:
         bench.extend("c", 10, 10)
         bench.settle()
         assert sorted(p.request_id for p in bench.link.take() if p.token_ids) == ["a", "b"]
-        assert bench.loop.telemetry().num_refused == 2
+        assert bench.loop.sessions.num_refused == 2
         assert [record.message for record in caplog.records] == ["drafter counting is at its capacity of 2 requests"]
         bench.mail(releases=("a",))
         bench.settle()
@@ -168,7 +167,7 @@ class TestFaults:
         bench.mail(opens=(Open("b", (1, 2), 2, SAMPLING),), releases=("a",))
         bench.settle()
         assert [(p.request_id, bool(p.token_ids)) for p in bench.link.take()] == [("b", True)]
-        assert bench.loop.telemetry().num_refused == 0
+        assert bench.loop.sessions.num_refused == 0
         bench.mail(opens=(Open("c", (1, 2), 2, SAMPLING),), releases=("b", "c"))
         bench.settle()
         assert bench.drafter.texts == {}
@@ -324,10 +323,10 @@ def test_whatever_befalls_the_mail_the_loop_ends_up_in_step(seed: int) -> None:
         truth.deliver()
     bench.settle()
     followed = {key.removeprefix("0/"): text for key, text in bench.drafter.texts.items()}
-    if len(truth.texts) <= 4 or bench.loop.telemetry().num_refused == 0:
+    if len(truth.texts) <= 4 or bench.loop.sessions.num_refused == 0:
         assert followed == truth.texts
     else:
-        assert bench.loop.telemetry().num_requests == 4  # those of budget 0 are beside them
+        assert bench.loop.sessions.num_drafted == 4  # those of budget 0 are beside them
         assert all(truth.texts[name] == text for name, text in followed.items())
     truth.say(releases=tuple(truth.texts))
     while truth.under_way:
@@ -336,4 +335,4 @@ def test_whatever_befalls_the_mail_the_loop_ends_up_in_step(seed: int) -> None:
     bench.now_s += 20.0
     bench.settle()
     assert bench.drafter.texts == {}
-    assert bench.loop.telemetry().num_refused == 0
+    assert bench.loop.sessions.num_refused == 0
