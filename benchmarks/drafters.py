@@ -22,7 +22,7 @@ from benchmarks.pool import pool
 from benchmarks.prompts import BenchPrompt, choose_prompts, load_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
-from benchmarks.throughput import NEAR, PairedRuns, Speedup, Turns
+from benchmarks.throughput import NEAR, PairedRuns, Speedup, ThroughputTurns
 from cluster.config import DrafterConfig
 from drafters.replay import Recording, Round
 from engine.threads import in_own_thread
@@ -41,7 +41,7 @@ class Effort:
     num_prompts: int | None  # in all; None: no bound
     num_new_tokens: int
     num_cost_rounds: int
-    turns: Mapping[float, Mapping[int, Turns]]  # of the speed-ups, by temperature and batch; in this order
+    turns: Mapping[float, Mapping[int, ThroughputTurns]]  # of the speed-ups, by temperature and batch; in this order
     max_s: float
 
     @property
@@ -51,7 +51,7 @@ class Effort:
 
 
 # Of so few answers none would be left to keep the places of a large batch taken.
-QUICK = Effort(18, 2, 24, 32, 24, {0.0: {1: Turns(1, 1), 4: Turns(1, 1)}}, 240.0)
+QUICK = Effort(18, 2, 24, 32, 24, {0.0: {1: ThroughputTurns(1, 1), 4: ThroughputTurns(1, 1)}}, 240.0)
 # Few answers make a lap of a small batch, so there are more laps.
 FULL = Effort(
     380,
@@ -60,8 +60,8 @@ FULL = Effort(
     128,
     120,
     {
-        0.0: {1: Turns(2, 9), 4: Turns(1, 4), 8: Turns(1, 3), 16: Turns(1, 4)},
-        0.8: {1: Turns(2, 4), 8: Turns(1, 2)},
+        0.0: {1: ThroughputTurns(2, 9), 4: ThroughputTurns(1, 4), 8: ThroughputTurns(1, 3), 16: ThroughputTurns(1, 4)},
+        0.8: {1: ThroughputTurns(2, 4), 8: ThroughputTurns(1, 2)},
     },
     40 * 60.0,
 )
@@ -118,7 +118,7 @@ def _speedups(
     stable: Fixtures,
     configs: Sequence[DrafterConfig],
     recordings: Sequence[Recording],
-    turns: Mapping[int, Turns],
+    turns: Mapping[int, ThroughputTurns],
     has_time: Callable[[], bool],
     tell: Callable[[str], None],
 ) -> dict[int, dict[str, Speedup]]:

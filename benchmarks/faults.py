@@ -133,7 +133,7 @@ class Disturbed:
 
 
 @dataclass(slots=True)
-class Outcome:
+class FaultOutcome:
     """Of a whole bench."""
 
     plain: list[Answer]
@@ -163,7 +163,7 @@ class _Bench:
         self._killed: set[psutil.Process] = set()
         self._lost: list[str] = []
 
-    def all_faults(self, asks: Sequence[Ask]) -> Outcome:
+    def all_faults(self, asks: Sequence[Ask]) -> FaultOutcome:
         config = self._server.config
         assert isinstance(config.cluster.state, FileStateConfig)
         assert config.cluster.token_file is not None
@@ -195,7 +195,7 @@ class _Bench:
             asyncio.run(self.until_answered(asks[0]))
             target.recovery_s = time.monotonic() - target.killed_s
             used = self._server.workers("TargetActor")[0].cpu_times()
-        return Outcome(
+        return FaultOutcome(
             plain, drafter, unsound, router, supervisor, target, unlinked[0], refused, notes, slow_ttft_s, heard[0], secret,
             self._lost, used.user + used.system,
         )  # fmt: skip
@@ -327,7 +327,7 @@ class _Bench:
         return httpx.AsyncClient(base_url=self._server.url, timeout=DEADLINE_S, trust_env=False)
 
 
-def _result(outcome: Outcome) -> BenchResult:
+def _result(outcome: FaultOutcome) -> BenchResult:
     plain, target = outcome.plain, outcome.target
     kept = {
         "drafter": outcome.drafter,

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import Midway, every_second
 from cluster.config import DrafterConfig
 from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
 from deploy.api.tokenizer import Tokenizer
-from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
 from drafters.companions import Host
 from drafters.protocol import Drafter
 from drafters.registry import feature_layers, make_drafter

@@ -5,11 +5,11 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Protocol
 
+from benchmarks.embedded import Completing, Completion, EmbeddedCluster, PoolEntry, StoppableClock
 from benchmarks.fixtures import Fixtures
 from cluster.config import DrafterConfig
 from cluster.errors import GenerationFailed
 from cluster.types import FinishReason, Request, RoutingTable
-from deploy.embedded import Completing, Completion, EmbeddedCluster, PoolEntry, StoppableClock
 from drafters.protocol import Drafter
 from drafters.session import key_of
 from router.planner import StepPlanner

@@ -32,7 +32,7 @@ SELF = "itself"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ArmOutcome:
     """What a scenario came to, one comparison for each request."""
 
     scenario: str
@@ -77,7 +77,7 @@ def run(options: BenchOptions) -> BenchResult:
         ran = rig.run(circumstances)
         seconds = time.monotonic() - start_s
         pairs = zip(rig.requests, plain.completions, ran.completions, strict=True)
-        outcomes.append(Outcome(name, ran, [compare(r, a.commits, b.commits) for r, a, b in pairs], seconds))
+        outcomes.append(ArmOutcome(name, ran, [compare(r, a.commits, b.commits) for r, a, b in pairs], seconds))
     return result(rig.requests, outcomes)
 
 
@@ -132,7 +132,7 @@ def beyond_defaults(model: str) -> list[DrafterConfig]:
     return [config for config in comparable(model) if config not in DEFAULT_DRAFTERS]
 
 
-def result(requests: list[Request], outcomes: list[Outcome]) -> BenchResult:
+def result(requests: list[Request], outcomes: list[ArmOutcome]) -> BenchResult:
     num_runs = sum(len(outcome.comparisons) for outcome in outcomes)
     num_ties = sum(outcome.count(Verdict.TIE) for outcome in outcomes)
     num_equal = sum(outcome.count(Verdict.EQUAL) for outcome in outcomes)
@@ -157,7 +157,7 @@ def result(requests: list[Request], outcomes: list[Outcome]) -> BenchResult:
     )
 
 
-def _unequal(requests: list[Request], outcomes: Iterable[Outcome]) -> Iterable[str]:
+def _unequal(requests: list[Request], outcomes: Iterable[ArmOutcome]) -> Iterable[str]:
     """Where runs that are not equal part."""
     for outcome in outcomes:
         for request, comparison in zip(requests, outcome.comparisons, strict=True):

@@ -12,7 +12,9 @@ from rich.console import Console
 
 from actors.router import RouterActor
 from actors.worker import set_threads
+from benchmarks.embedded import EmbeddedCluster
 from benchmarks.load import Answer, Ask, HttpTarget, ask_engine, run_streams, tokens_per_s
+from benchmarks.process_usage import tree_cpu_s, tree_pss_bytes
 from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
 from benchmarks.server import ServerProcess
@@ -23,9 +25,7 @@ from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.types import RoutingTable
 from deploy.api.tokenizer import Tokenizer
-from deploy.embedded import EmbeddedCluster
 from deploy.local_ray import free_port
-from deploy.processes import tree_cpu_s, tree_pss_bytes
 from drafters.shipped import with_shipped
 from engine.models.prepare import ensure_model
 from engine.round import TargetLoop

@@ -15,11 +15,11 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 
+from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.report import BenchOptions, BenchResult, Table
 from cluster.config import Config, DrafterConfig, ModelConfig, ModelOptions, NgramOptions, TargetConfig
 from cluster.resolve import resolve
 from cluster.types import Request, RoutingTable, SamplingParams
-from deploy.embedded import EmbeddedCluster, PoolEntry
 from deploy.profile import here
 from router.cost_model import TableCost
 from router.planner import PlannerSettings, StepPlanner

@@ -32,7 +32,7 @@ class Speedup:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class ThroughputTurns:
     """On how many laps speed is measured: with every drafter, and, while there is time, with those near the best."""
 
     every: int
@@ -66,7 +66,12 @@ class PairedRuns:
     """
 
     def __init__(
-        self, stable: Fixtures, configs: Sequence[DrafterConfig], recordings: Sequence[Recording], batch: int, turns: Turns
+        self,
+        stable: Fixtures,
+        configs: Sequence[DrafterConfig],
+        recordings: Sequence[Recording],
+        batch: int,
+        turns: ThroughputTurns,
     ) -> None:
         self._stable = stable
         self._turns = turns

@@ -1,4 +1,4 @@
-"""What the API needs of the cluster behind it."""
+"""The cluster as the API sees it."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ class DrafterStatus:
     num_accepted: int
     reply_ms: float | None  # running mean; None before the first reply
     num_restarts: int = 0
-    reason: str | None = None  # why it is not ready, where that is known
-    verifies: bool = False  # others can ride ahead of it
-    proposers: tuple[str, ...] = ()  # drafters that can, smallest first
-    device: str | None = None  # where it is in memory; None: nowhere, or it is not known
-    num_bytes: int | None = None  # of its device that count as its; None: not counted
+    reason: str | None = None  # why it is not ready, if known
+    verifies: bool = False  # it can verify another's drafts
+    proposers: tuple[str, ...] = ()  # drafters that may draft for it, smallest first
+    device: str | None = None  # None: not loaded, or unknown
+    num_bytes: int | None = None  # of its device's memory; None: not counted
     num_loads: int = 0
     num_evictions: int = 0
-    num_fallbacks: int = 0  # loads on a CPU, for want of room on its own device
-    num_unsound: int = 0  # messages from it of which something could not be used
+    num_fallbacks: int = 0  # loads on a CPU because its device was full
+    num_unsound: int = 0  # messages from it with invalid parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,39 +38,39 @@ class TargetStatus:
     num_free_blocks: int
     tokens_per_s: float
     step_ms: float  # running mean of a pass
-    num_preempted: int = 0  # requests since the start whose blocks were taken for older ones
+    num_preempted: int = 0  # preemptions since the start
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """What ``outrider status`` shows and ``/metrics`` exports."""
+    """Shown by ``outrider status`` and exported by ``/metrics``."""
 
     model: str
     policy: str
     table_version: int
     targets: tuple[TargetStatus, ...]
     drafters: tuple[DrafterStatus, ...]
-    notes: tuple[str, ...] = ()  # what does not work as it should, one line each
+    notes: tuple[str, ...] = ()  # problems, one line each
 
 
 class EngineClient(Protocol):
-    """The way from the API to the targets. Implementations: over links, and in process."""
+    """Access to the targets. Implementations: over links, and in process."""
 
     @property
     def is_linked(self) -> bool:
-        """Whether a target can be reached now."""
+        """Whether a target is reachable now."""
 
     async def model(self) -> ModelInfo: ...
 
     def generate(self, request: Request) -> AsyncIterator[Commit]:
-        """The request's commits, in order, the last with a finish reason. Closing the iterator aborts the request.
+        """The request's commits in order; the last has a finish reason. Closing the iterator aborts the request.
 
         Raises:
-            Overloaded: no target takes more requests now.
-            LinkClosed: no target is there; or it went while the request ran.
+            Overloaded: no target accepts requests now.
+            LinkClosed: no target is reachable, or it was lost during the request.
         """
 
     async def status(self) -> ClusterStatus:
-        """Raises LinkClosed: nobody is there who knows."""
+        """Raises LinkClosed if the status is not available."""
 
     async def close(self) -> None: ...

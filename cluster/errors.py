@@ -1,12 +1,12 @@
-"""Errors that a caller can act on. Each says what was wrong, with which value, and what to do."""
+"""Errors that a caller can act on. A message says what was wrong, the value, and what to do."""
 
 
 class OutriderError(Exception):
-    """Base of the errors that Outrider raises on purpose."""
+    """Base of all errors that Outrider raises on purpose."""
 
 
 class InvalidField(OutriderError, ValueError):
-    """A field of a request or of the configuration has a value that cannot be served."""
+    """A field of a request or of the configuration has an invalid value."""
 
     def __init__(self, field: str, value: object, reason: str) -> None:
         super().__init__(f"{field}: {reason}, got {value!r}")
@@ -23,11 +23,11 @@ class ModelUnavailable(OutriderError):
 
 
 class IncompatibleTokenizer(OutriderError):
-    """A drafter's token ids do not mean what the target's mean."""
+    """A drafter and the target have different token ids."""
 
 
 class GenerationFailed(OutriderError):
-    """The target refused a request of an offline generation, or failed on it."""
+    """The target refused or failed a request of an offline generation."""
 
 
 class Overloaded(OutriderError):
@@ -46,12 +46,12 @@ class LinkClosed(OutriderError):
 
 
 class LinkFull(OutriderError):
-    """The other end of a link reads too slowly; the message was not queued."""
+    """The send queue of a link is full; the message was dropped."""
 
 
 class WireError(OutriderError):
-    """Bytes from a link are not a message, or a message does not fit a link."""
+    """Bytes from a link are no message, or a message does not fit a link."""
 
 
 class OutOfBlocks(OutriderError):
-    """The KV cache has no free block left."""
+    """The KV cache has no free block."""

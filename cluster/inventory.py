@@ -1,4 +1,4 @@
-"""What the machines offer, as plain data: the input of `cluster.resolve` and of `cluster.placement`."""
+"""Resources of the machines, as plain data for `cluster.resolve` and `cluster.placement`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine. ``labels`` are Ray's node labels, ``ray.io/node-id`` among them where Ray has told.
+    """One machine. ``labels`` are Ray's node labels.
 
-    ``num_cpus`` are logical CPUs, ``num_cores`` the physical cores that processes may use of them; None: not known.
-    ``memory_bytes`` are what processes may use, ``gpu_bytes`` what its smallest GPU has; None: not known.
+    ``num_cpus`` counts logical CPUs, ``num_cores`` the physical cores that processes may use. ``memory_bytes`` is
+    available to processes; ``gpu_bytes`` is the memory of the smallest GPU. None: unknown.
     """
 
     name: str
@@ -22,18 +22,18 @@ class Node:
 
     @property
     def num_threads(self) -> float:
-        """For matrix products, which gain nothing from a second thread on a core."""
+        """For matrix products, which gain nothing from a second thread per core."""
         return self.num_cpus if self.num_cores is None else min(self.num_cpus, self.num_cores)
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All nodes that may be used, the head first."""
+    """All usable nodes, the head first."""
 
     nodes: tuple[Node, ...]
 
     def matching(self, labels: Mapping[str, str]) -> "Inventory":
-        """The nodes that carry all of these labels."""
+        """The nodes with all of these labels."""
         return Inventory(tuple(node for node in self.nodes if labels.items() <= node.labels.items()))
 
     @property

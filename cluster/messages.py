@@ -1,6 +1,6 @@
-"""The messages on links: one per round and direction (DESIGN, the data plane).
+"""The messages on links: one per round and direction.
 
-The wire format is protobuf (``cluster/transport/wire.proto``), translated in ``cluster/transport/codec.py``.
+The wire format is ``cluster/transport/wire.proto``; ``cluster/transport/codec.py`` encodes it.
 """
 
 from dataclasses import dataclass, field
@@ -20,10 +20,10 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Identifies one end of a link. A mismatch of version, tokenizer or secret refuses the link with a reason.
+    """Identity of one end of a link. A different version, tokenizer or secret refuses the link, with a reason.
 
-    ``token`` is the cluster's shared secret. ``cluster/transport/handshake.py`` proves its knowledge without sending it; the
-    ``Hello`` of a peer has none.
+    ``token`` is the cluster's shared secret. It is never sent (``cluster/transport/handshake.py``), and empty in a
+    peer's Hello.
     """
 
     role: Role
@@ -36,18 +36,18 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Opens a session: a request to follow, with all its committed tokens. Also the answer to a resync."""
+    """Opens a session for a request, with all committed tokens. Also the answer to a resync."""
 
     request_id: str
     token_ids: tuple[int, ...]  # prompt, then committed output
     prompt_len: int
     sampling: SamplingParams
-    proposers: tuple[str, ...] = ()  # that ride ahead of the drafter for this request, smallest first
+    proposers: tuple[str, ...] = ()  # of a chain: they draft for the drafter, smallest first
 
 
 @record
 class Extend:
-    """Newly committed tokens of a followed request: positions base_len .. base_len + len(token_ids)."""
+    """Newly committed tokens of a session: positions base_len .. base_len + len(token_ids)."""
 
     request_id: str
     base_len: int
@@ -56,18 +56,18 @@ class Extend:
 
 @record
 class Budget:
-    """What the drafter may spend on each proposal for a request. No tokens: it keeps in step, and does not draft."""
+    """Limits of each proposal for a request. ``num_tokens`` 0: stay in sync, without drafting."""
 
     request_id: str
     num_tokens: int
-    row_price: float = 0.0  # in tokens: a draft token that is less likely to survive will not be verified
+    row_price: float = 0.0  # draft tokens with a lower survival probability will not be verified
 
 
 @record
 class DraftRound:
-    """Target to drafter, once a round.
+    """Target to drafter, once per round.
 
-    A drafter asks for a resync where an Extend does not start at the length that it knows, or the request is unknown.
+    The drafter requests a resync if the request is unknown, or an Extend does not start at its known length.
     ``budgets`` holds changes only.
     """
 
@@ -80,7 +80,7 @@ class DraftRound:
 
 @record
 class DraftScore:
-    """Counterfactual: how many of the committed tokens from base_len on the drafter would have proposed (DESIGN idea 5)."""
+    """Counterfactual acceptance: how many committed tokens from base_len on the drafter would have proposed."""
 
     request_id: str
     base_len: int
@@ -90,10 +90,10 @@ class DraftScore:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a level of a chain found of the drafts of the level below.
+    """Verification results of one level of a chain for the drafts of the level below.
 
-    Position i of a draft was reached ``num_reached[i]`` times (all before it were right) and right ``num_right[i]`` times.
-    ``num_proposed`` of the ``num_asked`` tokens were proposed.
+    Position i of a draft was reached ``num_reached[i]`` times, which requires that all positions before it were right,
+    and right ``num_right[i]`` times. ``num_asked`` tokens were requested and ``num_proposed`` of them proposed.
     """
 
     proposer: str
@@ -105,7 +105,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class LevelReport:
-    """What a model that can be part of chains did since its last report."""
+    """Work of a model that can be a level of a chain, since its last report."""
 
     drafter: str
     num_passes: int
@@ -117,7 +117,7 @@ class LevelReport:
 
 @record
 class ProposalRound:
-    """Drafter to target, once a round."""
+    """Drafter to target, once per round."""
 
     table_version: int
     proposals: tuple[Proposal, ...] = ()
@@ -136,7 +136,7 @@ class SubmitRound:
 
 @record
 class CommitRound:
-    """Target to gateway, once a round."""
+    """Target to gateway, once per round."""
 
     commits: tuple[Commit, ...]
 

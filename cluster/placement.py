@@ -1,6 +1,6 @@
-"""Which process sits where: configuration and inventory in, placement groups out. Pure; the launcher hands them to Ray.
+"""Placement of processes: configuration and inventory in, placement groups out. Pure; the launcher passes them to Ray.
 
-One group per target replica and one per drafter, so that each can be scaled, moved and lost apart.
+One group per target replica and one per drafter, so that each can be scaled, moved and lost separately.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from cluster.config import Config, Resources
 from cluster.errors import OutriderError
 from cluster.inventory import Inventory, Node
 
-EPSILON = 1e-6  # Ray counts in ten-thousandths; sums of fractions here may be off by less
+EPSILON = 1e-6  # Ray counts in ten-thousandths; tolerates smaller rounding errors
 
 
 class Strategy(StrEnum):
@@ -24,10 +24,10 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Resources of one process, and the node where the plan found room for them.
+    """Resources of one process on a node that has room for them.
 
-    ``node`` is what the plan counted with. Whether Ray is held to it is the launcher's choice: a group that is pinned to
-    a node must be planned anew when the node is lost.
+    ``node`` is the plan's choice. If the launcher pins a group to it, the group must be planned again when the node is
+    lost.
     """
 
     process: str  # "target-0/1" is rank 1 of the first target replica, "drafter-ngram/0" the first replica of ngram
@@ -35,7 +35,7 @@ class Bundle:
     gpus: float
     node: str
     node_labels: Mapping[str, str] = field(default_factory=dict)
-    gpu: int | None = None  # of the node, the first of several; as Ray chooses where all plans are ours
+    gpu: int | None = None  # first GPU of the node, as Ray would choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """All groups, in the order in which they must be made: the ones that are hardest to place come first."""
+    """All groups in the order of their creation, the hardest to place first."""
 
     groups: tuple[Group, ...]
 
@@ -58,24 +58,24 @@ class PlacementPlan:
 
 
 class PlacementError(OutriderError):
-    """The configuration does not fit the machines; says what is missing."""
+    """The configuration does not fit the machines; the message says what is missing."""
 
 
 def target_name(replica: int) -> str:
-    """Of a target replica's group; its processes are name/rank."""
+    """Group of a target replica. Its processes are named group/rank."""
     return f"target-{replica}"
 
 
 def drafter_name(name: str) -> str:
-    """Of a drafter's group; its processes are name/replica."""
+    """Group of a drafter. Its processes are named group/replica."""
     return f"drafter-{name}"
 
 
 def place(config: Config, inventory: Inventory) -> PlacementPlan:
-    """A plan for a resolved configuration.
+    """Places a resolved configuration.
 
-    The ranks of a target replica share one node where one is large enough (STRICT_PACK), else as few as possible (PACK).
-    Drafters are spread: each process to the node with the fewest drafters, on GPUs that no target uses.
+    The ranks of a target replica share a node if one is large enough (STRICT_PACK), otherwise as few nodes as possible
+    (PACK). Each drafter process goes to the node with the fewest drafters, on GPUs that no target uses.
 
     Raises:
         PlacementError: something does not fit.
@@ -95,7 +95,7 @@ def place(config: Config, inventory: Inventory) -> PlacementPlan:
 
 
 class _Free:
-    """What a node still has. GPUs are counted one by one: half of this one and half of that one hold no whole process."""
+    """Free resources of a node. GPUs are counted singly: halves of two GPUs hold no whole process."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -118,7 +118,7 @@ class _Free:
         return max(0, min(wanted, by_cpus, by_gpus))
 
     def take(self, process: str, resources: Resources) -> Bundle:
-        """Fill up a GPU that is shared already before breaking into a whole one, as Ray does."""
+        """As Ray does, fills a shared GPU before it breaks into a whole one."""
         cpus, gpus = _number(resources.cpus), _number(resources.gpus)
         self.cpus -= cpus
         chosen = None
@@ -137,7 +137,7 @@ def _place_target(name: str, num_ranks: int, resources: Resources, free: list[_F
     rooms = {node.node.name: node.room(resources, num_ranks) for node in free}
     whole = [node for node in free if rooms[node.node.name] == num_ranks]
     if whole:
-        # The tightest GPUs that fit, so that large holes stay for large groups; among equals the idlest CPUs.
+        # Best fit by GPUs, then by idle CPUs, so that large gaps remain for large groups.
         chosen = min(whole, key=lambda node: (sum(node.gpus), -node.cpus))
         return Group(name, Strategy.STRICT_PACK, tuple(chosen.take(f"{name}/{i}", resources) for i in range(num_ranks)))
     if sum(rooms.values()) < num_ranks:
@@ -153,7 +153,7 @@ def _place_drafter(process: str, resources: Resources, free: list[_Free]) -> Bun
     fitting = [node for node in free if node.room(resources, 1)]
     if not fitting:
         raise _misfit(process, 1, resources, free)
-    # A drafter without a GPU stays away from nodes whose CPUs the GPU processes will want.
+    # Drafters without a GPU avoid nodes whose CPUs GPU processes will need.
     gpus = _number(resources.gpus)
     chosen = min(fitting, key=lambda node: (node.num_drafters, -sum(node.gpus) if gpus else 0.0, -node.cpus))
     chosen.num_drafters += 1

@@ -1,4 +1,4 @@
-"""A folder that no other user can enter: for sockets, and for libraries that this process loads."""
+"""Folders that no other user can enter, for sockets and for libraries that this process loads."""
 
 import os
 import stat
@@ -6,11 +6,11 @@ from pathlib import Path
 
 
 class NotPrivate(OSError):
-    """Another user owns the folder or may enter it. The message says what to do."""
+    """Another user owns the folder or may enter it."""
 
 
 def make_private(folder: Path) -> None:
-    """Makes the folder with mode 0700 if it does not exist, and checks one that does.
+    """Makes the folder with mode 0700, or checks an existing one.
 
     Raises:
         NotPrivate: it belongs to another user, or its mode admits others.

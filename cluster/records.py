@@ -1,4 +1,4 @@
-"""Dataclasses that are frozen to the type checker, and cheap to make: a round makes hundreds."""
+"""Dataclasses that are frozen for the type checker and cheap to construct: a round makes hundreds."""
 
 from dataclasses import dataclass
 from typing import TypeVar, dataclass_transform
@@ -8,5 +8,5 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def record(cls: type[T]) -> type[T]:
-    """As ``dataclass(frozen=True, slots=True)``, which takes three times as long to make an instance."""
+    """As ``dataclass(frozen=True, slots=True)``, with a third of its construction time."""
     return dataclass(slots=True, unsafe_hash=True)(cls)

@@ -1,4 +1,4 @@
-"""Turns every "auto" of a configuration but those of dtypes into a value, once, for the machines at hand."""
+"""Replaces every "auto" in a configuration, except dtypes, by a value for the machines at hand."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from cluster.config import (
 from cluster.errors import InvalidField
 from cluster.inventory import Inventory
 
-# Shares of a process for which the file says "auto". Lookup drafters wait nearly all the time.
+# CPUs of a process with "auto". Lookup drafters are idle nearly all the time.
 LOOKUP_CPUS = 0.1
 MODEL_ON_CPU_CPUS = 0.5
 WITH_GPU_CPUS = 1.0
@@ -81,7 +81,7 @@ def _resolve_drafters(
         gpus = asked.gpus if asked.gpus != "auto" else share
         on_gpu = drafter.has_model and (drafter.device == "cuda" or (drafter.device == "auto" and gpus > 0))
         if on_gpu and asked.gpus == "auto":
-            gpus = share or 1.0  # device cuda without a free GPU: placement says what is missing
+            gpus = share or 1.0  # no GPU is free: placement reports what is missing
         cpus = WITH_GPU_CPUS if on_gpu else MODEL_ON_CPU_CPUS if drafter.has_model else LOOKUP_CPUS
         resources = asked.model_copy(
             update={
@@ -95,7 +95,7 @@ def _resolve_drafters(
 
 
 def _with_target(options: DrafterOptions, model: str) -> DrafterOptions:
-    """Drafters that share rows of the served model are told its name, be they part of another or not."""
+    """Sets the served model's name in drafters that share its rows, at any depth."""
     if isinstance(options, LayersOptions) and options.target == "auto":
         return options.model_copy(update={"target": model})
     if isinstance(options, CascadeOptions):
@@ -104,7 +104,7 @@ def _with_target(options: DrafterOptions, model: str) -> DrafterOptions:
 
 
 def _gpu_share(rivals: Sequence[DrafterConfig], nodes: Inventory, target_nodes: Inventory, target_gpus: float) -> float:
-    """Of a GPU, for each process of the rivals that leaves it open; 0 where none is left to them."""
+    """Share of a GPU for each process of ``rivals`` with ``gpus: auto``; 0 if none is left."""
     common = sum(node.num_gpus for node in nodes.nodes if node in target_nodes.nodes)
     named = sum(d.replicas * d.resources.gpus for d in rivals if d.resources.gpus != "auto")
     num_free = int(nodes.num_gpus - min(target_gpus, common) - named)
@@ -124,11 +124,11 @@ def _target_resources(
     num_ranks = target.replicas * target.tensor_parallel
     on_gpu = device == "cuda"
     used = sum(d.replicas * d.resources.cpus for d in drafters if d.resources.cpus != "auto")
-    # Ranks on CPUs divide what the drafters leave, never more than the largest machine has.
+    # Ranks on CPUs share what drafters leave, up to the largest machine's.
     largest = max((node.num_cpus for node in nodes.nodes), default=1.0)
     left = min((nodes.num_cpus - used - CONTROL_CPUS) / num_ranks, largest)
     cpus = WITH_GPU_CPUS if on_gpu else max(MIN_TARGET_CPUS, int(left * 10) / 10)
-    # Drafters and target on a laptop take turns rather than run at once, so that the target may use every core.
+    # On a laptop drafters and target mostly take turns, so the target may use every core.
     most = max((node.num_threads for node in nodes.nodes), default=1.0)
     threads = 1 if on_gpu else max(1, int(min(nodes.num_threads / num_ranks, most, max_threads or most)))
     return asked.model_copy(

@@ -1,8 +1,8 @@
-"""Whether what a peer sent can be used: the one check of every message on its receipt.
+"""Validation of received messages: the only check of values from a peer.
 
-The codec checks types and sampling parameters. Here the values are checked against each other, the vocabulary and bounds, so
-that no code behind this need expect an unknown token id, lists of different lengths or more matches than tokens. What a
-message says of a request is checked where the request is known.
+The codec checks types and sampling parameters. Here values are checked against each other, the vocabulary and limits,
+so that later code needs no checks for unknown token ids, lists of different lengths or more matches than tokens.
+Consistency with the state of a request is checked where that state is.
 """
 
 import logging
@@ -28,55 +28,55 @@ from cluster.types import MAX_DRAFT_LEN, Commit, FinishReason, Proposal, Request
 
 logger = logging.getLogger(__name__)
 
-MAX_ID_LEN = 256  # characters of a request's id, or of a drafter's name
+MAX_ID_LEN = 256  # characters of a request id or a drafter's name
 MAX_PROPOSERS = 8  # drafters of a chain
-MAX_COUNT = 2**24  # passes, rows or tokens of one report: more would outweigh whatever else was learned
+MAX_COUNT = 2**24  # passes, rows or tokens per report; bounds a report's weight in the estimates
 MAX_REPORT_S = 3600.0
-MAX_UNSOUND = 16  # unsound messages of one link before it is closed
+MAX_UNSOUND = 16  # invalid messages after which a link is closed
 
 M = TypeVar("M", bound=Message)
 
 
 class Inspection:
-    """What the peers of one process send: unsound parts are dropped, counted and logged,
-    and a link with MAX_UNSOUND unsound messages is to be closed.
+    """Checks the messages that one process receives. Drops, counts and logs invalid parts; ``must_go`` says which links to
+    close.
 
-    Not thread-safe: whoever reads the mail owns it.
+    Not thread-safe.
 
     Args:
-        reader: whose mail it is, for the log.
+        reader: the receiving process, for the log.
     """
 
     def __init__(self, reader: str) -> None:
-        self.num_unsound = 0  # messages, of all links
+        self.num_unsound = 0  # of all links
         self._reader = reader
         self._counts: dict[Link, int] = {}
 
     def sound_part(self, link: Link, message: M, vocab_size: int) -> M:
-        """The message without what is unsound in it; itself where nothing is."""
+        """The message without its invalid parts; the same object if there are none."""
         part, faults = sound_part(message, vocab_size)
         if faults:
             self.note(link, faults)
         return part
 
     def note(self, link: Link, faults: Sequence[str]) -> None:
-        """A message was unsound."""
+        """Records an invalid message."""
         self.num_unsound += 1
         self._counts[link] = self._counts.get(link, 0) + 1
         peer = f"{link.peer.role} {link.peer.name!r}"
         logger.warning("%s: dropped %d parts of a message from %s: %s", self._reader, len(faults), peer, faults[0])
 
     def must_go(self, link: Link) -> bool:
-        """Whether the link has carried so many unsound messages that its owner should close it."""
+        """Whether the link has carried MAX_UNSOUND invalid messages, so that its owner should close it."""
         return self._counts.get(link, 0) >= MAX_UNSOUND
 
     def forget(self, link: Link) -> None:
-        """The link is down."""
+        """Removes the link's count."""
         self._counts.pop(link, None)
 
 
 def sound_part(message: M, vocab_size: int) -> tuple[M, list[str]]:
-    """The message without its unsound parts, and what was wrong with those."""
+    """The message without its invalid parts, and what was wrong with them."""
     faults: list[str] = []
     sound: dict[str, Any] = {}
     for name, fault_of in _CHECKS[type(message)]:
@@ -90,7 +90,7 @@ def sound_part(message: M, vocab_size: int) -> tuple[M, list[str]]:
 
 
 def proposal_fault(proposal: Proposal, vocab_size: int) -> str | None:
-    """What is wrong with it; None: nothing."""
+    """What is invalid; None: nothing."""
     token_ids, confidences = proposal.token_ids, proposal.confidences
     if len(token_ids) > MAX_DRAFT_LEN or len(confidences) != len(token_ids):
         return f"a proposal of {len(token_ids)} tokens (at most {MAX_DRAFT_LEN}) with {len(confidences)} confidences"
@@ -173,7 +173,7 @@ def commit_fault(commit: Commit, vocab_size: int) -> str | None:
 
 
 def request_fault(request: Request, vocab_size: int) -> str | None:
-    """Of a request with a sound id: what would do harm in a target."""
+    """Of a request with a valid id: values that a target cannot process."""
     if not _known(request.prompt_token_ids, vocab_size):
         return f"a prompt token lies outside the vocabulary of {vocab_size}"
     times = (request.arrival_s, *(time for time in (request.slo.ttft_s, request.slo.tpot_s) if time is not None))

@@ -1,7 +1,7 @@
-"""What must outlive a process: small JSON documents by key, such as profiles and what the router learned.
+"""State that outlives a process: small JSON documents by key, such as profiles and learned estimates.
 
-Implementations: files (the default), Redis (`cluster.state_redis`), and memory, their twin for tests. Calls block, each for
-at most a deadline: not for event loops.
+Implementations: files (the default), Redis (`cluster.state_redis`) and memory, for tests. Calls block until a deadline
+at most, so event loops must not make them.
 """
 
 import json
@@ -22,7 +22,7 @@ _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/=-]*")
 
 
 class StateConflict(OutriderError):
-    """Somebody else changed a document since it was read: read it again, and decide again."""
+    """The document has changed since it was read: read it and decide again."""
 
     def __init__(self, key: str, expected_version: int, found_version: int) -> None:
         super().__init__(f"state {key!r} has version {found_version}, expected was {expected_version}: read it again")
@@ -35,19 +35,19 @@ class StateConflict(OutriderError):
 
 
 class StateUnavailable(OutriderError):
-    """The store cannot be used now: it did not answer, cannot be written, or is locked. Serving goes on without it."""
+    """The store did not answer, cannot be written, or is locked. Serving continues without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A value, and how often it was written since its key came to be."""
+    """A value and its version: the number of writes since the key was created."""
 
     value: JsonValue
     version: int
 
 
 class StateStore(Protocol):
-    """Thread-safe; may be shared by processes. Keys are short paths such as ``profile/smollm2-135m/cpu``.
+    """Thread-safe; processes may share it. Keys are short paths such as ``profile/smollm2-135m/cpu``.
 
     Every method may raise StateUnavailable, and InvalidField for a key that is too long or has other characters.
     """
@@ -55,9 +55,9 @@ class StateStore(Protocol):
     def get(self, key: str) -> Document | None: ...
 
     def put(self, key: str, value: JsonValue, expected_version: int | None = None) -> int:
-        """Writes a document whole, and returns its version: 1 for a new key.
+        """Writes a whole document and returns its version: 1 for a new key.
 
-        With ``expected_version`` only if it has that version still; 0 expects that it does not exist.
+        With ``expected_version`` only if the document has that version; 0 expects that it does not exist.
 
         Raises:
             StateConflict: it has another version; nothing was written.
@@ -65,17 +65,17 @@ class StateStore(Protocol):
         """
 
     def delete(self, key: str) -> None:
-        """Unknown keys are ignored."""
+        """Ignores unknown keys."""
 
     def keys(self, prefix: str = "") -> tuple[str, ...]:
-        """All that begin with ``prefix``, sorted."""
+        """All keys that begin with ``prefix``, sorted."""
 
     def close(self) -> None:
         """Idempotent."""
 
 
 class MemoryStateStore:
-    """The twin for tests, and for whoever wants to keep nothing."""
+    """For tests, and for callers that keep nothing."""
 
     def __init__(self) -> None:
         self._documents: dict[str, tuple[str, int]] = {}
@@ -109,9 +109,9 @@ class MemoryStateStore:
 
 
 def open_store(config: StateConfig, namespace: str) -> StateStore:
-    """The store of a resolved configuration; deployments of different namespaces do not see each other's documents.
+    """The store of a resolved configuration; namespaces are separate.
 
-    Opening does nothing yet: a folder that cannot be used, or a Redis that is away, is met with the first call.
+    Does no I/O: an unusable folder or unreachable Redis shows at the first call.
     """
     if isinstance(config, FileStateConfig):
         from cluster.state_file import FileStateStore
@@ -123,9 +123,9 @@ def open_store(config: StateConfig, namespace: str) -> StateStore:
 
 
 def state_fault(store: StateStore) -> str | None:
-    """Why nothing can be written now; None: it can. Serving goes on without a store, and what is learned is lost."""
+    """Why the store cannot be written now; None: it can. Serving continues, but learned estimates are lost."""
     try:
-        store.put(_PROBE, "written to see whether it can be")
+        store.put(_PROBE, "test of write access")
         store.delete(_PROBE)
     except StateUnavailable as error:
         return str(error)
@@ -133,13 +133,13 @@ def state_fault(store: StateStore) -> str | None:
 
 
 def check_key(key: str) -> None:
-    """Raises InvalidField for what not every implementation could store."""
+    """Raises InvalidField for a key that some implementation cannot store."""
     if len(key) > MAX_KEY_LEN or not _KEY.fullmatch(key):
         raise InvalidField("key", key, f"must have at most {MAX_KEY_LEN} letters, digits and ._/=-, a letter or digit first")
 
 
 def encode(key: str, value: JsonValue) -> str:
-    """The value's JSON text. Raises InvalidField where it has none, or too much."""
+    """The value's JSON text. Raises InvalidField if it is not JSON, or too large."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
@@ -150,7 +150,7 @@ def encode(key: str, value: JsonValue) -> str:
 
 
 def next_version(key: str, found: int, expected: int | None) -> int:
-    """Raises StateConflict where ``found``, 0 for a missing document, is not what the writer expects."""
+    """Raises StateConflict unless ``found`` is expected; 0 stands for a missing document."""
     if expected is not None and expected != found:
         raise StateConflict(key, expected, found)
     return found + 1

@@ -1,4 +1,4 @@
-"""State in files of one folder: a document is whole or absent, whenever the power fails."""
+"""State in the files of a folder: a document is whole or absent, also after a power failure."""
 
 import fcntl
 import json
@@ -20,15 +20,14 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".json"
 LOCK_DEADLINE_S = 1.0
-LOCK_POLL_S = 0.005  # writes hold the lock for the time of an fsync, and no file tells when it is free
+LOCK_POLL_S = 0.005  # a write holds the lock for about one fsync
 
 
 class FileStateStore:
-    """One file per key, replaced by renaming; a lock file orders the writers of all processes.
+    """One file per key, replaced by renaming. A lock file orders the writers of all processes.
 
-    A file that is not what was written (a broken disk, an editor) is set aside under another name and counts as absent.
-
-    The folder is made by the first write. Reading needs no lock, so that it works in a folder that cannot be written.
+    A damaged file is renamed and counts as absent. The first write makes the folder. Reads need no lock, so they work
+    in a read-only folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,7 +101,7 @@ class FileStateStore:
         self._sync_folder()
 
     def _sync_folder(self) -> None:
-        """A rename lasts only once its folder is on the disk."""
+        """A rename is durable only after its folder is synced."""
         descriptor = os.open(self._folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -111,7 +110,7 @@ class FileStateStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One writer at a time; the kernel frees the lock of one that dies. Errors of the disk become the store's."""
+        """One writer at a time; the kernel frees the lock of a dead one. Disk errors become StateUnavailable."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with (self._folder / ".lock").open("w") as lock:
@@ -124,7 +123,7 @@ class FileStateStore:
             raise StateUnavailable(f"state in {self._folder} cannot be changed: {error.strerror}") from error
 
     def _remove_leftovers(self) -> None:
-        """Of a writer that was killed."""
+        """Removes temporary files of killed writers."""
         for leftover in self._folder.glob(".new-*"):
             leftover.unlink(missing_ok=True)
 
@@ -141,4 +140,4 @@ class FileStateStore:
 
 
 class _Corrupt(Exception):
-    """A state file does not hold what a store writes."""
+    """A state file has invalid content."""

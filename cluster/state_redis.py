@@ -1,4 +1,4 @@
-"""State in Redis, which survives the loss of any machine of the cluster but its own."""
+"""State in Redis, which survives the loss of any other machine of the cluster."""
 
 import json
 import logging
@@ -21,13 +21,13 @@ from cluster.state import Document, StateConflict, StateUnavailable, check_key, 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Attempts that one deadline has room for when Redis hangs rather than refuses.
+# Attempts within a deadline if Redis hangs.
 NUM_SLOW_ATTEMPTS = 3
 MIN_BACKOFF_S = 0.01
 MAX_BACKOFF_S = 0.25
 
-# A document is a hash of version, value and the mark of its last writer. The mark tells a retry, whose first attempt was
-# carried out but whose answer was lost, from a conflict.
+# A document is a hash of version, value and an id of the last write. The id distinguishes a retry, whose first attempt was
+# executed but whose answer was lost, from a conflict.
 _PUT = """
 local stored = redis.call('HMGET', KEYS[1], 'version', 'writer')
 local found = tonumber(stored[1]) or 0
@@ -39,7 +39,7 @@ return {1, found + 1}
 
 
 class RedisStateStore:
-    """Reconnects by itself: within the deadline of a call, with growing and jittered pauses."""
+    """Reconnects within the deadline of a call, with exponential, jittered back-off."""
 
     def __init__(self, config: RedisStateConfig, namespace: str) -> None:
         self._url = config.url
@@ -50,13 +50,13 @@ class RedisStateStore:
 
     @cached_property
     def _client(self) -> redis.Redis:
-        """Made by the first call, so that a password file that cannot be read is met there, and read again by the next."""
+        """Made by the first call, which reports an unreadable password file; the next call reads it again."""
         return redis.Redis.from_url(
             self._config.url,
             password=_password(self._config),
             socket_timeout=self._attempt_s,
             socket_connect_timeout=self._attempt_s,
-            retry=Retry(NoBackoff(), 0),  # ours knows the deadline
+            retry=Retry(NoBackoff(), 0),  # _call retries within the deadline
             decode_responses=True,
         )
 
@@ -69,7 +69,7 @@ class RedisStateStore:
         try:
             stored: Any = self._call(lambda: self._client.hmget(self._prefix + key, ["version", "value"]))
             return None if stored == [None, None] else Document(json.loads(stored[1]), int(stored[0]))
-        except (TypeError, ValueError) as error:  # a field is missing; not JSON, no number, or not UTF-8
+        except (TypeError, ValueError) as error:  # a field is missing, or not JSON, a number or UTF-8
             logger.warning("state %r counts as absent, it is not JSON: %s", key, error)
             return None
 
@@ -100,7 +100,7 @@ class RedisStateStore:
         while True:
             try:
                 return attempt()
-            except redis.AuthenticationError as error:  # a ConnectionError that no patience mends
+            except redis.AuthenticationError as error:  # a ConnectionError that retries cannot fix
                 raise StateUnavailable(f"Redis at {self._url} refused: {error}") from error
             except (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError) as error:
                 pause_s = backoff_s * random.uniform(0.5, 1.0)

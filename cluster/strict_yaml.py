@@ -1,6 +1,6 @@
-"""Reads a YAML file into a pydantic model, and says everything that is wrong with it at once.
+"""Reads a YAML file into a pydantic model and reports all problems at once.
 
-Every problem names the line, the path of the key and the value; an unknown key names the nearest known one.
+Each problem names the line, the path of the key and the value; an unknown key names the nearest known one.
 """
 
 import difflib
@@ -22,7 +22,7 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a file. ``path`` is like ``drafters[0].capacity``; empty for the file as a whole."""
+    """A problem in a file. ``path`` is like ``drafters[0].capacity``, or empty for the whole file."""
 
     line: int | None
     path: str
@@ -33,7 +33,7 @@ class Problem:
 
 
 class ConfigError(OutriderError, ValueError):
-    """A configuration cannot be used; ``problems`` holds every reason that could be found at once."""
+    """A configuration cannot be used; ``problems`` holds all reasons."""
 
     def __init__(self, source: str, problems: tuple[Problem, ...]) -> None:
         super().__init__("\n".join([f"{source} cannot be used:", *(f"  {problem}" for problem in problems)]))
@@ -45,7 +45,7 @@ class ConfigError(OutriderError, ValueError):
 
 
 def read(path: Path, model: type[M]) -> M:
-    """The model in the file at ``path``.
+    """Reads the model from the file at ``path``.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not fit the model.
@@ -59,7 +59,7 @@ def read(path: Path, model: type[M]) -> M:
 
 
 def parse(text: str, model: type[M], source: str) -> M:
-    """The model in ``text``; ``source`` names it in errors. An empty text is a model of defaults.
+    """Reads the model from ``text``; ``source`` names it in errors. Empty text gives the defaults.
 
     Raises:
         ConfigError: the text is not YAML, or does not fit the model.
@@ -76,7 +76,7 @@ def parse(text: str, model: type[M], source: str) -> M:
     if document.problems:
         raise ConfigError(source, tuple(document.problems))
     try:
-        # By way of JSON, because strict pydantic takes a list for a tuple and a string for a path from JSON alone.
+        # As JSON: only there strict pydantic accepts a list for a tuple and a string for a path.
         return model.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         details = error.errors(include_url=False)
@@ -85,19 +85,19 @@ def parse(text: str, model: type[M], source: str) -> M:
 
 
 class _Document:
-    """Plain data out of YAML nodes, and where in the file each key stood."""
+    """Converts YAML nodes into plain data and records the line of each key."""
 
     def __init__(self) -> None:
         self.lines: dict[Loc, int] = {}
         self.problems: list[Problem] = []
-        self._open: set[int] = set()  # nodes being converted, to see an alias that holds itself
+        self._open: set[int] = set()  # nodes being converted, to detect recursive aliases
         self._scalars = yaml.SafeLoader("")
 
     def convert(self, node: yaml.Node, loc: Loc) -> Any:
         line = node.start_mark.line + 1
         self.lines.setdefault(loc, line)
         if id(node) in self._open:
-            self.problems.append(Problem(line, _dotted(loc), "is an alias of something that contains it"))
+            self.problems.append(Problem(line, _dotted(loc), "is an alias of a section that contains it"))
             return None
         self._open.add(id(node))
         try:
@@ -116,7 +116,7 @@ class _Document:
             key_loc = (*loc, key)
             line = key_node.start_mark.line + 1
             if key in data:
-                message = f"stands here for the second time, first on line {self.lines[key_loc]}"
+                message = f"is a duplicate key, first on line {self.lines[key_loc]}"
                 self.problems.append(Problem(line, _dotted(key_loc), message))
                 continue
             self.lines[key_loc] = line
@@ -127,11 +127,11 @@ class _Document:
         value = self._scalars.construct_object(node)
         if value is None or isinstance(value, str | bool | int | float):
             return value
-        return node.value  # a date or bytes: the text that was written
+        return node.value  # a date or bytes: its text
 
 
 def _is_consequence(detail: Any, details: Sequence[Any]) -> bool:
-    """Whether a list is only too short because its elements are wrong: pydantic counts the valid ones."""
+    """Whether a list is too short only because elements are invalid: pydantic counts the valid ones."""
     if detail["type"] != "too_short":
         return False
     loc = detail["loc"]
@@ -151,7 +151,7 @@ def _explain(detail: Any, model: type[BaseModel], lines: dict[Loc, int]) -> Prob
     elif kind == "union_tag_invalid":
         loc, message = (*loc, "kind"), f"must be one of {context['expected_tags']}, got {context['tag']!r}"
     elif kind == "value_error":
-        message = str(context["error"])  # our own validators: they name the value
+        message = str(context["error"])  # from our validators, which name the value
     else:
         text = detail["msg"].removesuffix(" (strict)").replace("Input should be", "must be")
         message = text.replace("a valid dictionary or object to extract fields from", "a section of keys") + got
@@ -164,7 +164,7 @@ def _shown(value: object) -> str:
 
 
 def _line(loc: Loc, lines: dict[Loc, int]) -> int | None:
-    """Of the key, or where it is missing of the nearest section round it."""
+    """Line of the key, or of the nearest enclosing section."""
     while loc not in lines and loc:
         loc = loc[:-1]
     return lines.get(loc)
@@ -183,9 +183,9 @@ def _dotted(loc: Loc) -> str:
 
 
 def _locate(loc: Loc, model: type[BaseModel]) -> tuple[Loc, type[BaseModel] | None]:
-    """The place in the file that pydantic means, and the model that owns its last key.
+    """The path in the file for a path of pydantic's, and the model that owns its last key.
 
-    pydantic puts the tag of a discriminated union into its paths, as if it were a key; it stands nowhere in the file.
+    pydantic's paths contain the tag of a discriminated union as if it were a key.
     """
     found: list[str | int] = []
     annotation: Any = model
@@ -207,7 +207,7 @@ def _locate(loc: Loc, model: type[BaseModel]) -> tuple[Loc, type[BaseModel] | No
 
 
 def _bare(annotation: Any) -> Any:
-    """Without Annotated, and without None beside one other type."""
+    """Strips Annotated, and None beside one other type."""
     if get_origin(annotation) is Annotated:
         return _bare(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -218,7 +218,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def _variants(annotation: Any) -> dict[str, type[BaseModel]]:
-    """The models of a discriminated union by their tag; empty for anything else."""
+    """Models of a discriminated union by tag; empty for any other type."""
     if get_origin(annotation) not in (Union, types.UnionType):
         return {}
     models = [arg for arg in get_args(annotation) if isinstance(arg, type) and issubclass(arg, BaseModel)]

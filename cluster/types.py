@@ -1,7 +1,7 @@
-"""The words of the domain: what a caller asks for, what a drafter proposes, what a target commits.
+"""Requests, proposals, commits and the routing table.
 
-Positions are absolute: position ``t`` holds token ``token_ids[t]`` of prompt followed by output. A *committed length* counts
-the tokens, prompt included, that are final. Lengths that include the bonus token say so.
+Positions are absolute: position ``t`` holds token ``token_ids[t]`` of the prompt followed by the output. A *committed
+length* counts all final tokens, including the prompt. Lengths that include the bonus token say so.
 """
 
 import secrets
@@ -18,7 +18,7 @@ MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024
 MAX_DRAFT_LEN = 64  # tokens of one proposal
 MAX_ALLOWED_TOKENS = 4096
-DICTATING_BIAS = 20.0  # nats: more than any target's logits differ among the tokens that it would really say
+DICTATING_BIAS = 20.0  # nats: exceeds the differences among a target's plausible tokens
 
 
 def _fresh_seed() -> int:
@@ -27,13 +27,13 @@ def _fresh_seed() -> int:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen; with the target and the prompt it determines the output (DESIGN idea 1).
+    """Sampling parameters of a request. With the target and the prompt they determine the output.
 
-    Penalties follow the OpenAI API (presence, frequency: over generated tokens) and Hugging Face (repetition: over prompt
-    and generated tokens). They, the bias, temperature, top-k, top-p and min-p are applied in that order.
+    Penalties follow the OpenAI API (presence, frequency: over generated tokens) and Hugging Face (repetition: over
+    prompt and generated tokens). Penalties, bias, temperature, top-k, top-p and min-p apply in that order.
 
     Raises:
-        InvalidField: a value lies outside its range; names the field.
+        InvalidField: names the field whose value is outside its range.
     """
 
     max_tokens: int
@@ -45,17 +45,17 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    stop: tuple[str, ...] = ()  # matched on text, by whoever detokenizes
-    stop_token_ids: tuple[int, ...] = ()  # matched by the round; the token itself is committed
-    min_tokens: int = 0  # stop tokens and the end of sequence cannot be chosen before
+    stop: tuple[str, ...] = ()  # matched on text, after detokenizing
+    stop_token_ids: tuple[int, ...] = ()  # matched on tokens; the token itself is committed
+    min_tokens: int = 0  # before this many, stop tokens and EOS are masked
     ignore_eos: bool = False
-    seed: int = field(default_factory=_fresh_seed)  # of the noise; the same seed repeats it
-    top_logprobs: int | None = None  # None: no log-probabilities; 0: of the chosen token alone
-    allowed_token_ids: tuple[int, ...] = ()  # only these can be chosen; (): every token can
+    seed: int = field(default_factory=_fresh_seed)  # of the sampling noise; random by default
+    top_logprobs: int | None = None  # None: no log-probabilities; 0: the chosen token's only
+    allowed_token_ids: tuple[int, ...] = ()  # (): all tokens
 
     @property
     def dictates(self) -> bool:
-        """Whether the caller all but names the tokens, whatever the target would say."""
+        """Whether the caller forces tokens, by a list of allowed tokens or a large bias."""
         return bool(self.allowed_token_ids) or any(bias >= DICTATING_BIAS for _, bias in self.logit_bias)
 
     def __post_init__(self) -> None:
@@ -90,12 +90,12 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the choice at a position depends on the tokens before it other than through the model."""
+        """Whether the choice at a position depends on earlier tokens other than through the model."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def edits_logits(self) -> bool:
-        """Whether the logits of single tokens are changed before temperature and filters, ``min_tokens`` apart."""
+        """Whether logits of single tokens are changed before temperature and filters, except by ``min_tokens``."""
         return self.has_penalties or bool(self.logit_bias) or bool(self.allowed_token_ids)
 
 
@@ -106,7 +106,7 @@ def _within(name: str, value: float, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service-level objective of a request. None: no promise."""
+    """Service-level objectives of a request. None: no objective."""
 
     ttft_s: float | None = None  # time to first token
     tpot_s: float | None = None  # time per output token after the first
@@ -114,9 +114,9 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to complete. ``n`` choices of an API call are n requests with seeds of their own.
+    """One sequence to complete. An API call with ``n`` choices makes n requests with different seeds.
 
-    ``chain`` fixes the drafters, nearest to the target last: None lets the router choose, () asks for the target alone.
+    ``chain`` fixes the drafters, nearest to the target last. None: the router chooses; (): the target alone.
     """
 
     id: str
@@ -128,8 +128,8 @@ class Request:
 
     @property
     def teaches(self) -> bool:
-        """Whether what becomes of drafts for it says anything of the drafters: not of one that wants the target alone, or
-        whose tokens the caller dictates. Whoever learns of drafters leaves the others out."""
+        """Whether its acceptance is evidence about drafters. It is not for a request that disables drafting or forces its
+        tokens; whoever estimates acceptance skips those."""
         return self.chain != () and not self.sampling.dictates
 
 
@@ -137,10 +137,9 @@ class Request:
 class Proposal:
     """Draft tokens that extend the first ``base_len`` committed tokens of a request.
 
-    One that comes late is cut to what is still ahead, if what was committed meanwhile agrees with it; else it is dropped.
-
-    ``confidences[i]`` is the drafter's own probability that token i is the target's, given that those before it are.
-    ``unfinished``: the drafter would have said more, had it been asked for more or had the time.
+    A late proposal is cut to the part ahead of the commits if it agrees with them, and dropped otherwise.
+    ``confidences[i]`` is the drafter's probability that token i is accepted, given that the tokens before it are.
+    ``unfinished``: the drafter stopped at its budget or out of time, and could continue.
     """
 
     request_id: str
@@ -156,12 +155,12 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, or the model's context
     ABORT = "abort"
     ERROR = "error"  # the engine failed on this request; Commit.error says why
-    OVERLOADED = "overloaded"  # refused: too many requests wait
+    OVERLOADED = "overloaded"  # refused: the queue is full
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities under the target's raw distribution (before penalties, bias and temperature)."""
+    """Natural-log probabilities under the target's raw distribution, before penalties, bias and temperature."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token, logprob), most probable first
@@ -169,7 +168,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """How a request's prompt was computed. Times are durations on the target's clock, in seconds."""
+    """Prefill statistics of a request. Times are durations in seconds on the target's clock."""
 
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     queue_s: float  # from the request's arrival at the target to its first pass
@@ -180,10 +179,10 @@ class Prefill:
 class Commit:
     """Tokens that became final in one round: the accepted draft tokens, then the bonus token.
 
-    ``num_accepted`` of ``num_proposed`` verified draft tokens were right; ``drafter`` is whose proposal was at hand, be it
-    empty or not verified at all. ``len(token_ids)`` is the accepted length
-    with the bonus token, or less where the sequence ended inside it. ERROR and OVERLOADED carry their reason in ``error``.
-    ``prefill`` comes with the first tokens of a request.
+    ``num_accepted`` of ``num_proposed`` verified draft tokens were accepted. ``drafter`` made the proposal at hand,
+    even if it was empty or not verified. ``len(token_ids)`` is the accepted length with the bonus token, or less where
+    the sequence ended inside it. ``error`` is the reason of ERROR and OVERLOADED. ``prefill`` comes with the first
+    tokens of a request.
     """
 
     request_id: str
@@ -200,11 +199,11 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class RoutingTable:
-    """What the router decided, published every slot; the round reads the newest (DESIGN idea 2).
+    """The router's decisions, published every slot; each round reads the newest.
 
-    A chain names pool members, nearest to the target last; () is the target alone. ``defaults`` serve requests that
-    the router has not seen yet, round-robin. ``scorers`` keep in step, in their spare time, with requests that others draft
-    for (SPIN's fast switching), and report how they would have done.
+    A chain names drafters, nearest to the target last; () is the target alone. ``defaults`` serve requests that the
+    router has not seen, round-robin. ``scorers`` keep in step, in their spare time, with requests that others draft for
+    (SPIN's fast switching), and report counterfactual scores.
     """
 
     version: int
@@ -215,10 +214,10 @@ class RoutingTable:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What everybody must know of the served model."""
+    """Properties of the served model."""
 
     name: str
     vocab_size: int
     max_model_len: int  # prompt and output together
     eos_token_ids: tuple[int, ...]
-    tokenizer_fingerprint: str  # equal fingerprints: the same token ids mean the same text
+    tokenizer_fingerprint: str  # equal fingerprints: equal token ids

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafters.replay import common_prefix_len
-from router.estimates.confidence_scaling import Floats, OnlineScaling, num_due
+from router.estimates.confidence_scaling import OnlineScaling, num_due
+from router.matching import Floats
 
 _MAX_REFERENCES = 4  # drafts that others are compared with; each triples the number of cases
 _MEMORY = 500.0  # tokens of a case that count

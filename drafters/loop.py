@@ -25,7 +25,7 @@ class Begun(Enum):
     """What the first half of a step did."""
 
     NOTHING = auto()
-    ANSWERED = auto()  # or read messages; it took no time of the drafter
+    ANSWERED = auto()  # it took no time of the drafter
     DRAFTED = auto()  # ``finish`` sends the proposals
     DRAFTED_AHEAD = auto()
     SCORED = auto()
@@ -73,7 +73,7 @@ class DrafterLoop:
         self._scorer = Scorer(drafter)
 
     def step(self, now_s: float) -> bool:
-        """Returns whether there was anything to do: if so, call again at once.
+        """Returns whether there was anything to do beside reading messages: if so, call again at once.
 
         Drafts at most one batch and sends at most one message per link. Exceptions of the drafter propagate: its owner
         restarts it, and the targets decode plainly meanwhile.
@@ -84,7 +84,7 @@ class DrafterLoop:
 
     def begin(self, now_s: float) -> Begun:
         """The first half of a step: all before the draft or score is complete."""
-        had_messages = self._read_messages(now_s)
+        self._read_messages(now_s)
         self.sessions.expire(now_s)
         resyncs = self.sessions.due_resyncs(now_s)
         unanswered = self.sessions.unanswered()
@@ -97,8 +97,6 @@ class DrafterLoop:
             return Begun.DRAFTED
         if self._ahead_len and self._draft(list(self._drafts_ahead())):
             return Begun.DRAFTED_AHEAD
-        if had_messages:
-            return Begun.ANSWERED
         return Begun.SCORED if self._score(now_s) else Begun.NOTHING
 
     def finish(self, begun: Begun, began_s: float, now_s: float) -> None:
@@ -111,7 +109,7 @@ class DrafterLoop:
             self._next_spare_s = now_s + (now_s - began_s) * (1.0 / self._spare_share - 1.0)
             if self._next_scores_s <= now_s:
                 self._next_scores_s = now_s + REPORT_PERIOD_S
-                for peer in list(self.sessions.peers.values()):
+                for peer in [peer for peer in self.sessions.peers.values() if peer.scores]:
                     self._send(peer, (), (), now_s)
 
     def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
@@ -138,13 +136,11 @@ class DrafterLoop:
         self.sessions.check_integrity()
         self._drafter.check_integrity()
 
-    def _read_messages(self, now_s: float) -> bool:
-        events = self._mailbox.drain()
-        for event in events:
+    def _read_messages(self, now_s: float) -> None:
+        for event in self._mailbox.drain():
             self.sessions.handle(event, now_s)
         while self.sessions.unlinked:  # closing a link posts no LinkDown here, and the dialer needs one to redial
             self._mailbox.put(LinkDown(self.sessions.unlinked.pop(), "it sent too many unsound messages"))
-        return bool(events)
 
     def _is_ready(self, session: Session) -> bool:
         """Whether a proposal can be sent without drafting. With drafting ahead any tokens will do: the target verifies them

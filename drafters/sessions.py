@@ -125,7 +125,7 @@ class TargetSessions:
                     self._release(peer, request_id)
                 for request_id in [r for r, last_message_s in peer.refused.items() if last_message_s < limit_s]:
                     del peer.refused[request_id]
-        if self.num_refused:
+        if self._pending:
             self._readmit(now_s)
 
     def due_resyncs(self, now_s: float) -> dict[int, list[str]]:

@@ -109,7 +109,7 @@ class DrafterSessions:
         taken = [sequence for sequence in offers if sequence is not None]
         if taken:
             confidences = [one.draft.proposal.confidences for one in taken if one.draft.proposal is not None]
-            for sequence, survival in zip(taken, stats.foresee(confidences), strict=True):
+            for sequence, survival in zip(taken, stats.predict_survival(confidences), strict=True):
                 sequence.draft.set_survival(survival)
         if message.levels:
             self._telemetry.note_levels([level for level in message.levels if self._is_own(level, name, faults)])

@@ -22,7 +22,9 @@ __all__ = ["CausalModel", "PackedSpan", "Pass"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class DecoderLayer:
+    """Fused products of one layer; norms are fp32."""
+
     input_norm: torch.Tensor
     qkv: Linear
     head_norms: HeadNorms | None
@@ -30,6 +32,26 @@ class _Layer:
     post_norm: torch.Tensor
     gate_up: Linear
     down: Linear
+
+    def run(
+        self,
+        ops: Ops,
+        layout: Layout,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        attends: Layout,
+    ) -> torch.Tensor:
+        """Adds ``delta`` and the attention to ``residual`` in place. Returns the feed-forward output, still to be added.
+
+        Args:
+            kv: keys and values of the layer's cache.
+            attends: the layout of the attention.
+        """
+        qkv = self.qkv(ops.add_norm(residual, delta, self.input_norm))
+        queries = ops.rotate_and_store(qkv, self.head_norms, layout, *kv)
+        attended = self.out(ops.attention(queries, attends, *kv))
+        return self.down(ops.gate(self.gate_up(ops.add_norm(residual, attended, self.post_norm))))
 
 
 @dataclass(slots=True)
@@ -143,16 +165,11 @@ class CausalModel:
     @torch.inference_mode()
     def run_layers(self, state: Pass, start: int, stop: int, taps: frozenset[int] = frozenset()) -> None:
         """Runs layers ``start`` .. ``stop`` - 1; outputs of those in ``taps`` are kept in ``state.taps``."""
-        ops, layout = self._ops, state.layout
+        layout = state.layout
         for index in range(start, stop):
             PASSES.advanced()
-            layer = self._layers[index]
-            keys, values = state.cache.keys[index], state.cache.values[index]
-            qkv = layer.qkv(ops.add_norm(state.residual, state.delta, layer.input_norm))
-            queries = ops.rotate_and_store(qkv, layer.head_norms, layout, keys, values)
-            attended = layer.out(ops.attention(queries, layout, keys, values))
-            gate_up = layer.gate_up(ops.add_norm(state.residual, attended, layer.post_norm))
-            state.delta = layer.down(ops.gate(gate_up))
+            kv = state.cache.keys[index], state.cache.values[index]
+            state.delta = self._layers[index].run(self._ops, layout, state.residual, state.delta, kv, attends=layout)
             if index in taps:
                 state.taps[index] = state.residual + state.delta
 
@@ -162,7 +179,7 @@ class CausalModel:
         PASSES.advanced()
         return self._ops.add_norm(state.residual, state.delta, self._final_norm)
 
-    def _prepare(self, layer: LayerWeights) -> _Layer:
+    def _prepare(self, layer: LayerWeights) -> DecoderLayer:
         def linear(weight: LinearWeight) -> Linear:
             bias = None if weight.bias is None else weight.bias.to(self.device)
             return self._ops.linear(LinearWeight(weight.weight.to(self.device), bias))
@@ -170,7 +187,7 @@ class CausalModel:
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm.to(self.device), layer.k_norm.to(self.device))
-        return _Layer(
+        return DecoderLayer(
             input_norm=layer.input_norm.to(self.device),
             qkv=linear(layer.qkv),
             head_norms=norms,

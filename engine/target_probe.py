@@ -54,13 +54,16 @@ class TargetProbe:
     def step(self, num_rows: int, context: int) -> float:
         """Seconds of a verifying pass whose rows and context are spread evenly over sequences."""
         num_sequences, rows_each = self._shape(num_rows)
-        before = self._whole_blocks(context // num_sequences)
+        return self.verify(num_sequences, rows_each, self._whole_blocks(context // num_sequences))
+
+    def verify(self, num_sequences: int, rows_each: int, context_each: int) -> float:
+        """Seconds of a pass with a verify span of ``rows_each`` rows for each sequence."""
         requests = [_request(f"{next(self._numbers)}") for _ in range(num_sequences)]
         spans = []
         for i, request in enumerate(requests):
-            own = (i % 2**8, i // 2**8, *(0,) * max(0, before - 2))[:before]
+            own = (i % 2**8, i // 2**8, *(0,) * max(0, context_each - 2))[:context_each]
             self._hold(request, own, (_LAST,))
-            spans.append(SpanInput(request.id, before, (_LAST, *(0,) * (rows_each - 1)), num_drafts=rows_each - 1))
+            spans.append(SpanInput(request.id, context_each, (_LAST, *(0,) * (rows_each - 1)), num_drafts=rows_each - 1))
         return self._timed(requests, spans)
 
     def prefill(self, num_rows: int, context: int) -> float:

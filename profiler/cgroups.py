@@ -10,10 +10,10 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     """CPU seconds per second: the least of this process's group and its ancestors; None: no limit."""
     quotas = []
     for folder in _folders("cpu", root):
-        told = (_read(folder / "cpu.max") or "").split()
-        if len(told) != 2:
-            told = [_read(folder / name) or "" for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
-        quota, period = (int(one) if one.strip().isdigit() else 0 for one in told)
+        fields = (_read(folder / "cpu.max") or "").split()
+        if len(fields) != 2:
+            fields = [_read(folder / name) or "" for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        quota, period = (int(one) if one.strip().isdigit() else 0 for one in fields)
         if quota > 0 and period > 0:  # unlimited is "max", or -1
             quotas.append(quota / period)
     return min(quotas, default=None)

@@ -26,7 +26,7 @@ def find_profile(store: StateStore, identity: Identity) -> Profile | None:
     except ProfileRefused as refused:
         raise ProfileRefused(
             f"the stored profile {identity.key!r}, version {document.version}, is not used: {refused}; "
-            "`outrider profile` measures it anew"
+            "`outrider profile` measures it again"
         ) from refused
 
 

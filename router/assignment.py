@@ -14,12 +14,12 @@ TARGET_ONLY: Chain = ()
 
 
 def member_name(drafter: str, replica: int) -> str:
-    """Name of a replica. The first has the drafter's own name; "/" occurs in no configured name."""
+    """A replica's name: the first has the drafter's own; "/" occurs in no configured name."""
     return drafter if replica == 0 else f"{drafter}/{replica}"
 
 
 def drafter_of(member: str) -> str:
-    """The drafter of a member. Replicas draft alike, so what is learned of one holds for all."""
+    """The drafter of a member. Replicas draft alike and share estimates."""
     return member.partition("/")[0]
 
 
@@ -29,7 +29,7 @@ class MemberCosts:
 
     draft_s: tuple[tuple[int, float], ...]  # (requests of the batch, seconds of its longest draft), ascending
     catch_up_s: float = 0.0  # per committed token of a request that it has not computed yet
-    switch_s: float = 0.0  # of taking up a request, whatever its length
+    switch_s: float = 0.0  # per request taken up
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class PoolMember:
     capacity: int  # requests it can follow at once
     cost: float  # of one draft token, relative to one-row target step; orders the pool from small to large
     healthy: bool = True  # linked with every target that reports
-    draining: bool = False  # is to be left
-    quarantined: bool = False  # what it drafts has become worthless
+    draining: bool = False  # must be left
+    quarantined: bool = False  # its acceptance has collapsed
     max_draft_len: int = 8  # tokens of its longest proposal
     costs: MemberCosts | None = None  # None: not measured
-    verifies: bool = False  # others can ride ahead of it, in its process
-    leads: bool = True  # it can ride ahead of others; one that cannot drafts in the target's own process
+    verifies: bool = False  # can verify drafts of others in its process
+    leads: bool = True  # can propose to other drafters; False: drafts in the target's process
     num_targets: int = 1  # that each have one of these in their process
 
     @property
@@ -58,7 +58,7 @@ class PoolMember:
 class RequestView:
     """A live request as the router sees it. Requests with a fixed chain are not shown.
 
-    One with nothing committed stands for requests to come: the chain chosen for it is the default.
+    One without committed tokens stands for requests to come: its chain is the default.
     """
 
     request_id: str
@@ -70,25 +70,24 @@ class RequestView:
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether it stands for requests to come; it gets a place only after all live requests."""
+        """Stands for requests to come; seated after all live requests."""
         return self.committed_len == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """For draft position i, given that all before it were right: how often it was reached, and how often it was right.
+    """Per draft position, given that all before it were right: how often it was reached, and how often right.
 
-    A drafter that ends a draft by itself has reached the position behind it, and was wrong there. A draft that something
-    else ended (its maximum length, the end of the committed tokens) has not reached it. So the counts describe the drafter's
-    knowledge, however little was verified, and hold for scored drafts too. Drafts that a row price ended
-    (`drafters.protocol.Demand`) are an exception: they count as if the drafter knew no more.
+    A draft that its drafter ended has reached the position behind it and was wrong there. One ended by its maximum
+    length or the end of the committed tokens has not. So the counts describe the drafter's knowledge, however little
+    was verified. A draft that a row price ended (`drafters.protocol.Demand`) counts as ended by its drafter.
     """
 
     num_reached: tuple[int, ...] = ()
     num_right: tuple[int, ...] = ()
 
     def plus(self, num_right: int, failed: bool) -> "Positions":
-        """One more draft: ``num_right`` right tokens, then a wrong one (``failed``) or the end of what is known."""
+        """Adds a draft: ``num_right`` right tokens, then a wrong one (``failed``) or none."""
         reached, right = list(self.num_reached), list(self.num_right)
         new = [0] * (num_right + failed - len(reached))
         reached += new
@@ -100,21 +99,15 @@ class Positions:
             reached[num_right] += 1
         return Positions(tuple(reached), tuple(right))
 
-    def up_to(self, draft_len: int) -> "Positions":
-        """Without positions beyond drafts of that length."""
-        if len(self.num_reached) <= draft_len:
-            return self
-        return Positions(self.num_reached[:draft_len], self.num_right[:draft_len])
-
 
 NO_POSITIONS = Positions()
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one drafter did for one request during the last slot, summed over ``num_rounds`` verifications.
+    """A drafter's work for one request in the last slot, summed over ``num_rounds`` verifications.
 
-    Requests whose tokens say nothing about drafters yield no observations or scores (`cluster.types.Request.teaches`).
+    Requests that teach nothing (`cluster.types.Request.teaches`) yield neither observations nor scores.
     """
 
     request_id: str
@@ -125,29 +118,22 @@ class Observation:
     num_committed: int  # accepted and bonus tokens
     elapsed_s: float  # from commit to commit, waits for proposals included
     positions: Positions = NO_POSITIONS  # of drafts that were there in time; empty: none was
-    num_missed: int = 0  # rounds that a draft could have been there for and was not: it came late, or was not asked for
+    num_missed: int = 0  # rounds whose draft came late, or was not requested although possible
 
     @property
     def num_in_time(self) -> int:
-        """Rounds with an informative draft in time: each reaches the first position. An empty draft does not if the
-        drafter was cut short or no draft was wanted.
-        """
+        """Rounds with an informative draft in time. An empty draft is not informative if it was cut short or not wanted."""
         return self.positions.num_reached[0] if self.positions.num_reached else 0
 
     @property
     def num_awaited(self) -> int:
-        """Rounds that could have had an informative draft: not the first token of a request, its last token, or rounds
-        before the drafter knows the request.
-        """
+        """Rounds that could have had a draft: not a request's first or last token, nor before the drafter knows it."""
         return self.num_in_time + self.num_missed
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreCounts:
-    """Counterfactual counts of a drafter in step with a request that another drafts for (DESIGN idea 5).
-
-    As exact as an observation, but without times.
-    """
+    """Counterfactual counts of a drafter in step (DESIGN idea 5): as exact as an observation, without times."""
 
     request_id: str
     drafter: str
@@ -164,14 +150,10 @@ class AssignmentPolicy(Protocol):
         """A chain for every request; TARGET_ONLY without a free place."""
 
     def snapshot(self) -> JsonValue:
-        """Learned state that outlives requests, for `restore`; None if there is none. Bounded by the pool."""
+        """Learned state without requests, for `restore`; None if empty."""
 
     def restore(self, snapshot: JsonValue) -> None:
-        """Restores a snapshot.
-
-        Raises:
-            ValueError: not a snapshot of this policy; nothing was changed.
-        """
+        """Raises ValueError for a snapshot of something else; nothing is changed then."""
 
 
 def lessons(observations: Iterable[Observation]) -> Iterator[Observation]:

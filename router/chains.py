@@ -23,13 +23,13 @@ from router.assignment import TARGET_ONLY, Chain
 from router.cost_model import CostModel
 
 MAX_LEVELS = 4  # of models in a chain, the target included
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of the passes that a target's times are told for
-PROPOSAL_LEN = 4  # most tokens that a level asks the one below it for at a time
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # at which a target's pass times are reported
+PROPOSAL_LEN = 4  # most tokens that a level requests from the one below at a time
 
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of a packed pass by rows: linear between points and beyond the last. Rows ascend, seconds do not fall."""
+    """Seconds of a packed pass by rows: linear between points and beyond the last. Rows ascend, seconds never fall."""
 
     points: tuple[tuple[int, float], ...]
 
@@ -50,7 +50,7 @@ class PassTime:
 
 
 def pass_times(cost: CostModel, num_context: int = 0) -> tuple[tuple[int, float], ...]:
-    """Pass times of a target, as of PassTime, with ``num_context`` tokens of context in all."""
+    """Points of a target's PassTime with ``num_context`` tokens of context."""
     points: list[tuple[int, float]] = []
     for rows in _ROWS:
         seconds = cost.step_s(rows, num_context)
@@ -62,9 +62,9 @@ def pass_times(cost: CostModel, num_context: int = 0) -> tuple[tuple[int, float]
 class Level:
     """A drafter in a chain.
 
-    ``acceptance[i]``: probability that token i of its draft is right for the level above, given those before it; the last
-    value holds for all further tokens. ``window``: tokens that the level above requests at a time. ``fill``: share of those
-    that the level above has rows for, since lookups are often silent and the target verifies only what pays.
+    ``acceptance[i]``: probability that token i of its draft is right for the level above, given those before it; the
+    last value holds further on. ``window``: tokens that the level above requests. ``fill``: share of those that it
+    verifies, since lookups are often silent and not every row pays.
     """
 
     drafter: str
@@ -81,7 +81,7 @@ class Level:
             or not all(0.0 <= a <= 1.0 for a in self.acceptance)
         ):
             raise ValueError(
-                f"{self.drafter}: window {self.window}, acceptance {self.acceptance}, fill {self.fill}: not to be had"
+                f"{self.drafter}: invalid window {self.window}, acceptance {self.acceptance} or fill {self.fill}"
             )
 
     def at(self, position: int) -> float:
@@ -117,10 +117,8 @@ class Prediction:
 def predict(levels: Sequence[Level], target: PassTime, batch: int = 1) -> Prediction:
     """Expected time per token of a chain, smallest model first, for a batch of independent requests.
 
-    Exact if pass times are affine in rows, accepted lengths follow the levels, and every level drafts all that is requested.
-    With ``fill`` below 1, rows are that share of the request, and a drafter that stops early is charged for its whole draft.
-    A batch is drafted until its last request is done; a pass happens if any request is unfinished. Other forms of PassTime
-    are evaluated at the expected rows (Jensen's inequality bounds the error).
+    Exact if pass times are affine in rows, accepted lengths follow the levels, and every level drafts all that is
+    requested. A batch is drafted until its last request is done. Other pass times are evaluated at the expected rows.
     """
     num_passes = [0.0] * len(levels)
     window = levels[-1].window if levels else 0
@@ -181,10 +179,9 @@ def _after(left: list[float], below: Level) -> list[float]:
 
 
 def candidates(drafters: Sequence[str], verifiers: Iterable[str], max_levels: int = MAX_LEVELS) -> list[Chain]:
-    """Every chain of up to ``max_levels`` models, the target included, of ``drafters`` in this order, cheapest first.
+    """Every chain of up to ``max_levels`` models, target included, shortest first; drafters keep this order.
 
-    All drafters but the first of a chain verify, so they must be among ``verifiers``. Shorter chains come first, the target
-    alone before all.
+    All but the first drafter of a chain must be among ``verifiers``.
     """
     can_verify = frozenset(verifiers)
     return [
@@ -196,9 +193,8 @@ def candidates(drafters: Sequence[str], verifiers: Iterable[str], max_levels: in
 
 
 def fastest(predictions: Sequence[tuple[Chain, float]], current: Chain | None = None, hysteresis: float = 0.0) -> Chain:
-    """The chain with the least seconds per token, the first of equals. ``current`` is left only for one faster by the share
-    ``hysteresis`` of its time. Without any prediction: the target alone.
-    """
+    """The chain with the least seconds per token; the target alone without predictions. ``current`` is left only for a
+    chain that is faster by the share ``hysteresis``."""
     best, best_s = min(predictions, key=lambda found: found[1], default=(TARGET_ONLY, 0.0))
     for chain, per_token_s in predictions:
         if chain == current and best_s >= per_token_s * (1.0 - hysteresis):

@@ -60,12 +60,12 @@ class ColocationGate:
         return self.is_queried
 
     def note_draft(self, batch: int, seconds: float) -> None:
-        """The target waited so long for its drafts. After a pause this does not count, since it caught up."""
+        """Adds the time that the target waited for its drafts; not after a pause, when the drafter catches up."""
         if self._was_queried:
             self._of(batch).draft_s.add(batch, seconds)
 
     def note_rest(self, batch: int, seconds: float) -> None:
-        """A round took so long beside the pass and the drafting."""
+        """Adds the time of a round without its pass and drafting."""
         if self._was_queried == self.is_queried:
             mean = self._of(batch).rest_s[self.is_queried]
             mean.add(mean.clipped(seconds), _MEMORY)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class CostModel(Protocol):
-    """Expected durations on the hardware at hand, in seconds. None: nobody has measured that drafter here."""
+    """Expected durations on this hardware, in seconds; None: that drafter was not measured."""
 
     def step_s(self, num_rows: int, num_context: int) -> float:
         """One packed target pass that verifies: ``num_rows`` tokens computed and all of them sampled, ``num_context`` tokens

@@ -14,7 +14,7 @@ class Stay(StrEnum):
 
     START = "start"  # from the start on; gives way when others are wanted more
     LAZY = "lazy"  # once it is wanted
-    PINNED = "pinned"  # from the start on, for ever
+    PINNED = "pinned"  # from the start on, never evicted
 
 
 @dataclass(frozen=True, slots=True)

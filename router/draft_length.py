@@ -14,7 +14,7 @@ _MEMORY = 64.0  # rounds that the decode rate averages
 
 
 class DraftLengths:
-    """The default rule: every request is drafted for as far as its drafter goes; the row price ends drafts that do not pay.
+    """The default rule: the drafter's longest proposal; the row price ends drafts that do not pay.
 
     Args:
         max_lens: the longest proposal of each configured drafter.

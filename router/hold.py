@@ -43,7 +43,7 @@ def due_s(held: Mapping[str, float], decoding: Iterable[SequenceView], drafters:
 
 
 def split_s(num_held: int, ready: Sequence[SequenceView], decoding: Sequence[SequenceView], cost: CostModel) -> float:
-    """What two passes take longer than one: the ready sequences wait for the held ones for at most so long."""
+    """How much longer two passes take than one: the longest that ready sequences wait for held ones."""
     context = sum(s.committed_len for s in decoding)
     apart_s = cost.step_s(max(len(ready), 1), context) + cost.step_s(num_held, context)
     return apart_s - cost.step_s(len(decoding), context)

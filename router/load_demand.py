@@ -1,4 +1,4 @@
-"""Demand for drafters that are not in memory: requests assigned to them are served elsewhere meanwhile."""
+"""Demand for drafters that are not in memory, and a fallback for the requests assigned to them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

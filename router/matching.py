@@ -1,7 +1,6 @@
 """Assignment of requests to drafters of bounded capacity that maximises the sum of values.
 
-A transportation problem whose sinks are drafters rather than places: a thousand requests at eight drafters are improved
-along cycles in a graph of nine nodes, of which few remain where the last slot's prices still hold.
+A transportation problem with drafters as sinks: a graph of nine nodes for a thousand requests and eight drafters.
 """
 
 from collections.abc import Sequence
@@ -29,18 +28,17 @@ class Matching:
 
 
 def match(values: Floats, capacity: Ints, prices: Floats | None = None, max_cycles: int = MAX_CYCLES) -> Matching:
-    """Places that maximise the sum of ``values``, where no place is worth 0.
+    """Places that maximise the sum of ``values``, where no place is worth 0 (SPIN's problem (10)-(12)).
 
-    SPIN's problem (10)-(12), without its replicas of every drafter. At given prices a request prefers the drafter with the
-    largest value - price; the surplus of a full drafter goes where it loses least. Remaining gains are positive cycles of
-    moves between drafters; without any, the matching is optimal (Klein 1967), and the potentials of the graph are supporting
-    prices.
+    At given prices a request prefers the drafter with the largest value - price; the surplus of a full drafter goes
+    where it loses least. Remaining gains are positive cycles of moves between drafters: without any, the matching is
+    optimal (Klein 1967), and the potentials of the graph are supporting prices.
 
     Args:
-        values: (requests, drafters); what is not above 0 is never chosen.
+        values: (requests, drafters); only positive ones are chosen.
         capacity: (drafters,).
         prices: (drafters,) of a similar matching; None: found here.
-        max_cycles: bounds the time; beyond it, the matching is good but not optimal, and keeps its prices.
+        max_cycles: bounds the time; beyond it the matching is not optimal, and keeps its prices.
     """
     num_requests, num_drafters = values.shape
     if not num_requests or not num_drafters:
@@ -62,7 +60,7 @@ def _or_nowhere(place: Ints, num_drafters: int) -> Ints:
 
 
 def _sweep(worth: Floats, limits: Ints, known: Floats) -> Floats:
-    """Near-clearing prices: sets each drafter's price in turn to where demand equals capacity, given the others."""
+    """Near-clearing prices: sets each drafter's price in turn to where demand equals capacity."""
     num_requests = len(worth)
     prices = np.append(known, 0.0)
     worth = np.ascontiguousarray(worth.T)  # a maximum over a few long rows takes a tenth of that over many short ones
@@ -105,10 +103,9 @@ def _seat(worth: Floats, limits: Ints, prices: Floats) -> Ints:
 
 
 def _improve(worth: Floats, limits: Ints, place: Ints, max_cycles: int) -> Floats | None:
-    """Moves requests along positive cycles, in place, until there are none; returns the drafters' prices.
+    """Moves requests along positive cycles, in place; returns the drafters' prices.
 
-    ``gain[a, b]`` is the largest gain of moving one request from a to b; at least 0 where a has a free place, since a
-    request that comes to it need not displace another.
+    ``gain[a, b]``: the largest gain of moving a request from a to b; at least 0 where a has a free place.
     """
     num_places = len(limits)
     epsilon = _EPSILON * max(1.0, float(np.abs(worth[np.isfinite(worth)]).max()))
@@ -141,7 +138,7 @@ def _improve(worth: Floats, limits: Ints, place: Ints, max_cycles: int) -> Float
 
 
 def _positive_cycle(gain: Floats, epsilon: float) -> tuple[list[int], Floats]:
-    """A cycle with a positive sum of gains, or None and the largest gain of a path to each node (Bellman, Ford)."""
+    """A cycle with a positive sum of gains, else the largest gain of a path to each node (Bellman, Ford)."""
     num_nodes = len(gain)
     reach = np.zeros(num_nodes)
     parent = np.full(num_nodes, NOWHERE)

@@ -1,4 +1,4 @@
-"""What the planner sees of the sequences, and what it decides: plain data in, one StepPlan out."""
+"""The planner's input and output: views of sequences and drafters, and the StepPlan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ class SequenceView:
     request_id: str
     committed_len: int
     computed_len: int
-    num_drafted: int  # proposal at hand that extends committed_len
+    num_drafted: int  # tokens of the current proposal
     running: bool  # holds blocks; a waiting one must be admitted first
-    drafter: str | None  # whose proposal is at hand or awaited; None: plain decoding
+    drafter: str | None  # of the current or awaited proposal; None: plain decoding
     awaiting_since_s: float | None  # when the drafter was sent the newest commit; None: no proposal is awaited
     max_new_tokens: int  # committed tokens that may still come, at least 1
     survival: tuple[float, ...] = ()  # calibrated probability that each prefix of the proposal is right; (): not known yet
@@ -76,7 +76,7 @@ class Span:
 
 @record
 class StepPlan:
-    """What the next target pass computes, and how far to draft meanwhile."""
+    """The next target pass, and draft budgets for the proposals after it."""
 
     spans: tuple[Span, ...]  # in the order of the batch
     admitted: tuple[str, ...] = ()  # waiting requests that start to run, in spans too

@@ -1,18 +1,18 @@
-"""Which drafters are in memory, and on which device: admission, eviction and CPU fallback.
+"""Which drafters are in memory, and on which device: loading, eviction and CPU fallback.
 
-Pure: demand and time come in, moves come out. A *tenant* is a replica of a drafter. A *look* is one evaluation of the
-demand. An absent drafter costs only speed: others draft for its requests, or they are decoded plainly.
+Pure: demand and time in, moves out. A *tenant* is a replica of a drafter; a *look* is one evaluation of the demand. An
+absent drafter costs only speed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from router.devices import DeviceManager, Stay, Tenant, check_fits
 
-DECAY = 0.8  # of what is known of the use of a tenant, at each look: about the last five count
-HYSTERESIS = 2.0  # a tenant is wanted so much more than those that give way to it are used
-MAX_RETIRING = 40  # looks that a tenant is waited for to be idle; then it stays
-MAX_OFFERED = 10  # looks that one who finds no room is offered to the router, before it is closed for a while
+DECAY = 0.8  # of a tenant's use at each look: about the last five count
+HYSTERESIS = 2.0  # demand for a tenant over the use of those that make room for it
+MAX_RETIRING = 40  # looks until a tenant that does not become idle stays
+MAX_OFFERED = 10  # looks until a tenant without room is no longer offered for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class LoadDemand:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What to do, in this order. A retiring tenant gets no new requests and is evicted at a later look, when idle."""
+    """In this order. A retiring tenant gets no new requests and is evicted at a later look, once idle."""
 
     evict: tuple[str, ...] = ()
     load: tuple[tuple[str, str], ...] = ()  # (tenant, device)
@@ -35,14 +35,14 @@ class Moves:
 
 
 @dataclass(slots=True)
-class _Known:
+class _TenantState:
     tenant: Tenant
-    device: str | None = None  # where it is, or is being loaded; None: nowhere
+    device: str | None = None  # where it is resident or being loaded
     since_s: float = 0.0
-    use: float = 0.0  # requests that were with it, fading
-    want: float = 0.0  # requests that wanted it while it was not there, fading
+    use: float = 0.0  # decayed number of its requests
+    want: float = 0.0  # decayed number of requests assigned to it while absent
     num_requests: int = 0  # with it at the last look
-    num_retiring: int | None = None  # looks since it was told to end; None: it was not
+    num_retiring: int | None = None  # looks since it retires; None: it does not
     num_offered: int = 0
     closed_until_s: float = 0.0  # not to be loaded before
 
@@ -51,34 +51,28 @@ class _Known:
         return self.use * self.tenant.reload_s
 
 
-@dataclass(slots=True)
 class ModelPool:
-    """Decides which tenants are resident. A tenant stays for at least ``min_residence_s``, which bounds how often tenants
-    take turns; one with requests, or a pinned one, is never evicted.
+    """Decides which tenants are resident.
+
+    A tenant stays for at least ``min_residence_s``, which bounds the rate of swaps. One with requests, or a pinned one, is
+    never evicted.
 
     Raises:
-        InvalidField: pinned tenants do not fit; says how much memory is missing.
+        InvalidField: the pinned tenants do not fit; says how much memory is missing.
     """
 
-    tenants: Sequence[Tenant]
-    limits: Mapping[str, int]
-    min_residence_s: float
-    devices: DeviceManager = field(init=False)
-    num_loads: dict[str, int] = field(init=False)
-    num_evictions: dict[str, int] = field(init=False)
-    num_fallbacks: dict[str, int] = field(init=False)
-    _known: dict[str, _Known] = field(init=False)
-    _claims: dict[str, str] = field(default_factory=dict)  # device -> for whom others retire there
+    def __init__(self, tenants: Sequence[Tenant], limits: Mapping[str, int], min_residence_s: float) -> None:
+        check_fits(tenants, limits)
+        self.tenants = tenants
+        self.devices = DeviceManager(limits)
+        self.num_loads = {tenant.name: 0 for tenant in tenants}
+        self.num_evictions = dict(self.num_loads)
+        self.num_fallbacks = dict(self.num_loads)
+        self._min_residence_s = min_residence_s
+        self._known = {tenant.name: _TenantState(tenant) for tenant in tenants}
+        self._claims: dict[str, str] = {}  # device -> the tenant for which others retire there
 
-    def __post_init__(self) -> None:
-        check_fits(self.tenants, self.limits)
-        self.devices = DeviceManager(self.limits)
-        self._known = {tenant.name: _Known(tenant) for tenant in self.tenants}
-        self.num_loads = dict.fromkeys(self._known, 0)
-        self.num_evictions = dict.fromkeys(self._known, 0)
-        self.num_fallbacks = dict.fromkeys(self._known, 0)
-
-    # ---- what is known
+    # ---- state
 
     @property
     def resident(self) -> dict[str, str]:
@@ -104,7 +98,7 @@ class ModelPool:
         return 0 if known.device is None else known.tenant.bytes_on(known.device)
 
     def offered(self, now_s: float) -> frozenset[str]:
-        """Absent tenants that may be requested: there is room, or others could give way."""
+        """Absent tenants that could be loaded: there is room, or others could make room."""
         return frozenset(
             name
             for name, known in self._known.items()
@@ -113,10 +107,10 @@ class ModelPool:
             and (self._room_for(known) is not None or self._elders(known, now_s))
         )
 
-    # ---- what happens
+    # ---- decisions
 
     def start(self, now_s: float) -> Moves:
-        """What to load first: pinned tenants, then the others in the order of the file, while there is room."""
+        """Loads pinned tenants, then the others in the order of the file, while there is room."""
         first = [known for known in self._known.values() if known.tenant.stay is Stay.PINNED]
         then = [known for known in self._known.values() if known.tenant.stay is Stay.START]
         return Moves(
@@ -137,7 +131,7 @@ class ModelPool:
         return Moves(evict, load)
 
     def failed(self, name: str, until_s: float) -> None:
-        """Its load failed or it ended: its place is free, and it is not loaded until ``until_s``."""
+        """Its load failed or it ended: frees its place until ``until_s``."""
         known = self._known[name]
         if known.device is not None:
             self._leave(known)
@@ -154,7 +148,7 @@ class ModelPool:
 
     # ---- one tenant
 
-    def _see(self, known: _Known, demand: LoadDemand, now_s: float) -> None:
+    def _see(self, known: _TenantState, demand: LoadDemand, now_s: float) -> None:
         here = known.device is not None
         known.num_requests = demand.num_requests
         known.use = DECAY * known.use + (demand.num_requests if here else 0)
@@ -166,29 +160,29 @@ class ModelPool:
         asked = not here and demand.num_wanting > 0 and now_s >= known.closed_until_s
         known.num_offered = known.num_offered + 1 if asked else 0
         if known.num_offered > MAX_OFFERED and known.tenant.name not in self._claims.values():
-            known.num_offered, known.want, known.closed_until_s = 0, 0.0, now_s + self.min_residence_s
+            known.num_offered, known.want, known.closed_until_s = 0, 0.0, now_s + self._min_residence_s
 
-    def _wanted(self, now_s: float) -> list[_Known]:
+    def _wanted(self, now_s: float) -> list[_TenantState]:
         """Tenants to load if possible, in order of demand."""
         absent = [known for known in self._known.values() if known.device is None and now_s >= known.closed_until_s]
         return sorted((known for known in absent if known.want >= 1.0), key=lambda known: -known.want)
 
     @staticmethod
-    def _may_go(known: _Known) -> bool:
-        """Whether no request came to it since it was told to retire."""
+    def _may_go(known: _TenantState) -> bool:
+        """Whether it retires and is idle."""
         return known.num_retiring is not None and known.num_requests == 0
 
-    def _place(self, known: _Known, now_s: float) -> str | None:
-        """The device to load it on now. Where others must make room first, they are told to retire."""
+    def _place(self, known: _TenantState, now_s: float) -> str | None:
+        """The device to load it on now; retires others that must make room first."""
         own, name = known.tenant.device, known.tenant.name
         claimant = self._claims.get(own)
         if claimant in (None, name) and self._room_for(known) == own:
             return own
         if claimant == name:
             if any(self._known[one].num_retiring is not None for one in self.devices.tenants(own)):
-                return None  # it waits for those who retire
+                return None  # until those have retired
             del self._claims[own]  # they were never idle
-            known.want, known.closed_until_s = 0.0, now_s + self.min_residence_s
+            known.want, known.closed_until_s = 0.0, now_s + self._min_residence_s
             return None
         if claimant is None:
             giving_way = self._giving_way(known, now_s)
@@ -200,7 +194,7 @@ class ModelPool:
         room = self._room_for(known)
         return room if room != own else None
 
-    def _room_for(self, known: _Known) -> str | None:
+    def _room_for(self, known: _TenantState) -> str | None:
         """Its own device, else its fallback, if there is room."""
         tenant = known.tenant
         if self.devices.has_room(tenant.device, tenant.num_bytes):
@@ -209,12 +203,12 @@ class ModelPool:
             return tenant.fallback
         return None
 
-    def _elders(self, known: _Known, now_s: float) -> list[_Known]:
-        """The least valuable evictable tenants of its device that would together make room; empty if they cannot."""
+    def _elders(self, known: _TenantState, now_s: float) -> list[_TenantState]:
+        """The least valuable evictable tenants of its device that together make room; empty if they cannot."""
         device, found = known.tenant.device, []
         here = [self._known[name] for name in self.devices.tenants(device)]
         for one in sorted(here, key=lambda k: k.worth):
-            young = now_s - one.since_s < self.min_residence_s
+            young = now_s - one.since_s < self._min_residence_s
             if young or one.tenant.stay is Stay.PINNED or one.num_retiring is not None:
                 continue
             found.append(one)
@@ -222,15 +216,15 @@ class ModelPool:
                 return found
         return []
 
-    def _giving_way(self, known: _Known, now_s: float) -> list[_Known]:
+    def _giving_way(self, known: _TenantState, now_s: float) -> list[_TenantState]:
         elders = self._elders(known, now_s)
         return elders if known.want > HYSTERESIS * sum(one.use for one in elders) else []
 
     def _go_home(self, now_s: float) -> None:
-        """Retires a tenant from its fallback when its own device has room; it is reloaded there at once."""
+        """Retires a tenant from its fallback when its own device has room."""
         for name in sorted(self.on_fallback - self.retiring):
             known = self._known[name]
-            home, settled = known.tenant.device, now_s - known.since_s >= self.min_residence_s
+            home, settled = known.tenant.device, now_s - known.since_s >= self._min_residence_s
             if settled and home not in self._claims and self.devices.has_room(home, known.tenant.num_bytes):
                 known.num_retiring = 0
                 self._claims[home] = name
@@ -245,7 +239,7 @@ class ModelPool:
                     if one not in self._claims.values():
                         self._known[one].num_retiring = None
 
-    def _load(self, known: _Known, device: str, now_s: float) -> tuple[str, str]:
+    def _load(self, known: _TenantState, device: str, now_s: float) -> tuple[str, str]:
         tenant = known.tenant
         self.devices.take(tenant.name, device, tenant.bytes_on(device))
         if self._claims.get(device) == tenant.name:
@@ -256,14 +250,14 @@ class ModelPool:
         self.num_fallbacks[tenant.name] += device != tenant.device
         return tenant.name, device
 
-    def _evict(self, known: _Known) -> None:
+    def _evict(self, known: _TenantState) -> None:
         goes_home = known.device != known.tenant.device
         use = known.use
         self._leave(known)
         known.want = max(use, 1.0) if goes_home else 0.0
         self.num_evictions[known.tenant.name] += 1
 
-    def _leave(self, known: _Known) -> None:
+    def _leave(self, known: _TenantState) -> None:
         assert known.device is not None
         self.devices.free(known.tenant.name, known.device)
         known.device = known.num_retiring = None

@@ -46,9 +46,8 @@ class Router:
     """Decides a slot; no Ray, no clock.
 
     - A drafter is healthy when every reporting target is linked with it.
-    - Its cost comes from the targets' profiles, else from the pool.
     - With a ``watch``, a drafter whose acceptance collapses is quarantined.
-    - If ``in_step``, drafters keep in step with requests that others draft for: switches are fast, and scores come of it.
+    - With ``in_step``, drafters keep in step with requests that others draft for, and are scored.
     - An offered drafter is not loaded, but could be: ``load_demand`` counts the requests that would use it.
     """
 
@@ -128,7 +127,7 @@ class Router:
         return tuple(sorted(members.values()))
 
     def _judged_pool(self, reports: Sequence[SlotReport], there: Set[str]) -> list[PoolMember]:
-        """The pool with its present health and costs. What was measured of a drafter does not hold on its fallback."""
+        """The pool with its present health and costs. A drafter's measured costs do not hold on its fallback."""
         shares = {name: cost for report in reports for name, cost in report.draft_costs.items()}
         costs = {name: cost for report in reports for name, cost in report.member_costs.items()}
         pool = [

@@ -32,14 +32,15 @@ def verify_all(
 def verify_goodput(
     ready: Sequence[SequenceView], drafters: Mapping[str, DrafterView], capacity: Capacity, cost: CostModel
 ) -> dict[str, int]:
-    """The lengths that maximise expected tokens per second of the pass, over the batch as a whole (DSpark, section 3.2.2).
+    """The lengths that maximise expected tokens per second of the pass over the whole batch (DSpark, section 3.2.2).
 
-    Token i of a proposal survives with its calibrated probability or, while the drafter is not calibrated, with a^(i+1),
-    where a is the drafter's measured conditional acceptance. Tokens join in order of survival, which never rises along a
-    proposal: for each number of rows this is the best choice. The best number of rows maximises
-        E / step(rows),   E = expected tokens of the pass (bonus tokens included).
-    The output does not depend on the choice (DESIGN idea 1), so unlike the paper's scheduler the search goes on beyond the
-    first token that does not pay: behind a flat stretch of the cost another knee may follow.
+    Token i survives with its calibrated probability or, until calibrated, with a^(i+1), where a is the drafter's conditional
+    acceptance. Tokens join in order of survival, which is optimal for each number of rows. The best number maximises
+
+        E / step(rows)        E: expected tokens of the pass, bonus tokens included
+
+    The output does not depend on the choice (DESIGN idea 1), so unlike the paper's scheduler the search continues beyond the
+    first token that does not pay: another knee of the cost may follow.
     """
     num_ready, context = len(ready), sum(s.committed_len for s in ready)
     if not ready:
@@ -61,8 +62,8 @@ def verify_goodput(
 
 
 def _in_order(survivals: Sequence[Sequence[float]], room: int) -> tuple[list[float], list[float]]:
-    """The survival of the ``room`` likeliest draft tokens, descending; and the expected tokens of a pass that verifies the
-    first n of them, from n = 0 on, bonus tokens included."""
+    """Survival of the ``room`` likeliest draft tokens, descending, and expected tokens with the first n verified, from n =
+    0."""
     likeliest = np.sort(np.fromiter(chain.from_iterable(survivals), np.float64))[::-1][:room]
     expected = np.cumsum(likeliest) + len(survivals)
     return likeliest.tolist(), [float(len(survivals)), *expected.tolist()]
@@ -76,9 +77,7 @@ def _in_order_of_few(survivals: Sequence[Sequence[float]], room: int) -> tuple[l
 
 def _lens(survivals: Sequence[Sequence[float]], least: float, num_best: int) -> list[int]:
     """How many tokens of each proposal are among the ``num_best`` likeliest, the last of which survives with ``least``.
-
-    Ties: the earlier token of a proposal comes first, then the earlier proposal.
-    """
+    Ties go to earlier tokens, then to earlier proposals."""
     flat = np.fromiter(chain.from_iterable(survivals), np.float64)
     joined = flat > least
     equals = np.flatnonzero(flat == least)
@@ -101,8 +100,8 @@ def _lens_of_few(survivals: Sequence[Sequence[float]], least: float, num_best: i
 def _best_number(tokens: Sequence[float], step_s: Callable[[int], float]) -> int:
     """The smallest n that maximises ``tokens[n] / step_s(n)``, both non-decreasing.
 
-    Branch and bound: the goodput in a range is at most the tokens of its last number over the time of its first. The range
-    of the highest bound is halved until no bound exceeds the best found: about 100 evaluations for a thousand numbers.
+    Branch and bound: goodput in a range is at most the tokens of its last number over the time of its first. About 100
+    evaluations for a thousand numbers.
     """
     last = len(tokens) - 1
     first_s = step_s(0)

@@ -71,7 +71,7 @@ class Agreement:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class AgreementAnswer:
     """An answer of ``output_len`` tokens, and the agreement of every drafter with it, by the drafter's name.
 
     ``inner[a, b]``: the agreement of drafter a with what drafter b would say there, for chains in which b verifies.
@@ -94,7 +94,7 @@ class SimulatedRequest:
     arrival_s: float
     prompt_len: int
     max_tokens: int
-    answer: Answer
+    answer: AgreementAnswer
     domain: str = ""
     features: tuple[float, ...] = ()
     chain: tuple[str, ...] | None = None

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from cluster.config import FixedPolicy, PolicyConfig
 from router.policies import build_policy, keeps_in_step
-from simulator.agreement import Agreement, Answer, SimulatedRequest
-from simulator.simulation import ClusterSpec, Outcome, in_turn, simulate
+from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
+from simulator.simulation import ClusterSpec, SimulationResult, in_turn, simulate
 
 Floats = NDArray[np.float64]
 
@@ -18,10 +18,10 @@ Floats = NDArray[np.float64]
 class Contest:
     """``single``: everybody with one drafter. ``best``: in hindsight, of each request. ``policies``: by kind."""
 
-    single: Mapping[str, Outcome]
+    single: Mapping[str, SimulationResult]
     best: Sequence[str]
-    hindsight: Outcome
-    policies: Mapping[str, Outcome]
+    hindsight: SimulationResult
+    policies: Mapping[str, SimulationResult]
 
     @property
     def best_single(self) -> str:
@@ -51,7 +51,7 @@ def compete(
     single = {name: _alone(spec, name, requests, concurrency, seed, until_s) for name in names}
     nobody = build_policy(FixedPolicy(chain=()))
     prompts_s = sum(spec.pass_timer.seconds([], [(one.prompt_len, one.prompt_len)]) for one in requests) / spec.num_targets
-    found: list[tuple[Outcome, list[str]]] = []
+    found: list[tuple[SimulationResult, list[str]]] = []
     for speeds in (
         {name: _tokens_per_s(outcome) for name, outcome in single.items()},
         {name: _tokens_per_mean_round(outcome, prompts_s) for name, outcome in single.items()},
@@ -62,7 +62,7 @@ def compete(
     best_single = max(names, key=lambda name: single[name].goodput)
     found.append((single[best_single], [best_single] * len(requests)))
     hindsight, best = max(found, key=lambda one: one[0].goodput)
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, SimulationResult] = {}
     for policy in policies:
         informed = replace(spec, keeps_in_step=keeps_in_step(policy))
         outcomes[policy.kind] = simulate(informed, build_policy(policy), in_turn(requests, concurrency), seed, until_s)
@@ -93,7 +93,7 @@ def endless(request: SimulatedRequest, num_tokens: int) -> SimulatedRequest:
         return Agreement(agreement.drafted[part] * num_times, agreement.right[part] * num_times, confidences, agreement.flat)
 
     by_drafter = {name: again(agreement) for name, agreement in answer.by_drafter.items()}
-    return replace(request, max_tokens=num_tokens, answer=Answer(num_tokens, by_drafter))
+    return replace(request, max_tokens=num_tokens, answer=AgreementAnswer(num_tokens, by_drafter))
 
 
 def _alone(
@@ -103,13 +103,13 @@ def _alone(
     concurrency: int,
     seed: int,
     until_s: float | None,
-) -> Outcome:
+) -> SimulationResult:
     alone = replace(spec, drafters=tuple(one for one in spec.drafters if one.name == drafter))
     policy = build_policy(FixedPolicy(chain=(drafter,)))
     return simulate(alone, policy, in_turn(requests, concurrency), seed, until_s)
 
 
-def _tokens_per_s(outcome: Outcome) -> dict[str, float]:
+def _tokens_per_s(outcome: SimulationResult) -> dict[str, float]:
     """Of each request that ended, after its first token; of one that was cut off what it had until then."""
     found = {
         one.request.id: (one.num_tokens - 1) / max(1e-9, one.end_s - one.first_token_s)
@@ -119,13 +119,13 @@ def _tokens_per_s(outcome: Outcome) -> dict[str, float]:
     return found | outcome.open_tokens_per_s
 
 
-def _tokens_per_mean_round(outcome: Outcome, prompts_s: float) -> dict[str, float]:
+def _tokens_per_mean_round(outcome: SimulationResult, prompts_s: float) -> dict[str, float]:
     """Tokens of a round of each request that ended, over what a round of a request took of the run, its prompts left out."""
     ended = [one for one in outcome.served if one.num_rounds > 1]
     round_s = max(1e-9, outcome.end_s - prompts_s) / max(1, sum(one.num_rounds - 1 for one in ended))
     return {one.request.id: (one.num_tokens - 1) / (one.num_rounds - 1) / round_s for one in ended}
 
 
-def _curve(outcome: Outcome) -> tuple[Floats, Floats]:
+def _curve(outcome: SimulationResult) -> tuple[Floats, Floats]:
     points = [(0.0, 0), *outcome.slots]
     return np.array([when for when, _ in points]), np.array([float(tokens) for _, tokens in points])

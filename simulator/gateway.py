@@ -12,7 +12,7 @@ from simulator.agreement import SimulatedRequest
 from simulator.events import Events
 from simulator.links import VirtualLink
 from simulator.target import SimulatedTarget
-from simulator.text import Script, Text
+from simulator.text import AnswerText, Script
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class OpenRequest:
     chain: Chain | None = None  # as the router last knew it
 
 
-class Gateway:
+class SimulatedGateway:
     """Owns the scripts of all requests. ``ended`` is told of each that ends."""
 
     def __init__(self, events: Events, ended: Callable[[Finished], None]) -> None:
@@ -50,7 +50,7 @@ class Gateway:
         self.num_tokens = 0
         self._events = events
         self._ended = ended
-        self._text = Text()
+        self._text = AnswerText()
         self._links: dict[SimulatedTarget, VirtualLink] = {}
 
     def link(self, target: SimulatedTarget, own: Hello, targets: Hello) -> None:

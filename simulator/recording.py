@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from cluster.config import Count, Section
 from cluster.errors import InvalidField
 from router.prompt_features import NUM_FEATURES
-from simulator.agreement import CONFIDENCE_STEPS, MAX_DRAFT_LEN, Agreement, Answer
+from simulator.agreement import CONFIDENCE_STEPS, MAX_DRAFT_LEN, Agreement, AgreementAnswer
 
 FORMAT = 1
 
@@ -58,10 +58,10 @@ class AgreementRecording:
     def starts(self) -> NDArray[np.int64]:
         return np.concatenate([[0], np.cumsum(self.output_lens, dtype=np.int64)])
 
-    def answer(self, number: int, drafters: Sequence[str] | None = None) -> Answer:
+    def answer(self, number: int, drafters: Sequence[str] | None = None) -> AgreementAnswer:
         """Of one request, with all drafters, or some."""
         part = slice(int(self.starts[number]), int(self.starts[number + 1]))
-        return Answer(
+        return AgreementAnswer(
             int(self.output_lens[number]),
             {
                 name: Agreement(self.drafted[j, part].tobytes(), self.right[j, part].tobytes(), self.confidences[j, part])

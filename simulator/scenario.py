@@ -41,7 +41,7 @@ class Lens(Section):
         )
 
 
-class Text(Section):
+class TextWorkload(Section):
     """Requests of one kind."""
 
     prompt_len: Lens
@@ -97,7 +97,7 @@ class SpinScenario(_Pool):
 
     study: Literal["spin"]
     targets: Mapping[Name, TargetModel]
-    texts: Mapping[Name, Text]
+    texts: Mapping[Name, TextWorkload]
     mix: bool = True  # a further kind of text, drawn from all
     batch: Count = 8
     horizon_s: Seconds = 240.0
@@ -120,7 +120,7 @@ class SpecRouterScenario(_Pool):
 
     study: Literal["specrouter"]
     target: TargetModel
-    text: Text
+    text: TextWorkload
     batches: Annotated[tuple[Count, ...], Field(min_length=1)]
     two_level: Name  # the drafter of static speculation
     three_level: tuple[Name, Name]
@@ -159,7 +159,7 @@ class ServingScenario(_Pool):
     num_targets: Count
     max_num_sequences: Count = 64
     max_pass_tokens: Count = 2048
-    texts: Mapping[Name, Text]
+    texts: Mapping[Name, TextWorkload]
     requests_per_s: Positive
     trace: Path | None = None  # arrivals and lengths from a file, ``requests_per_s`` times as fast as there
     recorded: Recorded | None = None  # the trace where there is a folder of data; elsewhere arrivals are drawn

@@ -18,10 +18,10 @@ from cluster.errors import InvalidField
 from profiler.hardware import num_cores
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy, keeps_in_step
-from simulator.agreement import Answer, SimulatedRequest
+from simulator.agreement import AgreementAnswer, SimulatedRequest
 from simulator.plots import Panel
 from simulator.scenario import ServingScenario
-from simulator.simulation import ClusterSpec, DrafterSpec, Load, Outcome, simulate
+from simulator.simulation import ClusterSpec, DrafterSpec, Load, SimulationResult, simulate
 from simulator.study import Cell, Said, Study, StudyTable
 from simulator.target import TargetLimits
 from simulator.timing import DraftByCost, PackedPass
@@ -45,11 +45,11 @@ def run(scenario: ServingScenario, said: Said = lambda what: None) -> Study:
     return _study(scenario, outcomes, perf_counter() - begun_s)
 
 
-def _served(scenario: ServingScenario, policy: PolicyConfig) -> Outcome:
+def _served(scenario: ServingScenario, policy: PolicyConfig) -> SimulationResult:
     spec = _cluster(scenario, keeps_in_step(policy))
     outcome = simulate(spec, build_policy(policy), Load(requests(scenario)), scenario.seed)
     # Answers are what it was made of, and a thousand times as large as what came of it.
-    without = Answer(0, {})
+    without = AgreementAnswer(0, {})
     outcome.finished = [replace(one, request=replace(one.request, answer=without)) for one in outcome.finished]
     return outcome
 
@@ -145,7 +145,7 @@ def _arriving(scenario: ServingScenario) -> str:
     return f"requests as in {scenario.trace.name}, {scenario.requests_per_s:g} times as fast"
 
 
-def _study(scenario: ServingScenario, outcomes: dict[str, Outcome], real_s: float) -> Study:
+def _study(scenario: ServingScenario, outcomes: dict[str, SimulationResult], real_s: float) -> Study:
     num_gpus = scenario.num_targets * scenario.target.parallelism + sum(d.replicas for d in scenario.drafters.values())
     plain = outcomes[TARGET_ALONE]
     rows: list[tuple[Cell, ...]] = []

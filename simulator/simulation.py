@@ -25,7 +25,7 @@ from router.slot import Router
 from simulator.agreement import SimulatedRequest
 from simulator.drafter import AgreementDrafter, ColocatedAgreementDrafter, SimulatedDrafter
 from simulator.events import MAIL, STEP, Events
-from simulator.gateway import Finished, Gateway
+from simulator.gateway import Finished, SimulatedGateway
 from simulator.links import VirtualMailbox, link
 from simulator.router import SimulatedRouter
 from simulator.target import SimulatedEngine, SimulatedTarget, TargetLimits, ThreadClock
@@ -116,7 +116,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationResult:
     """What came of a run. ``slots``: when each slot of the router was, and the tokens committed by then."""
 
     finished: list[Finished] = field(default_factory=list)
@@ -173,9 +173,9 @@ class Simulation:
         self._spec = spec
         self._load = load
         self._until_s = until_s
-        self.outcome = Outcome()
+        self.outcome = SimulationResult()
         self._jitter = Jitter(spec.jitter, np.random.default_rng(seed))
-        self._gateway = Gateway(events, self._ended)
+        self._gateway = SimulatedGateway(events, self._ended)
         pool = spec.pool()
         watch = None if spec.collapse is None else DriftDetector(spec.collapse, spec.slot_s)
         self._router = SimulatedRouter(
@@ -194,7 +194,7 @@ class Simulation:
         self._targets = [self._target(f"target-{number}") for number in range(spec.num_targets)]
         self._exhausted = self._done = False
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         """Raises AssertionError when a request was lost or a token counted twice."""
         events, load = self._events, self._load
         if load.concurrency is None:
@@ -287,7 +287,7 @@ class Simulation:
         else:
             self._done = self._exhausted and not self._gateway.open
 
-    def _summary(self) -> Outcome:
+    def _summary(self) -> SimulationResult:
         outcome = self.outcome
         if self._until_s is not None and not self._done:
             outcome.end_s = self._until_s
@@ -311,7 +311,7 @@ class Simulation:
         self._check(outcome)
         return outcome
 
-    def _check(self, outcome: Outcome) -> None:
+    def _check(self, outcome: SimulationResult) -> None:
         assert len(outcome.finished) + outcome.num_unfinished == outcome.num_submitted, "a request was lost"
         assert outcome.num_unfinished == 0 or self._until_s is not None, "a request never ended"
         open_tokens = sum(one.num_tokens for one in self._gateway.open.values())
@@ -337,7 +337,7 @@ def _uncollected() -> Iterator[None]:
 
 def simulate(
     spec: ClusterSpec, policy: AssignmentPolicy, load: Load, seed: int = 0, until_s: float | None = None
-) -> Outcome:
+) -> SimulationResult:
     return Simulation(spec, policy, load, seed, until_s).run()
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from cluster.config import Section
-from simulator.agreement import Agreement, Answer
+from simulator.agreement import Agreement, AgreementAnswer
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -62,7 +62,7 @@ class Family(Section):
 
     def answer(
         self, random: np.random.Generator, output_len: int, draft_len: int, pairs: Sequence[tuple[str, str]] = ()
-    ) -> Answer:
+    ) -> AgreementAnswer:
         """A request of so many tokens. ``pairs``: (proposer, verifier) whose agreement with each other is wanted, too."""
         rates = self.rates(random)
         common = random.random(output_len)
@@ -90,7 +90,7 @@ class Family(Section):
             right = runs((hits[a] & hits[b]) | both_wrong, draft_len)
             drafted = np.full(output_len, draft_len, np.uint8)
             inner[a, b] = Agreement(drafted.tobytes(), right.astype(np.uint8).tobytes(), flat=(rates[a],) * draft_len)
-        return Answer(output_len, by_drafter, inner)
+        return AgreementAnswer(output_len, by_drafter, inner)
 
 
 def runs(hits: Bools, longest: int) -> NDArray[np.int64]:

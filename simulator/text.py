@@ -8,7 +8,7 @@ VOCAB_SIZE = 1024
 EOS = 0
 
 
-class Text:
+class AnswerText:
     """Token t of every request is ``ids[t]``, and ``ids[t + 1]`` stands for a wrong token there. Neither is EOS."""
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class Script:
     """What is known beforehand of one request."""
 
     request: SimulatedRequest
-    text: Text
+    text: AnswerText
     end_len: int  # of prompt and answer
     ends_early: bool  # by EOS, before ``max_tokens``
 
     @classmethod
-    def of(cls, request: SimulatedRequest, text: Text) -> "Script":
+    def of(cls, request: SimulatedRequest, text: AnswerText) -> "Script":
         end_len = request.prompt_len + request.output_len
         text.reach(end_len)
         return cls(request, text, end_len, request.output_len < request.max_tokens)

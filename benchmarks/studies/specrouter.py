@@ -23,7 +23,7 @@ from simulator.agreement import SimulatedRequest
 from simulator.chain_timing import ChainTimer
 from simulator.plots import Panel
 from simulator.scenario import SpecRouterScenario
-from simulator.simulation import ClusterSpec, DrafterSpec, Outcome, in_turn, simulate
+from simulator.simulation import ClusterSpec, DrafterSpec, SimulationResult, in_turn, simulate
 from simulator.study import Cell, Said, Study, StudyTable
 from simulator.target import TargetLimits
 from simulator.timing import PackedPass
@@ -68,7 +68,7 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
     num_sets = -(-scenario.least_requests // batch)
     sets = [_requests(scenario, batch, number) for number in range(num_sets)]
 
-    def serve(config: PolicyConfig, verification: str = "all") -> list[Outcome]:
+    def serve(config: PolicyConfig, verification: str = "all") -> list[SimulationResult]:
         """Set after set; what a policy has learned of one it knows of the next."""
         spec = replace(_cluster(scenario, batch, verification), keeps_in_step=keeps_in_step(config))
         policy = build_policy(config)
@@ -94,7 +94,7 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
     )
 
 
-def _goodput(outcomes: Sequence[Outcome]) -> float:
+def _goodput(outcomes: Sequence[SimulationResult]) -> float:
     return fmean(outcome.goodput for outcome in outcomes)
 
 
@@ -114,7 +114,7 @@ def _requests(scenario: SpecRouterScenario, batch: int, number: int) -> list[Sim
     return requests
 
 
-def _target_passes(scenario: SpecRouterScenario, batch: int, outcomes: Sequence[Outcome]) -> PassTime:
+def _target_passes(scenario: SpecRouterScenario, batch: int, outcomes: Sequence[SimulationResult]) -> PassTime:
     """Of the target in the context that the batch has half-way."""
     cost = scenario.cost(scenario.target)
     text = scenario.text

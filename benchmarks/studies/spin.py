@@ -23,7 +23,7 @@ from router.policies import build_policy
 from simulator.agreement import SimulatedRequest
 from simulator.lock_step import LockStep
 from simulator.plots import Panel
-from simulator.scenario import SpinScenario, Text
+from simulator.scenario import SpinScenario, TextWorkload
 from simulator.simulation import ClusterSpec, DrafterSpec, in_turn, simulate
 from simulator.study import Cell, Said, Study, StudyTable
 from simulator.target import TargetLimits
@@ -96,7 +96,7 @@ def _variants(scenario: SpinScenario) -> dict[str, _Variant]:
 def _requests(scenario: SpinScenario, text: str, repeat: int) -> list[SimulatedRequest]:
     """A set that goes on beyond the horizon. The same for every variant and target."""
     random = np.random.default_rng((scenario.seed, repeat, *text.encode()))
-    kinds: list[Text] = [scenario.texts[text]] if text != MIX else list(scenario.texts.values())
+    kinds: list[TextWorkload] = [scenario.texts[text]] if text != MIX else list(scenario.texts.values())
     longest = max(drafter.max_draft_len for drafter in scenario.drafters.values())
     num_tokens = int(scenario.horizon_s * _MOST_TOKENS_PER_S)
     requests = []

@@ -1,9 +1,8 @@
-"""The one configuration file: what it may say, and its defaults.
+"""The configuration file: its sections and their defaults.
 
-The defaults are a laptop's: SmolLM2-135M-Instruct and drafters that need no training, all on one machine; `outrider` puts
-trained ones among them where they come with the model (`drafters.shipped`). Every section is frozen. "auto" is resolved
-once into a new Config that holds none any more: by `cluster.resolve.resolve`, and for dtypes by
-`engine.dtypes.resolve_dtypes`.
+The defaults suit a laptop: SmolLM2-135M-Instruct and drafters that need no training, on one machine. `outrider` adds
+the trained drafters that come with the model (`drafters.shipped`). Sections are frozen. "auto" is replaced once, in a
+new Config: by `cluster.resolve.resolve`, and for dtypes by `engine.dtypes.resolve_dtypes`.
 """
 
 from cluster.config.drafters import (
@@ -51,49 +50,3 @@ from cluster.config.router import (
     RouterConfig,
 )
 from cluster.config.section import Count, Fraction, Resources, Seconds, Section
-
-__all__ = [
-    "DEFAULT_CAPACITY",
-    "DEFAULT_DRAFTERS",
-    "DEFAULT_DRAFT_LEN",
-    "ApiConfig",
-    "CascadeOptions",
-    "ChainPolicy",
-    "ClusterConfig",
-    "CollapseConfig",
-    "Config",
-    "Count",
-    "DSparkOptions",
-    "DrafterConfig",
-    "DrafterOptions",
-    "EpsilonGreedyPolicy",
-    "FileStateConfig",
-    "FixedPolicy",
-    "Fraction",
-    "GreedyLengthPolicy",
-    "HedgePolicy",
-    "LayersOptions",
-    "LbssPolicy",
-    "MemoryConfig",
-    "ModelConfig",
-    "ModelOptions",
-    "NgramOptions",
-    "PlannerConfig",
-    "PolicyConfig",
-    "RedisStateConfig",
-    "Resources",
-    "RouterConfig",
-    "Seconds",
-    "Section",
-    "StateConfig",
-    "SuffixOptions",
-    "SupervisionConfig",
-    "TableOptions",
-    "TargetConfig",
-    "Traits",
-    "TransportConfig",
-    "default_pool",
-    "load",
-    "parts_of",
-    "show",
-]

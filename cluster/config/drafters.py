@@ -1,4 +1,4 @@
-"""The section ``drafters``: what may propose, and the pool of a file that names none."""
+"""The section ``drafters``, and the default pool."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from cluster.config.section import Count, Device, DrafterDtype, Dtype, Fraction, Name, Resources, Section
 
-# Of a drafter that nobody configured otherwise.
 DEFAULT_CAPACITY = 64
 DEFAULT_DRAFT_LEN = 8
 
@@ -17,33 +16,28 @@ DEFAULT_DRAFT_LEN = 8
 class Traits:
     """What a kind of drafter needs and can do, known before it is loaded. Each kind of options states its own."""
 
-    has_model: bool = False  # multiplies matrices: worth a GPU, and threads
-    can_verify: bool = False  # one pass yields its choice behind each token of another's draft
+    has_model: bool = False  # computes matrix products, so that it uses a GPU or threads
+    can_verify: bool = False  # one pass yields its choice after each draft token, as a level of a chain needs
     reads_hidden_states: bool = False  # of the target, so it runs in the target's process
 
 
 class NgramOptions(Section):
-    """Prompt lookup: what followed the last tokens when they stood in this request before."""
+    """Prompt lookup: proposes what followed the last tokens earlier in this request."""
 
     kind: Literal["ngram"] = "ngram"
     traits: ClassVar[Traits] = Traits()
     max_match_len: Count = 4
     min_match_len: Count = 1
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.min_match_len > self.max_match_len:
-            raise ValueError(f"min_match_len ({self.min_match_len}) must be at most max_match_len ({self.max_match_len})")
-        return self
+    at_most = (("min_match_len", "max_match_len"),)
 
 
 class SuffixOptions(Section):
-    """What followed the longest known suffix in this request, or in recent outputs of others."""
+    """Proposes what followed the longest known suffix, in this request or in recent outputs of others."""
 
     kind: Literal["suffix"] = "suffix"
     traits: ClassVar[Traits] = Traits()
     max_match_len: Count = 16
-    max_shared_tokens: Count = 65_536  # of other requests' outputs that are remembered, at most 450 bytes each: 29 MB
+    max_shared_tokens: Count = 65_536  # kept of other requests' outputs, at most 450 bytes each: 29 MB
 
 
 class ModelOptions(Section):
@@ -58,13 +52,13 @@ class ModelOptions(Section):
 
 
 class LayersOptions(Section):
-    """A few layers of the target, trained to go on as it does, with a head over the tokens that it really says.
+    """A few layers of the target, trained to continue as it does, with a head over its frequent tokens.
 
-    A folder of `outrider train`: config.json, and model.safetensors with the layers, the final norm and the ids of the
-    tokens that the head knows. Embedding and head are the target's own rows, read from the target's folder.
+    A folder of `outrider train`: config.json, and model.safetensors with the layers, the final norm and the token ids
+    of the head. Embedding and head are rows of the target, read from its folder.
 
-    ``dtype`` int8: on a CPU, products of int8 weights with activations of 16 bits, which read half of the bytes and add
-    about 0.7% of noise; elsewhere it is bfloat16. It does not depend on how the folder stores them.
+    ``dtype`` int8: on a CPU, products of int8 weights with 16-bit activations, which read half of the bytes and add
+    about 0.7% of noise; bfloat16 elsewhere. It does not depend on the stored dtype.
     """
 
     kind: Literal["layers"] = "layers"
@@ -73,15 +67,15 @@ class LayersOptions(Section):
     target: str = Field(default="auto", min_length=1)  # its model, as in the section model; auto: the served one
     dtype: DrafterDtype = "auto"
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
-    # Drafting stops when the whole draft is less likely than this to be right: two layers with a head of 16 thousand tokens
-    # cost 0.13 one-row steps of SmolLM2-135M a token, in which it decodes about 0.25 tokens by itself.
+    # Drafting stops when the survival probability of the whole draft falls below this. Two layers with a head of 16 thousand
+    # tokens cost 0.13 one-row steps of SmolLM2-135M per token, in which it decodes about 0.25 tokens itself.
     min_survival: Annotated[float, Field(ge=0, lt=1)] = 0.25
 
 
 class DSparkOptions(Section):
-    """A block drafter on the target's own hidden states (DSpark): it runs in the target's process, on its device.
+    """A block drafter on the target's hidden states (DSpark). Runs in the target's process, on its device.
 
-    A folder of `outrider train`, or a released DeepSpec checkpoint. ``dtype`` as of ``LayersOptions``.
+    A folder of `outrider train`, or a released DeepSpec checkpoint. ``dtype`` as in ``LayersOptions``.
     """
 
     kind: Literal["dspark"] = "dspark"
@@ -89,32 +83,31 @@ class DSparkOptions(Section):
     path: str = Field(min_length=1)  # the folder, or the name of a shipped drafter
     dtype: DrafterDtype = "auto"
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
-    # A draft ends before a token that is less likely than this to be accepted: its step costs about as much of the
-    # target's as it may bring.
+    # A draft ends before a token whose survival probability is below this: drafting it costs as much as it gains.
     min_survival: Fraction = 0.02
 
 
 class TableOptions(Section):
-    """What the target tends to say after the last few tokens: counted from its outputs, and learned while it serves."""
+    """The target's continuations of the last few tokens: counted in advance, and updated while it serves."""
 
     kind: Literal["table"] = "table"
     traits: ClassVar[Traits] = Traits()
-    path: str | None = None  # of a counted table or its folder, or the name of a shipped one; None: only what is learned
+    path: str | None = None  # a counted table, its folder, or the name of a shipped one; None: learned only
     max_learned: Annotated[int, Field(ge=0, le=2**31 - 1)] = 50_000  # contexts, about 570 bytes each
-    min_confidence: Fraction = 0.1  # a draft ends before a token less probable than this
+    min_confidence: Fraction = 0.1  # a draft ends before a less probable token
 
 
 class CascadeOptions(Section):
-    """Of several drafters the one that promises most, per request and round; the dear ones only when it pays to ask them.
+    """Selects the most promising of several drafters per request and round, and queries expensive ones only if it pays.
 
-    Lookups are asked every time, go on where another stops, and are scored by what came true whether they were used or
-    not. What asking a model is worth is learned over all requests and for each.
+    Lookups are queried in every round, may continue another member's draft, and are scored whether used or not. The
+    gain of querying a model is learned over all requests and for each.
     """
 
     kind: Literal["cascade"] = "cascade"
     members: Annotated[tuple["DrafterOptions", ...], Field(min_length=1, max_length=16)]  # cheapest first
-    # Of one draft of each member, in one-row steps of the target, until the cascade has measured it; one that costs 0 is
-    # always asked. None: 0 for lookups, 0.15 for dspark, 0.35 for layers, 1 for other models.
+    # Initial cost of a draft of each member, in one-row steps of the target, until it is measured. Members with cost 0 are
+    # always queried. None: 0 for lookups, 0.15 for dspark, 0.35 for layers, 1 for other models.
     costs: tuple[Annotated[float, Field(ge=0, le=100)], ...] | None = None
 
     @property
@@ -125,7 +118,7 @@ class CascadeOptions(Section):
         )
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _costs_fit(self) -> Self:
         if self.costs is not None and len(self.costs) != len(self.members):
             raise ValueError(
                 f"costs must hold one number for each of the {len(self.members)} members, got {len(self.costs)}"
@@ -143,7 +136,7 @@ CascadeOptions.model_rebuild()
 
 
 def parts_of(options: DrafterOptions) -> Iterator[DrafterOptions]:
-    """A drafter and all that it is made of."""
+    """A drafter and all its members, recursively."""
     yield options
     if isinstance(options, CascadeOptions):
         for member in options.members:
@@ -151,31 +144,30 @@ def parts_of(options: DrafterOptions) -> Iterator[DrafterOptions]:
 
 
 class DrafterConfig(Section):
-    """One member of the pool."""
+    """One drafter of the pool."""
 
     name: Name
     options: DrafterOptions
-    capacity: Count = DEFAULT_CAPACITY  # requests that one replica follows at once
+    capacity: Count = DEFAULT_CAPACITY  # concurrent requests of one replica
     max_draft_len: Annotated[int, Field(ge=1, le=64)] = DEFAULT_DRAFT_LEN  # tokens of one proposal
-    ahead_len: Annotated[int, Field(ge=0, le=64)] = 0  # tokens drafted on top of a proposal that is not verified yet
-    # Most of its time that goes into keeping in step with requests that others draft for, so that it can take them up at
-    # once, and telling the router what it would have drafted for them; 0: none.
+    ahead_len: Annotated[int, Field(ge=0, le=64)] = 0  # tokens drafted ahead of an unverified proposal
+    # Maximum share of its time spent on requests of other drafters: keeping in step, so that it can take them over at once,
+    # and scoring what it would have drafted. 0: none.
     spare_share: Fraction = 0.1
     replicas: Count = 1
     device: Device = "auto"
-    # When it is in memory: from the start on, if there is room, until others are wanted more; not before it is wanted; or
-    # from the start on, for ever.
+    # start: loaded at start if there is room, and evictable; lazy: loaded on demand; pinned: loaded at start, never evicted.
     load: Literal["start", "lazy", "pinned"] = "start"
     resources: Resources = Resources()
 
     @property
     def has_model(self) -> bool:
-        """Whether it multiplies matrices: worth a GPU, and threads."""
+        """Whether it computes matrix products, so that it uses a GPU or threads."""
         return self.options.traits.has_model
 
     @property
     def is_companion(self) -> bool:
-        """Whether it reads the target's hidden states, and so runs in the process of each target replica."""
+        """Whether it reads the target's hidden states, so that it runs in each target replica's process."""
         return self.options.traits.reads_hidden_states
 
     @model_validator(mode="after")
@@ -197,11 +189,10 @@ class DrafterConfig(Section):
 
 
 def default_pool(table: TableOptions | None = None, *models: DrafterOptions) -> tuple[DrafterConfig, ...]:
-    """The drafters of a file that names none: per request and round the best of lookups, a table and ``models``.
+    """The pool of a file that names no drafters: a cascade of lookups, a table and ``models``.
 
-    Beside it two lookups in processes of their own, for what they copy is drafted while the target computes, and requests
-    have somewhere to go when the cascade is gone. More members would cost memory and processor time for what the cascade
-    asks anyway.
+    Two lookups in processes of their own draft while the target computes, and serve requests if the cascade is lost.
+    More drafters would cost memory and processor time for what the cascade already provides.
     """
     cascade = CascadeOptions(members=(NgramOptions(), SuffixOptions(), table or TableOptions(), *models))
     return (

@@ -1,4 +1,4 @@
-"""The whole file: all other sections, what must hold between them, and how it is read and shown."""
+"""The whole file: the other sections, cross-checks, reading and printing."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -16,12 +16,12 @@ from cluster.config.section import Count, Device, Dtype, Milliseconds, Name, Res
 class ModelConfig(Section):
     """The served model."""
 
-    name: str = Field(default="smollm2-135m", min_length=1)  # of an embedded model (`outrider models`), or a folder
+    name: str = Field(default="smollm2-135m", min_length=1)  # an embedded model (`outrider models`), or a folder
     max_model_len: Count = 2048  # prompt and output together; at most the model's own
 
 
 class TargetConfig(Section):
-    """The engine that verifies, and how many there are of it."""
+    """The verifying engine and its replicas."""
 
     engine: Literal["native"] = "native"
     dtype: Dtype = "auto"
@@ -32,8 +32,10 @@ class TargetConfig(Section):
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.5  # of one rank
     max_num_sequences: Count = 64  # running at once in one replica
     max_pass_tokens: Count = 512  # rows of one packed pass
-    prefill_chunk_len: Count = 256  # rows that one prompt may take of a pass
+    prefill_chunk_len: Count = 256  # rows of one prompt in a pass
     resources: Resources = Resources()  # of one rank
+    # Every running sequence computes a token in each pass.
+    at_most = (("prefill_chunk_len", "max_pass_tokens"), ("max_num_sequences", "max_pass_tokens"))
 
     @field_validator("tensor_parallel")
     @classmethod
@@ -46,15 +48,6 @@ class TargetConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.prefill_chunk_len > self.max_pass_tokens:
-            raise ValueError(
-                f"prefill_chunk_len ({self.prefill_chunk_len}) must be at most max_pass_tokens ({self.max_pass_tokens})"
-            )
-        if self.max_num_sequences > self.max_pass_tokens:
-            raise ValueError(
-                f"max_num_sequences ({self.max_num_sequences}) must be at most max_pass_tokens ({self.max_pass_tokens}): "
-                "every running sequence computes a token in each pass"
-            )
         if self.device == "cpu" and self.resources.gpus not in ("auto", 0):
             raise ValueError(f"resources.gpus must be 0 on device cpu, got {self.resources.gpus}")
         if self.device == "cuda" and self.resources.gpus == 0:
@@ -63,62 +56,62 @@ class TargetConfig(Section):
 
 
 class MemoryConfig(Section):
-    """What drafters may take, those in the targets' processes apart. Who finds no room waits until others give way.
+    """Memory for drafters outside of the targets' processes. A drafter without room waits until others are unloaded.
 
-    None: what the machine has, less what targets there take and a reserve.
+    None: the machine's memory, less the targets' and a reserve.
     """
 
-    cpu_gb: Annotated[float, Field(gt=0, le=65536)] | None = None  # of each machine, by drafters on CPUs
-    gpu_gb: Annotated[float, Field(gt=0, le=4096)] | None = None  # of each GPU that drafters have
-    min_residence_s: Seconds = 20  # that a loaded drafter stays at least
+    cpu_gb: Annotated[float, Field(gt=0, le=65536)] | None = None  # per machine, for drafters on CPUs
+    gpu_gb: Annotated[float, Field(gt=0, le=4096)] | None = None  # per GPU of drafters
+    min_residence_s: Seconds = 20  # minimum time that a drafter stays loaded
 
 
 class PlannerConfig(Section):
-    """What a pass of the target verifies."""
+    """Verification in a pass of the target."""
 
-    verify: Literal["goodput", "all"] = "goodput"  # goodput: as many drafts as raise the tokens per second of the pass
-    max_hold_ms: Annotated[float, Field(ge=0, le=10_000)] = 50  # bound on the wait for a proposal; 0: never waits
+    verify: Literal["goodput", "all"] = "goodput"  # goodput: the lengths that maximise tokens per second
+    max_hold_ms: Annotated[float, Field(ge=0, le=10_000)] = 50  # maximum wait for a proposal; 0: no wait
 
 
 class TransportConfig(Section):
-    """How drafters, gateways and targets talk: unix sockets on one machine, gRPC between machines."""
+    """Links between drafters, gateways and targets: unix sockets on one machine, gRPC between machines."""
 
     kind: Literal["auto", "unix", "grpc"] = "auto"
-    host: str = "auto"  # that gRPC listens at; auto: loopback on one machine, else every interface
+    host: str = "auto"  # gRPC's listening address; auto: loopback on one machine, else all interfaces
 
 
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$", max_length=256)]
 
 
 class ApiConfig(Section):
-    """The HTTP server, and what it refuses."""
+    """The HTTP server and its limits."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
-    api_keys_file: Path | None = None  # one key a line; None: no key is asked for
+    api_keys_file: Path | None = None  # one key per line; None: no authentication
     max_body_bytes: Annotated[int, Field(ge=1024, le=2**31 - 1)] = 4 * 2**20
-    max_concurrent_requests: Count = 256  # sequences in flight; further calls wait for their turn
-    max_queued_requests: Count = 256  # calls that wait; more are refused with 429
+    max_concurrent_requests: Count = 256  # sequences in flight; further calls are queued
+    max_queued_requests: Count = 256  # queued calls; more are refused with 429
     max_choices: Annotated[int, Field(ge=1, le=128)] = 16  # n of one call
     request_deadline_s: Seconds = 600
-    unknown_fields: Literal["warn", "refuse"] = "warn"  # of a request's body; warn: ignored, and named in a header
-    cors_origins: tuple[Origin, ...] = ()  # web pages that browsers let read answers, such as https://chat.example; "*": all
+    unknown_fields: Literal["warn", "refuse"] = "warn"  # warn: ignored, and named in a header
+    cors_origins: tuple[Origin, ...] = ()  # allowed CORS origins, such as https://chat.example; "*": all
 
 
 class FileStateConfig(Section):
-    """State in small files of one folder."""
+    """State in files of a folder."""
 
     kind: Literal["file"] = "file"
     folder: Path = Path("~/.local/state/outrider")
 
 
 class RedisStateConfig(Section):
-    """State in Redis, for clusters whose head may be lost."""
+    """State in Redis, for clusters that must survive the loss of the head."""
 
     kind: Literal["redis"] = "redis"
     url: str = "redis://127.0.0.1:6379/0"
     password_file: Path | None = None  # keeps the secret out of this file
-    deadline_s: Seconds = 2  # of every call
+    deadline_s: Seconds = 2  # per call
 
     @model_validator(mode="after")
     def _usable(self) -> Self:
@@ -136,36 +129,28 @@ StateConfig = Annotated[FileStateConfig | RedisStateConfig, Field(discriminator=
 class ClusterConfig(Section):
     """The Ray cluster."""
 
-    namespace: Name = "outrider"  # deployments of different namespaces share a cluster without meeting
-    ray_address: str | None = None  # of a running cluster; None: one is started on this machine
-    token_file: Path | None = None  # shared secret of all links; None: a random one at every launch
+    namespace: Name = "outrider"  # separates deployments on one Ray cluster
+    ray_address: str | None = None  # of a running cluster; None: starts one on this machine
+    token_file: Path | None = None  # shared secret of all links; None: random at each launch
     state: StateConfig = FileStateConfig()
 
 
 class SupervisionConfig(Section):
-    """When a process counts as dead, and how it comes back."""
+    """Detection of dead processes, and restarts."""
 
     health_period_ms: Milliseconds = 500
-    health_timeout_ms: Milliseconds = 3000  # without an answer: hung, killed and restarted
-    start_timeout_s: Seconds = 300  # from start to the first sign of health
-    restart_backoff_ms: Milliseconds = 250  # before the second restart, doubled at every further one
+    health_timeout_ms: Milliseconds = 3000  # a process that does not answer is killed and restarted
+    start_timeout_s: Seconds = 300  # until the first successful health check
+    restart_backoff_ms: Milliseconds = 250  # before the second restart; doubles with each further one
     max_restart_backoff_ms: Milliseconds = 30_000
-    quarantine_restarts: Count = 5  # restarts within the window that put a drafter into quarantine
+    quarantine_restarts: Count = 5  # restarts within the window after which a drafter is quarantined
     quarantine_window_s: Seconds = 60
-    quarantine_s: Seconds = 120  # until it is tried again
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.max_restart_backoff_ms < self.restart_backoff_ms:
-            raise ValueError(
-                f"max_restart_backoff_ms ({self.max_restart_backoff_ms}) must be at least "
-                f"restart_backoff_ms ({self.restart_backoff_ms})"
-            )
-        return self
+    quarantine_s: Seconds = 120  # until the next attempt
+    at_most = (("restart_backoff_ms", "max_restart_backoff_ms"),)
 
 
 class Config(Section):
-    """The whole file. ``drafters: []`` serves the target alone; a file without the key gets the default pool."""
+    """The whole file. ``drafters: []`` serves the target alone; without the key the default pool is used."""
 
     model: ModelConfig = ModelConfig()
     target: TargetConfig = TargetConfig()
@@ -179,8 +164,8 @@ class Config(Section):
     supervision: SupervisionConfig = SupervisionConfig()
 
     def proposers_of(self, name: str) -> tuple[DrafterConfig, ...]:
-        """Who may ride ahead of a drafter in its own process, smallest first: those before it in a fixed chain, or in the
-        file where the policy makes chains."""
+        """Drafters that may draft for another in its process, smallest first: those before it in a fixed chain, or in the
+        file if the policy makes chains."""
         by_name = {drafter.name: drafter for drafter in self.drafters}
         policy = self.router.policy
         if not by_name[name].options.traits.can_verify:
@@ -214,7 +199,7 @@ class Config(Section):
         names = [drafter.name for drafter in self.drafters]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"drafters: names must differ, {', '.join(twice)} stands there more than once")
+            raise ValueError(f"drafters: names must differ, {', '.join(twice)} is used more than once")
         policy = self.router.policy
         if isinstance(policy, FixedPolicy) and policy.chain is not None:
             unknown = [name for name in policy.chain if name not in names]
@@ -227,14 +212,14 @@ class Config(Section):
 
 
 def load(path: str | Path) -> Config:
-    """The configuration in a file.
+    """Reads the configuration from a file.
 
     Raises:
-        cluster.strict_yaml.ConfigError: names the file, and of each problem line, key, value and what to do.
+        cluster.strict_yaml.ConfigError: names the file, and each problem's line, key, value and remedy.
     """
     return strict_yaml.read(Path(path), Config)
 
 
 def show(config: Config) -> str:
-    """The whole configuration as YAML, defaults written out; `load` reads it back."""
+    """The whole configuration as YAML, with defaults; `load` reads it."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

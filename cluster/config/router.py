@@ -1,4 +1,4 @@
-"""The section ``router``: who decides which drafter a request gets, and how."""
+"""The section ``router``: the policy that assigns drafters to requests."""
 
 from typing import Annotated, Literal, Self
 
@@ -8,22 +8,22 @@ from cluster.config.section import Count, Fraction, Name, Seconds, Section
 
 
 class FixedPolicy(Section):
-    """Always the same chain, or without one the first drafter of the list that has room."""
+    """Always the same chain, or without one the first drafter in the list that has capacity."""
 
     kind: Literal["fixed"] = "fixed"
-    # Drafters, nearest to the target last: each verifies what the one before it proposes, in the process of the last. []:
-    # the target alone.
+    # Drafters, nearest to the target last; each verifies the proposals of the one before it, in the last one's process.
+    # []: the target alone.
     chain: tuple[Name, ...] | None = None
 
 
 class GreedyLengthPolicy(Section):
-    """SPIN's baseline: the shorter a request, the smaller its drafter."""
+    """SPIN's baseline: shorter requests get smaller drafters."""
 
     kind: Literal["greedy-length"] = "greedy-length"
 
 
 class EpsilonGreedyPolicy(Section):
-    """SPIN's baseline: with probability epsilon any drafter, else the one with the best estimated goodput."""
+    """SPIN's baseline: with probability epsilon a random drafter, otherwise the one with the best estimated goodput."""
 
     kind: Literal["epsilon-greedy"] = "epsilon-greedy"
     epsilon: Fraction = 0.05  # per request and slot
@@ -34,12 +34,12 @@ class EpsilonGreedyPolicy(Section):
 
 
 class LbssPolicy(Section):
-    """SPIN's algorithms 1 and 2: explores by chunks of slots, then exploits for twice as long as the last time."""
+    """SPIN's algorithms 1 and 2: explores in chunks of slots, then exploits for twice as long as before."""
 
     kind: Literal["lbss"] = "lbss"
-    exploration_slots: Count = 16  # alpha: slots of each exploration
-    chunk_slots: Count = 2  # beta: slots that a request stays where it was drawn to
-    longest_exploitation: Count | None = None  # slots; None: twice as many with every epoch, for ever, as in the paper
+    exploration_slots: Count = 16  # alpha: slots of an exploration phase
+    chunk_slots: Count = 2  # beta: slots that a request keeps a drawn drafter
+    longest_exploitation: Count | None = None  # slots; None: doubles with every epoch, as in the paper
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
 
     @model_validator(mode="after")
@@ -52,31 +52,31 @@ class LbssPolicy(Section):
 
 
 class HedgePolicy(Section):
-    """Full information: estimates for every request and drafter, from what was drafted and what would have been."""
+    """Full information: estimates per request and drafter, from drafts and counterfactual scores."""
 
     kind: Literal["hedge"] = "hedge"
     learning_rate: Annotated[float, Field(gt=0, le=1000)] = 1.0  # of the exponential weights, per token and round
     hysteresis: Fraction = 0.05  # relative gain under which a request stays where it is
-    exploration: Fraction = 0.01  # of requests, per slot, that try a drafter of which they have seen next to nothing
-    payback_s: Seconds = 5  # within which a switch must have gained what it costs
+    exploration: Fraction = 0.01  # share of requests, per slot, that try a drafter with little evidence
+    payback_s: Seconds = 5  # within which a switch must recover its cost
     request_rounds: Annotated[float, Field(gt=0, le=1000)] = 8.0  # of a request's own before they outweigh its cluster's
     cluster_rounds: Annotated[float, Field(gt=0, le=100_000)] = 50.0  # of a cluster's before they outweigh the drafter's
     memory_rounds: Annotated[float, Field(ge=1, le=1_000_000)] = 1000.0  # rounds after which an observation has faded to 1/e
-    num_clusters: Annotated[int, Field(ge=1, le=64)] = 16  # of like prompts
+    num_clusters: Annotated[int, Field(ge=1, le=64)] = 16  # of similar prompts
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
 
 
 class ChainPolicy(Section):
     """SpecRouter: for each request the chain of models with the least expected time per token.
 
-    The drafters of the file stand from small to large. In the process of each that can verify, all before it are made, too.
+    List drafters from small to large. The process of each drafter that can verify also loads those before it.
     """
 
     kind: Literal["chain"] = "chain"
     max_levels: Annotated[int, Field(ge=2, le=4)] = 4  # models of a chain, the target included
-    hysteresis: Fraction = 0.1  # share of the time per token under which a request stays where it is
+    hysteresis: Fraction = 0.1  # relative gain below which a request keeps its chain
     time_weight: Annotated[float, Field(gt=0, le=1)] = 0.1  # of the newest measured pass times (SpecRouter's alpha)
-    calm_slots: Count = 40  # without an error or want of memory, after which a chain may be a level longer again
+    calm_slots: Count = 40  # slots without errors or eviction after which chains may grow by a level
     request_rounds: Annotated[float, Field(gt=0, le=1000)] = 8.0  # of a request's own before they outweigh its cluster's
     cluster_rounds: Annotated[float, Field(gt=0, le=100_000)] = 50.0  # of a cluster's before they outweigh the drafter's
     memory_rounds: Annotated[float, Field(ge=1, le=1_000_000)] = 1000.0  # rounds after which an observation has faded to 1/e
@@ -90,24 +90,17 @@ PolicyConfig = Annotated[
 
 
 class CollapseConfig(Section):
-    """When what a drafter drafts counts as worthless, and how it comes back."""
+    """Quarantine of drafters whose acceptance collapses."""
 
-    remaining: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of what is usual for it to be right: the collapse to find
-    quarantine_s: Seconds = 60  # until it is tried again, twice as long each time that it fails
+    remaining: Annotated[float, Field(gt=0, lt=1)] = 0.1  # acceptance that counts as collapsed, as a share of the usual
+    quarantine_s: Seconds = 60  # until the first trial; doubles with each failure
     max_quarantine_s: Seconds = 600
-    trial_places: Count = 2  # requests that may be with it then
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.max_quarantine_s < self.quarantine_s:
-            raise ValueError(
-                f"max_quarantine_s ({self.max_quarantine_s}) must be at least quarantine_s ({self.quarantine_s})"
-            )
-        return self
+    trial_places: Count = 2  # concurrent requests during a trial
+    at_most = (("quarantine_s", "max_quarantine_s"),)
 
 
 class RouterConfig(Section):
-    """Who rides ahead of whom, and how often that is decided."""
+    """The assignment policy and its period."""
 
     policy: PolicyConfig = HedgePolicy()
     slot_ms: Annotated[float, Field(ge=10, le=10_000)] = 250

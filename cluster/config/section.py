@@ -1,7 +1,7 @@
-"""What all sections of the file have in common: strictness, and the kinds of values."""
+"""Common to all sections: strict parsing and types of values."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,13 +18,22 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """A part of the file: immutable, strict, and without keys that nobody reads."""
+    """A section of the file: immutable, strict, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    at_most: ClassVar[tuple[tuple[str, str], ...]] = ()  # fields, and the fields that bound them
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for name, bound in self.at_most:
+            value, most = getattr(self, name), getattr(self, bound)
+            if value > most:
+                raise ValueError(f"{name} ({value}) must be at most {bound} ({most})")
+        return self
 
 
 class Resources(Section):
-    """What one process takes. Ray reserves cpus and gpus; a fraction of a GPU shares it."""
+    """Resources of one process. Ray reserves cpus and gpus; a fraction shares a GPU."""
 
     cpus: Share | Auto = "auto"
     gpus: Share | Auto = "auto"

@@ -1,6 +1,6 @@
 """Links: long-lived, bidirectional, ordered streams of messages between two processes.
 
-One contract, three implementations (``memory://name``, ``unix:///path``, ``grpc://host:port``), chosen by address in
-``cluster.transport.factory``. A link never blocks its owner: ``send`` queues or raises, what arrives goes to the owner's
-``Mailbox`` together with the coming and going of links, and the owner drains that once a round.
+Three implementations of one contract, selected by address in ``cluster.transport.factory``: ``memory://name``,
+``unix:///path`` and ``grpc://host:port``. A link never blocks its owner: ``send`` queues or raises, received messages
+and link events go to the owner's ``Mailbox``, which the owner drains once per round.
 """

@@ -1,4 +1,4 @@
-"""The protocols of a link, and the mailbox that every owner reads."""
+"""The protocols of links and listeners, and the mailbox that receives their events."""
 
 import threading
 from collections import deque
@@ -12,51 +12,50 @@ from cluster.records import record
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one link may use, and one listener. Both ends of a link should have the same.
+    """Limits of a link and of a listener; both ends of a link should use the same.
 
-    ``silence_s`` must leave room for several heartbeats: a process that holds the GIL for long sends none.
+    ``silence_s`` must exceed several heartbeats, because a process that holds the GIL sends none.
     """
 
     max_message_bytes: int = 16 * 2**20
-    queue_len: int = 64  # messages that wait to be sent
-    handshake_s: float = 5.0  # a peer that has not said its Hello by then is dropped
-    heartbeat_s: float = 1.0  # an idle link says this often that it is there
-    silence_s: float = 6.0  # a connected peer that says nothing for this long is down
-    max_links: int = 256  # of one listener
+    queue_len: int = 64  # messages waiting to be sent
+    handshake_s: float = 5.0  # deadline for the peer's Hello
+    heartbeat_s: float = 1.0  # period of pings on an idle link
+    silence_s: float = 6.0  # silence after which a connected peer is down
+    max_links: int = 256  # per listener
 
 
 class Link(Protocol):
     """One end of a stream. Thread-safe.
 
-    ``peer`` is what the other end said of itself, already checked. Messages arrive in the order sent, at most once;
-    a link that breaks loses what was under way, and the protocol above resyncs.
+    ``peer`` is the verified Hello of the other end. Messages arrive in order and at most once. A link that breaks loses
+    the messages in flight, and the protocol above resyncs.
     """
 
     @property
     def peer(self) -> Hello: ...
 
     def send(self, message: Message) -> None:
-        """Queue a message without waiting.
+        """Queues a message without waiting.
 
         Raises:
-            LinkClosed: the other end is gone, or this one was closed.
-            LinkFull: its bounded queue is full; the message was dropped.
-            WireError: the message cannot travel: a value outside its range, or too many bytes. Links within a process, which
-                encode nothing, take it.
+            LinkClosed: either end has closed the link.
+            LinkFull: the send queue is full; the message was dropped.
+            WireError: a value is outside its range, or the message is too large. Links within a process accept it.
         """
 
     def close(self) -> None:
-        """Stop; idempotent. The other end sees LinkDown, this one nothing more. What is still queued may be lost."""
+        """Closes the link; idempotent. The peer gets LinkDown, this end nothing. Queued messages may be lost."""
 
 
 class Listener(Protocol):
-    """Accepts links at an address until closed."""
+    """Accepts links at an address."""
 
     @property
     def address(self) -> str: ...
 
     def close(self) -> None:
-        """Stop accepting and close the links that were accepted; idempotent."""
+        """Stops accepting and closes the accepted links; idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +79,10 @@ Event = LinkUp | LinkDown | Received
 
 
 class Mailbox:
-    """A bounded, thread-safe inbox: events from any number of links, and whatever else the owner must hear of.
+    """A bounded, thread-safe inbox for the events of any number of links.
 
-    ``put`` of a message refuses when full, so that a slow owner pushes back to the sender; ``LinkUp`` and ``LinkDown``
-    always fit, there is one of each per link.
+    ``put`` refuses messages when it is full, which pushes back to the sender. It always accepts ``LinkUp`` and
+    ``LinkDown``, of which each link has one.
     """
 
     def __init__(self, capacity: int = 4096) -> None:
@@ -94,8 +93,8 @@ class Mailbox:
         self._ready = threading.Condition()
 
     def put(self, event: Event, on_room: Callable[[], None] | None = None) -> bool:
-        """Returns False when the mailbox is full and the event is a message: it was not taken. Then ``on_room`` is called
-        once, after the next drain and by the thread that drains: it must be quick and may put again."""
+        """Returns False if the mailbox is full and did not take the event, which is then a message. ``on_room`` is called
+        once after the next drain, on the draining thread; it must be quick and may put again."""
         with self._ready:
             if isinstance(event, Received) and len(self._events) >= self._capacity:
                 if on_room is not None:
@@ -106,7 +105,7 @@ class Mailbox:
             return True
 
     def drain(self) -> list[Event]:
-        """All that has come, oldest first, without waiting."""
+        """Returns all waiting events, oldest first, without blocking."""
         with self._ready:
             events = list(self._events)
             self._events.clear()
@@ -116,14 +115,14 @@ class Mailbox:
         return events
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is something to drain, or a wake, at most timeout_s. Returns whether there is something."""
+        """Waits at most ``timeout_s`` for an event or a wake. Returns whether there is an event."""
         with self._ready:
             self._ready.wait_for(lambda: self._events or self._woken, timeout_s)
             self._woken = False
             return bool(self._events)
 
     def wake(self) -> None:
-        """End this wait, or the next, early."""
+        """Ends the current wait, or the next one, early."""
         with self._ready:
             self._woken = True
             self._ready.notify_all()

@@ -1,6 +1,8 @@
 """Encodes frames as bytes and back: the dataclasses of ``cluster.messages`` as the protobuf of ``wire.proto``.
 
-The work here is per request, never per token: the protobuf runtime converts token ids and confidences as packed columns.
+A dataclass and its protobuf message name their fields alike, so both directions follow from the dataclass's types
+(``codec_fields``). A new field needs a line in the dataclass and one in ``wire.proto``. Python works per request, never per
+token: the protobuf runtime converts token ids and confidences as packed columns.
 """
 
 from collections.abc import Callable
@@ -9,29 +11,46 @@ from typing import Any
 from google.protobuf.message import DecodeError, EncodeError
 
 from cluster.errors import InvalidField, WireError
-from cluster.messages import CommitRound, DraftRound, Hello, Message, ProposalRound, Role, SubmitRound
+from cluster.messages import CommitRound, DraftRound, Hello, Message, ProposalRound, SubmitRound
 from cluster.transport import wire_pb2 as wire
-from cluster.transport.codec_drafting import (
-    decode_draft_round,
-    decode_proposal_round,
-    encode_draft_round,
-    encode_proposal_round,
-)
-from cluster.transport.codec_serving import (
-    decode_commit_round,
-    decode_submit_round,
-    encode_commit_round,
-    encode_submit_round,
-)
+from cluster.transport.codec_fields import decoder_of, encoder_of
 from cluster.transport.frames import Frame, Greeting, Ping, Refusal, Welcome
+
+_KINDS: dict[str, type] = {
+    "welcome": Welcome,
+    "refusal": Refusal,
+    "ping": Ping,
+    "draft_round": DraftRound,
+    "proposal_round": ProposalRound,
+    "submit_round": SubmitRound,
+    "commit_round": CommitRound,
+}
+_encode_hello, _decode_hello = encoder_of(Hello), decoder_of(Hello)
+
+
+def _encode_greeting(greeting: Greeting) -> dict[str, Any]:
+    return _encode_hello(greeting.hello) | {"nonce": greeting.nonce, "proof": greeting.proof}
+
+
+def _decode_greeting(hello: wire.Hello) -> Greeting:
+    return Greeting(_decode_hello(hello), hello.nonce, hello.proof)
+
+
+_ENCODERS: dict[type, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    Greeting: ("hello", _encode_greeting),
+    **{cls: (kind, encoder_of(cls)) for kind, cls in _KINDS.items()},
+}
+_DECODERS: dict[str, Callable[[Any], Frame]] = {
+    "hello": _decode_greeting,
+    **{kind: decoder_of(cls) for kind, cls in _KINDS.items()},
+}
 
 
 def encode(frame: Frame) -> bytes:
     """Raises WireError where a value lies outside what the wire can hold (a negative token id, say)."""
-    out = wire.Frame()
+    kind, encode_kind = _ENCODERS[type(frame)]
     try:
-        _ENCODERS[type(frame)](frame, out)
-        return out.SerializeToString()
+        return wire.Frame(**{kind: encode_kind(frame)}).SerializeToString()
     except (ValueError, TypeError, EncodeError) as error:
         raise WireError(f"a {type(frame).__name__} cannot be sent: {error}") from error
 
@@ -58,66 +77,3 @@ def encode_message(message: Message, max_bytes: int) -> bytes:
             f"a {type(message).__name__} of {len(data)} bytes cannot be sent: the link takes at most {max_bytes}"
         )
     return data
-
-
-# The handshake and the heartbeat.
-
-
-def _encode_greeting(greeting: Greeting, out: wire.Frame) -> None:
-    hello, to = greeting.hello, out.hello
-    to.role = hello.role.value
-    to.name = hello.name
-    to.vocab_size = hello.vocab_size
-    to.tokenizer_fingerprint = hello.tokenizer_fingerprint
-    to.protocol_version = hello.protocol_version
-    to.nonce = greeting.nonce
-    to.proof = greeting.proof
-
-
-def _decode_greeting(hello: wire.Hello) -> Greeting:
-    said = Hello(
-        role=Role(hello.role),
-        name=hello.name,
-        vocab_size=hello.vocab_size,
-        tokenizer_fingerprint=hello.tokenizer_fingerprint,
-        protocol_version=hello.protocol_version,
-    )
-    return Greeting(said, hello.nonce, hello.proof)
-
-
-def _encode_welcome(welcome: Welcome, out: wire.Frame) -> None:
-    out.welcome.SetInParent()
-    out.welcome.proof = welcome.proof
-
-
-def _encode_refusal(refusal: Refusal, out: wire.Frame) -> None:
-    out.refusal.SetInParent()
-    out.refusal.reason = refusal.reason
-    out.refusal.tokenizer = refusal.tokenizer
-
-
-def _encode_ping(_: Ping, out: wire.Frame) -> None:
-    out.ping.SetInParent()
-
-
-_ENCODERS: dict[type, Callable[[Any, wire.Frame], None]] = {
-    Greeting: _encode_greeting,
-    Welcome: _encode_welcome,
-    Refusal: _encode_refusal,
-    Ping: _encode_ping,
-    DraftRound: encode_draft_round,
-    ProposalRound: encode_proposal_round,
-    SubmitRound: encode_submit_round,
-    CommitRound: encode_commit_round,
-}
-
-_DECODERS: dict[str, Callable[[Any], Frame]] = {
-    "hello": _decode_greeting,
-    "welcome": lambda welcome: Welcome(welcome.proof),
-    "refusal": lambda refusal: Refusal(refusal.reason, refusal.tokenizer),
-    "ping": lambda _: Ping(),
-    "draft_round": decode_draft_round,
-    "proposal_round": decode_proposal_round,
-    "submit_round": decode_submit_round,
-    "commit_round": decode_commit_round,
-}

@@ -1,10 +1,10 @@
-"""The one place that knows which address means which transport.
+"""Selects the transport by the scheme of an address.
 
-    memory://NAME        within one process; nothing is encoded, so limits on the size of messages do not matter
-    unix:///PATH         within one node
-    grpc://HOST:PORT     between nodes; port 0 picks a free one, the listener's address tells which
+    memory://NAME        within a process; messages are not encoded, so size limits do not apply
+    unix:///PATH         within a node
+    grpc://HOST:PORT     between nodes; port 0 picks a free port, which the listener's address names
 
-Both functions may be called from any thread, and the links belong to plain threads: no event loop is needed or used.
+Any thread may call these functions. Links need no event loop.
 """
 
 from cluster.errors import InvalidField
@@ -12,14 +12,14 @@ from cluster.messages import Hello
 from cluster.transport.base import Limits, Link, Listener, Mailbox
 from cluster.transport.memory import LocalNetwork
 
-LOCAL = LocalNetwork()  # the names of memory:// are those of this process
+LOCAL = LocalNetwork()
 
 
 def listen(address: str, mailbox: Mailbox, hello: Hello, limits: Limits | None = None) -> Listener:
-    """Accept links at an address; each comes to the mailbox as a LinkUp once both ends have checked the other's Hello.
+    """Accepts links at an address. Each is announced to the mailbox by LinkUp after both ends have verified each other.
 
     Raises:
-        InvalidField: the address is of no known form, cannot be used here, or is in use.
+        InvalidField: the address is malformed, cannot be used here, or is in use.
     """
     limits = limits or Limits()
     match address.partition("://")[0]:
@@ -30,7 +30,7 @@ def listen(address: str, mailbox: Mailbox, hello: Hello, limits: Limits | None =
 
             return UnixListener(address, mailbox, hello, limits)
         case "grpc":
-            from cluster.transport.rpc import RpcListener  # imports gRPC, which not every process needs
+            from cluster.transport.rpc import RpcListener  # imports gRPC
 
             return RpcListener(address, mailbox, hello, limits)
         case _:
@@ -38,14 +38,14 @@ def listen(address: str, mailbox: Mailbox, hello: Hello, limits: Limits | None =
 
 
 def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float = 5.0, limits: Limits | None = None) -> Link:
-    """Link with a listener. Waits for its Hello, at most ``deadline_s``; LinkUp is in the mailbox when this returns.
+    """Connects to a listener. Waits at most ``deadline_s`` for the handshake; LinkUp is then in the mailbox.
 
-    It does not wait for a listener to appear: whoever wants that tries again later.
+    Does not wait for a listener to appear.
 
     Raises:
-        InvalidField: the address is of no known form.
-        IncompatibleTokenizer: the two ends have different vocabularies or tokenizers.
-        LinkClosed: nobody listens there, the other end refused for another reason, or the deadline passed.
+        InvalidField: the address is malformed.
+        IncompatibleTokenizer: vocabularies or tokenizers differ.
+        LinkClosed: nobody listens, the peer refused for another reason, or the deadline passed.
     """
     limits = limits or Limits()
     match address.partition("://")[0]:
@@ -64,7 +64,7 @@ def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float = 5.
 
 
 def as_seen_from_elsewhere(address: str, host: str) -> str:
-    """A listener's address for others: one that listens at every interface is told by ``host``, the name of its node."""
+    """The address for other nodes: a wildcard host is replaced by ``host``, the name of the listener's node."""
     for everywhere in ("grpc://0.0.0.0:", "grpc://[::]:"):
         if address.startswith(everywhere):
             name = f"[{host}]" if ":" in host else host

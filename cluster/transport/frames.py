@@ -1,4 +1,4 @@
-"""What a link itself says, beside the messages that it carries."""
+"""Frames of the link protocol itself, sent beside the messages."""
 
 from dataclasses import dataclass
 
@@ -8,23 +8,23 @@ from cluster.messages import Hello, Message
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Instead of a Greeting or a Welcome: why an end does not want the link.
+    """Sent instead of a Greeting or Welcome by an end that refuses the link.
 
-    ``tokenizer``: the token ids of the two ends do not mean the same text.
+    ``tokenizer``: the reason is a different vocabulary or tokenizer.
     """
 
     reason: str
     tokenizer: bool = False
 
     def error(self, address: str) -> IncompatibleTokenizer | LinkClosed:
-        """What the connecting side raises."""
+        """The exception for the connecting side."""
         message = f"the link to {address} was refused: {self.reason}"
         return IncompatibleTokenizer(message) if self.tokenizer else LinkClosed(message)
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """The first frame of each end: what it says of itself, and a nonce. ``proof``: the accepting end's, of the secret."""
+    """The first frame of each end: its Hello and a nonce. ``proof``: the accepting end's proof of the secret."""
 
     hello: Hello
     nonce: bytes
@@ -33,14 +33,14 @@ class Greeting:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The connecting end has checked the accepting end's Greeting, and proves in turn that it knows the secret."""
+    """Sent by the connecting end after it has verified the acceptor's Greeting. ``proof``: its own proof of the secret."""
 
     proof: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """The sender is still there. Needs no answer: both ends send them."""
+    """Heartbeat, sent by both ends and not answered."""
 
 
 Frame = Greeting | Welcome | Refusal | Ping | Message

@@ -1,8 +1,8 @@
-"""Who may link with whom: each end checks what the other says of itself before either sees a LinkUp.
+"""Verification of the peer, by each end before its LinkUp.
 
-Both ends prove that they know the cluster's secret without sending it: each sends a new nonce, and an HMAC-SHA256 under the
-secret over its side, both nonces and both hellos. So a recorded proof does not fit another link, whose nonces differ, and a
-proof cannot be sent back to its maker, whose side differs. Hellos and later messages are not encrypted.
+Both ends prove that they know the cluster's secret without sending it. Each sends a fresh nonce, and an HMAC-SHA256
+under the secret over its side, both nonces and both hellos. A recorded proof fits no other link, because the nonces
+differ; a proof cannot be reflected, because the sides differ. Hellos and later messages are not encrypted.
 """
 
 import hashlib
@@ -19,19 +19,19 @@ _CONTEXT = "outrider link handshake"
 
 
 class Side(StrEnum):
-    """Which end of a link."""
+    """One end of a link."""
 
     CONNECTING = "connecting"
     ACCEPTING = "accepting"
 
 
 def greeting(own: Hello) -> Greeting:
-    """With a nonce that was never used before, and without the secret."""
+    """A Greeting with a fresh nonce and without the secret."""
     return Greeting(replace(own, token=""), secrets.token_bytes(NONCE_BYTES))
 
 
 def proof(secret: str, side: Side, connecting: Greeting, accepting: Greeting) -> bytes:
-    """32 bytes that only an end that knows the secret can make, and that say which end it is."""
+    """The 32-byte proof that ``side`` knows the secret."""
     mac = hmac.new(secret.encode(), digestmod=hashlib.sha256)
     for part in (_CONTEXT.encode(), side.encode(), *_parts(connecting), *_parts(accepting)):
         mac.update(len(part).to_bytes(4, "big") + part)  # with its length, so that no two lists of parts look alike
@@ -39,17 +39,17 @@ def proof(secret: str, side: Side, connecting: Greeting, accepting: Greeting) ->
 
 
 def proves(given: bytes, secret: str, side: Side, connecting: Greeting, accepting: Greeting) -> bool:
-    """Whether ``given`` is the proof of that side. Takes the same time for any wrong one."""
+    """Whether ``given`` is the proof of ``side``, in constant time."""
     return hmac.compare_digest(given, proof(secret, side, connecting, accepting))
 
 
 def same_secret(own: Hello, peer: Hello) -> bool:
-    """Of two ends in one process, where nothing is sent. In constant time."""
+    """For two ends in one process, which send nothing. Constant time."""
     return hmac.compare_digest(own.token.encode(), peer.token.encode())
 
 
 def first_refusal(own: Hello, peer: Greeting) -> Refusal | None:
-    """Why a peer that has proved nothing yet is refused at once: it could not go on with this handshake."""
+    """Why a peer is refused before it proves anything: its version or nonce is wrong."""
     if own.protocol_version != peer.hello.protocol_version:
         return Refusal(
             f"{peer.hello.role} {peer.hello.name!r} speaks protocol version {peer.hello.protocol_version}, "
@@ -66,7 +66,7 @@ def wrong_secret(own: Hello, peer: Hello) -> Refusal:
 
 
 def refusal(own: Hello, peer: Hello) -> Refusal | None:
-    """Why the end that says ``own`` refuses one that says ``peer`` and knows the secret; None when it does not."""
+    """Why ``own`` refuses ``peer``, which knows the secret; None if it does not."""
     if (own.role is Role.TARGET) == (peer.role is Role.TARGET):
         return Refusal(f"a {peer.role} ({peer.name!r}) cannot link with a {own.role} ({own.name!r}): one must be a target")
     if Role.GATEWAY in (own.role, peer.role):

@@ -1,7 +1,6 @@
-"""Links within one process: ``memory://name``. No threads, no time: a message is in the peer's mailbox when send returns.
+"""Links within one process: ``memory://name``. No threads and no clock: ``send`` delivers into the peer's mailbox.
 
-``LocalNetwork`` is what the factory uses. ``cluster.transport.simulation`` carries the same links through a virtual clock
-and faults.
+A subclass of ``LocalNetwork`` may deliver later, or not at all, to simulate a network.
 """
 
 import threading
@@ -19,8 +18,8 @@ SCHEME = "memory://"
 
 
 class MemoryLink:
-    """One end. Messages that its owner's full mailbox refused wait here, at the receiving end, as they would in a
-    socket's buffer; ``queue_len`` bounds them and those under way."""
+    """One end. Holds the messages that its owner's full mailbox refused, as a socket's buffer would. ``queue_len`` bounds
+    them together with those in flight."""
 
     def __init__(self, network: "LocalNetwork", mailbox: Mailbox, own: Hello, peer: Hello, limits: Limits) -> None:
         self.own = own
@@ -29,10 +28,10 @@ class MemoryLink:
         self._mailbox = mailbox
         self._limits = limits
         self._lock = threading.Lock()
-        self._arrived: deque[Event] = deque()  # refused by the mailbox, oldest first
+        self._arrived: deque[Event] = deque()  # refused by the full mailbox, oldest first
         self._num_under_way = 0
-        self._closed: str | None = None  # why
-        self.other: MemoryLink  # set by the network before either end is seen
+        self._closed: str | None = None  # the reason
+        self.other: MemoryLink  # set by the network
         self.on_closed: Callable[[], None] = lambda: None
 
     @property
@@ -40,7 +39,6 @@ class MemoryLink:
         return self._peer
 
     def send(self, message: Message) -> None:
-        # What arrives is the message itself, which nobody can change.
         if self._network.encodes:
             encode_message(message, self._limits.max_message_bytes)
         if self._closed is not None:
@@ -52,16 +50,14 @@ class MemoryLink:
         if self.shut("closed here"):
             self._network.carry_end(self.other, f"{self.own.role} {self.own.name!r} closed the link")
 
-    # What the network does with an end.
-
     def open(self) -> None:
-        """Tell both owners. Nothing may reach the other one before its LinkUp, however fast this one sends."""
+        """Announces both ends. Locks the other end, so that no message reaches it before its LinkUp."""
         with self.other._lock:
             self._mailbox.put(LinkUp(self))
             self.other._mailbox.put(LinkUp(self.other))
 
     def reserve(self) -> None:
-        """Raises LinkFull when too many messages to this end are under way or wait for its owner."""
+        """Raises LinkFull if too many messages to this end are in flight or wait for its owner."""
         with self._lock:
             if self._num_under_way + len(self._arrived) >= self._limits.queue_len:
                 raise LinkFull(
@@ -70,19 +66,19 @@ class MemoryLink:
             self._num_under_way += 1
 
     def arrive(self, message: Message) -> None:
-        """A message that was reserved for has come."""
+        """Delivers a message whose place was reserved."""
         with self._lock:
             self._num_under_way -= 1
             if self._closed is None:
                 self._take(Received(self, message))
 
     def lose(self) -> None:
-        """A message that was reserved for will never come."""
+        """Frees the place of a message that was lost."""
         with self._lock:
             self._num_under_way -= 1
 
     def end(self, reason: str) -> None:
-        """The other end is gone. LinkDown comes behind the messages that wait."""
+        """The other end has closed: LinkDown follows the waiting messages."""
         with self._lock:
             if self._closed is not None:
                 return
@@ -91,7 +87,7 @@ class MemoryLink:
         self.on_closed()
 
     def shut(self, reason: str) -> bool:
-        """Closed by its owner, who hears nothing more. Returns whether it was open."""
+        """Closed by its owner, which gets no further event. Returns whether it was open."""
         with self._lock:
             was_open = self._closed is None
             self._closed = self._closed or reason
@@ -116,7 +112,7 @@ class MemoryListener:
         self.mailbox = mailbox
         self.hello = hello
         self.limits = limits
-        self.links: dict[MemoryLink, None] = {}  # in the order of their coming
+        self.links: dict[MemoryLink, None] = {}
 
     @property
     def address(self) -> str:
@@ -129,11 +125,11 @@ class MemoryListener:
 
 
 class LocalNetwork:
-    """The names that are listened at, and how messages get from one end to the other: at once.
+    """The listeners of a process by address. Delivers messages at once.
 
     Args:
-        encodes: messages are encoded as on a real link, only so that what could not travel is refused. It takes a tenth or
-            more of the time of a target and a companion between two passes; tests want it.
+        encodes: encode messages as a real link does, only to refuse what it would refuse. For tests: it costs a tenth or
+            more of a target's time between two passes.
     """
 
     def __init__(self, encodes: bool = False) -> None:
@@ -147,14 +143,14 @@ class LocalNetwork:
         listener = MemoryListener(self, address, mailbox, hello, limits or Limits())
         with self._lock:
             if address in self._listeners:
-                raise InvalidField("address", address, "is already listened at")
+                raise InvalidField("address", address, "is already in use")
             self._listeners[address] = listener
         return listener
 
     def connect(
         self, address: str, mailbox: Mailbox, hello: Hello, deadline_s: float = 5.0, limits: Limits | None = None
     ) -> MemoryLink:
-        """As ``cluster.transport.factory.connect``; it never waits."""
+        """As ``cluster.transport.factory.connect``; never waits."""
         _check(address)
         with self._lock:
             listener = self._listeners.get(address)
@@ -176,11 +172,11 @@ class LocalNetwork:
         return near
 
     def carry(self, to: MemoryLink, message: Message) -> None:
-        """Bring a message to an end that has reserved room for it."""
+        """Delivers a message to an end that has reserved its place."""
         to.arrive(message)
 
     def carry_end(self, to: MemoryLink, reason: str) -> None:
-        """Tell an end that the other has closed, behind the messages under way."""
+        """Tells an end, after the messages in flight, that the other has closed."""
         to.end(reason)
 
     def forget(self, listener: MemoryListener) -> None:

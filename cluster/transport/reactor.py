@@ -1,7 +1,6 @@
-"""One background thread per process that waits on all unix sockets, so that their owners never do.
+"""A background thread per process that waits on all unix sockets.
 
-It starts with its first user and ends with its last. It is no asyncio loop because that takes about four times as long for
-the same round trip.
+It starts with its first user and ends with its last. An asyncio loop took about four times as long per round trip.
 """
 
 import heapq
@@ -21,20 +20,20 @@ _current: "Reactor | None" = None
 
 
 class Watcher(Protocol):
-    """Whoever watches a socket. Called on the reactor's thread."""
+    """Handles the events of a socket, on the reactor's thread."""
 
     def ready(self, events: int) -> None:
-        """It may still come once after ``watch`` was told to stop."""
+        """May still be called once after ``watch`` with no events."""
 
     def fail(self, reason: str) -> None:
-        """The reactor ended by an error and will not say when the socket is ready."""
+        """The reactor has failed and reports no further events."""
 
 
 class Reactor:
-    """Get one with ``acquire``, give it back with ``release``. Other threads may use ``call`` alone."""
+    """Obtained by ``acquire`` and returned by ``release``. Other threads may only use ``call``."""
 
     def __init__(self) -> None:
-        self.num_users = 0  # guarded by the module's lock
+        self.num_users = 0  # guarded by _lock
         self._wake_in, self._wake_out = socket.socketpair()
         try:
             self._selector = selectors.DefaultSelector()
@@ -49,7 +48,7 @@ class Reactor:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
         self._wake_lock = threading.Lock()
-        self._is_awake = False  # a byte that wakes the thread is under way
+        self._is_awake = False  # a wake-up byte is in the socket
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="outrider-io", daemon=True)
         try:
@@ -60,7 +59,7 @@ class Reactor:
             raise
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run a function on the reactor's thread, soon and in order. After the reactor's end it is not run."""
+        """Runs a function soon on the reactor's thread, in order. After the reactor's end it does nothing."""
         with self._wake_lock:
             if self._has_ended:
                 return
@@ -73,7 +72,7 @@ class Reactor:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._sequence), function))
 
     def watch(self, sock: socket.socket, events: int, watcher: Watcher) -> None:
-        """Tell the watcher when the socket is ready for any of these events; 0 for none."""
+        """Registers the events for which the watcher is called; 0: none."""
         is_known = sock in self._selector.get_map()
         if is_known and events:
             self._selector.modify(sock, events, watcher)
@@ -89,7 +88,7 @@ class Reactor:
                 self._step()
         except BaseException as error:
             reason = f"the I/O thread failed: {error!r}"
-            raise  # threading.excepthook shows it; the watchers hear of it below
+            raise  # to threading.excepthook
         finally:
             self._end(reason)
 
@@ -129,10 +128,10 @@ class Reactor:
 
 
 def acquire() -> Reactor:
-    """The process's reactor, started if there is none.
+    """The process's reactor, started if necessary.
 
     Raises:
-        OSError, RuntimeError: there is none, and no descriptor or thread is left to start it.
+        OSError, RuntimeError: no file descriptor or thread is left for it.
     """
     global _current
     with _lock:
@@ -143,7 +142,7 @@ def acquire() -> Reactor:
 
 
 def release(reactor: Reactor) -> None:
-    """On the reactor's thread: a user has unwatched all its sockets. The last one ends the reactor."""
+    """Called on the reactor's thread after a user has unregistered its sockets. The last user ends the reactor."""
     global _current
     with _lock:
         reactor.num_users -= 1

@@ -1,12 +1,12 @@
 """Links between nodes: ``grpc://host:port``. One method, a bidirectional stream of frames.
 
-Plain threads, one that reads and one that writes per link, and no event loop: measured, gRPC's asyncio interface is no
-faster for one message per round, and it quarrels with the loop of whoever else uses it in the process (Ray Serve does).
-A reader that stops leaves frames to gRPC's flow control, which stops the writer at the other end.
+Each link has a reading and a writing thread, and no event loop: gRPC's asyncio interface is no faster for one message
+per round, and conflicts with other users of it in the process, such as Ray Serve. If the reader stops, gRPC's flow
+control stops the writer at the other end.
 
-A frame travels in pieces of at most ``PIECE_BYTES``; the first byte of each says whether it is the last. gRPC reads a whole
-message before anybody sees it, and its limit on messages holds for all of a stream's life. With pieces that limit is small,
-so that a peer that has not proved who it is cannot make this process hold much.
+A frame travels in pieces of at most ``PIECE_BYTES``, whose first byte says whether it is the last. gRPC buffers a whole
+message before any check, with one limit for the stream's life: small pieces keep that limit low, so that an
+unauthenticated peer cannot occupy much memory.
 """
 
 import logging
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def _options(limits: Limits) -> list[tuple[str, int]]:
-    """A peer whose host hangs or is gone answers no HTTP/2 pings: gRPC's core finds that out, and an idle link lives."""
+    """gRPC's core detects peers whose host hangs or is gone, by HTTP/2 pings that they do not answer."""
     heartbeat_ms = int(limits.heartbeat_s * 1000)
     ping_timeout_ms = max(1, int(limits.silence_s * 1000) - heartbeat_ms)
     return [
@@ -43,27 +43,27 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", PIECE_BYTES + 1),
         ("grpc.max_metadata_size", MAX_HANDSHAKE_BYTES),
         ("grpc.keepalive_time_ms", heartbeat_ms),
-        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),  # keepalive_timeout_ms alone never ended a stopped process's link
-        ("grpc.http2.max_pings_without_data", 0),  # of our own, while there is nothing to send
-        ("grpc.http2.max_ping_strikes", 0),  # do not blame the peer for its
+        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),  # keepalive_timeout_ms alone does not end a stopped process's link
+        ("grpc.http2.max_pings_without_data", 0),  # unlimited pings on an idle link
+        ("grpc.http2.max_ping_strikes", 0),  # accept the peer's pings
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),
-        ("grpc.use_local_subchannel_pool", 1),  # each link its own connection, with no memory of failed ones
+        ("grpc.use_local_subchannel_pool", 1),  # a connection per link, without back-off after failed ones
         ("grpc.so_reuseport", 0),  # a port that is taken is an error
         ("grpc.max_connection_idle_ms", int(limits.handshake_s * 1000)),  # a connection without a stream
     ]
 
 
 class _Pipe:
-    """The ``Pipe`` of one link: a bounded queue that gRPC's writing thread iterates over."""
+    """The ``Pipe`` of one link: a bounded queue that gRPC's writing thread reads."""
 
     def __init__(self, limits: Limits) -> None:
         self.link: StreamLink
-        self.stop: Callable[[], None]  # ends the stream at once
+        self.stop: Callable[[], None]  # aborts the stream
         self._limits = limits
         self._changed = threading.Condition()
         self._queue: deque[bytes] = deque()
-        self._is_finished = False  # nothing is queued any more
+        self._is_finished = False  # accepts no more frames
         self._may_read = threading.Event()
 
     def write(self, frame: bytes) -> None:
@@ -91,7 +91,7 @@ class _Pipe:
         self.stop()
 
     def written(self) -> Iterator[bytes]:
-        """What is queued, until the end. A handshake that takes too long is the end, too."""
+        """The queued frames until the end of the stream. Also ends a handshake that takes too long."""
         handshake_by_s = time.monotonic() + self._limits.handshake_s
         while True:
             with self._changed:
@@ -109,12 +109,12 @@ class _Pipe:
                 self.link.lost(f"no Hello within {self._limits.handshake_s:g} s")
 
     def read(self, incoming: Iterator[bytes]) -> None:
-        """Hands what comes to the link, until the end."""
+        """Passes received frames to the link until the end of the stream."""
         reason = "its reading thread failed"
         try:
             for frame in _frames(incoming, lambda: self.link.max_frame_bytes):
                 if not self.link.on_frame(frame):
-                    self._may_read.wait()  # ended by resume, or by the end of the stream
+                    self._may_read.wait()  # until resume or the end of the stream
                     self._may_read.clear()
             reason = "the other end closed it"
         except WireError as error:
@@ -129,14 +129,14 @@ class _Pipe:
 
 
 def _pieces(frame: bytes) -> Iterator[bytes]:
-    last = max(0, len(frame) - 1) // PIECE_BYTES * PIECE_BYTES  # where the last piece begins
+    last = max(0, len(frame) - 1) // PIECE_BYTES * PIECE_BYTES  # start of the last piece
     for start in range(0, last, PIECE_BYTES):
         yield _MORE + frame[start : start + PIECE_BYTES]
     yield _LAST + frame[last:]
 
 
 def _frames(pieces: Iterable[bytes], max_frame_bytes: Callable[[], int]) -> Iterator[bytes]:
-    """Raises WireError where the pieces are none, or add up to more than is allowed now."""
+    """Raises WireError if pieces are malformed or exceed the current limit."""
     parts: list[bytes] = []
     num_bytes = 0
     for piece in pieces:
@@ -154,7 +154,7 @@ def _frames(pieces: Iterable[bytes], max_frame_bytes: Callable[[], int]) -> Iter
 
 
 def _reason(error: grpc.RpcError) -> str:
-    """Why a stream ended. Only a client is told."""
+    """Why a stream ended, as far as gRPC tells a client."""
     if not isinstance(error, grpc.Call):
         return "the connection broke, or the other end closed it"
     if error.code() is grpc.StatusCode.CANCELLED:
@@ -179,9 +179,7 @@ class RpcListener:
         try:
             port = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
-            raise InvalidField(
-                "address", address, "cannot be listened at: is the port taken, is the host this one?"
-            ) from error
+            raise InvalidField("address", address, "cannot be bound: the port is taken, or the host is another") from error
         self._address = f"{SCHEME}{host}:{port}"
         self._server.start()
 
@@ -201,7 +199,7 @@ class RpcListener:
             _log.warning("the gRPC server at %s has not stopped within %g s", self._address, _STOP_S)
 
     def _serve(self, incoming: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """One stream, on a thread of its own, which gRPC makes write what this yields."""
+        """Serves one stream, on a thread of its own that writes what this yields."""
         pipe = _Pipe(self._limits)
         pipe.stop = context.cancel
         link = pipe.link = StreamLink(pipe, self._hello, self._mailbox, self._limits, self._address, accepts=True)
@@ -226,8 +224,8 @@ class RpcListener:
 
 
 class _ThreadPerStream(Executor):
-    """A stream occupies a thread for as long as it lives; ``max_links`` bounds them. They are daemons, so that a process
-    that forgets to close a link can end."""
+    """A thread for each stream, for the life of the stream; ``max_links`` bounds them. Daemon threads, so that a process
+    that leaves a link open can exit."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -236,12 +234,12 @@ class _ThreadPerStream(Executor):
             try:
                 future.set_result(function(*args, **kwargs))
             except BaseException as error:
-                future.set_exception(error)  # gRPC's server looks at it
+                future.set_exception(error)  # read by gRPC's server
                 raise
 
         try:
             threading.Thread(target=run, name="outrider-link-writer", daemon=True).start()
-        except RuntimeError as error:  # raised here, it would end gRPC's serving thread
+        except RuntimeError as error:  # would end gRPC's serving thread
             _log.warning("a link is refused, its thread did not start: %s", error)
             future.set_exception(error)
         return future
@@ -252,7 +250,7 @@ def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, lim
     host, port = _host_and_port(address)
     try:
         channel = grpc.insecure_channel(f"{host}:{port}", options=_options(limits))
-    except (OSError, RuntimeError) as error:  # no descriptor or thread is left, most likely
+    except (OSError, RuntimeError) as error:  # probably no descriptor or thread is left
         raise LinkClosed(f"no link to {address}: {error}") from error
     pipe = _Pipe(limits)
     pipe.stop = channel.close

@@ -1,6 +1,6 @@
 """One end of a link over a stream of frames: the handshake, then messages into the owner's mailbox.
 
-Unix sockets and gRPC differ in how frames move (their ``Pipe``); what frames mean is here, once:
+Unix sockets and gRPC move frames differently (``Pipe``). The protocol is the same:
 
     connecting end                     accepting end
     Greeting              ->           checks its version; else Refusal
@@ -37,30 +37,30 @@ class Pipe(Protocol):
     """Moves the frames of one link. Thread-safe."""
 
     def write(self, frame: bytes) -> None:
-        """Queue a frame without waiting. Raises LinkFull or LinkClosed."""
+        """Queues a frame without waiting. Raises LinkFull or LinkClosed."""
 
     def resume(self) -> None:
-        """The mailbox has room again: go on reading."""
+        """Resumes reading: the mailbox has room again."""
 
     def finish(self) -> None:
-        """Close when what is queued has been written."""
+        """Closes after the queued frames are written."""
 
     def close(self) -> None:
-        """Close now; idempotent."""
+        """Closes at once; idempotent."""
 
 
 class _State(Enum):
     HANDSHAKE = auto()
-    CONFIRMING = auto()  # the accepting end has said its Greeting and awaits the Welcome
+    CONFIRMING = auto()  # the accepting end awaits the Welcome
     UP = auto()
     DOWN = auto()
 
 
 class StreamLink:
-    """A ``Link``. Frames come in through ``on_frame``, from one thread; ``lost`` may come from any."""
+    """A ``Link``. ``on_frame`` is called by one thread, ``lost`` by any."""
 
     def __init__(self, pipe: Pipe, own: Hello, mailbox: Mailbox, limits: Limits, address: str, accepts: bool) -> None:
-        self.settled = threading.Event()  # the handshake has ended, one way or the other
+        self.settled = threading.Event()  # the handshake has succeeded or failed
         self.on_closed: Callable[[], None] = lambda: None
         self._pipe = pipe
         self._own = own
@@ -73,7 +73,7 @@ class StreamLink:
         self._peer: Hello | None = None
         self._lock = threading.Lock()
         self._state = _State.HANDSHAKE
-        self._held: Received | None = None  # what the full mailbox refused; no frame comes after it until it is in
+        self._held: Received | None = None  # refused by the full mailbox; no frame follows before it is put
         self._error: IncompatibleTokenizer | LinkClosed | None = None  # why it is down
 
     @property
@@ -88,7 +88,7 @@ class StreamLink:
 
     @property
     def max_frame_bytes(self) -> int:
-        """How long a frame may be that comes now."""
+        """Limit on the next frame."""
         return self._limits.max_message_bytes if self._state is _State.UP else MAX_HANDSHAKE_BYTES
 
     def send(self, message: Message) -> None:
@@ -102,11 +102,11 @@ class StreamLink:
         self._pipe.close()
 
     def greet(self) -> None:
-        """The connecting end speaks first."""
+        """Starts the handshake, at the connecting end."""
         self._say(self._greeting)
 
     def wait_up(self, deadline_s: float) -> None:
-        """For the connecting side: wait for the end of the handshake.
+        """Waits for the end of the handshake, at the connecting end.
 
         Raises:
             IncompatibleTokenizer, LinkClosed: as ``cluster.transport.factory.connect``.
@@ -118,14 +118,14 @@ class StreamLink:
             raise error
 
     def on_frame(self, frame: bytes) -> bool:
-        """A frame has come. Returns False when the mailbox had no room for its message, which is kept: nothing more must
-        come until the pipe's ``resume``."""
+        """Handles a frame. Returns False if the mailbox was full: the message is kept, and the pipe must deliver no frame
+        until ``resume``."""
         try:
             content = decode(frame, self.max_frame_bytes)
         except WireError as error:
             self.lost(str(error))
             return True
-        if self._state is _State.UP and not isinstance(content, _OF_THE_LINK):  # first, because it is what mostly comes
+        if self._state is _State.UP and not isinstance(content, _OF_THE_LINK):  # first, as the most frequent
             return self._take(Received(self, content))
         match content, self._state:
             case Ping(), _:
@@ -139,13 +139,13 @@ class StreamLink:
             case ((Greeting() | Refusal() | Welcome()), _):
                 self.lost(f"a {type(content).__name__} came out of turn")
             case _, _State.DOWN:
-                pass  # it was on the way when this end closed
+                pass  # sent before this end closed
             case _:
                 self.lost(f"a {type(content).__name__} came before the end of the handshake")
         return True
 
     def lost(self, reason: str) -> None:
-        """The stream broke, ended, or carries nonsense."""
+        """The stream broke, ended, or carried an invalid frame."""
         self._down(LinkClosed(f"{self}: {reason}"), tell=True)
         self._pipe.close()
 
@@ -182,7 +182,7 @@ class StreamLink:
 
     def _on_welcome(self, welcome: Welcome) -> None:
         peer = self._peer_greeting
-        assert peer is not None, "a Welcome is awaited from a peer that has greeted"
+        assert peer is not None, "a Welcome follows a Greeting"
         if not proves(welcome.proof, self._own.token, Side.CONNECTING, connecting=peer, accepting=self._greeting):
             self._refuse(wrong_secret(self._own, peer.hello))
             return
@@ -200,7 +200,7 @@ class StreamLink:
         self._pipe.finish()
 
     def _on_refusal(self, refused: Refusal) -> None:
-        """The peer is not authenticated: its reason is quoted and truncated for the log."""
+        """The peer is not authenticated, so its reason is quoted and truncated for the log."""
         refused = replace(refused, reason=repr(refused.reason[:MAX_REASON_LEN])[1:-1])
         if self._accepts:
             _log.warning("a link at %s was refused by its peer: %s", self._address, refused.reason)

@@ -1,7 +1,6 @@
-"""Links within one node: ``unix:///path``. A frame is its length in four bytes, big-endian, and then its bytes.
+"""Links within a node: ``unix:///path``. A frame is its length in four bytes, big-endian, then its bytes.
 
-``send`` writes to the socket itself, without waiting. The reactor's thread reads, and writes what the socket had no room
-for.
+``send`` writes to the socket without waiting. The reactor's thread reads, and writes what the socket had no room for.
 """
 
 import logging
@@ -21,7 +20,7 @@ from cluster.transport.stream import StreamLink
 from cluster.transport.unix_path import bind, path_of, remove
 
 _LENGTH = struct.Struct(">I")
-_READ_BYTES = 64 * 2**10  # more would be mapped and unmapped by malloc at every read
+_READ_BYTES = 64 * 2**10  # malloc would map and unmap larger buffers at every read
 _BACKLOG = 128
 _PING = encode(Ping())
 
@@ -29,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class _Connection:
-    """The ``Pipe`` of one link. All but ``write``, ``resume``, ``finish`` and ``close`` runs on the reactor's thread."""
+    """The ``Pipe`` of one link. All methods but ``write``, ``resume``, ``finish`` and ``close`` run on the reactor's
+    thread."""
 
     def __init__(self, io: reactor.Reactor, sock: socket.socket, limits: Limits) -> None:
         self.link: StreamLink
@@ -39,7 +39,7 @@ class _Connection:
         self._incoming = bytearray()
         self._is_paused = False  # the mailbox is full
         self._heard_s = self._written_s = time.monotonic()
-        self._lock = threading.Lock()  # guards what follows, and the socket against being closed under a write
+        self._lock = threading.Lock()  # guards the fields below, and the socket during a write
         self._unwritten: deque[memoryview] = deque()
         self._is_closed = False
 
@@ -59,7 +59,7 @@ class _Connection:
                     data = data[self._sock.send(data) :]
                 except BlockingIOError:
                     pass
-                except OSError as error:  # the reactor will see it, too, and tell the owner
+                except OSError as error:  # the reactor sees it too, and tells the owner
                     raise LinkClosed(f"{self.link} broke: {error}") from error
             self._written_s = time.monotonic()
             if data:
@@ -71,7 +71,7 @@ class _Connection:
         self._io.call(self._resume)
 
     def finish(self) -> None:
-        self.close()  # what a handshake writes always fits a new socket's buffer
+        self.close()  # a handshake's frames always fit a new socket's buffer
 
     def close(self) -> None:
         self._io.call(self._close)
@@ -126,7 +126,7 @@ class _Connection:
         if self._is_closed:
             return
         self._is_paused = False
-        self._heard_s = time.monotonic()  # nobody listened until now
+        self._heard_s = time.monotonic()  # reading was paused
         self._take_frames()
         self._watch()
 
@@ -157,7 +157,7 @@ class _Connection:
         self._io.watch(self._sock, reading | writing, self)
 
     def _tick(self) -> None:
-        """Say that we are here, and find out whether the other end still is."""
+        """Sends a heartbeat if the link is idle, and detects a silent peer."""
         if self._is_closed:
             return
         now_s = time.monotonic()
@@ -168,7 +168,7 @@ class _Connection:
             try:
                 self.write(_PING)
             except LinkFull:
-                pass  # what fills it says that we are here
+                pass  # the queued messages are a sign of life
             except LinkClosed as error:
                 self.link.lost(str(error))
                 return
@@ -217,7 +217,7 @@ class UnixListener:
                 sock, _ = self._sock.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no file descriptor left, most likely: look again when some may be free
+            except OSError as error:  # probably no file descriptor is left: retry later
                 _log.error("no link can be accepted at %s: %s", self._address, error)
                 self._io.watch(self._sock, 0, self)
                 self._io.call_later(self._limits.heartbeat_s, self._accept_again)
@@ -234,7 +234,7 @@ class UnixListener:
         self._sock.close()
 
     def _accept(self, sock: socket.socket) -> None:
-        """The reactor is there already: this needs no further descriptor."""
+        """Needs no further file descriptor, since the reactor is running."""
         sock.setblocking(False)
         link = _link(sock, self._hello, self._mailbox, self._limits, self._address, accepts=True)
         self._links[link] = None
@@ -262,7 +262,7 @@ def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, lim
     path = path_of(address)
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError as error:  # no descriptor is left
+    except OSError as error:  # no file descriptor is left
         raise LinkClosed(f"no link to {address}: {error}") from error
     sock.setblocking(False)
     try:
@@ -272,8 +272,7 @@ def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, lim
         sock.close()
         raise LinkClosed(f"nobody listens at {address}") from error
     except (OSError, RuntimeError) as error:
-        # BlockingIOError among them: more connections wait there than the listener takes. Or there is no descriptor or
-        # thread left for the reactor.
+        # BlockingIOError: the listener's backlog is full. Or no descriptor or thread is left for the reactor.
         sock.close()
         raise LinkClosed(f"no link to {address}: {error}") from error
     link.greet()

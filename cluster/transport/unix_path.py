@@ -1,4 +1,4 @@
-"""The file behind ``unix:///path``: who may use it, and what happens to one that a dead process left behind."""
+"""The socket file of ``unix:///path``: its permissions, and the replacement of stale sockets."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ _MAX_PATH_BYTES = 107  # sun_path holds 108 with the terminating zero
 
 
 def path_of(address: str) -> Path:
-    """Raises InvalidField when the address is not ``unix:///path``, or longer than the kernel takes."""
+    """Raises InvalidField if the address is not ``unix:///path``, or too long for the kernel."""
     path = address.removeprefix(SCHEME)
     if path == address or not path.startswith("/") or path.endswith("/") or "\0" in path:
         raise InvalidField("address", address, f"must be {SCHEME}/PATH, an absolute path of a socket")
@@ -30,17 +30,17 @@ def path_of(address: str) -> Path:
 
 
 def bind(address: str, path: Path) -> tuple[socket.socket, int]:
-    """A bound socket at ``path``, for its owner alone, and the file's inode.
+    """A socket bound at ``path``, accessible to its owner only, and the file's inode.
 
-    The folder is made if it is not there. A socket at which nobody listens any more is replaced.
+    Makes the folder if necessary. Replaces a socket that nobody listens at.
 
     Raises:
-        InvalidField: others may enter the folder, somebody listens there, or the file system refuses.
+        InvalidField: other users may enter the folder, the address is in use, or the file system refuses.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         make_private(path.parent)
-        with _locked(path.parent):  # two that find the same stale socket must not both replace it
+        with _locked(path.parent):  # only one process may replace a stale socket
             _remove_stale(address, path)
             sock.bind(str(path))
             path.chmod(0o600)
@@ -50,20 +50,20 @@ def bind(address: str, path: Path) -> tuple[socket.socket, int]:
         raise InvalidField("address", address, str(error)) from error
     except OSError as error:
         sock.close()
-        raise InvalidField("address", address, f"cannot be listened at: {error.strerror or error}") from error
+        raise InvalidField("address", address, f"cannot be bound: {error.strerror or error}") from error
     except InvalidField:
         sock.close()
         raise
 
 
 def remove(path: Path, inode: int) -> None:
-    """Remove the socket unless another has taken its place."""
+    """Removes the socket file unless another has replaced it."""
     try:
         with _locked(path.parent):
             if path.stat().st_ino == inode:
                 path.unlink()
     except FileNotFoundError:
-        pass  # somebody has cleaned up before us
+        pass  # removed already
 
 
 def _remove_stale(address: str, path: Path) -> None:
@@ -72,7 +72,7 @@ def _remove_stale(address: str, path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise InvalidField("address", address, "there is a file that is no socket")
+        raise InvalidField("address", address, "the file exists and is no socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -81,8 +81,8 @@ def _remove_stale(address: str, path: Path) -> None:
             path.unlink()
             return
         except BlockingIOError:
-            pass  # somebody listens, and has a full backlog
-    raise InvalidField("address", address, "is already listened at")
+            pass  # the listener's backlog is full
+    raise InvalidField("address", address, "is already in use")
 
 
 @contextmanager

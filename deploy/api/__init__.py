@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP API over ``cluster.client.EngineClient``: requests in, tokens as text out."""
+"""The OpenAI-compatible HTTP API over ``cluster.client.EngineClient``."""

@@ -1,4 +1,4 @@
-"""Who may run now: a bounded number of sequences, and a bounded queue before them."""
+"""Admission control: a limit on running sequences, and a bounded queue of calls."""
 
 import asyncio
 from collections import deque
@@ -10,9 +10,9 @@ from deploy.api.settings import ApiSettings
 
 
 class Admission:
-    """First come, first served; a call enters with all of its sequences or not at all.
+    """FIFO. A call is admitted with all its sequences or not at all.
 
-    Invariants: ``0 <= num_running <= max_concurrent``; nobody waits while the first in the queue would fit.
+    Invariants: ``0 <= num_running <= max_concurrent``; the queue is empty or its head does not fit.
     """
 
     def __init__(self, settings: ApiSettings) -> None:
@@ -25,8 +25,8 @@ class Admission:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def turn(self, num_sequences: int) -> AsyncIterator[Callable[[], None]]:
-        """Wait for a turn and hold it, until the block ends or what it yields is called. The caller bounds the wait.
+    async def admitted(self, num_sequences: int) -> AsyncIterator[Callable[[], None]]:
+        """Waits for admission, and holds it until the block ends or the yielded function is called.
 
         Raises:
             ApiError: 429, the queue is full.
@@ -51,7 +51,7 @@ class Admission:
             return
         if len(self._waiting) >= self._settings.max_queued:
             raise overloaded(
-                f"{len(self._waiting)} calls wait already; try again later", self._settings.retry_after_s, "queue_full"
+                f"{len(self._waiting)} calls are queued; try again later", self._settings.retry_after_s, "queue_full"
             )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (num_sequences, turn)
@@ -59,7 +59,7 @@ class Admission:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # the turn came in the same moment: pass it on
+            if not turn.cancelled():  # admitted at the moment of the cancellation: give it back
                 self.num_running -= num_sequences
             elif entry in self._waiting:
                 self._waiting.remove(entry)

@@ -1,4 +1,4 @@
-"""What every answer has around its choices: ids, usage, and how drafting went."""
+"""The fields of an answer beside its choices: ids, usage, and drafting counts."""
 
 import json
 import time
@@ -8,12 +8,12 @@ from types import MappingProxyType
 from deploy.api.choice import Choice, Delta
 from deploy.api.counts import DraftingCounts
 
-# Streams write a small object per chunk: plain dicts and one encoder, no model classes.
+# One encoder over plain dicts: a stream writes a small object per chunk.
 encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 class Envelope:
-    """The fields that all chunks of a stream, or the one answer, have in common; encoded once."""
+    """The common fields of an answer or of all chunks of a stream, encoded once."""
 
     def __init__(self, call_id: str, kind: str, model: str, fingerprint: str, *, usage_in_chunks: bool) -> None:
         fields = {
@@ -24,10 +24,10 @@ class Envelope:
             "system_fingerprint": fingerprint,
         }
         self._head = encode_json(fields)[:-1]
-        self._usage_in_chunks = usage_in_chunks  # OpenAI: null in all chunks but the last
+        self._usage_in_chunks = usage_in_chunks  # as in OpenAI's API: null in all chunks but the last
 
     def document(self, choices: Sequence[object], usage: object, outrider: object, root: Mapping[str, object]) -> bytes:
-        """The whole answer of a call that does not stream. ``root``: further fields."""
+        """The answer of a call that does not stream. ``root``: additional fields."""
         tail = f'"choices":{encode_json(choices)},"usage":{encode_json(usage)},"outrider":{encode_json(outrider)}'
         return f"{self._head},{tail}{_fields(root)}}}".encode()
 
@@ -53,14 +53,16 @@ def _fields(root: Mapping[str, object]) -> str:
 
 
 def usage_of(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, object]:
-    """OpenAI's usage object. ``num_prompt_tokens`` counts each prompt once, however many choices it has."""
+    """OpenAI's usage object. ``num_prompt_tokens`` counts each prompt once for all its choices."""
     num_tokens = sum(choice.num_tokens for choice in choices)
+    # Each prompt once: the prefix-cache hits of its first choice.
+    num_cached_tokens = sum(c.prefill.num_cached_tokens for c in choices if c.counts_prompt and c.prefill is not None)
     counts = total_counts(choices)
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt_tokens + num_tokens,
-        "prompt_tokens_details": {"cached_tokens": _num_cached_tokens(choices)},
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": counts.num_accepted,
@@ -69,13 +71,8 @@ def usage_of(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, obj
     }
 
 
-def _num_cached_tokens(choices: Sequence[Choice]) -> int:
-    """Of the prompts, each counted once: what its first choice found in the prefix cache."""
-    return sum(c.prefill.num_cached_tokens for c in choices if c.counts_prompt and c.prefill is not None)
-
-
 def metrics_of(choices: Sequence[Choice]) -> dict[str, object]:
-    """vLLM's ``metrics``, which describe a single sequence: nothing for a call that has several."""
+    """vLLM's ``metrics``, which describe one sequence: empty for a call with several."""
     if len(choices) > 1:
         return {}
     return {"metrics": {"speculative_decoding": choices[0].counts.speculative_decoding()}}
@@ -89,5 +86,5 @@ def total_counts(choices: Sequence[Choice]) -> DraftingCounts:
 
 
 def segments_json(delta: Delta) -> list[dict[str, str | None]]:
-    """Which text was drafted, and by whom: ``drafter`` is null for the target's own tokens."""
+    """The text by drafter; ``drafter`` is null for the target's own tokens."""
     return [{"text": segment.text, "drafter": segment.drafter} for segment in delta.segments]

@@ -1,4 +1,4 @@
-"""The FastAPI app: under uvicorn or mounted by Ray Serve."""
+"""The FastAPI app, served by uvicorn or Ray Serve."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,7 +20,6 @@ from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest,
 from deploy.api.service import Service
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
-from deploy.api.warnings import IgnoredFields
 
 VERSION = version_of("outrider")
 _BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
@@ -29,14 +28,13 @@ _BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 def create_app(
     client: EngineClient, tokenizer: Tokenizer, settings: ApiSettings, lifespan: Lifespan[FastAPI] | None = None
 ) -> FastAPI:
-    """Serve ``client`` in OpenAI's protocol. Closing ``client`` remains the caller's business, in ``lifespan`` or after.
+    """The OpenAI-compatible app of ``client``. The caller closes ``client``, in ``lifespan`` or later.
 
     Raises:
         InvalidField: the key file cannot be used.
     """
     service = Service(client, tokenizer, settings)
-    # Without FastAPI's own pages, which load their scripts from the internet.
-    # A path with a trailing slash is an unknown one: a redirect would not be in the error shape, and lose a body.
+    # FastAPI's own pages load scripts from the internet. Redirects of paths with a trailing slash would lose the body.
     app = FastAPI(
         title="Outrider",
         version=VERSION,
@@ -49,17 +47,16 @@ def create_app(
     app.include_router(_open_routes(service))
     app.include_router(_routes(service))
     app.include_router(_descriptions(lambda: describe(app, _BODIES, asks_for_key=settings.api_keys_file is not None)))
-    app.add_middleware(IgnoredFields)
     app.add_middleware(Boundary, metrics=service.metrics, settings=settings)
-    if settings.cors_origins:  # outermost, so that pages can read the boundary's own refusals
+    if settings.cors_origins:  # outermost, so that pages can read the boundary's errors
         app.add_middleware(Cors, origins=settings.cors_origins)
     install_handlers(app, settings.retry_after_s)
     return app
 
 
 def _routes(service: Service) -> APIRouter:
-    """What a key is needed for, where there are keys."""
-    router = APIRouter(dependencies=[Depends(_Key(service))])
+    """Routes that need an API key, if keys are configured."""
+    router = APIRouter(dependencies=[Depends(service.check_key)])
 
     @router.post("/v1/chat/completions", response_model=None, openapi_extra=body_of(ChatRequest))
     async def chat(request: Request) -> Response:
@@ -88,7 +85,7 @@ def _routes(service: Service) -> APIRouter:
 
     @router.get("/v1/outrider/status")
     async def status() -> JSONResponse:
-        """Targets and drafters as they are now."""
+        """State of the targets and drafters."""
         return JSONResponse(asdict(await service.status()))
 
     @router.get("/v1/models/{name:path}")
@@ -103,18 +100,18 @@ def _routes(service: Service) -> APIRouter:
 
 
 def _open_routes(service: Service) -> APIRouter:
-    """For probes and scrapers, which have no key."""
+    """Routes for probes and scrapers, which send no key."""
     router = APIRouter()
 
     @router.get("/health")
     async def health() -> JSONResponse:
-        """Whether a target is ready: 200, else 503 with the reason."""
+        """200 if a target is ready, else 503 with the reason."""
         return JSONResponse(await service.health())
 
     @router.get("/ping")
     @router.post("/ping")
     async def ping() -> JSONResponse:
-        """As /health, for probes that expect this path."""
+        """Same as /health."""
         return JSONResponse(await service.health())
 
     @router.get("/version")
@@ -131,28 +128,20 @@ def _open_routes(service: Service) -> APIRouter:
 
 
 def _descriptions(make: Callable[[], dict[str, Any]]) -> APIRouter:
-    """The API's description, made when it is first asked for. Of this deployment it says only whether it asks for a key."""
+    """The API's documentation, built on first use."""
     router = APIRouter()
     document = cache(make)
 
     @router.get("/openapi.json")
     async def openapi() -> JSONResponse:
-        """This description, in OpenAPI's format."""
+        """This documentation in OpenAPI format."""
         return JSONResponse(document())
 
     @router.get("/docs")
     async def docs() -> HTMLResponse:
-        """This description, as a page."""
+        """This documentation as a page."""
         return HTMLResponse(
             page(document()), headers={"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
         )
 
     return router
-
-
-class _Key:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def __call__(self, request: Request) -> None:
-        self._service.check_key(request)

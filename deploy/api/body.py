@@ -1,4 +1,4 @@
-"""From the bytes of a request to a checked object, or to an error that names the field."""
+"""Reads and validates request bodies; errors name the field."""
 
 import asyncio
 from http import HTTPStatus
@@ -9,10 +9,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import ClientDisconnect
 
+from deploy.api.boundary import note_ignored
 from deploy.api.errors import ApiError, ClientGone, bad_request, nearest, overloaded, shorten
 from deploy.api.schema import FORM_TAGS
 from deploy.api.settings import ApiSettings
-from deploy.api.warnings import note_ignored
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -21,18 +21,18 @@ _CLOSE = {"connection": "close"}
 
 
 class BodyReader:
-    """Reads bodies within the limits of size and time, and of what all of them hold in memory together."""
+    """Reads bodies within limits on size, time, and the memory of all bodies being read."""
 
     def __init__(self, settings: ApiSettings) -> None:
         self._settings = settings
         self._held = 0
 
     async def read(self, request: Request, model: type[Model]) -> Model:
-        """The checked fields of a call.
+        """The validated fields of a call.
 
         Raises:
             ApiError: 400, naming the field; 408 (too slow), 413 (too large), 429 (too many large ones at once).
-            ClientGone: the caller hung up.
+            ClientGone: the client disconnected.
         """
         self._check_headers(request)
         body = bytearray()
@@ -67,7 +67,7 @@ class BodyReader:
             self._check_sizes(int(declared[:20]))
 
     def _check_sizes(self, num_bytes: int) -> None:
-        # The rest of the body is not read, so the connection cannot be used again.
+        # The rest of the body is not read, so the connection cannot be reused.
         if num_bytes > self._settings.max_request_bytes:
             raise ApiError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
@@ -83,11 +83,11 @@ class BodyReader:
 
 
 def parse_body(body: bytes, model: type[Model], *, strict: bool) -> tuple[Model, tuple[str, ...]]:
-    """Strict JSON (UTF-8, no NaN, no Infinity, nesting bounded), then the fields; and the paths of unknown ones, which
-    are ignored, or with ``strict`` refused.
+    """Parses strict JSON (UTF-8, no NaN or Infinity, bounded nesting). Returns the fields and the paths of unknown fields,
+    which ``strict`` refuses.
 
     Raises:
-        ApiError: 400, naming the field; the first of them where several are wrong.
+        ApiError: 400, naming the first wrong field.
     """
     try:
         text = body.decode("utf-8")

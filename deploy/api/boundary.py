@@ -1,8 +1,9 @@
-"""Gives every call an id, counts it, bounds the number of calls, and answers where everything else failed."""
+"""Outermost middleware: request ids, metrics, the limit on calls, and the answer to an unhandled error."""
 
 import logging
 import re
 import secrets
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -12,18 +13,27 @@ from deploy.api.settings import ApiSettings
 
 _logger = logging.getLogger(__name__)
 
-CLIENT_CLOSED_REQUEST = 499  # nginx's number: nobody is there to read an answer
-# Calls beyond those that run or wait for their turn: bodies on their way in, answers on their way out.
+CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that disconnected
+# Calls beyond those running or queued: bodies being received, answers being sent.
 SPARE_CALLS = 64
-# Neither counted nor refused: probes, scrapes and descriptions, which a full server must still answer.
-_OPEN = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs"})
+# Neither counted nor refused: probes, scrapes and documentation, which an overloaded server must still answer.
+_UNLIMITED = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs"})
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
-class Boundary:
-    """ASGI middleware. The id is in ``scope["state"]["request_id"]`` and goes out as ``x-request-id``.
+WARNING_HEADER = "x-outrider-warning"
+_MAX_NAMED = 8
 
-    The client's own ``x-request-id`` is taken where it is one value of at most 128 letters, digits, and ``._:-``.
+
+def note_ignored(scope: Scope, paths: Sequence[str]) -> None:
+    """Names the unknown fields at ``paths`` in the response's WARNING_HEADER."""
+    scope["state"]["ignored_fields"] = tuple(paths)
+
+
+class Boundary:
+    """ASGI middleware. The id is in ``scope["state"]["request_id"]`` and in the response header ``x-request-id``.
+
+    The client's ``x-request-id`` is used if it is one value of at most 128 letters, digits, and ``._:-``.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, settings: ApiSettings) -> None:
@@ -46,9 +56,11 @@ class Boundary:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if ignored := scope["state"].get("ignored_fields"):
+                    message["headers"].append((WARNING_HEADER.encode(), _warning(ignored).encode("ascii")))
             await send(message)
 
-        counted = scope["path"] not in _OPEN
+        counted = scope["path"] not in _UNLIMITED
         self._metrics.in_flight.inc(counted)
         self._num_calls += counted
         try:
@@ -58,11 +70,11 @@ class Boundary:
             else:
                 await self._app(scope, receive, send_with_id)
         except ClientGone:
-            _logger.debug("%s: the caller hung up", request_id)
+            _logger.debug("%s: the client disconnected", request_id)
         except Exception:
             _logger.exception("%s failed", request_id)
             if status is not None:
-                raise  # the server then breaks the connection, and the caller sees that the answer is not whole
+                raise  # the server then closes the connection, so the client sees an incomplete answer
             await internal_error("the server failed", request_id).response()(scope, receive, send_with_id)
         finally:
             self._num_calls -= counted
@@ -78,5 +90,12 @@ def _request_id(scope: Scope) -> str:
 
 
 def _endpoint(scope: Scope) -> str:
-    """The route's pattern, not the path: strangers must not be able to make new time series."""
+    """The route's pattern: unknown paths must not create time series."""
     return getattr(scope.get("route"), "path", "unmatched")
+
+
+def _warning(paths: Sequence[str]) -> str:
+    """Printable ASCII, so that a field's name cannot inject a header."""
+    named = ", ".join(ascii(path)[1:-1] for path in paths[:_MAX_NAMED])
+    more = f" and {len(paths) - _MAX_NAMED} more" if len(paths) > _MAX_NAMED else ""
+    return f"unknown fields ignored: {named}{more}"

@@ -1,4 +1,4 @@
-"""Caches an answer briefly; concurrent callers share one query."""
+"""A short-lived cache of one asynchronous query."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Cached(Generic[T]):
-    """Keeps what ``ask`` returns for ``ttl_s``; a failure is not kept. Callers that come while it runs share its outcome."""
+    """Caches the result of ``ask`` for ``ttl_s``; errors are not cached. Concurrent callers share one query."""
 
     def __init__(self, ask: Callable[[], Awaitable[T]], ttl_s: float) -> None:
         self._ask = ask
@@ -18,7 +18,7 @@ class Cached(Generic[T]):
         self._answered_s = 0.0  # monotonic
 
     async def get(self) -> T:
-        """Raises what ``ask`` raises. A caller that is cancelled cancels nothing for the others."""
+        """Raises what ``ask`` raises. Cancelling a caller does not cancel the query."""
         if self._asking is None or (self._asking.done() and not self._is_fresh(self._asking)):
             self._asking = asyncio.create_task(self._answer())
             self._asking.add_done_callback(_retrieve)
@@ -35,6 +35,6 @@ class Cached(Generic[T]):
 
 
 def _retrieve(task: "asyncio.Task[T]") -> None:
-    """Marks the exception as retrieved, so that asyncio does not log it when no caller waits."""
+    """Marks the exception as retrieved: asyncio would log it if no caller waits."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""One call from its admission to the last byte of its answer."""
+"""Runs one call: admission, generation, and sending the answer."""
 
 import asyncio
 import logging
@@ -23,14 +23,13 @@ from deploy.api.sse import DONE, EventStream
 
 _logger = logging.getLogger(__name__)
 
-_LAST_WORDS_S = 5.0
-# Time after which a stream whose reader takes nothing is ended.
-_STALL_S = 120.0
+_SEND_ERROR_S = 5.0
+_STALL_S = 120.0  # a stream whose client reads nothing for this time is ended
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is to be answered, and how."""
+    """A validated call."""
 
     request_id: str  # of the HTTP request, for logs
     choices: Sequence[Choice]
@@ -44,7 +43,7 @@ class Call:
 
 
 class CallResponse(Response):
-    """Generates when the server sends it. The status line waits for the first token, so a refusal has its own status."""
+    """Generates while it is sent. The status line is sent with the first token, so earlier errors have their own status."""
 
     def __init__(
         self, call: Call, client: EngineClient, admission: Admission, metrics: Metrics, settings: ApiSettings
@@ -72,21 +71,21 @@ class CallResponse(Response):
         except ClientGone:
             raise
         except Exception as error:
-            answer = timed_out(self._settings.request_timeout_s) if deadline.expired() else self._answer_to(error)
+            answer = timed_out(self._settings.request_timeout_s) if deadline.expired() else self._error_of(error)
             if not stream.started:
                 raise answer from error
-            await self._send_last_words(stream, answer)
+            await self._send_error(stream, answer)
         finally:
             for choice in self._call.choices:
                 self._metrics.record_choice(choice, self._call.arrival_s)
-        if document is not None:  # its turn is over: a caller that reads slowly holds nobody up
+        if document is not None:  # after the admission ended: a slow client must not delay others
             await _within(self._settings.body_timeout_s, document(scope, receive, send))
 
     @asynccontextmanager
     async def _generation(self) -> AsyncIterator[Generation]:
-        async with self._admission.turn(len(self._call.choices)) as end_turn:
+        async with self._admission.admitted(len(self._call.choices)) as release:
             self._metrics.queue_s.observe(time.monotonic() - self._call.arrival_s)
-            async with Generation(self._client, self._call.choices, end_turn) as generation:
+            async with Generation(self._client, self._call.choices, release) as generation:
                 yield generation
 
     async def _document(self, generation: Generation) -> Response:
@@ -127,13 +126,13 @@ class CallResponse(Response):
             last = call.envelope.event([], usage=usage, outrider=self._acceptance(), root=root) + DONE
         await _within(_STALL_S, stream.end(last))
 
-    async def _send_last_words(self, stream: EventStream, error: ApiError) -> None:
-        await _within(_LAST_WORDS_S, stream.end(f"data: {encode_json(error.body())}\n\n".encode()))
+    async def _send_error(self, stream: EventStream, error: ApiError) -> None:
+        await _within(_SEND_ERROR_S, stream.end(f"data: {encode_json(error.body())}\n\n".encode()))
 
     def _acceptance(self) -> dict[str, object]:
         return {"acceptance": total_counts(self._call.choices).as_json()}
 
-    def _answer_to(self, error: Exception) -> ApiError:
+    def _error_of(self, error: Exception) -> ApiError:
         known = as_api_error(error, self._settings.retry_after_s)
         if known is not None:
             return known
@@ -145,7 +144,7 @@ class CallResponse(Response):
 
 
 async def _within(timeout_s: float, sending: Awaitable[None]) -> None:
-    """Raises ClientGone when the caller does not read; the server then closes the connection."""
+    """Raises ClientGone if the client does not read in time; the server then closes the connection."""
     try:
         async with asyncio.timeout(timeout_s):
             await sending

@@ -1,7 +1,4 @@
-"""From chat messages to the text of a prompt, by the Jinja template that a model folder carries.
-
-A template comes with the weights, from strangers: it runs in Jinja's immutable sandbox.
-"""
+"""Renders chat messages to a prompt with the model's Jinja template, sandboxed because templates are untrusted."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,8 +21,7 @@ _RESERVED = frozenset(
     }
 )
 
-
-# Marks where the final message ends. A Unicode noncharacter: not part of readable text.
+# Marks the end of the final message: a Unicode noncharacter, which occurs in no text.
 _END = "\ufdd0"
 
 
@@ -34,12 +30,12 @@ class TemplateOptions:
     """How a template is rendered.
 
     Args:
-        add_generation_prompt: end with the beginning of the assistant's answer.
-        continue_final_message: end with the final message's content, for the model to continue it.
-        variables: further names for the template (``chat_template_kwargs``).
+        add_generation_prompt: end with the start of the assistant's answer.
+        continue_final_message: end with the final message's content, which the model continues.
+        variables: additional variables of the template (``chat_template_kwargs``).
 
     Raises:
-        InvalidField: both ends are asked for, or a variable has the name of something else.
+        InvalidField: both endings are requested, or a variable has a reserved name.
     """
 
     add_generation_prompt: bool = True
@@ -61,7 +57,7 @@ class ChatTemplate:
     """Renders messages with the names that templates expect: ``messages``, ``add_generation_prompt``, special tokens.
 
     Raises:
-        ModelUnavailable: the template is no valid Jinja.
+        ModelUnavailable: the template is not valid Jinja.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -78,11 +74,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]], options: TemplateOptions) -> str:
-        """The prompt's text, up to where the assistant's answer begins or goes on.
+        """The prompt's text, up to where the assistant's answer starts or continues.
 
         Raises:
-            InvalidField: the template refuses the messages, as some do when roles do not alternate; or it does not
-                write the final message that is to be continued.
+            InvalidField: the template rejects the messages (some require alternating roles), or does not write the final
+                message that is to be continued.
         """
         if options.continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END}]
@@ -103,10 +99,10 @@ class ChatTemplate:
 def load_chat_template(folder: Path) -> ChatTemplate | None:
     """The template of a Hugging Face folder: ``chat_template.jinja``, else the one in ``tokenizer_config.json``.
 
-    None: the model has none; it completes text, but does not chat.
+    None: the model has no template and cannot chat.
 
     Raises:
-        ModelUnavailable: a file is not what it should be.
+        ModelUnavailable: a file is invalid.
     """
     config_path = folder / "tokenizer_config.json"
     try:
@@ -115,7 +111,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         raise ModelUnavailable(f"{config_path} is not valid JSON: {error}") from error
     file = folder / "chat_template.jinja"
     source = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several named templates; tools and retrieval have theirs
+    if isinstance(source, list):  # named templates, for tools and retrieval
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
     if source is None:
         return None
@@ -123,7 +119,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and its like, each a string or an object with the string as ``content``."""
+    """``bos_token`` etc., each a string or an object with the string as ``content``."""
     tokens = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value = config.get(name)
@@ -135,7 +131,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}`` marks the assistant's words for training; for a prompt it only groups."""
+    """``{% generation %}`` marks assistant text for training; prompts ignore it."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -145,7 +141,7 @@ class _GenerationBlock(Extension):
 
 
 def _to_json(value: object, indent: int | None = None) -> str:
-    # Jinja's own filter escapes for HTML, which a prompt is not.
+    # Jinja's own filter escapes HTML.
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -1,4 +1,4 @@
-"""One choice of an answer: commits in, text out."""
+"""One choice of an answer: turns commits into text."""
 
 from collections import deque
 from dataclasses import dataclass, replace
@@ -13,26 +13,26 @@ from deploy.api.tokenizer import Tokenizer
 
 
 class EngineFailed(OutriderError):
-    """The engine could not go on with a request; says why."""
+    """The engine failed on a request; says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputToken:
-    """A token of the answer and the characters that it brought: ``start`` to ``end`` of the choice's text.
+    """A token of the answer and its characters ``start`` to ``end`` of the choice's text.
 
-    A token that ends amid a character brings nothing; the one that completes the character brings all of it.
+    A character that spans several tokens belongs to the last of them.
     """
 
     id: int
     start: int
     end: int
-    drafter: str | None  # None: the target's own, that is a bonus token
+    drafter: str | None  # None: the target's own token
     logprobs: TokenLogprobs | None
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring text of one origin."""
+    """Consecutive text from one drafter, or from the target (None)."""
 
     text: str
     drafter: str | None
@@ -40,25 +40,25 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new of a choice since the last one. ``tokens`` are those whose text is out now."""
+    """New text of a choice. ``tokens``: those whose text is complete now."""
 
     text: str
     tokens: tuple[OutputToken, ...] = ()
     segments: tuple[Segment, ...] = ()
     finish: FinishReason | None = None
-    token_ids: tuple[int, ...] = ()  # that were generated, those without text included, if the caller asks for them
+    token_ids: tuple[int, ...] = ()  # all generated tokens, if asked for
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What becomes text, and what is told beside it.
+    """Which tokens become text, and what is reported beside it.
 
     Args:
-        details: keep tokens, for log-probabilities and for who drafted what.
-        token_ids: keep the ids of generated tokens.
+        details: keep tokens, for log-probabilities and drafted segments.
+        token_ids: report the ids of generated tokens.
         skip_special_tokens: special tokens add no text.
-        include_stop: what ended the answer, a stop string or token, is part of its text.
-        echo: text that stands before the answer.
+        include_stop: the stop string or token is part of the text.
+        echo: text put before the answer.
     """
 
     details: bool = False
@@ -69,18 +69,18 @@ class OutputOptions:
 
 
 class Observer(Protocol):
-    """Is told of tokens as they come."""
+    """Receives token counts, for metrics."""
 
     def on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
-        """``num_needed`` tokens of ``commit`` are part of an answer; ``gap_s`` after those before, None: the first."""
+        """``num_needed``: tokens of ``commit`` in the answer; ``gap_s``: time since the previous ones, None at first."""
 
 
 class Choice:
-    """Detokenizes, ends at stop strings, and counts. Text is released as soon as no stop string can begin in it.
+    """Detokenizes, applies stop strings, and counts. Text is released as soon as no stop string can start in it.
 
     Args:
-        counts_prompt: it is the first choice of its prompt, for which the prompt's tokens count.
-        observer: told of each commit.
+        counts_prompt: whether this choice is the first of its prompt; prompt tokens are counted once.
+        observer: called for each commit.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class Choice:
         self.options = options
         self.counts_prompt = counts_prompt
         self.prefill: Prefill | None = None
-        self.failed = False  # the engine could not go on with it
+        self.failed = False  # by the engine
         self.counts = DraftingCounts()
-        self.num_tokens = 0  # that were needed, with the one that ended the answer
+        self.num_tokens = 0  # tokens of the answer, including the one that ended it
         self.finish: FinishReason | None = None
-        self.first_token_s: float | None = None  # when the first and the newest token came
+        self.first_token_s: float | None = None  # time of the first and the newest token
         self.last_token_s: float | None = None
         sampling = request.sampling
         self._end_ids = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else info.eos_token_ids)
@@ -111,13 +111,13 @@ class Choice:
         self._new_ids: list[int] = []
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
         self._stops = StopMatcher(sampling.stop, include=options.include_stop)
-        self._decoded_len = 0  # characters out of the detokenizer
-        self._taken_len = 0  # characters handed out by ``take``
-        self._released: list[str] = []  # between the two, and free of stop strings
-        self._tokens: deque[OutputToken] = deque()  # whose text is not taken yet
+        self._decoded_len = 0  # characters detokenized
+        self._taken_len = 0  # characters returned by ``take``
+        self._released: list[str] = []  # text between them, free of stop strings
+        self._tokens: deque[OutputToken] = deque()  # tokens whose text is not taken yet
 
     def absorb(self, commit: Commit, now_s: float) -> None:
-        """Take the next commit in. ``finish`` is set when that completes the answer, by the engine or by a stop string.
+        """Adds the next commit. Sets ``finish`` if it completes the answer, by the engine or by a stop string.
 
         Raises:
             EngineFailed, Overloaded, LinkClosed: the engine ended the request without completing it.
@@ -134,11 +134,10 @@ class Choice:
         num_before = self.num_tokens
         for i in range(len(commit.token_ids)):
             self.num_tokens += 1
-            ends = (
-                commit.finish is FinishReason.STOP and i + 1 == len(commit.token_ids) and self._is_end(commit.token_ids[i])
-            )
+            is_last = i + 1 == len(commit.token_ids)
+            ends = is_last and commit.finish is FinishReason.STOP and commit.token_ids[i] in self._end_ids
             if ends and not self.options.include_stop:
-                break  # it was computed, so it counts, but it is no part of the text
+                break  # counted, but not part of the text
             self._append(commit, i)
             if self._stops.matched:
                 self.finish = FinishReason.STOP
@@ -158,7 +157,7 @@ class Choice:
             self._flush()
 
     def take(self) -> Delta | None:
-        """What is new; None where nothing is."""
+        """The new text; None if there is none."""
         if not self._released and self.finish is None:
             return None
         text = "".join(self._released)
@@ -168,9 +167,6 @@ class Choice:
         self._new_ids.clear()
         self._taken_len += len(text)
         return delta
-
-    def _is_end(self, token_id: int) -> bool:
-        return token_id in self._end_ids
 
     def _append(self, commit: Commit, i: int) -> None:
         text = self._detokenizer.feed(commit.token_ids[i])
@@ -188,7 +184,7 @@ class Choice:
             self._released.append(released)
 
     def _flush(self) -> None:
-        """An unfinished character at the end counts as its last token's."""
+        """An incomplete character at the end belongs to the last token."""
         text = self._detokenizer.flush()
         if text:
             self._release(text)
@@ -200,13 +196,13 @@ class Choice:
             self._released.append(self._stops.flush())
 
     def _take_tokens(self, text: str) -> tuple[tuple[OutputToken, ...], tuple[Segment, ...]]:
-        """The tokens whose text ends in ``text``, or begins in it where it is the last; and ``text`` by origin."""
+        """The tokens whose text ends in ``text``, all remaining ones if it is the last, and ``text`` by drafter."""
         begin, end = self._taken_len, self._taken_len + len(text)
         tokens: list[OutputToken] = []
         segments: list[Segment] = []
         for token in self._tokens:
             if token.start >= end and (token.end > end or self.finish is None):
-                break  # it brings later text, or may yet
+                break  # its text comes later
             if token.end <= end or self.finish is not None:
                 tokens.append(token)
             piece = text[max(token.start, begin) - begin : token.end - begin]

@@ -1,8 +1,8 @@
-"""Control tokens in a prompt made of messages: those of the chat template are tokens, those that a message spells are text.
+"""Prevents control-token injection: only the chat template makes control tokens; a message that spells one stays text.
 
-The template is rendered a second time with every character masked, in what the caller wrote, that a control token can
-begin or end with. Whatever control tokens are found then are the template's own. The mask is one character for another,
-none of which occurs in the messages, so positions in both renderings agree.
+The template is rendered a second time with masked messages: every character that a control token can begin or end with is
+replaced by one that does not occur in the messages. Control tokens found in that rendering are the template's own, and
+positions in both renderings agree.
 """
 
 import re
@@ -15,13 +15,13 @@ from deploy.api.chat_template import ChatTemplate, TemplateOptions
 
 Message = Mapping[str, str]
 
-# Noncharacters of Unicode: valid in a string, and never part of a text. The first marks the end of a final message.
+# Unicode noncharacters, which occur in no text. The first one (U+FDD0) marks the end of a final message.
 _MASKS = [chr(code) for code in range(0xFDD1, 0xFDF0)]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The text of a prompt. ``control_spans``: where its control tokens are; None: wherever the text spells one."""
+    """A prompt's text. ``control_spans``: its control tokens; None: wherever the text spells one."""
 
     text: str
     control_spans: tuple[tuple[int, int], ...] | None = None
@@ -37,14 +37,14 @@ class ControlTokens:
         self._edge = re.compile(f"[{re.escape(''.join(self._edges))}]" if self._edges else r"(?!)")
 
     def spans(self, text: str) -> tuple[tuple[int, int], ...]:
-        """Begin and end of each spelling in ``text``."""
+        """Start and end of each spelling in ``text``."""
         return tuple(match.span() for match in self._pattern.finditer(text))
 
     def prompt(self, template: ChatTemplate, messages: Sequence[Message], options: TemplateOptions) -> ChatPrompt:
-        """Render the messages, and tell the template's control tokens from what the messages spell.
+        """Renders the messages and finds the template's own control tokens.
 
         Raises:
-            InvalidField: the template refuses the messages, or makes control tokens of what they say.
+            InvalidField: the template rejects the messages, or makes control tokens from their text.
         """
         text = template.render(messages, options)
         strings = list(_strings(messages, options))
@@ -55,7 +55,7 @@ class ControlTokens:
         own = self.spans(masked)
         if masked.translate(show) == text:
             return ChatPrompt(text, None if own == self.spans(text) else own)
-        # The template looks into the messages, so it must see them as they are, but for complete spellings.
+        # The template depends on the messages' text: mask complete spellings only.
         names = [masked[begin:end] for begin, end in own]
         if any(self._pattern.search(string) for string in strings):
             masked = template.render(
@@ -65,11 +65,11 @@ class ControlTokens:
         else:
             own = self.spans(text)
         if [text[begin:end] for begin, end in own] != names:
-            raise InvalidField("messages", len(messages), "the chat template makes control tokens of what they say")
+            raise InvalidField("messages", len(messages), "the chat template makes control tokens from their text")
         return ChatPrompt(text, None if own == self.spans(text) else own)
 
     def _mask(self, texts: Sequence[str]) -> tuple[dict[int, str], dict[int, str]]:
-        """A translation of each edge to a character that no text holds, and its inverse."""
+        """A translation of each edge character to one that no text contains, and its inverse."""
         used = set().union(*map(set, texts))
         free = [mask for mask in _MASKS if mask not in used]
         if len(free) < len(self._edges):
@@ -79,11 +79,7 @@ class ControlTokens:
 
 
 def _strings(messages: Sequence[Message], options: TemplateOptions) -> Iterator[str]:
-    """All that the caller wrote and a template can print.
-
-    Left out are the roles of messages, which are of a fixed set and which templates compare, and the names of variables,
-    by which templates find them.
-    """
+    """Every string of the caller that a template can print: all but roles and variable names, which templates compare."""
     for message in messages:
         yield from (item for name, item in message.items() if name != "role")
     for item in options.variables.values():
@@ -106,7 +102,7 @@ def _strings_in(value: object) -> Iterator[str]:
 def _rewrite(
     messages: Sequence[Message], options: TemplateOptions, change: Callable[[str], str]
 ) -> tuple[list[Message], TemplateOptions]:
-    """Messages and variables with every string of ``_strings`` changed."""
+    """Messages and variables with ``change`` applied to every string of ``_strings``."""
 
     def rewritten(value: Any) -> Any:
         match value:

@@ -1,4 +1,4 @@
-"""Which web pages may read answers: the browser asks before it lets a page of another origin do so."""
+"""CORS: which web pages may read answers."""
 
 from http import HTTPStatus
 
@@ -7,12 +7,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from deploy.api.boundary import WARNING_HEADER
 from deploy.api.errors import ApiError
-from deploy.api.warnings import HEADER
 
 
 class Cors(CORSMiddleware):
-    """Starlette's middleware for this API's methods and headers, with refusals in OpenAI's shape. Sends no cookies."""
+    """Starlette's middleware for this API's methods and headers, with errors in OpenAI's shape. Sends no cookies."""
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
         super().__init__(
@@ -20,14 +20,14 @@ class Cors(CORSMiddleware):
             allow_origins=origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after", HEADER),
+            expose_headers=("x-request-id", "retry-after", WARNING_HEADER),
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
         if response.status_code < HTTPStatus.BAD_REQUEST:
             return response
-        # The headers of a refusal are those that let the browser read it; the length is of another body.
+        # The CORS headers let the browser read the error; content-length belongs to the replaced body.
         headers = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
         message = f"Origin: {bytes(response.body).decode()}; api.cors_origins names the web pages that may call"
         return ApiError(HTTPStatus.BAD_REQUEST, message, param="Origin", headers=headers).response()

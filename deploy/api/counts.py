@@ -1,4 +1,4 @@
-"""How drafting went for a call, as its answer tells."""
+"""Drafting counts of a call."""
 
 from dataclasses import dataclass, field
 
@@ -7,21 +7,21 @@ from cluster.types import Commit
 
 @dataclass(slots=True)
 class DraftingCounts:
-    """``num_rounds`` counts target passes that yielded tokens, with drafts or without; in ``by_drafter`` those with drafts.
+    """``num_rounds``: target passes that yielded tokens; in ``by_drafter`` only passes with drafts.
 
-    ``num_accepted`` draft tokens are part of the answer: one that was right, but stands behind a stop string, is not.
+    ``num_accepted``: accepted draft tokens in the answer, without those after a stop string.
     """
 
     num_rounds: int = 0
     num_tokens: int = 0
     num_proposed: int = 0
     num_accepted: int = 0
-    # Of the passes that verified drafts: by how many drafts they verified, how many accepted none, one, two, ...
+    # By draft length: the number of passes that accepted 0, 1, 2, ... of its tokens.
     histograms: dict[int, list[int]] = field(default_factory=dict)
     by_drafter: "dict[str, DraftingCounts]" = field(default_factory=dict)
 
     def record(self, commit: Commit, num_needed: int) -> None:
-        """Count a commit of which the first ``num_needed`` tokens were needed."""
+        """Counts a commit whose first ``num_needed`` tokens are in the answer."""
         num_accepted = min(commit.num_accepted, num_needed)
         self._add(1, num_needed, commit.num_proposed, num_accepted)
         if commit.num_proposed:
@@ -54,7 +54,7 @@ class DraftingCounts:
 
     @property
     def mean_accepted_len(self) -> float | None:
-        """With the bonus token: tokens per target pass. None before the first."""
+        """Tokens per target pass, with the bonus token. None before the first pass."""
         return self.num_tokens / self.num_rounds if self.num_rounds else None
 
     def as_json(self) -> dict[str, object]:
@@ -64,8 +64,7 @@ class DraftingCounts:
         return body
 
     def speculative_decoding(self) -> dict[str, object]:
-        """The object of that name in vLLM's answers. A step is a pass that verified drafts of the request; drafts are as
-        long as they come, so ``num_spec_tokens`` is the longest of them."""
+        """vLLM's object of that name. A step is a pass that verified drafts; ``num_spec_tokens`` is the longest draft."""
         num_spec_tokens = max(self.histograms, default=0)
         accepted = [0] * (num_spec_tokens + 1)
         for histogram in self.histograms.values():

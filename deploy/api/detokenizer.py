@@ -1,4 +1,4 @@
-"""Token by token into text, never half a character."""
+"""Incremental detokenization."""
 
 import codecs
 
@@ -6,10 +6,10 @@ from deploy.api.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Feeds of any size, concatenated with ``flush``, equal ``Tokenizer.decode`` of all tokens. Linear in their bytes.
+    """The texts of all ``feed`` calls and ``flush``, concatenated, equal ``Tokenizer.decode`` of all tokens.
 
-    A character whose bytes are spread over several tokens comes out with the last of them. Bytes that can begin no
-    character come out as U+FFFD at once; an unfinished character does so in ``flush`` alone, when no more can come.
+    A character that spans several tokens is returned with the last of them. Invalid bytes become U+FFFD at once, an
+    incomplete character in ``flush``.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:

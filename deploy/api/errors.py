@@ -1,4 +1,4 @@
-"""Every error in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
 
 import difflib
 import json
@@ -15,7 +15,7 @@ from cluster.errors import InvalidField, LinkClosed, OutriderError, Overloaded
 
 
 class ApiError(OutriderError):
-    """An answer other than the one asked for. ``param`` is the path of the field at fault: ``messages.0.content``."""
+    """An error answer. ``param``: path of the field at fault, such as ``messages.0.content``."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ApiError(OutriderError):
 
 
 class ClientGone(OutriderError):
-    """The caller hung up; nobody is there to answer."""
+    """The client disconnected."""
 
 
 def bad_request(param: str, message: str, code: str | None = None) -> ApiError:
@@ -66,10 +66,10 @@ def unavailable(message: str, retry_after_s: float) -> ApiError:
 
 
 def internal_error(message: str, request_id: str) -> ApiError:
-    """The caller gets the id under which the log says more."""
+    """The message refers to the request's id in the log."""
     return ApiError(
         HTTPStatus.INTERNAL_SERVER_ERROR,
-        f"{message}; the server's log says more about {request_id}",
+        f"{message}; see {request_id} in the server's log",
         type="server_error",
         code="internal_error",
     )
@@ -85,7 +85,7 @@ def timed_out(timeout_s: float, advice: str = "ask for fewer tokens, or stream")
 
 
 def as_api_error(error: Exception, retry_after_s: float) -> ApiError | None:
-    """The answer to a failure that callers may see. None: it is a defect, and an answer of its own would hide it."""
+    """The error answer for an expected failure. None: the error is a defect of the server."""
     match error:
         case ApiError():
             return error
@@ -100,7 +100,7 @@ def as_api_error(error: Exception, retry_after_s: float) -> ApiError | None:
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """A value for a message. What a caller sent comes back to prove a point, not in full."""
+    """The value's repr for a message, shortened."""
     if isinstance(value, str | bytes):
         value = value[:limit]
     elif isinstance(value, list | tuple | dict):
@@ -112,13 +112,13 @@ def shorten(value: object, limit: int = 80) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` where one of the known names is close, else nothing."""
+    """``; did you mean 'x'?`` if a known name is close, else an empty string."""
     matches = difflib.get_close_matches(name[:64], list(known), n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def install_handlers(app: FastAPI, retry_after_s: float) -> None:
-    """Answer in OpenAI's shape to what the routes raise and to what FastAPI itself refuses."""
+    """Answers errors of the routes and of FastAPI in OpenAI's shape."""
 
     def answer(request: Request, error: Exception) -> Response:
         known = as_api_error(error, retry_after_s)

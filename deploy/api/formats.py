@@ -1,45 +1,30 @@
-"""How the choices of chat and of plain completions look in JSON."""
+"""JSON of chat and completion choices."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from deploy.api.choice import Choice, Delta, OutputToken
 from deploy.api.tokenizer import Tokenizer
 
-_LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; OpenAI's number
-
-
-class AnswerFormat(Protocol):
-    """Turns what a choice yields into the objects of ``choices``."""
-
-    id_prefix: str
-    kind: str  # of a whole answer
-    chunk_kind: str
-
-    def opening(self, choice: Choice) -> dict[str, object] | None:
-        """The chunk that a choice's stream begins with, if there is one."""
-
-    def root(self, choices: Sequence[Choice]) -> dict[str, object]:
-        """Fields beside ``choices``, of the whole answer or of a stream's first chunk."""
-
-    def chunk(self, choice: Choice, delta: Delta) -> dict[str, object]: ...
-
-    def whole(self, choice: Choice, delta: Delta) -> dict[str, object]: ...
+_LOWEST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
 class ChatFormat:
+    """OpenAI's chat format."""
+
     id_prefix = "chatcmpl"
-    kind = "chat.completion"
+    kind = "chat.completion"  # of a whole answer
     chunk_kind = "chat.completion.chunk"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def opening(self, choice: Choice) -> dict[str, object]:
+    def opening(self, choice: Choice) -> dict[str, object] | None:
+        """The first chunk of a choice's stream, if there is one before its text."""
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def root(self, choices: Sequence[Choice]) -> dict[str, object]:
+        """Fields beside ``choices``, in the whole answer or a stream's first chunk."""
         return _prompt_token_ids(choices[0])
 
     def chunk(self, choice: Choice, delta: Delta) -> dict[str, object]:
@@ -83,7 +68,7 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """The older format: parallel lists, and a mapping from token to log-probability per position."""
+    """OpenAI's legacy format: parallel lists, and a mapping from token to log-probability per position."""
 
     id_prefix = "cmpl"
     kind = "text_completion"
@@ -127,19 +112,22 @@ class CompletionFormat:
         }
 
     def _top(self, token: OutputToken) -> dict[str, float | None]:
-        """The most probable tokens, then the chosen token, if it is not among them."""
+        """The most probable tokens, and the chosen token."""
         if token.logprobs is None:
             return {}
         entries = (*token.logprobs.top, (token.id, token.logprobs.logprob))
         return {self._name(token_id): _finite(logprob) for token_id, logprob in entries}
 
     def _name(self, token_id: int) -> str:
-        """Distinct also for parts of characters, which would all read U+FFFD."""
+        """Distinct also for incomplete characters, which would all decode to U+FFFD."""
         spelled = self._tokenizer.token_bytes(token_id)
         try:
             return spelled.decode("utf-8") or self._tokenizer.token_name(token_id)
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+AnswerFormat = ChatFormat | CompletionFormat
 
 
 def _token_ids(choice: Choice, delta: Delta) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The choices of one call, generated at the same time."""
+"""Generates the choices of one call concurrently."""
 
 import asyncio
 import logging
@@ -19,11 +19,10 @@ _logger = logging.getLogger(__name__)
 
 
 class Generation:
-    """Owns one task per choice, from ``async with`` to its end; leaving early aborts what still runs.
+    """Owns one task per choice within ``async with``; leaving early aborts the unfinished ones.
 
-    The tasks absorb commits as they come; ``deltas`` hands out what has come since it was last asked. So a caller that
-    reads slowly gets fewer, longer deltas, and nothing is queued but the text itself, which max_tokens bounds.
-    ``on_end`` is called when the last of the tasks has ended, however slowly the caller reads.
+    The tasks absorb commits as they arrive. ``deltas`` yields the text since its last batch, so a slow client gets fewer
+    and longer deltas, and memory is bounded by max_tokens. ``on_end`` is called when the last task has ended.
     """
 
     def __init__(self, client: EngineClient, choices: Sequence[Choice], on_end: Callable[[], None]) -> None:
@@ -47,15 +46,15 @@ class Generation:
         for task in self._tasks:
             task.cancel()
         for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
-            # ``deltas`` raised the first of them; the others have nobody left to tell.
+            # ``deltas`` raised the first error; the others are only logged.
             if isinstance(outcome, Exception) and outcome is not error:
                 _logger.warning("a choice failed after the answer had ended: %r", outcome)
 
     async def deltas(self) -> AsyncIterator[list[tuple[Choice, Delta]]]:
-        """All that is new, each time that something is; ends when every choice has finished.
+        """Batches of new text; ends when every choice has finished.
 
         Raises:
-            Whatever ``EngineClient.generate`` and ``Choice.absorb`` do, for the first choice that fails.
+            The first error of ``EngineClient.generate`` or ``Choice.absorb``.
         """
         unfinished = dict(zip(self._choices, self._tasks, strict=True))
         while unfinished:
@@ -74,7 +73,7 @@ class Generation:
                 yield batch
 
     async def finished(self) -> None:
-        """Wait until every choice has finished. Raises as ``deltas`` does."""
+        """Waits until every choice has finished. Raises as ``deltas``."""
         await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in self._tasks:
             if task.done():
@@ -87,7 +86,7 @@ class Generation:
             self._on_end()
 
     async def _run(self, choice: Choice) -> None:
-        # Async generators by the protocol's word that closing the iterator aborts.
+        # The protocol promises that closing the iterator aborts, so it is an async generator.
         commits = cast("AsyncGenerator[Commit, None]", self._client.generate(choice.request))
         try:
             async for commit in commits:
@@ -95,19 +94,19 @@ class Generation:
                 self._news.set()
                 if choice.finish is not None:
                     return
-            raise LinkClosed("the target went while it generated")
+            raise LinkClosed("the target went away during generation")
         finally:
             await commits.aclose()
 
 
 async def unless_disconnected(receive: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
-    """Await ``work``, but cancel it as soon as the caller hangs up. ``receive`` is ASGI's; the body has been read.
+    """Awaits ``work``, and cancels it when the client disconnects. ``receive`` is ASGI's; the body has been read.
 
     Raises:
-        ClientGone: the caller hung up first.
+        ClientGone: the client disconnected first.
     """
     worker = asyncio.ensure_future(work)
-    watcher = asyncio.create_task(_hung_up(receive))
+    watcher = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not worker.done():
@@ -119,7 +118,7 @@ async def unless_disconnected(receive: Callable[[], Awaitable[object]], work: Aw
         await asyncio.gather(worker, watcher, return_exceptions=True)
 
 
-async def _hung_up(receive: Callable[[], Awaitable[object]]) -> None:
+async def _disconnected(receive: Callable[[], Awaitable[object]]) -> None:
     while True:
         message = await receive()
         if isinstance(message, dict) and message.get("type") == "http.disconnect":

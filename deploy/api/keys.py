@@ -1,4 +1,4 @@
-"""API keys: who may call."""
+"""API keys."""
 
 import hashlib
 import hmac
@@ -18,22 +18,22 @@ _HASHED = re.compile(r"([\w.@-]+):([0-9a-fA-F]{64})")
 
 
 class ApiKeys:
-    """The keys of a file, as SHA-256 digests: the keys themselves are not kept, and never logged."""
+    """SHA-256 digests of the keys in a file; the keys themselves are neither kept nor logged."""
 
     def __init__(self, digests: Mapping[str, bytes]) -> None:
-        """``digests``: a name for people -> the digest of that key."""
+        """``digests``: by a name for logs."""
         self._digests = dict(digests)
 
     @classmethod
     def from_file(cls, path: Path) -> "ApiKeys":
-        """One key a line, as ``name:sha256-hex`` or as it is; blank lines and lines that start with ``#`` are skipped.
+        """One key per line, plain or as ``name:sha256-hex``; blank lines and lines that start with ``#`` are skipped.
 
         Raises:
-            InvalidField: the file is missing, has no key or a line that can be none; says which, and not what it holds.
+            InvalidField: the file is missing, has no key or an invalid line; gives the line's number, not its text.
         """
         try:
             if path.stat().st_mode & stat.S_IROTH:
-                logger.warning("every user of this machine can read the API keys in %s: chmod o= it", path)
+                logger.warning("every user of this machine can read the API keys in %s; run chmod o= on it", path)
             lines = path.read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidField("api_keys_file", str(path), f"cannot be read ({type(error).__name__})") from error
@@ -46,14 +46,14 @@ class ApiKeys:
             if name in digests:
                 raise InvalidField("api_keys_file", str(path), f"names {name!r} twice (line {number})")
             if not hashed and not (line.isascii() and line.isprintable() and " " not in line):
-                raise InvalidField("api_keys_file", str(path), f"line {number} is no key: spaces or unusual characters")
+                raise InvalidField("api_keys_file", str(path), f"line {number} is not a key: spaces or unusual characters")
             digests[name] = bytes.fromhex(hashed[2]) if hashed else hashlib.sha256(line.encode()).digest()
         if not digests:
-            raise InvalidField("api_keys_file", str(path), "holds no key; leave the setting out to serve everybody")
+            raise InvalidField("api_keys_file", str(path), "has no key; leave the setting out to serve without keys")
         return cls(digests)
 
     def name_of(self, key: str) -> str | None:
-        """Whose key it is. Compares with every key in constant time: the time taken tells nothing about them."""
+        """The key's name. Compares with every key in constant time, against timing attacks."""
         presented = hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).digest()
         found = None
         for name, digest in self._digests.items():
@@ -62,16 +62,12 @@ class ApiKeys:
         return found
 
     def check(self, authorization: str | None) -> None:
-        """Of an ``Authorization`` header.
-
-        Raises:
-            ApiError: 401, the key is missing or unknown.
-        """
+        """Raises ApiError (401) if the ``Authorization`` header has no known key."""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("no API key given; send it as 'Authorization: Bearer KEY'")
         if self.name_of(key.strip()) is None:
-            raise _unauthorized("the API key is not known")
+            raise _unauthorized("the API key is unknown")
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -1,7 +1,7 @@
-"""Every metric of ``/metrics`` in one table: its own name, and the name that vLLM's dashboards know it by."""
+"""The metrics of ``/metrics`` in one table, with the names that vLLM's dashboards use for them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
@@ -11,6 +11,7 @@ _CALL = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60
 _TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 600.0)
 _COUNT = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5)
 
+Kind = Literal["counter", "gauge", "histogram"]
 Reading = Iterable[tuple[tuple[str, ...], float]]  # label values, and the value
 
 
@@ -19,15 +20,15 @@ class Metric:
     """One metric.
 
     Args:
-        name: without the suffix ``_total`` that a counter gets.
-        text: what it says, as a sentence.
-        read: takes it from the cluster's status; None: this process counts it.
-        vllm: vLLM's names for it, and which of its labels each keeps beside ``model_name``; over the others it is summed up.
-        mean: values are averaged where labels are dropped, not summed up.
+        name: without the suffix ``_total`` of counters.
+        text: its description, a sentence.
+        read: reads it from the cluster's status; None: this process counts it.
+        vllm: vLLM's names for it, each with the labels that it keeps beside ``model_name``. Other labels are aggregated.
+        mean: aggregate by the mean, else by the sum.
     """
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Kind
     text: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
@@ -36,16 +37,31 @@ class Metric:
     mean: bool = False
 
 
-def _targets(value: Callable[[TargetStatus], float]) -> Callable[[ClusterStatus], Reading]:
-    return lambda status: [((target.name,), float(value(target))) for target in status.targets]
+def _counter(name: str, text: str, *vllm: str, labels: tuple[str, ...] = ()) -> Metric:
+    return Metric(name, "counter", text, labels, vllm=dict.fromkeys(vllm, ()))
 
 
-def _drafters(value: Callable[[DrafterStatus], float | None]) -> Callable[[ClusterStatus], Reading]:
+def _seconds(name: str, text: str, *vllm: str, buckets: tuple[float, ...] = _CALL) -> Metric:
+    return Metric(name, "histogram", text, buckets=buckets, vllm=dict.fromkeys(vllm, ()))
+
+
+def _tokens(name: str, text: str, *vllm: str) -> Metric:
+    return Metric(name, "histogram", text, buckets=_COUNT, vllm=dict.fromkeys(vllm, ()))
+
+
+def _target(name: str, text: str, value: Callable[[TargetStatus], float], *vllm: str, mean: bool = False) -> Metric:
+    def read(status: ClusterStatus) -> Reading:
+        return [((target.name,), float(value(target))) for target in status.targets]
+
+    return Metric(name, "gauge", text, ("target",), read=read, vllm=dict.fromkeys(vllm, ()), mean=mean)
+
+
+def _drafter(name: str, kind: Kind, text: str, value: Callable[[DrafterStatus], float | None]) -> Metric:
     def read(status: ClusterStatus) -> Reading:
         values = [((drafter.name,), value(drafter)) for drafter in status.drafters]
         return [(labels, float(number)) for labels, number in values if number is not None]
 
-    return read
+    return Metric(name, kind, text, ("drafter",), read=read)
 
 
 def _memory(status: ClusterStatus) -> Reading:
@@ -60,287 +76,175 @@ def _kv_usage(target: TargetStatus) -> float:
     return 1 - target.num_free_blocks / target.num_blocks if target.num_blocks else 0.0
 
 
-_TARGET, _DRAFTER = ("target",), ("drafter",)
-
-_CALLS: Sequence[Metric] = (
-    Metric("outrider_requests", "counter", "HTTP requests that were answered.", ("endpoint", "status")),
-    Metric("outrider_requests_in_flight", "gauge", "Calls that are being served."),
-    Metric("outrider_requests_queued", "gauge", "Calls that wait for their turn in this process."),
+_REQUESTS: Sequence[Metric] = (
+    _counter("outrider_requests", "HTTP requests that were answered.", labels=("endpoint", "status")),
+    Metric("outrider_requests_in_flight", "gauge", "HTTP requests in progress."),
+    Metric("outrider_requests_queued", "gauge", "HTTP requests waiting for admission in this process."),
     Metric(
         "outrider_choices_finished",
         "counter",
-        "Choices that ended, by reason; abort: the caller hung up, or the call's deadline passed.",
+        "Choices that ended, by reason; abort: the client disconnected or the deadline passed.",
         ("finished_reason",),
         vllm={"vllm:request_success": ("finished_reason",)},
     ),
 )
 _TOKENS: Sequence[Metric] = (
-    Metric("outrider_prompt_tokens", "counter", "Tokens of prompts.", vllm={"vllm:prompt_tokens": ()}),
-    Metric("outrider_completion_tokens", "counter", "Tokens that were generated.", vllm={"vllm:generation_tokens": ()}),
-    Metric(
+    _counter("outrider_prompt_tokens", "Prompt tokens.", "vllm:prompt_tokens"),
+    _counter("outrider_completion_tokens", "Generated tokens.", "vllm:generation_tokens"),
+    _counter(
         "outrider_prefix_cache_queries",
-        "counter",
-        "Prompt tokens that were looked up in the prefix cache.",
-        vllm={"vllm:prefix_cache_queries": (), "vllm:gpu_prefix_cache_queries": ()},
+        "Prompt tokens looked up in the prefix cache.",
+        "vllm:prefix_cache_queries",
+        "vllm:gpu_prefix_cache_queries",
     ),
-    Metric(
+    _counter(
         "outrider_prefix_cache_hits",
-        "counter",
-        "Prompt tokens that were found in the prefix cache.",
-        vllm={"vllm:prefix_cache_hits": (), "vllm:gpu_prefix_cache_hits": ()},
+        "Prompt tokens found in the prefix cache.",
+        "vllm:prefix_cache_hits",
+        "vllm:gpu_prefix_cache_hits",
     ),
-    Metric(
-        "outrider_choice_prompt_tokens",
-        "histogram",
-        "Prompt tokens of a finished choice.",
-        buckets=_COUNT,
-        vllm={"vllm:request_prompt_tokens": ()},
-    ),
-    Metric(
-        "outrider_choice_completion_tokens",
-        "histogram",
-        "Generated tokens of a finished choice.",
-        buckets=_COUNT,
-        vllm={"vllm:request_generation_tokens": ()},
-    ),
-    Metric(
+    _tokens("outrider_choice_prompt_tokens", "Prompt tokens of a finished choice.", "vllm:request_prompt_tokens"),
+    _tokens("outrider_choice_completion_tokens", "Generated tokens of a finished choice.", "vllm:request_generation_tokens"),
+    _tokens(
         "outrider_choice_max_tokens",
-        "histogram",
-        "Tokens that a finished choice was allowed to have.",
-        buckets=_COUNT,
-        vllm={"vllm:request_params_max_tokens": (), "vllm:request_max_num_generation_tokens": ()},
+        "Limit on the generated tokens of a finished choice.",
+        "vllm:request_params_max_tokens",
+        "vllm:request_max_num_generation_tokens",
     ),
 )
 _DRAFTING: Sequence[Metric] = (
-    Metric("outrider_prediction_tokens_accepted", "counter", "Draft tokens that are part of answers.", _DRAFTER),
-    Metric("outrider_prediction_tokens_rejected", "counter", "Draft tokens that were verified and rejected.", _DRAFTER),
-    Metric(
-        "outrider_drafts_verified",
-        "counter",
-        "Drafts that were verified: passes of the target times the requests that had draft tokens in them.",
-        vllm={"vllm:spec_decode_num_drafts": ()},
-    ),
-    Metric(
+    _counter("outrider_prediction_tokens_accepted", "Draft tokens that are part of answers.", labels=("drafter",)),
+    _counter("outrider_prediction_tokens_rejected", "Draft tokens verified and rejected.", labels=("drafter",)),
+    _counter("outrider_drafts_verified", "Drafts verified: one per request and pass.", "vllm:spec_decode_num_drafts"),
+    _counter(
         "outrider_draft_tokens_verified",
-        "counter",
-        "Draft tokens that were verified, by their position in the draft; the first has position 0.",
-        ("position",),
-        vllm={"vllm:spec_decode_num_draft_tokens": ()},
+        "Draft tokens verified, by position in the draft from 0.",
+        "vllm:spec_decode_num_draft_tokens",
+        labels=("position",),
     ),
     Metric(
         "outrider_draft_tokens_accepted",
         "counter",
-        "Draft tokens that were accepted, by their position in the draft; the first has position 0.",
+        "Draft tokens accepted, by position in the draft from 0.",
         ("position",),
         vllm={"vllm:spec_decode_num_accepted_tokens": (), "vllm:spec_decode_num_accepted_tokens_per_pos": ("position",)},
     ),
 )
 _TIMES: Sequence[Metric] = (
-    Metric("outrider_queue_seconds", "histogram", "Time that a call waited for its turn in this process.", buckets=_CALL),
-    Metric(
-        "outrider_ttft_seconds",
-        "histogram",
-        "Time from a call's arrival to the first token of a choice.",
-        buckets=_CALL,
-        vllm={"vllm:time_to_first_token_seconds": ()},
-    ),
-    Metric(
+    _seconds("outrider_queue_seconds", "Time that a call waited for admission in this process."),
+    _seconds("outrider_ttft_seconds", "Time to the first token of a choice.", "vllm:time_to_first_token_seconds"),
+    _seconds(
         "outrider_inter_token_seconds",
-        "histogram",
-        "Time between the passes of the target that brought tokens of a choice.",
+        "Time between the target's passes that yielded tokens of a choice.",
+        "vllm:inter_token_latency_seconds",
+        "vllm:time_per_output_token_seconds",
         buckets=_TOKEN,
-        vllm={"vllm:inter_token_latency_seconds": (), "vllm:time_per_output_token_seconds": ()},
     ),
-    Metric(
+    _seconds(
         "outrider_tpot_seconds",
-        "histogram",
         "Mean time per token of a choice after the first.",
+        "vllm:request_time_per_output_token_seconds",
         buckets=_TOKEN,
-        vllm={"vllm:request_time_per_output_token_seconds": ()},
     ),
-    Metric(
-        "outrider_e2e_seconds",
-        "histogram",
-        "Time from a call's arrival to the last token of a choice that finished.",
-        buckets=_CALL,
-        vllm={"vllm:e2e_request_latency_seconds": ()},
-    ),
-    Metric(
+    _seconds("outrider_e2e_seconds", "Time to the last token of a finished choice.", "vllm:e2e_request_latency_seconds"),
+    _seconds(
         "outrider_choice_queue_seconds",
-        "histogram",
-        "Time from a call's arrival until a target began to compute the choice.",
-        buckets=_CALL,
-        vllm={"vllm:request_queue_time_seconds": ()},
+        "Time until a target began to compute the choice.",
+        "vllm:request_queue_time_seconds",
     ),
-    Metric(
+    _seconds(
         "outrider_prefill_seconds",
-        "histogram",
-        "Time from the beginning of a choice's first pass to its first token.",
-        buckets=_CALL,
-        vllm={"vllm:request_prefill_time_seconds": ()},
+        "Time from the start of a choice's first pass to its first token.",
+        "vllm:request_prefill_time_seconds",
     ),
-    Metric(
+    _seconds(
         "outrider_decode_seconds",
-        "histogram",
         "Time from a choice's first token to its last.",
-        buckets=_CALL,
-        vllm={"vllm:request_decode_time_seconds": ()},
+        "vllm:request_decode_time_seconds",
     ),
-    Metric(
+    _seconds(
         "outrider_inference_seconds",
-        "histogram",
-        "Time from the beginning of a choice's first pass to its last token.",
-        buckets=_CALL,
-        vllm={"vllm:request_inference_time_seconds": ()},
+        "Time from the start of a choice's first pass to its last token.",
+        "vllm:request_inference_time_seconds",
     ),
 )
-_CLUSTER: Sequence[Metric] = (
+_TARGETS: Sequence[Metric] = (
     Metric(
         "outrider_routing_table_version",
         "gauge",
-        "The version of the newest routing table.",
+        "Version of the newest routing table.",
         read=lambda status: [((), float(status.table_version))],
     ),
-    Metric(
-        "outrider_target_ready",
-        "gauge",
-        "1 when the target takes requests, else 0.",
-        _TARGET,
-        read=_targets(lambda target: target.state == "ready"),
-    ),
-    Metric(
+    _target("outrider_target_ready", "1 if the target accepts requests, else 0.", lambda target: target.state == "ready"),
+    _target(
         "outrider_target_running",
-        "gauge",
         "Requests in the target's batch.",
-        _TARGET,
-        read=_targets(lambda target: target.num_running),
-        vllm={"vllm:num_requests_running": ()},
+        lambda target: target.num_running,
+        "vllm:num_requests_running",
     ),
-    Metric(
+    _target(
         "outrider_target_waiting",
-        "gauge",
-        "Requests that wait for room in the target's batch.",
-        _TARGET,
-        read=_targets(lambda target: target.num_waiting),
-        vllm={"vllm:num_requests_waiting": ()},
+        "Requests waiting for the target's batch.",
+        lambda target: target.num_waiting,
+        "vllm:num_requests_waiting",
     ),
-    Metric(
-        "outrider_target_preemptions",
-        "counter",
-        "Preemptions: a request's KV cache was freed for older requests and is computed again.",
-        _TARGET,
-        read=_targets(lambda target: target.num_preempted),
-        vllm={"vllm:num_preemptions": ()},
+    replace(
+        _target(
+            "outrider_target_preemptions",
+            "Requests whose KV cache was freed for older requests, to be computed again.",
+            lambda target: target.num_preempted,
+            "vllm:num_preemptions",
+        ),
+        kind="counter",
     ),
-    Metric(
-        "outrider_target_blocks",
-        "gauge",
-        "Blocks of the target's KV cache.",
-        _TARGET,
-        read=_targets(lambda target: target.num_blocks),
-    ),
-    Metric(
-        "outrider_target_free_blocks",
-        "gauge",
-        "Blocks of the KV cache that no request holds.",
-        _TARGET,
-        read=_targets(lambda target: target.num_free_blocks),
-    ),
-    Metric(
+    _target("outrider_target_blocks", "Blocks of the KV cache.", lambda target: target.num_blocks),
+    _target("outrider_target_free_blocks", "Free blocks of the KV cache.", lambda target: target.num_free_blocks),
+    _target(
         "outrider_target_kv_usage_ratio",
-        "gauge",
-        "The share of the KV cache's blocks that requests hold, from 0 to 1.",
-        _TARGET,
-        read=_targets(_kv_usage),
-        vllm={"vllm:kv_cache_usage_perc": (), "vllm:gpu_cache_usage_perc": ()},
+        "Share of the KV cache's blocks in use, from 0 to 1.",
+        _kv_usage,
+        "vllm:kv_cache_usage_perc",
+        "vllm:gpu_cache_usage_perc",
         mean=True,
     ),
-    Metric(
+    _target(
         "outrider_target_tokens_per_second",
-        "gauge",
-        "Tokens that the target committed in its last second of work.",
-        _TARGET,
-        read=_targets(lambda target: target.tokens_per_s),
+        "Tokens that the target committed in its last busy second.",
+        lambda target: target.tokens_per_s,
     ),
-    Metric(
+    _target(
         "outrider_target_step_seconds",
-        "gauge",
-        "The running mean of what a round of the target takes.",
-        _TARGET,
-        read=_targets(lambda target: target.step_ms / 1000),
+        "Moving average of the time of the target's round.",
+        lambda target: target.step_ms / 1000,
     ),
 )
-_POOL: Sequence[Metric] = (
-    Metric(
-        "outrider_drafter_ready",
-        "gauge",
-        "1 when the drafter may draft, else 0.",
-        _DRAFTER,
-        read=_drafters(lambda drafter: drafter.state == "ready"),
-    ),
-    Metric(
-        "outrider_drafter_requests",
-        "gauge",
-        "Requests that the drafter drafts for.",
-        _DRAFTER,
-        read=_drafters(lambda drafter: drafter.num_requests),
-    ),
-    Metric(
-        "outrider_drafter_verified",
-        "counter",
-        "Draft tokens of the drafter that a target verified.",
-        _DRAFTER,
-        read=_drafters(lambda drafter: drafter.num_proposed),
-    ),
-    Metric(
-        "outrider_drafter_accepted",
-        "counter",
-        "Draft tokens of the drafter that a target accepted.",
-        _DRAFTER,
-        read=_drafters(lambda drafter: drafter.num_accepted),
-    ),
-    Metric(
-        "outrider_drafter_restarts",
-        "counter",
-        "Restarts of the drafter's process.",
-        _DRAFTER,
-        read=_drafters(lambda drafter: drafter.num_restarts),
-    ),
+_DRAFTERS: Sequence[Metric] = (
+    _drafter("outrider_drafter_ready", "gauge", "1 if the drafter is ready, else 0.", lambda d: d.state == "ready"),
+    _drafter("outrider_drafter_requests", "gauge", "Requests that the drafter drafts for.", lambda d: d.num_requests),
+    _drafter("outrider_drafter_verified", "counter", "Draft tokens of the drafter verified.", lambda d: d.num_proposed),
+    _drafter("outrider_drafter_accepted", "counter", "Draft tokens of the drafter accepted.", lambda d: d.num_accepted),
+    _drafter("outrider_drafter_restarts", "counter", "Restarts of the drafter's process.", lambda d: d.num_restarts),
     Metric(
         "outrider_drafter_memory_bytes",
         "gauge",
-        "Memory of its device that the drafter is counted with.",
+        "Predicted memory of the drafter on its device.",
         ("drafter", "device"),
         read=_memory,
     ),
-    Metric(
-        "outrider_drafter_loads",
-        "counter",
-        "How often the drafter was loaded into memory.",
-        _DRAFTER,
-        read=_drafters(lambda drafter: drafter.num_loads),
-    ),
-    Metric(
-        "outrider_drafter_evictions",
-        "counter",
-        "How often the drafter gave its memory to another one.",
-        _DRAFTER,
-        read=_drafters(lambda drafter: drafter.num_evictions),
-    ),
-    Metric(
+    _drafter("outrider_drafter_loads", "counter", "Loads of the drafter into memory.", lambda d: d.num_loads),
+    _drafter("outrider_drafter_evictions", "counter", "Evictions of the drafter from memory.", lambda d: d.num_evictions),
+    _drafter(
         "outrider_drafter_fallbacks",
         "counter",
-        "How often the drafter was loaded on a CPU because its GPU had no room.",
-        _DRAFTER,
-        read=_drafters(lambda drafter: drafter.num_fallbacks),
+        "Loads of the drafter on a CPU because its GPU had no room.",
+        lambda d: d.num_fallbacks,
     ),
-    Metric(
+    _drafter(
         "outrider_drafter_reply_seconds",
         "gauge",
-        "The running mean of the time in which the drafter replies.",
-        _DRAFTER,
-        read=_drafters(lambda drafter: None if drafter.reply_ms is None else drafter.reply_ms / 1000),
+        "Moving average of the drafter's reply time.",
+        lambda d: None if d.reply_ms is None else d.reply_ms / 1000,
     ),
 )
 
-METRICS: Sequence[Metric] = (*_CALLS, *_TOKENS, *_DRAFTING, *_TIMES, *_CLUSTER, *_POOL)
+METRICS: Sequence[Metric] = (*_REQUESTS, *_TOKENS, *_DRAFTING, *_TIMES, *_TARGETS, *_DRAFTERS)

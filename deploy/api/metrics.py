@@ -1,4 +1,4 @@
-"""What ``/metrics`` exports, for Prometheus: the rows of ``metric_table``, under their own names and under vLLM's."""
+"""``/metrics`` for Prometheus: the rows of ``metric_table``, under their own names and vLLM's."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ from deploy.api.metric_table import METRICS, Metric
 
 
 class Metrics:
-    """One registry per app, so that several can live in a process. ``deadline_s``: the longest that a call may take."""
+    """Has its own registry, so that a process can have several apps. ``deadline_s``: time limit of a call."""
 
     def __init__(self, deadline_s: float) -> None:
         self._counters = {row.name: Counter(row.name, row.text, row.labels, registry=None) for row in _held("counter")}
@@ -31,17 +31,17 @@ class Metrics:
         self._completion_tokens = self._counters["outrider_completion_tokens"]
         self._drafts = self._counters["outrider_drafts_verified"]
         self._inter_token_s = self._histograms["outrider_inter_token_seconds"]
-        self._verified_at: list[Counter] = []  # by position, as far as drafts have reached
+        self._verified_at: list[Counter] = []  # by position in the draft
         self._accepted_at: list[Counter] = []
         self._by_drafter: dict[str, tuple[Counter, Counter]] = {}
         for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR):
-            self._counters["outrider_choices_finished"].labels(reason.value)  # a rate needs the zero before the first
+            self._counters["outrider_choices_finished"].labels(reason.value)  # rates need an initial zero
         self._registry = CollectorRegistry()
         self._exported = _Exported(self._counters | self._gauges | self._histograms)
         self._registry.register(self._exported)
 
     def on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
-        """Count a commit whose first ``num_needed`` tokens are part of an answer, ``gap_s`` after those before it."""
+        """As ``deploy.api.choice.Observer``."""
         self._completion_tokens.inc(num_needed)
         if gap_s is not None:
             self._inter_token_s.observe(gap_s)
@@ -66,7 +66,7 @@ class Metrics:
             rejected.inc(commit.num_proposed - num_accepted)
 
     def record_choice(self, choice: Choice, arrival_s: float) -> None:
-        """Count a choice that ended, for whatever reason. ``arrival_s``: of the call, monotonic."""
+        """Counts a choice that ended. ``arrival_s``: of the call, monotonic."""
         first_s, last_s = choice.first_token_s, choice.last_token_s
         if choice.finish is not None or choice.failed or first_s is not None:
             reason = FinishReason.ERROR if choice.failed else choice.finish or FinishReason.ABORT
@@ -90,14 +90,14 @@ class Metrics:
             self._observe("outrider_choice_queue_seconds", max(0.0, first_s - arrival_s - prefill_s))
 
     def render(self, status: ClusterStatus | None) -> bytes:
-        """In Prometheus' text format. ``status`` None: the cluster does not answer; what it would tell is left out."""
+        """Prometheus' text format. ``status`` None: the cluster does not answer, and its metrics are left out."""
         self._exported.status = status
         if status is not None:
             self._exported.model = status.model
         return generate_latest(self._registry)
 
     def _of_drafter(self, name: str) -> tuple[Counter, Counter]:
-        """Its tokens accepted and rejected. Kept, because finding a labelled counter takes longer than counting."""
+        """Counters of accepted and rejected tokens; cached, because looking up a labelled counter is slow."""
         if name not in self._by_drafter:
             self._by_drafter[name] = (
                 self._counters["outrider_prediction_tokens_accepted"].labels(name),
@@ -110,26 +110,26 @@ class Metrics:
 
 
 def _held(kind: str) -> list[Metric]:
-    """Rows of that kind that this process counts itself."""
+    """Rows of that kind that this process counts."""
     return [row for row in METRICS if row.kind == kind and row.read is None]
 
 
 def _buckets(row: Metric, deadline_s: float) -> tuple[float, ...]:
-    """Those of the table; of a time, up to the deadline at least."""
+    """The table's buckets; those of times reach at least the deadline."""
     is_time = row.name.endswith("_seconds")
     return (*row.buckets, deadline_s) if is_time and deadline_s > row.buckets[-1] else row.buckets
 
 
 class _Exported(Collector):
-    """The whole table as it is now; a target or drafter that left takes its series along."""
+    """Collects the table on each scrape, so that series of removed targets and drafters disappear."""
 
     def __init__(self, held: dict[str, Counter | Gauge | Histogram]) -> None:
         self.status: ClusterStatus | None = None
-        self.model: str | None = None  # for the label of vLLM's names; known from the first status on
+        self.model: str | None = None  # label of vLLM's names; known after the first status
         self._held = held
 
     def collect(self) -> Iterable[Family]:
-        yield GaugeMetricFamily("outrider_cluster_up", "1 when the cluster answers, else 0.", value=self.status is not None)
+        yield GaugeMetricFamily("outrider_cluster_up", "1 if the cluster answers, else 0.", value=self.status is not None)
         for row in METRICS:
             for family in self._families(row):
                 yield family
@@ -139,7 +139,7 @@ class _Exported(Collector):
     def _families(self, row: Metric) -> Iterable[Family]:
         if row.read is None:
             for family in self._held[row.name].collect():
-                # The time of creation would be a gauge of its own beside each counter.
+                # The client exports the time of creation as another series.
                 family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
                 yield family
         elif self.status is not None:
@@ -151,7 +151,7 @@ class _Exported(Collector):
 
 
 def _alias(family: Family, row: Metric, name: str, kept: tuple[str, ...], model: str) -> Family:
-    """The family under another name, with the model's name and the ``kept`` labels alone."""
+    """The family under another name, with the labels ``model_name`` and ``kept``."""
     alias = Family(name, row.text, family.type)
     values: dict[tuple[str, tuple[tuple[str, str], ...]], list[float]] = {}
     for sample in family.samples:
@@ -159,7 +159,7 @@ def _alias(family: Family, row: Metric, name: str, kept: tuple[str, ...], model:
         suffix = sample.name.removeprefix(family.name)
         values.setdefault((suffix, tuple(labels.items())), []).append(sample.value)
     if not values and family.type == "counter" and not kept:
-        values["_total", ()] = [0.0]  # a rate needs the zero before the first count
+        values["_total", ()] = [0.0]  # rates need an initial zero count
     for (suffix, pairs), numbers in values.items():
         value = sum(numbers) / (len(numbers) if row.mean else 1)
         alias.add_sample(name + suffix, {"model_name": model, **dict(pairs)}, value)

@@ -1,4 +1,4 @@
-"""The description of the API in OpenAPI's format, and as a page that needs nothing but this server."""
+"""The API's documentation in OpenAPI format, and as an HTML page that loads nothing from elsewhere."""
 
 from collections.abc import Iterator, Mapping
 from html import escape
@@ -18,7 +18,7 @@ _STYLE = (
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """What a route that reads its body by hand says of it: FastAPI's ``openapi_extra``."""
+    """FastAPI's ``openapi_extra`` of a route that reads its body itself."""
     schema = {"$ref": f"{_REF}{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -36,7 +36,7 @@ def describe(app: FastAPI, bodies: tuple[type[BaseModel], ...], *, asks_for_key:
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """An HTML page of the document. No script, no font, no image: nothing is loaded from elsewhere."""
+    """The document as an HTML page, without scripts, fonts or images."""
     title = escape(document["info"]["title"])
     parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"]
     parts.append(f"<h1>{title} {escape(document['info']['version'])}</h1>")
@@ -63,7 +63,7 @@ def _body(operation: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A schema in a few words."""
+    """A short name of the schema's type."""
     if "$ref" in schema:
         return str(schema["$ref"]).removeprefix(_REF)
     alternatives = schema.get("anyOf") or schema.get("oneOf")

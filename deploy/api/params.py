@@ -1,4 +1,4 @@
-"""From the fields of a call to the requests that the cluster serves."""
+"""Converts the fields of a call into requests to the cluster."""
 
 import hashlib
 import secrets
@@ -22,11 +22,11 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 @dataclass(frozen=True, slots=True)
 class Prompt:
     token_ids: tuple[int, ...]
-    field: str  # where the caller gave it, for errors
+    field: str  # path of the caller's field, for errors
 
 
 def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, settings: ApiSettings) -> None:
-    """What can be refused before anything is tokenized.
+    """Checks that need no tokenization.
 
     Raises:
         ApiError: 404 for an unknown model, else 400.
@@ -60,7 +60,7 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
 
 
 def check_model(name: str | None, info: ModelInfo) -> None:
-    """Raises ApiError (404): not the served model; None is the served one."""
+    """Raises ApiError (404) for another model than the served one; None is the served one."""
     if name is not None and name != info.name:
         raise unknown_model(name, info, "model")
 
@@ -75,13 +75,13 @@ def unknown_model(name: str, info: ModelInfo, param: str) -> ApiError:
 
 
 def max_prompt_tokens(info: ModelInfo, settings: ApiSettings) -> int:
-    """The longest prompt that leaves room for one token, and that this server takes."""
+    """The longest prompt that this server accepts, with room for one token."""
     room = info.max_model_len - 1
     return room if settings.max_prompt_tokens is None else min(room, settings.max_prompt_tokens)
 
 
 def prompt_too_long(field: str, num_tokens: str, info: ModelInfo, settings: ApiSettings) -> ApiError:
-    """``num_tokens``: in words, as the text may not have been counted to its end."""
+    """``num_tokens``: a number, or a lower bound in words for a text that was not tokenized to its end."""
     if max_prompt_tokens(info, settings) < info.max_model_len - 1:
         reason = f"has {num_tokens} tokens; this server takes at most {settings.max_prompt_tokens}"
         return bad_request(field, reason, "prompt_too_long")
@@ -93,7 +93,7 @@ def prompt_too_long(field: str, num_tokens: str, info: ModelInfo, settings: ApiS
 
 
 def check_prompt(prompt: Prompt, info: ModelInfo, settings: ApiSettings) -> None:
-    """Raises ApiError (400) for a prompt that is empty, too long, or holds ids that are no tokens."""
+    """Raises ApiError (400) for a prompt that is empty, too long, or has ids outside the vocabulary."""
     num_tokens = len(prompt.token_ids)
     if num_tokens == 0:
         raise bad_request(prompt.field, "must hold at least one token")
@@ -103,7 +103,7 @@ def check_prompt(prompt: Prompt, info: ModelInfo, settings: ApiSettings) -> None
 
 
 def check_tokens(field: str, token_ids: Sequence[int], info: ModelInfo) -> None:
-    """Raises ApiError (400), naming the first that is no token."""
+    """Raises ApiError (400), naming the first id outside the vocabulary."""
     if max(token_ids, default=0) >= info.vocab_size:
         i = next(i for i, token_id in enumerate(token_ids) if token_id >= info.vocab_size)
         raise _outside_vocabulary(f"{field}.{i}", token_ids[i], info)
@@ -119,10 +119,9 @@ def make_requests(
     info: ModelInfo,
     settings: ApiSettings,
 ) -> list[Request]:
-    """``n`` requests for each prompt, in the order of the answer's choices.
+    """``n`` requests per prompt, in the order of the answer's choices.
 
-    Choice i of a prompt has the same seed whatever else is in the call: with a seed given, the same prompt gets the same
-    answers alone and in a list.
+    The seed of choice i of a prompt does not depend on other prompts of the call, so results are reproducible.
     """
     requests: list[Request] = []
     for prompt in prompts:
@@ -141,7 +140,7 @@ def make_requests(
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Choice 0 has the seed itself, so that n = 1 and n = 5 agree in it; the others a hash of seed and index."""
+    """Choice 0 has the call's seed, as with n = 1; others have a hash of seed and index."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8)
@@ -151,10 +150,10 @@ def choice_seed(seed: int, index: int) -> int:
 def sampling_params(
     fields: GenerationFields, prompt: Prompt, seed: int, info: ModelInfo, settings: ApiSettings
 ) -> SamplingParams:
-    """The caller's parameters over OpenAI's defaults.
+    """The caller's parameters, with OpenAI's defaults.
 
     Raises:
-        ApiError: 400 for a value out of range, or for more tokens than the context holds.
+        ApiError: 400 for a value out of range, or more tokens than fit the context.
     """
     room = info.max_model_len - len(prompt.token_ids)
     limit_field, max_tokens = _token_limit(fields, room, settings)
@@ -190,10 +189,10 @@ def sampling_params(
 
 
 async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[ClusterStatus]]) -> tuple[str, ...] | None:
-    """``Request.chain`` of the field ``drafting``. The cluster is asked for its drafters only where one is named.
+    """``Request.chain`` of the field ``drafting``. Queries the cluster's drafters only if one is named.
 
     Raises:
-        ApiError: 400, a drafter is not known, or cannot ride where it is named.
+        ApiError: 400 for an unknown drafter or an impossible chain.
     """
     if drafting is None or drafting == "auto":
         return None
@@ -205,7 +204,7 @@ async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[Cl
         if name not in drafters:
             raise bad_request(
                 "drafting",
-                f"{shorten(name)} is no drafter of this server{nearest(name, drafters)}"
+                f"{shorten(name)} is not a drafter of this server{nearest(name, drafters)}"
                 f" ('auto', 'off', {', '.join(map(repr, sorted(drafters))) or 'no drafters'})",
             )
     _check_chain(chain, drafters)
@@ -213,15 +212,15 @@ async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[Cl
 
 
 def _check_chain(chain: tuple[str, ...], drafters: Mapping[str, DrafterStatus]) -> None:
-    """Raises ApiError: 400, unless all but the last can ride in the process of the last, each behind the one before it."""
+    """Raises ApiError (400) unless each drafter but the last can propose to the next, in the last one's process."""
     last = drafters[chain[-1]]
     proposers = last.proposers
     for i, name in enumerate(chain[:-1]):
         if name not in proposers:
-            possible = f"ahead of it can ride {', '.join(proposers)}" if proposers else "nobody can ride ahead of it"
-            raise bad_request("drafting", f"{name} cannot ride ahead of {last.name} on this server: {possible}")
+            possible = f"it verifies drafts of {', '.join(proposers)}" if proposers else "it verifies no other drafter"
+            raise bad_request("drafting", f"{name} cannot draft for {last.name} on this server: {possible}")
         if i and not drafters[name].verifies:
-            raise bad_request("drafting", f"{name} verifies nothing, so {chain[i - 1]} cannot ride ahead of it")
+            raise bad_request("drafting", f"{name} cannot verify, so {chain[i - 1]} cannot draft for it")
     places = [proposers.index(name) for name in chain[:-1]]
     if places != sorted(set(places)):
         order = ", ".join(proposers)
@@ -229,7 +228,7 @@ def _check_chain(chain: tuple[str, ...], drafters: Mapping[str, DrafterStatus]) 
 
 
 def _token_limit(fields: GenerationFields, room: int, settings: ApiSettings) -> tuple[str, int]:
-    """The number of tokens to generate at most, and the field that says so."""
+    """The limit on generated tokens, and the field that sets it."""
     if isinstance(fields, ChatRequest):
         if fields.max_completion_tokens is not None:
             return "max_completion_tokens", fields.max_completion_tokens
@@ -263,7 +262,7 @@ def _logit_bias(fields: GenerationFields, info: ModelInfo) -> tuple[tuple[int, f
 
 
 def _outside_vocabulary(param: str, token_id: int, info: ModelInfo) -> ApiError:
-    return bad_request(param, f"{token_id} is no token; the vocabulary ends at {info.vocab_size - 1}")
+    return bad_request(param, f"{token_id} is not a token id; the largest is {info.vocab_size - 1}")
 
 
 def _or(value: T | None, default: T) -> T:

@@ -1,8 +1,8 @@
-"""What callers may send: the fields of OpenAI and of vLLM, strictly typed, and a few of our own.
+"""Request bodies: the fields of OpenAI and vLLM, strictly typed, and a few of our own.
 
-``null`` means "not given", as in OpenAI's API. Known fields that do not change an answer here are accepted and ignored;
-those that would, but cannot be served yet, are refused by name unless their value turns them off. The models forbid
-unknown fields; ``deploy.api.body`` ignores these with a warning where the settings say so.
+``null`` means "not given", as in OpenAI's API. Known fields that do not affect answers are ignored. Known but unsupported
+fields are refused unless their value disables them. The models forbid unknown fields; ``deploy.api.body`` ignores them
+with a warning if so configured.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from deploy.api.chat_template import TemplateOptions
 MAX_STOP_CHARS = 1024
 MAX_LEGACY_LOGPROBS = 5
 
-# Which of several forms a value was read as is part of pydantic's error paths, but not of the caller's document.
+# Tags of union members, which pydantic inserts into error paths.
 FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<id lists>", "<parts>"})
 
 
@@ -26,7 +26,7 @@ class _Strict(BaseModel):
 
 
 def _only(*allowed: object) -> BeforeValidator:
-    """For a field that is known, but can only be absent here, or one of the values that ask for nothing."""
+    """A known but unsupported field: absent, or one of the values that disable it."""
 
     def check(value: object) -> object:
         if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
@@ -37,14 +37,14 @@ def _only(*allowed: object) -> BeforeValidator:
 
 
 def _without_tools(value: object, info: ValidationInfo) -> object:
-    """``tool_choice`` "none" turns tools off."""
+    """``tool_choice`` "none" disables tools."""
     if value is not None and value != [] and info.data.get("tool_choice") != "none":
         raise PydanticCustomError("not_supported", 'are not supported yet; leave them out, or send tool_choice "none"')
     return value
 
 
 def _off_is_none(value: object) -> object:
-    """vLLM's -1 and 0 turn top-k off."""
+    """vLLM's -1 and 0 disable top-k."""
     return None if type(value) is int and value in (-1, 0) else value
 
 
@@ -86,7 +86,7 @@ class StreamOptions(_Strict):
 
 
 class GenerationFields(_Strict):
-    """What chat and plain completions have in common. Ranges without a bound here are checked by ``SamplingParams``."""
+    """Common fields of chat and completions. ``SamplingParams`` checks the ranges that are not bounded here."""
 
     model: str
     max_tokens: int | None = None
@@ -101,7 +101,7 @@ class GenerationFields(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    # Sampling that OpenAI's API lacks, by the names that vLLM and others use.
+    # Sampling parameters beyond OpenAI's API, with vLLM's names.
     top_k: Annotated[int | None, BeforeValidator(_off_is_none)] = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -113,7 +113,7 @@ class GenerationFields(_Strict):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
 
-    # Of vLLM, and not supported: each with the values that turn it off.
+    # vLLM's fields that are not supported, each with the values that disable it.
     bad_words: Annotated[Any, _only([])] = None
     priority: Annotated[Any, _only(0)] = None
     prompt_logprobs: Annotated[Any, _only(False)] = None
@@ -129,11 +129,11 @@ class GenerationFields(_Strict):
     spaces_between_special_tokens: Annotated[Any, _only(True)] = None
     return_tokens_as_token_ids: Annotated[Any, _only(False)] = None
 
-    # Ours. drafting: "auto", "off", a drafter, or a chain "a>b" whose last member stands nearest to the target.
+    # Our own. drafting: "auto", "off", a drafter, or a chain "a>b" in which b verifies a's drafts before the target does.
     drafting: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    drafting_details: bool | None = None  # every chunk says which of its text was drafted, and by whom
+    drafting_details: bool | None = None  # answers report the text of each drafter
 
-    # Accepted and ignored: they change where an answer is kept, billed or cached, not what it says.
+    # Accepted and ignored: they affect storage, billing or caching of an answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -159,20 +159,20 @@ _Content = Annotated[
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    # Before the content, which is null beside them: the error names what is not supported.
+    # Before the content, which is null beside these, so that the error names the unsupported field.
     function_call: Annotated[Any, _only()] = None
     tool_calls: Annotated[Any, _only([])] = None
     content: _Content
     name: str | None = None
     tool_call_id: str | None = None
 
-    # What a caller that sends an earlier answer back has in it, empty.
+    # Empty fields of earlier answers that a caller sends back.
     refusal: Annotated[Any, _only()] = None
     annotations: Annotated[Any, _only([])] = None
     audio: Annotated[Any, _only()] = None
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates expect it: a role of theirs, and one string."""
+        """As chat templates expect it: a role of theirs and a single string."""
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         rendered = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.name is not None:
@@ -186,7 +186,7 @@ _Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
 
 
 class _ChatFields(_Strict):
-    """How messages become a prompt."""
+    """Messages and how they are rendered to a prompt."""
 
     messages: _Messages
     add_generation_prompt: bool | None = None
@@ -214,9 +214,9 @@ class ChatRequest(GenerationFields, _ChatFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
-    parallel_tool_calls: bool | None = None  # ignored: without tools it says nothing
+    parallel_tool_calls: bool | None = None  # ignored: it has no effect without tools
     response_format: Annotated[Any, _only({"type": "text"})] = None
-    tool_choice: Annotated[Any, _only("none")] = None  # before the tools, which it turns off
+    tool_choice: Annotated[Any, _only("none")] = None  # before the tools, which it disables
     tools: Annotated[Any, AfterValidator(_without_tools)] = None
     functions: Annotated[Any, _only([])] = None
     function_call: Annotated[Any, _only("none")] = None
@@ -252,7 +252,7 @@ class CompletionRequest(GenerationFields):
     suffix: Annotated[Any, _only()] = None
 
     def prompts(self) -> Mapping[str, str | list[int]]:
-        """Each prompt under the path of its field."""
+        """Each prompt, by the path of its field."""
         if isinstance(self.prompt, str):
             return {"prompt": self.prompt}
         if isinstance(self.prompt[0], int):

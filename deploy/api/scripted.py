@@ -1,4 +1,4 @@
-"""The in-memory twin of ``EngineClient``: answers from a script, and remembers what it was asked."""
+"""An in-memory ``EngineClient`` for tests: answers from a script and records its requests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
 from cluster.types import Commit, ModelInfo, Request
 
-# What happens next: a commit, a wait for somebody else, or a failure.
+# A commit, an event to wait for, or an error.
 Step = Commit | asyncio.Event | Exception
 
 
 class ScriptedClient:
-    """Plays ``script(request)`` to whoever asks. ``requests`` lists all that came, ``aborted`` those closed early."""
+    """Answers each request with ``script(request)``. ``requests``: all received; ``aborted``: ids of those closed early."""
 
     def __init__(
         self, info: ModelInfo, script: Callable[[Request], Iterable[Step]], *, drafters: tuple[str, ...] = ("ngram",)
@@ -66,7 +66,7 @@ class ScriptedClient:
         )
 
     async def asked(self, num_requests: int) -> None:
-        """Wait until so many requests have come."""
+        """Waits until so many requests have arrived."""
         async with self._arrivals:
             await self._arrivals.wait_for(lambda: len(self.requests) >= num_requests)
 
@@ -75,7 +75,7 @@ class ScriptedClient:
 
 
 def spell(request: Request, token_ids: Iterable[int], *, num_per_round: int = 1, drafter: str | None = None) -> list[Commit]:
-    """Commits that spell ``token_ids``, so many a round; with a drafter all but the last of each round are its drafts."""
+    """Commits of ``token_ids``, so many per round; with a drafter all but the last token of a round are its drafts."""
     tokens = tuple(token_ids)
     base = len(request.prompt_token_ids)
     commits = []

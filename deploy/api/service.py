@@ -1,4 +1,4 @@
-"""What the routes do."""
+"""The routes' implementation."""
 
 import asyncio
 import hashlib
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Service:
-    """Holds what all calls share. Every method may raise what ``errors.as_api_error`` knows."""
+    """State shared by all calls. Methods may raise any error of ``errors.as_api_error``."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, settings: ApiSettings) -> None:
         self.metrics = Metrics(settings.request_timeout_s)
@@ -59,18 +59,19 @@ class Service:
         self._info: ModelInfo | None = None
         self._started_s = int(time.time())
 
-    def check_key(self, request: Request) -> None:
+    async def check_key(self, request: Request) -> None:
+        """Raises ApiError (401) where keys are configured."""
         if self._keys is not None:
             self._keys.check(request.headers.get("authorization"))
 
     async def info(self) -> ModelInfo:
-        """Of the served model; asked for once."""
+        """Description of the served model; queried once."""
         if self._info is None:
             self._info = await self._ask(self._client.model())
         return self._info
 
     async def status(self) -> ClusterStatus:
-        """Of the cluster, at most ``status_ttl_s`` old."""
+        """Status of the cluster, at most ``status_ttl_s`` old."""
         return await self._status.get()
 
     async def chat(self, request: Request) -> Response:
@@ -115,7 +116,7 @@ class Service:
         return await self._in_time(request, arrival_s, detokenize(fields, self._tokenizer, info))
 
     async def _in_time(self, request: Request, arrival_s: float, work: Awaitable[T]) -> T:
-        """Await ``work`` until the deadline of the call that arrived at ``arrival_s``, or until its caller hangs up."""
+        """Awaits ``work`` until the call's deadline or until its client disconnects."""
         timeout_s = self._settings.request_timeout_s
         try:
             async with asyncio.timeout(arrival_s + timeout_s - time.monotonic()):
@@ -147,7 +148,7 @@ class Service:
         }
 
     async def health(self) -> dict[str, object]:
-        """Raises LinkClosed when no target is ready, or none can be reached from here; says which."""
+        """Raises LinkClosed if no target is ready or linked."""
         status = await self.status()
         if not any(target.state == "ready" for target in status.targets):
             states = ", ".join(f"{target.name} is {target.state}" for target in status.targets)
@@ -178,7 +179,7 @@ class Service:
         arrival_s: float,
         echoes: Sequence[str] = (),
     ) -> Response:
-        """``echoes``: texts of the prompts, if they are part of the answer."""
+        """``echoes``: texts of the prompts, to put before the answers."""
         info = await self.info()
         for prompt in prompts:
             check_prompt(prompt, info, self._settings)
@@ -238,5 +239,5 @@ class Service:
 
 
 def _fingerprint(info: ModelInfo) -> str:
-    """Equal fingerprints and equal seeds give equal answers: drafting, routing and load have no part in them."""
+    """Equal fingerprints and seeds give equal answers, independent of drafting, routing and load."""
     return "fp_" + hashlib.sha256(f"{info.name} {info.tokenizer_fingerprint}".encode()).hexdigest()[:12]

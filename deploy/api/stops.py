@@ -1,32 +1,31 @@
-"""Stop strings, found in text that comes in pieces."""
+"""Finds stop strings in streamed text."""
 
 from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Passes text on until one of the stop strings is complete, and never lets a part of one through before it knows.
+    """Releases text until a stop string is complete; holds back the longest suffix that may begin one.
 
-    The stop string whose last character comes first ends the text; of several that end there, the longest. So the result
-    does not depend on how the text is cut into pieces. One Knuth-Morris-Pratt automaton per stop string: linear in the text.
+    The stop string that ends first ends the text; among several, the longest. The result does not depend on how the text is
+    split. One Knuth-Morris-Pratt automaton per stop string: linear time.
 
-        passed on   | held back: the longest end of the text that begins a stop string
+        released    | held back
         ------------+------------------------------------------------------------------
         "The answer"| "\\n\\nUs"     (with the stop string "\\n\\nUser:")
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """``include``: the stop string that ends the text is part of it."""
+        """``include``: keep the stop string in the text."""
         self._include = include
         self._stops = tuple(stops)
         self._failures = tuple(_failure_table(stop) for stop in stops)
-        self._states = [0] * len(self._stops)  # characters of each stop string that the text ends with
+        self._states = [0] * len(self._stops)  # length of each stop string's prefix that the text ends with
         self._held = ""
         self.matched = False
 
     def feed(self, text: str, *, armed: bool = True) -> str:
-        """What of the text so far is certain to be output. ``armed`` False: a stop string that ends in ``text`` is none.
-
-        After a match there is nothing more to come, and ``matched`` is true.
+        """The released text; after a match ``matched`` is true and the text ends. ``armed`` False: ignores stop strings that
+        end in ``text``.
         """
         if not self._stops:
             return text
@@ -51,7 +50,7 @@ class StopMatcher:
         return known[: len(known) - num_held]
 
     def flush(self) -> str:
-        """What was held back and has proved to be ordinary text."""
+        """The held-back text, at the end of the answer."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, in vLLM's shapes."""
+"""``/tokenize`` and ``/detokenize``, as in vLLM."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,24 +13,24 @@ from deploy.api.schema import DetokenizeRequest, TokenizeRequest
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import TextTooLong, Tokenizer
 
-# Decoding and encoding as JSON take about half a microsecond a token: up to here a thread would cost more than it frees.
+# Up to here decoding and JSON encoding (about 0.5 us per token) cost less than a thread.
 _INLINE_TOKENS = 2000
-# The JSON encoder holds the GIL for as long as one call takes; lists are encoded in slices of this length.
+# The JSON encoder holds the GIL, so lists are encoded in slices of this length.
 _SLICE_LEN = 2**13
 
 
 async def tokenize(fields: TokenizeRequest, tokenizer: Tokenizer, info: ModelInfo, settings: ApiSettings) -> Response:
-    """The tokens of a prompt or of messages, as the same model would get them for a completion or a chat.
+    """Tokens of a prompt or of messages, as for a completion or chat.
 
     Raises:
-        ApiError: 400, naming the field; 404, another model.
-        InvalidField: the chat template refuses the messages.
+        ApiError: 400, naming the field; 404 for another model.
+        InvalidField: the chat template rejects the messages.
     """
     check_model(fields.model, info)
-    # Longer texts than the model takes can be counted, within the limit of the body.
+    # Texts longer than the model's context may be tokenized, within the body's limit.
     max_tokens = settings.max_request_bytes
     if (fields.prompt is None) == (fields.messages is None):
-        raise bad_request("prompt", "or messages must be given, and not both")
+        raise bad_request("prompt", "or messages must be given, but not both")
     try:
         if fields.prompt is not None:
             adds = fields.add_special_tokens is not False
@@ -52,14 +52,14 @@ async def tokenize(fields: TokenizeRequest, tokenizer: Tokenizer, info: ModelInf
 
 
 async def detokenize(fields: DetokenizeRequest, tokenizer: Tokenizer, info: ModelInfo) -> Response:
-    """The text of tokens, special ones included. Raises ApiError: 400, an id is no token; 404, another model."""
+    """The text of tokens, with special tokens. Raises ApiError: 400 for an invalid id; 404 for another model."""
     check_model(fields.model, info)
     check_tokens("tokens", fields.tokens, info)
     return await _response(lambda: encode_json({"prompt": tokenizer.text_of(fields.tokens)}), len(fields.tokens))
 
 
 async def _response(document: Callable[[], str], num_tokens: int) -> Response:
-    """The response with the JSON that ``document`` returns, which runs in a thread where there are many tokens."""
+    """The JSON of ``document``, which runs in a thread if there are many tokens."""
     body = document() if num_tokens <= _INLINE_TOKENS else await asyncio.to_thread(document)
     return Response(body, media_type="application/json")
 

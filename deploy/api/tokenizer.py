@@ -1,7 +1,6 @@
-"""Text to token ids and back, without torch or transformers: the API process stays small.
+"""The tokenizer, without torch or transformers, so that the API process stays small.
 
-Decoding goes through bytes. Every token stands for some bytes, whatever its neighbours are; the text of a sequence is
-their concatenation read as UTF-8. That makes streaming linear and exact: see ``deploy/api/detokenizer.py``.
+Decoding concatenates the bytes of tokens and reads them as UTF-8, which makes streaming exact and linear.
 """
 
 import asyncio
@@ -20,16 +19,16 @@ from cluster.errors import InvalidField, ModelUnavailable, OutriderError
 from deploy.api.chat_template import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions, load_chat_template
 from deploy.api.control_tokens import ChatPrompt, ControlTokens
 
-# Encoding takes about a microsecond a character: up to here a thread would cost more than it frees.
+# Up to here encoding (about 1 us per character) costs less than a thread.
 _INLINE_CHARS = 2000
-# Longer texts are counted slice by slice first, so that one that is far too long costs neither its memory nor its time.
+# Longer texts are first counted in slices, so that texts that are far too long are refused early.
 _SLICE_CHARS = 2**16
-# Where a slice cuts a word in two, it counts a few tokens that the whole text has not.
+# Extra tokens that cutting a word at a slice's end may add.
 _CUT_TOKENS = 16
 
 
 class TextTooLong(OutriderError):
-    """A text has more tokens than its caller can use; ``num_tokens`` counts those seen until then."""
+    """A text has too many tokens; ``num_tokens``: counted so far."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"the text has more than {num_tokens} tokens")
@@ -37,7 +36,7 @@ class TextTooLong(OutriderError):
 
 
 class Tokenizer:
-    """The served model's tokenizer. Immutable after its construction, so safe to share between threads."""
+    """The served model's tokenizer. Immutable, so threads can share it."""
 
     def __init__(self, fast: FastTokenizer, chat_template: ChatTemplate | None) -> None:
         fast.no_truncation()
@@ -47,16 +46,16 @@ class Tokenizer:
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
         self._control_tokens = ControlTokens(self._special.values())
         self._spelling = _spelling_of(fast)
-        self._bytes: dict[int, bytes] = {}  # filled as tokens are met; bounded by the vocabulary
+        self._bytes: dict[int, bytes] = {}  # cache of token_bytes
         self._chat_template = chat_template
         self.vocab_size = fast.get_vocab_size(with_added_tokens=True)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
-        """Load ``tokenizer.json`` and the chat template of a Hugging Face folder.
+        """Loads ``tokenizer.json`` and the chat template of a Hugging Face folder.
 
         Raises:
-            ModelUnavailable: a file is missing, damaged, or of a kind that is not supported.
+            ModelUnavailable: a file is missing, damaged or unsupported.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -68,10 +67,10 @@ class Tokenizer:
         return cls(fast, load_chat_template(folder))
 
     async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int) -> tuple[int, ...]:
-        """Token ids of ``text``. Long texts are encoded in a thread, where the event loop does not wait for them.
+        """Token ids of ``text``. Long texts are encoded in a thread, beside the event loop.
 
         Raises:
-            TextTooLong: there are far more than ``max_tokens``. Slightly longer results are returned.
+            TextTooLong: far more than ``max_tokens``. Results that are slightly longer are returned.
         """
         if len(text) <= _INLINE_CHARS:
             return self._encode(text, add_special_tokens, max_tokens)
@@ -80,15 +79,15 @@ class Tokenizer:
     async def encode_chat(
         self, messages: Sequence[Mapping[str, str]], options: TemplateOptions = DEFAULT_OPTIONS, *, max_tokens: int
     ) -> tuple[int, ...]:
-        """Token ids of a conversation, up to where the assistant's answer begins.
+        """Token ids of a conversation, up to the start of the assistant's answer.
 
-        Special tokens are those that the template writes. What a message spells like one is encoded as text.
+        Only the template makes special tokens; a message that spells one is encoded as text.
 
         Raises:
-            InvalidField: the model has no chat template, or its template refuses the messages.
+            InvalidField: the model has no chat template, or its template rejects the messages.
             TextTooLong: as ``encode``.
         """
-        # Variables nest, and to measure them takes as long as to render them: calls with any take the thread.
+        # Variables of unknown size are rendered in the thread.
         num_chars = sum(len(value) for message in messages for value in message.values())
         if num_chars <= _INLINE_CHARS and not options.variables:
             prompt = self._render(messages, options)
@@ -103,7 +102,7 @@ class Tokenizer:
         return self._control_tokens.prompt(self._chat_template, messages, options)
 
     def _encode_marked(self, prompt: ChatPrompt, max_tokens: int) -> tuple[int, ...]:
-        """Special tokens where the prompt says that they are, text elsewhere; the template has written them all."""
+        """Encodes the control spans as special tokens and everything else as text."""
         if prompt.control_spans is None:
             return self._encode(prompt.text, False, max_tokens)
         self._check_len(prompt.text, max_tokens)
@@ -117,10 +116,10 @@ class Tokenizer:
 
     @cached_property
     def _aliased(self) -> tuple[FastTokenizer, dict[str, str], dict[int, int]]:
-        """This tokenizer with special tokens that nobody can spell, so that their spellings are text: the tokenizer, the
-        aliases by spelling, and the ids of the originals by those of the aliases.
+        """A copy whose special tokens have secret spellings, so that the usual spellings are text. Returns it, the
+        secret spellings by the usual ones, and the original ids by the copy's.
 
-        Made when it is first needed; it takes as much memory as the tokenizer itself.
+        Built on first use; it takes as much memory as the tokenizer.
         """
         secret = secrets.token_hex(16)
         aliases = {spelling: f"{secret}-{token_id}-" for token_id, spelling in self._special.items()}
@@ -130,11 +129,11 @@ class Tokenizer:
         model = state["model"]
         if isinstance(model["vocab"], dict):
             model["vocab"] = {aliases.get(token, token): token_id for token, token_id in model["vocab"].items()}
-        else:  # of a unigram model: token and score
+        else:  # a unigram model: token and score
             model["vocab"] = [[aliases.get(token, token), score] for token, score in model["vocab"]]
         if isinstance(model.get("unk_token"), str):
             model["unk_token"] = aliases.get(model["unk_token"], model["unk_token"])
-        state["post_processor"] = None  # it adds special tokens by their names, and is not used here
+        state["post_processor"] = None  # adds special tokens by name; not used here
         fast = FastTokenizer.from_str(json.dumps(state))
         ids: dict[int, int] = {}
         for token_id, spelling in self._special.items():
@@ -148,7 +147,7 @@ class Tokenizer:
         return tuple(_encoding(self._fast, text, add_special_tokens).ids)
 
     def _check_len(self, text: str, max_tokens: int) -> None:
-        """Raises TextTooLong: far too long, as seen without encoding all of it."""
+        """Raises TextTooLong for a text that is far too long, before all of it is encoded."""
         if len(text) > _SLICE_CHARS:
             num_tokens = 0
             for start in range(0, len(text), _SLICE_CHARS):
@@ -157,7 +156,7 @@ class Tokenizer:
                     raise TextTooLong(num_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to the text. Special tokens, and ids beyond the vocabulary (padding rows), add nothing."""
+        """A token's bytes; empty for special tokens and ids beyond the vocabulary (padding rows)."""
         known = self._bytes.get(token_id)
         if known is None:
             token = None if token_id in self._special else self._fast.id_to_token(token_id)
@@ -166,43 +165,43 @@ class Tokenizer:
         return known
 
     def all_token_bytes(self, token_id: int) -> bytes:
-        """As ``token_bytes``, but special tokens add their spelling."""
+        """As ``token_bytes``, with the spelling of special tokens."""
         spelling = self._special.get(token_id)
         return self.token_bytes(token_id) if spelling is None else spelling.encode()
 
     def token_strs(self, token_ids: Sequence[int]) -> list[str]:
-        """The tokens as the vocabulary writes them; "" for an id that is none."""
+        """The tokens as the vocabulary writes them; "" for unknown ids."""
         return [self._fast.id_to_token(token_id) or "" for token_id in token_ids]
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """The whole text that ``token_ids`` spell, special tokens included."""
-        # Of a batch: ``decode`` would hold the GIL until it is done.
+        """The text of ``token_ids``, with special tokens."""
+        # ``decode_batch`` releases the GIL.
         return self._fast.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
 
     def token_name(self, token_id: int) -> str:
-        """A token for people, as in log-probabilities: its text, or its name where it has none."""
+        """A token's text, or its name if it has no text; for log-probabilities."""
         spelled = self.token_bytes(token_id)
         if spelled:
             return spelled.decode("utf-8", errors="replace")
         return self._fast.id_to_token(token_id) or f"<{token_id}>"
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text that ``token_ids`` add to what stands before them; special tokens are left out."""
+        """The text of ``token_ids``, without special tokens."""
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", errors="replace")
 
 
 def _encoding(fast: FastTokenizer, text: str, add_special_tokens: bool) -> Encoding:
-    """Long texts as a batch of one: ``encode`` holds the GIL until it is done, ``encode_batch`` releases it."""
+    """Long texts are encoded as a batch of one: ``encode_batch`` releases the GIL, ``encode`` does not."""
     if len(text) <= _INLINE_CHARS:
         return fast.encode(text, add_special_tokens=add_special_tokens)
     return fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
 def _spelling_of(fast: FastTokenizer) -> Callable[[str], bytes]:
-    """How this vocabulary spells bytes: by stand-in characters (byte-level BPE) or by ``<0x0A>`` tokens (SentencePiece).
+    """How the vocabulary spells bytes: as stand-in characters (byte-level BPE) or ``<0x0A>`` tokens (SentencePiece).
 
     Raises:
-        ModelUnavailable: in neither way.
+        ModelUnavailable: neither.
     """
     if fast.decoder is None:
         raise ModelUnavailable("the tokenizer has no decoder; byte-level and SentencePiece tokenizers are supported")
@@ -218,7 +217,7 @@ def _spelling_of(fast: FastTokenizer) -> Callable[[str], bytes]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-ins of byte-level BPE: a byte that prints stands for itself, the others for U+0100 onwards."""
+    """The stand-ins of byte-level BPE: printable bytes stand for themselves, others are U+0100 onwards."""
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in prints)
     return {chr(byte): byte for byte in prints} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -231,7 +230,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def _byte_level(token: str) -> bytes:
     try:
         return bytes(_ALPHABET[char] for char in token)
-    except KeyError:  # an added token, which is written as itself
+    except KeyError:  # an added token, written literally
         return token.encode()
 
 

@@ -6,29 +6,19 @@ row of a block is a span of its own at the block's end, so that it sees the whol
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from drafters.dspark.network import DSparkLayer, DSparkNetwork
 from engine.factory import make_ops
+from engine.forward import DecoderLayer
 from engine.kv_cache import KvCache
 from engine.layout import Layout, PackedSpan, lay_out
 from engine.models.config import inverse_frequencies
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, Linear
-
-
-@dataclass(frozen=True, slots=True)
-class _FusedLayer:
-    input_norm: Tensor
-    qkv: Linear
-    head_norms: HeadNorms | None
-    out: Linear
-    post_norm: Tensor
-    gate_up: Linear
-    down: Linear
 
 
 class Backbone:
@@ -94,11 +84,7 @@ class Backbone:
         residual = self._inputs(layout, last_features)
         delta = None
         for index, layer in enumerate(self._layers):
-            keys, values = cache.keys[index], cache.values[index]
-            qkv = layer.qkv(ops.add_norm(residual, delta, layer.input_norm))
-            queries = ops.rotate_and_store(qkv, layer.head_norms, layout, keys, values)
-            attended = layer.out(ops.attention(queries, whole, keys, values))
-            delta = layer.down(ops.gate(layer.gate_up(ops.add_norm(residual, attended, layer.post_norm))))
+            delta = layer.run(ops, layout, residual, delta, (cache.keys[index], cache.values[index]), attends=whole)
         return ops.add_norm(residual, delta, self._final_norm).unflatten(0, (len(blocks), -1))
 
     def _inputs(self, layout: Layout, last_features: Tensor | None) -> Tensor:
@@ -111,11 +97,11 @@ class Backbone:
             x = product(x)
         return embedded.float() + x.float().view(embedded.shape)
 
-    def _fused(self, layer: DSparkLayer) -> _FusedLayer:
+    def _fused(self, layer: DSparkLayer) -> DecoderLayer:
         attention, mlp = layer.self_attn, layer.mlp
         has_norms = self.config.shape.qk_norm
         norms = HeadNorms(self._norm(attention.q_norm), self._norm(attention.k_norm)) if has_norms else None
-        return _FusedLayer(
+        return DecoderLayer(
             input_norm=self._norm(layer.input_layernorm),
             qkv=self._linear(attention.q_proj, attention.k_proj, attention.v_proj),
             head_norms=norms,

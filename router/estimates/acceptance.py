@@ -41,8 +41,8 @@ class AcceptanceModel:
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts]) -> None:
         """``observations`` as of `lessons`."""
         self._on_time.observe(observations)
-        told: list[Observation | ScoreCounts] = [*observations, *scores]
-        seen = [one for one in told if one.positions.num_reached]
+        drafts: list[Observation | ScoreCounts] = [*observations, *scores]
+        seen = [one for one in drafts if one.positions.num_reached]
         if seen:
             columns = self.columns([one.drafter for one in seen])
             reached, right = counts_of([one.positions for one in seen])

@@ -3,7 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from router.estimates.decayed import retained
+from router.matching import Floats
 
 _UNCHANGED = np.array([1.0, 0.0])  # slope, offset
 _DEVIATIONS = (0.3, 0.5)  # prior standard deviations
@@ -25,7 +26,7 @@ class OnlineScaling:
     remembered."""
 
     def __init__(self, num_positions: int, memory: float) -> None:
-        self._keep = 1.0 - 1.0 / memory
+        self._memory = memory
         self._precision = np.tile(_BEFORE, (num_positions, 1))
         self._lines = np.tile(_UNCHANGED, (num_positions, 1))
 
@@ -34,7 +35,7 @@ class OnlineScaling:
         slopes, offsets = self._lines[:, 0], self._lines[:, 1]
         return _sigmoid(slopes[positions] * _logit(confidences) + offsets[positions])
 
-    def learn(self, confidences: Floats, positions: NDArray[np.intp], came_true: NDArray[np.bool_]) -> None:
+    def learn(self, confidences: Floats, positions: NDArray[np.intp], is_right: NDArray[np.bool_]) -> None:
         """Learns tokens before which all were right, each [n]."""
         logits = _logit(confidences)
         at, positions, num = np.unique(positions, return_inverse=True, return_counts=True)  # the others stay as they are
@@ -42,11 +43,11 @@ class OnlineScaling:
         def sums(values: Floats) -> Floats:
             return np.asarray(np.bincount(positions, values, len(at)), np.float64)
 
-        kept = self._keep**num
+        kept = retained(num.astype(np.float64), self._memory)
         precision = kept[:, None] * self._precision[at] + (1.0 - kept)[:, None] * _BEFORE
         weighed = _product(kept[:, None] * self._precision[at], self._lines[at])
         weighed += (1.0 - kept)[:, None] * _product(_BEFORE, _UNCHANGED)
-        surprise = np.where(came_true, 0.5, -0.5)
+        surprise = np.where(is_right, 0.5, -0.5)
         weighed += np.stack([sums(surprise * logits), sums(surprise)], axis=-1)
         lines = self._lines[at]
         for _ in range(_NUM_STEPS):

@@ -39,7 +39,8 @@ class DecayedSums(Generic[Key]):
             self.sums[key] = new
         else:
             kept = exp(-num_samples / self._memory)
-            self.sums[key] = tuple([a * kept + b for a, b in zip_longest(former, new, fillvalue=0.0)])
+            pairs = zip(former, new) if len(former) == len(new) else zip_longest(former, new, fillvalue=0.0)  # noqa: B905
+            self.sums[key] = tuple([a * kept + b for a, b in pairs])
 
     def snapshot(self) -> dict[Key, JsonValue]:
         """The sums of every key that has any samples, the first sum being their number."""

@@ -56,7 +56,7 @@ class DrafterStats:
         reply_s = UNKNOWN_DRAFTER.reply_s if self.reply_s is None else self.reply_s
         return DrafterView(reply_s, self.accepted_per_round, self.acceptance)
 
-    def foresee(self, drafts: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+    def predict_survival(self, drafts: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
         """Survival of drafts by their confidences; () until MIN_RECORDS drafts are known."""
         if self.calibration.num_records < MIN_RECORDS:
             return [()] * len(drafts)
@@ -84,7 +84,7 @@ class DrafterStats:
         """Learns from a verdict. Unverified tokens count too, or a drafter that is not worth verifying could never
         recover."""
         # Given that those before it were right: num_right successes, and one failure unless all were right.
-        self.acceptance = ema(self.acceptance, 1.0, 1.0 - (1.0 - _TOKEN_WEIGHT) ** judgement.num_right)
+        self.acceptance = 1.0 - (1.0 - self.acceptance) * (1.0 - _TOKEN_WEIGHT) ** judgement.num_right
         if judgement.num_right < judgement.num_judged:
             self.acceptance = ema(self.acceptance, 0.0, _TOKEN_WEIGHT)
         if num_verified or not judgement.num_judged:  # else it is unknown how many would be accepted

@@ -47,7 +47,7 @@ class DriftDetector:
 
     After ``quarantine_s`` a member is tried with at most ``trial_places`` requests. If its acceptance exceeds the geometric
     mean of usual and collapsed, it is back; else it is quarantined for twice as long, and the usual rate comes half way
-    down, so that a workload for which the drafter is useless does not exclude it for ever.
+    down, so that a workload for which the drafter is useless does not exclude it permanently.
     """
 
     def __init__(self, config: CollapseConfig, slot_s: float) -> None:

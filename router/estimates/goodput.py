@@ -7,7 +7,7 @@ from pydantic import Field, JsonValue, TypeAdapter
 
 from router.assignment import Observation, drafter_of, lessons
 from router.estimates.decayed import DecayedSums
-from router.policies.expiring_cache import ExpiringCache
+from router.expiring_cache import ExpiringCache
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -37,9 +37,9 @@ class GoodputEstimates:
             if own is None:
                 own = DecayedSums(self._memory_rounds)
                 self._own.put(seen.request_id, own)
-            new = (float(seen.num_rounds), float(seen.num_committed), seen.elapsed_s)
-            for sums in (self._pool, own):
-                sums.add(drafter_of(seen.drafter), new, seen.num_rounds)
+            drafter, new = drafter_of(seen.drafter), (seen.num_rounds, seen.num_committed, seen.elapsed_s)
+            self._pool.add(drafter, new, seen.num_rounds)
+            own.add(drafter, new, seen.num_rounds)
 
     def snapshot(self) -> JsonValue:
         """The sums over all requests."""

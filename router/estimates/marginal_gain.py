@@ -7,12 +7,12 @@ from router.estimates.decayed import DecayedMean
 from router.estimates.exploration import Pause
 
 _EDGES = (0.1, 0.3, 0.6, 1.0, 1.6)  # boundaries of the tokens expected without it
-_HOPED = 1.0  # tokens, of a drafter of which nothing is known there
-_HOPE = 3.0  # trials that this counts for
+_PRIOR_GAIN = 1.0  # tokens, of a drafter of which nothing is known there
+_PRIOR_TRIALS = 3.0  # trials that this counts for
 _MEMORY = 200.0  # trials of all requests that count
 _OWN_MEMORY = 12.0  # of one request
-_OWN_DOUBT = 8.0  # trials of a request's own before they count for half
-_OLD = 12.0  # trials that what was found before a pause counts for after it
+_OWN_PRIOR_TRIALS = 8.0  # trials of a request's own before they count for half
+_STALE_TRIALS = 12.0  # trials that what was found before a pause counts for after it
 
 
 class RequestGain:
@@ -23,7 +23,7 @@ class RequestGain:
 
     @property
     def value(self) -> float:
-        return self._mean.value * self._mean.num / (self._mean.num + _OWN_DOUBT)
+        return self._mean.value * self._mean.num / (self._mean.num + _OWN_PRIOR_TRIALS)
 
     def add(self, surplus: float) -> None:
         self._mean.add(surplus, _OWN_MEMORY)
@@ -43,7 +43,7 @@ class MarginalGain:
 
         Args:
             at_hand: expected tokens without it, for each request that it could be queried for.
-            price: tokens that the whole batch forgoes while it drafts for so many.
+            price: tokens that the batch would decode while it drafts for that many.
         """
         places = [bisect_right(_EDGES, expected_len) for expected_len, _ in at_hand]
         due = {at for at in set(places) if self._pauses[at].is_over()}
@@ -62,7 +62,7 @@ class MarginalGain:
         for at in paying:
             self._pauses[at].reset()
         for at in due - paying:
-            self._gains[at].fade(_OLD)
+            self._gains[at].fade(_STALE_TRIALS)
         return sorted((*tried, *best))
 
     def learn(self, gain: float, expected_len: float, own: RequestGain) -> None:
@@ -77,4 +77,4 @@ class MarginalGain:
     def _expected(self, at: int) -> float:
         """Expected gain; optimistic while little is known."""
         gain = self._gains[at]
-        return (_HOPE * _HOPED + gain.num * gain.value) / (_HOPE + gain.num)
+        return (_PRIOR_TRIALS * _PRIOR_GAIN + gain.num * gain.value) / (_PRIOR_TRIALS + gain.num)

@@ -1,8 +1,8 @@
 """Measured over predicted time per token, by chain.
 
-Predictions assume a device per model and one shared pass for all requests. Models that share cores slow each other down,
-requests with different chains share no pass, and holds expire. The ratio of measured to predicted time counts as far as it
-exceeds chance (`router.estimates.round_times`), separately for slots in which all requests had one chain.
+Predictions assume a device per model and one shared pass for all requests; models may share cores, requests with
+different chains share no pass, and holds expire. The ratio counts as far as it exceeds chance
+(`router.estimates.round_times`), separately for slots in which all requests had one chain.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field, JsonValue
 
 from router.assignment import Chain
-from router.estimates.round_times import Rounds, SlotSums, believed
+from router.estimates.round_times import Rounds, SlotSums, significant_share
 from router.matching import Floats
 
 TRIAL_SLOTS = 10  # that a choice is given before another is made: the first rounds with a drafter catch up, and are no rule
@@ -38,7 +38,7 @@ class ObservedOverheads(SlotSums[Chain | None]):
         """Measured over predicted time of everything seen."""
         known = [Rounds(*sums) for sums in self.sums.values()]
         off = np.array([one.mean_s - 1.0 for one in known])
-        return dict(zip(self.sums, (1.0 + off * believed(off, known)).tolist(), strict=True))
+        return dict(zip(self.sums, (1.0 + off * significant_share(off, known)).tolist(), strict=True))
 
 
 class DrafterChoice:
@@ -49,10 +49,10 @@ class DrafterChoice:
         self._choice: Choice = SPREAD
 
     def choose(self, names: Sequence[str], per_token_s: Floats, places: Sequence[int], spread_overrun: float) -> Choice:
-        """``per_token_s``: (requests, names); infinite where unavailable. A choice is kept for TRIAL_SLOTS if it stays
-        available.
+        """The choice for this slot; kept for TRIAL_SLOTS while available. Each is judged by where it would seat requests.
 
-        Each choice is judged by where it would seat requests; a drafter with too few places counts as spread.
+        Args:
+            per_token_s: (requests, names); infinite where unavailable.
         """
         self._num_slots += 1
         rates: dict[Choice, float] = {}
@@ -74,8 +74,7 @@ class DrafterChoice:
 
 def seated(per_token_s: Floats, places: Sequence[int], chosen: int | None, last: Sequence[int] = ()) -> list[int]:
     """Column of each request, 0 being the target alone: the chosen drafter while it has places, else the fastest with one.
-    Requests choose in the order of their gain; those in ``last`` choose last.
-    """
+    Requests with the largest gain choose first, those in ``last`` last."""
     seconds = per_token_s.copy()
     if chosen is not None:
         seconds[:, chosen] = 0.0

@@ -15,10 +15,10 @@ from router.assignment import Positions
 from router.estimates.decayed import retained
 from router.matching import Floats, Ints
 
-NUM_POSITIONS = 8  # told apart; those behind share the last
+NUM_POSITIONS = 8  # further ones share the last
 CONTEXT_LENS = (512, 2048, 8192)  # where one range of context lengths ends and the next begins
 NUM_CONTEXTS = len(CONTEXT_LENS) + 1
-_PRIOR_REACHED = 2.0  # of a drafter that nobody tried
+_PRIOR_REACHED = 2.0  # drafts that the mean of all drafters counts as
 
 
 class _Counts(BaseModel):
@@ -75,7 +75,7 @@ class PoolAcceptance:
         end, k = 1 + self._num_clusters, self._strength
         shape = (len(reached), self._num_clusters, NUM_CONTEXTS, NUM_POSITIONS)
         cell_reached, cell_right = reached[:, end:].reshape(shape), right[:, end:].reshape(shape)
-        # What a finer estimate is shrunk to does not count again what it has seen itself.
+        # The prior of a finer estimate excludes that estimate's own counts.
         others, others_right = _without(reached[:, :1], right[:, :1], reached[:, 1:end], right[:, 1:end])
         of_drafter = (others_right + _PRIOR_REACHED * root) / (others + _PRIOR_REACHED)
         around, around_right = _without(reached[:, 1:end, None], right[:, 1:end, None], cell_reached, cell_right)

@@ -9,8 +9,8 @@ from cluster.config import HedgePolicy
 from router.assignment import RequestView
 from router.estimates.decayed import retained
 from router.estimates.pool_acceptance import CONTEXT_LENS, NUM_POSITIONS
+from router.expiring_cache import GENERATION_SLOTS
 from router.matching import NOWHERE, Floats, Ints
-from router.policies.expiring_cache import GENERATION_SLOTS
 from router.prompt_features import PromptClusters
 
 MEMORY_ROUNDS = 100.0  # a request's text changes as it goes on
@@ -77,7 +77,7 @@ class RequestAcceptance:
         return np.where(rows == NOWHERE, NOWHERE, self._cluster[rows]), self._context[rows]
 
     def place(self, rows: Ints) -> NDArray[np.bool_]:
-        """Marks requests as placed; returns whether they were before. A first place is a default that nobody chose."""
+        """Marks requests as placed; returns whether they were before. A first place is the default, not a choice."""
         before = self._placed[rows]
         self._placed[rows] = True
         return before
@@ -101,14 +101,14 @@ class RequestAcceptance:
         self._widen(int(columns.max()) + 1)
         return self._noise[rows[:, None], columns]
 
-    def draw_explorers(self, rows: Ints, worth: Floats, config: HedgePolicy) -> tuple[Ints, Ints]:
+    def draw_explorers(self, rows: Ints, num_rounds: Floats, config: HedgePolicy) -> tuple[Ints, Ints]:
         """Requests that explore, and their drafters: the least observed one, if it has hardly more rounds than the prior.
 
         Placeholders never explore, since many requests would follow them.
         """
-        least = worth.argmin(axis=1)
-        unknown = (worth.min(axis=1) < 2.0 * config.request_rounds) & (self._context[rows] > 0)
-        tries = np.flatnonzero(unknown & (self._random.random(len(worth)) < config.exploration))
+        least = num_rounds.argmin(axis=1)
+        unknown = (num_rounds.min(axis=1) < 2.0 * config.request_rounds) & (self._context[rows] > 0)
+        tries = np.flatnonzero(unknown & (self._random.random(len(num_rounds)) < config.exploration))
         return tries, least[tries]
 
     def expected_lens(

@@ -1,17 +1,15 @@
 """Seconds of a round if all requests were with one drafter.
 
-The requests of a target share its passes, so a slow drafter slows all of them; and rounds differ by chance, mostly by
-prompts computed meanwhile, more than by drafting. Raw means per drafter therefore mislead. Instead
+The requests of a target share its passes, and rounds vary more by prompts than by drafting, so raw means per drafter
+mislead. Instead
 
     T_j = shortest + s_j d_j + (M_j - base - s_j d_j) max(0, 1 - (3 e_j / (M_j - base - s_j d_j))^2)
 
 - d_j: profiled seconds of a batch of j's drafts for all requests; s_j: share of rounds with a draft.
-- M_j: mean of j's rounds; e_j: its standard error, from the variation between slots. A measured deviation from the profile
-  counts as far as it exceeds chance.
-- base: mean round without drafts; shortest: mean of the shortest slots, since prompts are no part of the choice.
+- M_j: mean of j's rounds; e_j: its standard error. A deviation from the profile counts as far as it exceeds chance.
+- base: mean round without drafts; shortest: mean of the shortest slots, which had no prompts.
 
-Drafting in the target's own process lengthens everybody's rounds: its profiled time is subtracted from each slot and charged
-to these drafters alone.
+The profiled time of drafting in the target's process is subtracted from each slot and charged to these drafters alone.
 """
 
 from collections import deque
@@ -29,7 +27,7 @@ from router.matching import Floats
 MEMORY_SLOTS = 400.0  # of rounds, after which what they took counts 1/e
 _RECENT_SLOTS = 64  # of which the shortest tell what a round takes without prompts
 _SHORTEST = 0.1  # of them
-_CERTAIN = 3.0  # standard errors, that a mean must be off to be believed
+_NUM_ERRORS = 3.0  # standard errors, that a mean must be off to be significant_share
 _FORGOTTEN = 1e-3  # slots
 
 
@@ -90,7 +88,7 @@ class RoundTimes:
             seconds[drafter] = seconds.get(drafter, 0.0) + seen.elapsed_s
             drafted[drafter] = drafted.get(drafter, 0) + seen.num_in_time
         total = sum(rounds.values())
-        num_requests = _at_once(observations)
+        num_requests = _concurrency(observations)
         shared_s = waits_s = 0.0
         for drafter, num in drafted.items():
             member = self._members.get(drafter)
@@ -135,7 +133,7 @@ class RoundTimes:
         drafts_s = np.array([self._draft_s(member, num) for member, num in zip(members, users.tolist(), strict=True)])
         in_s = shares * drafts_s * np.where(own, num_requests / users, 1.0)
         # A profile that does not know a drafter knows what share of a round its kind takes.
-        in_rounds = shares * np.array([0.0 if _is_measured(member) else _in_rounds(member) for member in members])
+        in_rounds = shares * np.array([0.0 if _is_measured(member) else _relative_draft(member) for member in members])
         if not counts.any():
             unmeasured: Floats = _step_s(members) * (1.0 + in_rounds) + in_s
             return unmeasured
@@ -145,7 +143,7 @@ class RoundTimes:
         drafting_s = in_s + base_s * in_rounds
         off = np.where(counts > 0.0, means - base_s - np.where(own, 0.0, drafting_s), 0.0)
         shortest_s = min(base_s, float(np.quantile(self._bases, _SHORTEST))) if self._bases else base_s
-        found: Floats = np.maximum(shortest_s + drafting_s + off * believed(off, known), shortest_s / 4)
+        found: Floats = np.maximum(shortest_s + drafting_s + off * significant_share(off, known), shortest_s / 4)
         return found
 
     def _draft_s(self, member: PoolMember, num_requests: float) -> float:
@@ -153,9 +151,9 @@ class RoundTimes:
         return profiled_s(member.costs, min(num_requests / self._copies[drafter_of(member.name)], member.capacity))
 
 
-def believed(off: Floats, known: Sequence[Rounds | None]) -> Floats:
+def significant_share(off: Floats, known: Sequence[Rounds | None]) -> Floats:
     """Share of the deviation ``off`` that counts: 0 where it may be chance or nothing is known."""
-    shares: Floats = np.maximum(0.0, 1.0 - _CERTAIN**2 * _errors(known) / np.maximum(off**2, 1e-300))
+    shares: Floats = np.maximum(0.0, 1.0 - _NUM_ERRORS**2 * _errors(known) / np.maximum(off**2, 1e-300))
     shares *= np.minimum(1.0, [0.0 if one is None else one.num_slots for one in known])
     return shares
 
@@ -168,7 +166,7 @@ def _errors(known: Sequence[Rounds | None]) -> Floats:
     return np.array([0.0 if one is None else per_round / one.num_rounds for one in known])
 
 
-def _at_once(observations: Sequence[Observation]) -> float:
+def _concurrency(observations: Sequence[Observation]) -> float:
     """Mean number of concurrent requests in the slot."""
     elapsed_s: dict[str, float] = {}
     for seen in observations:
@@ -186,7 +184,7 @@ def _is_measured(member: PoolMember) -> bool:
     return member.costs is not None and bool(member.costs.draft_s)
 
 
-def _in_rounds(member: PoolMember) -> float:
+def _relative_draft(member: PoolMember) -> float:
     """Its longest draft, in plain rounds."""
     return member.cost * member.max_draft_len
 
@@ -195,5 +193,5 @@ def _step_s(members: Sequence[PoolMember]) -> float:
     """Seconds of a plain step, from drafters profiled both in seconds and in steps; 1 if there are none."""
     for member in members:
         if member.costs and member.costs.draft_s and member.costs.draft_s[0][1] > 0.0 and member.cost > 0.0:
-            return member.costs.draft_s[0][1] / _in_rounds(member)
+            return member.costs.draft_s[0][1] / _relative_draft(member)
     return 1.0

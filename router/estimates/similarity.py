@@ -13,13 +13,13 @@ from cluster.messages import Verified
 from router.chains import PROPOSAL_LEN
 from router.estimates.decayed import DecayedSums
 
-_STRENGTH = 8.0  # drafts that the guess before the first is worth
+_STRENGTH = 8.0  # drafts that the prior_agreement before the first is worth
 
 Rates = tuple[float, ...]
 _Pair = tuple[str, str]
 
 
-def guess(lower: Rates, upper: Rates) -> Rates:
+def prior_agreement(lower: Rates, upper: Rates) -> Rates:
     """Prior agreement of two drafters, from how often each agrees with the target.
 
     By the triangle inequality their TV lies between the difference and the sum of those to the target; the midpoint is the

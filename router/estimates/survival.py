@@ -1,13 +1,14 @@
 """Online calibration: survival of draft prefixes, from the confidences and outcomes of verified drafts."""
 
 from collections.abc import Sequence
+from math import exp
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from router.estimates.confidence_scaling import OnlineScaling, num_due
-
-Floats = NDArray[np.float64]
+from router.estimates.decayed import retained
+from router.matching import Floats
 
 _EDGES = np.concatenate([[0.0], 1.0 / (1.0 + np.exp(-np.linspace(-4.0, 4.0, 15))), [1.0]])
 _NUM_BINS = len(_EDGES) - 1
@@ -39,7 +40,7 @@ class OnlineSurvival:
     """
 
     def __init__(self, num_positions: int = 8, memory: float = 500.0, doubt: float = 60.0) -> None:
-        self._keep = 1.0 - 1.0 / memory
+        self._memory = memory
         self._doubt = doubt
         shape = (num_positions, _NUM_BINS)
         self._weight = np.zeros(shape)
@@ -85,26 +86,25 @@ class OnlineSurvival:
             self._pending.append((tuple(confidences[: num_accepted + 1]), num_accepted))
             if len(self._pending) >= self._next_due:
                 last = len(self._weight) - 1
-                tried = [
-                    (k if k < last else last, told, k < num) for row, num in self._pending for k, told in enumerate(row)
-                ]
+                tried = [(min(k, last), c, k < num) for row, num in self._pending for k, c in enumerate(row)]
                 self._pending.clear()
-                positions, told, came_true = (np.array(column) for column in zip(*tried, strict=True))
-                self._take_up(positions, told, came_true)
+                self._learn(*(np.array(column) for column in zip(*tried, strict=True)))
                 self._next_due = self.num_due
 
-    def record_all(self, num_records: int, positions: NDArray[np.intp], told: Floats, came_true: NDArray[np.bool_]) -> None:
+    def record_all(
+        self, num_records: int, positions: NDArray[np.intp], confidences: Floats, is_right: NDArray[np.bool_]
+    ) -> None:
         """As ``record`` for ``num_records`` drafts: positions, confidences and outcomes of the tried tokens, each [n]."""
         self.num_records += num_records
-        self._take_up(positions, told, came_true)
+        self._learn(positions, confidences, is_right)
         self._next_due = self.num_due
 
-    def _take_up(self, positions: NDArray[np.intp], told: Floats, came_true: NDArray[np.bool_]) -> None:
+    def _learn(self, positions: NDArray[np.intp], confidences: Floats, is_right: NDArray[np.bool_]) -> None:
         """Learns tokens before which all were right."""
-        corrected = self._corrected[positions, (told * _STEPS).round().astype(np.intp)]
-        self._evidence *= self._keep ** len(told)
-        self._evidence += _log_chance(corrected, came_true) - _log_chance(told, came_true)
-        scaled = self._scaling(told, positions)
+        corrected = self._corrected[positions, (confidences * _STEPS).round().astype(np.intp)]
+        self._evidence *= exp(-len(confidences) / self._memory)
+        self._evidence += _log_likelihood(corrected, is_right) - _log_likelihood(confidences, is_right)
+        scaled = self._scaling(confidences, positions)
         bins = np.minimum(np.searchsorted(_EDGES, scaled, side="right") - 1, _NUM_BINS - 1)
         at = positions * _NUM_BINS + bins
 
@@ -112,11 +112,11 @@ class OnlineSurvival:
             return np.bincount(at, values, self._weight.size).reshape(self._weight.shape).astype(np.float64)
 
         num = sums()
-        kept = self._keep**num
+        kept = retained(num, self._memory)
         self._weight = self._weight * kept + num
         self._scaled = self._scaled * kept + sums(scaled)
-        self._true = self._true * kept + sums(came_true)
-        self._scaling.learn(told, positions, came_true)
+        self._true = self._true * kept + sums(is_right)
+        self._scaling.learn(confidences, positions, is_right)
         grids = self._scaling(_GRID, np.arange(len(self._weight))[:, None])
         trust = 1.0 / (1.0 + np.exp(-np.clip(self._evidence + self.num_records / _EARLY, -50.0, 50.0)))
         before = _GRID
@@ -136,9 +136,9 @@ class OnlineSurvival:
         return np.interp(_GRID, xs, _pooled(ys, weight + 1.0))
 
 
-def _log_chance(foreseen: Floats, came_true: NDArray[np.bool_]) -> float:
+def _log_likelihood(predicted: Floats, is_right: NDArray[np.bool_]) -> float:
     """Log-likelihood of the outcomes."""
-    chances = np.where(came_true, foreseen, 1.0 - foreseen)
+    chances = np.where(is_right, predicted, 1.0 - predicted)
     return float(np.log(np.maximum(chances, _LEAST)).sum())
 
 

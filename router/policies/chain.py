@@ -33,12 +33,12 @@ from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
 from router.estimates.draft_shares import FillRates, FillSums
 from router.estimates.draft_times import PassTimeFactors, profiled_passes
 from router.estimates.observed_overhead import SPREAD, DrafterChoice, ObservedOverheads, OverheadSums, seated
-from router.estimates.similarity import Depths, Similarities, guess
+from router.estimates.similarity import Depths, Similarities, prior_agreement
 from router.matching import Floats, Ints
 from router.policies.free_capacity import FreeCapacity
 
-REFRESH_SLOTS = 4  # after which the times of all chains are predicted anew; sooner when the pool has changed
-UNMEASURED = PassTime(((1, 1.0),))  # a target of which nobody has said how long its passes take
+REFRESH_SLOTS = 4  # between predictions of all chains; sooner when the pool changes
+UNMEASURED = PassTime(((1, 1.0),))  # an unprofiled target
 
 
 class ChainSnapshot(AcceptanceSnapshot):
@@ -53,23 +53,23 @@ class ModelChains:
         self._config = config
         self._acceptance = AcceptanceModel(config, np.random.default_rng(0))
         self._fills = FillRates(config.memory_rounds)
-        self._overruns = ObservedOverheads()
+        self._overheads = ObservedOverheads()
         self._target = UNMEASURED
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Resets the state that snapshots do not hold, except the target's times."""
         self._similarities = Similarities(self._config.memory_rounds)
-        self._paces = PassTimeFactors(self._config.time_weight)
+        self._pass_factors = PassTimeFactors(self._config.time_weight)
         self._depths = Depths(self._config.max_levels - 1, self._config.calm_slots)
         self._passes: dict[str, PassTime] = {}  # of the drafters, by their profiles
-        self._below: dict[str, Chain] = {}  # last drafter -> who rides ahead of it
+        self._below: dict[str, Chain] = {}  # last drafter -> the drafters below it
         self._round_s: dict[str, float] = {}  # with each last drafter, at its best
-        self._choosing = DrafterChoice()
-        self._foreseen: dict[str, tuple[Chain, float]] = {}  # chains that requests stayed with, and seconds per token
-        self._foreseen_for: Chain | None = SPREAD  # what all of them were with
-        self._begun: frozenset[str] = frozenset()  # requests that had tokens in the last slot
-        self._heard: list[Observation] = []  # in this slot
+        self._choice = DrafterChoice()
+        self._predicted: dict[str, tuple[Chain, float]] = {}  # chains that requests stayed with, and seconds per token
+        self._predicted_for: Chain | None = SPREAD  # what all of them were with
+        self._decoding: frozenset[str] = frozenset()  # requests that had tokens in the last slot
+        self._observations: list[Observation] = []  # in this slot
         self._known: tuple[object, ...] = ()  # what the predictions rest on
         self._slot = 0
 
@@ -80,7 +80,7 @@ class ModelChains:
         for report in levels:
             passes = self._passes.get(report.drafter)
             if passes is not None and report.num_passes:
-                self._paces.observe(report, passes.at(report.num_rows / report.num_passes))
+                self._pass_factors.observe(report, passes.at(report.num_rows / report.num_passes))
             for verified in report.verified:
                 self._similarities.observe(report.drafter, verified)
             if report.num_lost:  # caches thrash
@@ -92,11 +92,11 @@ class ModelChains:
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         drafted = list(lessons(observations))
         self._fills.observe(drafted)
-        self._heard = drafted
+        self._observations = drafted
         self._acceptance.observe(drafted, scores)
 
     def snapshot(self) -> JsonValue:
-        found = {**self._acceptance.snapshot(), "overruns": self._overruns.to_json()}
+        found = {**self._acceptance.snapshot(), "overruns": self._overheads.to_json()}
         if not found["acceptance"] and not found["in_time"] and not found["overruns"]:
             return None
         return {**found, "fills": self._fills.snapshot()}
@@ -105,62 +105,60 @@ class ModelChains:
         found = ChainSnapshot.model_validate(snapshot)
         self._acceptance.restore(found)
         self._fills.sums = dict(found.fills)
-        self._overruns.sums = dict(found.overruns)
-        self._begin()
+        self._overheads.sums = dict(found.overruns)
+        self._reset()
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._acceptance.requests.next_slot()
         self._slot += 1
-        self._note_losses(requests, pool)
-        self._compare(requests)
+        self._note_failures(requests, pool)
+        self._compare_times(requests)
         room = FreeCapacity(pool)
         batch = max(1, sum(request.committed_len > 0 for request in requests))
-        members = {drafter_of(member.name): member for member in reversed(pool) if member.is_open}
-        drafters = [members[drafter] for drafter in room.drafters]
-        self._predict(drafters, batch)
+        self._predict(room.members, batch)
         chains: dict[str, Chain] = {}
         if requests:
             rows = self._acceptance.follow(requests)
-            foreseen_s = self._per_token_s(rows, drafters, batch)
-            overruns = self._overruns.factors()
-            per_token_s = foreseen_s * [overruns.get((*self._below[name], name), 1.0) for name in room.drafters]
-            seconds = self._as_they_stand(requests, per_token_s, batch, room)
+            predicted_s = self._per_token_s(rows, room.members, batch)
+            overheads = self._overheads.factors()
+            per_token_s = predicted_s * [overheads.get((*self._below[name], name), 1.0) for name in room.drafters]
+            seconds = self._with_hysteresis(requests, per_token_s, batch, room)
             live = [i for i, request in enumerate(requests) if request.committed_len] or list(range(len(requests)))
             names, places = ("", *room.drafters), (len(requests), *map(room.num_free, room.drafters))
-            choice = self._choosing.choose(names, seconds[live], places, overruns.get(SPREAD, 1.0))
+            choice = self._choice.choose(names, seconds[live], places, overheads.get(SPREAD, 1.0))
             last = [i for i, request in enumerate(requests) if request.is_placeholder]
             columns = seated(seconds, places, None if choice is SPREAD else names.index(choice), last)
             chains = self._seat(requests, columns, room)
-            self._note_foreseen(requests, chains, room, foreseen_s, per_token_s)
+            self._note_predictions(requests, chains, room, predicted_s, per_token_s)
         return chains
 
-    def _compare(self, requests: Sequence[RequestView]) -> None:
+    def _compare_times(self, requests: Sequence[RequestView]) -> None:
         """Compares measured with predicted seconds per token of requests that stayed with their chain.
 
         Prompts computed in the slot lengthen all rounds: their time is subtracted, down to the prediction at most. Nothing
         decays in slots without comparisons, except where all requests were with the target alone, which could otherwise
         never be left.
         """
-        heard, self._heard = self._heard, []
-        begun = {request.request_id: request.prompt_len for request in requests if _has_begun(request)}
-        prompts_s = sum(self._prompt_s(num) for request_id, num in begun.items() if request_id not in self._begun)
-        foreseen, self._foreseen, self._begun = self._foreseen, {}, frozenset(begun)
-        foreseen_s = taken_s = 0.0
-        for seen in heard:
-            chain, per_token_s = foreseen.get(seen.request_id, (TARGET_ONLY, 0.0))
+        observations, self._observations = self._observations, []
+        decoding = {request.request_id: request.prompt_len for request in requests if _is_decoding(request)}
+        prompts_s = sum(self._prompt_s(num) for request_id, num in decoding.items() if request_id not in self._decoding)
+        predicted, self._predicted, self._decoding = self._predicted, {}, frozenset(decoding)
+        predicted_s = measured_s = 0.0
+        for seen in observations:
+            chain, per_token_s = predicted.get(seen.request_id, (TARGET_ONLY, 0.0))
             if chain and chain[-1] == drafter_of(seen.drafter):
                 expected_s = seen.num_committed * per_token_s
-                foreseen_s += expected_s
-                taken_s += max(seen.elapsed_s - prompts_s, min(seen.elapsed_s, expected_s))
-        if foreseen_s > 0.0:
-            self._overruns.observe({self._foreseen_for: (foreseen_s, taken_s)})
-        elif begun and self._foreseen_for == TARGET_ONLY:
-            self._overruns.observe({})
+                predicted_s += expected_s
+                measured_s += max(seen.elapsed_s - prompts_s, min(seen.elapsed_s, expected_s))
+        if predicted_s > 0.0:
+            self._overheads.observe({self._predicted_for: (predicted_s, measured_s)})
+        elif decoding and self._predicted_for == TARGET_ONLY:
+            self._overheads.observe({})
 
     def _prompt_s(self, prompt_len: int) -> float:
         return self._target.at(1 + prompt_len) - self._target.at(1)
 
-    def _note_foreseen(
+    def _note_predictions(
         self,
         requests: Sequence[RequestView],
         chains: Mapping[str, Chain],
@@ -171,20 +169,20 @@ class ModelChains:
         """Records predictions for requests that stay where they are. New ones are still catching up; those without a
         first token share no pass yet.
         """
-        live = {r.request_id: _drafters_of(chains[r.request_id]) for r in requests if _has_begun(r)}
+        live = {r.request_id: _drafters_of(chains[r.request_id]) for r in requests if _is_decoding(r)}
         with_one = len(set(live.values())) == 1
-        self._foreseen_for = next(iter(live.values())) if with_one else SPREAD
+        self._predicted_for = next(iter(live.values())) if with_one else SPREAD
         per_token_s = alone_s if with_one else spread_s
         for i, request in enumerate(requests):
             chain = live.get(request.request_id)
             if chain and chain == _drafters_of(request.chain):
                 column = room.drafters.index(chain[-1])
-                self._foreseen[request.request_id] = chain, float(per_token_s[i, column])
+                self._predicted[request.request_id] = chain, float(per_token_s[i, column])
 
-    def _note_losses(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> None:
-        """A drafter lost while it had requests failed: its chains get shorter."""
-        lost = {member.name for member in pool if not member.healthy}
-        failed = {drafter_of(r.chain[-1]): len(r.chain) for r in requests if r.chain and r.chain[-1] in lost}
+    def _note_failures(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> None:
+        """A drafter unhealthy while it had requests failed: its chains get shorter."""
+        unhealthy = {member.name for member in pool if not member.healthy}
+        failed = {drafter_of(r.chain[-1]): len(r.chain) for r in requests if r.chain and r.chain[-1] in unhealthy}
         for drafter, depth in failed.items():
             if self._depths.of(drafter) >= depth > 1:
                 self._depths.trouble(drafter, depth)
@@ -197,11 +195,11 @@ class ModelChains:
             return
         self._known = known
         self._passes = {name: profiled_passes(member, self._target) for name, member in zip(names, drafters, strict=True)}
-        passes = {name: base.scaled(self._paces.factor(name)) for name, base in self._passes.items()}
+        passes = {name: base.scaled(self._pass_factors.factor(name)) for name, base in self._passes.items()}
         rates = {name: self._acceptance.mean_rates(name) for name in names}
         by_name = dict(zip(names, drafters, strict=True))
         fills = {name: self._fills.of(name, by_name[name].max_draft_len) for name in names}
-        overruns = self._overruns.factors()
+        overheads = self._overheads.factors()
         round_s: dict[Chain, float] = {}
         found: dict[str, list[tuple[Chain, float]]] = {name: [] for name in names}
         verifiers = [name for name in names if by_name[name].verifies]
@@ -212,13 +210,13 @@ class ModelChains:
                 continue
             levels = []
             for lower, upper in pairwise(chain):
-                alike = self._similarities.rates(lower, upper, guess(rates[lower], rates[upper]))
+                agreement = self._similarities.rates(lower, upper, prior_agreement(rates[lower], rates[upper]))
                 fill = self._similarities.fill(lower, upper, fills[lower])
-                levels.append(Level(lower, passes[lower], PROPOSAL_LEN, alike, fill))
+                levels.append(Level(lower, passes[lower], PROPOSAL_LEN, agreement, fill))
             last = chain[-1]
             levels.append(Level(last, passes[last], by_name[last].max_draft_len, rates[last], fills[last]))
             round_s[chain] = predict(levels, self._target, batch).round_s
-            found[last].append((chain[:-1], round_s[chain] * overruns.get(chain, 1.0)))
+            found[last].append((chain[:-1], round_s[chain] * overheads.get(chain, 1.0)))
         for last, rounds in found.items():
             below = self._below[last] = fastest(rounds, self._below.get(last), self._config.hysteresis)
             self._round_s[last] = round_s[(*below, last)]
@@ -231,20 +229,22 @@ class ModelChains:
             return np.zeros((len(rows), 0))
         names = [drafter_of(member.name) for member in drafters]
         lens, _ = self._acceptance.expected_lens(rows, drafters)
-        in_time = self._acceptance.on_time_shares(names)
-        round_s = in_time * [self._round_s[name] for name in names] + (1.0 - in_time) * self._target.at(batch)
-        per_token_s: Floats = round_s / (1.0 + in_time * (lens - 1.0))
+        on_time = self._acceptance.on_time_shares(names)
+        round_s = on_time * [self._round_s[name] for name in names] + (1.0 - on_time) * self._target.at(batch)
+        per_token_s: Floats = round_s / (1.0 + on_time * (lens - 1.0))
         closed = [j for j, name in enumerate(names) if self._depths.of(name) == 0]
         per_token_s[:, closed] = np.inf
         return per_token_s
 
-    def _as_they_stand(self, requests: Sequence[RequestView], per_token_s: Floats, batch: int, room: FreeCapacity) -> Floats:
+    def _with_hysteresis(
+        self, requests: Sequence[RequestView], per_token_s: Floats, batch: int, room: FreeCapacity
+    ) -> Floats:
         """(requests, 1 + drafters), the target alone first, with hysteresis for the present drafter."""
         seconds = np.hstack([np.full((len(requests), 1), self._target.at(batch)), per_token_s])
         names = ("", *room.drafters)
         for i, request in enumerate(requests):
             here = drafter_of(request.chain[-1]) if request.chain else ""
-            if here in names and (here or _has_begun(request)):
+            if here in names and (here or _is_decoding(request)):
                 seconds[i, names.index(here)] *= 1.0 - self._config.hysteresis
         return seconds
 
@@ -263,6 +263,6 @@ def _drafters_of(chain: Chain) -> Chain:
     return tuple(map(drafter_of, chain))
 
 
-def _has_begun(request: RequestView) -> bool:
+def _is_decoding(request: RequestView) -> bool:
     """Whether it has a committed output token."""
     return request.committed_len > request.prompt_len

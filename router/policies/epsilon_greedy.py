@@ -20,7 +20,7 @@ from router.assignment import (
     drafter_of,
 )
 from router.estimates.goodput import GoodputEstimates
-from router.policies.expiring_cache import ExpiringCache
+from router.expiring_cache import ExpiringCache
 from router.policies.free_capacity import FreeCapacity
 
 

@@ -8,28 +8,25 @@ from router.assignment import TARGET_ONLY, Chain, PoolMember, RequestView, draft
 class FreeCapacity:
     """Free places of open members, by drafter; replicas of a drafter are interchangeable.
 
-    ``drafters`` are those with an open member, in the order of the pool.
+    ``drafters`` are those with an open member, in the order of the pool, and ``members`` the first open member of each.
     """
 
     def __init__(self, pool: Sequence[PoolMember]) -> None:
-        self._free = {member.name: member.capacity for member in pool if member.is_open}
-        self._members: dict[str, list[str]] = {}
-        for name in self._free:
-            self._members.setdefault(drafter_of(name), []).append(name)
-        self._num_copies = {
-            drafter_of(member.name): len(self._members[drafter_of(member.name)]) * member.num_targets
-            for member in pool
-            if member.is_open
-        }
-        self._capacity = {drafter: sum(map(self._free.__getitem__, names)) for drafter, names in self._members.items()}
-        self.drafters = tuple(self._members)
+        self._free: dict[str, int] = {}
+        self._replicas: dict[str, list[PoolMember]] = {}
+        for member in pool:
+            if member.is_open:
+                self._free[member.name] = member.capacity
+                self._replicas.setdefault(drafter_of(member.name), []).append(member)
+        self.drafters = tuple(self._replicas)
+        self.members = tuple(replicas[0] for replicas in self._replicas.values())
 
     def num_free(self, drafter: str) -> int:
-        return sum(map(self._free.__getitem__, self._members.get(drafter, ())))
+        return sum([self._free[member.name] for member in self._replicas.get(drafter, ())])
 
     def num_copies(self, drafter: str) -> int:
         """Replicas of the drafter that draft at once."""
-        return self._num_copies[drafter]
+        return sum([member.num_targets for member in self._replicas[drafter]])
 
     def seat_all(self, assigned: Iterable[tuple[RequestView, str]]) -> dict[str, Chain]:
         """A place for each request at its drafter. Requests that stay at their replica are seated first.
@@ -53,11 +50,11 @@ class FreeCapacity:
 
     def free_fraction(self, drafter: str) -> float:
         """Free share of the drafter's places; 0 without any place."""
-        return self.num_free(drafter) / max(1, self._capacity[drafter])
+        return self.num_free(drafter) / max(1, sum([member.capacity for member in self._replicas[drafter]]))
 
     def seat(self, drafter: str, current: Chain) -> Chain | None:
         """Takes a place at the drafter: at the request's present replica, else at the emptiest. None if it is full."""
-        members = self._members.get(drafter, ())
+        members = [member.name for member in self._replicas.get(drafter, ())]
         if len(current) == 1 and current[0] in members and self._free[current[0]] > 0:
             chosen = current[0]
         else:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from cluster.config import GreedyLengthPolicy
 from router.assignment import TARGET_ONLY, Chain, NothingLearned, PoolMember, RequestView, drafter_of
-from router.policies.expiring_cache import ExpiringCache
+from router.expiring_cache import ExpiringCache
 from router.policies.free_capacity import FreeCapacity
 
 HISTORY_LEN = 512  # prompts whose lengths say what is short

@@ -1,7 +1,7 @@
 """`hedge`: exponential weights over drafters with full information, matched under capacity (the default).
 
-Freund and Schapire's Hedge, applied to drafters as in "Not-a-Bandit" (arXiv 2510.20064): a drafter in step with a request
-yields a counterfactual draft every round, so all drafters are judged by every round, without exploration.
+Hedge (Freund and Schapire) over drafters, as in "Not-a-Bandit" (arXiv 2510.20064): drafters in step with a request are
+judged by every round, without exploration.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from router.policies.free_capacity import FreeCapacity
 
 MAX_CYCLES = 64  # of a slot's matching: what is left to gain then is little, and the next slot begins nearer to it
 _MAX_PRICES = 8  # of a slot, of drafters that the requests with them pay for together
-_LEAST_GAIN = 1e-6  # of a place, as a share of its value: whoever could have one has one
+_LEAST_GAIN = 1e-6  # minimum gain of a place, relative to its value: free places are always used
 _Positive = Annotated[float, Field(gt=0)]
 _Sum = Annotated[float, Field(ge=0)]
 _Times = dict[str, tuple[_Positive, _Positive, _Sum, _Sum]]
@@ -112,21 +112,19 @@ class Hedge:
 
     def _values(self, requests: Sequence[RequestView], rows: Ints, pool: Sequence[PoolMember], room: FreeCapacity) -> Floats:
         """(requests, drafters): value of a place above plain decoding."""
-        members = {drafter_of(member.name): member for member in reversed(pool)}
-        drafters = [members[drafter] for drafter in room.drafters]
         own, columns = self._acceptance.requests, self._acceptance.columns(room.drafters)
-        lens, num_rounds = self._acceptance.expected_lens(rows, drafters)
+        lens, num_rounds = self._acceptance.expected_lens(rows, room.members)
         shares = self._acceptance.on_time_shares(room.drafters)
         lens = 1.0 + shares * (lens - 1.0)
         noise = own.noise(rows, columns) / (self._config.learning_rate * num_rounds)
         here = self._here(requests, pool, room)
         placed = own.place(rows)
         tokens = np.maximum(lens + noise, 0.0)
-        tokens *= 1.0 - np.minimum(self._switching(requests, drafters, here) / self._config.payback_s, 1.0)
+        tokens *= 1.0 - np.minimum(self._switching(requests, room.members, here) / self._config.payback_s, 1.0)
         stays = np.flatnonzero(placed & (here != NOWHERE))
         tokens[stays, here[stays]] *= 1.0 + self._config.hysteresis
         live = np.array([request.committed_len > 0 for request in requests])
-        round_s = self._round_s(drafters, room, shares, tokens[live])
+        round_s = self._round_s(room, shares, tokens[live])
         values = tokens / round_s
         tries, least = own.draw_explorers(rows, num_rounds, self._config)
         values[tries, least] = np.maximum(values[tries, least], (1.0 + self._config.hysteresis) * values[tries].max(axis=1))
@@ -134,17 +132,17 @@ class Hedge:
         gains: Floats = np.maximum(values - plain, _LEAST_GAIN * (values + plain))
         return gains
 
-    def _round_s(self, drafters: Sequence[PoolMember], room: FreeCapacity, shares: Floats, tokens: Floats) -> Floats:
+    def _round_s(self, room: FreeCapacity, shares: Floats, tokens: Floats) -> Floats:
         """Seconds of a round with each. Time drafted in the target's process is shared by the requests with that drafter:
         by all at first, then by those who prefer it at that price, until their number stops falling.
         """
         copies = [room.num_copies(drafter) for drafter in room.drafters]
         num_requests = max(1, len(tokens))
-        users = np.full(len(drafters), float(num_requests))
-        shared = np.array([shares_target(member) for member in drafters])
+        users = np.full(len(room.members), float(num_requests))
+        shared = np.array([shares_target(member) for member in room.members])
         for _ in range(_MAX_PRICES):
-            round_s = self._times.of(drafters, copies, shares, users, num_requests)
-            takers = np.bincount((tokens / round_s).argmax(axis=1), minlength=len(drafters))
+            round_s = self._times.of(room.members, copies, shares, users, num_requests)
+            takers = np.bincount((tokens / round_s).argmax(axis=1), minlength=len(room.members))
             fewer = np.where(shared, np.clip(takers, 1.0, users), users)
             if (fewer == users).all():
                 break

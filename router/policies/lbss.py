@@ -46,7 +46,7 @@ from router.assignment import (
     lessons,
 )
 from router.estimates.goodput import GoodputEstimates
-from router.policies.expiring_cache import ExpiringCache
+from router.expiring_cache import ExpiringCache
 from router.policies.free_capacity import FreeCapacity
 
 _DROPPED = ""  # by lines 9 and 10
@@ -148,7 +148,7 @@ class _Calendar:
     _slot: int = -1  # within the stage
 
     def next_slot(self) -> bool:
-        """Advances a slot; returns whether to choose anew, at the start of a chunk or of an exploitation."""
+        """Advances a slot; returns whether a chunk or an exploitation starts."""
         self._slot += 1
         if self._slot == (self.exploration_slots if self.exploring else self._exploitation_slots()):
             if not self.exploring:

@@ -32,8 +32,8 @@ from router.assignment import (
     drafter_of,
     member_name,
 )
+from router.expiring_cache import GENERATION_SLOTS
 from router.policies import POLICIES, build_policy
-from router.policies.expiring_cache import GENERATION_SLOTS
 from router.prompt_features import prompt_features
 from tests.support.observing import right_at
 

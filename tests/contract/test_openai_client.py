@@ -80,7 +80,7 @@ def scripted_cluster() -> Iterator[tuple[EngineClient, Tokenizer, ModelInfo, Non
 @contextmanager
 def embedded_cluster(folder: Path) -> Iterator[tuple[EngineClient, Tokenizer, ModelInfo, Telemetry]]:
     """A real model with a real drafter, in this process."""
-    from deploy.embedded import EmbeddedCluster, PoolEntry
+    from benchmarks.embedded import EmbeddedCluster, PoolEntry
     from drafters.ngram import NgramDrafter
     from engine.factory import load_target
     from engine.models.config import load_config

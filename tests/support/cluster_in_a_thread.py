@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
 from cluster.transport.base import Event, LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.memory import LocalNetwork, MemoryLink
-from cluster.transport.simulation import Faults, MemoryNetwork
 from cluster.types import Commit, FinishReason, Request, RoutingTable, SamplingParams
 from drafters.loop import DrafterLoop
 from engine.round import TargetLoop
@@ -18,6 +17,7 @@ from router.cost_model import TableCost
 from router.draft_length import DraftLengths
 from router.plan import DraftBudget, SequenceView
 from router.planner import PlannerSettings, StepPlanner
+from tests.support.simulated_network import Faults, MemoryNetwork
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyDrafter, ToyTarget
 
 TARGET = "memory://target"

@@ -17,6 +17,8 @@ from cluster.config import (
 from cluster.types import ModelInfo
 
 MODEL = ModelInfo("tiny", 100, 64, (0,), "fingerprint")
+
+
 FAST = SupervisionConfig(
     health_period_ms=5,
     health_timeout_ms=50,

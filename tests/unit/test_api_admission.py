@@ -75,7 +75,7 @@ async def test_admission_is_fair_and_forgets_nobody() -> None:
     leave = {name: asyncio.Event() for name in "abcde"}
 
     async def call(name: str, num_sequences: int) -> None:
-        async with admission.turn(num_sequences):
+        async with admission.admitted(num_sequences):
             order.append(name)
             await leave[name].wait()
 
@@ -103,10 +103,10 @@ async def test_a_turn_that_comes_as_its_caller_leaves_is_passed_on() -> None:
     entered: list[str] = []
 
     async def call(name: str) -> None:
-        async with admission.turn(1):
+        async with admission.admitted(1):
             entered.append(name)
 
-    async with admission.turn(1):
+    async with admission.admitted(1):
         first, second = asyncio.create_task(call("first")), asyncio.create_task(call("second"))
         await asyncio.sleep(0)
     first.cancel()  # its turn has come, but it has not run since
@@ -117,10 +117,10 @@ async def test_a_turn_that_comes_as_its_caller_leaves_is_passed_on() -> None:
 
 async def test_a_full_queue_is_an_error_that_says_when_to_come_back() -> None:
     admission = Admission(ApiSettings(max_concurrent=1, max_sequences=1, max_n=1, max_queued=1))
-    async with admission.turn(1):
-        waiting = asyncio.create_task(admission.turn(1).__aenter__())
+    async with admission.admitted(1):
+        waiting = asyncio.create_task(admission.admitted(1).__aenter__())
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="1 calls wait"):
-            await admission.turn(1).__aenter__()
+        with pytest.raises(ApiError, match="1 calls are queued"):
+            await admission.admitted(1).__aenter__()
         waiting.cancel()
         await asyncio.wait([waiting])

@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.embedded import Completion
 from benchmarks.interleaved import TURN_S, Pace, pace_of, side_by_side
 from cluster.types import Commit
-from deploy.embedded import Completion
 
 
 def completion(start_s: float, *lens: int) -> Completion:

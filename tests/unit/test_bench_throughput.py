@@ -12,7 +12,7 @@ from benchmarks import interleaved
 from benchmarks.fixtures import Fixtures, as_request
 from benchmarks.interleaved import Pace, ServedLane
 from benchmarks.prompts import choose_prompts
-from benchmarks.throughput import Pair, PairedRuns, Speedup, Turns, jackknife, laps, near_best, ratio, sample
+from benchmarks.throughput import Pair, PairedRuns, Speedup, ThroughputTurns, jackknife, laps, near_best, ratio, sample
 from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
 from cluster.errors import GenerationFailed
 from cluster.types import Request, SamplingParams
@@ -102,7 +102,7 @@ def test_what_could_not_be_measured_has_no_speed_up(tmp_path: Path) -> None:
     stable = Fixtures(str(folder), [ngram], 1)
     (part,) = stable.record(choose_prompts((), 1), [0.0])
     for batch in (1, 16):  # a single commit; too few answers
-        race = PairedRuns(stable, [ngram], part[0.0], batch, Turns(1, 1))
+        race = PairedRuns(stable, [ngram], part[0.0], batch, ThroughputTurns(1, 1))
         while not race.is_over:
             race.step()
         race.close()
@@ -128,11 +128,11 @@ def test_a_drafter_that_fails_is_not_measured_as_slow(stable: Fixtures, monkeypa
     known = recorded(stable, 9)
     monkeypatch.setattr(stable, "make", lambda *_: _Failing())
     with pytest.raises(GenerationFailed, match="the drafter failed"):
-        PairedRuns(stable, [NGRAM], known, 1, Turns(1, 1))
+        PairedRuns(stable, [NGRAM], known, 1, ThroughputTurns(1, 1))
 
 
 def test_an_engine_that_fails_in_its_turn_ends_the_race(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
-    race = PairedRuns(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
+    race = PairedRuns(stable, [NGRAM], recorded(stable, 9), 1, ThroughputTurns(1, 1))
 
     def fail(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         raise FloatingPointError("the device is gone")
@@ -148,7 +148,7 @@ def test_an_engine_that_fails_in_its_turn_ends_the_race(stable: Fixtures, monkey
 
 def test_the_plain_target_is_slow_and_the_drafter_fast(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the other way round."""
-    race = PairedRuns(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
+    race = PairedRuns(stable, [NGRAM], recorded(stable, 9), 1, ThroughputTurns(1, 1))
 
     def end(lane: ServedLane) -> Pace:
         lane.served.cluster.abort()
@@ -164,7 +164,7 @@ def test_the_plain_target_is_slow_and_the_drafter_fast(stable: Fixtures, monkeyp
 def test_a_lap_that_either_could_not_be_measured_in_does_not_count(
     unmeasured: str, stable: Fixtures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    race = PairedRuns(stable, [NGRAM], recorded(stable, 12), 1, Turns(2, 2))
+    race = PairedRuns(stable, [NGRAM], recorded(stable, 12), 1, ThroughputTurns(2, 2))
 
     def end(lane: ServedLane) -> Pace | None:
         lane.served.cluster.abort()
@@ -190,7 +190,7 @@ def test_a_drafters_clock_stands_still_in_the_turns_of_others(stable: Fixtures, 
         return make(config, clock)
 
     monkeypatch.setattr(stable, "make", made)
-    race = PairedRuns(stable, [NGRAM], recorded(stable, 9), 1, Turns(1, 1))
+    race = PairedRuns(stable, [NGRAM], recorded(stable, 9), 1, ThroughputTurns(1, 1))
     (clock,) = clocks
     shown_s, now_s = clock(), time.monotonic()
     assert shown_s < now_s
@@ -201,7 +201,7 @@ def test_a_drafters_clock_stands_still_in_the_turns_of_others(stable: Fixtures, 
 
 
 def test_nothing_is_left_where_answers_took_many_turns(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns of about a pass; the same answers as in one."""
+    """ThroughputTurns of about a pass; the same answers as in one."""
     known = recorded(stable, 24)
     told: dict[str, list[int]] = {}
     end = ServedLane.end
@@ -222,7 +222,7 @@ def test_nothing_is_left_where_answers_took_many_turns(stable: Fixtures, monkeyp
     monkeypatch.setattr(interleaved, "TURN_S", 0.002)
     monkeypatch.setattr(ServedLane, "end", ended)
     monkeypatch.setattr(ServedLane, "take_turn", taken)
-    race = PairedRuns(stable, [NGRAM], known, 2, Turns(2, 2))
+    race = PairedRuns(stable, [NGRAM], known, 2, ThroughputTurns(2, 2))
     while not race.is_over:
         assert set(race.step()) == {"ngram"}
     race.close()
@@ -238,7 +238,7 @@ def test_nothing_is_left_where_answers_took_many_turns(stable: Fixtures, monkeyp
 def test_prompts_are_computed_once_for_all_who_race(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = [DrafterConfig(name=name, options=NgramOptions()) for name in ("a", "b")]
     unknown = [replace(recording, prompt_token_ids=recording.prompt_token_ids[::-1]) for recording in recorded(stable, 24)]
-    race = PairedRuns(stable, configs, unknown, 2, Turns(2, 2))
+    race = PairedRuns(stable, configs, unknown, 2, ThroughputTurns(2, 2))
     num_computed: list[int] = []
     cache_prompts = stable.cache_prompts
 
@@ -286,7 +286,7 @@ def test_only_who_reads_the_targets_features_races_on_a_target_that_keeps_them(
     num_passes = {}
     for config in (ngram, dspark):
         passes.clear()
-        race = PairedRuns(stable, [config], part[0.0], 1, Turns(1, 1))
+        race = PairedRuns(stable, [config], part[0.0], 1, ThroughputTurns(1, 1))
         race.step()
         race.close()
         num_passes[config.name] = len(passes)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from cluster.config import (
     Config,
     DrafterConfig,
@@ -20,7 +21,6 @@ from cluster.config import (
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
-from deploy.embedded import EmbeddedCluster, PoolEntry
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Drafter

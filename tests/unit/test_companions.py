@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.target import TargetActor
+from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
 from cluster.config import CascadeOptions, Config, DrafterConfig, DSparkOptions, ModelConfig, NgramOptions, TargetConfig
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.inventory import Inventory, Node
 from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.types import FinishReason, ModelInfo, Request, SamplingParams
-from deploy.embedded import Completion, EmbeddedCluster, PoolEntry
 from drafters.companions import Host, HostFeatures, make_dspark
 from drafters.protocol import Capabilities, Demand, Draft
 from drafters.registry import feature_layers, make_drafter

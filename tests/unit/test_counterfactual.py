@@ -77,7 +77,10 @@ class Bench:
         self.loop.check_integrity()
 
     def scores(self) -> list[DraftScore]:
-        return [score for message in self.link.sent for score in message.scores]
+        """All that there are: those not sent yet go with the next piece of work."""
+        return [score for message in self.link.sent for score in message.scores] + [
+            score for peer in self.loop.sessions.peers.values() for score in peer.scores
+        ]
 
     def proposals(self) -> list[Proposal]:
         found = [proposal for message in self.link.sent for proposal in message.proposals]

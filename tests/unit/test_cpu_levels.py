@@ -22,7 +22,7 @@ from cluster.config import Config
 from cluster.resolve import resolve
 from cluster.types import Request, SamplingParams
 from deploy.api.tokenizer import Tokenizer
-from deploy.embedded import EmbeddedCluster
+from benchmarks.embedded import EmbeddedCluster
 from deploy.profile import here
 from drafters.shipped import with_shipped
 from engine.cpu_setup import configure_cpu

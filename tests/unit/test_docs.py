@@ -25,6 +25,7 @@ BARE = re.compile(rf"`([\w*]+\.{SOURCE})`")  # without one: some file has this n
 FOLDER = re.compile(rf"`((?:{'|'.join(PACKAGES)}|tests|docs|assets|\.ci)/[\w/.-]*)`")
 FILE = rf"(?:{SOURCE}|safetensors|json|yaml|npz)"
 DOTTED = re.compile(rf"`([a-z_]+(?:\.(?!{FILE}`)[A-Za-z_]\w*)+)`")
+DEFINED = re.compile(rf"((?:`\w+`(?:, | and ))*`\w+`)\s(?:in |of |\()`((?:\w+/)+\w+\.{SOURCE})`")  # `Name` in `path`
 LINK = re.compile(r"\]\(([^)\s#:]*)(?:#([\w-]+))?\)")
 SPAN = re.compile(r"`([^`\n]+)`")
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*(\.\w+)?")
@@ -33,6 +34,7 @@ PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*(\.\w+)?")
 def wrong_names(text: str, folder: Path = ROOT) -> list[str]:
     """What a page in ``folder`` names and does not exist. Dotted names of the pages of measurements are figures."""
     wrong = [path for path in {*PATH.findall(text), *FOLDER.findall(text)} if not _exists(path, folder)]
+    wrong += [f"{name} in {path}" for names, path in DEFINED.findall(text) for name in _undefined(names, path)]
     wrong += [name for name in BARE.findall(text) if not any(_tracked(name))]
     if folder.name != "measurements":
         wrong += [name for name in DOTTED.findall(text) if not _is_dotted_name(name)]
@@ -45,6 +47,12 @@ def _exists(path: str, folder: Path) -> bool:
     if PLACEHOLDER.fullmatch(Path(path).name):
         path = str(Path(path).parent)
     return any(True for base in (ROOT, folder) for _ in base.glob(path)) or (folder / path).exists()
+
+
+def _undefined(names: str, path: str) -> list[str]:
+    """Those of ``names`` that the file does not hold."""
+    text = (ROOT / path).read_text("utf-8") if (ROOT / path).is_file() else ""
+    return [name for name in re.findall(r"`(\w+)`", names) if not re.search(rf"\b{name}\b", text)]
 
 
 def _tracked(name: str) -> Iterator[Path]:
@@ -148,6 +156,8 @@ def test_all_that_a_page_names_exists(page: Path) -> None:
         "`router.nowhere.thing`",
         "`router.slot.Nobody`",
         "`target.no_such_key`",
+        "`Nobody` in `router/slot.py`",
+        "`Nobody` and `Router` (`router/slot.py`)",
         "[page](docs/nowhere.md)",
         "[page](README.md#no-such-heading)",
         "`outrider fly`",
@@ -166,7 +176,8 @@ def test_what_does_not_exist_is_found(text: str) -> None:
 def test_what_exists_is_accepted() -> None:
     text = """
     `router/slot.py`, `tests/unit/test_api_*.py`, `router/policies/NAME.py`, `bf16.c`, `router.slot.Router`, `target.dtype`,
-    `router.slot_ms`, `router.policy.epsilon`, [page](docs/operations.md#models), `config.json`, `model.safetensors`
+    `router.slot_ms`, `router.policy.epsilon`, `Router` and `SlotReport` in `router/slot.py`,
+    [page](docs/operations.md#models), `config.json`, `model.safetensors`
 
         OUTRIDER_CPU=avx2 outrider bench drafters [--quick] [--prompts FILE] --expect 'speedup.best.batch_1>=1.4'   # comment
         outrider models prepare smollm2-135m

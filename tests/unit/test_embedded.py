@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from actors.gateway import LinkClient
+from benchmarks.embedded import Completing, EmbeddedCluster, PoolEntry
 from cluster.config import DrafterConfig, NgramOptions
 from cluster.errors import LinkClosed, Overloaded
 from cluster.transport.base import Mailbox
 from cluster.types import Commit, FinishReason, Request, SamplingParams
-from deploy.embedded import Completing, EmbeddedCluster, PoolEntry
 from drafters.sessions import SessionLimits
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost

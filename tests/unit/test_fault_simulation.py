@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from cluster.transport.simulation import Faults
 from cluster.types import FinishReason
 from tests.support.cluster_in_a_thread import SimulatedCluster, random_requests
+from tests.support.simulated_network import Faults
 from tests.support.toys import plain_run
 
 NUM_SEEDS = int(os.environ.get("OUTRIDER_SIM_SEEDS", "2000"))

@@ -21,8 +21,8 @@ from router.assignment import (
 )
 from router.estimates.acceptance import AcceptanceModel
 from router.estimates.draft_shares import OnTimeRates
+from router.expiring_cache import GENERATION_SLOTS
 from router.policies import build_policy
-from router.policies.expiring_cache import GENERATION_SLOTS
 from router.prompt_features import prompt_features
 from tests.support.observing import right_at
 

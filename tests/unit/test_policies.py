@@ -21,8 +21,8 @@ from cluster.config import (
 from cluster.types import RoutingTable
 from router.assignment import TARGET_ONLY, AssignmentPolicy, Observation, PoolMember, RequestView, drafter_of
 from router.estimates.goodput import GoodputEstimates
+from router.expiring_cache import GENERATION_SLOTS, ExpiringCache
 from router.policies import POLICIES, build_policy, build_pool
-from router.policies.expiring_cache import GENERATION_SLOTS, ExpiringCache
 from router.table import MAX_CHAINS, next_table
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.embedded import EmbeddedCluster
 from benchmarks.profile import result
 from cluster.config import (
     CascadeOptions,
@@ -26,7 +27,6 @@ from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.state import open_store
 from cluster.types import RoutingTable
-from deploy.embedded import EmbeddedCluster
 from deploy.profile import show, surfaces
 from deploy.profiling import ProfileEffort, measure_profile
 from drafters.ngram import NgramDrafter

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.replay_lens import replay_lens
 from cluster.config import NgramOptions
 from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
-from deploy.embedded import EmbeddedCluster, PoolEntry
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.registry import Site, make
 from drafters.replay import Recording, Round, common_prefix_len, replay

@@ -38,7 +38,11 @@ from router.policies.fixed import Fixed
 from router.slot import FALLBACK_COST, Router, SlotReport
 
 EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
+
+
 OTHER = DrafterConfig(name="suffix", options=SuffixOptions())
+
+
 POOL = (PoolMember("a", 8, 0.1), PoolMember("b", 8, 0.2))
 
 

@@ -29,7 +29,11 @@ from router.policies import build_policy
 from router.slot import SlotReport
 
 EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
+
+
 OTHER = DrafterConfig(name="suffix", options=SuffixOptions())
+
+
 POOL = (PoolMember("a", 8, 0.1), PoolMember("b", 8, 0.2))
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from cluster.messages import LevelReport, Verified
 from router.estimates.draft_times import PassTimeFactors
-from router.estimates.similarity import Depths, Similarities, guess
+from router.estimates.similarity import Depths, Similarities, prior_agreement
 
 
 def test_two_that_were_never_seen_together_are_as_alike_as_the_worse_is_good() -> None:
-    assert guess((0.5, 0.9), (0.8, 0.7)) == (0.5, 0.7)
+    assert prior_agreement((0.5, 0.9), (0.8, 0.7)) == (0.5, 0.7)
 
 
 def test_what_is_verified_outweighs_the_guess_and_newer_counts_more() -> None:

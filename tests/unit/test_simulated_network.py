@@ -12,7 +12,7 @@ from cluster.messages import DraftRound as Down
 from cluster.messages import Extend, Hello, ProposalRound, Role
 from cluster.transport.base import Event, Limits, LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.memory import MemoryLink
-from cluster.transport.simulation import Faults, MemoryNetwork
+from tests.support.simulated_network import Faults, MemoryNetwork
 
 TARGET = Hello(Role.TARGET, "target", 100, "tokenizer")
 DRAFTER = Hello(Role.DRAFTER, "drafter", 100, "tokenizer")

@@ -13,10 +13,10 @@ from router.assignment import Positions
 from router.cost_model import TableCost
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy
-from simulator.agreement import Agreement, Answer, SimulatedRequest
+from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
 from simulator.contest import compete, endless, regret
 from simulator.lock_step import LockStep
-from simulator.simulation import ClusterSpec, DrafterSpec, Load, Outcome, Simulation, in_turn, simulate
+from simulator.simulation import ClusterSpec, DrafterSpec, Load, Simulation, SimulationResult, in_turn, simulate
 from simulator.synthetic import DrafterFamily, Family, fitted, runs
 from simulator.target import TargetLimits
 from simulator.timing import DraftByCost, PackedPass, PaddedPass, Work
@@ -64,7 +64,7 @@ def requests(num: int, rate: float, seed: int = 0, output_len: int = 40) -> list
     ]
 
 
-def essence(outcome: Outcome) -> list[tuple[str, float, float, int, int]]:
+def essence(outcome: SimulationResult) -> list[tuple[str, float, float, int, int]]:
     return [(f.request.id, f.first_token_s, f.end_s, f.num_tokens, f.num_rounds) for f in outcome.finished]
 
 
@@ -99,7 +99,7 @@ def test_waiting_is_as_in_the_queue_that_it_is() -> None:
     """One place, and passes of constant time: M/D/1, whose mean wait is rho S / (2 (1 - rho))."""
     service_s, rho, num = 0.3, 0.6, 4000
     cost = TableCost((1, 2), (0.1, 0.1))  # a prompt's pass and two more of one token each
-    answer = Answer(3, {})
+    answer = AgreementAnswer(3, {})
     random = np.random.default_rng(3)
     arrivals = np.cumsum(random.exponential(service_s / rho, num)).tolist()
     load = [SimulatedRequest(f"r{i}", at_s, 8, 3, answer) for i, at_s in enumerate(arrivals)]
@@ -118,7 +118,7 @@ def test_waiting_is_as_in_the_queue_that_it_is() -> None:
 def test_right_drafts_save_passes_and_wrong_ones_save_none() -> None:
     def passes(right: int) -> int:
         num = 41
-        answer = Answer(
+        answer = AgreementAnswer(
             num, {"small": Agreement(b"\4" * num, bytes([min(right, num - p) for p in range(num)]), flat=(0.9,) * 4)}
         )
         load = [SimulatedRequest("r", 0.0, 10, num, answer)]
@@ -133,7 +133,9 @@ def test_right_drafts_save_passes_and_wrong_ones_save_none() -> None:
 def test_a_round_takes_its_pass_its_draft_and_two_links(companion: bool) -> None:
     """A companion has no links, and its target waits for it."""
     num, link_s = 41, 0.003
-    answer = Answer(num, {"small": Agreement(b"\4" * num, bytes(min(4, num - p) for p in range(num)), flat=(0.9,) * 4)})
+    answer = AgreementAnswer(
+        num, {"small": Agreement(b"\4" * num, bytes(min(4, num - p) for p in range(num)), flat=(0.9,) * 4)}
+    )
     spec = cluster(
         TableCost((1, 64), (0.02, 0.02)),
         drafters=(DrafterSpec("small", 8, 4, companion=companion),),

@@ -24,7 +24,7 @@ from router.draft_length import DraftLengths
 from router.plan import StepPlan
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy
-from simulator.agreement import Answer, SimulatedRequest
+from simulator.agreement import AgreementAnswer, SimulatedRequest
 from simulator.recording import Recorder
 from simulator.simulation import ClusterSpec, DrafterSpec, in_turn, simulate
 from simulator.target import TargetLimits
@@ -111,7 +111,7 @@ def live(requests: Sequence[Request]) -> Rounds:
     return planner.rounds()
 
 
-def recorded(requests: Sequence[Request]) -> list[Answer]:
+def recorded(requests: Sequence[Request]) -> list[AgreementAnswer]:
     """What the lookup would draft at each position of the target's answers."""
     answers = [Recording(one.id, "toy", one.prompt_token_ids, plain_run(one), one.sampling) for one in requests]
     recorder = Recorder("toy", [("ngram", "ngram")], DRAFT_LEN, 0.0)
@@ -121,7 +121,7 @@ def recorded(requests: Sequence[Request]) -> list[Answer]:
     return [recording.answer(number) for number in range(len(requests))]
 
 
-def simulated(requests: Sequence[Request], answers: Sequence[Answer]) -> Rounds:
+def simulated(requests: Sequence[Request], answers: Sequence[AgreementAnswer]) -> Rounds:
     planner = Noting()
     spec = ClusterSpec(
         COST,

@@ -26,7 +26,11 @@ def spawner() -> PretendedSpawner:
 
 
 SMALL, LARGE = (DrafterConfig(name=name, options=ModelOptions(model="/nowhere"), load="lazy") for name in ("small", "large"))
+
+
 EAGER = DrafterConfig(name="eager", options=NgramOptions())
+
+
 HOMES = MemoryBudget(
     (Tenant("small", "gpu", 6, Stay.LAZY), Tenant("large", "gpu", 6, Stay.LAZY), Tenant("eager", "cpu", 1, Stay.PINNED)),
     {"gpu": 10, "cpu": 10},

@@ -30,7 +30,6 @@ from cluster.messages import (
 from cluster.soundness import MAX_UNSOUND
 from cluster.transport.base import LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.factory import listen
-from cluster.transport.simulation import Faults
 from cluster.types import Commit, FinishReason, Request, SamplingParams, Slo
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
@@ -42,6 +41,7 @@ from router.policies import build_policy
 from router.slot import Router, SlotReport
 from tests.support.cluster_in_a_thread import SimulatedCluster, random_requests
 from tests.support.drafter_bench import SAMPLING, Bench, FakeLink
+from tests.support.simulated_network import Faults
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyDrafter, plain_run
 
 _NUMBERS = count()

@@ -99,7 +99,7 @@ def test_a_target_tells_survival_once_it_knows_the_drafter() -> None:
 
     def told() -> tuple[float, ...]:
         assert draft.offer(Proposal("r", 3, (7, 8), (0.9, 0.9), "d"))
-        draft.set_survival(stats.foresee([(0.9, 0.9)])[0])
+        draft.set_survival(stats.predict_survival([(0.9, 0.9)])[0])
         return sequences.views()[0].survival
 
     assert told() == ()

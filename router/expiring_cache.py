@@ -1,4 +1,4 @@
-"""A cache per request that expires without being told when requests end."""
+"""A cache by request whose entries expire: the router is not notified when requests end."""
 
 from typing import Generic, TypeVar
 

@@ -1,0 +1,53 @@
+"""Memory and CPU time of a process and its descendants."""
+
+from pathlib import Path
+
+import psutil
+
+from deploy.processes import descendants
+
+
+def pss_bytes(pid: int) -> int:
+    """Proportional set size: private pages and a share of shared ones. 0 for a process that has ended.
+
+    Raises:
+        OSError: not Linux, or no right to read the process's maps.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def tree_pss_bytes(pid: int) -> dict[str, int]:
+    """Bytes held by a process and its descendants, summed by process title."""
+    held: dict[str, int] = {}
+    for process in [psutil.Process(pid), *descendants(pid)]:
+        try:
+            name = _title(process)
+        except psutil.NoSuchProcess:
+            continue
+        held[name] = held.get(name, 0) + pss_bytes(process.pid)
+    return held
+
+
+def tree_cpu_s(pid: int) -> dict[str, float]:
+    """CPU seconds used so far by a process and its descendants, summed by process title."""
+    used: dict[str, float] = {}
+    for process in [psutil.Process(pid), *descendants(pid)]:
+        try:
+            name, times = _title(process), process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        used[name] = used.get(name, 0.0) + times.user + times.system
+    return used
+
+
+def _title(process: psutil.Process) -> str:
+    """``ray::Class`` of a Ray worker, else the script or the program."""
+    words = process.cmdline()
+    if words and words[0].startswith("ray::"):
+        return words[0].split(".")[0].split(":default:")[0]
+    scripts = [Path(word).name for word in words[1:4] if word.endswith(".py")]
+    return scripts[0] if scripts else process.name()
