@@ -11,8 +11,8 @@ from actors.dialer import Dialer
 from actors.mailbox import MonitoredMailbox
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded
+from cluster.message_checks import Inspection, commit_fault
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
-from cluster.soundness import Inspection, commit_fault
 from cluster.transport.base import Link, LinkDown, LinkUp, Received
 from cluster.types import Commit, FinishReason, ModelInfo, Request
 

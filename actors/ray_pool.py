@@ -24,7 +24,7 @@ from cluster.errors import OutriderError
 from cluster.placement import drafter_name, target_name
 from cluster.types import ModelInfo, RoutingTable
 from router.assignment import member_name
-from router.slot import SlotReport
+from router.router import SlotReport
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class RaySpawner:
     async def router(self) -> Process:
         from router.estimates.drift import DriftDetector
         from router.policies import build_policy, build_pool, keeps_in_step
-        from router.slot import Router
+        from router.router import Router
 
         config = self._deployment.config
         drift = DriftDetector(config.router.collapse, config.router.slot_ms / 1e3)

@@ -154,7 +154,7 @@ def profile(
     plot: Annotated[Path, typer.Option(metavar="PNG", help="File of the plot.")] = Path("outrider-profile.png"),
 ) -> None:
     """Measure target and drafter latencies on this machine and store them for `serve`."""
-    from deploy.profile import run
+    from deploy.profile_command import run
 
     run(_configuration(file, model), plot, quick)
 

@@ -23,8 +23,8 @@ from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.state import open_store, state_fault
 from cluster.types import ModelInfo
-from deploy.groups import as_made, make_groups, read_inventory, with_cores, with_gpu_memory
 from deploy.local_ray import LaunchError, LocalRay, start
+from deploy.placement_groups import as_made, make_groups, read_inventory, with_cores, with_gpu_memory
 from deploy.serve_app import APP, run_application
 from engine.cpu_level import VARIABLE as CPU_VARIABLE
 from engine.dtypes import resolve_dtypes

@@ -19,7 +19,7 @@ from typing import Any
 
 from cluster.errors import OutriderError
 from deploy import haproxy
-from deploy.processes import adopt_orphans, end_descendants
+from deploy.process_tree import adopt_orphans, end_descendants
 
 # Ray's minimum is 75 MB; only routing tables and status pass through it.
 OBJECT_STORE_BYTES = 80 * 2**20

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cluster.types import RoutingTable
 from router.assignment import RequestView
-from router.slot import Router, SlotReport
+from router.router import Router, SlotReport
 from simulator.gateway import OpenRequest
 from simulator.target import SimulatedTarget
 

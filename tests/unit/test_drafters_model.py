@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.types import Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter

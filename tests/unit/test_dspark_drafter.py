@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.dspark.checkpoint import load_network
 from drafters.protocol import Demand
 from engine.factory import load_model
