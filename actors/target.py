@@ -73,7 +73,7 @@ class TargetActor(LoopActor[TargetInfo]):
         config, name = self._config, self._name
         set_threads(config.target.resources.threads)
         configure_cpu()
-        from actors.companions import link_colocated, load_with_colocated
+        from actors.colocated import link_colocated, load_with_colocated
         from cluster.transport.factory import listen
         from engine.loading import stored_profile
         from engine.round import TargetLoop
