@@ -53,7 +53,7 @@ class Deployment:
 
 
 class RayProcess:
-    """`actors.supervisor.Process` over an actor handle."""
+    """`actors.processes.Process` over an actor handle."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
