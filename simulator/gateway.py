@@ -8,7 +8,6 @@ from cluster.messages import CommitRound, Hello, Message, SubmitRound
 from cluster.sampling_params import SamplingParams
 from cluster.transport.base import LinkUp, Received
 from cluster.types import Commit, FinishReason, Request
-from router.assignment import Chain
 from simulator.agreement import SimulatedRequest
 from simulator.events import Events
 from simulator.links import VirtualLink
@@ -39,7 +38,6 @@ class OpenRequest:
     num_tokens: int = 0
     num_rounds: int = 0
     num_switches: int = 0
-    chain: Chain | None = None  # as the router last knew it
 
 
 class SimulatedGateway:
