@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 from actors.processes import ManagedProcess, ProcessState
 from actors.target import DrafterCounts, TargetReport
 from cluster.client import ClusterStatus, DrafterStatus
-from cluster.config import Config, DrafterConfig, can_verify
+from cluster.config import Config, DrafterConfig
 from router.residency import ModelPool
 
 
@@ -61,7 +61,7 @@ def _drafter(
         reply_ms=1e3 * sum(replies) / len(replies) if replies else None,
         num_restarts=member.restarts.num_restarts if member is not None else 0,
         reason=member.reason if member is not None and state is not ProcessState.READY else None,
-        verifies=can_verify(drafter.options),
+        verifies=drafter.options.traits.can_verify,
         proposers=tuple(one.name for one in config.proposers_of(drafter.name)),
         device=models.resident.get(name),
         num_bytes=models.bytes_of(name) if name in models.num_loads else None,

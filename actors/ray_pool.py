@@ -186,19 +186,19 @@ class RayTargets:
 
     def reports(self, deadline_s: float) -> list[SlotReport]:
         self._find_targets()
-        asked = {handle.slot_report.remote(): name for name, handle in self._handles.items()}
-        if not asked:
+        pending = {handle.slot_report.remote(): name for name, handle in self._handles.items()}
+        if not pending:
             return []
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=deadline_s)
+        answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=deadline_s)
         reports = []
         for answer in answered:
             try:
                 report: SlotReport | None = ray.get(answer)
             except RayActorError:
-                del self._handles[asked[answer]]  # the supervisor starts another one of that name
+                del self._handles[pending[answer]]  # the supervisor starts another one of that name
                 continue
             except RayTaskError as error:
-                logger.warning("%s could not report: %s: %s", asked[answer], type(error.cause).__name__, error.cause)
+                logger.warning("%s could not report: %s: %s", pending[answer], type(error.cause).__name__, error.cause)
                 continue
             if report is not None:
                 reports.append(report)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from cluster.config import DSparkOptions
-from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
+from cluster.errors import InvalidField, ModelUnavailable
 from cluster.types import ModelInfo
 from drafters.dspark.checkpoint import TargetRows
 from drafters.dspark.config import DSparkConfig, load_dspark_config
 from drafters.dspark.drafter import DSparkDrafter, load_dspark
 from drafters.session import request_id_of
-from drafters.shipped import find_drafter
+from drafters.shipped import check_trained_for, find_drafter
 from engine.dtypes import choose_dtype
 from engine.factory import DTYPES
 from engine.kv_cache import num_blocks_for
@@ -95,11 +95,7 @@ def _check_fits(folder: Path, config: DSparkConfig, target: ModelInfo, host: Hos
             f"{folder} is made for a target of {own[0]} layers, hidden size {own[1]} and {own[2]} tokens; {target.name} has "
             f"{served.num_layers}, {served.hidden_size} and {served.vocab_size}: train one for it with `outrider train`"
         )
-    if config.tokenizer_fingerprint not in (None, target.tokenizer_fingerprint):
-        raise IncompatibleTokenizer(
-            f"the drafter in {folder} was trained for a target with another tokenizer than that of {target.name}: "
-            "train one for this target with `outrider train`"
-        )
+    check_trained_for(f"the drafter in {folder}", config.tokenizer_fingerprint, target.tokenizer_fingerprint, target.name)
 
 
 def _rows(host: Host) -> TargetRows:

@@ -16,13 +16,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cluster.errors import IncompatibleTokenizer, ModelUnavailable
+from cluster.errors import ModelUnavailable
+from drafters.shipped import check_trained_for
 from engine.factory import DTYPES, build_model
 from engine.forward import CausalModel
 from engine.models.config import load_config
 from engine.models.int8 import WeightsKind, stored
 from engine.models.tokenizer import fingerprint
-from engine.models.weights import SINGLE, LayerWeights, SafetensorsFolder, TensorWeights
+from engine.models.weights import SINGLE, LayerWeights, SafetensorsFolder, TensorWeights, write_atomically
 
 ARCHITECTURE = "OutriderLayersDrafter"
 TOKEN_IDS = "draft_token_ids"
@@ -42,7 +43,8 @@ def load_layers(folder: Path, target_folder: Path, dtype: str, device: str) -> t
             f"{folder}: {config.vocab_size} tokens of width {config.hidden_size}, but the target in {target_folder} has "
             f"{target.vocab_size} of width {target.hidden_size}: a drafter of layers serves only its own target"
         )
-    _check_tokenizer(folder, target_folder)
+    trained_for = json.loads((folder / "config.json").read_text()).get("tokenizer_fingerprint")
+    check_trained_for(f"the drafter in {folder}", trained_for, fingerprint(target_folder), target_folder.name)
     with ExitStack() as stack:
         own, rows = SafetensorsFolder(folder, stack), SafetensorsFolder(target_folder, stack)
         token_ids = _token_ids(folder, config.vocab_size)
@@ -78,12 +80,8 @@ def save_layers(
     }
     raw.pop("layer_types", None)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{SINGLE}.partial"
-    save_file(kept, partial, metadata={"format": "pt"})
-    partial.replace(folder / SINGLE)
-    partial = folder / "config.json.partial"
-    partial.write_text(json.dumps(raw, indent=2) + "\n")
-    partial.replace(folder / "config.json")
+    write_atomically(folder / SINGLE, lambda path: save_file(kept, path, metadata={"format": "pt"}))
+    write_atomically(folder / "config.json", lambda path: path.write_text(json.dumps(raw, indent=2) + "\n"))
 
 
 class _SharedRows:
@@ -115,12 +113,3 @@ def _token_ids(folder: Path, vocab_size: int) -> Tensor | None:
     if not ascend or token_ids[0] < 0 or token_ids[-1] >= vocab_size:
         raise ModelUnavailable(f"{folder / SINGLE}: {TOKEN_IDS} must be ascending ids below {vocab_size}; train it again")
     return token_ids.to(torch.int64)
-
-
-def _check_tokenizer(folder: Path, target_folder: Path) -> None:
-    trained_for = json.loads((folder / "config.json").read_text()).get("tokenizer_fingerprint")
-    if trained_for is not None and trained_for != fingerprint(target_folder):
-        raise IncompatibleTokenizer(
-            f"the drafter in {folder} was trained for a target with another tokenizer than that of {target_folder.name}: "
-            "train one for this target with `outrider train`"
-        )

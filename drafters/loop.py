@@ -11,8 +11,8 @@ from cluster.transport.base import LinkDown, Mailbox
 from cluster.types import Proposal
 from drafters.counterfactual import Scorer
 from drafters.protocol import Demand, Drafter
-from drafters.session import Session
-from drafters.sessions import SessionLimits, TargetPeer, TargetSessions
+from drafters.session import Session, TargetPeer
+from drafters.sessions import SessionLimits, TargetSessions
 from router.assignment import drafter_of
 
 logger = logging.getLogger(__name__)

@@ -3,13 +3,13 @@ verifier of what smaller drafters propose (a chain).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from cluster.messages import LevelReport, Verified
 from cluster.types import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft, Drafter, Stopping
 from drafters.small_model import Question, SmallModel
-from engine.acceptance import count_accepted
+from engine.acceptance import common_prefix_len
 from engine.sampling import Chosen
 from profiler.calibration import TemperatureScaling
 from router.assignment import NO_POSITIONS, Positions
@@ -27,8 +27,8 @@ class _PartialDraft:
     confidences: list[float] = field(default_factory=list)
 
     @property
-    def question(self) -> Question:
-        return Question(self.demand.request_id, (*self.demand.ahead, *self.token_ids))
+    def ahead(self) -> tuple[int, ...]:
+        return (*self.demand.ahead, *self.token_ids)
 
 
 class ModelDrafter:
@@ -115,10 +115,10 @@ class ModelDrafter:
         """
         drafts = [_PartialDraft(demand, self._draft_len(demand)) for demand in demands]
         wanted = [draft for draft in drafts if draft.num_missing]
-        for indices in self._model.parts([(draft.question, draft.num_missing) for draft in wanted]):
-            part = [wanted[i] for i in indices]
-            ready = self._model.catch_up([draft.question for draft in part])
-            part = [draft for draft, is_ready in zip(part, ready, strict=True) if is_ready]
+        questions = [Question(draft.demand.request_id, draft.ahead) for draft in wanted]
+        for indices in self._model.parts([(q, draft.num_missing) for q, draft in zip(questions, wanted, strict=True)]):
+            ready = self._model.catch_up([questions[i] for i in indices])
+            part = [wanted[i] for i, is_ready in zip(indices, ready, strict=True) if is_ready]
             while part:
                 self._draft_round(part)
                 part = [draft for draft in part if draft.num_missing]
@@ -183,24 +183,30 @@ class ModelDrafter:
 
     def _draft_round(self, part: Sequence[_PartialDraft]) -> None:
         """One batch per proposer, then one pass of the model, which adds the last token of a draft itself."""
-        asked: dict[str, list[Demand]] = {}
+        proposed = self._proposals(part) if self._proposers_of else {}
+        questions = [
+            Question(draft.demand.request_id, draft.ahead, proposed.get(draft.demand.request_id, ())) for draft in part
+        ]
+        for draft, question, chosen in zip(part, questions, self._choose(questions), strict=True):
+            num_right = common_prefix_len(question.drafts, chosen.token_ids)
+            if question.request_id in proposed:
+                num_demanded = min(self._proposal_len, draft.num_missing - 1)
+                self._record(self._proposers_of[question.request_id][-1], num_demanded, len(question.drafts), num_right)
+            self._add(draft, chosen, num_right + 1)
+
+    def _proposals(self, part: Sequence[_PartialDraft]) -> dict[str, tuple[int, ...]]:
+        """Proposed tokens that the model can read, by request."""
+        by_proposer: dict[str, list[Demand]] = {}
         for draft in part:
             request_id, num_tokens = draft.demand.request_id, min(self._proposal_len, draft.num_missing - 1)
             if num_tokens > 0 and request_id in self._proposers_of:
-                demand = Demand(request_id, num_tokens, draft.question.ahead)
-                asked.setdefault(self._proposers_of[request_id][-1], []).append(demand)
-        proposed: dict[str, tuple[int, ...]] = {}
-        for name, demands in asked.items():
-            proposed.update((draft.request_id, draft.token_ids) for draft in self._proposers[name].propose(demands))
-        questions = [
-            replace(draft.question, drafts=self._model.readable(proposed.get(draft.demand.request_id, ()))) for draft in part
-        ]
-        for draft, question, chosen in zip(part, questions, self._choose(questions), strict=True):
-            num_right = count_accepted(question.drafts, chosen)
-            if question.request_id in proposed:
-                num_asked = min(self._proposal_len, draft.num_missing - 1)
-                self._record(self._proposers_of[question.request_id][-1], num_asked, len(question.drafts), num_right)
-            self._add(draft, chosen, num_right + 1)
+                demand = Demand(request_id, num_tokens, draft.ahead)
+                by_proposer.setdefault(self._proposers_of[request_id][-1], []).append(demand)
+        return {
+            draft.request_id: self._model.readable(draft.token_ids)
+            for name, demands in by_proposer.items()
+            for draft in self._proposers[name].propose(demands)
+        }
 
     def _choose(self, questions: Sequence[Question]) -> list[Chosen]:
         """One pass of the model."""
@@ -212,11 +218,11 @@ class ModelDrafter:
         self._num_rows += self._model.num_rows - num_rows
         return answers
 
-    def _record(self, proposer: str, num_asked: int, num_proposed: int, num_right: int) -> None:
+    def _record(self, proposer: str, num_demanded: int, num_proposed: int, num_right: int) -> None:
         positions = self._positions.get(proposer, NO_POSITIONS)
-        self._positions[proposer] = positions.plus(num_right, num_right < num_asked)
-        asked_before, proposed_before = self._num_proposed.get(proposer, (0, 0))
-        self._num_proposed[proposer] = asked_before + num_asked, proposed_before + num_proposed
+        self._positions[proposer] = positions.plus(num_right, num_right < num_demanded)
+        demanded_before, proposed_before = self._num_proposed.get(proposer, (0, 0))
+        self._num_proposed[proposer] = demanded_before + num_demanded, proposed_before + num_proposed
 
     def _add(self, draft: _PartialDraft, chosen: Chosen, num_tokens: int) -> None:
         """Appends up to ``num_tokens`` chosen tokens, until the draft is complete, the request ends, or it stops."""

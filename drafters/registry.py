@@ -17,7 +17,6 @@ from cluster.config import (
     NgramOptions,
     SuffixOptions,
     TableOptions,
-    has_model,
     parts_of,
 )
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
@@ -185,8 +184,9 @@ def _make_cascade(options: CascadeOptions, site: Site) -> Drafter:
     from drafters.cascade import CascadeDrafter, CascadeMember
 
     costs = options.costs or [prior_member_cost(member) for member in options.members]
+    site = replace(site, proposers={})
     members = [
-        CascadeMember(f"{i}:{member.kind}", make(member, replace(site, proposers={})), cost, splices=not has_model(member))
+        CascadeMember(f"{i}:{member.kind}", make(member, site), cost, splices=not member.traits.has_model)
         for i, (member, cost) in enumerate(zip(options.members, costs, strict=True))
     ]
     return CascadeDrafter(members, site.clock)

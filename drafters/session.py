@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from cluster.messages import DraftScore
+from cluster.transport.base import Link
 from drafters.counterfactual import Shadow
 
 
@@ -158,3 +160,31 @@ class Resyncs:
 
     def next_due_s(self) -> float | None:
         return min((pending.due_s for pending in self._pending.values()), default=None)
+
+
+@dataclass(slots=True)
+class TargetPeer:
+    """A target replica. A request is in at most one of ``sessions``, ``ignored`` and ``refused``."""
+
+    link: Link
+    number: int  # of the link, counted from the start of the process: request ids are unique per target only
+    resyncs: Resyncs
+    table_version: int = 0
+    sessions: dict[str, Session] = field(default_factory=dict)
+    scores: list[DraftScore] = field(default_factory=list)  # unsent
+    ignored: dict[str, None] = field(default_factory=dict)  # others draft for them, and there is no capacity for a shadow
+    refused: dict[str, float] = field(default_factory=dict)  # without capacity: time of the last message, oldest first
+    refusals: dict[str, int] = field(default_factory=dict)  # unsent empty proposals: committed length that they answer
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether there are refusals or resyncs to send, or requests that wait for capacity."""
+        return bool(self.refusals or self.refused or self.resyncs)
+
+    def take_scores(self) -> tuple[DraftScore, ...]:
+        scores, self.scores = tuple(self.scores), []
+        return scores
+
+    def take_refusals(self) -> dict[str, int]:
+        refusals, self.refusals = self.refusals, {}
+        return refusals

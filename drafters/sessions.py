@@ -2,15 +2,15 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN
-from cluster.messages import Budget, DraftRound, DraftScore, Extend, Open
+from cluster.messages import Budget, DraftRound, Extend, Open
 from cluster.soundness import Inspection
 from cluster.transport.base import Event, Link, LinkDown, LinkUp
 from drafters.counterfactual import Shadow
 from drafters.protocol import Drafter
-from drafters.session import ExtendOutcome, Resyncs, Session, key_of, reconcile
+from drafters.session import ExtendOutcome, Resyncs, Session, TargetPeer, key_of, reconcile
 
 logger = logging.getLogger(__name__)
 
@@ -35,44 +35,16 @@ class SessionLimits:
     idle_s: float = 60.0
 
 
-@dataclass(slots=True)
-class TargetPeer:
-    """A target replica. A request is in at most one of ``sessions``, ``ignored`` and ``refused``."""
-
-    link: Link
-    number: int  # of the link, counted from the start of the process: request ids are unique per target only
-    resyncs: Resyncs
-    table_version: int = 0
-    sessions: dict[str, Session] = field(default_factory=dict)
-    scores: list[DraftScore] = field(default_factory=list)  # unsent
-    ignored: dict[str, None] = field(default_factory=dict)  # others draft for them, and there is no capacity for a shadow
-    refused: dict[str, float] = field(default_factory=dict)  # without capacity: time of the last message, oldest first
-    refusals: dict[str, int] = field(default_factory=dict)  # unsent empty proposals: committed length that they answer
-
-    @property
-    def is_owed(self) -> bool:
-        """Whether there are refusals or resyncs to send, or requests that wait for capacity."""
-        return bool(self.refusals or self.refused or self.resyncs)
-
-    def take_scores(self) -> tuple[DraftScore, ...]:
-        scores, self.scores = tuple(self.scores), []
-        return scores
-
-    def take_refusals(self) -> dict[str, int]:
-        refusals, self.refusals = self.refusals, {}
-        return refusals
-
-
 class TargetSessions:
     """The sessions of all links. Passes every change on to the drafter. Time comes in as data."""
 
     def __init__(self, name: str, drafter: Drafter, limits: SessionLimits) -> None:
         self.peers: dict[int, TargetPeer] = {}  # by id(link): links are compared by identity
         self.unlinked: list[Link] = []  # closed after MAX_UNSOUND unsound messages
-        # What a step looks at: never all sessions of all targets.
+        # A step reads these, not all sessions of all targets.
         self.unscored: dict[str, tuple[TargetPeer, Shadow]] = {}  # shadows with unscored tokens, by key
         self._unanswered: dict[str, tuple[TargetPeer, Session]] = {}  # without a proposal for their committed length, by key
-        self._owed: dict[int, TargetPeer] = {}  # peers that are owed something, by key of ``peers``
+        self._pending: dict[int, TargetPeer] = {}  # peers with ``has_pending``, by key of ``peers``
         self._num_sessions = 0
         self.num_shadows = 0
         self._name = name
@@ -90,11 +62,11 @@ class TargetSessions:
 
     @property
     def num_refused(self) -> int:
-        return sum([len(peer.refused) for peer in self._owed.values()])
+        return sum([len(peer.refused) for peer in self._pending.values()])
 
     def refusing(self) -> list[int]:
         """The peers that refusals are to be sent to."""
-        return [key for key, peer in self._owed.items() if peer.refusals]
+        return [key for key, peer in self._pending.items() if peer.refusals]
 
     def unanswered(self) -> list[tuple[TargetPeer, Session]]:
         """Sessions that want drafts, have no proposal, and whose committed tokens are known to the end."""
@@ -105,7 +77,7 @@ class TargetSessions:
         ]
 
     def mark_answered(self, session: Session) -> None:
-        """A proposal for its committed length is being sent."""
+        """Records that a proposal for the committed length is sent."""
         session.answered = True
         self._unanswered.pop(session.key, None)
 
@@ -137,7 +109,7 @@ class TargetSessions:
         """Forgets a target and its requests. Idempotent."""
         self._inspection.forget(link)
         peer = self.peers.pop(id(link), None)
-        self._owed.pop(id(link), None)
+        self._pending.pop(id(link), None)
         if peer is not None:
             for request_id in list(peer.sessions):
                 self._close(peer, request_id)
@@ -153,25 +125,25 @@ class TargetSessions:
                     self._release(peer, request_id)
                 for request_id in [r for r, last_message_s in peer.refused.items() if last_message_s < limit_s]:
                     del peer.refused[request_id]
-        if self._owed:
+        if self._pending:
             self._readmit(now_s)
 
     def due_resyncs(self, now_s: float) -> dict[int, list[str]]:
         """Resyncs to request now, by peer. Closes the sessions of requests that are given up."""
         due = {}
-        for key, peer in list(self._owed.items()):
+        for key, peer in list(self._pending.items()):
             requested, given_up = peer.resyncs.take_due(now_s)
             for request_id in given_up:
                 self._close(peer, request_id)
             if requested:
                 due[key] = requested
-            if not peer.is_owed:
-                del self._owed[key]
+            if not peer.has_pending:
+                del self._pending[key]
         return due
 
     def next_due_s(self) -> float | None:
         """When the next resync is due."""
-        due = [due_s for peer in self._owed.values() if (due_s := peer.resyncs.next_due_s()) is not None]
+        due = [due_s for peer in self._pending.values() if (due_s := peer.resyncs.next_due_s()) is not None]
         return min(due, default=None)
 
     def check_integrity(self) -> None:
@@ -181,11 +153,11 @@ class TargetSessions:
         assert self._num_sessions == len(sessions), "sessions were miscounted"
         assert self.num_shadows == sum(session.shadow is not None for session in sessions), "shadows were miscounted"
         unanswered = {session.key for session in sessions if session.shadow is None and not session.answered}
-        assert self._unanswered.keys() == unanswered, "a session is without a proposal, and nobody knows"
+        assert self._unanswered.keys() == unanswered, "the sessions without a proposal are not those listed"
         unscored = {session.key for session in sessions if session.shadow is not None and session.shadow.pending}
-        assert self.unscored.keys() == unscored, "a shadow has unscored tokens, and nobody knows"
+        assert self.unscored.keys() == unscored, "the shadows with unscored tokens are not those listed"
         for key, peer in self.peers.items():
-            assert not peer.is_owed or key in self._owed, "a peer is owed something, and nobody knows"
+            assert not peer.has_pending or key in self._pending, "a peer with something pending is not listed"
         for peer in self.peers.values():
             assert not peer.refused.keys() & peer.sessions.keys(), "a request is both followed and refused"
             assert not peer.refusals.keys() & peer.sessions.keys(), "a followed request is to be answered as a refused one"
@@ -213,8 +185,8 @@ class TargetSessions:
         for request_id in message.releases:
             if request_id not in ended:
                 self._release(peer, request_id)
-        if peer.is_owed:
-            self._owed[id(peer.link)] = peer
+        if peer.has_pending:
+            self._pending[id(peer.link)] = peer
 
     def _open(self, peer: TargetPeer, opening: Open, now_s: float) -> None:
         request_id = opening.request_id
@@ -351,7 +323,7 @@ class TargetSessions:
         self._unanswered.pop(session.key, None)
 
     def _skip(self, session: Session, shadow: Shadow) -> None:
-        """Gives up scoring what is not scored yet."""
+        """Leaves the pending tokens of a shadow unscored."""
         if self.unscored.pop(session.key, None) is not None:
             self._drafter.extend(session.key, shadow.skip())
 
@@ -370,7 +342,7 @@ class TargetSessions:
             del peer.refused[next(iter(peer.refused))]
 
     def _readmit(self, now_s: float) -> None:
-        for peer in self._owed.values():
+        for peer in self._pending.values():
             while peer.refused and self.num_drafted + self._num_resyncing() < self._limits.capacity:
                 request_id = next(iter(peer.refused))
                 del peer.refused[request_id]
@@ -378,7 +350,7 @@ class TargetSessions:
 
     def _num_resyncing(self) -> int:
         """Requests without a session that were asked for: they will need capacity."""
-        return sum(1 for peer in self._owed.values() for request_id in peer.resyncs if request_id not in peer.sessions)
+        return sum(1 for peer in self._pending.values() for request_id in peer.resyncs if request_id not in peer.sessions)
 
     def _release(self, peer: TargetPeer, request_id: str) -> None:
         self._close(peer, request_id)

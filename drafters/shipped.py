@@ -13,7 +13,7 @@ from cluster.config import (
     TableOptions,
     default_pool,
 )
-from cluster.errors import ModelUnavailable
+from cluster.errors import IncompatibleTokenizer, ModelUnavailable
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "drafters"
 _TABLE = "table.npz"  # as drafters.table.FILE
@@ -70,6 +70,20 @@ def find_table(name_or_path: str) -> Path:
     """The file of a frequency table, by its path, its folder's path or the name of a shipped one."""
     path = find_drafter(name_or_path)
     return path / _TABLE if path.is_dir() else path
+
+
+def check_trained_for(drafter: str, recorded: str | None, fingerprint: str, target: str) -> None:
+    """Raises IncompatibleTokenizer if ``recorded``, the tokenizer that a trained drafter was made for, is not the target's.
+
+    Args:
+        drafter, target: for the message.
+        recorded: fingerprint; None: unknown.
+    """
+    if recorded not in (None, fingerprint):
+        raise IncompatibleTokenizer(
+            f"{drafter} was trained for a target with another tokenizer than that of {target}: "
+            "train one for this target with `outrider train`"
+        )
 
 
 def kind_of(folder: Path) -> str | None:

@@ -5,7 +5,7 @@ One table serves all requests, is bounded, needs no model, and keeps learning fr
 
 import math
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from cluster.errors import IncompatibleTokenizer, ModelUnavailable
 from cluster.types import ModelInfo, SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft
+from drafters.shipped import check_trained_for
 from engine.noise import gumbel_of_few
 
 FILE = "table.npz"  # in a drafter's folder
@@ -73,11 +74,7 @@ class FrequencyTable:
 
     def check_serves(self, target: ModelInfo) -> None:
         """Raises IncompatibleTokenizer if its tokens are not the target's."""
-        if self.tokenizer_fingerprint not in (None, target.tokenizer_fingerprint):
-            raise IncompatibleTokenizer(
-                f"the frequency table was counted for a target with another tokenizer than that of {target.name}: "
-                "train one for this target with `outrider train`"
-            )
+        check_trained_for("the frequency table", self.tokenizer_fingerprint, target.tokenizer_fingerprint, target.name)
         largest = int(self.token_ids.max(initial=-1))
         if largest >= target.vocab_size:
             raise IncompatibleTokenizer(
@@ -148,25 +145,23 @@ def count_frequencies(texts: Iterable[tuple[Sequence[int], int]], max_contexts: 
     (a Dirichlet prior): p_n(v) = (c(v) + doubt * p_(n-1)(v)) / (total + doubt). Of the contexts seen at least twice, the
     ``max_contexts`` most frequent are kept.
     """
-    counts: dict[int, dict[tuple[int, ...], dict[int, int]]] = {n: {} for n in CONTEXT_LENS}
+    counts: defaultdict[Context, Counter[int]] = defaultdict(Counter)
     for token_ids, prompt_len in texts:
         for position in range(max(prompt_len, 1), len(token_ids)):
             for n in CONTEXT_LENS:
                 if n <= position:
-                    followers = counts[n].setdefault(tuple(token_ids[position - n : position]), {})
-                    followers[token_ids[position]] = followers.get(token_ids[position], 0) + 1
-    shares: dict[tuple[int, ...], dict[int, float]] = {}
-    ranked: list[tuple[int, tuple[int, ...]]] = []
-    for n in sorted(CONTEXT_LENS):
-        for context, followers in counts[n].items():
-            total = sum(followers.values())
-            if total < 2:
-                continue
-            shorter = shares.get(context[1:], {})
-            tokens = followers.keys() | shorter.keys()
-            mixed = {v: (followers.get(v, 0) + doubt * shorter.get(v, 0.0)) / (total + doubt) for v in tokens}
-            shares[context] = dict(sorted(mixed.items(), key=lambda item: (-item[1], item[0]))[:NUM_CANDIDATES])
-            ranked.append((total, context))
+                    counts[tuple(token_ids[position - n : position])][token_ids[position]] += 1
+    shares: dict[Context, dict[int, float]] = {}
+    ranked: list[tuple[int, Context]] = []
+    for context in sorted(counts, key=len):
+        followers = counts[context]
+        if (total := followers.total()) < 2:
+            continue
+        shorter = shares.get(context[1:], {})
+        tokens = followers.keys() | shorter.keys()
+        mixed = {v: (followers.get(v, 0) + doubt * shorter.get(v, 0.0)) / (total + doubt) for v in tokens}
+        shares[context] = dict(sorted(mixed.items(), key=lambda item: (-item[1], item[0]))[:NUM_CANDIDATES])
+        ranked.append((total, context))
     ranked.sort(key=lambda item: (-item[0], item[1]))
     rows = sorted((context_key(context), context) for _, context in ranked[:max_contexts])
     rows = [row for i, row in enumerate(rows) if i == 0 or rows[i - 1][0] != row[0]]

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from cluster.config import CascadeOptions, Config, Count, DrafterConfig, DrafterOptions, Section, has_model
+from cluster.config import CascadeOptions, Config, Count, DrafterConfig, DrafterOptions, Section
 from cluster.errors import OutriderError
 from profiler.interleaved import Timing
 from profiler.latency import FORMS, Form, Kind, LatencyPoint, Seconds, compare
@@ -173,7 +173,7 @@ class Part:
     @property
     def key(self) -> str:
         """Independent of names: the same drafter on the same share of a machine has the same key."""
-        place: list[JsonValue] = [self.device, self.threads] if has_model(self.options) else []
+        place: list[JsonValue] = [self.device, self.threads] if self.options.traits.has_model else []
         return f"{self.options.kind}-{_digest([self.options.model_dump(mode='json'), place])}"
 
 
@@ -256,7 +256,7 @@ def _with_costs(drafter: DrafterConfig, profile: Profile) -> DrafterConfig:
     costs: list[float] = []
     for part in parts:
         draft_s = profile.drafters[part.key].draft.fit.at(1, drafter.max_draft_len)
-        cost = min(100.0, draft_s / one_row_s) if has_model(part.options) else 0.0
+        cost = min(100.0, draft_s / one_row_s) if part.options.traits.has_model else 0.0
         costs.append(max(cost, costs[-1]) if costs else cost)
     return drafter.model_copy(update={"options": options.model_copy(update={"costs": tuple(costs)})})
 

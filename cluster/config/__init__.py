@@ -18,9 +18,8 @@ from cluster.config.drafters import (
     NgramOptions,
     SuffixOptions,
     TableOptions,
-    can_verify,
+    Traits,
     default_pool,
-    has_model,
     parts_of,
 )
 from cluster.config.file import (

@@ -1,7 +1,8 @@
 """The section ``drafters``, and the default pool."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,10 +12,20 @@ DEFAULT_CAPACITY = 64
 DEFAULT_DRAFT_LEN = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a kind of drafter needs and can do, known before it is loaded. Each kind of options states its own."""
+
+    has_model: bool = False  # multiplies matrices: worth a GPU, and threads
+    can_verify: bool = False  # one pass yields its choice behind each token of another's draft
+    reads_hidden_states: bool = False  # of the target, so it runs in the target's process
+
+
 class NgramOptions(Section):
     """Prompt lookup: proposes what followed the last tokens earlier in this request."""
 
     kind: Literal["ngram"] = "ngram"
+    traits: ClassVar[Traits] = Traits()
     max_match_len: Count = 4
     min_match_len: Count = 1
     at_most = (("min_match_len", "max_match_len"),)
@@ -24,6 +35,7 @@ class SuffixOptions(Section):
     """Proposes what followed the longest known suffix, in this request or in recent outputs of others."""
 
     kind: Literal["suffix"] = "suffix"
+    traits: ClassVar[Traits] = Traits()
     max_match_len: Count = 16
     max_shared_tokens: Count = 65_536  # kept of other requests' outputs, at most 450 bytes each: 29 MB
 
@@ -32,6 +44,7 @@ class ModelOptions(Section):
     """A causal language model with the target's vocabulary."""
 
     kind: Literal["model"] = "model"
+    traits: ClassVar[Traits] = Traits(has_model=True, can_verify=True)
     model: str = Field(min_length=1)  # as in the section model
     num_layers: Count | None = None  # only its first layers; None: all
     dtype: Dtype = "auto"
@@ -49,6 +62,7 @@ class LayersOptions(Section):
     """
 
     kind: Literal["layers"] = "layers"
+    traits: ClassVar[Traits] = Traits(has_model=True, can_verify=True)
     path: str = Field(min_length=1)  # the folder, or the name of a shipped drafter
     target: str = Field(default="auto", min_length=1)  # its model, as in the section model; auto: the served one
     dtype: DrafterDtype = "auto"
@@ -65,6 +79,7 @@ class DSparkOptions(Section):
     """
 
     kind: Literal["dspark"] = "dspark"
+    traits: ClassVar[Traits] = Traits(has_model=True, reads_hidden_states=True)
     path: str = Field(min_length=1)  # the folder, or the name of a shipped drafter
     dtype: DrafterDtype = "auto"
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
@@ -76,6 +91,7 @@ class TableOptions(Section):
     """The target's continuations of the last few tokens: counted in advance, and updated while it serves."""
 
     kind: Literal["table"] = "table"
+    traits: ClassVar[Traits] = Traits()
     path: str | None = None  # a counted table, its folder, or the name of a shipped one; None: learned only
     max_learned: Annotated[int, Field(ge=0, le=2**31 - 1)] = 50_000  # contexts, about 570 bytes each
     min_confidence: Fraction = 0.1  # a draft ends before a less probable token
@@ -94,6 +110,13 @@ class CascadeOptions(Section):
     # always queried. None: 0 for lookups, 0.15 for dspark, 0.35 for layers, 1 for other models.
     costs: tuple[Annotated[float, Field(ge=0, le=100)], ...] | None = None
 
+    @property
+    def traits(self) -> Traits:
+        return Traits(
+            has_model=any(member.traits.has_model for member in self.members),
+            reads_hidden_states=any(member.traits.reads_hidden_states for member in self.members),
+        )
+
     @model_validator(mode="after")
     def _costs_fit(self) -> Self:
         if self.costs is not None and len(self.costs) != len(self.members):
@@ -110,18 +133,6 @@ DrafterOptions = Annotated[
     Field(discriminator="kind"),
 ]
 CascadeOptions.model_rebuild()
-
-
-def has_model(options: DrafterOptions) -> bool:
-    """Whether such a drafter computes matrix products."""
-    if isinstance(options, CascadeOptions):
-        return any(has_model(member) for member in options.members)
-    return isinstance(options, ModelOptions | LayersOptions | DSparkOptions)
-
-
-def can_verify(options: DrafterOptions) -> bool:
-    """Whether such a drafter can be an intermediate level of a chain: one pass yields its choice after each draft token."""
-    return isinstance(options, ModelOptions | LayersOptions)
 
 
 def parts_of(options: DrafterOptions) -> Iterator[DrafterOptions]:
@@ -151,13 +162,13 @@ class DrafterConfig(Section):
 
     @property
     def has_model(self) -> bool:
-        """Whether it computes matrix products, so that it uses a GPU or threads."""
-        return has_model(self.options)
+        """Whether it multiplies matrices: worth a GPU, and threads."""
+        return self.options.traits.has_model
 
     @property
     def is_companion(self) -> bool:
-        """Whether it reads the target's hidden states, so that it runs in each target replica's process."""
-        return any(isinstance(part, DSparkOptions) for part in parts_of(self.options))
+        """Whether it reads the target's hidden states, and so runs in the process of each target replica."""
+        return self.options.traits.reads_hidden_states
 
     @model_validator(mode="after")
     def _device_fits(self) -> Self:

@@ -8,7 +8,7 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from cluster import strict_yaml
-from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig, can_verify
+from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig
 from cluster.config.router import ChainPolicy, FixedPolicy, RouterConfig
 from cluster.config.section import Count, Device, Dtype, Milliseconds, Name, Resources, Seconds, Section
 
@@ -168,7 +168,7 @@ class Config(Section):
         file if the policy makes chains."""
         by_name = {drafter.name: drafter for drafter in self.drafters}
         policy = self.router.policy
-        if not can_verify(by_name[name].options):
+        if not by_name[name].options.traits.can_verify:
             return ()
         if isinstance(policy, FixedPolicy):
             return tuple(by_name[one] for one in policy.chain[:-1]) if policy.chain and policy.chain[-1] == name else ()
@@ -183,7 +183,7 @@ class Config(Section):
         if len(chain) > 3 or len(set(chain)) < len(chain):
             raise ValueError(f"router.policy.chain: must name at most three drafters, each once, got {list(chain)}")
         for name in chain[1:]:
-            if not can_verify(by_name[name].options):
+            if not by_name[name].options.traits.can_verify:
                 raise ValueError(
                     f"router.policy.chain: {name} must be of kind model or layers to verify what another proposes, got "
                     f"{by_name[name].options.kind}"

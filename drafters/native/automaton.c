@@ -1,13 +1,13 @@
-/* A suffix automaton that grows token by token, as drafters/suffix_automaton.py explains it.
+/* A suffix automaton that grows token by token (drafters/suffix_automaton.py).
  *
- * Transitions are added and redirected, never removed, and their order is that of drafting among equals. A few are looked
- * through; where a state has more, as the root does, an index over all such states leads to them. A state without memory for
- * a transition would be a wrong automaton, so what fails leaves an empty one. */
+ * Transitions are added and redirected, never removed; among equals their order decides. A few are searched one by one; states
+ * with more, such as the root, share an index. Out of memory, the automaton is emptied, since one without a transition would be
+ * wrong. */
 #include "automaton.h"
 
 enum {
     MAX_COUNTED_LINKS = 64, /* as in Python */
-    MAX_SCANNED = 16,       /* transitions beside the first; two cache lines */
+    MAX_SCANNED = 16,       /* transitions beside the first that are searched one by one; two cache lines */
     LEAST_INDEX = 64,
 };
 
@@ -18,7 +18,7 @@ static inline int64_t slot_of(const Automaton *a, int32_t state, int32_t token_i
     return (int64_t)((key * 0x9E3779B97F4A7C15u) >> 32) & (a->index_size - 1);
 }
 
-/* Where the follower of ``state`` by a token is kept, NULL if there is none. Valid until a state or a transition is added. */
+/* Address of the follower of ``state`` by a token, NULL if there is none. Valid until a state or transition is added. */
 static inline int32_t *find(const Automaton *a, int32_t state, int32_t token_id) {
     State *s = a->states + state;
     if (s->first.token_id == token_id) return &s->first.follower;
@@ -58,17 +58,17 @@ static int grow_index(Automaton *a, int64_t num) {
     return 0;
 }
 
-/* The others of ``state`` from ``place`` on; nothing while they are few. */
+/* Indexes the other transitions of ``state`` from ``place`` on, if they are many. */
 static int index_others(Automaton *a, int32_t state, int32_t place) {
     const int32_t num = a->states[state].num_others;
     if (num <= MAX_SCANNED) return 0;
-    if (place == MAX_SCANNED) place = 0; /* those before were looked through until now */
+    if (place == MAX_SCANNED) place = 0; /* those before were searched one by one until now */
     if (grow_index(a, a->num_indexed + num - place)) return -1;
     for (; place < num; place++, a->num_indexed++) put_entry(a, (Entry){state, place});
     return 0;
 }
 
-/* Room for 2^log2 transitions, NONE if there is no memory. */
+/* A block of 2^log2 transitions; NONE: out of memory. */
 static int32_t take_block(Automaton *a, int32_t log2) {
     const int32_t freed = a->free_blocks[log2];
     if (freed != NONE) {
@@ -103,7 +103,7 @@ static int add_transition(Automaton *a, int32_t state, Transition transition) {
     return index_others(a, state, num);
 }
 
-/* For which there is room. */
+/* Room must exist. */
 static int32_t add_state(Automaton *a, int32_t len) {
     a->states[a->num_states] = (State){.len = len, .link = ROOT, .first = {NONE, NONE}};
     return (int32_t)a->num_states++;
@@ -122,8 +122,8 @@ static int copy_transitions(Automaton *a, int32_t from, int32_t to) {
     return index_others(a, to, 0);
 }
 
-/* Divides ``follower``: its substrings that are ``state``'s and a token, and their suffixes, also end elsewhere. Their new
- * state, NONE if there is no memory. */
+/* Splits ``follower``: the substrings of ``state`` extended by a token, and their suffixes, also end elsewhere. Returns their new
+ * state; NONE: out of memory. */
 static int32_t split(Automaton *a, int32_t state, int32_t token_id, int32_t follower) {
     const int32_t clone = add_state(a, a->states[state].len + 1);
     if (copy_transitions(a, follower, clone)) return NONE;
@@ -138,13 +138,13 @@ static int32_t split(Automaton *a, int32_t state, int32_t token_id, int32_t foll
     return clone;
 }
 
-/* The state of ``state``'s longest substring and the token, which lead to ``follower`` already. */
+/* The state of the longest substring of ``state`` extended by the token, which leads to ``follower`` already. */
 static int32_t exactly(Automaton *a, int32_t state, int32_t token_id, int32_t follower) {
     const int exact = a->states[follower].len == a->states[state].len + 1;
     return exact ? follower : split(a, state, token_id, follower);
 }
 
-/* The new last state, NONE if there is no memory. There is room for two states. */
+/* Returns the new last state; NONE: out of memory. Room for two states must exist. */
 static int32_t add_token(Automaton *a, int32_t token_id) {
     const int32_t *follower = find(a, a->last, token_id);
     if (follower) return exactly(a, a->last, token_id, *follower);

@@ -1,5 +1,5 @@
-/* drafters/suffix_automaton.py in C: the same states, counts and order of transitions. States and places of the pool have
- * numbers below 2^31; more of them count as no memory. Token ids are not negative. */
+/* drafters/suffix_automaton.py in C: the same states, counts and order of transitions. Indices of states and of the pool are
+ * below 2^31; more count as out of memory. Token ids are not negative. */
 #ifndef AUTOMATON_H
 #define AUTOMATON_H
 
@@ -11,30 +11,30 @@ typedef struct {
     int32_t token_id, follower;
 } Transition;
 
-/* A state has as many transitions as there are tokens that followed, mostly one. The others lie in the pool in the order in
- * which they came, at ``others``, in a block of as many as the least power of two that holds them. */
+/* A state has a transition per token that followed, mostly one. The others are in the pool at ``others``, oldest first, in a
+ * block whose size is the next power of two. */
 typedef struct {
     int32_t len, link, count;
     Transition first;
     int32_t others, num_others;
 } State;
 
-/* Where the transition of a state is that has too many to look through: its ``place`` among the others. */
+/* Index entry of a transition of a state with many: its ``place`` among the others. */
 typedef struct {
     int32_t state, place;
 } Entry;
 
-/* Of zeros, an automaton has no memory, and may be freed or emptied but not used. */
+/* All zeros: an automaton without memory, which may be freed or emptied but not used. */
 typedef struct {
     State *states;
     int64_t num_states, states_size;
     Transition *pool;
     int64_t pool_len, pool_size;
-    int32_t free_blocks[32]; /* by the logarithm of their size; the first transition of each leads to the next */
-    Entry *index;            /* open addressing; at most half of it is taken, so that every search ends */
+    int32_t free_blocks[32]; /* free blocks by the logarithm of their size; the first transition of each leads to the next */
+    Entry *index;            /* open addressing, at most half full, so that every search ends */
     int64_t num_indexed, index_size;
     int64_t num_tokens;
-    int32_t last; /* the state of the whole text read since it was begun */
+    int32_t last; /* the state of the whole text since it was begun */
 } Automaton;
 
 /* The last ``match_len`` tokens of a text are among the substrings of ``state``. */
@@ -45,29 +45,29 @@ typedef struct {
 
 typedef struct {
     Transition transition;
-    int64_t count, total; /* how often it followed, and how often any token did; 0 where none did */
+    int64_t count, total; /* counts of it, and of all next tokens; 0: none */
 } Likeliest;
 
-/* Without a text. Fails only for an automaton without memory. */
+/* Empties it. Fails only for an automaton without memory. */
 int automaton_empty(Automaton *a);
 void automaton_free(Automaton *a);
 
-/* The tokens that follow start a new text. */
+/* Begins a new text. */
 static inline void automaton_begin(Automaton *a) { a->last = ROOT; }
 
-/* Fails with an empty automaton. */
+/* On failure the automaton is empty. */
 int automaton_extend(Automaton *a, const int32_t *token_ids, int64_t num);
 
-/* The longest match of the text with the tokens behind it. */
+/* The longest match of the text extended by the tokens. */
 Place automaton_walk(Place at, const int32_t *token_ids, int64_t num);
 
-/* The longest end that occurs in more places; of the root the root. */
+/* The longest suffix that occurs in more places; of the root the root. */
 static inline Place automaton_suffix(const Automaton *a, int32_t state) {
     const int32_t link = state == ROOT ? ROOT : a->states[state].link;
     return (Place){a, link, a->states[link].len};
 }
 
-/* The token that followed most often, of equals the one that came to the state last. */
+/* The most frequent next token, of equals the newest. */
 Likeliest automaton_likeliest(const Automaton *a, int32_t state);
 
 const char *automaton_check(const Automaton *a);

@@ -1,17 +1,16 @@
-/* What lookups without a model have in common. Each file has the functions that drafters/native/lookup.py calls, with its own
- * prefix, on one drafter at a time:
+/* The interface of lookups. Each file has these functions, with its own prefix, for drafters/native/lookup.py; not thread-safe:
  *
- *   open      follow request ``slot`` from its tokens on; one that is followed starts over
- *   extend    tokens were committed
- *   propose   for each of ``num`` demands up to ``num_tokens`` of them, each at most ``stride``, behind the committed tokens and
- *             those ahead: those of demand i end at ``ahead_ends[i]`` and begin where the ones before it end. Draft i lies at
- *             ``i * stride`` of ``token_ids`` and ``confidences``; ``lens[i]`` tokens are of it
- *   release   forget a request; one that is not followed is ignored
- *   check     what is wrong with the drafter's state, NULL if nothing
+ *   open      follow request ``slot`` with its tokens; a followed one is reset
+ *   extend    append committed tokens
+ *   propose   one draft for each of ``num`` demands, of up to ``num_tokens`` tokens (at most ``stride``), behind the committed
+ *             tokens and the tokens ahead. The tokens ahead of demand i end at ``ahead_ends[i]``; they begin where those of demand i - 1
+ *             end. Draft i is at ``i * stride`` of ``token_ids`` and ``confidences`` and has ``lens[i]`` tokens
+ *   release   forget a request; unknown ones are ignored
+ *   check     what is inconsistent in the drafter's state; NULL: nothing
  *
- * Slots are small numbers, given by the caller and used again. What can fail for want of memory returns -1 then, else 0, and
- * leaves the drafter as it was or with less than was to be remembered, never broken. Doubles are computed in the order of the
- * Python that these replace, and give the same bits (-ffp-contract=off). */
+ * Slots are small numbers, given by the caller and reused. Functions that allocate return -1 if out of memory, else 0. A failure
+ * leaves the drafter consistent, possibly with fewer tokens. Doubles are computed in the order of the Python implementation and
+ * give the same bits (-ffp-contract=off). */
 #ifndef LOOKUP_H
 #define LOOKUP_H
 
@@ -22,7 +21,7 @@
 typedef struct {
     int64_t num;
     const int64_t *slots, *num_tokens;
-    const double *least_survival; /* where the tokens of a draft survive less often, it ends, but for the first */
+    const double *least_survival; /* survival below which a draft ends; the first token is kept */
     const int32_t *ahead;
     const int64_t *ahead_ends;
     int64_t stride;
@@ -37,7 +36,7 @@ static inline const int32_t *ahead_of(const Demands *d, int64_t i, int64_t *num)
     return d->ahead + start;
 }
 
-/* Room for ``num`` of ``*size`` elements, twice as many whenever it is too small. */
+/* Makes room for ``num`` elements; doubles ``*size`` as often as needed. */
 static inline int reserve(void **at, int64_t *size, int64_t num, size_t element) {
     if (num <= *size) return 0;
     int64_t larger = *size ? *size : 16;

@@ -1,6 +1,5 @@
-/* The drafter of drafters/ngram.py: what followed the last few tokens of a text when they last stood there together. Each
- * text has an index for each length of n-grams, of which a look-up costs the same however long the text is: 16 to 32 bytes
- * a token and length. How often such drafts came true is counted as in drafters/hit_rates.py, by all requests together. */
+/* drafters/ngram.py in C: the same drafts and hit rates. Each text has an index per length of n-grams, with look-ups in constant
+ * time: 16 to 32 bytes per token and length. */
 #include "lookup.h"
 
 enum { NUM_PLACES = 4, NO_RATE = -1 };
@@ -11,19 +10,19 @@ typedef struct {
     double rate, weight;
 } HitRate;
 
-/* The position after the last occurrence of an n-gram that a token followed, at least n. The text itself has its tokens. */
+/* The position after the last occurrence of an n-gram that a token followed, at least n. The tokens are in the text. */
 typedef struct {
     uint32_t hash;
     int32_t end; /* 0: free */
 } Entry;
 
-/* Of all n-grams of one length: open addressing, at most half full. */
+/* All n-grams of one length: open addressing, at most half full. */
 typedef struct {
     int64_t size, num; /* size: a power of two, or 0 */
     Entry *entries;
 } Index;
 
-/* A token that was drafted behind the text, and the place of the rate that it is a trial of. */
+/* A token drafted behind the text, and the index of its hit rate. */
 typedef struct {
     int32_t token_id;
     int64_t rate;
@@ -40,11 +39,11 @@ typedef struct {
     int64_t min_len, num_lens, num_texts;
     Text *texts;      /* by slot */
     HitRate *rates;   /* [num_lens, NUM_PLACES] */
-    int32_t *tail;    /* [the largest length]: what a text and the tokens ahead end with */
-    uint32_t *hashes; /* [num_lens], of the n-grams that these end with */
+    int32_t *tail;    /* [largest length]: the end of a text and the tokens ahead */
+    uint32_t *hashes; /* [num_lens]: of the n-grams at the end of ``tail`` */
 } Ngram;
 
-/* Of the n-grams that ``num`` tokens before ``end`` hold, for each length. Returns how many there are. */
+/* Hashes of the n-grams of each length that end before ``end``, behind ``num`` tokens. Returns their number. */
 static int64_t hash_ends(const Ngram *ngram, const int32_t *end, int64_t num) {
     const int64_t longest = ngram->min_len + ngram->num_lens - 1;
     uint64_t hash = 0;
@@ -57,7 +56,7 @@ static int64_t hash_ends(const Ngram *ngram, const int32_t *end, int64_t num) {
     return num < ngram->min_len ? 0 : num - ngram->min_len + 1;
 }
 
-/* Where the n-gram that ends before ``end`` is, or would be. There is a free entry. */
+/* The entry of the n-gram that ends before ``end``, or a free one for it, which must exist. */
 static Entry *entry_of(const Text *text, const Index *index, uint32_t hash, const int32_t *end, int64_t len) {
     const uint64_t mask = (uint64_t)index->size - 1;
     for (uint64_t i = hash & mask;; i = (i + 1) & mask) {
@@ -84,7 +83,7 @@ static int grow(Index *index) {
     return 0;
 }
 
-/* Every n-gram that the text ends with, for a token that follows now. */
+/* Indexes every n-gram at the end of the text, before a token is appended. */
 static int index_end(const Ngram *ngram, Text *text) {
     int result = 0;
     const int32_t *end = text->token_ids + text->num;
@@ -110,7 +109,7 @@ static int make_room(Text *text, int64_t num) {
     return result;
 }
 
-/* There is room for the tokens. */
+/* Room for the tokens must exist. */
 static int append(const Ngram *ngram, Text *text, const int32_t *token_ids, int64_t num) {
     int result = 0;
     for (int64_t i = 0; i < num; i++) {
@@ -125,7 +124,7 @@ static void record(HitRate *hit_rate, int hit) {
     hit_rate->rate += ((double)hit - hit_rate->rate) / hit_rate->weight;
 }
 
-/* Every token that is committed where one was guessed is a trial, up to the first wrong guess. */
+/* Each committed token at a drafted position is a trial, up to the first wrong draft token. */
 static void learn(Ngram *ngram, Text *text, const int32_t *token_ids, int64_t num) {
     const int64_t num_trials = num < text->num_guesses ? num : text->num_guesses;
     for (int64_t i = 0; i < num_trials; i++) {
@@ -142,8 +141,8 @@ static void learn(Ngram *ngram, Text *text, const int32_t *token_ids, int64_t nu
     memmove(text->guesses, text->guesses + num_trials, (size_t)text->num_guesses * sizeof(Guess));
 }
 
-/* The position after the longest earlier occurrence of what the text and ``ahead`` end with, 0 if there is none; and which
- * of the lengths it has. */
+/* The position after the longest earlier occurrence of the end of the text and ``ahead``, 0 if there is none; and the index of
+ * its length. */
 static int64_t find(const Ngram *ngram, const Text *text, const int32_t *ahead, int64_t num_ahead, int64_t *which) {
     const int64_t longest = ngram->min_len + ngram->num_lens - 1;
     const int64_t of_ahead = num_ahead < longest ? num_ahead : longest;
@@ -161,7 +160,7 @@ static int64_t find(const Ngram *ngram, const Text *text, const int32_t *ahead, 
     return 0;
 }
 
-/* How much of a draft is worth it; confidences are the rates of matches of one length. */
+/* Length of a draft that survives often enough; confidences are the hit rates of one match length. */
 static int64_t worthwhile(const HitRate *rates, int64_t num_tokens, double least_survival, double *confidences) {
     double survival = confidences[0] = rates[0].rate;
     int64_t num = 1;
@@ -174,7 +173,7 @@ static int64_t worthwhile(const HitRate *rates, int64_t num_tokens, double least
     return num;
 }
 
-/* Tokens ahead that are guesses stay trials. */
+/* Tokens ahead that were drafted here stay trials. */
 static int keep_guesses(Text *text, const int32_t *ahead, int64_t num_ahead, const int32_t *token_ids, int64_t num,
                         int64_t first_rate) {
     void *guesses = text->guesses;
@@ -199,7 +198,7 @@ static int draft(const Ngram *ngram, const Demands *demands, int64_t i) {
     const int64_t first_rate = which * NUM_PLACES;
     const int64_t num = worthwhile(ngram->rates + first_rate, num_tokens, demands->least_survival[i],
                                    demands->confidences + i * demands->stride);
-    /* A copy that reaches the end goes on with the tokens ahead and then in itself. At least one token follows an n-gram. */
+    /* A copy that reaches the end of the text continues with the tokens ahead, then in itself. */
     const int64_t of_text = text->num - position, period = of_text + num_ahead;
     for (int64_t j = 0; j < num; j++) {
         const int64_t at = j < of_text ? j : j % period;
@@ -231,7 +230,7 @@ void ngram_free(void *drafter) {
     free(ngram);
 }
 
-/* NULL: no memory. */
+/* NULL: out of memory. */
 void *ngram_new(int64_t max_match_len, int64_t min_match_len) {
     Ngram *ngram = calloc(1, sizeof(Ngram));
     if (!ngram) return NULL;

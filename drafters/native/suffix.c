@@ -1,15 +1,14 @@
-/* drafters/suffix.py in C: the same drafts, by what most often followed the end of the text, in the request itself and in
- * recent answers to others. What it remembers, and when it forgets, is said there. */
+/* drafters/suffix.py in C: the same drafts and the same bounds of memory. */
 #include "automaton.h"
 
-enum { NUM_SEGMENTS = 4 }; /* the shared memory forgets a quarter of itself at a time */
+enum { NUM_SEGMENTS = 4 }; /* of the shared memory, which drops one at a time */
 
-/* One request: its tokens, and the automaton over the last of them. The automaton of a followed one has memory. */
+/* A request: its tokens, and the automaton over the last of them. The automaton of a followed request has memory. */
 typedef struct {
     int followed;
     int32_t *token_ids;
     int64_t num_tokens, tokens_size;
-    int64_t opened_len; /* tokens behind it are news when it is released */
+    int64_t opened_len; /* later tokens are added to the shared memory at release */
     Automaton automaton;
 } Text;
 
@@ -17,7 +16,7 @@ typedef struct {
     int32_t *token_ids;
     double *confidences;
     int64_t len;
-    double expected_len; /* sum over the tokens of the probability that all up to it are right */
+    double expected_len; /* sum of the survival of its tokens */
 } Guess;
 
 typedef struct {
@@ -25,9 +24,9 @@ typedef struct {
     double min_survival, doubt;
     Text *texts; /* by slot */
     int64_t num_texts;
-    Automaton segments[NUM_SEGMENTS]; /* the newest at (num_begun - 1) % NUM_SEGMENTS, the one before it before it */
+    Automaton segments[NUM_SEGMENTS]; /* a ring: the newest at (num_begun - 1) % NUM_SEGMENTS */
     int64_t num_begun;
-    int32_t *guessed; /* [stride]: the second guess, until it is known to be the better one */
+    int32_t *guessed; /* [stride]: the second draft, until they are compared */
     double *guessed_confidences;
     int64_t guessed_size, guessed_confidences_size;
 } Suffix;
@@ -50,15 +49,14 @@ static int remember_tokens(Text *text, const int32_t *token_ids, int64_t num) {
     return 0;
 }
 
-/* The automaton of only the last tokens, half of the most. */
+/* Rebuilds the automaton from the last tokens, half of the maximum. */
 static int read_again(Text *text, int64_t max_len) {
     const int64_t num = least(text->num_tokens, max_len - max_len / 2);
     if (automaton_empty(&text->automaton)) return -1;
     return automaton_extend(&text->automaton, text->token_ids + text->num_tokens - num, num);
 }
 
-/* The segment for an answer's next part: a new one, for which the oldest is forgotten, where the newest is full. NULL if
- * there is no memory. */
+/* The segment for the next part of an answer: if the newest is full, a new one in place of the oldest. NULL: out of memory. */
 static Automaton *segment_for(Suffix *s, int64_t part_len) {
     if (s->num_begun && segment(s, 0)->num_tokens + part_len <= s->segment_len) return segment(s, 0);
     if (automaton_empty(s->segments + s->num_begun % NUM_SEGMENTS)) return NULL;
@@ -66,7 +64,7 @@ static Automaton *segment_for(Suffix *s, int64_t part_len) {
     return segment(s, 0);
 }
 
-/* What there is no memory for is not remembered. */
+/* Out of memory, tokens are dropped. */
 static void share(Suffix *s, const int32_t *token_ids, int64_t num) {
     if (!s->segment_len) return;
     for (int64_t start = 0; start < num; start += s->segment_len) {
@@ -85,7 +83,7 @@ typedef struct {
     int64_t num_ahead;
 } Tail;
 
-/* The longest end of the last ``most`` tokens that occurs. Mostly that is short, so it is sought in longer and longer ends. */
+/* The longest suffix of the last ``most`` tokens that occurs, searched in longer and longer suffixes: it is mostly short. */
 static Place longest_end(const Automaton *automaton, const Tail *tail, int64_t most) {
     const Text *text = tail->text;
     most = least(most, text->num_tokens + tail->num_ahead);
@@ -98,13 +96,13 @@ static Place longest_end(const Automaton *automaton, const Tail *tail, int64_t m
     }
 }
 
-/* The end of the text, where it occurred before: what the suffix link of the whole text stands for. */
+/* The earlier occurrence of the end of the text: the suffix link of the whole text. */
 static Place own_place(const Tail *tail) {
     const Automaton *automaton = &tail->text->automaton;
     return automaton_walk(automaton_suffix(automaton, automaton->last), tail->ahead, tail->num_ahead);
 }
 
-/* Where the longest end occurred, preferably lately. There is a segment. */
+/* The longest matching suffix, in the newest segment that has it. A segment must exist. */
 static Place shared_place(Suffix *s, const Tail *tail) {
     Place best = longest_end(segment(s, 0), tail, s->max_match_len);
     for (int64_t age = 1; age < num_segments(s); age++) {
@@ -116,12 +114,12 @@ static Place shared_place(Suffix *s, const Tail *tail) {
 
 static void follow(const Suffix *s, Place at, int64_t num_tokens, double least_survival, Guess *guess) {
     const double later_least = least_survival > s->min_survival ? least_survival : s->min_survival;
-    double survival = 1.0, least = s->min_survival; /* of the first token; later_least of the others */
+    double survival = 1.0, least = s->min_survival; /* for the first token; later_least for the others */
     guess->len = 0;
     guess->expected_len = 0.0;
     while (guess->len < num_tokens && at.match_len >= s->min_match_len) {
         const Likeliest next = automaton_likeliest(at.automaton, at.state);
-        if (!next.total) { /* the end of a text: its end may have occurred before */
+        if (!next.total) { /* at the end of a text: try a shorter match */
             at = automaton_suffix(at.automaton, at.state);
             continue;
         }
@@ -160,7 +158,7 @@ void *suffix_new(int64_t max_match_len, int64_t max_shared_tokens, int64_t min_m
 }
 
 int suffix_open(void *drafter, int64_t slot, const int32_t *token_ids, int64_t num, uint64_t seed, double temperature) {
-    (void)seed, (void)temperature; /* what follows most often is proposed however it is sampled */
+    (void)seed, (void)temperature; /* the most frequent continuation, whatever the sampling parameters */
     Suffix *s = drafter;
     const int64_t num_texts = s->num_texts;
     if (reserve((void **)&s->texts, &s->num_texts, slot + 1, sizeof(Text))) return -1;
@@ -180,7 +178,7 @@ int suffix_extend(void *drafter, int64_t slot, const int32_t *token_ids, int64_t
     Suffix *s = drafter;
     Text *text = s->texts + slot;
     if (remember_tokens(text, token_ids, num)) return -1;
-    if (text->automaton.num_tokens + num > s->request_tokens) /* half is forgotten: a constant share of time per token */
+    if (text->automaton.num_tokens + num > s->request_tokens) /* halved, so the cost per token is constant */
         return read_again(text, s->request_tokens);
     return automaton_extend(&text->automaton, token_ids, num);
 }

@@ -1,36 +1,35 @@
-/* The drafter of drafters/table.py: the target says what it said after the same last tokens before. A counted table, which
- * the caller keeps, tells what it used to say; contexts of two tokens and more are learned on top of it, of which the least
- * recently used is forgotten. The longest known context speaks. */
+/* drafters/table.py in C: the same drafts. The caller keeps the counted table. Contexts of two tokens and more are learned on
+ * top; the least recently used is evicted. The longest known context counts. */
 #include "../../engine/noise.h"
 #include "lookup.h"
 
 enum { LONGEST = 4, NUM_COUNTED = 4, NUM_SHARES = 2 * NUM_COUNTED, NONE = -1 };
 static const double FADE = 0.95;
-static const double TRUST = 4.0;  /* occurrences that the shares of a counted context weigh as much as */
-static const double SCARCE = 1.0; /* of a context that was not counted */
+static const double TRUST = 4.0;  /* of a counted context's shares, in occurrences */
+static const double SCARCE = 1.0; /* of the doubt in a context that was not counted */
 
-/* N contexts with their likeliest next tokens. Keys are well mixed: about one of them has the upper bits that are the number
- * of a bucket. */
+/* N contexts with their likeliest next tokens, in buckets by the upper bits of their keys. Keys are well mixed: a bucket has
+ * about one context. */
 typedef struct {
     const uint64_t *keys;       /* [N], ascending */
     const int32_t *token_ids;   /* [N, 4], the likeliest first */
     const float *probabilities; /* [N, 4], 0 where there is none */
     int shift;                  /* key >> shift is the bucket */
-    uint32_t *starts;           /* [2^(64 - shift) + 1], the first row of each bucket: 4 to 8 bytes a context */
+    uint32_t *starts;           /* [2^(64 - shift) + 1], the first row of each bucket: 4 to 8 bytes per context */
 } Counted;
 
-/* What followed a context lately; 144 bytes. */
+/* Decayed counts of what followed a context; 144 bytes. */
 typedef struct {
     double shares[NUM_SHARES], total;
     uint64_t key;
-    int32_t token_ids[NUM_SHARES]; /* in the order in which they came */
+    int32_t token_ids[NUM_SHARES]; /* oldest first */
     int32_t context[LONGEST];
     int32_t older, newer; /* in the order of use */
-    int32_t next;         /* of those with the same head, or of those that are free */
+    int32_t next;         /* in the list of a bucket, or of free entries */
     uint8_t context_len, num_shares;
 } Learned;
 
-/* The last tokens of a text, the newest at the end. */
+/* The last tokens of a text, the newest last. */
 typedef struct {
     int32_t token_ids[LONGEST];
     int num;
@@ -48,7 +47,7 @@ typedef struct {
     Counted counted;
     double min_confidence;
     int64_t max_learned, num_learned;
-    int64_t size, num_used; /* of ``learned``: room, a power of two or 0, and entries that were ever used */
+    int64_t size, num_used; /* of ``learned``: allocated entries, a power of two or 0, and those ever used */
     Learned *learned;
     int32_t *heads; /* [size] */
     int32_t oldest, newest, free;
@@ -99,7 +98,7 @@ static int index_counted(Counted *counted, int64_t num) {
     return 0;
 }
 
-/* Token j of what was counted comes with ``probabilities[j]``; NONE: the context is not known. */
+/* The row of a counted context; NONE: unknown. */
 static inline int64_t counted_row(const Counted *counted, uint64_t key) {
     const uint64_t bucket = key >> counted->shift;
     uint32_t first = counted->starts[bucket], end = counted->starts[bucket + 1];
@@ -116,7 +115,7 @@ static inline int32_t *head_of(const Table *table, uint64_t key) {
     return table->heads + ((key >> 32) & (uint64_t)(table->size - 1));
 }
 
-/* The entry of a context, whose tokens are compared: a key may stand for two. */
+/* The entry of a context. Tokens are compared, since two contexts may share a key. */
 static inline int32_t find_learned(const Table *table, uint64_t key, const int32_t *context, int len) {
     if (!table->num_learned) return NONE;
     int32_t i = *head_of(table, key);
@@ -134,7 +133,7 @@ static void insert(Table *table, int32_t i) {
     *head = i;
 }
 
-/* Twice the room. All entries are in use then. */
+/* Doubles the entries, all of which are in use. */
 static int grow(Table *table) {
     const int64_t size = table->size ? 2 * table->size : 16;
     if (size > INT32_MAX) return -1;
@@ -153,7 +152,7 @@ static int grow(Table *table) {
     return 0;
 }
 
-/* A new entry of a context about which nothing is known yet; NONE: no memory. Not in the order of use. */
+/* A new, empty entry of a context, not yet in the order of use; NONE: out of memory. */
 static int32_t add(Table *table, uint64_t key, const int32_t *context, int len) {
     int32_t i = table->free;
     if (i != NONE) {
@@ -197,7 +196,7 @@ static void forget_oldest(Table *table) {
     table->num_learned--;
 }
 
-/* ``token_id`` followed. Of one token too many the smallest share goes, the first of equals, and that may be the new one. */
+/* Counts ``token_id``. Of too many tokens the one of the smallest share is removed, the first of equals, possibly itself. */
 static void count(Learned *learned, int32_t token_id) {
     int place = NONE, smallest = 0;
     for (int j = 0; j < learned->num_shares; j++) {
@@ -221,7 +220,7 @@ static void count(Learned *learned, int32_t token_id) {
     learned->token_ids[learned->num_shares++] = token_id;
 }
 
-/* ``token_id`` followed ``recent``. Single tokens are followed by too much to be learned one by one. */
+/* Learns that ``token_id`` followed ``recent``. Single tokens have too many continuations to be contexts. */
 static int learn(Table *table, const Recent *recent, int32_t token_id) {
     int result = 0;
     for (int len = recent->num; len >= 2; len--) {
@@ -260,7 +259,7 @@ static Candidates counted_after(const Counted *counted, uint64_t key) {
     return found;
 }
 
-/* Those counted come first, then the others in the order in which they were learned. */
+/* Counted tokens first, then the others in the order in which they were learned. */
 static Candidates mixed(const Candidates *counted, const Learned *learned) {
     Candidates all = {.num = 0};
     const double weight = counted->num ? TRUST : SCARCE, whole = weight + learned->total;
@@ -270,7 +269,7 @@ static Candidates mixed(const Candidates *counted, const Learned *learned) {
     return all;
 }
 
-/* After the longest known context; none if none is known. */
+/* Candidates after the longest known context; none if none is known. */
 static Candidates candidates_after(const Table *table, const Recent *recent) {
     for (int len = recent->num; len >= 1; len--) {
         const int32_t *context = context_of(recent, len);
@@ -283,7 +282,7 @@ static Candidates candidates_after(const Table *table, const Recent *recent) {
     return (Candidates){.num = 0};
 }
 
-/* The place of the candidate that the target's rule would choose if these were its probabilities: the first of equals. */
+/* Index of the candidate that the target's rule would choose if these were its probabilities; the first of equals. */
 static int choose(const Candidates *candidates, const Followed *followed, int64_t position) {
     const int races = followed->temperature != 0.0 && candidates->num > 1;
     const uint64_t key = races ? noise_key(followed->seed, position) : 0;
@@ -293,7 +292,7 @@ static int choose(const Candidates *candidates, const Followed *followed, int64_
         double score = candidates->shares[j];
         if (races) {
             const int64_t token_id = candidates->token_ids[j];
-            /* What was learned may fade to nothing, of which the logarithm is -INFINITY. */
+            /* A learned share may fade to 0, with logarithm -INFINITY. */
             score = log(score) / followed->temperature + noise(key, token_id, block_bits(key, token_id / BLOCK_LEN));
         }
         if (score > highest) {
@@ -336,7 +335,7 @@ void table_free(void *drafter) {
     free(table);
 }
 
-/* NULL: no memory. The arrays are read as long as the drafter lives. */
+/* NULL: out of memory. The arrays must outlive the drafter. */
 void *table_new(int64_t num_contexts, const uint64_t *keys, const int32_t *token_ids, const float *probabilities,
                 int64_t max_learned, double min_confidence) {
     Table *table = calloc(1, sizeof(Table));

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any
 
 from cluster.errors import InvalidField
+from engine.models.weights import write_atomically
 
 FILE = "manifest.json"
 _FORMAT = 1
@@ -37,12 +38,12 @@ class WorkFolder:
         entry = self._content["steps"].get(step)
         same = entry is not None and entry["settings"] == dict(settings)
         if not same:
-            self._content["steps"][step] = {"settings": dict(settings), "done": False, "spent_s": 0.0, "figures": {}}
+            self._content["steps"][step] = {"settings": dict(settings), "done": False, "spent_s": 0.0}
             self._write()
         return same
 
-    def finish(self, step: str, **figures: Any) -> None:
-        self._content["steps"][step] |= {"done": True, "figures": figures}
+    def finish(self, step: str) -> None:
+        self._content["steps"][step]["done"] = True
         self._write()
 
     def deadline(self, step: str, seconds: float | None) -> Callable[[], bool]:
@@ -85,11 +86,9 @@ class WorkFolder:
         return content
 
     def _write(self) -> None:
-        if not self._writes:
-            return
-        partial = self.path / (FILE + ".partial")
-        partial.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(self.path / FILE)
+        if self._writes:
+            text = json.dumps(self._content, indent=1) + "\n"
+            write_atomically(self.path / FILE, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 @contextmanager

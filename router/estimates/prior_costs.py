@@ -1,6 +1,6 @@
 """Prior costs of drafters by kind: they hold until a profile or serving has measured them."""
 
-from cluster.config import DEFAULT_DRAFT_LEN, CascadeOptions, DrafterOptions, has_model
+from cluster.config import DEFAULT_DRAFT_LEN, CascadeOptions, DrafterOptions
 
 # Of one draft of DEFAULT_DRAFT_LEN tokens, in one-row steps of the target.
 DRAFT_STEPS = {"ngram": 0.008, "suffix": 0.016, "table": 0.008, "dspark": 0.15, "layers": 0.35, "model": 1.0}
@@ -20,4 +20,4 @@ def prior_token_cost(options: DrafterOptions) -> float:
 
 def prior_member_cost(options: DrafterOptions) -> float:
     """Of one draft of a cascade's member; 0 for lookups, which are queried every time."""
-    return prior_draft_cost(options) if has_model(options) else 0.0
+    return prior_draft_cost(options) if options.traits.has_model else 0.0

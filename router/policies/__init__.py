@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from cluster.config import ChainPolicy, Config, HedgePolicy, LbssPolicy, PolicyConfig, can_verify
+from cluster.config import ChainPolicy, Config, HedgePolicy, LbssPolicy, PolicyConfig
 from router.assignment import AssignmentPolicy, MemberCosts, PoolMember, member_name
 from router.cost_model import CostModel
 from router.estimates.prior_costs import prior_token_cost
@@ -48,7 +48,7 @@ def build_pool(config: Config) -> tuple[PoolMember, ...]:
             drafter.capacity,
             prior_token_cost(drafter.options),
             max_draft_len=drafter.max_draft_len,
-            verifies=can_verify(drafter.options),
+            verifies=drafter.options.traits.can_verify,
             leads=not drafter.is_companion,
         )
         for drafter in config.drafters

@@ -92,4 +92,4 @@ def test_a_named_chain_that_is_not_configured_is_refused(crowded: ServerProcess)
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "drafting": "three>six"}
         answer = http.post("/v1/completions", json=body)
     assert answer.status_code == httpx.codes.BAD_REQUEST
-    assert "nobody can ride ahead of it" in answer.json()["error"]["message"]
+    assert "it verifies no other drafter" in answer.json()["error"]["message"]

@@ -23,9 +23,9 @@ from drafters.table import count_frequencies
 from engine.factory import load_model
 from engine.forward import CausalModel
 from engine.models.tokenizer import fingerprint
-from tests.support.always_led import AlwaysLed
 from tests.support.dspark import make_dspark, write_dspark
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
+from tests.support.with_proposers import WithProposers
 
 VOCAB_SIZE = 257
 NUM_LAYERS = 3
@@ -131,7 +131,7 @@ def _chain(levels: Sequence[DrafterOptions], target: ModelInfo) -> Drafter:
     """A chain of the pool in which every request has all ``levels``, smallest first."""
     configs = [DrafterConfig(name=f"level-{i}", options=options) for i, options in enumerate(levels)]
     drafter = make_drafter(configs[-1], target, proposers=configs[:-1])
-    return AlwaysLed(drafter, [config.name for config in configs[:-1]])
+    return WithProposers(drafter, [config.name for config in configs[:-1]])
 
 
 @pytest.fixture

@@ -351,7 +351,7 @@ def test_the_scheduler_publishes_chains_and_learns_from_what_targets_report() ->
         ("small", "middle", "large"),
         member_costs={one.name: one.costs for one in POOL if one.costs},
         levels=(LevelReport("large", 0, 0, 0.0, 0, (Verified("small", seen.num_reached, seen.num_right),)),),
-        target_passes=TARGET.points,
+        target_passes=tuple(zip(TARGET.rows, TARGET.step_s_at, strict=True)),
     )
     table = scheduler.slot([report])
     assert table is not None

@@ -1,4 +1,4 @@
-"""A model that different drafters ride ahead of: the same drafts, shared passes, and chains that change in mid-request."""
+"""A model with proposers: the same drafts, shared passes, and chains that change while a request runs."""
 
 import random
 from dataclasses import replace
@@ -58,7 +58,7 @@ def pool(folder: Path, verifier: SmallModel) -> ModelDrafter:
 CHAINS = [(), ("ngram",), ("shallow",), ("ngram", "shallow"), ("twin",), ("unknown",), ("ngram", "twin")]
 
 
-def test_whoever_leads_and_however_that_changes_the_drafts_are_the_verifiers_own(folder: Path) -> None:
+def test_changing_proposers_never_changes_the_drafts(folder: Path) -> None:
     led, alone = pool(folder, small_model(folder)), ModelDrafter(small_model(folder))
     rng = random.Random(4)
     names = "abcdefg"
@@ -84,7 +84,7 @@ def test_whoever_leads_and_however_that_changes_the_drafts_are_the_verifiers_own
     led.check_integrity()
 
 
-def test_requests_share_the_passes_of_their_verifier_whoever_leads_them(folder: Path) -> None:
+def test_requests_with_different_proposers_share_the_passes_of_their_verifier(folder: Path) -> None:
     verifier = small_model(folder)
     led = pool(folder, verifier)
     for name, chain in (("led", ("twin",)), ("also", ("twin",)), ("looked-up", ("ngram",))):
@@ -133,7 +133,7 @@ def made(config: DrafterConfig, proposers: list[DrafterConfig], folder: Path) ->
     return make_drafter(config, target, proposers=proposers)
 
 
-def test_the_registry_makes_a_drafter_with_those_that_may_ride_ahead_of_it(folder: Path, tmp_path: Path) -> None:
+def test_the_registry_makes_a_drafter_with_its_proposers(folder: Path, tmp_path: Path) -> None:
     layers = write_tiny_layers(tmp_path / "layers", folder, token_ids=range(3, 250, 2))
     ngram = DrafterConfig(name="ngram", options=NgramOptions())
     trained = DrafterConfig(

@@ -173,7 +173,7 @@ class _Wrong:
     def check_integrity(self) -> None: ...
 
 
-def test_one_that_is_not_worth_its_time_is_hardly_asked_and_told_of_it_all_later(
+def test_one_whose_gain_is_below_its_time_is_hardly_queried_and_catches_up_later(
     target: Path, plain: list[list[int]]
 ) -> None:
     engine, model = engine_of(target, (0, 2))
@@ -197,7 +197,7 @@ def test_a_row_has_its_price_also_where_prompts_come_in_nearly_every_pass(
 
     def executed(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         outcomes = execute(spans)
-        decoding = {span.request_id for span in spans if span.is_decode}
+        decoding = {span.request_id for span in spans if span.samples and len(span.token_ids) == 1 + span.num_drafts}
         decoded.append(sum(len(outcome.token_ids) for outcome in outcomes if outcome.request_id in decoding))
         return outcomes
 

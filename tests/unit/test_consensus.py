@@ -1,4 +1,4 @@
-"""What it means that drafters agree, learned from what came true."""
+"""Corrections by agreement, learned from verified tokens."""
 
 import random
 
@@ -21,7 +21,7 @@ def served(consensus: Consensus, num_rounds: int, right_if_same: float, right_if
         consensus.learn_due()
 
 
-def test_before_anything_is_known_a_draft_survives_as_it_is_told() -> None:
+def test_before_learning_survival_is_not_corrected() -> None:
     consensus = Consensus(3, 2)
     compared = consensus.compare(2, (1, 2, 3), (0.8, 0.4, 0.1), ((1, 2), (9,)))
     assert compared.survival == pytest.approx((0.8, 0.4, 0.1), abs=0.01)

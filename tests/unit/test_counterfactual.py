@@ -77,10 +77,7 @@ class Bench:
         self.loop.check_integrity()
 
     def scores(self) -> list[DraftScore]:
-        """All that there are: those not sent yet go with the next piece of work."""
-        return [score for message in self.link.sent for score in message.scores] + [
-            score for peer in self.loop.sessions.peers.values() for score in peer.scores
-        ]
+        return [score for message in self.link.sent for score in message.scores]
 
     def proposals(self) -> list[Proposal]:
         found = [proposal for message in self.link.sent for proposal in message.proposals]

@@ -10,7 +10,7 @@ from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.cascade import CascadeDrafter, CascadeMember
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
-from drafters.replay import common_prefix_len
+from engine.acceptance import common_prefix_len
 from router.estimates.draft_times import DraftCosts
 
 SAMPLING = SamplingParams(max_tokens=100, temperature=0.0)
@@ -147,7 +147,7 @@ def test_a_boastful_member_is_found_out() -> None:
     assert length > 60, "confidences are believed only as far as they came true"
 
 
-def test_a_model_that_brings_less_than_it_costs_is_hardly_asked() -> None:
+def test_a_model_whose_gain_is_below_its_cost_is_hardly_queried() -> None:
     lookup, model = Scripted(0, 0.0, from_len=99), Scripted(0, 0.0)
     drafter = cascade((lookup, 0.0, False), (model, 0.5, False))
     rounds(drafter, 90)
@@ -176,7 +176,7 @@ def test_what_hardly_survives_is_not_handed_out() -> None:
     assert draft.token_ids == CONTENT[3:4]
 
 
-def test_the_same_request_may_be_asked_about_twice_in_a_batch() -> None:
+def test_a_batch_may_have_two_demands_for_a_request() -> None:
     drafter = cascade((Scripted(9, 0.9), 0.0, True))
     first, second = drafter.propose([Demand("r", 3), Demand("r", 0)])
     assert len(first.token_ids) == 3

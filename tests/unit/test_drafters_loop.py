@@ -110,7 +110,7 @@ def test_an_empty_draft_is_said_too() -> None:
     assert len(bench.drafter.batches) == 1
 
 
-def test_a_draft_that_ends_of_its_own_accord_says_so() -> None:
+def test_a_draft_that_ends_early_is_marked_as_finished() -> None:
     bench = Bench(limit=2)
     bench.open("a", 10)
     bench.settle()

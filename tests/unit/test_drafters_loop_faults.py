@@ -49,7 +49,7 @@ class TestFaults:
         bench.settle()
         assert [p.base_len for p in bench.link.take()] == [13]
 
-    def test_a_target_that_does_not_know_the_request_is_not_asked_for_ever(self) -> None:
+    def test_resyncs_end_if_the_target_does_not_know_the_request(self) -> None:
         bench = Bench(resync_s=1.0, max_resyncs=3)
         bench.open("a", 10)
         bench.extend("a", 12, 12)
@@ -58,7 +58,7 @@ class TestFaults:
         assert bench.link.take_resyncs() == ["a"] * 3
         assert bench.drafter.texts == {}
 
-    def test_what_is_known_is_not_news(self) -> None:
+    def test_known_tokens_change_nothing(self) -> None:
         bench = Bench()
         bench.open("a", 10)
         bench.extend("a", 10, 10, 11)
@@ -197,7 +197,7 @@ class TestFaults:
         bench.settle()
         assert [p.request_id for p in bench.link.take()] == ["a"]
 
-    def test_a_refused_request_that_finds_room_is_still_told_that_nothing_comes_for_this_commit(self) -> None:
+    def test_a_refused_request_that_is_admitted_still_gets_its_empty_proposal(self) -> None:
         bench = Bench(capacity=1)
         bench.open("a", 10)
         bench.open("b", 20)

@@ -13,8 +13,8 @@ from drafters.protocol import Demand, Draft, Drafter
 from drafters.small_model import Question, SmallModel
 from engine.factory import load_model, load_target
 from engine.target import SpanInput, TargetEngine
-from tests.support.always_led import AlwaysLed
 from tests.support.tiny_model import write_tiny_model
+from tests.support.with_proposers import WithProposers
 
 VOCAB_SIZE = 257
 EOS = VOCAB_SIZE - 1
@@ -99,13 +99,13 @@ def test_another_model_is_wrong_and_a_wrong_draft_costs_only_its_rows(folder: Pa
 
 
 def led(proposer: Drafter, verifier: SmallModel) -> Drafter:
-    return AlwaysLed(ModelDrafter(verifier, {"below": proposer}), ("below",))
+    return WithProposers(ModelDrafter(verifier, {"below": proposer}), ("below",))
 
 
 def chains(folder: Path, verifier: SmallModel) -> list[Drafter]:
     shallow = ModelDrafter(small_model(folder, num_layers=2))
     middle = ModelDrafter(small_model(folder, num_layers=2), {"below": NgramDrafter()})
-    of_three = AlwaysLed(ModelDrafter(verifier, {"below": middle}), ("below", "below"))
+    of_three = WithProposers(ModelDrafter(verifier, {"below": middle}), ("below", "below"))
     return [led(shallow, verifier), led(NgramDrafter(), verifier), of_three]
 
 
@@ -133,7 +133,7 @@ def test_a_chain_saves_passes_of_its_verifier(folder: Path) -> None:
     """The verifier's own weights as the proposer: every proposal is right, so a pass confirms it and adds a token."""
     verifier, alone = small_model(folder), small_model(folder)
     output = plain_run(folder, SAMPLED)
-    chain = AlwaysLed(ModelDrafter(verifier, {"below": ModelDrafter(small_model(folder))}, proposal_len=4), ("below",))
+    chain = WithProposers(ModelDrafter(verifier, {"below": ModelDrafter(small_model(folder))}, proposal_len=4), ("below",))
     assert ride(chain, output, SAMPLED, 5) == ride(ModelDrafter(alone), output, SAMPLED, 5)
     assert verifier.num_passes <= alone.num_passes / 4
 
@@ -151,7 +151,7 @@ def test_a_doubtful_draft_ends_early(folder: Path) -> None:
     assert short.token_ids == whole.token_ids[:num_sure]
 
 
-def test_nothing_is_drafted_behind_the_end(folder: Path) -> None:
+def test_drafts_end_at_stop_tokens(folder: Path) -> None:
     sampling = SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((EOS, 100.0),))
     for params, expected in (
         (sampling, (EOS,)),
@@ -170,7 +170,7 @@ def test_nothing_is_drafted_behind_the_end(folder: Path) -> None:
 
 
 def test_a_row_that_cannot_be_sampled_ends_the_draft(folder: Path) -> None:
-    impossible = SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((VOCAB_SIZE, 1.0),))
+    impossible = SamplingParams(20, 0.0, allowed_token_ids=(5,), stop_token_ids=(5,), min_tokens=20)  # all tokens masked
     for drafter in (ModelDrafter(small_model(folder)), led(NgramDrafter(), small_model(folder))):
         drafter.open("r", PROMPT, len(PROMPT), impossible)
         drafter.open("s", PROMPT, len(PROMPT), GREEDY)

@@ -189,7 +189,7 @@ def test_tokens_that_are_none_change_nothing() -> None:
         assert draft.token_ids == (8,)
 
 
-def test_more_lookups_than_c_has_room_for_are_heard_in_python(natives: list[NativeEnsemble]) -> None:
+def test_more_lookups_than_c_has_room_for_run_in_python(natives: list[NativeEnsemble]) -> None:
     members = [CascadeMember(f"m{i}", compiled(NgramDrafter()), 0.0, splices=True) for i in range(MOST_MEMBERS + 1)]
     CascadeDrafter(members)
     assert natives == []

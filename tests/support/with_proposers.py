@@ -1,4 +1,4 @@
-"""A drafter of a chain whose requests are all led by the same proposers: a ``Drafter`` for contract tests."""
+"""A chain drafter with the same proposers for every request: a ``Drafter`` for contract tests."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from cluster.types import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 
 
-class AlwaysLed:
+class WithProposers:
     """``drafter`` behind ``proposers``, smallest first."""
 
     capabilities = Capabilities()
