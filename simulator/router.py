@@ -15,7 +15,7 @@ class SimulatedRouter:
     Args:
         names: of all drafters, which are always linked.
         requests: under way, by id.
-        target_passes: what passes of a target are believed to take, with so much context, as of PassTime.
+        target_passes: what passes of a target are believed to take, with so much context, as of SlotReport.
     """
 
     def __init__(
