@@ -23,21 +23,21 @@ class Bench:
 
 
 BENCHES = {
-    "decisions": Bench("benchmarks.decisions", "how long a slot of the router and a plan of the round take to decide"),
+    "decisions": Bench("benchmarks.decisions", "time of decisions in a router's slot and a target's round"),
     "decode": Bench("benchmarks.decode", "a decode step over the floor of its matrix products, and over transformers"),
-    "drafters": Bench("benchmarks.drafters", "what each drafter brings and costs, and the speed-up with it"),
-    "invariance": Bench("benchmarks.invariance", "the same tokens whatever is drafted, preempted or killed"),
-    "profile": Bench("benchmarks.profile", "how well the cost models foresee what passes and drafts take"),
-    "record": Bench("benchmarks.record", "what each drafter would propose at every position of answers, into a file"),
+    "drafters": Bench("benchmarks.drafters", "acceptance, cost and speed-up of each drafter"),
+    "invariance": Bench("benchmarks.invariance", "equal tokens under any drafting, preemption and faults"),
+    "profile": Bench("benchmarks.profile", "prediction errors of the cost models for passes and drafts"),
+    "record": Bench("benchmarks.record", "record every drafter's proposals at all positions of answers"),
     "routing": Bench("benchmarks.routing", "assignment policies on recorded agreement against hindsight, simulated"),
-    "serve": Bench("benchmarks.serve", "the HTTP server over the engine in process; memory of the whole cluster"),
+    "serve": Bench("benchmarks.serve", "the HTTP server over the engine in process, and memory"),
     "transport": Bench("benchmarks.transport", "round trips of the data plane between two processes"),
-    "faults": Bench("benchmarks.faults", "streams while a drafter is killed"),
+    "faults": Bench("benchmarks.faults", "streams while processes are killed, hang or send invalid messages"),
 }
 
 
 def find_bench(name: str) -> Bench:
-    """Raises InvalidField when there is no such benchmark; names the nearest."""
+    """Raises InvalidField, naming the nearest, if there is no such benchmark."""
     if name in BENCHES:
         return BENCHES[name]
     near = get_close_matches(name, BENCHES, n=1)

@@ -1,12 +1,13 @@
-"""Part of ``outrider bench routing --live``: the policy `chain` against fixed chains, by a real server.
+"""Part of ``outrider bench routing --live``: the policy `chain` against fixed chains, on a real server.
 
-The target in fp32, so that tokens do not depend on how they are drafted; a lookup, and behind it either the target's own
-weights in bf16, which are right nearly always and take half of the time, or the first third of its layers, which are hardly
-ever right. Streams with each fixed chain and with the policy take turns at one server, so that a busy machine slows all
-alike. The first streams are the policy's alone: it knows nothing then. Later it has learned from those of fixed chains, too.
+The target runs in fp32, so that tokens do not depend on drafting. The pool is a lookup, and behind it either the
+target's weights in bf16, which are nearly always right and take half of the time, or the first third of its layers,
+which are rarely right. Streams of each fixed chain and of the policy take turns at one server, so that noise affects
+all alike. The first streams belong to the policy alone, without prior knowledge; later ones also learn from the fixed
+chains.
 
-Of each pool and number of streams, `seconds.CHAIN` is the median of the turns, `policy_over_fastest` the policy's over that
-of the fastest fixed chain, and `identical` 1 when all answers had the same text.
+Per pool and number of streams: `seconds.CHAIN` is the median over the turns, `policy_over_fastest` the policy's time
+over the fastest fixed chain's, and `identical` 1 if all answers had the same text.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.load import Ask, HttpTarget, run_streams
+from benchmarks.load import HttpTarget, LoadRequest, run_streams
 from benchmarks.report import BenchOptions, Cell, Table
 from benchmarks.serve import checked, tokenize
 from benchmarks.server import ServerProcess
@@ -47,7 +48,7 @@ NUM_STREAMS, NUM_STREAMS_QUICK = (1, 4), (1,)
 NUM_TURNS, NUM_TURNS_QUICK = 3, 2
 MAX_PROMPT_LEN = 256
 DRAFT_LEN = 6
-HOLD_MS = 200.0  # a draft of a model that takes half of the target's time is worth a wait of several passes
+HOLD_MS = 200.0  # a draft that takes half of the target's time may be worth several passes
 
 
 def pools(model: str) -> dict[str, ModelOptions]:
@@ -61,7 +62,7 @@ def pools(model: str) -> dict[str, ModelOptions]:
 
 
 def config(model: str, last: ModelOptions, state: Path) -> Config:
-    """``state``: an empty folder, so that nothing is known of the pool."""
+    """``state``: an empty folder, so that nothing was learned before."""
     return Config(
         model=ModelConfig(name=model),
         target=TargetConfig(dtype="float32", kv_cache_gb=0.25),
@@ -77,14 +78,14 @@ def config(model: str, last: ModelOptions, state: Path) -> Config:
 
 
 def run(options: BenchOptions) -> tuple[dict[str, float], list[Table]]:
-    """Figures, and a table of each pool and number of streams."""
+    """Figures, and a table per pool and number of streams."""
     figures: dict[str, float] = {}
     tables = []
     for pool, last in pools(options.model).items():
         for num_streams in NUM_STREAMS_QUICK if options.quick else NUM_STREAMS:
             prompts = asyncio.run(tokenize(ensure_model(options.model), options.prompts, num_streams))
             asks = [
-                Ask(str(i), prompt[-MAX_PROMPT_LEN:], NUM_TOKENS, temperature=0.8 * (i % 2), seed=i)
+                LoadRequest(str(i), prompt[-MAX_PROMPT_LEN:], NUM_TOKENS, temperature=0.8 * (i % 2), seed=i)
                 for i, prompt in enumerate(prompts)
             ]
             turns = measure(options.model, last, asks, NUM_TURNS_QUICK if options.quick else NUM_TURNS)
@@ -95,12 +96,12 @@ def run(options: BenchOptions) -> tuple[dict[str, float], list[Table]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """Seconds of the first turns, which were the policy's alone, and of the others by chain."""
+class ChainTimes:
+    """Seconds of the first turns, which were the policy's, and of the others by chain."""
 
     first: Sequence[float]
     by_chain: Mapping[str, Sequence[float]]
-    num_texts: int  # that all answers had
+    num_texts: int  # distinct texts among all answers
 
     @property
     def figures(self) -> dict[str, float]:
@@ -120,7 +121,7 @@ class Turns:
         return Table(title, ("with", "turns", "median"), tuple(rows))
 
 
-def measure(model: str, last: ModelOptions, asks: Sequence[Ask], num_turns: int) -> Turns:
+def measure(model: str, last: ModelOptions, asks: Sequence[LoadRequest], num_turns: int) -> ChainTimes:
     with TemporaryDirectory(prefix="outrider-bench-") as state, ServerProcess(config(model, last, Path(state))) as server:
         with server.client() as client:
             name = client.get("/v1/models").json()["data"][0]["id"]
@@ -134,10 +135,10 @@ def measure(model: str, last: ModelOptions, asks: Sequence[Ask], num_turns: int)
             texts.add(tuple(answer.text for answer in answers))
             return time.monotonic() - begun_s
 
-        turn("off")  # prompts are cached from then on
+        turn("off")  # caches the prompts
         first = [turn(POLICY) for _ in range(num_turns)]
         turns: dict[str, list[float]] = {chain: [] for chain in (*FIXED, POLICY)}
         for _ in range(num_turns):
             for chain, seconds in turns.items():
                 seconds.append(turn(chain))
-    return Turns(first, turns, len(texts))
+    return ChainTimes(first, turns, len(texts))

@@ -1,4 +1,4 @@
-"""``outrider bench`` and ``outrider simulate``. They import what they need when they run, so that ``--help`` is instant."""
+"""``outrider bench`` and ``outrider simulate``. They import lazily, so that ``--help`` is instant."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,29 +18,30 @@ def bench(
     more_prompts: Annotated[
         list[Path] | None, typer.Argument(metavar="[PROMPTS]...", help="further files or folders for --prompts")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="end within 4 minutes on 2 cores")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="finish within 4 minutes on 2 cores")] = False,
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE_OR_FOLDER", help="prompts as JSONL, instead of made-up ones; may be repeated"),
+        typer.Option(metavar="FILE_OR_FOLDER", help="JSONL prompts instead of synthetic ones; may be repeated"),
     ] = None,
-    json: Annotated[str, typer.Option(metavar="PATH|-", help="where the JSON object goes; - is standard output")] = "-",
+    json: Annotated[str, typer.Option(metavar="PATH|-", help="output file of the JSON object; -: standard output")] = "-",
     model: Annotated[str, typer.Option(help="a name of `outrider models`, or a Hugging Face folder")] = "smollm2-135m",
     recording: Annotated[
-        Path | None, typer.Option(metavar="NPZ", help="of agreement: written by record, read by routing")
+        Path | None, typer.Option(metavar="NPZ", help="recorded agreement: written by record, read by routing")
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="whose folder prompts/ is recorded without --prompts"),
+        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="folder whose prompts/ is used without --prompts"),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="routing: for real, what handing a request over costs, and which chain is chosen")
+        bool,
+        typer.Option("--live", help="routing: cost of switching drafters and choice of chains, on real loops"),
     ] = False,
     expect: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it holds (>= or <=); may be repeated"),
+        typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it is met (>= or <=); may be repeated"),
     ] = None,
 ) -> None:
-    """Measure: a table on stderr, one JSON object with the figures on stdout."""
+    """Run a benchmark: a table on stderr, one JSON object with the figures on stdout."""
     from benchmarks.report import BenchOptions, Expectation, failures, print_result, write_json
     from deploy.console import table_console
     from engine.cpu_setup import configure_cpu
@@ -61,21 +62,21 @@ def bench(
 
 def simulate(
     scenario: Annotated[str, typer.Argument(help="spin, specrouter, a100-70b, h100-32b, h100-405b, or a YAML file")],
-    quick: Annotated[bool, typer.Option("--quick", help="less of it")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="a shorter run")] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="where it is drawn; by default outrider-SCENARIO.png")
+        Path | None, typer.Option(metavar="PNG", help="output file of the picture; default: outrider-SCENARIO.png")
     ] = None,
-    json: Annotated[str, typer.Option(metavar="PATH|-", help="where the JSON object goes; - is standard output")] = "-",
+    json: Annotated[str, typer.Option(metavar="PATH|-", help="output file of the JSON object; -: standard output")] = "-",
     data: Annotated[
         Path | None,
-        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="that has the trace which a scenario names"),
+        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="folder of the traces that scenarios name"),
     ] = None,
     expect: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it holds (>= or <=); may be repeated"),
+        typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it is met (>= or <=); may be repeated"),
     ] = None,
 ) -> None:
-    """Hundreds of GPUs in virtual time, decided for by the code that serves: tables, a picture, figures as JSON."""
+    """Simulate hundreds of GPUs with the serving loops on a virtual clock: tables, a picture, figures as JSON."""
     from benchmarks.report import Expectation
     from benchmarks.simulate import run
 

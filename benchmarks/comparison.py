@@ -1,4 +1,4 @@
-"""Whether two runs of one request are the same, and if not, whether rounding is to blame."""
+"""Compares two runs of one request, and decides whether rounding explains a difference."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """``position`` counts output tokens from 0 and is where two runs first differ; None where they do not.
+class RunComparison:
+    """``position``: the output token, counted from 0, at which two runs first differ; None if they do not.
 
-    ``gaps``: by how much the best candidate led the second there, in either run; None where a run had already ended.
+    ``gaps``: the lead of the best candidate over the second at that position, in each run; None where a run had ended.
     """
 
     verdict: Verdict
@@ -35,18 +35,18 @@ class Comparison:
         return f"{self.verdict}{where}{by}"
 
 
-def compare(request: Request, plain: Sequence[Commit], other: Sequence[Commit]) -> Comparison:
-    """Equal tokens and the same end; else a tie if, where they first differ, the two best candidates lie within TIE_MARGIN
-    of each other in both runs. Both must have asked for ``top_logprobs`` and for neither penalties nor filters."""
+def compare(request: Request, plain: Sequence[Commit], other: Sequence[Commit]) -> RunComparison:
+    """Equal tokens and finish reason; otherwise a tie if the two best candidates lie within TIE_MARGIN at the first
+    difference in both runs. Both must have requested ``top_logprobs``, without penalties or filters."""
     ours, theirs = _tokens(plain), _tokens(other)
     if ours == theirs and plain[-1].finish == other[-1].finish:
-        return Comparison(Verdict.EQUAL)
+        return RunComparison(Verdict.EQUAL)
     shorter = min(len(ours), len(theirs))
     position = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
     if position == shorter:
-        return Comparison(Verdict.DIFFERENT, position)
+        return RunComparison(Verdict.DIFFERENT, position)
     gaps = (_gap(request, plain, position), _gap(request, other, position))
-    return Comparison(Verdict.TIE if max(gaps) <= TIE_MARGIN else Verdict.DIFFERENT, position, gaps)
+    return RunComparison(Verdict.TIE if max(gaps) <= TIE_MARGIN else Verdict.DIFFERENT, position, gaps)
 
 
 def _tokens(commits: Sequence[Commit]) -> list[int]:
@@ -54,8 +54,8 @@ def _tokens(commits: Sequence[Commit]) -> list[int]:
 
 
 def _gap(request: Request, commits: Sequence[Commit], position: int) -> float:
-    """The lead of the best candidate, in what the token was chosen by: log-probability at temperature 0, else that over the
-    temperature plus the noise. Candidates beyond those reported are not seen, so the gap is never understated."""
+    """The lead of the best candidate in the score that selects tokens: log-probability at temperature 0, otherwise
+    log-probability over temperature plus noise. Unreported candidates are ignored, so the gap is never understated."""
     logprobs: list[TokenLogprobs] = [entry for commit in commits for entry in commit.logprobs]
     candidates = dict(logprobs[position].top)
     candidates[_tokens(commits)[position]] = logprobs[position].logprob

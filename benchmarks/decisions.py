@@ -1,12 +1,12 @@
-"""``outrider bench decisions``: how long deciding takes, in a router's slot and in a target's round.
+"""``outrider bench decisions``: time of decisions in a router's slot and in a target's round.
 
-A slot: 1,000 requests of several kinds, eight drafters with 256 places between them, reports in and a table out, as the live
-router does it (`actors.router.Router`), while requests come and go. Every request that has a place reports what it did,
-and as many scores come with that. A round: the plan of 256 decoding requests with a proposal each;
-and all that the live round does for 64 drafted requests beside its pass (`benchmarks/round_python.py`).
+A slot: 1,000 requests of several kinds and eight drafters with 256 places, reports in and a table out, as in the live
+router (`actors.router.Router`), while requests come and go. Every placed request reports its rounds and as many scores.
+A round: the plan of 256 decoding requests with a proposal each, and all Python of a live round for 64 drafted requests
+(`benchmarks/round_python.py`).
 
-Deciding takes one thread of Python, and waits for nobody: so on a machine that others use, the ``cpu`` figures, which are of
-that thread's own time, say what a quiet one would show. The collector of garbage is off: it is not the decision's.
+Decisions use one thread and never wait. The ``cpu`` figures are that thread's processor time, which a busy machine
+disturbs less. Garbage collection is off.
 """
 
 import gc
@@ -41,17 +41,17 @@ from router.slot import Router, SlotReport
 NUM_REQUESTS = 1000
 NUM_DRAFTERS = 8
 NUM_PLACES = 256
-NUM_KINDS = 13  # of prompts, which do well with different drafters
-TURNOVER = 0.05  # of the requests end in a slot, and as many come
+NUM_KINDS = 13  # kinds of prompts, suited to different drafters
+TURNOVER = 0.05  # share of requests that end, and arrive, per slot
 DRAFT_LEN = 7
-NUM_ROUNDS = 10  # of a request in a slot
+NUM_ROUNDS = 10  # per request and slot
 SLOT_S = 0.25
 NUM_SLOTS, NUM_SLOTS_QUICK = 400, 120
 NUM_SEQUENCES = 256
 NUM_PLANS, NUM_PLANS_QUICK = 2000, 500
 NUM_DRAFTED = 64  # requests of the live rounds
 NUM_ROUNDS_TIMED, NUM_ROUNDS_TIMED_QUICK = 1000, 200
-_WARM_UP_SLOTS = 70  # until requests are forgotten as fast as they come
+_WARM_UP_SLOTS = 70  # until the memory of requests has its final size
 _SEED = 17
 
 POLICIES: tuple[PolicyConfig, ...] = (
@@ -101,8 +101,8 @@ def run(options: BenchOptions) -> BenchResult:
     )
 
 
-class Times:
-    """Of one decision after the other, by the clock and by the thread's own time."""
+class DecisionTimes:
+    """Times of successive decisions: wall clock and processor time of the thread."""
 
     def __init__(self) -> None:
         self._wall_ms: list[float] = []
@@ -132,14 +132,14 @@ class Times:
         return statistics.quantiles(self._cpu_ms, n=100)[98]
 
 
-def slot_times(config: PolicyConfig, num_slots: int) -> Times:
+def slot_times(config: PolicyConfig, num_slots: int) -> DecisionTimes:
     traffic = Traffic(random.Random(_SEED))
     router = Router(build_policy(config), traffic.pool, DriftDetector(CollapseConfig(), SLOT_S))
-    times = Times()
+    times = DecisionTimes()
     with _collected_before():
         for slot in range(_WARM_UP_SLOTS + num_slots):
             if slot == _WARM_UP_SLOTS:
-                times = Times()
+                times = DecisionTimes()
             report = traffic.report()
             with times.one():
                 table = router.slot([report])
@@ -148,12 +148,12 @@ def slot_times(config: PolicyConfig, num_slots: int) -> Times:
     return times
 
 
-def plan_times(num_plans: int) -> Times:
+def plan_times(num_plans: int) -> DecisionTimes:
     rng = random.Random(_SEED)
     planner, batches = StepPlanner(), [sequences(rng) for _ in range(8)]
     drafters = {f"d{j}": DrafterView(0.005, 1.5, 0.6) for j in range(NUM_DRAFTERS)}
     capacity = Capacity(16, 100_000, 50_000, 2 * NUM_SEQUENCES, 16 * NUM_SEQUENCES, 8192)
-    times, cost = Times(), step_cost()
+    times, cost = DecisionTimes(), step_cost()
     with _collected_before():
         for i in range(num_plans):
             with times.one():
@@ -162,12 +162,12 @@ def plan_times(num_plans: int) -> Times:
 
 
 def step_cost() -> TableCost:
-    """As a target's, flat up to a knee."""
+    """A target's cost, flat up to a knee."""
     return monotone([(1, 0.02), (8, 0.021), (64, 0.03), (256, 0.06), (1024, 0.2), (4096, 0.8)], 1e-8)
 
 
 def sequences(rng: random.Random) -> list[SequenceView]:
-    """Decoding requests, each with a proposal of which calibration says how far it will be right."""
+    """Decoding requests with a proposal each, whose survival is calibrated."""
     found = []
     for i in range(NUM_SEQUENCES):
         survival, probability = [], 1.0
@@ -192,27 +192,27 @@ def sequences(rng: random.Random) -> list[SequenceView]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """Of prompts: which tokens they have, and how likely each drafter's tokens are right."""
+class _PromptKind:
+    """A kind of prompt: its tokens, and how often each drafter is right."""
 
     words: tuple[int, ...]
     rates: tuple[float, ...]
 
 
 class Traffic:
-    """Requests of several kinds, and what their target would report of them."""
+    """Requests of several kinds, and their target's reports."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self.pool = tuple(PoolMember(f"d{j}", NUM_PLACES // NUM_DRAFTERS, 0.02 * (j + 1)) for j in range(NUM_DRAFTERS))
         self._kinds = [
-            _Kind(
+            _PromptKind(
                 tuple(rng.randrange(50_000) for _ in range(20)),
                 tuple(rng.uniform(0.1, 0.8) for _ in range(NUM_DRAFTERS)),
             )
             for _ in range(NUM_KINDS)
         ]
-        self._live: dict[str, tuple[RequestView, _Kind]] = {}
+        self._live: dict[str, tuple[RequestView, _PromptKind]] = {}
         self._num_born = 0
         self._version = 0
         self._come(NUM_REQUESTS)
@@ -231,7 +231,7 @@ class Traffic:
         return SlotReport(requests, tuple(observations), self._version, members, scores=tuple(scores))
 
     def follow(self, table: RoutingTable) -> None:
-        """The target takes up the table; some requests end, others come."""
+        """Applies a table; some requests end and others arrive."""
         self._version = table.version
         for request_id, (request, kind) in list(self._live.items()):
             if self._rng.random() < TURNOVER:

@@ -1,17 +1,16 @@
-"""``outrider bench decode``: how near a decode step comes to what it cannot do without, and how much faster than
-transformers it answers.
+"""``outrider bench decode``: decode step over its floor, and throughput over transformers.
 
-The step is the whole of ``NativeTarget.execute`` for so many sequences with one row each, choice of the token included.
-The floor is what its products with weights take at least, the head for every row included, and the two products of
-attention over as much context in as many layers, without its softmax. Products with weights take at least the larger of
+The step is the whole of ``NativeTarget.execute`` for a number of sequences with one row each, token choice included.
+The floor is the time of its products with weights, including the head for every row, and of the two attention products
+over the same context in as many layers, without softmax. Products with weights take at least the larger of
 
-- what the bytes of the weights in bfloat16 take at the machine's read bandwidth, measured in turn with the step;
-- what the fastest products known take, measured in turn too: by the step's own operators, by oneDNN with fp32 weights laid
-  out for it, or by oneDNN in bfloat16 where the CPU level multiplies in it. A short trial says which is the fastest.
+- the time to read the weights in bfloat16 at the machine's bandwidth, measured in turn with the step;
+- the time of the fastest known products, measured in turn too: the step's own operators, oneDNN with prepacked fp32
+  weights, or oneDNN in bfloat16 where the CPU level supports it. A short trial selects the fastest.
 
-``step_over_weight_products`` leaves attention out of the floor: it counts the reading of keys and values as overhead.
+``step_over_weight_products`` excludes attention from the floor, so reading keys and values counts as overhead.
 
-transformers answers in its own best dtype, which a short trial finds for each batch size.
+transformers runs in its best dtype, which a short trial finds for each batch size.
 """
 
 import itertools
@@ -50,14 +49,14 @@ PROMPT_LEN = 128
 _BLOCK_LEN = 32
 _PREFILL_LEN = 512
 _SEED = 17
-_NUM_TRIALS = 5  # of each candidate for the best product, or dtype
+_NUM_TRIALS = 5  # per candidate product or dtype
 _TRIAL_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Effort:
-    num_steps: int  # of step and floor, alternating
-    num_rounds: int  # of answers by each side
+    num_steps: int  # alternating with the floor
+    num_rounds: int  # of answers per side
     num_new_tokens: int
 
 
@@ -69,16 +68,16 @@ def run(options: BenchOptions) -> BenchResult:
     effort = _QUICK if options.quick else _FULL
     folder = ensure_model(options.model)
     model = load_model(folder)
-    rivals = _rivals(folder, model)
+    baselines = _baselines(folder, model)
     dtype, level = str(model.dtype).removeprefix("torch."), cpu_level()
     figures: dict[str, float] = {}
     step_rows, speed_rows = [], []
     for num_rows in STEP_ROWS:
-        times = _steps(model, rivals, num_rows, effort.num_steps)
+        times = _steps(model, baselines, num_rows, effort.num_steps)
         figures[f"step_over_floor.rows_{num_rows}"] = times.step_s / times.floor_s
         figures[f"step_over_weight_products.rows_{num_rows}"] = times.step_s / times.weights_s
         step_rows.append(times.row(num_rows))
-    rivals.clear()
+    baselines.clear()
     peers = _transformers(folder)
     for batch in BATCHES:
         trial = partial(_generate, vocab_size=model.config.vocab_size, batch=batch, num_new_tokens=_TRIAL_TOKENS)
@@ -114,8 +113,8 @@ class _StepTimes:
 
     step_s: float
     floor_s: float
-    weights_s: float  # the part of the floor that multiplies with weights
-    read_s: float  # of the bytes of bfloat16 weights
+    weights_s: float  # products with weights, a part of the floor
+    read_s: float  # reading bfloat16 weights
     best_product: str
 
     def row(self, num_rows: int) -> tuple[Cell, ...]:
@@ -124,20 +123,20 @@ class _StepTimes:
         return (num_rows, *(one * 1e3 for one in times), self.best_product, *ratios)
 
 
-def _rivals(folder: Path, model: CausalModel) -> dict[str, CausalModel]:
-    """The model as it is served, and with products by torch's libraries: in fp32, and in bfloat16 where it is fast."""
+def _baselines(folder: Path, model: CausalModel) -> dict[str, CausalModel]:
+    """The model as served, and with torch's products: in fp32, and in bfloat16 where that is fast."""
     dtypes = [torch.float32, torch.bfloat16] if cpu_level().has_bf16_products else [torch.float32]
-    rivals = {"outrider": model}
+    baselines = {"outrider": model}
     for dtype in dtypes:
         with open_weights(folder, model.config, dtype) as weights:
             ops = TorchOps(model.config, dtype)
-            rivals[f"oneDNN {str(dtype).removeprefix('torch.')}"] = CausalModel(model.config, weights, ops, dtype)
-    return rivals
+            baselines[f"oneDNN {str(dtype).removeprefix('torch.')}"] = CausalModel(model.config, weights, ops, dtype)
+    return baselines
 
 
-def _steps(model: CausalModel, rivals: Mapping[str, CausalModel], num_rows: int, num_steps: int) -> _StepTimes:
-    """A step of ``num_rows`` sequences at CONTEXT_LEN, and its floor."""
-    products = {name: _weight_products(rival, num_rows) for name, rival in rivals.items()}
+def _steps(model: CausalModel, baselines: Mapping[str, CausalModel], num_rows: int, num_steps: int) -> _StepTimes:
+    """Times of a step of ``num_rows`` sequences at CONTEXT_LEN, and of its floor."""
+    products = {name: _weight_products(rival, num_rows) for name, rival in baselines.items()}
     best, weights = _fastest(products, lambda work: work())
     attention, read = _attention_products(model, num_rows), _read_weights(model)
     with _sequences(model, num_rows, CONTEXT_LEN, num_steps + 1) as (target, last_ids):
@@ -152,7 +151,7 @@ def _steps(model: CausalModel, rivals: Mapping[str, CausalModel], num_rows: int,
 
 
 def _fastest(candidates: Mapping[str, Choice], work: Callable[[Choice], object]) -> tuple[str, Choice]:
-    """By the shortest of a few runs of each, in turn: what disturbs the machine only adds to a run."""
+    """By the shortest of a few alternating runs: noise only adds to a run."""
     for candidate in candidates.values():
         work(candidate)
     times_s = [[_elapsed_s(partial(work, one)) for one in candidates.values()] for _ in range(_NUM_TRIALS)]
@@ -161,11 +160,11 @@ def _fastest(candidates: Mapping[str, Choice], work: Callable[[Choice], object])
 
 
 def _read_weights(model: CausalModel) -> Callable[[], None]:
-    """Reads as many bytes as the weights of one row's products have in bfloat16, by a product of two halves."""
+    """Reads as many bytes as the bfloat16 weights of one row's products, by a product of two halves."""
     c = model.config
     qkv_and_out = (2 * c.q_size + 2 * c.kv_size) * c.hidden_size
     num = c.num_layers * (qkv_and_out + 3 * c.hidden_size * c.intermediate_size) + c.vocab_size * c.hidden_size
-    first, second = torch.ones(num // 4), torch.ones(num // 4)  # of four bytes each
+    first, second = torch.ones(num // 4), torch.ones(num // 4)  # four bytes each
 
     def work() -> None:
         torch.dot(first, second)
@@ -189,13 +188,13 @@ def _weight_products(model: CausalModel, num_rows: int) -> Callable[[], None]:
 
 
 def _attention_products(model: CausalModel, num_rows: int) -> Callable[[], None]:
-    """Nothing where the model runs on plain torch, whose products over blocks cannot be told from the rest."""
+    """Does nothing if the model runs on plain torch, whose block products cannot be separated from the rest."""
     ops = model.ops
     if not isinstance(ops, CpuOps):
         return lambda: None
     num_blocks = CONTEXT_LEN // _BLOCK_LEN + 1
     cache = model.new_cache(num_rows * num_blocks, _BLOCK_LEN)
-    cache.keys.fill_(0.1)  # written, for pages that never were would all be the same one
+    cache.keys.fill_(0.1)  # untouched pages would share one zero page
     cache.values.fill_(0.1)
     tables = np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, num_blocks)
     layout = model.lay_out([PackedSpan(CONTEXT_LEN, (0,), table) for table in tables], _BLOCK_LEN)
@@ -210,7 +209,7 @@ def _attention_products(model: CausalModel, num_rows: int) -> Callable[[], None]
 
 
 def _speeds(model: CausalModel, peer: Any, batch: int, effort: _Effort) -> tuple[float, float]:
-    """Median tokens per second of ours and of transformers, prefill included."""
+    """Median tokens per second of ours and transformers, prefill included."""
 
     def ours() -> None:
         with _sequences(model, batch, PROMPT_LEN, effort.num_new_tokens) as (target, last_ids):
@@ -230,7 +229,7 @@ def _speeds(model: CausalModel, peer: Any, batch: int, effort: _Effort) -> tuple
 def _sequences(
     model: CausalModel, num: int, prompt_len: int, num_new_tokens: int
 ) -> Iterator[tuple[NativeTarget, dict[str, int]]]:
-    """A target that holds ``num`` different prompts, computed, and the first token of each answer."""
+    """A target that holds ``num`` different computed prompts, and the first token of each answer."""
     max_len = prompt_len + num_new_tokens + 1
     limits = NativeLimits(num * -(-max_len // _BLOCK_LEN), _BLOCK_LEN, num, _PREFILL_LEN, max_len)
     target = NativeTarget(model, limits, prefix_cache=False)

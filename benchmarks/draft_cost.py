@@ -1,4 +1,4 @@
-"""What a draft costs: timed in turn with steps of the target."""
+"""Cost of a draft, timed in turn with steps of the target."""
 
 import itertools
 import statistics
@@ -13,7 +13,7 @@ from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.replay import Recording, replay
 from engine.target import SpanInput
 
-NUM_COST_ANSWERS = 12  # of which drafts are timed
+NUM_COST_ANSWERS = 12  # answers whose drafts are timed
 
 
 class _Timed:
@@ -39,29 +39,29 @@ class _Timed:
 
 
 def draft_cost(
-    stable: Fixtures, config: DrafterConfig, recordings: Sequence[Recording], draft_len: int, num_rounds: int
+    fixtures: Fixtures, config: DrafterConfig, recordings: Sequence[Recording], draft_len: int, num_rounds: int
 ) -> float:
-    """Of a draft for one request, as a share of a one-row target step."""
+    """Time of a draft for one request over the time of a one-row target step."""
     request = Request("step", (0,), SamplingParams(max_tokens=1, temperature=0.0), arrival_s=0.0)
-    stable.plain.open(request, request.prompt_token_ids)
+    fixtures.plain.open(request, request.prompt_token_ids)
     lens = itertools.count()
 
     def step() -> None:
-        stable.plain.execute([SpanInput(request.id, next(lens), (0,))])
+        fixtures.plain.execute([SpanInput(request.id, next(lens), (0,))])
 
-    timed = _Timed(stable.make(config), step)
+    timed = _Timed(fixtures.make(config), step)
     chosen = sample(recordings, NUM_COST_ANSWERS)
-    with stable.holding(chosen):
+    with fixtures.holding(chosen):
         for recording in chosen:
             for _ in itertools.islice(replay(timed, [recording], draft_len), -(-num_rounds // len(chosen))):
                 pass
-            timed.release(recording.name)  # which was left half-way
-    stable.plain.release(request.id)
+            timed.release(recording.name)  # not finished
+    fixtures.plain.release(request.id)
     return _typical_s(timed.draft_s) / _typical_s(timed.step_s)
 
 
 def _typical_s(times_s: Sequence[float]) -> float:
-    """The mean without the outer tenths: a cascade's drafts are of two kinds, so a median would show one of them alone."""
+    """Trimmed mean without the outer tenths. A cascade's drafts have two modes, of which a median would show one."""
     ordered = sorted(times_s)
     cut = len(ordered) // 10
     return statistics.fmean(ordered[cut : len(ordered) - cut])

@@ -1,8 +1,8 @@
-"""``outrider bench drafters``: what each drafter of the pool brings and costs, and how fast answers come with it.
+"""``outrider bench drafters``: acceptance and cost of each drafter of the pool, and the speed-up with it.
 
-Accepted lengths are held against recorded answers of the target, which is exact (``drafters.replay``), and always count the
-bonus token. Draft costs and speed-ups are measured in this process, in turn with the plain target. Every measurement of
-them gets a new drafter, for most learn while they serve.
+Accepted lengths come from replaying recorded answers of the target, which is exact (``drafters.replay``), and include
+the bonus token. Draft costs and speed-ups are measured in this process, alternating with the plain target. Each such
+measurement uses a new drafter, because most learn while they serve.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from benchmarks.pool import pool
 from benchmarks.prompts import BenchPrompt, choose_prompts, load_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from benchmarks.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
-from benchmarks.throughput import NEAR, PairedRuns, Speedup, ThroughputTurns
+from benchmarks.throughput import NEAR, NumLaps, PairedRuns, Speedup
 from cluster.config import DrafterConfig
 from drafters.replay import Recording, Round
 from engine.threads import in_own_thread
@@ -34,25 +34,25 @@ MAX_PER_DOMAIN = 40
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """``max_s``: from the beginning, after which drafters near the best are not measured more often than others."""
+    """``max_s``: time after which only the drafters near the best are measured further."""
 
     num_synthetic: int
     max_per_domain: int
-    num_prompts: int | None  # in all; None: no bound
+    num_prompts: int | None  # in all; None: no limit
     num_new_tokens: int
     num_cost_rounds: int
-    turns: Mapping[float, Mapping[int, ThroughputTurns]]  # of the speed-ups, by temperature and batch; in this order
+    turns: Mapping[float, Mapping[int, NumLaps]]  # of the speed-ups, by temperature and batch; in this order
     max_s: float
 
     @property
     def races(self) -> list[tuple[float, int]]:
-        """Temperature and batch of each."""
+        """Temperature and batch of each measurement."""
         return [(temperature, batch) for temperature, turns in self.turns.items() for batch in turns]
 
 
-# Of so few answers none would be left to keep the places of a large batch taken.
-QUICK = Effort(18, 2, 24, 32, 24, {0.0: {1: ThroughputTurns(1, 1), 4: ThroughputTurns(1, 1)}}, 240.0)
-# Few answers make a lap of a small batch, so there are more laps.
+# So few answers could not fill a large batch.
+QUICK = Effort(18, 2, 24, 32, 24, {0.0: {1: NumLaps(1, 1), 4: NumLaps(1, 1)}}, 240.0)
+# A lap of a small batch has few answers, so there are more laps.
 FULL = Effort(
     380,
     MAX_PER_DOMAIN,
@@ -60,8 +60,8 @@ FULL = Effort(
     128,
     120,
     {
-        0.0: {1: ThroughputTurns(2, 9), 4: ThroughputTurns(1, 4), 8: ThroughputTurns(1, 3), 16: ThroughputTurns(1, 4)},
-        0.8: {1: ThroughputTurns(2, 4), 8: ThroughputTurns(1, 2)},
+        0.0: {1: NumLaps(2, 9), 4: NumLaps(1, 4), 8: NumLaps(1, 3), 16: NumLaps(1, 4)},
+        0.8: {1: NumLaps(2, 4), 8: NumLaps(1, 2)},
     },
     40 * 60.0,
 )
@@ -69,11 +69,11 @@ FULL = Effort(
 
 @dataclass(slots=True)
 class Findings:
-    """Of one drafter."""
+    """Results of one drafter."""
 
     rounds: dict[tuple[float, int], list[Round]] = field(default_factory=dict)  # by temperature and draft length
     costs: dict[int, float] = field(default_factory=dict)  # by draft length
-    paces: dict[tuple[float, int], Speedup] = field(default_factory=dict)  # by temperature and batch
+    speedups: dict[tuple[float, int], Speedup] = field(default_factory=dict)  # by temperature and batch
 
 
 def run(options: BenchOptions) -> BenchResult:
@@ -86,15 +86,15 @@ def run(options: BenchOptions) -> BenchResult:
         console.print(f"drafters: {minutes}:{seconds:02} {what}", highlight=False, soft_wrap=True)
 
     configs = pool(options.model)
-    stable = in_own_thread(lambda: Fixtures(options.model, configs, effort.num_new_tokens))
+    fixtures = in_own_thread(lambda: Fixtures(options.model, configs, effort.num_new_tokens))
     prompts = _prompts(options, effort)
-    rounds, recordings = in_own_thread(lambda: accepted(stable, configs, prompts, DRAFT_LENS, TEMPERATURES, tell))
+    rounds, recordings = in_own_thread(lambda: accepted(fixtures, configs, prompts, DRAFT_LENS, TEMPERATURES, tell))
     found = {config.name: Findings() for config in configs}
     for (name, temperature, draft_len), of_drafter in rounds.items():
         found[name].rounds[temperature, draft_len] = of_drafter
     for config, draft_len in itertools.product(configs, DRAFT_LENS):
         tell(f"cost of {config.name}, K = {draft_len}")
-        measure = partial(draft_cost, stable, config, recordings[0.0], draft_len, effort.num_cost_rounds)
+        measure = partial(draft_cost, fixtures, config, recordings[0.0], draft_len, effort.num_cost_rounds)
         found[config.name].costs[draft_len] = in_own_thread(measure)
 
     def has_time() -> bool:
@@ -102,9 +102,9 @@ def run(options: BenchOptions) -> BenchResult:
 
     for temperature, turns in effort.turns.items():
         tell(f"speed at temperature {temperature}")
-        for batch, paces in _speedups(stable, configs, recordings[temperature], turns, has_time, tell).items():
-            for name, pace in paces.items():
-                found[name].paces[temperature, batch] = pace
+        for batch, by_name in _speedups(fixtures, configs, recordings[temperature], turns, has_time, tell).items():
+            for name, speedup in by_name.items():
+                found[name].speedups[temperature, batch] = speedup
     tell("done")
     return result(found, len(prompts), effort)
 
@@ -115,14 +115,14 @@ def _stopwatch() -> Callable[[], float]:
 
 
 def _speedups(
-    stable: Fixtures,
+    fixtures: Fixtures,
     configs: Sequence[DrafterConfig],
     recordings: Sequence[Recording],
-    turns: Mapping[int, ThroughputTurns],
+    turns: Mapping[int, NumLaps],
     has_time: Callable[[], bool],
     tell: Callable[[str], None],
 ) -> dict[int, dict[str, Speedup]]:
-    """By batch. First all drafters at all of them, then those near the best, as long as there is time."""
+    """Speed-ups by batch: all drafters first, then those near the best while time is left."""
     races: dict[int, PairedRuns] = {}
 
     def step(batch: int, who: str) -> None:
@@ -134,7 +134,7 @@ def _speedups(
     with ExitStack() as opened:
         for batch, turns_of_batch in turns.items():
             tell(f"warming up for batch {batch}")
-            race = races[batch] = PairedRuns(stable, configs, recordings, batch, turns_of_batch)
+            race = races[batch] = PairedRuns(fixtures, configs, recordings, batch, turns_of_batch)
             opened.callback(race.close)
             while not race.all_had_turns:
                 step(batch, "all")
@@ -175,13 +175,13 @@ def result(found: Mapping[str, Findings], num_prompts: int, effort: Effort) -> B
             figures[f"accepted_len.{name}.k{DRAFT_LENS[0]}.{domain}"] = mean_accepted_len(of_domain)
         for draft_len, cost in findings.costs.items():
             figures[f"draft_cost.{name}.k{draft_len}"] = cost
-        for (temperature, batch), pace in findings.paces.items():
-            figures[f"speedup.{name}.{_suffix(f'batch_{batch}', temperature)}"] = pace.value
-            if pace.error is not None:
-                figures[f"speedup_error.{name}.{_suffix(f'batch_{batch}', temperature)}"] = pace.error
+        for (temperature, batch), speedup in findings.speedups.items():
+            figures[f"speedup.{name}.{_suffix(f'batch_{batch}', temperature)}"] = speedup.value
+            if speedup.error is not None:
+                figures[f"speedup_error.{name}.{_suffix(f'batch_{batch}', temperature)}"] = speedup.error
         figures |= {f"{key}.{name}": value for key, value in confidence_figures(findings.rounds[0.0, DRAFT_LENS[0]]).items()}
     for key in effort.races:
-        speedups = [findings.paces[key].value for findings in found.values() if key in findings.paces]
+        speedups = [findings.speedups[key].value for findings in found.values() if key in findings.speedups]
         if speedups:
             figures[f"speedup.best.{_suffix(f'batch_{key[1]}', key[0])}"] = max(speedups)
     return BenchResult(
@@ -271,17 +271,17 @@ def _cost_table(found: Mapping[str, Findings]) -> Table:
 
 
 def _speed_table(found: Mapping[str, Findings], effort: Effort) -> Table:
-    """A row for each temperature and batch."""
+    """One row per temperature and batch."""
     rows: list[tuple[Cell, ...]] = []
     for temperature, batch in effort.races:
-        cells = [_speed_cell(findings.paces.get((temperature, batch))) for findings in found.values()]
+        cells = [_speed_cell(findings.speedups.get((temperature, batch))) for findings in found.values()]
         rows.append((f"T={temperature:g}, batch {batch}", *cells))
     title = "speed-up over plain decoding, its standard error, and on how many answers"
     return Table(title, ("", *found), tuple(rows))
 
 
-def _speed_cell(pace: Speedup | None) -> str:
-    if pace is None:
+def _speed_cell(speedup: Speedup | None) -> str:
+    if speedup is None:
         return "-"
-    error = "" if pace.error is None else f" ±{pace.error:.2f}"
-    return f"{pace.value:.2f}{error} ({pace.num_answers})"
+    error = "" if speedup.error is None else f" ±{speedup.error:.2f}"
+    return f"{speedup.value:.2f}{error} ({speedup.num_answers})"

@@ -1,4 +1,4 @@
-"""What drafters and schedulers may do to a request without changing its tokens, done on purpose."""
+"""Faults that drafters and schedulers may cause without changing a request's tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,8 +12,8 @@ from router.planner import Planner
 KEPT_RESIDUES = 3
 
 
-class Cut:
-    """A drafter of whose drafts only the first ``num_kept(token_ids)`` tokens leave."""
+class TruncatedDrafter:
+    """Passes on the first ``num_kept(token_ids)`` tokens of each draft."""
 
     capabilities = Capabilities()
 
@@ -41,14 +41,14 @@ class Cut:
         return Draft(draft.request_id, draft.token_ids[:num_kept], draft.confidences[:num_kept])
 
 
-def before_disliked_token(token_ids: Sequence[int]) -> int:
-    """The adversary: drops a draft from its first token that is a multiple of three on. Whoever accepts drafts by chance
-    would then say such tokens less often than the target does."""
+def truncate_by_content(token_ids: Sequence[int]) -> int:
+    """Drops a draft from its first token that is a multiple of three. If acceptance were random, the output would contain
+    fewer such tokens."""
     return next((i for i, token in enumerate(token_ids) if token % KEPT_RESIDUES == 0), len(token_ids))
 
 
-class Midway:
-    """Wraps a planner, and lets something happen once: when a request has at most ``num_left`` tokens left.
+class MidRequest:
+    """Wraps a planner and calls ``happen`` once, when a request has at most ``num_left`` tokens left.
 
     ``happen`` gets the running sequences and returns those to preempt.
     """
@@ -80,5 +80,5 @@ class Midway:
 
 
 def every_second(running: Sequence[SequenceView]) -> Sequence[SequenceView]:
-    """Half the batch."""
+    """Selects half of the batch."""
     return running[::2]

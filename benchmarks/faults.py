@@ -1,6 +1,6 @@
-"""Faults of a running server: processes that are killed, faulty peers, a pass that takes long, resources that are missing.
+"""Faults of a running server: killed processes, faulty peers, a long pass, missing resources.
 
-The streams must say the same tokens, nobody else may end, and what was killed must be back soon.
+Streams must keep their tokens, no other process may end, and killed processes must return soon.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from benchmarks.injections import (
     unlinked_peers,
     without_descriptors,
 )
-from benchmarks.load import Answer, Ask, HttpTarget, run_streams
+from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
 from benchmarks.recovered import Metrics, drafts_again, routes_again, target_is_ready
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import checked, local_config, tokenize
@@ -40,47 +40,51 @@ from router.planner import MAX_CHUNK_S
 
 NUM_STREAMS = 8
 MAX_PROMPT_LEN = 256
-# Pieces that every stream must have sent before something is killed: all are in full swing then.
+# Pieces per stream before a fault is injected.
 NUM_PIECES = 8
 NUM_SUPERVISORS = 7  # each took one of a member's six threads before
 SLOW_PROMPT_LEN = 400
-SLOW_PASS_S = 120.0  # that the pass would take
-SLOWED_S = 36.0  # of which so much passes; a target that is silent for 30 s is taken for hung
+SLOW_PASS_S = 120.0  # duration of the pass without slowing
+SLOWED_S = 36.0  # time observed of it; a target silent for 30 s counts as hung
 OVERHEARD_S = 1.0
 NO_DESCRIPTORS_S = 1.5
 POLL_S = 0.05
-STATUS_AGE_S = 1.5  # the API answers with a status of up to a second ago
+STATUS_AGE_S = 1.5  # the API's status is up to a second old
 DEADLINE_S = 300.0
 
 
 class FaultBenchFailed(OutriderError):
-    """What was to be measured did not happen."""
+    """A measurement was not possible."""
 
 
 def run(options: BenchOptions) -> BenchResult:
-    """Figures: ``identical_fraction``, over all streams whose target was not killed; ``num_lost``, processes that ended and
-    were not killed; ``max_gap_s`` and ``recovery_s`` of a killed drafter; ``router.*``, of a router that is killed while the
-    state folder is locked; ``unsound.num_unlinked`` of two faulty peers; ``supervisor.num_killed``; ``slow_pass.ttft_s``;
-    ``target.clear_error_fraction``; ``target_recovery_s``, from the kill to the first new answer, for which the new process
-    computed ``target.start_cpu_s`` on all its threads together; ``handshake.secret_overheard``.
+    """Figures:
 
-    In fp32, where a batch of another shape does not flip a token, and with half of the streams sampled (T = 0.8).
+    - ``identical_fraction``, over the streams whose target was not killed;
+    - ``num_lost``: processes that ended without being killed;
+    - ``max_gap_s`` and ``recovery_s`` of a killed drafter;
+    - ``router.*``: of a router killed while the state folder is locked;
+    - ``unsound.num_unlinked`` of two faulty peers; ``supervisor.num_killed``; ``slow_pass.ttft_s``;
+    - ``target.clear_error_fraction``; ``target_recovery_s``, from the kill to the first new answer, and
+      ``target.start_cpu_s``, the processor time of the new process until then; ``handshake.secret_overheard``.
+
+    Runs in fp32, where batch shape flips no token, with half of the streams sampled (T = 0.8).
     """
     num_tokens = 96 if options.quick else 192
     folder = ensure_model(options.model)
     prompts = asyncio.run(tokenize(folder, options.prompts, NUM_STREAMS))
     asks = [
-        Ask(f"stream-{i}", prompt[-MAX_PROMPT_LEN:], num_tokens, temperature=0.8 * (i % 2), seed=1000 + i)
+        LoadRequest(f"stream-{i}", prompt[-MAX_PROMPT_LEN:], num_tokens, temperature=0.8 * (i % 2), seed=1000 + i)
         for i, prompt in enumerate(prompts)
     ]
     with tempfile.TemporaryDirectory(prefix="outrider-faults-") as temporary:
         config = with_files(pinned(local_config(options.model)), Path(temporary))
         with ServerProcess(config) as server:
-            return _result(_Bench(server, folder).all_faults(asks))
+            return _result(_FaultBench(server, folder).all_faults(asks))
 
 
 def with_files(config: Config, folder: Path) -> Config:
-    """With a secret that is known here, and state of its own."""
+    """With a known secret and its own state."""
     token_file = folder / "token"
     token_file.write_text(secrets.token_hex(32), encoding="utf-8")
     cluster = config.cluster.model_copy(update={"token_file": token_file, "state": FileStateConfig(folder=folder / "state")})
@@ -88,7 +92,7 @@ def with_files(config: Config, folder: Path) -> Config:
 
 
 def pinned(config: Config) -> Config:
-    """One drafter with a process of its own, which every request is sent to: whoever is killed was drafting."""
+    """One drafter in its own process, which all requests use: a kill always hits the active drafter."""
     drafter = next(drafter for drafter in config.drafters if not drafter.is_companion)
     return config.model_copy(
         update={
@@ -104,12 +108,12 @@ class Disturbed:
     """A run in which a process was killed. Times are monotonic."""
 
     killed_s: float
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[TimedAnswer] = field(default_factory=list)
     recovery_s: float = 0.0
 
     @property
     def max_gap_s(self) -> float:
-        """The longest time between two pieces of a stream of which the second came after the kill."""
+        """Longest time between consecutive pieces of a stream, the second of which came after the kill."""
         gaps_s = [
             later - earlier
             for answer in self.answers
@@ -120,23 +124,23 @@ class Disturbed:
             raise FaultBenchFailed("every stream had ended before the kill: ask for more tokens")
         return max(gaps_s)
 
-    def identical_fraction(self, plain: Sequence[Answer]) -> float:
+    def identical_fraction(self, plain: Sequence[TimedAnswer]) -> float:
         pairs = list(zip(plain, self.answers, strict=True))
         same = sum(a.error is None and a.text == b.text and a.num_tokens == b.num_tokens for a, b in pairs)
         return same / len(pairs)
 
     @property
     def clear_error_fraction(self) -> float:
-        """Of the streams that were under way: how many ended with an error that says what to do."""
+        """Share of the open streams that ended with an error that says what to do."""
         cut_off = [answer for answer in self.answers if answer.error is not None]
         return sum("again" in (answer.error or "") for answer in cut_off) / len(cut_off) if cut_off else 0.0
 
 
 @dataclass(slots=True)
 class FaultOutcome:
-    """Of a whole bench."""
+    """Results of the whole benchmark."""
 
-    plain: list[Answer]
+    plain: list[TimedAnswer]
     drafter: Disturbed
     unsound: Disturbed
     router: Disturbed
@@ -152,7 +156,7 @@ class FaultOutcome:
     target_start_cpu_s: float
 
 
-class _Bench:
+class _FaultBench:
     def __init__(self, server: ServerProcess, model_folder: Path) -> None:
         self._server = server
         self._model_folder = model_folder
@@ -163,7 +167,7 @@ class _Bench:
         self._killed: set[psutil.Process] = set()
         self._lost: list[str] = []
 
-    def all_faults(self, asks: Sequence[Ask]) -> FaultOutcome:
+    def all_faults(self, asks: Sequence[LoadRequest]) -> FaultOutcome:
         config = self._server.config
         assert isinstance(config.cluster.state, FileStateConfig)
         assert config.cluster.token_file is not None
@@ -202,7 +206,7 @@ class _Bench:
 
     @contextmanager
     def _phase(self, what: str) -> Iterator[None]:
-        """Notes which processes ended in it that were not killed."""
+        """Records processes that ended in this phase without being killed."""
         self._console.print(f"faults: {what}", highlight=False)
         before = running(self._server)
         yield
@@ -217,7 +221,7 @@ class _Bench:
         return processes[0]
 
     def _kill_supervisors(self) -> None:
-        """Each as soon as the one before it is replaced and answers."""
+        """Kills each supervisor as soon as its predecessor's replacement answers."""
         for _ in range(NUM_SUPERVISORS):
             killed_s, killed = time.monotonic(), self._kill("PoolSupervisor")
             while not (self._is_replaced(killed) and time.monotonic() > killed_s + STATUS_AGE_S and self._all_ready()):
@@ -241,7 +245,7 @@ class _Bench:
         return bool(members) and all(member["state"] == "ready" for member in members)
 
     def _state_notes(self) -> list[str]:
-        """What the status says, as soon as the new router has looked for what was learned."""
+        """The status notes once the new router has tried to load its snapshot."""
         until_s = time.monotonic() + DEADLINE_S
         with self._server.client() as client:
             while not (notes := client.get("/v1/outrider/status").json()["notes"]) and time.monotonic() < until_s:
@@ -249,7 +253,7 @@ class _Bench:
         return list(notes)
 
     def _kill_target(self, address: str) -> bytes:
-        """What dials it meanwhile is overheard, then has no descriptor for a while."""
+        """Meanwhile records what peers send to its address, and takes file descriptors away for a while."""
         (api,) = self._server.workers("ServeReplica")
         (drafter,) = self._server.workers("DrafterActor")
         self._kill("TargetActor")
@@ -259,26 +263,26 @@ class _Bench:
         return heard
 
     async def _slow_pass(self) -> float:
-        """The time to the first token of a prompt whose pass is slowed down. Raises FaultBenchFailed if none came."""
+        """Time to first token of a prompt whose pass is slowed down. Raises FaultBenchFailed if none came."""
         (target,) = self._server.workers("TargetActor")
         first, second = (tuple((7 * i + salt) % 2000 + 1000 for i in range(SLOW_PROMPT_LEN)) for salt in (1, 5))
-        usual = checked([await self._target.ask(Ask("usual", first, 1))])[0]
-        slow = asyncio.create_task(self._target.ask(Ask("slow", second, 1)))
+        usual = checked([await self._target.ask(LoadRequest("usual", first, 1))])[0]
+        slow = asyncio.create_task(self._target.ask(LoadRequest("slow", second, 1)))
         with slowed(target, SLOW_PASS_S / min(usual.ttft_s, MAX_CHUNK_S)):
             await asyncio.wait({slow}, timeout=SLOWED_S)
         return checked([await slow])[0].ttft_s
 
-    async def undisturbed(self, asks: Sequence[Ask]) -> list[Answer]:
+    async def undisturbed(self, asks: Sequence[LoadRequest]) -> list[TimedAnswer]:
         return checked(await run_streams(self._target.ask, asks, NUM_STREAMS))
 
     async def disturbed(
-        self, asks: Sequence[Ask], injure: Callable[[], object], recovered: Callable[[Metrics], bool]
+        self, asks: Sequence[LoadRequest], injure: Callable[[], object], recovered: Callable[[Metrics], bool]
     ) -> Disturbed:
-        """Streams; the injury, once all of them flow; and the wait until ``recovered``, for which further requests run."""
+        """Runs streams, injects the fault once all of them flow, and sends further requests until ``recovered``."""
         async with self._http() as client, asyncio.timeout(DEADLINE_S):
             flowing = {ask.id: asyncio.Event() for ask in asks}
 
-            def ask_one(ask: Ask) -> Awaitable[Answer]:
+            def ask_one(ask: LoadRequest) -> Awaitable[TimedAnswer]:
                 flows = flowing[ask.id]
                 return self._target.ask(ask, lambda number: flows.set() if number >= NUM_PIECES else None)
 
@@ -298,18 +302,18 @@ class _Bench:
                     await load
             return outcome
 
-    async def until_answered(self, ask: Ask) -> None:
+    async def until_answered(self, ask: LoadRequest) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while (await self._target.ask(ask)).error is not None:  # noqa: ASYNC110 - HTTP has no event for it
                 await asyncio.sleep(POLL_S)
 
-    async def _further_requests(self, asks: Sequence[Ask], after: asyncio.Task[list[Answer]]) -> None:
-        """One after the other, so that there is something to draft for. Not before the streams have ended: reading their
-        prompts would tear gaps into those."""
+    async def _further_requests(self, asks: Sequence[LoadRequest], after: asyncio.Task[list[TimedAnswer]]) -> None:
+        """Sends requests one by one, so that there is drafting. Starts after the streams, whose gaps their prefill would
+        widen."""
         await asyncio.wait({after})
         while True:
             for ask in asks:
-                await self._target.ask(Ask("further", ask.prompt_token_ids, 32))
+                await self._target.ask(LoadRequest("further", ask.prompt_token_ids, 32))
                 await asyncio.sleep(POLL_S)
 
     async def _metrics(self, client: httpx.AsyncClient) -> Metrics:

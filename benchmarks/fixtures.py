@@ -1,4 +1,4 @@
-"""Targets, recorded answers and fresh drafters: what the comparison of drafters is made with."""
+"""Targets, recorded answers and fresh drafters for comparing drafters."""
 
 import asyncio
 import random
@@ -27,14 +27,14 @@ from engine.threads import in_own_thread
 from profiler.online_cost import OnlineCost
 
 MAX_PROMPT_LEN = 1024
-MAX_BATCH = 32  # recorded or held at once
+MAX_BATCH = 32  # answers recorded or held at once
 MAX_PASS_TOKENS = 512
 
 
 class Fixtures:
-    """Loads the model once, in bf16 as it is served.
+    """Loads the model once, in bf16 as served.
 
-    ``plain`` is the target alone; ``target`` keeps the hidden states that some of ``drafters`` read.
+    ``plain`` is the target alone; ``target`` also keeps the hidden states that some of ``drafters`` read.
     """
 
     def __init__(self, model: str, drafters: Sequence[DrafterConfig], max_new_tokens: int) -> None:
@@ -49,23 +49,23 @@ class Fixtures:
         self.plain = self._make_plain()
         layers = feature_layers(drafters)
         self.target = NativeTarget(network, limits, feature_layers=layers) if layers else self.plain
-        self.cost = OnlineCost(measure_cost(self.plain))  # as a served target corrects it
+        self.cost = OnlineCost(measure_cost(self.plain))  # corrected online, as when serving
         self._max_new_tokens = max_new_tokens
 
     @cached_property
-    def rival(self) -> NativeTarget:
-        """The target alone once more, for two that serve the same requests side by side."""
+    def baseline(self) -> NativeTarget:
+        """Another target without drafters, to serve the same requests in turn."""
         return in_own_thread(self._make_plain)
 
     def make(self, drafter: DrafterConfig, clock: Callable[[], float] | None = None) -> Drafter:
-        """A new one each time, for most of them learn: nobody shall know an answer from having seen it before."""
+        """A new drafter each time: most learn, and none may have seen an answer before."""
         host = Host(self.target, self._folder) if drafter.is_companion else None
         return in_own_thread(lambda: make_drafter(drafter, self.info, host, clock))
 
     def cache_prompts(self, engine: NativeTarget, requests: Sequence[Request]) -> None:
-        """When one of ``requests`` comes to ``engine``, at most a block of its prompt is computed.
+        """Caches the prompts of ``requests`` in ``engine``, so that it later computes at most one block of each.
 
-        Unless too much else has come meanwhile: the cache holds MAX_BATCH requests of the largest length.
+        The cache holds MAX_BATCH requests of the maximum length; more evict them.
         """
         asked = [replace(r, id=f"{r.id}/cached", sampling=replace(r.sampling, max_tokens=1)) for r in requests]
         in_own_thread(lambda: list(generate(engine, self.info, self.cost, asked, MAX_BATCH)))
@@ -73,8 +73,8 @@ class Fixtures:
     def record(
         self, prompts: Sequence[BenchPrompt], temperatures: Sequence[float]
     ) -> Iterator[Mapping[float, Sequence[Recording]]]:
-        """The target's answers by temperature, MAX_BATCH prompts at a time, in an order in which the domains are mixed, the
-        same one every time. Of the answers at hand the target's cache still has most, so that holding them costs little."""
+        """The target's answers by temperature, MAX_BATCH prompts at a time, in a fixed order that mixes domains. The
+        target's cache still holds most of the yielded answers, so ``holding`` them is cheap."""
         encoded = self._encode(prompts)
         mixed = random.Random(0).sample(range(len(prompts)), len(prompts))
         for start in range(0, len(mixed), MAX_BATCH):
@@ -84,7 +84,7 @@ class Fixtures:
             outputs = {r.id: tokens for r, tokens in generate(self.target, self.info, self.cost, requests, MAX_BATCH)}
             yield {
                 t: [
-                    # Replayed requests are known to drafters by the names that a loop gives them: link number and request.
+                    # Drafters know replayed requests by a loop's keys: link number and request.
                     Recording(f"0/{r.id}", prompts[i].domain, r.prompt_token_ids, outputs[r.id], r.sampling)
                     for temperature, i, r in asked
                     if temperature == t
@@ -94,7 +94,7 @@ class Fixtures:
 
     @contextmanager
     def holding(self, recordings: Sequence[Recording]) -> Iterator[None]:
-        """The target holds the hidden states of whole answers, at most MAX_BATCH, for drafters that read them."""
+        """Computes the hidden states of whole answers, at most MAX_BATCH, for drafters that read them."""
         held = recordings if self.target.feature_layers else ()
         for recording in held:
             self._hold(recording)

@@ -1,4 +1,4 @@
-"""One model in fp32, its requests, and clusters in one process that run them, again and again under other circumstances."""
+"""A model in fp32, its requests, and in-process clusters that run them under varying conditions."""
 
 import asyncio
 import threading
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
-from benchmarks.fault_injection import Midway, every_second
+from benchmarks.fault_injection import MidRequest, every_second
 from cluster.config import DrafterConfig
 from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
 from deploy.api.tokenizer import Tokenizer
@@ -24,10 +24,10 @@ from router.planner import Planner, PlannerSettings, StepPlanner
 
 TEMPERATURES = (0.0, 0.8)
 DRAFT_LEN = 5
-MAX_TEXT_TOKENS = 2**17  # of a prompt before it is cut
+MAX_TEXT_TOKENS = 2**17  # before a prompt is cut
 MAX_PROMPT_LEN = 1024
 BLOCK_LEN = 16
-MAX_PASS_TOKENS = 2048  # so large that all requests run before the first is half done
+MAX_PASS_TOKENS = 2048  # large enough that all requests run before the first is half done
 MAX_KV_CACHE_TOKENS = 32768
 NUM_TOP_LOGPROBS = 20
 DEADLINE_S = 60.0
@@ -39,12 +39,12 @@ PRECIOUS_PASSES = TableCost((1,), (100 * DEADLINE_S,))
 
 
 @dataclass(frozen=True, slots=True)
-class Circumstances:
+class RunConditions:
     """How requests are run. ``kill`` and ``preempt`` happen once, when the first request is half done.
 
-    ``pool`` makes the drafters; requests are dealt out to them in turn. The drafter ``kill`` is killed, and another started
-    in its place by ``successor``. ``preempt``: half of the batch gives up its cache and is recomputed.
-    ``companions`` belong to the pool, and are made anew beside the target of the run.
+    ``pool`` makes the drafters, among which requests are distributed in turn. ``kill``: this drafter is killed and
+    replaced by ``successor``. ``preempt``: half of the batch loses its cache and is recomputed. ``companions`` belong
+    to the pool and are made anew beside the target of each run.
     """
 
     pool: Callable[[], Mapping[str, Drafter]] = dict
@@ -58,12 +58,12 @@ class Circumstances:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    completions: list[Completion]  # in the order of the requests
-    as_meant: bool  # drafts were verified where there are drafters, and what was to happen midway did
+    completions: list[Completion]  # in request order
+    as_intended: bool  # drafts were verified if there are drafters, and the fault occurred
 
 
 class Harness:
-    """Loads the model once. Requests are every prompt at every temperature, with a seed of its own."""
+    """Loads the model once. Requests are all prompts at all temperatures, each with its own seed."""
 
     def __init__(self, model: str, prompts: Sequence[str], max_tokens: int) -> None:
         self._folder = folder = ensure_model(model)
@@ -87,8 +87,8 @@ class Harness:
     def make(self, config: DrafterConfig) -> Drafter:
         return make_drafter(config, self._info)
 
-    def run(self, circumstances: Circumstances) -> Run:
-        """Raises what the target or the streams raise."""
+    def run(self, circumstances: RunConditions) -> Run:
+        """Raises errors of the target and the streams."""
         engine = self._engine(circumstances)
         capacity = len(self.requests)
         pool = {name: PoolEntry(drafter, DRAFT_LEN, capacity=capacity) for name, drafter in circumstances.pool().items()}
@@ -100,9 +100,9 @@ class Harness:
         half_done = threading.Event()
         planner: Planner = StepPlanner(PATIENT)
         if circumstances.preempt:
-            planner = Midway(planner, self._max_tokens // 2, every_second)
+            planner = MidRequest(planner, self._max_tokens // 2, every_second)
         elif circumstances.kill is not None:
-            planner = Midway(planner, self._max_tokens // 2, _setting(half_done))
+            planner = MidRequest(planner, self._max_tokens // 2, _setting(half_done))
         with (
             EmbeddedCluster(engine, self._info, PRECIOUS_PASSES, pool, planner, table) as cluster,
             _killer(cluster, circumstances, capacity, half_done),
@@ -112,14 +112,14 @@ class Harness:
         engine.check_integrity()
         for entry in pool.values():
             entry.drafter.check_integrity()
-        as_meant = not pool or any(completion.num_proposed for completion in completions)
-        if isinstance(planner, Midway):
-            as_meant = as_meant and planner.has_happened
+        as_intended = not pool or any(completion.num_proposed for completion in completions)
+        if isinstance(planner, MidRequest):
+            as_intended = as_intended and planner.has_happened
         if circumstances.preempt:
-            as_meant = as_meant and num_preempted >= len(self.requests) // 4  # some had ended
-        return Run(completions, as_meant)
+            as_intended = as_intended and num_preempted >= len(self.requests) // 4  # some had ended
+        return Run(completions, as_intended)
 
-    def _engine(self, circumstances: Circumstances) -> NativeTarget:
+    def _engine(self, circumstances: RunConditions) -> NativeTarget:
         wanted = sum(len(request.prompt_token_ids) + self._max_tokens + BLOCK_LEN for request in self.requests)
         limits = NativeLimits(
             num_blocks=max(self._info.max_model_len, min(wanted, MAX_KV_CACHE_TOKENS)) // BLOCK_LEN + 1,
@@ -144,9 +144,9 @@ def _encode(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
 
 @contextmanager
 def _killer(
-    cluster: EmbeddedCluster, circumstances: Circumstances, capacity: int, half_done: threading.Event
+    cluster: EmbeddedCluster, circumstances: RunConditions, capacity: int, half_done: threading.Event
 ) -> Iterator[None]:
-    """Kills the drafter from a thread of its own when the event comes, and starts its successor."""
+    """Kills the drafter on another thread at the event, and starts its successor."""
     name, successor = circumstances.kill, circumstances.successor
     if name is None or successor is None:
         yield
@@ -167,7 +167,7 @@ def _killer(
 
 
 def _setting(event: threading.Event) -> Callable[[Sequence[SequenceView]], Sequence[SequenceView]]:
-    """Preempts nobody; sets ``event``."""
+    """A hook that preempts nothing and sets ``event``."""
 
     def preempted(_: Sequence[SequenceView]) -> Sequence[SequenceView]:
         event.set()

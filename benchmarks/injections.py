@@ -1,4 +1,4 @@
-"""What is done to the processes of a running server, by ``outrider bench faults``: from outside, with no help of theirs."""
+"""Faults that ``outrider bench faults`` injects into the processes of a running server, from outside."""
 
 import fcntl
 import resource
@@ -22,19 +22,19 @@ from engine.models.config import load_config
 from engine.models.tokenizer import fingerprint
 
 ACTORS = ("TargetActor", "DrafterActor", "RouterActor", "PoolSupervisor", "ServeReplica")
-NUM_UNSOUND = 400  # messages that a faulty peer sends at most: its link is closed before
+NUM_UNSOUND = 400  # maximum per faulty peer; its link is closed before
 UNLINK_S = 30.0
 SLOW_PERIOD_S = 0.5
 SOCKET_POLL_S = 0.01
 
 
 def running(server: ServerProcess) -> dict[str, set[psutil.Process]]:
-    """The server's processes, by actor class."""
+    """The server's processes by actor class."""
     return {actor: set(server.workers(actor)) for actor in ACTORS}
 
 
 def lost(before: dict[str, set[psutil.Process]], killed: set[psutil.Process]) -> list[str]:
-    """Processes of ``before`` that have ended and were not killed on purpose."""
+    """Processes of ``before`` that ended without being killed."""
     return [
         f"{actor} {process.pid}"
         for actor, processes in before.items()
@@ -44,14 +44,14 @@ def lost(before: dict[str, set[psutil.Process]], killed: set[psutil.Process]) ->
 
 
 def target_address(server: ServerProcess) -> str:
-    """Where the target listens: its only unix socket of that name."""
+    """The target's address: the only unix socket of that name."""
     (target,) = server.workers("TargetActor")
     paths = {str(connection.laddr) for connection in target.net_connections("unix") if connection.laddr}
     return next(f"unix://{path}" for path in sorted(paths) if path.endswith("target-0.sock"))
 
 
 def unlinked_peers(server: ServerProcess, model_folder: Path, secret: str) -> int:
-    """A drafter and a gateway that send whatever they like. Returns how many of the two the target has unlinked."""
+    """Runs a drafter and a gateway that send invalid messages. Returns how many of the two the target disconnected."""
     address, vocab_size = target_address(server), load_config(model_folder).vocab_size
     num_unlinked = 0
     for role in (Role.DRAFTER, Role.GATEWAY):
@@ -78,7 +78,7 @@ def unlinked_peers(server: ServerProcess, model_folder: Path, secret: str) -> in
 
 @contextmanager
 def locked_state(folder: Path) -> Iterator[None]:
-    """Nobody else can write to a state folder meanwhile."""
+    """Prevents other writes to a state folder."""
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -86,7 +86,7 @@ def locked_state(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def without_descriptors(process: psutil.Process) -> Iterator[None]:
-    """A process can open nothing more meanwhile: no file, no socket."""
+    """Prevents a process from opening files and sockets."""
     soft, hard = process.rlimit(resource.RLIMIT_NOFILE)
     process.rlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
@@ -97,7 +97,7 @@ def without_descriptors(process: psutil.Process) -> Iterator[None]:
 
 @contextmanager
 def slowed(process: psutil.Process, factor: float) -> Iterator[None]:
-    """A process runs only for a share of the time meanwhile, as on a machine that is slower by ``factor``."""
+    """Suspends a process for part of the time, as on a machine slower by ``factor``."""
     ended = threading.Event()
 
     def hinder() -> None:
@@ -117,7 +117,7 @@ def slowed(process: psutil.Process, factor: float) -> Iterator[None]:
 
 
 def overheard(address: str, seconds: float) -> bytes:
-    """What those say that dial an address whose owner has just died: somebody else listens there for a while."""
+    """Listens at the address of a process that has just died, and returns what its peers send."""
     path, heard = Path(address.removeprefix("unix://")), bytearray()
     until_s = time.monotonic() + seconds
     path.unlink(missing_ok=True)
@@ -138,7 +138,7 @@ def overheard(address: str, seconds: float) -> bytes:
 
 
 def is_refused(address: str, model_folder: Path) -> bool:
-    """Whether a target turns away who does not know the secret."""
+    """Whether a target refuses a peer that does not know the secret."""
     hello = Hello(Role.DRAFTER, "stranger", load_config(model_folder).vocab_size, fingerprint(model_folder), "a guess")
     try:
         connect(address, Mailbox(), hello).close()

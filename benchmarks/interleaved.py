@@ -1,4 +1,4 @@
-"""Requests served by a target and a drafter in turns with others, and the seconds that they took of their own."""
+"""Runs that share a machine in turns, and the seconds that each used."""
 
 from collections.abc import Sequence
 from concurrent.futures import wait
@@ -15,11 +15,11 @@ from drafters.session import key_of
 from router.planner import StepPlanner
 
 DRAFT_LEN = 7
-TURN_S = 0.5  # some passes of a large batch; and much less than bursts of other tenants, of some ten seconds
+TURN_S = 0.5  # several passes of a large batch, and shorter than bursts of noise
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Throughput:
     """Decoded tokens, and the seconds that they took."""
 
     num_tokens: int
@@ -34,77 +34,77 @@ class Pace:
         return self.num_tokens / self.seconds
 
 
-class Lane(Protocol):
-    """Requests that are served while it has its turn."""
+class Interleaved(Protocol):
+    """A run that proceeds only in its turns."""
 
     @property
     def has_ended(self) -> bool:
-        """Raises what ended it, if that was an error."""
+        """Raises the error that ended it."""
 
     @property
-    def num_told(self) -> int:
-        """Tokens of the answers that are measured."""
+    def num_tokens_done(self) -> int:
+        """Tokens so far of the measured answers."""
 
     def take_turn(self, turn_s: float) -> None:
-        """Serves for so long, or until all has ended.
+        """Runs for ``turn_s``, or until its end.
 
         Raises:
             RuntimeError: it has failed.
         """
 
-    def give_up(self) -> None:
-        """Serves nobody any more, who waits for it hears so."""
+    def abort(self) -> None:
+        """Ends the run and its requests."""
 
 
-def side_by_side(lanes: Sequence[Lane]) -> None:
-    """Until all have ended. The machine is one's at a time, for TURN_S, and next is always the one that has told fewest
-    tokens: they come to the same places of their answers at about the same time, and meet there what else the machine does.
+def run_interleaved(runs: Sequence[Interleaved]) -> None:
+    """Runs all to their ends, one at a time for TURN_S. The next is always the one with the fewest tokens, so that all
+    reach the same part of their answers at about the same time, and see the same noise.
 
     Raises:
-        OutriderError, RuntimeError: one has failed; then all give up.
+        OutriderError, RuntimeError: one has failed; then all are aborted.
     """
     try:
-        while under_way := [one for one in lanes if not one.has_ended]:
-            min(under_way, key=lambda one: one.num_told).take_turn(TURN_S)
+        while under_way := [one for one in runs if not one.has_ended]:
+            min(under_way, key=lambda one: one.num_tokens_done).take_turn(TURN_S)
     except BaseException:
-        for one in lanes:
-            one.give_up()
+        for one in runs:
+            one.abort()
         raise
 
 
 class Served:
-    """A target with one drafter, or none, in a cluster that rests between turns.
+    """A target with one drafter or none, in a cluster that is paused between turns.
 
-    The drafter runs on the target's thread, so both have the machine to themselves in turn. The target keeps its hidden
-    states where the drafter reads them, and is the plain one for all others. Without a drafter it is their rival.
+    The drafter runs on the target's thread, so both have the machine to themselves in their turn. Only drafters that
+    read hidden states get a target that keeps them. Without a drafter it is the baseline.
     """
 
-    def __init__(self, stable: Fixtures, config: DrafterConfig | None, batch: int) -> None:
+    def __init__(self, fixtures: Fixtures, config: DrafterConfig | None, batch: int) -> None:
         self.batch = batch
         self.drafter: Drafter | None = None
         clock = StoppableClock()
         pool: dict[str, PoolEntry] = {}
         if config is None:
-            self.engine = stable.rival
+            self.engine = fixtures.baseline
         else:
-            self.engine = stable.target if config.is_companion else stable.plain
-            self.drafter = stable.make(config, clock)
+            self.engine = fixtures.target if config.is_companion else fixtures.plain
+            self.drafter = fixtures.make(config, clock)
             pool = {"drafter": PoolEntry(self.drafter, DRAFT_LEN, capacity=batch, companion=True)}
         table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))
-        self.cluster = EmbeddedCluster(self.engine, stable.info, stable.cost, pool, StepPlanner(), table, clock)
+        self.cluster = EmbeddedCluster(self.engine, fixtures.info, fixtures.cost, pool, StepPlanner(), table, clock)
         self.cluster.pause()
 
-    def begin(self, requests: Sequence[Request], num_measured: int) -> "ServedLane":
-        """``requests`` in order, until the first ``num_measured`` have ended."""
-        return ServedLane(self, requests, num_measured, self.cluster.begin(requests, self.batch, num_measured))
+    def begin(self, requests: Sequence[Request], num_measured: int) -> "InterleavedServer":
+        """Starts ``requests`` in order; the run ends with the first ``num_measured``."""
+        return InterleavedServer(self, requests, num_measured, self.cluster.begin(requests, self.batch, num_measured))
 
     def close(self) -> None:
         self.cluster.close()
 
 
 @dataclass(frozen=True, slots=True)
-class ServedLane:
-    """``Lane`` of one who serves; it has one at a time, until its ``end``."""
+class InterleavedServer:
+    """An ``Interleaved`` run of a ``Served``, which has one at a time."""
 
     served: Served
     requests: Sequence[Request]
@@ -118,7 +118,7 @@ class ServedLane:
         return self.completing.ended.done()
 
     @property
-    def num_told(self) -> int:
+    def num_tokens_done(self) -> int:
         return sum(len(completion.token_ids) for completion in self.completing.completions[: self.num_measured])
 
     def take_turn(self, turn_s: float) -> None:
@@ -126,14 +126,14 @@ class ServedLane:
         wait([self.completing.ended], turn_s)
         self.served.cluster.pause()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         self.served.cluster.hang_up()
 
-    def end(self) -> Pace | None:
-        """None: nobody was decoding.
+    def end(self) -> Throughput | None:
+        """The throughput; None if nothing was decoded.
 
         Raises:
-            GenerationFailed: one of those measured failed, or the drafter did and was left out.
+            GenerationFailed: a measured request failed, or the drafter failed and was removed.
         """
         completions = self.completing.completions
         self.served.cluster.abort()
@@ -144,16 +144,16 @@ class ServedLane:
         if self.served.drafter is not None:
             if "drafter" not in dict(self.served.cluster.loop.status().followed):
                 raise GenerationFailed("the drafter failed; its error is in the log")
-            for request in self.requests:  # the last word of the target may not have come before its end
+            for request in self.requests:  # the target's release may not have arrived
                 self.served.drafter.release(key_of(0, request.id))
-        return pace_of(completions, self.served.batch, self.num_measured)
+        return throughput_of(completions, self.served.batch, self.num_measured)
 
 
-def pace_of(completions: Sequence[Completion], num_alive: int, num_measured: int) -> Pace | None:
-    """Tokens, and the seconds in which they were committed: from when the first ``num_alive`` all have their first token
-    until the last of the first ``num_measured`` ends, whoever decodes then. None where nobody did.
+def throughput_of(completions: Sequence[Completion], num_alive: int, num_measured: int) -> Throughput | None:
+    """Tokens of all requests, and the time in which they were committed: from when the first ``num_alive`` all have their
+    first token until the first ``num_measured`` have ended. None if that is empty.
 
-    Commits of one pass arrive one after another, so a few of the last pass may be left out, of thousands.
+    Commits of one pass arrive one after another, so a few of the last pass may be missing, of thousands.
     """
     measured = completions[:num_measured]
     start_s = max((completion.arrived_s[0] for completion in measured[:num_alive]), default=0.0)
@@ -161,4 +161,4 @@ def pace_of(completions: Sequence[Completion], num_alive: int, num_measured: int
     if end_s <= start_s:
         return None
     commits = [pair for c in completions for pair in zip(c.arrived_s, c.commits, strict=True)]
-    return Pace(sum(len(commit.token_ids) for at_s, commit in commits if start_s < at_s <= end_s), end_s - start_s)
+    return Throughput(sum(len(commit.token_ids) for at_s, commit in commits if start_s < at_s <= end_s), end_s - start_s)

@@ -1,7 +1,7 @@
-"""The same tokens, whatever is drafted, by whom, how much of it, and whatever happens to drafters and batches meanwhile.
+"""Equal tokens under any drafting, and under faults of drafters and batches.
 
-Every prompt runs at temperature 0 and at 0.8 with a seed, in fp32: once plainly, and once in each scenario. Each run of a
-scenario is held against the plain one, token by token (DESIGN idea 1).
+Every prompt runs at temperature 0 and at 0.8 with a seed, in fp32: once without drafters, and once in each scenario,
+which is compared with the former token by token.
 """
 
 import random
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from benchmarks.comparison import TIE_MARGIN, Comparison, Verdict, compare
-from benchmarks.fault_injection import Cut, before_disliked_token
-from benchmarks.harness import Circumstances, Harness, Run
+from benchmarks.comparison import TIE_MARGIN, RunComparison, Verdict, compare
+from benchmarks.fault_injection import TruncatedDrafter, truncate_by_content
+from benchmarks.harness import Harness, Run, RunConditions
 from benchmarks.pool import pool as comparable
 from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
@@ -32,12 +32,12 @@ SELF = "itself"
 
 
 @dataclass(frozen=True, slots=True)
-class ArmOutcome:
-    """What a scenario came to, one comparison for each request."""
+class ScenarioOutcome:
+    """Results of a scenario, one comparison per request."""
 
     scenario: str
     run: Run
-    comparisons: list[Comparison]
+    comparisons: list[RunComparison]
     seconds: float
 
     def count(self, verdict: Verdict) -> int:
@@ -53,23 +53,23 @@ class ArmOutcome:
 
     @property
     def acceptance_before_end(self) -> float:
-        """Over the rounds after which a sequence went on: drafts that lie beyond its end say nothing."""
+        """Over rounds after which a sequence continued: drafts beyond its end are no evidence."""
         commits = [c for completion in self.run.completions for c in completion.commits if c.finish is None]
         return sum(c.num_accepted for c in commits) / max(1, sum(c.num_proposed for c in commits))
 
     def row(self) -> tuple[Cell, ...]:
         verdicts = (self.count(verdict) for verdict in Verdict)
-        done = "yes" if self.run.as_meant else "NO"
+        done = "yes" if self.run.as_intended else "NO"
         return (self.scenario, *verdicts, self.num_proposed, self.num_accepted, done, round(self.seconds, 1))
 
 
 def run(options: BenchOptions) -> BenchResult:
-    """Figures: ``identical_fraction``, ``tie_fraction``, ``self_draft_acceptance``, and ``as_meant_fraction``: in how many
-    scenarios drafts were verified and the accident happened, for otherwise they show nothing."""
+    """Figures: ``identical_fraction``, ``tie_fraction``, ``self_draft_acceptance``, and ``as_meant_fraction``: the share
+    of scenarios in which drafts were verified and the fault occurred, without which they show nothing."""
     num_prompts, num_tokens = (NUM_PROMPTS_QUICK, NUM_TOKENS_QUICK) if options.quick else (NUM_PROMPTS, NUM_TOKENS)
     rig = Harness(options.model, [p.text for p in choose_prompts(options.prompts, num_prompts)], num_tokens)
     console = Console(stderr=True)
-    plain = rig.run(Circumstances(prefix_cache=False))
+    plain = rig.run(RunConditions(prefix_cache=False))
     outcomes = []
     for name, circumstances in scenarios(rig, options.model).items():
         console.print(f"invariance: {name}", highlight=False)
@@ -77,21 +77,21 @@ def run(options: BenchOptions) -> BenchResult:
         ran = rig.run(circumstances)
         seconds = time.monotonic() - start_s
         pairs = zip(rig.requests, plain.completions, ran.completions, strict=True)
-        outcomes.append(ArmOutcome(name, ran, [compare(r, a.commits, b.commits) for r, a, b in pairs], seconds))
+        outcomes.append(ScenarioOutcome(name, ran, [compare(r, a.commits, b.commits) for r, a, b in pairs], seconds))
     return result(rig.requests, outcomes)
 
 
-def scenarios(rig: Harness, model: str) -> Mapping[str, Circumstances]:
-    """Circumstances by name: every drafter of the default pool and every shipped one alone, then faults.
+def scenarios(rig: Harness, model: str) -> Mapping[str, RunConditions]:
+    """Conditions by name: every drafter of the default pool and every shipped one alone, then faults.
 
-    Faults use drafters whose drafts are mostly right, since dropping a wrong draft shows little.
+    Faults use drafters that are mostly right, since dropping a wrong draft shows little.
     """
     own = DrafterConfig(name=SELF, options=ModelOptions(model=model, dtype="float32", kv_cache_gb=1.0))
     half = DrafterConfig(name="model", options=ModelOptions(model=model, dtype="bfloat16"))
     models: dict[str, Drafter] = {}
 
     def make(config: DrafterConfig) -> Drafter:
-        """Models are loaded once; lookups are made anew, lest they know the answers of the last scenario."""
+        """Loads models once, and makes lookups anew, which would remember the last scenario."""
         if not config.has_model:
             return rig.make(config)
         if config.name not in models:
@@ -102,23 +102,23 @@ def scenarios(rig: Harness, model: str) -> Mapping[str, Circumstances]:
         return lambda: {config.name: make(config) for config in configs}
 
     def cut(num_kept: Callable[[Sequence[int]], int]) -> Callable[[], Mapping[str, Drafter]]:
-        return lambda: {SELF: Cut(make(own), num_kept)}
+        return lambda: {SELF: TruncatedDrafter(make(own), num_kept)}
 
-    def alone(config: DrafterConfig) -> Circumstances:
-        return Circumstances(companions=(config,)) if config.is_companion else Circumstances(pool(config))
+    def alone(config: DrafterConfig) -> RunConditions:
+        return RunConditions(companions=(config,)) if config.is_companion else RunConditions(pool(config))
 
     others = beyond_defaults(model)
     rng = random.Random(0)
     mixed = pool(*DEFAULT_DRAFTERS, half)
     return {
-        "no drafts, small batches": Circumstances(max_num_sequences=SMALL_BATCH),
-        **{config.name: Circumstances(pool(config)) for config in (*DEFAULT_DRAFTERS, half)},
+        "no drafts, small batches": RunConditions(max_num_sequences=SMALL_BATCH),
+        **{config.name: RunConditions(pool(config)) for config in (*DEFAULT_DRAFTERS, half)},
         **{f"pool's {config.name}": alone(config) for config in others},
-        SELF: Circumstances(pool(own)),
-        "random lengths": Circumstances(cut(lambda token_ids: rng.randint(0, len(token_ids)))),
-        "adversary": Circumstances(cut(before_disliked_token)),
-        "drafter killed": Circumstances(mixed, kill=half.name, successor=lambda: rig.make(half)),
-        "half preempted": Circumstances(mixed, prefix_cache=False, preempt=True),
+        SELF: RunConditions(pool(own)),
+        "random lengths": RunConditions(cut(lambda token_ids: rng.randint(0, len(token_ids)))),
+        "adversary": RunConditions(cut(truncate_by_content)),
+        "drafter killed": RunConditions(mixed, kill=half.name, successor=lambda: rig.make(half)),
+        "half preempted": RunConditions(mixed, prefix_cache=False, preempt=True),
         **{
             f"half preempted, {config.name}": replace(alone(config), prefix_cache=False, preempt=True)
             for config in others
@@ -128,11 +128,11 @@ def scenarios(rig: Harness, model: str) -> Mapping[str, Circumstances]:
 
 
 def beyond_defaults(model: str) -> list[DrafterConfig]:
-    """The drafters of `outrider bench drafters` that are not defaults for every model."""
+    """The drafters of `outrider bench drafters` that are not in the default pool."""
     return [config for config in comparable(model) if config not in DEFAULT_DRAFTERS]
 
 
-def result(requests: list[Request], outcomes: list[ArmOutcome]) -> BenchResult:
+def result(requests: list[Request], outcomes: list[ScenarioOutcome]) -> BenchResult:
     num_runs = sum(len(outcome.comparisons) for outcome in outcomes)
     num_ties = sum(outcome.count(Verdict.TIE) for outcome in outcomes)
     num_equal = sum(outcome.count(Verdict.EQUAL) for outcome in outcomes)
@@ -143,7 +143,7 @@ def result(requests: list[Request], outcomes: list[ArmOutcome]) -> BenchResult:
             "identical_fraction": (num_equal + num_ties) / num_runs,
             "tie_fraction": num_ties / num_runs,
             "self_draft_acceptance": own.acceptance_before_end,
-            "as_meant_fraction": sum(outcome.run.as_meant for outcome in outcomes) / len(outcomes),
+            "as_meant_fraction": sum(outcome.run.as_intended for outcome in outcomes) / len(outcomes),
             "num_runs": num_runs,
         },
         tables=(
@@ -157,8 +157,8 @@ def result(requests: list[Request], outcomes: list[ArmOutcome]) -> BenchResult:
     )
 
 
-def _unequal(requests: list[Request], outcomes: Iterable[ArmOutcome]) -> Iterable[str]:
-    """Where runs that are not equal part."""
+def _unequal(requests: list[Request], outcomes: Iterable[ScenarioOutcome]) -> Iterable[str]:
+    """Where differing runs diverge."""
     for outcome in outcomes:
         for request, comparison in zip(requests, outcome.comparisons, strict=True):
             if comparison.verdict is not Verdict.EQUAL:

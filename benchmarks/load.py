@@ -1,4 +1,4 @@
-"""The same requests to the server over HTTP and to a cluster in this process, each answer with the times of its pieces."""
+"""The same requests over HTTP and to an in-process cluster, with the times of each answer's pieces."""
 
 import asyncio
 import json
@@ -16,20 +16,20 @@ REQUEST_DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request, whoever answers it."""
+class LoadRequest:
+    """One request, for either."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     temperature: float = 0.0
     seed: int = 0
-    drafting: str = "auto"  # as of the API; an engine in this process is not told
+    drafting: str = "auto"  # the API's parameter; not used in process
 
 
 @dataclass(slots=True)
-class Answer:
-    """``pieces_s``: when each piece came, seconds after the request was sent. A piece may hold several tokens."""
+class TimedAnswer:
+    """``pieces_s``: arrival of each piece, in seconds after the request was sent. A piece may hold several tokens."""
 
     sent_s: float
     pieces_s: list[float] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None for a single one."""
+        """Time per output token after the first; None for one token."""
         return (self.pieces_s[-1] - self.pieces_s[0]) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
     @property
@@ -53,21 +53,21 @@ class Answer:
         return self.sent_s + (self.pieces_s[-1] if self.pieces_s else 0.0)
 
 
-Asker = Callable[[Ask], Awaitable[Answer]]
+Asker = Callable[[LoadRequest], Awaitable[TimedAnswer]]
 
 
 @dataclass(frozen=True, slots=True)
 class HttpTarget:
-    """Where a server answers, and for which model."""
+    """A server's address and model."""
 
     host: str
     port: int
     model: str
 
-    async def ask(self, ask: Ask, on_piece: Callable[[int], None] = lambda number: None) -> Answer:
-        """A streamed completion. An error, or a stream that breaks off, is noted in the answer. ``on_piece`` is told how
-        many pieces have come."""
-        answer = Answer(time.monotonic())
+    async def ask(self, ask: LoadRequest, on_piece: Callable[[int], None] = lambda number: None) -> TimedAnswer:
+        """A streamed completion. Errors and broken streams are recorded in the answer. ``on_piece`` gets the number of
+        pieces so far."""
+        answer = TimedAnswer(time.monotonic())
         body = {
             "model": self.model,
             "prompt": list(ask.prompt_token_ids),
@@ -95,7 +95,7 @@ class HttpTarget:
 
 
 def _events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The events of a stream, each with the time at which its end came."""
+    """The events of a stream, each with the arrival time of its end."""
     rest = b""
     for came_s, piece in pieces:
         *whole, rest = (rest + piece).split(b"\n\n")
@@ -105,7 +105,7 @@ def _events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, dict
                 yield came_s, json.loads(data)
 
 
-def _take(answer: Answer, came_s: float, event: dict[str, Any]) -> None:
+def _take(answer: TimedAnswer, came_s: float, event: dict[str, Any]) -> None:
     if "error" in event:
         answer.error = str(event["error"].get("message", event["error"]))
         return
@@ -120,9 +120,9 @@ def _take(answer: Answer, came_s: float, event: dict[str, Any]) -> None:
         answer.num_proposed = details["rejected_prediction_tokens"] + details["accepted_prediction_tokens"]
 
 
-async def ask_engine(client: EngineClient, ask: Ask) -> Answer:
-    """The same, straight to an engine in this process."""
-    answer = Answer(time.monotonic())
+async def ask_engine(client: EngineClient, ask: LoadRequest) -> TimedAnswer:
+    """The same request to an in-process engine."""
+    answer = TimedAnswer(time.monotonic())
     sampling = SamplingParams(ask.max_tokens, ask.temperature, seed=ask.seed, ignore_eos=True)
     async for commit in client.generate(Request(ask.id, ask.prompt_token_ids, sampling, time.monotonic())):
         if commit.token_ids:
@@ -134,10 +134,10 @@ async def ask_engine(client: EngineClient, ask: Ask) -> Answer:
     return answer
 
 
-async def run_streams(ask_one: Asker, asks: Sequence[Ask], num_streams: int) -> list[Answer]:
-    """Answers in the order of ``asks``, of which ``num_streams`` are under way at a time."""
+async def run_streams(ask_one: Asker, asks: Sequence[LoadRequest], num_streams: int) -> list[TimedAnswer]:
+    """Answers in the order of the requests, ``num_streams`` of which run at a time."""
     waiting = iter(enumerate(asks))
-    answers: dict[int, Answer] = {}
+    answers: dict[int, TimedAnswer] = {}
 
     async def stream() -> None:
         for i, ask in waiting:
@@ -148,7 +148,7 @@ async def run_streams(ask_one: Asker, asks: Sequence[Ask], num_streams: int) -> 
     return [answers[i] for i in range(len(asks))]
 
 
-def tokens_per_s(answers: Sequence[Answer]) -> float:
-    """Over the time in which any of them was under way."""
+def tokens_per_s(answers: Sequence[TimedAnswer]) -> float:
+    """Over the time in which any of them ran."""
     elapsed_s = max(a.end_s for a in answers) - min(a.sent_s for a in answers)
     return sum(a.num_tokens for a in answers) / elapsed_s

@@ -1,4 +1,4 @@
-"""The drafters that are compared: those that need no training, those that are shipped, and combinations of both."""
+"""The drafters that are compared: without training, shipped, and cascades of both."""
 
 from cluster.config import (
     CascadeOptions,
@@ -14,9 +14,9 @@ from drafters.shipped import shipped_options
 
 
 def pool(model: str) -> tuple[DrafterConfig, ...]:
-    """Every drafter that can be had for ``model``: a table, lookups and their cascade for any, more for the embedded one.
+    """All drafters available for ``model``: a table, lookups and their cascade for any model, more for the embedded one.
 
-    The cascade asks the lookups, the table, and the one trained model that comes first by its kind (dspark, then layers).
+    The cascade holds the lookups, the table, and the first available trained drafter (dspark, then layers).
     """
     trained: dict[str, DrafterOptions] = {
         name: options.model_copy(update={"target": model}) if isinstance(options, LayersOptions) else options

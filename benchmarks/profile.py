@@ -1,8 +1,8 @@
-"""``outrider bench profile``: how well a profile foresees what passes and drafts take, where its fits have seen nothing.
+"""``outrider bench profile``: prediction errors of a profile for pass and draft times at held-out points.
 
-What is measured is what ``outrider profile`` measures, in as many threads as the process has; nothing is stored. A fifth of
-the points is held out (as in FASER, section 6.3.1), each point once; errors are mean absolute percentage errors.
-``mape.drafter`` is the mean over drafters.
+Measures what ``outrider profile`` measures, with as many threads as the process has, and stores nothing. A fifth of the
+points is held out (FASER, section 6.3.1), each point once; errors are mean absolute percentage errors. ``mape.drafter``
+is the mean over drafters.
 """
 
 import statistics
@@ -37,7 +37,7 @@ def run(options: BenchOptions) -> BenchResult:
 
 
 def drafters(model: str) -> tuple[DrafterConfig, ...]:
-    """Those that can be had; a model drafter stands for the trained ones where none is shipped."""
+    """The available drafters; without shipped ones, a model drafter stands for the trained ones."""
     known = tuple(drafter for drafter in pool(model) if drafter.options.kind != "cascade")
     if any(drafter.options.traits.has_model for drafter in known):
         return known

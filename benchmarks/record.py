@@ -1,6 +1,6 @@
-"""``outrider bench record``: what every drafter of the pool would propose at every position of the target's answers.
+"""``outrider bench record``: records every drafter's proposals at every position of the target's answers.
 
-In a file (`simulator.recording`) that the simulator and ``outrider bench routing`` read.
+The simulator and ``outrider bench routing`` read the file (`simulator.recording`).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from benchmarks.pool import pool
 from benchmarks.prompts import BenchPrompt, choose_prompts, load_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
 from drafters.protocol import Demand, Drafter
-from drafters.replay import Recording, common_prefix_len
+from drafters.replay import Recording
+from engine.acceptance import common_prefix_len
 from router.prompt_features import prompt_features
 from simulator.recording import AgreementRecording, Recorder
 
@@ -24,14 +25,14 @@ NUM_QUICK = 30
 DEFAULT_PATH = Path("outrider-recording.npz")
 
 
-Agreement = tuple[int, tuple[float, ...]]  # right tokens of a draft, and the confidences of all its tokens
+Agreement = tuple[int, tuple[float, ...]]  # accepted tokens of a draft, and the confidences of all its tokens
 
 
 def agreement(drafter: Drafter, recordings: Sequence[Recording], draft_len: int) -> list[list[Agreement]]:
-    """By recording and position: agreement of the draft that begins there.
+    """Agreement of the draft that begins at each position, by recording.
 
-    All recordings are served together and committed token by token. A learning drafter thus learns from drafts at every
-    position, not only from those of rounds.
+    All recordings are served together and committed token by token, so a learning drafter also learns from drafts at
+    positions where its rounds would not begin.
     """
     found: list[list[Agreement]] = [[] for _ in recordings]
     for recording in recordings:
@@ -61,18 +62,18 @@ def run(options: BenchOptions) -> BenchResult:
 
 
 def record(options: BenchOptions) -> AgreementRecording:
-    """At temperature 0. Of prompts of files MAX_PER_DOMAIN of each domain, or when in a hurry NUM_QUICK in all."""
+    """Answers at temperature 0, to MAX_PER_DOMAIN prompts of each domain, or NUM_QUICK in all with ``--quick``."""
     console = Console(stderr=True)
     configs = pool(options.model)
-    stable = Fixtures(options.model, configs, NUM_NEW_TOKENS)
+    fixtures = Fixtures(options.model, configs, NUM_NEW_TOKENS)
     prompts = _prompts(options)
-    drafters = {config.name: stable.make(config) for config in configs}
+    drafters = {config.name: fixtures.make(config) for config in configs}
     recorder = Recorder(options.model, [(c.name, c.options.kind) for c in configs], DRAFT_LEN, 0.0)
     domains = {prompt.id: prompt.domain for prompt in prompts}
     num_done = 0
-    for answers in stable.record(prompts, (0.0,)):
+    for answers in fixtures.record(prompts, (0.0,)):
         part = answers[0.0]
-        with stable.holding(part):
+        with fixtures.holding(part):
             found = {name: agreement(drafter, part, DRAFT_LEN) for name, drafter in drafters.items()}
         for number, one in enumerate(part):
             if one.output_token_ids:

@@ -1,13 +1,13 @@
-"""When a server has got over a fault, by its metrics."""
+"""Detects a server's recovery from a fault by its metrics."""
 
 from collections.abc import Callable, Mapping
 
-# A figure of the cluster's, by its name and the member that it tells of ("" where there is none).
+# A figure of the cluster by its name and member ("": none).
 Metrics = Mapping[tuple[str, str], float]
 
 
 def drafts_again(drafter: str) -> Callable[[Metrics], bool]:
-    """Draft tokens were verified after the restart was counted: the new process has proposed."""
+    """Draft tokens were verified after the restart: the new process has proposed."""
     first: float | None = None
 
     def recovered(metrics: Metrics) -> bool:
@@ -25,7 +25,7 @@ def drafts_again(drafter: str) -> Callable[[Metrics], bool]:
 
 
 def routes_again() -> Callable[[Metrics], bool]:
-    """Another table was published since the first look after the kill."""
+    """A new table was published after the kill."""
     first: float | None = None
 
     def recovered(metrics: Metrics) -> bool:
@@ -40,7 +40,7 @@ def routes_again() -> Callable[[Metrics], bool]:
 
 
 def target_is_ready() -> Callable[[Metrics], bool]:
-    """It was seen to be down, and is ready."""
+    """It was down and is ready."""
     seen_down = False
 
     def recovered(metrics: Metrics) -> bool:

@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from drafters.protocol import Demand, Draft, Drafter
-from drafters.replay import Recording, Round, common_prefix_len
+from drafters.replay import Recording, Round
+from engine.acceptance import common_prefix_len
 
 
 class _Replayed:

@@ -1,4 +1,4 @@
-"""What a benchmark is given, what it returns, and how that is written: a table for people, one JSON object for programs."""
+"""Options and results of benchmarks, written as a table for people and one JSON object for programs."""
 
 import json
 import os
@@ -27,12 +27,14 @@ Cell = str | int | float
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What the command line asks of a benchmark.
+    """Options from the command line.
 
-    ``quick``: end within 4 minutes on 2 cores. ``prompts``: JSONL files or folders of them; none means synthetic prompts.
-    ``model``: a name of ``outrider models`` or a Hugging Face folder. ``recording``: of agreement, written by ``record`` and
-    read by ``routing``. ``data``: a folder whose folder prompts/ stands for prompts there. ``live``: in ``routing``, by real
-    loops and no simulation.
+    - ``quick``: finish within 4 minutes on 2 cores.
+    - ``prompts``: JSONL files or folders of them; none: synthetic prompts.
+    - ``model``: a name of ``outrider models`` or a Hugging Face folder.
+    - ``recording``: agreement, written by ``record`` and read by ``routing``.
+    - ``data``: a folder whose prompts/ provides prompts.
+    - ``live``: ``routing`` with real loops instead of simulation.
     """
 
     quick: bool = False
@@ -58,15 +60,15 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where and when figures were measured: without it they mean nothing."""
+    """Where and when figures were measured."""
 
     date: str
     cpu: str
     cpu_level: str
     num_cores: int
     memory_gb: float
-    num_threads: int  # of torch's matrix products, as the variables of the process set them
-    load_1min: float  # of the whole machine when the run began or ended: how noisy it was
+    num_threads: int  # of torch's matrix products
+    load_1min: float  # of the machine, at the start or end of the run
     python: str
     versions: Mapping[str, str]
 
@@ -88,7 +90,7 @@ def describe_environment() -> Environment:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """``figures`` are the contract, under the names that the issues and documents use (``step_over_floor.rows_1``)."""
+    """``figures`` are the contract, under documented names (``step_over_floor.rows_1``)."""
 
     bench: str
     figures: Mapping[str, float]
@@ -97,7 +99,7 @@ class BenchResult:
     environment: Environment = field(default_factory=describe_environment)
 
     def to_json(self) -> str:
-        """One line. NaN and infinity are refused: a figure that was not measured is left out."""
+        """One line. Refuses NaN and infinity: unmeasured figures are left out."""
         return json.dumps(asdict(self), allow_nan=False, ensure_ascii=False)
 
 
@@ -158,7 +160,7 @@ class Expectation:
         raise InvalidField("--expect", text, "must read FIGURE>=NUMBER or FIGURE<=NUMBER")
 
     def failure(self, figures: Mapping[str, float]) -> str | None:
-        """Why the figures do not meet it, or None. A figure that is not there does not meet it."""
+        """Why the figures do not meet it, or None. A missing figure does not meet it."""
         if self.figure not in figures:
             return f"{self.figure} was not measured; there are: {', '.join(sorted(figures))}"
         value = figures[self.figure]

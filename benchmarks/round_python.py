@@ -21,7 +21,7 @@ from router.plan import Capacity
 
 NUM_DRAFTERS = 4
 DRAFT_LEN = 7
-RATE = 0.75  # at which a draft token is right, given that those before it are
+RATE = 0.75  # conditional acceptance of a draft token
 PROMPT_LEN = 100
 ROUNDS_PER_SLOT = 8
 _WARM_UP = 150
@@ -31,7 +31,7 @@ _SEED = 17
 
 
 def round_python_ms(num_requests: int, num_rounds: int, cost: CostModel) -> float:
-    """Median processor time of the thread, per round of ``num_requests`` drafted requests."""
+    """Median processor time of the thread per round of ``num_requests`` drafted requests."""
     rounds = _Rounds(num_requests, cost)
     times_s = []
     gc.collect()
@@ -53,7 +53,7 @@ def round_python_ms(num_requests: int, num_rounds: int, cost: CostModel) -> floa
 
 
 class _Rounds:
-    """A target loop, its drafters and its gateway. It is the engine and the clock, too."""
+    """A target loop, its drafters and its gateway; also its engine and clock."""
 
     def __init__(self, num_requests: int, cost: CostModel) -> None:
         self.now_s = 0.0
@@ -84,7 +84,7 @@ class _Rounds:
         )
 
     def answer(self) -> None:
-        """Every drafter proposes for every commit; the gateway reads its mail."""
+        """Every drafter proposes for every commit; the gateway drains its mailbox."""
         self._inbox.drain()
         for name, inbox, link in self._drafters:
             proposals = []

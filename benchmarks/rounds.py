@@ -1,4 +1,4 @@
-"""What replayed rounds of a drafter say of it: accepted lengths, acceptance by position, and its confidences."""
+"""Statistics of a drafter's replayed rounds: accepted lengths, acceptance by position, and calibration."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from profiler.calibration import Records
 from profiler.reliability import auroc, expected_calibration_error
 from router.estimates.survival import OnlineSurvival
 
-MIN_CASES = 30  # of a position before its calibration error means anything
+MIN_CASES = 30  # minimum per position for a calibration error
 
 
 def mean_accepted_len(rounds: Sequence[Round]) -> float:
@@ -16,7 +16,7 @@ def mean_accepted_len(rounds: Sequence[Round]) -> float:
 
 
 def conditional_acceptance(rounds: Iterable[Round], num_positions: int) -> list[float | None]:
-    """Of each position: how often its token was right, given that it was drafted and those before it were right."""
+    """For each position: how often its token was right, given that it was drafted and all before it were right."""
     tried, right = [0] * num_positions, [0] * num_positions
     for r in rounds:
         for position in range(min(len(r.confidences), r.num_accepted + 1, num_positions)):
@@ -26,12 +26,14 @@ def conditional_acceptance(rounds: Iterable[Round], num_positions: int) -> list[
 
 
 def confidence_figures(rounds: Sequence[Round]) -> dict[str, float]:
-    """Of the survival of prefixes, means over the positions that at least MIN_CASES drafts reach.
+    """Calibration of prefix survival; means over positions that at least MIN_CASES drafts reach.
 
-    ``ece``: the calibration error, as the drafter tells it; ``ece_online``: as verification corrects it, each draft judged
-    before it was learned from; ``auroc``: how likely a prefix that survived was told surer than another that did not,
-    whatever their lengths, so that knowing that short ones survive more often is merit, too; ``auroc_by_position``: the mean
-    over the positions of that among prefixes of the same length."""
+    - ``ece``: expected calibration error of the drafter's confidences;
+    - ``ece_online``: the same after online calibration, which learns from each draft after it was judged;
+    - ``auroc``: probability that a surviving prefix has a higher confidence than one that did not survive, whatever
+      their lengths, so that predicting shorter ones to survive counts;
+    - ``auroc_by_position``: the mean over positions of the same among prefixes of equal length.
+    """
     drafted = [r for r in rounds if r.confidences]
     if not drafted:
         return {}

@@ -1,9 +1,8 @@
-"""``outrider bench routing``: assignment policies on recorded agreement and measured costs, in the simulator's virtual time.
+"""``outrider bench routing``: assignment policies on recorded agreement and measured costs, on a virtual clock.
 
-Goodput is committed tokens per second. ``goodput_over_hindsight``: relative to every request being with the drafter that was
-best for it; ``goodput_over_best_single``: relative to all being with the one that was best for all; and
-``hindsight_over_best_single`` is how much there is to gain. Combinations (a cascade, a chain) hold other drafters in them;
-the pool with them is compared apart, under ``all.``.
+Goodput is committed tokens per second. ``goodput_over_hindsight``: relative to every request with its best drafter;
+``goodput_over_best_single``: relative to all requests with the single best drafter; ``hindsight_over_best_single``: the
+possible gain. A cascade contains other drafters, so the pool with it is compared separately, under ``all.``.
 """
 
 from collections.abc import Sequence
@@ -45,9 +44,9 @@ from simulator.timing import DraftByCost, PackedPass
 POLICIES: tuple[PolicyConfig, ...] = (HedgePolicy(), LbssPolicy(), EpsilonGreedyPolicy(), GreedyLengthPolicy())
 COMBINATIONS = ("cascade",)
 CONCURRENCY = 4
-NUM_REQUESTS = 1200  # the recording is gone through again and again, each time in another order
+NUM_REQUESTS = 1200  # the recording is repeated in random orders
 NUM_QUICK = 200
-NUM_ENDLESS = 16  # requests that never end, to see what policies miss as time goes on
+NUM_ENDLESS = 16  # endless requests, for regret over time
 ENDLESS_S = 1800.0
 ENDLESS_QUICK_S = 240.0
 PLOT = Path("outrider-routing.png")
@@ -71,14 +70,14 @@ def run(options: BenchOptions) -> BenchResult:
 
 
 def _live(options: BenchOptions) -> BenchResult:
-    """What a switch costs, and whether the policy `chain` finds the fastest chain."""
+    """Cost of a switch, and whether the policy `chain` finds the fastest chain."""
     result = switching.run(options)
     figures, tables = chains.run(options)
     return replace(result, figures={**result.figures, **figures}, tables=(*result.tables, *tables))
 
 
 def measured_cost(model: str, configs: Sequence[DrafterConfig]) -> CostModel:
-    """As `outrider profile` has stored it for this machine, else measured now."""
+    """From the machine's stored profile (`outrider profile`), otherwise measured now."""
     config = resolve(
         Config(
             model=ModelConfig(name=model),
@@ -136,7 +135,7 @@ def compare(
 
 
 def drawn(recording: AgreementRecording, num_requests: int, seed: int = 0) -> list[SimulatedRequest]:
-    """Of the recording in random order, again and again."""
+    """The recordings in random order, repeatedly."""
     random = np.random.default_rng(seed)
     requests: list[SimulatedRequest] = []
     while len(requests) < num_requests:
@@ -219,7 +218,7 @@ def _goodput_table(prefix: str, contest: Contest) -> Table:
 
 
 def _regret_table(curves: dict[str, tuple[np.ndarray, np.ndarray]], until_s: float) -> Table:
-    """What each doubling of the time adds: constant where regret grows like log T, twice as much each time where like T."""
+    """Regret added by each doubling of the time: constant if it grows like log T, doubling if like T."""
     ends = [until_s / 2**k for k in range(5, -1, -1)]
     rows: list[tuple[Cell, ...]] = []
     for kind, (at, tokens) in curves.items():

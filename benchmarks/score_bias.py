@@ -1,7 +1,7 @@
-"""Bias of counterfactual scores: the accepted length that scores give a drafter over the one it has when it drives.
+"""Bias of counterfactual scores: accepted length by scores over accepted length when driving.
 
-Each drafter is scored while another one drives the requests, as the router sees it; then it drives the same requests itself.
-The control begins every virtual round where the driver's rounds begin, as scores once did.
+Each drafter is scored while another drives the requests, as the router sees it; then it drives the same requests
+itself. The control begins every virtual round where the driver's rounds begin.
 """
 
 import statistics
@@ -15,12 +15,13 @@ from benchmarks.report import BenchOptions, Cell, Table
 from cluster.config import DrafterConfig
 from drafters.counterfactual import Scorer, Shadow
 from drafters.protocol import Demand, Drafter
-from drafters.replay import Recording, common_prefix_len, replay
+from drafters.replay import Recording, replay
+from engine.acceptance import common_prefix_len
 
 NUM_PROMPTS, NUM_QUICK = 60, 20
 NUM_NEW_TOKENS = 128
 DRAFT_LEN = 7
-DRIVERS = ("table", "ngram")  # the first that is not scored itself
+DRIVERS = ("table", "ngram")  # the first other than the scored one
 COMBINATIONS = ("cascade",)
 
 
@@ -36,16 +37,16 @@ class _Lengths:
 def run(options: BenchOptions) -> tuple[dict[str, float], Table]:
     """Figures ``score_bias.<drafter>``, of answers at temperature 0."""
     configs = [config for config in pool(options.model) if config.options.kind not in COMBINATIONS]
-    stable = Fixtures(options.model, configs, NUM_NEW_TOKENS)
+    fixtures = Fixtures(options.model, configs, NUM_NEW_TOKENS)
     prompts = choose_prompts(options.prompts or options.data_prompts, NUM_QUICK if options.quick else NUM_PROMPTS)
     by_name = {config.name: config for config in configs}
     lengths = {config.name: _Lengths() for config in configs}
-    # A drafter learns from the requests that it follows: each arm has one of its own, which sees them in the same order.
-    arms = {name: tuple(stable.make(config) for _ in range(3)) for name, config in by_name.items()}
-    driving = {name: stable.make(by_name[name]) for name in DRIVERS}
-    for answers in stable.record(prompts, (0.0,)):
+    # Each arm has its own drafter, which sees the requests in the same order, since drafters learn from them.
+    arms = {name: tuple(fixtures.make(config) for _ in range(3)) for name, config in by_name.items()}
+    driving = {name: fixtures.make(by_name[name]) for name in DRIVERS}
+    for answers in fixtures.record(prompts, (0.0,)):
         part = [answer for answer in answers[0.0] if len(answer.output_token_ids) > 2]
-        with stable.holding(part):
+        with fixtures.holding(part):
             for answer in part:
                 commits = {name: _drive(drafter, answer) for name, drafter in driving.items()}
                 for name, (driver, scored, control) in arms.items():
@@ -61,18 +62,18 @@ def _driver_of(name: str) -> str:
 
 
 def _drive(drafter: Drafter, answer: Recording) -> list[int]:
-    """Tokens committed by each round after the prompt's own pass."""
+    """Tokens committed by each round after the prompt's pass."""
     return [round_.num_committed for round_ in replay(drafter, [answer], DRAFT_LEN)]
 
 
 def _drafted(commits: Sequence[int], answer: Recording) -> list[int]:
-    """Without a round for the last token alone, for which nobody drafts."""
+    """Rounds that had a draft: the last token alone has none."""
     ends_alone = sum(commits[:-1]) == len(answer.output_token_ids) - 2
     return list(commits[:-1] if ends_alone else commits)
 
 
 def _follow(drafter: Drafter, answer: Recording, commits: Sequence[int]) -> list[int]:
-    """Scores of a request that somebody else drives."""
+    """Scores of a request that another drafter drives."""
     prompt, output = answer.prompt_token_ids, answer.output_token_ids
     drafter.open(answer.name, prompt, len(prompt), answer.sampling)
     drafter.extend(answer.name, output[:1])

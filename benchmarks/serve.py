@@ -1,4 +1,4 @@
-"""What HTTP, Ray Serve and separate processes cost over the same cluster in one process, and how much memory they hold."""
+"""Overhead of HTTP, Ray Serve and separate processes over the same cluster in one process, and their memory."""
 
 import asyncio
 import statistics
@@ -13,7 +13,7 @@ from rich.console import Console
 from actors.router import RouterActor
 from actors.worker import set_threads
 from benchmarks.embedded import EmbeddedCluster
-from benchmarks.load import Answer, Ask, HttpTarget, ask_engine, run_streams, tokens_per_s
+from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, ask_engine, run_streams, tokens_per_s
 from benchmarks.process_usage import tree_cpu_s, tree_pss_bytes
 from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table, describe_environment
@@ -33,18 +33,18 @@ from router.policies import build_policy, build_pool
 from router.slot import Router, SlotReport
 
 NUM_STREAMS = 8
-MAX_TEXT_TOKENS = 1_000_000  # of a prompt before it is cut
+MAX_TEXT_TOKENS = 1_000_000  # before a prompt is cut
 MAX_PROMPT_LEN = 512
 SAMPLE_PERIOD_S = 0.5
 IN_PROCESS = "in process"
 
 
 class BenchFailed(OutriderError):
-    """A request was not answered, so that there is nothing to compare."""
+    """A request was not answered, so there is nothing to compare."""
 
 
 def run(options: BenchOptions) -> BenchResult:
-    """Figures: ``throughput_over_in_process``, ``ttft_overhead_ms``, ``peak_pss_gb``, and what they are made of.
+    """Figures: ``throughput_over_in_process``, ``ttft_overhead_ms``, ``peak_pss_gb``, and their components.
 
     Both clusters answer the same requests in turn (A B A B), one idle while the other works.
     """
@@ -55,13 +55,13 @@ def run(options: BenchOptions) -> BenchResult:
     folder = ensure_model(options.model)
     prompts = iter(asyncio.run(tokenize(folder, options.prompts, num_requests * (num_rounds + 3) + num_single)))
 
-    def load(name: str) -> list[Ask]:
-        """Prompts that were not asked before: the drafters remember answers."""
-        return [Ask(f"{name}-{i}", next(prompts), num_tokens) for i in range(num_requests)]
+    def load(name: str) -> list[LoadRequest]:
+        """Fresh prompts, since drafters remember answers."""
+        return [LoadRequest(f"{name}-{i}", next(prompts), num_tokens) for i in range(num_requests)]
 
     console.print("serve: starting both", highlight=False)
     with ServerProcess(config) as server, EmbeddedCluster.of(config) as embedded, _routed(config, embedded.loop):
-        bench = _Bench(server, embedded.client, embedded.model.name)
+        bench = _ServeBench(server, embedded.client, embedded.model.name)
         console.print("serve: warming up", highlight=False)
         asyncio.run(bench.throughput(load("warm")))
         pairs = []
@@ -69,7 +69,7 @@ def run(options: BenchOptions) -> BenchResult:
             console.print(f"serve: round {number + 1} of {num_rounds}", highlight=False)
             pairs.append(asyncio.run(bench.throughput(load(f"round-{number}"))))
         console.print("serve: time to first token of an idle server", highlight=False)
-        ttfts = asyncio.run(bench.ttft([Ask(f"single-{i}", next(prompts), 1) for i in range(num_single)]))
+        ttfts = asyncio.run(bench.ttft([LoadRequest(f"single-{i}", next(prompts), 1) for i in range(num_single)]))
         console.print("serve: memory under load", highlight=False)
         held = asyncio.run(bench.memory(load("memory")))
         console.print("serve: CPU under load", highlight=False)
@@ -85,7 +85,7 @@ def local_config(model: str) -> Config:
 
 
 async def tokenize(folder: Path, files: Sequence[Path], num_prompts: int) -> list[tuple[int, ...]]:
-    """Prompts as chats; cut to MAX_PROMPT_LEN, and repeated where the files hold too few."""
+    """Prompts as chats, cut to MAX_PROMPT_LEN, and repeated if the files hold too few."""
     tokenizer = Tokenizer.from_folder(folder)
     chats = [[{"role": "user", "content": prompt.text}] for prompt in choose_prompts(files, num_prompts)]
     token_ids = [(await tokenizer.encode_chat(chat, max_tokens=MAX_TEXT_TOKENS))[-MAX_PROMPT_LEN:] for chat in chats]
@@ -93,7 +93,7 @@ async def tokenize(folder: Path, files: Sequence[Path], num_prompts: int) -> lis
 
 
 class _Loop:
-    """`actors.router.Targets` over a loop in this process."""
+    """`actors.router.Targets` over an in-process loop."""
 
     def __init__(self, loop: TargetLoop) -> None:
         self._loop = loop
@@ -109,7 +109,7 @@ class _Loop:
 
 @contextmanager
 def _routed(config: Config, loop: TargetLoop) -> Iterator[None]:
-    """The cluster in this process is routed as the server is, or the two would draft differently."""
+    """Routes the in-process cluster as the server is routed, so that both draft alike."""
     router = Router(build_policy(config.router.policy), build_pool(config))
     actor = RouterActor(config, router, _Loop(loop))
     actor.start()
@@ -119,31 +119,31 @@ def _routed(config: Config, loop: TargetLoop) -> Iterator[None]:
         actor.stop()
 
 
-class _Bench:
+class _ServeBench:
     def __init__(self, server: ServerProcess, engine: EngineClient, model: str) -> None:
         self._server = server
         self._engine = engine
         self._http = HttpTarget(server.config.api.host, server.config.api.port, model)
 
-    async def over_http(self, asks: Sequence[Ask]) -> list[Answer]:
+    async def over_http(self, asks: Sequence[LoadRequest]) -> list[TimedAnswer]:
         return checked(await run_streams(self._http.ask, asks, NUM_STREAMS))
 
-    async def in_process(self, asks: Sequence[Ask]) -> list[Answer]:
+    async def in_process(self, asks: Sequence[LoadRequest]) -> list[TimedAnswer]:
         return checked(await run_streams(lambda ask: ask_engine(self._engine, ask), asks, NUM_STREAMS))
 
-    async def throughput(self, asks: Sequence[Ask]) -> tuple[list[Answer], list[Answer]]:
+    async def throughput(self, asks: Sequence[LoadRequest]) -> tuple[list[TimedAnswer], list[TimedAnswer]]:
         return await self.over_http(asks), await self.in_process(asks)
 
-    async def ttft(self, asks: Sequence[Ask]) -> list[tuple[float, float]]:
-        """One request at a time, seconds over HTTP and in process. Prompts differ: none is in a prefix cache."""
+    async def ttft(self, asks: Sequence[LoadRequest]) -> list[tuple[float, float]]:
+        """Seconds over HTTP and in process, one request at a time. Prompts differ, so no prefix cache applies."""
         pairs = []
         for ask in asks:
             http, own = checked([await self._http.ask(ask), await ask_engine(self._engine, ask)])
             pairs.append((http.ttft_s, own.ttft_s))
         return pairs
 
-    async def memory(self, asks: Sequence[Ask]) -> dict[str, int]:
-        """What each process of the server held, at the moment at which their sum was largest."""
+    async def memory(self, asks: Sequence[LoadRequest]) -> dict[str, int]:
+        """Memory of each process of the server when their sum was largest."""
         samples: list[dict[str, int]] = []
         done = threading.Event()
 
@@ -161,8 +161,9 @@ class _Bench:
             await sampling
         return max(samples, key=lambda held: sum(held.values()))
 
-    async def cpu_ms_per_token(self, asks: Sequence[Ask]) -> dict[str, float]:
-        """Of each process of the server, and of this one in its place. Apart from `memory`, whose sampling takes time."""
+    async def cpu_ms_per_token(self, asks: Sequence[LoadRequest]) -> dict[str, float]:
+        """Of each process of the server, and of the in-process cluster. Not together with `memory`, whose sampling takes
+        time."""
         before = tree_cpu_s(self._server.pid)
         num_tokens = _num_tokens(await self.over_http(asks))
         after = tree_cpu_s(self._server.pid)
@@ -173,11 +174,11 @@ class _Bench:
         return {**per_token, IN_PROCESS: 1e3 * own_s / num_own_tokens}
 
 
-def _num_tokens(answers: Sequence[Answer]) -> int:
+def _num_tokens(answers: Sequence[TimedAnswer]) -> int:
     return sum(answer.num_tokens for answer in answers)
 
 
-def checked(answers: list[Answer]) -> list[Answer]:
+def checked(answers: list[TimedAnswer]) -> list[TimedAnswer]:
     for answer in answers:
         if answer.error is not None or not answer.pieces_s:
             raise BenchFailed(f"a request was not answered: {answer.error or 'no token came'}")
@@ -190,7 +191,7 @@ def _percentile(values: Sequence[float], percent: int) -> float:
 
 
 def _result(
-    pairs: Sequence[tuple[list[Answer], list[Answer]]],
+    pairs: Sequence[tuple[list[TimedAnswer], list[TimedAnswer]]],
     ttfts: Sequence[tuple[float, float]],
     held: Mapping[str, int],
     cpu_ms: Mapping[str, float],

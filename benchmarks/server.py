@@ -1,4 +1,4 @@
-"""The real server as a process of its own, for benchmarks and tests: `outrider serve`, started, watched and ended."""
+"""`outrider serve` as a child process, for benchmarks and tests."""
 
 import os
 import signal
@@ -23,14 +23,14 @@ STOP_S = 40.0
 
 
 class ServerFailed(OutriderError):
-    """The server did not start, or ended by itself; its last words are in the message."""
+    """The server did not start, or ended by itself; the message has its last output."""
 
 
 class ServerProcess:
-    """Use as a context manager: inside, the server answers at ``url``; after it, none of its processes is left.
+    """Context manager: the server answers at ``url`` inside, and all of its processes have ended after it.
 
     Args:
-        environment: of the process; by default that of this one.
+        environment: of the process; by default this process's.
     """
 
     def __init__(self, config: Config, environment: Mapping[str, str] | None = None) -> None:
@@ -49,7 +49,7 @@ class ServerProcess:
         return self._process.pid
 
     def start(self) -> None:
-        """Without waiting for it to be ready."""
+        """Does not wait until it is ready."""
         file = Path(self._folder.name) / "outrider.yaml"
         file.write_text(show(self.config), encoding="utf-8")
         self._process = subprocess.Popen(
@@ -68,7 +68,7 @@ class ServerProcess:
             self._readers.append(reader)
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
-        """Raises ServerFailed when it ends, or is not ready in time."""
+        """Raises ServerFailed if it ends, or is not ready in time."""
         assert self._process is not None
         while not self._ready.wait(0.2):
             timeout_s -= 0.2
@@ -88,7 +88,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def workers(self, actor: str) -> list[psutil.Process]:
-        """The processes of an actor class, as ``DrafterActor``, by their start."""
+        """Processes of an actor class such as ``DrafterActor``, by start time."""
         return sorted(
             (p for p in descendants(self.pid) if _cmdline(p).startswith(f"ray::{actor}")), key=lambda p: p.create_time()
         )

@@ -1,4 +1,4 @@
-"""``outrider simulate``: a scenario in virtual time; tables on stderr, a picture, and the figures as one JSON object."""
+"""``outrider simulate``: a scenario on a virtual clock; tables on stderr, a picture, and the figures as one JSON object."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,15 +18,15 @@ FOLDER = Path(__file__).parent / "scenarios"
 
 
 def names() -> list[str]:
-    """Of the scenarios that come with the program."""
+    """The shipped scenarios."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def find(scenario: str) -> Path:
-    """One that comes with the program by its name, any other by its path.
+    """A shipped scenario by name, any other by path.
 
     Raises:
-        InvalidField: there is none; names the nearest.
+        InvalidField: it does not exist; names the nearest.
     """
     if scenario in names():
         return FOLDER / f"{scenario}.yaml"
@@ -46,14 +46,14 @@ def run(
     quick: bool,
     data: Path | None = None,
 ) -> bool:
-    """Returns whether the figures are as expected.
+    """Returns whether the figures meet the expectations.
 
     Args:
         picture: by default outrider-NAME.png.
-        data: where a trace that the scenario names is found; without it arrivals are drawn.
+        data: folder of the scenario's trace; without it arrivals are drawn.
 
     Raises:
-        OutriderError: there is no such scenario, it cannot be used, or a file cannot be written.
+        OutriderError: the scenario does not exist or cannot be used, or a file cannot be written.
     """
     path = find(scenario)
     console = table_console()
@@ -84,7 +84,7 @@ def simulated(path: Path, console: Console, quick: bool, data: Path | None = Non
     match scenario:
         case SpinScenario():
             first = dict(list(scenario.targets.items())[:1])
-            # Not for less time: lbss explores for half of the first two minutes.
+            # Not less: lbss explores for half of the first two minutes.
             small = {"targets": first, "repeats": min(2, scenario.repeats)}
             return spin.run(scenario.model_copy(update=small) if quick else scenario, said)
         case SpecRouterScenario():

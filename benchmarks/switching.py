@@ -1,11 +1,11 @@
-"""Part of ``outrider bench routing --live``: what it costs to hand a request to another drafter in mid-request.
+"""Part of ``outrider bench routing --live``: the cost of switching drafters within a request.
 
-The whole cluster in one process, on the real model. A request with a long prompt is drafted for by a lookup; then the
-routing table names a drafter with a model, which has kept in step in its spare time (SPIN's fast switching, section IV.C),
-or has not. The stall is the time from telling it to the first commit that verifies a draft of the new drafter, less what a
-round with it usually takes. Both ways take turns, each on prompts of its own, so that a busy machine slows both alike.
+The whole cluster in one process, on the real model. A lookup drafts for a request with a long prompt; then the routing
+table names a drafter with a model, which has kept in step in its spare time (SPIN's fast switching, section IV.C) or
+has not. The stall is the time from the table to the first commit that verifies a draft of the new drafter, less its
+usual round time. Both variants alternate, on different prompts, so that noise affects both alike.
 
-`switch_stall_saved`: the share of the stall that being in step saves; medians over the switches.
+`switch_stall_saved`: the share of the stall that keeping in step saves; medians over the switches.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ from router.cost_model import TableCost
 from router.planner import PlannerSettings, StepPlanner
 
 PROMPT_LEN, PROMPT_LEN_QUICK = 1024, 512
-NUM_SWITCHES, NUM_SWITCHES_QUICK = 8, 4  # of each way
-NUM_LAYERS = 4  # of the drafter, which are the target's first
+NUM_SWITCHES, NUM_SWITCHES_QUICK = 8, 4  # per variant
+NUM_LAYERS = 4  # the target's first layers, as the drafter
 DRAFT_LEN = 4
-BEFORE = 64  # tokens until the switch
-NUM_ROUNDS = 4  # with the new drafter, from which its usual round is taken
+BEFORE = 64  # tokens before the switch
+NUM_ROUNDS = 4  # of the new drafter, for its usual round time
 MAX_TOKENS = 160
-NUM_BEFORE_TOLD = 2  # passes: the one under way when the table comes, and the one at whose end drafters are told
+NUM_BEFORE_TOLD = 2  # the pass during which the table arrives, and the one before drafters are informed
 FROM, TO = "lookup", "model"
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Seconds from the telling of the new drafter to the first commit with a draft of it, and of a usual round with it."""
+    """Seconds from the new table to the first commit with a draft of the new drafter, and of its usual round."""
 
     first_s: float
     round_s: float
@@ -56,8 +56,8 @@ def run(options: BenchOptions) -> BenchResult:
 
 
 def waiting_cluster(config: Config) -> EmbeddedCluster:
-    """Of a resolved configuration. Its planner takes passes to be so dear that it waits for every proposal: else a target
-    that decodes plainly meanwhile would hide the stall, and lose the drafts instead."""
+    """Of a resolved configuration. The planner's passes are so expensive that it waits for every proposal: plain decoding
+    in the meantime would hide the stall."""
     from drafters.registry import make_drafter
     from engine.loading import load_target
 
@@ -79,12 +79,12 @@ def config(model: str, prompt_len: int) -> Config:
 
 
 def measure(cluster: EmbeddedCluster, prompt_len: int, num_switches: int) -> dict[bool, list[Switch]]:
-    """By whether the new drafter was in step."""
+    """By whether the new drafter kept in step."""
     rng = random.Random(5)
     vocab = range(cluster.model.vocab_size // 8, cluster.model.vocab_size // 2)
     switches: dict[bool, list[Switch]] = {True: [], False: []}
     version = 0
-    for i in range(num_switches + 1):  # the first of each warms up
+    for i in range(num_switches + 1):  # the first is a warm-up
         for in_step in (True, False) if i % 2 else (False, True):
             sampling = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
             request = Request(f"s{version}", tuple(rng.choices(vocab, k=prompt_len)), sampling, time.monotonic())

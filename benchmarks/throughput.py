@@ -1,4 +1,4 @@
-"""How fast answers come with drafters, and without: the whole engine, the real round, always so many requests under way."""
+"""Throughput with and without drafters: the whole engine and round, with a constant number of running requests."""
 
 import gc
 import itertools
@@ -10,30 +10,30 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from benchmarks.fixtures import Fixtures, as_request
-from benchmarks.interleaved import Pace, Served, side_by_side
+from benchmarks.interleaved import Served, Throughput, run_interleaved
 from benchmarks.prompts import spread
 from cluster.config import DrafterConfig
 from cluster.types import Request
 from drafters.replay import Recording
 
-NUM_SERVED_BEFORE = 4  # answers that a cluster has served when its speed is measured, or two for each place
-NUM_PER_PLACE = 3  # so that answers begin and end all the time, not all at once
-NUM_OTHERS_PER_PLACE = 2.5  # some places take two or three until the slowest answer of the others ends
-NEAR = 0.15  # below the best: about what the choice of a few answers does to a speed-up
+NUM_SERVED_BEFORE = 4  # warm-up answers of a cluster, or two per place
+NUM_PER_PLACE = 3  # so that answers begin and end at different times
+NUM_OTHERS_PER_PLACE = 2.5  # some places take two or three until the slowest answer ends
+NEAR = 0.15  # below the best: about the error from the choice of a few answers
 
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """``error``: the standard error that the choice of answers, and the machine, leave; None of a single lap."""
+    """``error``: the standard error due to the choice of answers and noise; None for a single lap."""
 
     value: float
     error: float | None
-    num_answers: int  # that it was measured on
+    num_answers: int  # measured
 
 
 @dataclass(frozen=True, slots=True)
-class ThroughputTurns:
-    """On how many laps speed is measured: with every drafter, and, while there is time, with those near the best."""
+class NumLaps:
+    """Laps per drafter: for all, and for those near the best while time is left."""
 
     every: int
     near_best: int
@@ -41,7 +41,7 @@ class ThroughputTurns:
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """Answers that are measured whole, and others for the places that fall free before the last of them has ended."""
+    """Answers that are measured whole, and others that fill free places until the last of those has ended."""
 
     measured: Sequence[Recording]
     others: Sequence[Recording] = ()
@@ -49,31 +49,32 @@ class Lap:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Of the same answers, side by side."""
+    """Runs of the same answers with a drafter and without."""
 
-    plain: Pace
-    drafted: Pace
+    plain: Throughput
+    drafted: Throughput
 
 
 class PairedRuns:
-    """Each drafter against the plain target, in seconds for the same answers, ``batch`` of them under way at all times.
+    """Each drafter against the plain target, in seconds for the same answers, with ``batch`` requests running at all
+    times.
 
-    The answers are drawn at random, all domains alike, whatever their length. Each that ends gives its place to the next, as
-    in a busy server, until all that a lap measures have ended. Their prompts are in the target's cache before. With every
-    drafter the plain target serves them once more, see ``side_by_side``. Each has a cluster of its own, which has served
-    other answers before: what a drafter, and the target's loop, learn of it is known after the first minute of a server's
-    life. Once all have had their turns, only those near the best go on. Close it in the end.
+    Answers are drawn at random, equally from all domains. As in a busy server, the next request starts when one ends,
+    until all measured ones have ended. Prompts are in the target's cache. For every drafter the plain target serves the
+    same answers in turn (``run_interleaved``). Each has its own cluster, which has served other answers before, so that
+    drafters and the loop have learned as after a server's first minute. After the first laps only drafters near the
+    best continue. Close it in the end.
     """
 
     def __init__(
         self,
-        stable: Fixtures,
+        fixtures: Fixtures,
         configs: Sequence[DrafterConfig],
         recordings: Sequence[Recording],
         batch: int,
-        turns: ThroughputTurns,
+        turns: NumLaps,
     ) -> None:
-        self._stable = stable
+        self._stable = fixtures
         self._turns = turns
         self._laps, served = laps(recordings, batch, turns.near_best)
         self._racing: dict[str, Served] = {}
@@ -84,7 +85,7 @@ class PairedRuns:
             for config in configs:
                 self._racing[config.name] = self._open(opened, config, batch, served)
             gc.collect()
-            gc.freeze()  # as a server's processes do (`engine.garbage`)
+            gc.freeze()  # as in a server's processes (`engine.garbage`)
             opened.callback(gc.unfreeze)
             self._opened = opened.pop_all()
 
@@ -92,7 +93,7 @@ class PairedRuns:
         served = Served(self._stable, config, batch)
         opened.callback(served.close)
         lane = served.begin(_requests(before), len(before))
-        side_by_side([lane])
+        run_interleaved([lane])
         lane.end()
         return served
 
@@ -108,16 +109,16 @@ class PairedRuns:
         return self._num_done == len(self._laps)
 
     def step(self) -> dict[str, Pair]:
-        """One lap, with whoever still races. Without those of whom it could not be measured."""
+        """Runs one lap with all remaining drafters. Omits those that could not be measured."""
         lap = self._laps[self._num_done]
         requests, num_measured = _requests([*lap.measured, *lap.others]), len(lap.measured)
         for engine in dict.fromkeys(one.engine for one in (self._plain, *self._racing.values())):
             self._stable.cache_prompts(engine, requests)
         found = {}
         for name, one in self._racing.items():
-            lanes = [served.begin(requests, num_measured) for served in (self._plain, one)]
-            side_by_side(lanes)
-            plain, drafted = (lane.end() for lane in lanes)
+            runs = [served.begin(requests, num_measured) for served in (self._plain, one)]
+            run_interleaved(runs)
+            plain, drafted = (lane.end() for lane in runs)
             pair = None if plain is None or drafted is None else Pair(plain, drafted)
             self._pairs[name].append(pair)
             if pair is not None:
@@ -130,7 +131,7 @@ class PairedRuns:
         return found
 
     def speedups(self) -> dict[str, Speedup]:
-        """Without those of which no lap could be measured."""
+        """Omits drafters without a measured lap."""
         found = {}
         for name, of_laps in self._pairs.items():
             pairs = [pair for pair in of_laps if pair is not None]
@@ -142,19 +143,19 @@ class PairedRuns:
 
 
 def near_best(values: Mapping[str, float]) -> list[str]:
-    """Which drafters may be the fastest, as far as a few laps can tell."""
+    """The drafters that may be the fastest, as far as a few laps can tell."""
     best = max(values.values(), default=0.0)
     return [name for name, value in values.items() if value >= (1 - NEAR) * best]
 
 
 def ratio(pairs: Sequence[Pair]) -> float:
-    """Seconds for all tokens plainly over those with a drafter, on a machine that is as fast in every lap."""
+    """Seconds for all tokens without drafters over those with a drafter, if the machine were equally fast in all laps."""
     share = sum(pair.plain.num_tokens * pair.drafted.s_per_token / pair.plain.s_per_token for pair in pairs)
     return sum(pair.plain.num_tokens for pair in pairs) / share
 
 
 def jackknife(pairs: Sequence[Pair]) -> float | None:
-    """The standard error of ``ratio``, from what it is without each lap (Tukey's jackknife)."""
+    """The standard error of ``ratio`` (Tukey's jackknife over laps)."""
     num = len(pairs)
     if num < 2:
         return None
@@ -163,16 +164,16 @@ def jackknife(pairs: Sequence[Pair]) -> float | None:
 
 
 def sample(recordings: Sequence[Recording], num: int) -> list[Recording]:
-    """``num`` answers drawn from all domains alike; where there are too few, fewer."""
+    """At most ``num`` answers, drawn equally from all domains."""
     usable = [recording for recording in recordings if len(recording.output_token_ids) > 2] or list(recordings)
     return spread(random.Random(0).sample(usable, len(usable)), num)
 
 
 def laps(recordings: Sequence[Recording], batch: int, num: int) -> tuple[list[Lap], list[Recording]]:
-    """At most ``num`` laps, and answers that are served before them; no answer is in two places.
+    """At most ``num`` laps, and warm-up answers; no answer is used twice.
 
-    A lap has NUM_PER_PLACE answers for each of ``batch`` places. Of few recordings there are fewer laps, or a single one of
-    fewer answers, and none of too few to keep all places taken.
+    A lap has NUM_PER_PLACE answers for each of ``batch`` places. With few recordings there are fewer laps, or one of
+    fewer answers, and none if the places cannot be filled.
     """
     drawn = sample(recordings, len(recordings))
     num_served = min(max(NUM_SERVED_BEFORE, 2 * batch), len(drawn) // 3)

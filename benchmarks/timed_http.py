@@ -1,6 +1,6 @@
-"""An HTTP client that only notes when bytes come and reads them afterwards.
+"""An HTTP client that records arrival times of bytes and parses them afterwards.
 
-On a machine that server and load share, the time that a full client takes to parse a stream would slow the server down.
+On a machine shared by server and load, parsing streams during the measurement would slow the server down.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ READ_BYTES = 65536
 
 
 class BrokenResponse(Exception):
-    """The connection ended before the response did, or what came is no HTTP."""
+    """The connection ended before the response did, or the bytes are no HTTP."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedResponse:
-    """``chunks``: of the body, each with the monotonic time at which its last byte came. ``whole``: not broken off."""
+    """``chunks``: of the body, each with the monotonic arrival time of its last byte. ``whole``: not truncated."""
 
     status: int
     chunks: tuple[tuple[float, bytes], ...]
@@ -35,11 +35,11 @@ class TimedResponse:
 async def post_json(
     host: str, port: int, path: str, body: Any, on_piece: Callable[[int], None] = lambda number: None
 ) -> TimedResponse:
-    """On a connection of its own. ``on_piece`` is told how often something has come.
+    """Uses its own connection. ``on_piece`` gets the number of pieces so far.
 
     Raises:
-        OSError: nobody listens, or the connection was reset before anything came.
-        BrokenResponse: what came is no response.
+        OSError: nobody listens, or the connection was reset before a response.
+        BrokenResponse: the response is invalid.
     """
     payload = json.dumps(body).encode()
     head = (

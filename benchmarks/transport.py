@@ -1,4 +1,4 @@
-"""Round trips between two processes, over each transport, and what encoding a round costs."""
+"""Round trips between two processes over each transport, and the time to encode a round."""
 
 import statistics
 import time
@@ -8,7 +8,7 @@ from benchmarks.report import BenchOptions, BenchResult, Table
 from cluster.transport.codec import decode, encode
 from profiler.transport_probe import down_round, round_trips, up_round
 
-NUM_TURNS, NUM_TURNS_QUICK = 20, 8  # of every transport, in turn, so that all of them see the same noise
+NUM_TURNS, NUM_TURNS_QUICK = 20, 8  # per transport, alternating, so that noise affects all alike
 ROUND_SIZES = (1, 32, 256)
 
 

@@ -1,6 +1,6 @@
-"""Messages as no sound peer sends them: every type, with values from all over, by a seeded generator.
+"""Invalid messages of every type, drawn by a seeded generator.
 
-Enough of them pass the first check: known ids, small tokens, lengths that match.
+Many pass the first checks: known ids, small tokens, equal lengths.
 """
 
 import random
@@ -25,7 +25,7 @@ LARGE = (2**31 - 1, 2**32 - 1, 2**20, 10**6)
 
 
 class Unsound:
-    """Draws messages about ``request_ids``, which may grow meanwhile, in the name of ``drafter``."""
+    """Draws messages about ``request_ids``, which may grow, in the name of ``drafter``."""
 
     def __init__(self, seed: int, request_ids: list[str], drafter: str, vocab_size: int) -> None:
         self._rng = random.Random(seed)

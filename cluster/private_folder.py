@@ -1,4 +1,4 @@
-"""Folders that no other user can enter, for sockets and for libraries that this process loads."""
+"""The user's cache folder, and folders that no other user can enter: for sockets and compiled libraries."""
 
 import os
 import stat
@@ -7,6 +7,13 @@ from pathlib import Path
 
 class NotPrivate(OSError):
     """Another user owns the folder or may enter it."""
+
+
+def cache_folder() -> Path:
+    """``$OUTRIDER_HOME``, else ``$XDG_CACHE_HOME/outrider``, else ``~/.cache/outrider``."""
+    if home := os.environ.get("OUTRIDER_HOME"):
+        return Path(home).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "outrider"
 
 
 def make_private(folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""The composition root: command line, launch, API, benchmarks."""
+"""The composition root: command line, launch, API."""

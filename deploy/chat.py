@@ -1,4 +1,4 @@
-"""``outrider chat``: a chat in the terminal that shows which words were drafted."""
+"""``outrider chat``: a chat in the terminal, with drafted text in colour."""
 
 import sys
 import unicodedata
@@ -13,39 +13,26 @@ from deploy.chat_client import ChatFailed, Conversation, Summary, connect, serve
 from deploy.word_wrap import Run, WordWrapper
 
 HELP = """\
-/reset            forget the conversation
-/system TEXT      speak as TEXT says; without TEXT, as the model likes
-/drafting NAME    auto, off, or a drafter
-/quit             leave (Ctrl-D does, too); Ctrl-C ends an answer"""
+/reset            start a new conversation
+/system TEXT      set the system message; without TEXT, remove it
+/drafting NAME    auto, off, or the name of a drafter
+/quit             quit (or Ctrl-D); Ctrl-C stops an answer"""
 COMMANDS = ("/reset", "/system", "/drafting", "/help", "/quit")
 DRAFTER_STYLES = ("green", "cyan", "magenta", "yellow", "blue")
-OWN_STYLE = ""  # the target's own tokens, in the terminal's own colour
-
-
-class Palette:
-    """A colour per drafter, in the order in which they appear."""
-
-    def __init__(self) -> None:
-        self._styles: dict[str, str] = {}
-
-    def style(self, drafter: str | None) -> str:
-        if drafter is None:
-            return OWN_STYLE
-        return self._styles.setdefault(drafter, DRAFTER_STYLES[len(self._styles) % len(DRAFTER_STYLES)])
 
 
 class Terminal:
-    """Reads lines, runs commands, prints answers."""
+    """Reads lines, runs commands and prints answers."""
 
     def __init__(self, conversation: Conversation, console: Console, read_line: Callable[[str], str]) -> None:
         self._conversation = conversation
         self._console = console
         self._read_line = read_line
-        self._palette = Palette()
+        self._styles: dict[str, str] = {}  # by drafter
 
     def run(self) -> None:
         """Until /quit or the end of the input."""
-        self._console.print(f"[bold]{self._conversation.model}[/], drafted words in colour; /help for commands")
+        self._console.print(f"[bold]{self._conversation.model}[/], drafted text in colour; /help lists the commands")
         while True:
             try:
                 line = self._read_line("\n> ").strip()
@@ -65,7 +52,7 @@ class Terminal:
         match name:
             case "/reset":
                 self._conversation.reset()
-                self._note("forgotten")
+                self._note("new conversation")
             case "/system":
                 self._conversation.system = argument or None
                 self._note(f"system: {argument}" if argument else "no system message")
@@ -76,7 +63,7 @@ class Terminal:
                 self._note(HELP)
             case _:
                 near = get_close_matches(name, COMMANDS, n=1)
-                self._note(f"{name} is no command" + (f"; did you mean {near[0]}?" if near else "; /help lists them"))
+                self._note(f"unknown command {name}; " + (f"did you mean {near[0]}?" if near else "see /help"))
 
     def _answer(self, line: str) -> None:
         self._conversation.last = None
@@ -85,9 +72,9 @@ class Terminal:
         with closing(self._conversation.ask(line)) as pieces:
             try:
                 for piece in pieces:
-                    self._write(wrapper.feed(printable(piece.text), self._palette.style(piece.drafter), self._width))
+                    self._write(wrapper.feed(printable(piece.text), self._style(piece.drafter), self._width))
             except KeyboardInterrupt:
-                ended = Text("(ended)", style="dim")
+                ended = Text("(stopped)", style="dim")
             except ChatFailed as error:
                 ended = Text(str(error), style="red")
         self._write(wrapper.finish(self._width))
@@ -97,9 +84,15 @@ class Terminal:
         elif self._conversation.last is not None:
             self._console.print(self._status_line(self._conversation.last))
 
+    def _style(self, drafter: str | None) -> str:
+        """A colour per drafter; none for the target's own tokens."""
+        if drafter is None:
+            return ""
+        return self._styles.setdefault(drafter, DRAFTER_STYLES[len(self._styles) % len(DRAFTER_STYLES)])
+
     @property
     def _width(self) -> int:
-        """Of a line now: terminals are resized, and a file has lines of any length."""
+        """The current width of the terminal; unlimited for a file."""
         return self._console.width if self._console.is_terminal else sys.maxsize
 
     def _write(self, runs: Iterator[Run]) -> None:
@@ -109,16 +102,16 @@ class Terminal:
     def _status_line(self, summary: Summary) -> Text:
         acceptance = summary.acceptance
         line = Text(style="dim")
-        line.append(f"{summary.num_tokens} tokens in {summary.total_s:.1f} s, the first after {summary.first_token_s:.2f} s")
+        line.append(f"{summary.num_tokens} tokens in {summary.total_s:.1f} s, first after {summary.first_token_s:.2f} s")
         line.append(f" · {acceptance['mean_accepted_len'] or 0.0:.2f} tokens a pass")
         for name, counts in acceptance["drafters"].items():
             line.append(" · ")
-            line.append(name, style=self._palette.style(name))
+            line.append(name, style=self._style(name))
             line.append(f" {counts['num_accepted']} of {counts['num_proposed']} accepted")
         if not acceptance["drafters"]:
             line.append(" · nothing was drafted")
         if summary.finish == "length":
-            line.append(" · cut at its limit")
+            line.append(" · stopped at max_tokens")
         return line
 
     def _note(self, text: str) -> None:
@@ -126,7 +119,7 @@ class Terminal:
 
 
 def printable(text: str) -> str:
-    """Control characters as pictures: a model's words must not steer the terminal."""
+    """Replaces control characters: a model's output must not control the terminal."""
     return "".join(_visible(char) for char in text)
 
 
@@ -146,14 +139,14 @@ def chat(
     temperature: float | None = None,
     seed: int | None = None,
 ) -> None:
-    """Chat with the server at ``url`` until the user leaves.
+    """Chats with the server at ``url`` until the user quits.
 
     Raises:
-        ChatFailed: no server answers there, or it refuses the key.
+        ChatFailed: the server does not answer, or refuses the key.
     """
     given = {"max_completion_tokens": max_tokens, "temperature": temperature, "seed": seed}
     sampling = {name: value for name, value in given.items() if value is not None}
-    with suppress(ImportError):  # line editing and history, where Python has them
+    with suppress(ImportError):  # line editing and history, if available
         import readline  # noqa: F401
     with connect(url, api_key) as client:
         conversation = Conversation(client, served_model(client), system, drafting, sampling)

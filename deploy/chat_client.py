@@ -1,4 +1,4 @@
-"""A conversation with a running server: what was said, and the next answer as it comes."""
+"""The client of a running server, and a conversation with it."""
 
 import json
 import time
@@ -12,16 +12,16 @@ import httpx
 from cluster.errors import OutriderError
 
 CONNECT_S = 5.0
-SILENCE_S = 120.0  # between two chunks of an answer
+READ_TIMEOUT_S = 120.0  # between two chunks of an answer
 
 
 class ChatFailed(OutriderError):
-    """The server could not be reached, or refused; says why."""
+    """The server could not be reached or returned an error; says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that came together, and which drafter proposed it; None for the target's own tokens."""
+    """A segment of the answer and its drafter; None for the target's own tokens."""
 
     text: str
     drafter: str | None
@@ -29,7 +29,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """How an answer went. Counts are the server's, times are as seen from here."""
+    """Counts of an answer from the server, and times measured by the client."""
 
     num_tokens: int
     first_token_s: float
@@ -40,13 +40,13 @@ class Summary:
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages so far, and how the next is to be answered."""
+    """The messages so far, and the settings of the next answer."""
 
     client: httpx.Client
     model: str
     system: str | None = None
     drafting: str = "auto"
-    sampling: dict[str, Any] = field(default_factory=dict)  # further fields of the request
+    sampling: dict[str, Any] = field(default_factory=dict)  # additional fields of the request
     turns: list[dict[str, str]] = field(default_factory=list)
     last: Summary | None = None
 
@@ -55,10 +55,10 @@ class Conversation:
         self.last = None
 
     def ask(self, text: str) -> Generator[Piece, None, None]:
-        """The answer, piece by piece; ``last`` sums it up. Closed early, the server stops and what came is kept.
+        """Streams the answer; ``last`` summarizes it. Closing the generator aborts it; the received part is kept.
 
         Raises:
-            ChatFailed: no answer, and the question is forgotten; or the answer broke off, and what came of it is kept.
+            ChatFailed: no answer: the question is dropped; or the answer broke off: the received part is kept.
         """
         question = {"role": "user", "content": text}
         answer = ""
@@ -102,7 +102,7 @@ class Conversation:
             with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != httpx.codes.OK:
                     response.read()
-                    raise ChatFailed(_reason(response))
+                    raise ChatFailed(error_message(response))
                 for line in response.iter_lines():
                     data = line.removeprefix("data: ")
                     if not data:
@@ -118,26 +118,28 @@ class Conversation:
         raise ChatFailed("the answer broke off")
 
 
-def connect(url: str, api_key: str | None) -> httpx.Client:
+def connect(url: str, api_key: str | None, timeout_s: float = READ_TIMEOUT_S) -> httpx.Client:
     """An HTTP client for the server at ``url``, with or without ``/v1``. The caller closes it."""
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
+    timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
     return httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout)
 
 
 def served_model(client: httpx.Client) -> str:
-    """Raises ChatFailed, with what to do, when nobody answers."""
+    """Name of the served model. Raises ChatFailed if the server does not answer."""
     try:
         response = client.get("/v1/models")
     except httpx.HTTPError as error:
         raise ChatFailed(f"no server answers at {client.base_url}; start one with `outrider serve`") from error
     if response.status_code != httpx.codes.OK:
-        raise ChatFailed(_reason(response))
+        raise ChatFailed(error_message(response))
     return str(response.json()["data"][0]["id"])
 
 
-def _reason(response: httpx.Response) -> str:
+def error_message(response: httpx.Response) -> str:
+    """The status code, and the message of an error in OpenAI's shape or else the start of the response."""
     try:
-        return str(response.json()["error"]["message"])
+        message = response.json()["error"]["message"]
     except (ValueError, LookupError, TypeError):
-        return f"the server answered {response.status_code} {response.reason_phrase}, and not in OpenAI's shape"
+        message = response.text[:200]
+    return f"the server answered {response.status_code}: {message}"

@@ -1,19 +1,22 @@
-"""``outrider``: the command line. Commands import what they need when they run, so that ``--help`` is instant."""
+"""``outrider``: the command line. Commands import their modules when they run, so that ``--help`` is instant."""
 
 import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from cluster.errors import InvalidField, OutriderError
 
+if TYPE_CHECKING:
+    from cluster.config import Config
+
 
 class _OneLineErrors(TyperGroup):
-    """An error that a user can act on is one line on stderr and exit code 1; others keep their traceback."""
+    """Prints an OutriderError as one line on stderr, with exit code 1; other errors keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -25,15 +28,15 @@ class _OneLineErrors(TyperGroup):
 
 app = typer.Typer(
     cls=_OneLineErrors,
-    help="Serve a large language model through a pool of small draft models that ride ahead of it.",
+    help="Serve a large language model with speculative decoding: a pool of draft models, an OpenAI-compatible API.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         print(f"outrider {version('outrider')}")
@@ -43,30 +46,51 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def outrider(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print it and exit")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None: ...
 
 
-Url = Annotated[str, typer.Option(help="of the server")]
-ApiKey = Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="where the server asks for one")]
-ConfigFile = Annotated[Path | None, typer.Argument(metavar="[FILE]", help="YAML; without one, the defaults of a laptop")]
+Url = Annotated[str, typer.Option(help="URL of the server.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="API key, if the server needs one.")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="[FILE]", help="Configuration file (YAML). Default: SmolLM2-135M on this machine."),
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option(help="Model, overrides the file: a name of `outrider models` or a Hugging Face folder."),
+]
+
+
+def _configuration(file: Path | None, model: str | None = None) -> "Config":
+    from cluster.config import Config, load
+
+    config = load(file) if file is not None else Config()
+    if model is None:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
 
 
 @app.command()
 def serve(
     file: ConfigFile = None,
-    model: Annotated[str | None, typer.Option(help="instead of the file's: a known name, or a folder")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="instead of the file's")] = None,
+    model: ModelName = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the API server, overrides the file.")] = None,
 ) -> None:
-    """Bring up the cluster and its OpenAI API; Ctrl-C ends all of it."""
-    from cluster.config import Config, load
+    """Start the OpenAI-compatible API server, with its targets and drafters.
+
+    `vllm serve MODEL --port N` corresponds to `outrider serve --model MODEL --port N`.
+
+    Other settings (GPUs, replicas, KV cache, drafters) are in the configuration file:
+    see `outrider config` and deploy/examples.
+
+    Ctrl-C drains running requests, then stops everything.
+    """
     from deploy.launch import serve as launch
     from drafters.shipped import with_shipped
 
-    config = load(file) if file is not None else Config()
-    if model is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
+    config = _configuration(file, model)
     if port is not None:
         config = config.model_copy(update={"api": config.api.model_copy(update={"port": port})})
     launch(with_shipped(config))
@@ -74,28 +98,32 @@ def serve(
 
 @app.command()
 def config(file: ConfigFile = None) -> None:
-    """Check a configuration file and print all that it means, defaults included."""
-    from cluster.config import Config, load, show
+    """Validate a configuration file and print the whole configuration, with defaults."""
+    from cluster.config import show
     from drafters.shipped import with_shipped
 
-    print(show(with_shipped(load(file) if file is not None else Config())), end="")
+    print(show(with_shipped(_configuration(file))), end="")
 
 
 @app.command()
 def chat(
     url: Url = "http://127.0.0.1:8000",
     api_key: ApiKey = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="the system message", show_default="none")] = None,
-    drafting: Annotated[str, typer.Option(metavar="NAME", help="auto, off, or a drafter")] = "auto",
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.", show_default="none")] = None,
+    drafting: Annotated[str, typer.Option(metavar="NAME", help="auto, off, or the name of a drafter.")] = "auto",
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="of an answer", show_default="what fits, at most 2048")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Maximum tokens of an answer.", show_default="what fits, at most 2048"),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0, max=2, metavar="NUMBER", help="of sampling; 0 is greedy")] = 0.3,
-    seed: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="of sampling", show_default="another for each answer")
-    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, metavar="NUMBER", help="Sampling temperature; 0 is greedy.")
+    ] = 0.3,
+    seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Sampling seed.", show_default="random")] = None,
 ) -> None:
-    """Chat in the terminal; drafted words are coloured, and every answer ends with its acceptance."""
+    """Chat with a running server.
+
+    Drafted text is coloured by drafter. Each answer ends with its acceptance rate.
+    """
     from deploy.chat import chat as converse
 
     converse(
@@ -113,11 +141,11 @@ def chat(
 def status(
     url: Url = "http://127.0.0.1:8000",
     api_key: ApiKey = None,
-    once: Annotated[bool, typer.Option("--once", help="print one snapshot and exit, as a pipe or a file gets")] = False,
-    json: Annotated[bool, typer.Option("--json", help="one JSON object a line, for programs")] = False,
-    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="between two updates")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot and exit (default without a terminal).")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Update interval.")] = 1.0,
 ) -> None:
-    """Show targets, drafters, requests and acceptance: live on a terminal until Ctrl-C, once elsewhere."""
+    """Show targets, drafters, requests and acceptance rates of a running server, live."""
     from rich.console import Console
 
     from deploy.status import watch
@@ -128,22 +156,18 @@ def status(
 @app.command()
 def profile(
     file: ConfigFile = None,
-    model: Annotated[str | None, typer.Option(help="instead of the file's: a known name, or a folder")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="fewer points, fewer times")] = False,
-    plot: Annotated[Path, typer.Option(metavar="PNG", help="where it is drawn")] = Path("outrider-profile.png"),
+    model: ModelName = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure fewer points, less often.")] = False,
+    plot: Annotated[Path, typer.Option(metavar="PNG", help="File of the plot.")] = Path("outrider-profile.png"),
 ) -> None:
-    """Measure what the target and the drafters cost on this machine, and store it: serving then knows from the start."""
-    from cluster.config import Config, load
+    """Measure target and drafter latencies on this machine and store them for `serve`."""
     from deploy.profile import run
 
-    config = load(file) if file is not None else Config()
-    if model is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
-    run(config, plot, quick)
+    run(_configuration(file, model), plot, quick)
 
 
 def _add_laboratory() -> None:
-    """``bench`` and ``simulate`` come from ``benchmarks/``, which a checkout has and an installed package has not."""
+    """``bench`` and ``simulate`` are in ``benchmarks/``, which is part of a checkout but not of an installed package."""
     if find_spec("benchmarks") is not None:
         import_module("benchmarks.cli").add_commands(app)
         return
@@ -151,47 +175,59 @@ def _add_laboratory() -> None:
 
         @app.command(name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
         def absent(context: typer.Context) -> None:
-            raise InvalidField("command", context.info_name, "is part of a checkout of the repository: run it there")
+            raise InvalidField("command", context.info_name, "needs a checkout of the repository: run it there")
 
 
 @app.command()
 def train(
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="where the drafter goes; its name is the drafter's")],
-    drafter: Annotated[str, typer.Option(help="dspark, layers or table")] = "dspark",
-    model: Annotated[str, typer.Option(help="a name of `outrider models`, or a Hugging Face folder")] = "smollm2-135m",
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder; its name is the drafter's name.")],
+    drafter: Annotated[str, typer.Option(help="Kind of drafter: dspark, layers or table.")] = "dspark",
+    model: Annotated[
+        str, typer.Option(help="Target model: a name of `outrider models` or a Hugging Face folder.")
+    ] = "smollm2-135m",
     work: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="prompts, answers and checkpoints; by default beside the drafter")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder of prompts, answers and checkpoints.", show_default="OUT-work"),
     ] = None,
     prompts: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help='JSONL with a "prompt" a line; may be repeated')
+        list[Path] | None, typer.Option(metavar="FILE", help='Prompts: JSONL with "prompt" per line. Can be repeated.')
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=0, help="that the target writes itself")] = 2000,
-    tokens: Annotated[int, typer.Option(min=1, help="of answers, at temperature 0 and 0.7")] = 1_000_000,
+    num_prompts: Annotated[int, typer.Option(min=0, help="Number of prompts that the target generates.")] = 2000,
+    tokens: Annotated[int, typer.Option(min=1, help="Answer tokens to generate, at temperatures 0 and 0.7.")] = 1_000_000,
     begin_with: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="go on with a trained dspark drafter, of its shape; shipped ones by name"),
+        typer.Option(metavar="FOLDER", help="Continue a trained dspark drafter: a folder, or the name of a shipped one."),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1)] = 4,
-    learning_rate: Annotated[float, typer.Option(help="lower to go on with a drafter")] = 2.5e-4,
-    layers: Annotated[int | None, typer.Option(min=1, help="of the drafter; 2 by default")] = None,
-    block: Annotated[int | None, typer.Option(min=1, max=64, help="tokens that dspark drafts at once; 7 by default")] = None,
-    vocabulary: Annotated[int | None, typer.Option(min=2, help="tokens that can be drafted; 16384 by default")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Training epochs.")] = 4,
+    learning_rate: Annotated[float, typer.Option(help="Learning rate; use a lower one with --begin-with.")] = 2.5e-4,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the drafter.", show_default="2")] = None,
+    block: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Tokens that dspark drafts per block.", show_default="7")
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=2, help="Size of the draft vocabulary.", show_default="16384")
+    ] = None,
     budget_minutes: Annotated[
-        float | None, typer.Option(min=0.1, help="for all of it, divided between writing and training")
+        float | None, typer.Option(min=0.1, help="Time limit for generating answers and training together.")
     ] = None,
     head: Annotated[
-        str | None, typer.Option(help="of dspark, over the tokens of a block: markov, gated or rnn; markov by default")
+        str | None,
+        typer.Option(help="Sequential head of dspark: markov, gated or rnn.", show_default="markov"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="a rehearsal of every step, in minutes on a CPU")] = False,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda; several GPUs: start it with torchrun")] = "auto",
-    dtype: Annotated[str, typer.Option(help="of the target: bfloat16 or float32")] = "bfloat16",
+    quick: Annotated[bool, typer.Option("--quick", help="Run every step on little data, in minutes on a CPU.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda. Use torchrun for several GPUs.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="dtype of the target: bfloat16 or float32.")] = "bfloat16",
     data: Annotated[
         Path | None,
-        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="whose folder prompts/ is for evaluation alone"),
+        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="Evaluation data: its prompts/ is never trained on."),
     ] = None,
 ) -> None:
-    """Train a drafter for a model: its own prompts and answers, distillation, evaluation, card. Resumes where it was."""
+    """Train a drafter for a model.
+
+    Generates prompts and answers with the model, distils the drafter, evaluates it and writes its model card.
+    A stopped training resumes when the same command is run again.
+    """
     from deploy.train import run
 
     run(
@@ -221,7 +257,7 @@ def train(
 _add_laboratory()
 
 
-models = typer.Typer(help="The models that are known by name, and getting them ready.", invoke_without_command=True)
+models = typer.Typer(help="List and prepare the embedded models.", invoke_without_command=True)
 app.add_typer(models, name="models")
 
 
@@ -233,17 +269,17 @@ def list_unless_asked(context: typer.Context) -> None:
 
 @models.command("list")
 def list_models() -> None:
-    """Which there are, and whether they are ready."""
+    """List the embedded models and whether they are prepared."""
     from engine.models.prepare import CATALOGUE, model_folder, state_of
 
     for model in CATALOGUE.values():
         print(f"{model.name}  {state_of(model.name)}\n    {model.summary}\n    {model_folder(model.name)}")
-    print("\nA Hugging Face folder of the Llama family serves as well.")
+    print("\nHugging Face folders of the Llama family can be served, too.")
 
 
 @models.command()
-def prepare(name: Annotated[str, typer.Argument(help="a name of `outrider models list`, or a folder to check")]) -> None:
-    """Convert a model into the cache folder, once; of one that is there, check every byte. Prints the folder."""
+def prepare(name: Annotated[str, typer.Argument(help="A name of `outrider models list`, or a folder to check.")]) -> None:
+    """Convert a model into the cache folder, or verify a converted one. Prints the folder."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

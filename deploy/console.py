@@ -1,4 +1,4 @@
-"""Where tables are printed."""
+"""The console for tables."""
 
 import sys
 
@@ -6,5 +6,5 @@ from rich.console import Console
 
 
 def table_console() -> Console:
-    """Stderr, as wide as its terminal; elsewhere wide enough for every table."""
+    """Stderr, as wide as the terminal; 160 columns if it is not a terminal."""
     return Console(stderr=True, width=None if sys.stderr.isatty() else 160)

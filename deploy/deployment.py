@@ -1,4 +1,4 @@
-"""A deployment on a Ray cluster: placement groups, the supervisor and what it starts, the HTTP application."""
+"""A deployment on a Ray cluster: placement groups, the supervisor with its processes, the HTTP application."""
 
 import logging
 import os
@@ -33,12 +33,12 @@ from engine.threads import useful_threads
 
 logger = logging.getLogger(__name__)
 
-ASK_DEADLINE_S = 10.0
-SPAWN_S = 60.0  # until a worker process of Ray's runs, and one that hangs is killed
+CALL_DEADLINE_S = 10.0
+SPAWN_S = 60.0  # for Ray's worker processes to start
 
 
 class DeployedCluster:
-    """Use as a context manager: leaving it ends everything, at any stage of the start."""
+    """A context manager: leaving it ends everything, at any stage of the start."""
 
     def __init__(self, config: Config, folder: Path, local: LocalRay | None) -> None:
         self._config = config
@@ -77,8 +77,8 @@ class DeployedCluster:
         try:
             start_s = config.supervision.start_timeout_s
             directory: Directory = ray.get(self._supervisor.ready.remote(), timeout=start_s + SPAWN_S)
-            for name, reason in ray.get(self._supervisor.reasons.remote(), timeout=ASK_DEADLINE_S).items():
-                logger.warning("%s is not ready, and is tried again: %s", name, reason)
+            for name, reason in ray.get(self._supervisor.reasons.remote(), timeout=CALL_DEADLINE_S).items():
+                logger.warning("%s is not ready and is restarted: %s", name, reason)
         except GetTimeoutError as error:
             raise LaunchError(f"the targets were not ready after {start_s:g} s (supervision.start_timeout_s)") from error
         except (RayTaskError, RayActorError) as error:
@@ -91,37 +91,37 @@ class DeployedCluster:
         return directory.model
 
     def dead_process(self) -> str | None:
-        """The name of a process of this machine's Ray that has ended, without which it cannot go on."""
+        """A process of this machine's Ray that has ended and cannot be replaced."""
         for process in self._ray_processes:
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
                 return f"process {process.pid}"
         return None
 
     def drain(self, deadline_s: float) -> None:
-        """Lets requests under way end, takes no more."""
+        """Accepts no more requests and waits for running ones."""
         if self._supervisor is None:
             return
         try:
-            ray.get(self._supervisor.drain.remote(deadline_s), timeout=deadline_s + ASK_DEADLINE_S)
+            ray.get(self._supervisor.drain.remote(deadline_s), timeout=deadline_s + CALL_DEADLINE_S)
         except (RayActorError, RayTaskError, GetTimeoutError) as error:
             logger.warning("could not drain: %s", error)
 
     def stop(self) -> None:
         if self._local is not None:
-            self._local.stop()  # with all that runs on it
+            self._local.stop()  # with everything that runs on it
             return
         try:
-            self._leave()
+            self._stop_own()
         finally:
             ray.shutdown()
 
-    def _leave(self) -> None:
-        """Ends what belongs to this deployment on a cluster that others use, too."""
+    def _stop_own(self) -> None:
+        """Ends this deployment on a shared cluster."""
         if APP in serve.status().applications:
             serve.delete(APP)
         if self._supervisor is not None:
-            with suppress(RayActorError, GetTimeoutError):  # then its members end with their groups
-                ray.get(self._supervisor.stop.remote(), timeout=ASK_DEADLINE_S)
+            with suppress(RayActorError, GetTimeoutError):  # its processes end with their groups anyway
+                ray.get(self._supervisor.stop.remote(), timeout=CALL_DEADLINE_S)
             ray.kill(self._supervisor, no_restart=True)
         for group in self._groups.values():
             remove_placement_group(group)
@@ -134,16 +134,16 @@ class DeployedCluster:
 
 
 def connect(config: Config, folder: Path) -> DeployedCluster:
-    """A cluster of this machine, started now, or the running one that the configuration names.
+    """Starts a cluster on this machine, or joins the running one that the configuration names.
 
     Raises:
-        LaunchError: neither is to be had.
+        LaunchError: Ray did not start or does not answer.
     """
     namespace, address = config.cluster.namespace, config.cluster.ray_address
     if address is None:
         return DeployedCluster(config, folder, start(folder, namespace))
     level = os.environ.get(CPU_VARIABLE)
-    runtime_env = {"env_vars": {CPU_VARIABLE: level}} if level else None  # for the actors on all nodes
+    runtime_env = {"env_vars": {CPU_VARIABLE: level}} if level else None  # of the actors on all nodes
     try:
         ray.init(address=address, namespace=namespace, logging_level=logging.ERROR, runtime_env=runtime_env)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
@@ -152,19 +152,19 @@ def connect(config: Config, folder: Path) -> DeployedCluster:
 
 
 def _warn_of_state(config: Config) -> None:
-    """A state store that cannot be used stops nothing, and is told now."""
+    """Warns if the state store cannot be used; serving works without it."""
     store = open_store(config.cluster.state, config.cluster.namespace)
     fault = state_fault(store)
     store.close()
     if fault is not None:
-        logger.warning("serving goes on without the state store, and what is learned is lost at a restart: %s", fault)
+        logger.warning("serving continues without the state store, and what is learned is lost at a restart: %s", fault)
 
 
 def read_token(config: Config) -> str:
-    """The shared secret of all links: of the file, or a new one.
+    """The shared secret of all links, from the file, or a random one.
 
     Raises:
-        LaunchError: the file cannot be read, or holds nothing.
+        LaunchError: the file cannot be read or is empty.
     """
     file = config.cluster.token_file
     if file is None:

@@ -1,4 +1,4 @@
-"""How a replica of the API keeps up with where the targets are."""
+"""Keeps the addresses of an API replica's targets up to date."""
 
 import asyncio
 import logging
@@ -11,20 +11,20 @@ from actors.processes import Directory
 
 logger = logging.getLogger(__name__)
 
-ASK_AGAIN_S = 0.5
+RETRY_S = 0.5
 
 
 async def follow(client: LinkClient, supervisor: Any, known: Directory) -> None:
-    """Keeps the client's addresses up to date, until it is cancelled."""
+    """Passes every change of the targets' addresses to the client, until cancelled."""
     while True:
         try:
             known = await supervisor.directory.remote(known)
         except RayError as error:
-            logger.warning("the supervisor does not answer, the targets known serve on: %s", error)
-            await asyncio.sleep(ASK_AGAIN_S)
+            logger.warning("the supervisor does not answer, known targets stay in use: %s", error)
+            await asyncio.sleep(RETRY_S)
         except Exception:
-            # Owned here: nobody waits for this task, and without it a target that moves is lost to this replica.
-            logger.exception("could not ask where the targets are, those known serve on")
-            await asyncio.sleep(ASK_AGAIN_S)
+            # No caller awaits this task, and without it this replica would lose a target that moves.
+            logger.exception("could not get the targets' addresses, known targets stay in use")
+            await asyncio.sleep(RETRY_S)
         else:
             client.set_addresses(known.addresses)

@@ -1,4 +1,4 @@
-"""The seam between Ray's nodes and placement groups, and `cluster.placement`, which knows no Ray."""
+"""Ray's nodes and placement groups, as the inventory and the plan of `cluster.placement`."""
 
 import logging
 import subprocess
@@ -21,13 +21,13 @@ from profiler.hardware import num_cores
 _logger = logging.getLogger(__name__)
 
 GROUP_DEADLINE_S = 60.0
-ASK_DEADLINE_S = 20.0
-# A bundle must ask for something; this is Ray's smallest unit.
+QUERY_DEADLINE_S = 20.0
+# A bundle must not be empty; this is Ray's smallest unit.
 SMALLEST_SHARE = 0.0001
 
 
 def read_inventory(nodes: list[dict[str, Any]]) -> Inventory:
-    """What `ray.nodes()` tells, the head first."""
+    """The inventory of `ray.nodes()`, the head first."""
     alive = sorted((n for n in nodes if n["Alive"]), key=lambda n: "node:__internal_head__" not in n["Resources"])
     return Inventory(
         tuple(
@@ -44,28 +44,28 @@ def read_inventory(nodes: list[dict[str, Any]]) -> Inventory:
 
 
 def with_cores(inventory: Inventory) -> Inventory:
-    """With the physical cores of each node. This machine counts its own; of one that does not answer: not known."""
+    """Adds each node's physical cores; unknown for a node that does not answer."""
     if len(inventory.nodes) == 1 and inventory.nodes[0].name == ray.get_runtime_context().get_node_id():
         return Inventory((replace(inventory.nodes[0], num_cores=num_cores()),))
-    found = _ask_each(_count_cores, inventory.nodes)
+    found = _query_nodes(_count_cores, inventory.nodes)
     return Inventory(tuple(replace(node, num_cores=found.get(node.name)) for node in inventory.nodes))
 
 
 def with_gpu_memory(inventory: Inventory) -> Inventory:
-    """With what the GPUs of each node have, as the driver there tells; of a node that does not answer: not known."""
-    found = _ask_each(_ask_gpus, [node for node in inventory.nodes if node.num_gpus])
+    """Adds the GPU memory of each node; unknown for a node that does not answer."""
+    found = _query_nodes(_gpu_bytes, [node for node in inventory.nodes if node.num_gpus])
     return Inventory(tuple(replace(node, gpu_bytes=found.get(node.name)) for node in inventory.nodes))
 
 
-def _ask_each(question: Any, nodes: Sequence[Node]) -> dict[str, int | None]:
-    """The answers of a remote function by node. Nodes that fail, or do not answer in time, are left out and logged."""
+def _query_nodes(question: Any, nodes: Sequence[Node]) -> dict[str, int | None]:
+    """A remote function's results by node. Nodes that fail or answer too late are logged and left out."""
     asked = {
         question.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote(): node.name
         for node in nodes
     }
-    answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_DEADLINE_S) if asked else ([], [])
+    answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=QUERY_DEADLINE_S) if asked else ([], [])
     for answer in late:
-        _logger.warning("node %s did not describe its hardware within %g s", asked[answer], ASK_DEADLINE_S)
+        _logger.warning("node %s did not describe its hardware within %g s", asked[answer], QUERY_DEADLINE_S)
     found: dict[str, int | None] = {}
     for answer in answered:
         try:
@@ -81,27 +81,27 @@ def _count_cores() -> int:
 
 
 @ray.remote(num_cpus=0, num_gpus=0, max_retries=0)
-def _ask_gpus() -> int | None:
-    """Bytes of the smallest GPU of this node; None: there is no driver that tells."""
+def _gpu_bytes() -> int | None:
+    """Bytes of the smallest GPU of this node; None if the driver does not tell."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=ASK_DEADLINE_S, check=True)
+        told = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_DEADLINE_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return smallest_gpu(told.stdout)
 
 
 def smallest_gpu(told: str) -> int | None:
-    """Bytes of the smallest of the MiB that are told, one a line; one that tells nothing of use is left out."""
+    """Bytes of the smallest GPU in nvidia-smi's output, MiB per line; invalid lines are ignored."""
     sizes = [int(line) for line in told.split() if line.isdigit()]
     return min(sizes) * 2**20 if sizes else None
 
 
 def make_groups(plan: PlacementPlan) -> dict[str, PlacementGroup]:
-    """Ray's groups of a plan, by its names. They end with this driver.
+    """Creates a plan's placement groups, by name. They end with this driver.
 
     Raises:
-        LaunchError: a group could not be placed within the deadline; those made are removed.
+        LaunchError: a group was not placed within the deadline; the others are removed.
     """
     groups: dict[str, PlacementGroup] = {}
     end_s = time.monotonic() + GROUP_DEADLINE_S
@@ -119,7 +119,7 @@ def make_groups(plan: PlacementPlan) -> dict[str, PlacementGroup]:
 
 
 def as_made(plan: PlacementPlan, groups: Mapping[str, PlacementGroup]) -> PlacementPlan:
-    """The plan with the nodes that Ray has really chosen."""
+    """The plan with the nodes that Ray chose."""
     made = []
     for group in plan.groups:
         nodes = placement_group_table(groups[group.name])["bundles_to_node_id"]

@@ -1,16 +1,16 @@
-"""A wrapper round HAProxy, which Serve starts in its place: `python haproxy.py BINARY PORTS ARGUMENTS...`.
+"""A wrapper that Serve starts instead of HAProxy: `python haproxy.py BINARY PORTS ARGUMENTS...`.
 
-It rewrites the configuration that Ray Serve 2.60 generates, and then becomes HAProxy:
+It rewrites the configuration that Ray Serve 2.60 generates, and then executes HAProxy:
 
-- Statistics listen at loopback only.
-- Splicing is off. With `option splice-request` HAProxy 2.8 misses a client's hang-up, and spins, when the request's body
-  came in a segment of its own.
-- Headers, and the first 16 KiB of a body, must be complete in time; only then does a replica see the request.
-- Every error has OpenAI's shape, and every response one `x-request-id`: the client's where it is sane, else a new one.
-- Headers and paths that control Ray Serve itself do not pass.
+- Statistics listen on loopback only.
+- Splicing is off. With `option splice-request` HAProxy 2.8 misses a client's disconnect, and spins, if the request's body
+  arrived in a segment of its own.
+- Headers and the first 16 KiB of a body must arrive in time before a replica sees the request.
+- Every error has OpenAI's shape, and every response one `x-request-id`: the client's if it is valid, else a new one.
+- Headers and paths that control Ray Serve are blocked.
 
-Clients reach a TCP frontend in front of Serve's HTTP frontend. Its filter (`haproxy.lua`) replaces the fixed pages with
-which HAProxy's HTTP parser answers bytes that it cannot parse. The wrapper needs only the standard library.
+Clients reach a TCP frontend in front of Serve's HTTP frontend. Its filter (`haproxy.lua`) replaces the fixed error pages of
+HAProxy's HTTP parser. The wrapper needs only the standard library.
 """
 
 import ctypes
@@ -24,11 +24,11 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 LUA = Path(__file__).with_name("haproxy.lua")
 HEADER_TIMEOUT_S = 10
-# Connections that HAProxy counts beside the clients': its own statistics and the manager's questions.
+# Connections beside the clients': statistics and management.
 SPARE_CONNECTIONS = 100
 MAX_CLIENTS = 10_000
 
-# status: message, type, code. What HAProxy says itself, and in the place of plain text from Serve or uvicorn.
+# status: message, type, code. For HAProxy's own errors, and instead of plain text from Serve or uvicorn.
 ERRORS = {
     400: ("the request is not valid HTTP/1.1", "invalid_request_error", "bad_request"),
     404: ("there is nothing at this URL", "invalid_request_error", "unknown_url"),
@@ -41,28 +41,28 @@ ERRORS = {
     504: ("the server did not answer in time", "timeout_error", "timeout"),
 }
 OWN_ERRORS = (400, 408, 500, 502, 503, 504)
-SANE_REQUEST_ID = "^[A-Za-z0-9._:-]{1,128}$"
+VALID_REQUEST_ID = "^[A-Za-z0-9._:-]{1,128}$"
 
 
 class UnknownTemplate(ValueError):
-    """The configuration lacks what is to be replaced: it is of another version of Ray Serve."""
+    """The configuration is of another version of Ray Serve: it lacks an expected line."""
 
 
 def clients_for(num_files: int) -> int:
-    """How many clients HAProxy may hold where it may open ``num_files`` files: each client takes four."""
+    """The limit on clients for ``num_files`` open files: each client takes four."""
     return max(1, min(MAX_CLIENTS, num_files // 4 - SPARE_CONNECTIONS))
 
 
 def maxconn_for(num_clients: int) -> int:
-    """HAProxy's global ``maxconn``: each client counts twice, in the TCP frontend and in the HTTP frontend."""
+    """HAProxy's global ``maxconn``: each client counts in the TCP and in the HTTP frontend."""
     return 2 * num_clients + SPARE_CONNECTIONS
 
 
 def rewrite(config: str, ports: list[int], folder: Path) -> str:
-    """The configuration as above. ``ports``: of the statistics. ``folder``: for the socket between the frontends.
+    """The rewritten configuration. ``ports``: of the statistics. ``folder``: for the socket between the frontends.
 
     Raises:
-        UnknownTemplate: this is not a configuration that Ray Serve 2.60 writes.
+        UnknownTemplate: this is not a configuration of Ray Serve 2.60.
     """
     config = bind_to_loopback(config, ports)
     config = re.sub(r"(?m)^    (option splice-\w+|errorfile .*)\n", "", config)
@@ -97,30 +97,30 @@ def rewrite(config: str, ports: list[int], folder: Path) -> str:
 
 
 def bind_to_loopback(config: str, ports: list[int]) -> str:
-    """The frontends at these ports, moved from all interfaces to loopback."""
+    """Binds the frontends at these ports to loopback instead of all interfaces."""
     wanted = "|".join(map(str, ports))
     return re.sub(rf"(?m)^(\s*bind )\*?:({wanted})$", r"\g<1>127.0.0.1:\2", config)
 
 
 def _defaults() -> list[str]:
-    # Without a whole head nothing is known of a request, and without the body's beginning a replica would wait for it.
+    # Wait for the headers and the start of the body, so that no replica does.
     waiting = [f"timeout http-request {HEADER_TIMEOUT_S}s", "option http-buffer-request"]
     return waiting + [f"http-error {_reply(status)}" for status in OWN_ERRORS]
 
 
 def _rules() -> list[str]:
-    """Of the HTTP frontend, before those of Serve's."""
+    """Rules of the HTTP frontend, before Serve's own."""
     new_id = "set-var-fmt(txn.request_id) req_%[uuid] if !{ var(txn.request_id) -m found }"
     foreign = "{ status ge 400 } !{ res.hdr(content-type) -m beg application/json }"
     unnamed = " ".join(f"!{{ status {status} }}" for status in ERRORS)
     return [
         "http-request set-var(txn.request_id) req.fhdr(x-request-id) "
-        f"if {{ req.fhdr_cnt(x-request-id) eq 1 }} {{ req.fhdr(x-request-id) -m reg {SANE_REQUEST_ID} }}",
+        f"if {{ req.fhdr_cnt(x-request-id) eq 1 }} {{ req.fhdr(x-request-id) -m reg {VALID_REQUEST_ID} }}",
         f"http-request {new_id}",
         "http-request set-header x-request-id %[var(txn.request_id)]",
-        f"http-after-response {new_id}",  # an answer to what no rule has seen
+        f"http-after-response {new_id}",  # for responses to requests that no rule has seen
         "http-after-response set-header x-request-id %[var(txn.request_id)]",
-        # With these a client could switch off that its hang-up ends the work, or answer itself in plain text.
+        # Serve's own headers, which would let a client disable cancellation or get answers in plain text.
         *(
             f"http-request del-header {name}"
             for name in ("x-request-disconnect-disabled", "x-request-timeout-seconds", "x-session-id", "upgrade")
@@ -166,8 +166,8 @@ def _replace(pattern: str, config: str, head: str, lines: list[str]) -> str:
 
 
 def main(binary: str, ports: str, arguments: list[str]) -> None:
-    if sys.platform == "linux":  # others have no such call
-        # Kept over exec: the kernel kills HAProxy when the process that started it is gone.
+    if sys.platform == "linux":  # other systems lack it
+        # Survives exec: the kernel kills HAProxy when its parent has ended.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if "-f" in arguments:
         file = Path(arguments[arguments.index("-f") + 1])

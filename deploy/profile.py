@@ -1,4 +1,4 @@
-"""``outrider profile``: measure, show, draw and store what the target and the drafters of a configuration cost here."""
+"""``outrider profile``: measures, shows, plots and stores the latencies of a configuration's target and drafters."""
 
 from pathlib import Path
 
@@ -26,13 +26,14 @@ from profiler.profile_store import save_profile, usable_profile
 
 
 def run(config: Config, plot: Path, quick: bool) -> None:
-    """Prints the key that the profile is stored under.
+    """Prints the key of the stored profile.
 
     Raises:
-        OutriderError: a model is missing or does not fit; the configuration is not for this machine; or the store is away.
+        OutriderError: a model is missing or does not fit, the configuration does not fit this machine, or the state store
+            is unavailable.
     """
     configure_cpu()
-    set_threads(num_cores())  # before torch is imported; what each part gets is set when it is measured
+    set_threads(num_cores())  # before torch is imported; each measurement sets its own number
     config = resolve(with_shipped(config), here(), useful_threads(load_config(ensure_model(config.model.name))))
     config = resolve_dtypes(config)
     from deploy.profiling import ProfileEffort, measure_profile
@@ -41,7 +42,7 @@ def run(config: Config, plot: Path, quick: bool) -> None:
     console = table_console()
     store = open_store(config.cluster.state, config.cluster.namespace)
     try:
-        usable_profile(store, identity_of(config))  # says why, where there is one that is of no use
+        usable_profile(store, identity_of(config))  # logs why an existing profile is unusable
         columns = (TextColumn("{task.description:20}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("", total=1.0)
@@ -53,19 +54,19 @@ def run(config: Config, plot: Path, quick: bool) -> None:
         store.close()
     show(profile, console)
     plot_profile(profile, plot)
-    console.print(f"version {version}, drawn in {plot}", highlight=False)
+    console.print(f"version {version}, plotted in {plot}", highlight=False)
     print(profile.identity.key)
 
 
 def here(num_cpus: float | None = None) -> Inventory:
-    """This machine. Imports torch."""
+    """The inventory of this machine. Imports torch."""
     import torch
 
     return Inventory((Node("here", num_cpus or float(num_cores()), float(torch.cuda.device_count())),))
 
 
 def show(profile: Profile, console: Console) -> None:
-    table = Table("what", "points", "least ms", "most ms", "spread", *(f"error {form}" for form in FORMS), "chosen")
+    table = Table("surface", "points", "least ms", "most ms", "spread", *(f"error {form}" for form in FORMS), "chosen")
     for name, surface in surfaces(profile).items():
         table.add_row(name, *row(surface))
     console.print(table)
@@ -76,17 +77,17 @@ def show(profile: Profile, console: Console) -> None:
 
 
 def surfaces(profile: Profile) -> dict[str, Surface]:
-    """By what they are called."""
+    """The profile's surfaces by label."""
     found = {"verification": profile.step, "prompt chunk": profile.prefill}
     for drafter in profile.drafters.values():
         found[f"draft: {drafter.label}"] = drafter.draft
         if drafter.catch_up is not None:
-            found[f"draft behind news: {drafter.label}"] = drafter.catch_up
+            found[f"draft after catch-up: {drafter.label}"] = drafter.catch_up
     return found
 
 
 def row(surface: Surface) -> tuple[str, ...]:
-    """Errors are mean absolute percentage errors on held-out points; the spread is the median of the points'."""
+    """A table row: points, least and most ms, median spread, errors (MAPE on held-out points), chosen form."""
     seconds = [sample.seconds for sample in surface.samples]
     spreads = sorted(sample.spread for sample in surface.samples)
     return (

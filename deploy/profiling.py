@@ -1,4 +1,4 @@
-"""Measuring a profile: the target of a configuration and its drafters in one process, and links to another."""
+"""Measures a profile: the target and drafters of a configuration in one process, and links to another process."""
 
 import statistics
 import time
@@ -26,15 +26,15 @@ from profiler.profile import DrafterProfile, Part, Profile, Surface, Trip, parts
 from profiler.stopwatch import OwnTime
 from profiler.transport_probe import round_trips
 
-Said = Callable[[str, float], None]  # what is done, and which share of it
+Reporter = Callable[[str, float], None]  # step, share done
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileEffort:
-    """How much is measured, and how often."""
+    """The extent of the measurements."""
 
     passes: TimingBudget
-    max_rows: int | None  # of a pass; None: all that the target takes
+    max_rows: int | None  # of a pass; None: the target's maximum
     max_batch: int  # of drafts
     num_trip_turns: int
 
@@ -47,26 +47,27 @@ _QUICK = ProfileEffort(
     TimingBudget(min_visits=4, budget_s=90.0, precision=0.03), max_rows=256, max_batch=16, num_trip_turns=2
 )
 _FULL = ProfileEffort(TimingBudget(min_visits=9, budget_s=420.0), max_rows=None, max_batch=64, num_trip_turns=8)
-_COMPANION_BATCH = 16  # their contexts lie in the target's cache, beside those of the passes
+_COMPANION_BATCH = 16  # their contexts share the target's KV cache with the measured passes
 
 
-def measure_profile(config: Config, effort: ProfileEffort, said: Said = lambda what, share: None) -> Profile:
-    """Of the target of a resolved configuration, its drafters, and links on this machine. Takes the time that ``effort``
-    says, longer where the least that it asks for does.
+def measure_profile(config: Config, effort: ProfileEffort, report: Reporter = lambda step, share: None) -> Profile:
+    """Measures the target and drafters of a resolved configuration, and links on this machine.
+
+    Takes the time budget of ``effort``, or longer if its minimum of measurements does.
 
     Raises:
-        OutriderError: a model is missing, or does not fit, or is too small to be measured; says which.
+        OutriderError: a model is missing, does not fit, or is too small to be measured; says which.
     """
-    said("loading", 0.0)
+    report("loading", 0.0)
     companions = [drafter for drafter in config.drafters if drafter.is_companion]
     engine, model = load_engine(config, feature_layers(companions))
-    bench = _Bench(config, engine, model)
+    bench = _ProfileBench(config, engine, model)
     parts = {part.key: part for drafter in config.drafters for part in parts_of_drafter(drafter, bench.threads)}
     for part in parts.values():
         bench.add_drafter(part, effort.max_batch)
     bench.add_target(effort.max_rows)
-    timings = bench.time(effort.passes, partial(said, "passes and drafts"))
-    said("links", 0.0)
+    timings = bench.time(effort.passes, partial(report, "passes and drafts"))
+    report("links", 0.0)
     return Profile(
         identity=identity_of(config),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -78,11 +79,11 @@ def measure_profile(config: Config, effort: ProfileEffort, said: Said = lambda w
 
 
 def _drafter(part: Part, timings: Mapping[str, Mapping[tuple[int, int], Timing]]) -> DrafterProfile:
-    news = timings.get(f"news {part.key}")
+    catch_up = timings.get(f"catch-up {part.key}")
     return DrafterProfile(
         label=part.label,
         draft=Surface.of(Kind.DRAFT, timings[f"draft {part.key}"]),
-        catch_up=Surface.of(Kind.CATCH_UP, news) if news is not None else None,
+        catch_up=Surface.of(Kind.CATCH_UP, catch_up) if catch_up is not None else None,
     )
 
 
@@ -90,8 +91,8 @@ def _trip(times_s: Sequence[float]) -> Trip:
     return Trip(p50_s=statistics.median(times_s), p99_s=statistics.quantiles(times_s, n=100)[-1])
 
 
-class _Bench:
-    """Everything that is timed, by surface and point."""
+class _ProfileBench:
+    """The timed work, by surface and point."""
 
     def __init__(self, config: Config, engine: NativeTarget, model: ModelInfo) -> None:
         threads = config.target.resources.threads
@@ -108,21 +109,21 @@ class _Bench:
 
     def add_drafter(self, part: Part, max_batch: int) -> None:
         site = Site(self._model, part.device, self._host if part.companion else None)
-        drafter = make(_unhurried(part.options), site)
+        drafter = make(_without_early_stop(part.options), site)
         reads = part.options.traits.reads_hidden_states
-        held = _Held(self._engine) if reads else None
+        backing = _TargetBacking(self._engine) if reads else None
         vocab_size = self._model.vocab_size
-        probe = DrafterProbe(drafter, vocab_size, OwnTime(), held, self._model.max_model_len)
+        probe = DrafterProbe(drafter, vocab_size, OwnTime(), backing, self._model.max_model_len)
         self._probes.append(probe)
         batch = min(max_batch, _COMPANION_BATCH) if reads else max_batch
         self._add(f"draft {part.key}", probe.draft_grid(batch, part.draft_len), probe.draft, part.threads)
-        if part.options.traits.has_model and len(news := probe.catch_up_grid()) >= MIN_POINTS:
-            self._add(f"news {part.key}", news, probe.catch_up, part.threads)
+        if part.options.traits.has_model and len(grid := probe.catch_up_grid()) >= MIN_POINTS:
+            self._add(f"catch-up {part.key}", grid, probe.catch_up, part.threads)
 
-    def time(self, effort: TimingBudget, said: Callable[[float], None]) -> dict[str, dict[tuple[int, int], Timing]]:
+    def time(self, effort: TimingBudget, report: Callable[[float], None]) -> dict[str, dict[tuple[int, int], Timing]]:
         before = torch.get_num_threads()
         try:
-            found = time_interleaved(self._works, effort, time.perf_counter, said)
+            found = time_interleaved(self._works, effort, time.perf_counter, report)
         finally:
             torch.set_num_threads(before)
             for probe in self._probes:
@@ -135,7 +136,7 @@ class _Bench:
     def _add(self, surface: str, grid: Sequence[tuple[int, int]], work: Callable[[int, int], float], threads: int) -> None:
         if len(grid) < MIN_POINTS:
             longest, rows = self._model.max_model_len, self._engine.capacity().max_pass_tokens
-            raise InvalidField("target.max_pass_tokens", rows, f"and a length of {longest} leave too little to measure")
+            raise InvalidField("target.max_pass_tokens", rows, f"with length {longest} leaves too few points to measure")
         for x, y in grid:
             self._works[surface, x, y] = partial(_with_threads, threads, work, x, y)
 
@@ -145,8 +146,8 @@ def _with_threads(threads: int, work: Callable[[int, int], float], x: int, y: in
     return work(x, y)
 
 
-def _unhurried(options: DrafterOptions) -> DrafterOptions:
-    """Drafts as long as it is asked to: what a token costs does not depend on whether it is worth it."""
+def _without_early_stop(options: DrafterOptions) -> DrafterOptions:
+    """Drafts of full length: the cost of a token is measured whatever its confidence."""
     if isinstance(options, LayersOptions | DSparkOptions):
         return options.model_copy(update={"min_survival": 0.0})
     if isinstance(options, TableOptions):
@@ -154,8 +155,8 @@ def _unhurried(options: DrafterOptions) -> DrafterOptions:
     return options
 
 
-class _Held:
-    """``drafters.probe.ProbeTarget``: sequences computed in a target."""
+class _TargetBacking:
+    """``drafters.probe.ProbeTarget`` of sequences computed by the target."""
 
     def __init__(self, engine: TargetEngine) -> None:
         self._engine = engine

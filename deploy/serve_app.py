@@ -1,6 +1,6 @@
-"""The HTTP API as a Ray Serve application: an ingress replica that reaches the targets over the data plane, not over Ray.
+"""The HTTP API as a Ray Serve application: an ingress replica with links of its own to the targets.
 
-Ray carries only what changes rarely: where the targets are, and the status.
+Calls to Ray actors are limited to the targets' addresses and the status.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 APP = "outrider"
 API_CPUS = 0.2
-# Beyond the connections that HAProxy lets in: the API's own limits refuse calls, and probes never wait behind calls.
+# Beyond HAProxy's connections: the API's own limits refuse calls, and probes never wait behind calls.
 MAX_SERVE_QUEUED = 64
 FIRST_LINK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """What a replica is made of."""
+    """Arguments of a replica."""
 
     config: Config
     directory: Directory
@@ -49,7 +49,7 @@ class Gateway:
 
 
 class ApiReplica:
-    """The deployment's class, which `build_application` makes into an ingress. The app is made in the replica."""
+    """The deployment's class. The FastAPI app is built in the replica."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -60,17 +60,17 @@ class ApiReplica:
         return build_asgi_app(self._gateway, self._client)
 
     def check_health(self) -> None:
-        """Asked by Serve, which replaces a replica whose answer is an error.
+        """Called by Serve, which replaces a replica that raises.
 
         Raises:
-            LinkClosed: it cannot serve, whatever the targets do.
+            LinkClosed: the replica's own client has failed.
         """
         if self._client is not None:
             self._client.check_health()
 
 
 def make_client(gateway: Gateway) -> LinkClient:
-    """The replica's links, made at once."""
+    """The replica's links to the targets."""
     assert gateway.directory.model is not None
     supervisor = ray.get_actor(SUPERVISOR, namespace=gateway.config.cluster.namespace)
 
@@ -85,14 +85,14 @@ def make_client(gateway: Gateway) -> LinkClient:
 
 
 def build_asgi_app(gateway: Gateway, client: LinkClient) -> FastAPI:
-    """Runs in the replica. The links are kept while the app lives."""
+    """The replica's app, which keeps the client's addresses up to date and closes it."""
     supervisor = ray.get_actor(SUPERVISOR, namespace=gateway.config.cluster.namespace)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         following = asyncio.create_task(follow(client, supervisor, gateway.directory), name="follow targets")
         try:
-            await asyncio.to_thread(client.wait_linked, FIRST_LINK_S)  # else the first callers would find no target
+            await asyncio.to_thread(client.wait_linked, FIRST_LINK_S)  # else the first calls would find no target
             yield
         finally:
             following.cancel()
@@ -122,9 +122,9 @@ def build_application(gateway: Gateway) -> serve.Application:
 
 
 def run_application(gateway: Gateway) -> None:
-    """Returns when the replica is ready and the proxy listens. Raises what Serve raises, when it does not get there."""
+    """Returns when the replica is ready and the proxy listens. Raises Serve's errors."""
     api = gateway.config.api
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # what it tells of its progress is told in other words
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     serve.start(http_options={"host": api.host, "port": api.port}, logging_config=quiet)
     serve.run(

@@ -1,4 +1,4 @@
-"""``outrider status``: what targets and drafters are doing, live on a terminal, once elsewhere. Laid out for 80 columns."""
+"""``outrider status``: tables of targets and drafters, live on a terminal. Laid out for 80 columns."""
 
 import time
 from collections.abc import Iterator
@@ -13,8 +13,9 @@ from rich.text import Text
 
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
 from cluster.errors import OutriderError
+from deploy.chat_client import connect, error_message
 
-PATH = "/v1/outrider/status"  # answers dataclasses.asdict(ClusterStatus)
+PATH = "/v1/outrider/status"  # returns dataclasses.asdict(ClusterStatus)
 DEADLINE_S = 5.0
 STATE_STYLES = {
     "ready": "green",
@@ -30,24 +31,19 @@ _STATUS = TypeAdapter(ClusterStatus)
 
 
 class StatusUnavailable(OutriderError):
-    """The server could not be reached, or answered something else; says what."""
+    """The server could not be reached or did not return a status; says why."""
 
 
 def watch(url: str, api_key: str | None, *, once: bool, json: bool, interval_s: float, console: Console) -> None:
-    """Show the status of the server at ``url``.
+    """Shows the status of the server at ``url``.
 
-    With ``json``, prints one JSON object a line. Otherwise prints tables: once with ``once`` or where ``console`` cannot
-    move its cursor (a pipe, a file, a dumb terminal), else updated in place. Repeats every ``interval_s`` until Ctrl-C. The
-    live tables wait for a server that goes away.
+    ``json``: one JSON object per line. Otherwise tables: once with ``once`` or if ``console`` cannot move its cursor, else
+    updated in place. Repeats every ``interval_s`` until Ctrl-C. The live tables wait for a server that goes away.
 
     Raises:
-        StatusUnavailable: no server answers at the start, or with ``json`` at any time.
+        StatusUnavailable: the server does not answer at the start, or with ``json`` at any time.
     """
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    with (
-        suppress(KeyboardInterrupt),
-        httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=DEADLINE_S) as client,
-    ):
+    with suppress(KeyboardInterrupt), connect(url, api_key, DEADLINE_S) as client:
         first = fetch(client)
         if json:
             _print_lines(client, first, once, interval_s, console)
@@ -55,35 +51,26 @@ def watch(url: str, api_key: str | None, *, once: bool, json: bool, interval_s: 
             console.print(render(first))
         else:
             with Live(render(first), console=console, auto_refresh=False) as live:
-                for picture in _pictures(client, first, interval_s):
-                    live.update(picture, refresh=True)
+                for table in _updates(client, first, interval_s):
+                    live.update(table, refresh=True)
 
 
 def fetch(client: httpx.Client) -> ClusterStatus:
-    """Raises StatusUnavailable."""
+    """The server's status. Raises StatusUnavailable."""
     url = f"{client.base_url}".rstrip("/") + PATH
     try:
         response = client.get(PATH)
         response.raise_for_status()
         return _STATUS.validate_json(response.content)
     except httpx.HTTPStatusError as error:
-        reason = f"it answered {error.response.status_code}: {_message(error.response)}"
-        raise StatusUnavailable(f"no status from {url}: {reason}") from error
+        raise StatusUnavailable(f"no status from {url}: {error_message(error.response)}") from error
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
         raise StatusUnavailable(
             f"no status from {url}: {reason}. Is the server running? `outrider serve` starts it"
         ) from error
     except ValidationError as error:
-        raise StatusUnavailable(f"no status from {url}: what answers there is no Outrider of this version") from error
-
-
-def _message(response: httpx.Response) -> str:
-    """Of an error in OpenAI's shape; else the beginning of whatever it is."""
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return response.text[:200]
+        raise StatusUnavailable(f"no status from {url}: the server is not Outrider of this version") from error
 
 
 def _print_lines(client: httpx.Client, first: ClusterStatus, once: bool, interval_s: float, console: Console) -> None:
@@ -96,7 +83,7 @@ def _print_lines(client: httpx.Client, first: ClusterStatus, once: bool, interva
         status = fetch(client)
 
 
-def _pictures(client: httpx.Client, first: ClusterStatus, interval_s: float) -> Iterator[RenderableType]:
+def _updates(client: httpx.Client, first: ClusterStatus, interval_s: float) -> Iterator[RenderableType]:
     before = status = first
     while True:
         time.sleep(interval_s)
@@ -110,7 +97,7 @@ def _pictures(client: httpx.Client, first: ClusterStatus, interval_s: float) -> 
 
 
 def render(status: ClusterStatus, before: ClusterStatus | None = None) -> RenderableType:
-    """The status for people; with the one before it also the acceptance of the time between them."""
+    """The status as tables; with the previous one also the acceptance since then."""
     title = Text.assemble((status.model, "bold"), f", routed by {status.policy} (table {status.table_version})")
     blank = Text("")
     return Group(
@@ -123,19 +110,15 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
         blank,
         _processes(status.drafters),
         *(Text(note, style="red") for note in status.notes),
-        *(_reason(drafter) for drafter in status.drafters if drafter.reason is not None),
+        *(Text(f"{d.name} is {d.state}: {d.reason}", style="red") for d in status.drafters if d.reason is not None),
     )
-
-
-def _reason(drafter: DrafterStatus) -> Text:
-    return Text(f"{drafter.name} is {drafter.state}: {drafter.reason}", style="red")
 
 
 def _acceptance(drafters: tuple[DrafterStatus, ...]) -> str:
     num_proposed = sum(drafter.num_proposed for drafter in drafters)
     num_accepted = sum(drafter.num_accepted for drafter in drafters)
     if not num_proposed:
-        return "no draft token verified yet"
+        return "no draft tokens verified yet"
     return f"{_share(num_accepted, num_proposed)} of {num_proposed:,} verified draft tokens accepted"
 
 
@@ -155,8 +138,8 @@ def _targets(targets: tuple[TargetStatus, ...]) -> Table:
 
 
 def _drafters(drafters: tuple[DrafterStatus, ...], before: tuple[DrafterStatus, ...]) -> Table:
-    """What they draft, and how much of it is right."""
-    table = _table("drafter", "state", "requests", "verified", "accepted", "just now", "reply ms")
+    """Requests and acceptance."""
+    table = _table("drafter", "state", "requests", "verified", "accepted", "recently", "reply ms")
     earlier = {drafter.name: drafter for drafter in before}
     for drafter in drafters:
         table.add_row(
@@ -165,14 +148,14 @@ def _drafters(drafters: tuple[DrafterStatus, ...], before: tuple[DrafterStatus, 
             f"{drafter.num_requests}",
             f"{drafter.num_proposed:,}",
             _share(drafter.num_accepted, drafter.num_proposed),
-            _just_now(drafter, earlier.get(drafter.name)),
+            _recent_acceptance(drafter, earlier.get(drafter.name)),
             UNKNOWN if drafter.reply_ms is None else f"{drafter.reply_ms:.1f}",
         )
     return table
 
 
 def _processes(drafters: tuple[DrafterStatus, ...]) -> Table:
-    """What they are, and what their processes take and went through."""
+    """Kind, restarts, loads and memory."""
     table = _table("drafter", "kind", "restarts", "loads", "memory", "device")
     for drafter in drafters:
         counted = drafter.num_bytes is not None
@@ -189,8 +172,8 @@ def _processes(drafters: tuple[DrafterStatus, ...]) -> Table:
     return table
 
 
-def _just_now(drafter: DrafterStatus, before: DrafterStatus | None) -> str:
-    """Counters start over with their process: then there is nothing to subtract from."""
+def _recent_acceptance(drafter: DrafterStatus, before: DrafterStatus | None) -> str:
+    """Acceptance since the previous status; unknown if a restarted process has reset its counters."""
     if before is None or before.num_proposed > drafter.num_proposed:
         return UNKNOWN
     return _share(drafter.num_accepted - before.num_accepted, drafter.num_proposed - before.num_proposed)
@@ -205,7 +188,7 @@ def _state(state: str) -> Text:
 
 
 def _table(*columns: str) -> Table:
-    """The first column takes what the others leave: a long name is folded, a number is never cut."""
+    """The first column takes the remaining width and folds long names; numbers are never cut."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < 2 else "right", no_wrap=i > 0, overflow="fold")

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as one exception, which code on the way may mangle or swallow without being believed."""
+"""SIGINT and SIGTERM as the exception Stopped, also if other code replaces or swallows it."""
 
 import logging
 import signal
@@ -13,22 +13,22 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(BaseException):
-    """A signal asks to end. Not an Exception, so that nothing on the way mistakes it for a failure."""
+    """A signal arrived. Not an Exception, so that ``except Exception`` does not catch it."""
 
 
 class Stop:
-    """Whether a signal has come. For the main thread."""
+    """Whether a signal has arrived. For the main thread."""
 
     def __init__(self) -> None:
         self.asked = False
 
     def listen(self) -> None:
-        """From here on a signal raises Stopped, wherever the main thread is."""
+        """Installs the handlers: signals raise Stopped in the main thread."""
         for number in SIGNALS:
             signal.signal(number, self._ask)
 
     def check(self) -> None:
-        """Raises Stopped when a signal has come whose exception was lost: in C++ code, or in a callback, it may be."""
+        """Raises Stopped if a signal's exception was lost, as in C++ code or a callback."""
         if self.asked:
             self.asked = False
             raise Stopped
@@ -40,15 +40,15 @@ class Stop:
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Within, a signal raises Stopped; it ends here. So does what becomes of it on the way: code in C++ that is interrupted
-    turns it into errors of its own, which then are no failures."""
+    """Within the block signals raise Stopped; the block's end catches it, and errors that interrupted C++ code raises
+    instead of it."""
     former = {number: signal.getsignal(number) for number in SIGNALS}
     stop = Stop()
     stop.listen()
     try:
         yield stop
     except BaseException as error:
-        # The handler of SIGTERM that Ray installs while it starts exits with the signal's number.
+        # Ray's handler of SIGTERM, installed while it starts, exits with the signal's number.
         by_ray = isinstance(error, SystemExit) and error.code == signal.SIGTERM
         if not (isinstance(error, Stopped) or stop.asked or by_ray):
             raise

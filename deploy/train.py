@@ -1,4 +1,4 @@
-"""``outrider train`` on a terminal: options, progress bars, and what came of it."""
+"""``outrider train``: options, progress bars and the table of results."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from engine.cpu_setup import configure_cpu
 
 
 class _Bars:
-    """``drafters.training.pipeline.Reporter``: one bar a step."""
+    """``drafters.training.pipeline.Reporter``: one progress bar per step."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -31,7 +31,7 @@ class _Bars:
 
 
 def run(*, out: Path, work: Path | None, drafter: Any, device: str, begin_with: str | None = None, **fields: Any) -> None:
-    """Fields that are None have their default. Raises what ``drafters.training.pipeline.train`` raises."""
+    """Fields that are None have their default. Raises as ``drafters.training.pipeline.train``."""
     configure_cpu()
     given = {name: value for name, value in fields.items() if value is not None}
     out = out.expanduser().absolute()
@@ -40,7 +40,7 @@ def run(*, out: Path, work: Path | None, drafter: Any, device: str, begin_with: 
         work=(work or out.with_name(f"{out.name}-work")).expanduser().absolute(),
         drafter=drafter,
         device=device,
-        begin_with=None if begin_with is None else find_drafter(begin_with),  # here, where ./NAME is no shipped one's name
+        begin_with=None if begin_with is None else find_drafter(begin_with),
         asked=frozenset(given),
         **given,
     )

@@ -1,4 +1,4 @@
-"""Word wrapping of styled text that arrives in pieces, which may end anywhere within a word."""
+"""Word wrapping of styled text that arrives in pieces, which may split words."""
 
 import re
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ _TOKEN = re.compile(r"\n|[ \t]+|[^ \t\n]")
 
 
 class WordWrapper:
-    """Breaks lines at blanks, and before and after wide characters (Chinese, Japanese, emoji).
+    """Breaks lines at blanks and around wide characters (Chinese, Japanese, emoji).
 
-    A word is held back until it ends, since only then it is known whether it fits into the line. Blanks at a break are
-    dropped. A word that is longer than a line is broken at the edge.
+    A word is held back until it ends, to know whether it fits into the line. Blanks at a break are dropped. A word longer
+    than a line is broken at the edge.
     """
 
     def __init__(self) -> None:
         self._column = 0  # cells written in the current line
-        self._blanks: list[Run] = []  # held back behind them: a break replaces them
-        self._word: list[Run] = []  # held back behind the blanks
+        self._blanks: list[Run] = []  # held back after the line's text; a break replaces them
+        self._word: list[Run] = []  # held back after the blanks
 
     def feed(self, text: str, style: str, width: int) -> Iterator[Run]:
-        """Yields what can be written now; no line is longer than ``width`` cells."""
+        """Yields the text to write now; no line is longer than ``width`` cells."""
         for token in _TOKEN.findall(text):
             is_blank, is_wide = token[0] in " \t", cell_len(token) > 1
             if is_blank or is_wide or token == "\n":
@@ -42,7 +42,7 @@ class WordWrapper:
                     yield from self._end_word(width)
 
     def finish(self, width: int) -> Iterator[Run]:
-        """Yields the last word. What is fed next begins a new line."""
+        """Yields the last word; the next text begins a new line."""
         yield from self._end_word(width)
         self._begin_line()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from drafters.replay import common_prefix_len
+from engine.acceptance import common_prefix_len
 from router.estimates.confidence_scaling import OnlineScaling, num_due
 from router.matching import Floats
 

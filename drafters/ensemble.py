@@ -9,7 +9,7 @@ from typing import Self
 from cluster.types import SamplingParams
 from drafters.consensus import ComparedDraft, Consensus
 from drafters.protocol import Demand, Draft, Drafter
-from drafters.replay import common_prefix_len
+from engine.acceptance import common_prefix_len
 from router.estimates.survival import OnlineSurvival
 
 MIN_SURVIVAL = 0.02  # a draft ends before a token less likely to survive

@@ -23,7 +23,7 @@ from engine.forward import CausalModel
 from engine.models.config import load_config
 from engine.models.int8 import WeightsKind, stored
 from engine.models.tokenizer import fingerprint
-from engine.models.weights import SINGLE, LayerWeights, SafetensorsFolder, TensorWeights
+from engine.models.weights import SINGLE, LayerWeights, SafetensorsFolder, TensorWeights, write_atomically
 
 ARCHITECTURE = "OutriderLayersDrafter"
 TOKEN_IDS = "draft_token_ids"
@@ -80,12 +80,8 @@ def save_layers(
     }
     raw.pop("layer_types", None)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{SINGLE}.partial"
-    save_file(kept, partial, metadata={"format": "pt"})
-    partial.replace(folder / SINGLE)
-    partial = folder / "config.json.partial"
-    partial.write_text(json.dumps(raw, indent=2) + "\n")
-    partial.replace(folder / "config.json")
+    write_atomically(folder / SINGLE, lambda path: save_file(kept, path, metadata={"format": "pt"}))
+    write_atomically(folder / "config.json", lambda path: path.write_text(json.dumps(raw, indent=2) + "\n"))
 
 
 class _SharedRows:

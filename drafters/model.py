@@ -9,7 +9,7 @@ from cluster.messages import LevelReport, Verified
 from cluster.types import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft, Drafter, Stopping
 from drafters.small_model import Question, SmallModel
-from engine.acceptance import count_accepted
+from engine.acceptance import common_prefix_len
 from engine.sampling import Chosen
 from profiler.calibration import TemperatureScaling
 from router.assignment import NO_POSITIONS, Positions
@@ -188,7 +188,7 @@ class ModelDrafter:
             Question(draft.demand.request_id, draft.ahead, proposed.get(draft.demand.request_id, ())) for draft in part
         ]
         for draft, question, chosen in zip(part, questions, self._choose(questions), strict=True):
-            num_right = count_accepted(question.drafts, chosen)
+            num_right = common_prefix_len(question.drafts, chosen.token_ids)
             if question.request_id in proposed:
                 num_demanded = min(self._proposal_len, draft.num_missing - 1)
                 self._record(self._proposers_of[question.request_id][-1], num_demanded, len(question.drafts), num_right)

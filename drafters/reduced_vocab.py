@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.dspark.choice import is_plain
 from engine.noise import gumbel, noise_keys
 from engine.sampling import Chosen, Sampler, SampleSpan
 
@@ -38,7 +37,7 @@ class ReducedHead:
 
     def choose(self, logits: Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
         """As ``Sampler.choose`` with confidences; ``logits`` (rows, len(token_ids))."""
-        if logits.device.type == "cpu" and all(is_plain(span.state) for span in spans):
+        if logits.device.type == "cpu" and all(span.state.is_plain for span in spans):
             return self._sample(logits, spans)
         return self._sampler.choose(self._spread(logits), spans, want_confidences=True)
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from cluster.types import SamplingParams
 from drafters.protocol import Demand, Drafter
+from engine.acceptance import common_prefix_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,3 @@ def replay(
                 if behind is not None:
                     behind.drop(recording)
             yield Round(recording.domain, draft.confidences, num_accepted, num_committed)
-
-
-def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
-    num = min(len(a), len(b))
-    if a[:num] == b[:num]:  # the usual case, fast
-        return num
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), num)

@@ -11,7 +11,7 @@ import torch
 
 from cluster.types import SamplingParams
 from drafters.reduced_vocab import ReducedHead
-from drafters.replay import common_prefix_len
+from engine.acceptance import common_prefix_len
 from engine.device import to_device
 from engine.forward import CausalModel, PackedSpan
 from engine.ledger import Checkpoint, Ledger

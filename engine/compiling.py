@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from cluster.errors import OutriderError
-from cluster.private_folder import make_private
+from cluster.private_folder import cache_folder, make_private
 from engine.cpu_level import CpuLevel, cpu_level
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,6 @@ _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno")
 
 class NoCompiler(OutriderError):
     """A library cannot be built or loaded here."""
-
-
-def cache_folder() -> Path:
-    """``$OUTRIDER_HOME/kernels``, else ``kernels`` in outrider's folder of the user's cache."""
-    home = os.environ.get("OUTRIDER_HOME")
-    if home:
-        return Path(home).expanduser().absolute() / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "outrider" / "kernels"
 
 
 def load_compiled(
@@ -57,7 +49,7 @@ def load_compiled(
         name: prefix of the file name.
         headers: included by the sources.
         flags: additional compiler flags.
-        folder: the cache, ``cache_folder()`` by default.
+        folder: the cache, ``kernels`` in ``cache_folder()`` by default.
         level: CPU level to compile for, by default the one in force. The library crashes on a machine without that level.
         keeps_gil: keep the GIL during calls, for functions of microseconds, since reacquiring it waits
             for a thread switch.
@@ -70,7 +62,7 @@ def load_compiled(
     all_flags = (*level.compiler_flags, *_FLAGS, *flags)
     load = ctypes.PyDLL if keeps_gil else ctypes.CDLL
     try:
-        folder = folder or cache_folder()
+        folder = folder or cache_folder() / "kernels"
         _prepare(folder)
         compiler = find_compiler()
         stem = f"{name}-{_key((*sources, *headers), all_flags, compiler)}"
@@ -128,10 +120,6 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-
-
-def is_clang(compiler: tuple[str, ...]) -> bool:
-    return "clang" in compiler_version(compiler)
 
 
 def _prepare(folder: Path) -> None:

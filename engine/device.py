@@ -20,11 +20,6 @@ def require(device: str) -> None:
         raise InvalidField("device", device, f"must be cpu or auto, since {build}")
 
 
-def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Uninitialised uint8 memory on the host, pinned if ``device`` is a GPU."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """The array on ``device``. On a CPU the tensor shares the array's memory; on a GPU the copy is only queued."""
     tensor = torch.from_numpy(array)

@@ -1,8 +1,9 @@
-"""What is drafted for one request: by which chain, what is awaited, what is at hand, and how the last proposal did."""
+"""The drafting state of one request: its chain, the awaited proposal, the present one, and the last judgement."""
 
 from dataclasses import dataclass, field
 
 from cluster.types import Proposal
+from engine.acceptance import common_prefix_len
 from router.assignment import Chain
 from router.estimates.drafter_stats import Judgement
 from router.plan import NO_DRAFTS, DraftBudget
@@ -13,7 +14,7 @@ MAX_AWAITED = 8
 
 @dataclass(slots=True, eq=False)
 class DraftState:
-    """Anybody may read the fields; only the methods here write them.
+    """All writes go through the methods; the fields may be read.
 
     Args:
         token_ids: the committed tokens, shared with the sequence, which extends them.
@@ -35,9 +36,9 @@ class DraftState:
     # ---- who drafts, and how far
 
     def switch(self, chain: Chain) -> bool:
-        """Takes a new chain. Returns whether the last drafter changed; then its proposal is dropped.
+        """Sets a new chain. Returns whether the last drafter changed.
 
-        Where that drafter stays, so does the proposal: it would be the same behind any others.
+        The proposal is dropped only then: it does not depend on the drafters before the last.
         """
         drafter = chain[-1] if chain else None
         moved = drafter != self.drafter
@@ -58,7 +59,7 @@ class DraftState:
     # ---- waiting
 
     def expect(self, now_s: float, is_queried: bool) -> None:
-        """A drafter follows the newest commit. A queried one is being sent it, and its proposal is awaited."""
+        """Called when a drafter follows the newest commit. If it is queried, its proposal is awaited."""
         self.expects_draft = True
         if not is_queried:
             self.awaiting_since_s = None
@@ -70,20 +71,20 @@ class DraftState:
             del sent_s[next(iter(sent_s))]
 
     def expect_nothing(self) -> None:
-        """The drafter is gone, or has not been sent the newest commit."""
+        """The drafter is disconnected, or was not sent the newest commit."""
         self.awaiting_since_s = None
         self.expects_draft = False
 
     def sent_s(self, base_len: int) -> float | None:
-        """When the drafter was sent the commit that ends at ``base_len``; None: long ago, or never."""
+        """When the drafter was sent the commit that ends at ``base_len``; None: unknown."""
         return self._sent_s.get(base_len)
 
     def hold(self) -> None:
-        """The request sits out a pass, for its proposal."""
+        """The request is left out of a pass until its proposal comes."""
         self.is_held = True
 
     def end_hold(self, now_s: float) -> float | None:
-        """The request is computed. Returns how long it waited if the hold ran out before its proposal came."""
+        """The request is in a pass again. Returns its waiting time if the hold ran out before the proposal came."""
         was_held, self.is_held = self.is_held, False
         if not was_held or self.awaiting_since_s is None or self.drafter is None:
             return None
@@ -96,9 +97,9 @@ class DraftState:
     # ---- proposals
 
     def offer(self, proposal: Proposal) -> bool:
-        """Takes a sound proposal (`cluster.soundness`) of the request's drafter; returns whether it did.
+        """Takes a sound proposal (`cluster.soundness`) of the request's drafter. Returns whether it was taken.
 
-        A late one is cut to what is still ahead, if the tokens committed meanwhile agree with it; any other is refused.
+        A late proposal is cut to its uncommitted part if the tokens committed meanwhile agree with it, else refused.
         """
         if proposal.drafter != self.drafter:
             return False
@@ -116,24 +117,20 @@ class DraftState:
         return True
 
     def set_survival(self, survival: tuple[float, ...]) -> None:
-        """Of the proposal at hand, as its drafter is calibrated."""
+        """Sets the calibrated survival of the present proposal."""
         self.survival = survival
 
     def judge(self, committed: tuple[int, ...]) -> str | None:
-        """Compares the proposal at hand with the tokens that a pass committed, and keeps the part that is still ahead.
+        """Compares the present proposal with the tokens committed by a pass, and keeps its uncommitted part.
 
-        Returns whose proposal it was; None: there was none. ``committed`` () says that the pass failed.
+        Returns the drafter of the proposal; None without one. ``committed`` is () if the pass failed.
         """
         proposal, self.proposal = self.proposal, None
         if proposal is None or not committed:
             self.judgement = None
             return None
         drafts, confidences = proposal.token_ids, proposal.confidences
-        num_right = 0
-        for drafted, token in zip(drafts, committed, strict=False):
-            if drafted != token:
-                break
-            num_right += 1
+        num_right = common_prefix_len(drafts, committed)
         num_judged = min(num_right + 1, len(drafts), len(committed))
         self.judgement = Judgement(proposal.drafter, confidences[:num_judged], num_right, proposal.unfinished)
         if num_right == len(committed) < len(drafts):

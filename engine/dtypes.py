@@ -37,12 +37,9 @@ def choose_dtype(dtype: str, device: str, *, allows_int8: bool = False) -> str:
 
 @cache
 def _chosen(dtype: str, reason: str, allows_int8: bool) -> str:
-    logger.info("dtype auto of %s is %s: %s (CPU level %s)", _who(allows_int8), dtype, reason, cpu_level())
+    whose = "trained drafters" if allows_int8 else "models"
+    logger.info("dtype auto of %s is %s: %s (CPU level %s)", whose, dtype, reason, cpu_level())
     return dtype
-
-
-def _who(allows_int8: bool) -> str:
-    return "trained drafters" if allows_int8 else "models"
 
 
 def held_dtype(dtype: str) -> str:

@@ -151,10 +151,6 @@ class CausalModel:
         """The head applied to rows of final hidden states: [n, hidden] -> [n, vocab], in the dtype."""
         return self._head(hidden)
 
-    @torch.inference_mode()
-    def begin(self, spans: Sequence[PackedSpan], cache: KvCache) -> Pass:
-        return self.enter(self.lay_out(spans, cache.block_len), cache)
-
     def lay_out(self, spans: Sequence[PackedSpan], block_len: int) -> Layout:
         return lay_out(spans, block_len, self._inverse_frequencies, self.device)
 

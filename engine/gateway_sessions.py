@@ -11,7 +11,11 @@ from engine.outbox import GatewayOutbox
 
 @dataclass(slots=True)
 class GatewaySessions:
-    """Not thread-safe: the round owns it. ``end`` is called for each request whose caller is gone."""
+    """Not thread-safe: owned by the round.
+
+    Args:
+        end: called for each request whose gateway is gone or aborts it.
+    """
 
     end: Callable[[str], None]
     _outboxes: dict[Link, GatewayOutbox] = field(default_factory=dict)
@@ -32,18 +36,18 @@ class GatewaySessions:
         return link in self._outboxes
 
     def add(self, link: Link, request_id: str) -> None:
-        """The request came by this link."""
+        """Records the link of a request."""
         self._owners[request_id] = self._outboxes[link]
 
     def abort(self, link: Link, request_id: str) -> None:
-        """The caller is gone. A request that came by another link is left alone."""
+        """Ends a request, if it came by this link."""
         outbox = self._owners.get(request_id)
         if outbox is not None and outbox.link is link:
             del self._owners[request_id]
             self.end(request_id)
 
     def refuse(self, link: Link, commit: Commit) -> None:
-        """``commit``: the only one of a request that the target does not take."""
+        """Publishes the only commit of a refused request."""
         self._outboxes[link].publish(commit)
 
     def publish(self, commits: Iterable[Commit]) -> None:

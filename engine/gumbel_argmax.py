@@ -89,7 +89,8 @@ def gumbel_argmax(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor, ke
         gumbel = _on_device(block_gumbel, keys[rows, None], block_ids, torch.arange(BLOCK_LEN, device=x.device))
         scores = torch.where(z >= floors[rows, None, None], z.double() + gumbel.double(), -torch.inf).flatten(1)
         best = scores.amax(-1)
-        return best, _lowest_id(scores == best[:, None], token_ids.flatten(1), x.shape[-1])
+        wins = scores == best[:, None]
+        return best, torch.where(wins, token_ids.flatten(1), x.shape[-1]).amin(-1)  # the lowest id of equal ones
 
     best, token_ids = best_of(rows, block_ids[:, :_NUM_FIRST_BLOCKS])
     if num_first <= _NUM_FIRST_BLOCKS:
@@ -138,7 +139,3 @@ def _on_device(noise: Callable[..., Any], *arrays: Tensor) -> Tensor:
     if arrays[0].device.type == "cpu":
         return torch.from_numpy(noise(*(array.numpy() for array in arrays)))
     return cast(Tensor, noise(*arrays))
-
-
-def _lowest_id(wins: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
-    return torch.where(wins, token_ids, vocab_size).amin(-1)

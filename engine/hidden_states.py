@@ -59,8 +59,6 @@ class HiddenStateCache:
         """A copy of positions ``start`` .. ``stop`` - 1 of the sequence: [stop - start, len(layers) * hidden]."""
         if self._rows is None:
             raise LookupError("no features are kept: name the layers in feature_layers")
-        return self._rows[to_device(self._slots(block_table, start, stop), self._rows.device)]
-
-    def _slots(self, block_table: NDArray[np.int32], start: int, stop: int) -> NDArray[np.int64]:
-        positions = np.arange(start, stop)
-        return block_table[positions // self._block_len].astype(np.int64) * self._block_len + positions % self._block_len
+        blocks, offsets = np.divmod(np.arange(start, stop), self._block_len)
+        slots = block_table[blocks].astype(np.int64) * self._block_len + offsets
+        return self._rows[to_device(slots, self._rows.device)]

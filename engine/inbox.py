@@ -1,4 +1,4 @@
-"""Everything that reaches a target: links that come and go, requests of gateways, proposals of drafters."""
+"""The mail of a target: links going up and down, requests of gateways, proposals of drafters."""
 
 from collections.abc import Callable
 

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.device import host_buffer
-
 
 @dataclass(frozen=True, slots=True)
 class PackedSpan:
@@ -101,7 +99,8 @@ def pack(
     """
     layout = _on_host(spans, block_len, inverse_frequencies, num_padding, table_width)
     tensors = {name: getattr(layout, name) for name in _TENSORS}
-    buffer = host_buffer(sum(_aligned(tensor.nbytes) for tensor in tensors.values()), device)
+    num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors.values())
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     host = HostLayout(buffer, tuple((name, t.dtype, t.shape) for name, t in tensors.items()), layout.max_span_len)
     views = host.layout(buffer)
     for name, tensor in tensors.items():

@@ -27,15 +27,11 @@ class TokenCounts:
     """The distinct tokens of a sequence, with how often each was generated. Append-only."""
 
     def __init__(self) -> None:
-        self.lowest_id = 0
-        self.highest_id = 0
         self._slots: dict[int, int] = {}
         self._token_ids = np.zeros(64, np.int64)
         self._num_generated = np.zeros(64, np.float32)
 
     def add(self, token_ids: Sequence[int], generated: bool) -> None:
-        self.lowest_id = min(self.lowest_id, *token_ids, 0)
-        self.highest_id = max(self.highest_id, *token_ids, 0)
         for token_id in token_ids:
             slot = self._slots.setdefault(token_id, len(self._slots))
             if slot == len(self._token_ids):
@@ -66,40 +62,16 @@ class TokenCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Bias:
-    """A logit bias as arrays, (K,)."""
-
-    token_ids: NDArray[np.int64]
-    values: NDArray[np.float32]
-
-    @classmethod
-    def of(cls, sampling: SamplingParams) -> "Bias | None":
-        if not sampling.logit_bias:
-            return None
-        by_token = dict(sampling.logit_bias)
-        return cls(np.fromiter(by_token, np.int64), np.fromiter(by_token.values(), np.float32))
-
-
-@dataclass(frozen=True, slots=True)
 class Edits:
     """Edits of the rows of one span."""
 
     sampling: SamplingParams
     counts: TokenCounts | None  # None: no penalties
-    bias: Bias | None
+    bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None  # token ids and what is added to them
     draft_ids: tuple[int, ...]
     masked_ids: tuple[int, ...]  # may not be chosen ...
     num_masked_rows: int  # ... in the first so many rows
     allowed_ids: NDArray[np.int64] | None = None  # only these may be chosen; None: all
-
-    def id_outside(self, vocab_size: int) -> int | None:
-        """An edited token id outside the vocabulary, if there is one."""
-        ids = [] if self.bias is None else [int(self.bias.token_ids.min()), int(self.bias.token_ids.max())]
-        if self.allowed_ids is not None:
-            ids += [int(self.allowed_ids.min()), int(self.allowed_ids.max())]
-        if self.counts is not None:
-            ids += [*self.draft_ids, self.counts.lowest_id, self.counts.highest_id]
-        return next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
 
 
 def edit(x: Tensor, edits: Edits) -> None:
@@ -114,7 +86,8 @@ def edit(x: Tensor, edits: Edits) -> None:
         values = torch.where(occurred, repeated, values)
         x[:, ids] = values - sampling.frequency_penalty * num_generated - sampling.presence_penalty * (num_generated > 0)
     if edits.bias is not None:
-        x[:, to_device(edits.bias.token_ids, x.device)] += to_device(edits.bias.values, x.device)
+        token_ids, added = (to_device(array, x.device) for array in edits.bias)
+        x[:, token_ids] += added
     if edits.allowed_ids is not None:
         allowed_ids = to_device(edits.allowed_ids, x.device)
         allowed = x[:, allowed_ids]
@@ -138,7 +111,8 @@ def floors(x: Tensor, at: Peaks, temperatures: Tensor, filters: Filters) -> Tens
     floor = torch.full_like(at.rows, -torch.inf)
     has_top_k = filters.top_k < x.shape[-1]
     for rows, ks in _select(has_top_k, filters.top_k, x):
-        floor[rows] = relative(_kth_largest(x[rows], ks), at.rows[rows], temperatures[rows]).squeeze(1)
+        kth = largest(x[rows], int(ks.max())).gather(1, ks[:, None] - 1)
+        floor[rows] = relative(kth, at.rows[rows], temperatures[rows]).squeeze(1)
     for rows, masses in _select(filters.top_p < 1, filters.top_p, x):
         z = relative(x[rows], at.rows[rows], temperatures[rows])
         weights = z.exp()
@@ -156,11 +130,6 @@ def _select(where: NDArray[np.bool_], limits: NDArray[Any], x: Tensor) -> Iterat
     for rows in np.split(np.flatnonzero(where), range(num_rows_at_once(x), len(where), num_rows_at_once(x))):
         if len(rows):
             yield to_device(rows, x.device), to_device(limits[rows], x.device)
-
-
-def _kth_largest(x: Tensor, ks: Tensor) -> Tensor:
-    """The k-th largest value of each row, (R, 1)."""
-    return largest(x, int(ks.max())).gather(1, ks[:, None] - 1)
 
 
 def _nucleus_floor(z: Tensor, wanted: Tensor) -> Tensor:

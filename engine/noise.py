@@ -72,14 +72,10 @@ def block_gumbel(keys: "Array", block_ids: "Array", offsets: "Array") -> Any:
 
 
 def gumbel_of_few(seed: int, position: int, token_ids: Iterable[int]) -> list[float]:
-    """Noise of a few tokens at one position, float32 values, in plain Python. Faster than arrays below about 20."""
+    """The definition in plain Python, which every other implementation must equal; float32 values. Faster than arrays below
+    about 20 tokens."""
     key = _reference_mix(_reference_mix(seed + _GAMMA) + position * _GAMMA)
     return [_reference_gumbel(key, token_id) for token_id in token_ids]
-
-
-def reference_gumbel(seed: int, position: int, token_id: int) -> float:
-    """The definition in plain Python, which every other implementation must equal. A float32 value."""
-    return gumbel_of_few(seed, position, (token_id,))[0]
 
 
 def _reference_gumbel(key: int, token_id: int) -> float:

@@ -81,11 +81,7 @@ class DrafterOutbox:
         self.is_pending = True
 
     def flush(self, table_version: int) -> None:
-        """Sends what is pending, if anything.
-
-        Raises:
-            LinkClosed: the drafter is gone, or its link was closed here: it does not read, or a message cannot be sent.
-        """
+        """Sends what is pending. Raises LinkClosed as ``_send``."""
         while self.is_pending:
             opens = self._next_opens()
             later = self._opens.keys() - opens.keys()
@@ -98,14 +94,8 @@ class DrafterOutbox:
                 ),
                 tuple(self._releases),
             )
-            try:
-                self.link.send(message)
-            except LinkFull:
-                if len(self._releases) > MAX_PENDING_RELEASES:
-                    raise _closed(self.link, f"{len(self._releases)} releases unread") from None
+            if not _send(self.link, message, len(self._releases), MAX_PENDING_RELEASES):
                 return
-            except WireError as error:
-                raise _closed(self.link, f"a message that cannot be sent: {error}") from error
             for request_id in opens:
                 del self._opens[request_id]
             self._budgets = {key: budget for key, budget in self._budgets.items() if key in later}
@@ -147,23 +137,29 @@ class GatewayOutbox:
         self._commits.append(commit)
 
     def flush(self) -> None:
-        """Sends what is pending, if anything.
-
-        Raises:
-            LinkClosed: the gateway is gone, or its link was closed here: it does not read, or a message cannot be sent.
-        """
+        """Sends what is pending. Raises LinkClosed as ``_send``."""
         while self._commits:
-            try:
-                self.link.send(CommitRound(tuple(self._commits[:MAX_COMMITS])))
-            except LinkFull:
-                if len(self._commits) > MAX_PENDING_COMMITS:
-                    raise _closed(self.link, f"{len(self._commits)} commits unread") from None
+            message = CommitRound(tuple(self._commits[:MAX_COMMITS]))
+            if not _send(self.link, message, len(self._commits), MAX_PENDING_COMMITS):
                 return
-            except WireError as error:
-                raise _closed(self.link, f"a message that cannot be sent: {error}") from error
             del self._commits[:MAX_COMMITS]
 
 
-def _closed(link: Link, left: str) -> LinkClosed:
+def _send(link: Link, message: DraftRound | CommitRound, num_pending: int, max_pending: int) -> bool:
+    """Returns False if the link is full: what is pending stays.
+
+    Raises:
+        LinkClosed: the peer is gone, or more than ``max_pending`` are pending, or the message cannot be sent.
+    """
+    try:
+        link.send(message)
+        return True
+    except LinkFull:
+        if num_pending <= max_pending:
+            return False
+        what = "commits" if isinstance(message, CommitRound) else "releases"
+        fault = f"{num_pending} {what} unread"
+    except WireError as error:
+        fault = f"a message that cannot be sent: {error}"
     link.close()
-    return LinkClosed(f"{link.peer.role} {link.peer.name} left {left}; its link is closed")
+    raise LinkClosed(f"{link.peer.role} {link.peer.name} left {fault}; its link is closed")

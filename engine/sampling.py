@@ -21,7 +21,7 @@ from torch import Tensor
 from cluster.types import SamplingParams, TokenLogprobs
 from engine.device import to_device
 from engine.gumbel_argmax import greedy, gumbel_argmax, peaks, probabilities
-from engine.logits import Bias, Edits, Filters, TokenCounts, edit, floors
+from engine.logits import Edits, Filters, TokenCounts, edit, floors
 from engine.noise import noise_keys
 from engine.ops import GumbelArgmax
 
@@ -40,7 +40,9 @@ class SamplingState:
         self.sampling = sampling
         self.prompt_len = prompt_len
         self.counts = TokenCounts() if sampling.has_penalties else None
-        self.bias = Bias.of(sampling)
+        self.bias: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
+        if by_token := dict(sampling.logit_bias):
+            self.bias = np.fromiter(by_token, np.int64), np.fromiter(by_token.values(), np.float32)
         self.allowed_ids = np.array(sampling.allowed_token_ids, np.int64) if sampling.allowed_token_ids else None
         self._len = len(token_ids)
         if self.counts is not None:
@@ -54,6 +56,17 @@ class SamplingState:
     @property
     def num_generated(self) -> int:
         return self._len - self.prompt_len
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next token depends on logits, temperature and seed only."""
+        s = self.sampling
+        return not self.is_filtered and not s.edits_logits and self.num_generated >= s.min_tokens
+
+    @property
+    def is_filtered(self) -> bool:
+        s = self.sampling
+        return s.top_k is not None or s.top_p < 1.0 or s.min_p > 0.0
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Adds committed tokens."""
@@ -100,6 +113,8 @@ class Chosen:
 class Sampler:
     """Chooses tokens. Stateless: the state of a request comes with its span.
 
+    All token ids must be below ``vocab_size`` (``cluster.soundness`` checks requests and proposals).
+
     Args:
         kernel: chooses among all tokens, on the device and in the dtype of the logits; None: plain torch.
     """
@@ -131,7 +146,7 @@ class Sampler:
         kernel = None if want_confidences else self._kernel
         for edited in (False, True):
             for noisy in (False, True) if kernel is None else (None,):
-                alike = [m for m in members if m.error is None and m.is_edited == edited and noisy in (None, m.is_noisy)]
+                alike = [m for m in members if m.is_edited == edited and noisy in (None, m.is_noisy)]
                 if alike:
                     _pick(logits, alike, picks, want_confidences, kernel)
         logprobs = _raw_logprobs(logits, members, picks)
@@ -147,13 +162,10 @@ class Sampler:
         num_masked_rows = min(span.num_rows, max(0, sampling.min_tokens - state.num_generated - span.num_before))
         if not masked_ids:
             num_masked_rows = 0
-        edits, error = None, None
+        edits = None
         if sampling.edits_logits or num_masked_rows:
             edits = Edits(sampling, state.counts, state.bias, span.drafts, masked_ids, num_masked_rows, state.allowed_ids)
-            outside = edits.id_outside(self.vocab_size)
-            if outside is not None:
-                error = f"token {outside} is outside the vocabulary of {self.vocab_size}"
-        return _SpanRows(span, slice(start, start + span.num_rows), edits, error)
+        return _SpanRows(span, slice(start, start + span.num_rows), edits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +175,6 @@ class _SpanRows:
     span: SampleSpan
     rows: slice
     edits: Edits | None
-    error: str | None
 
     @property
     def is_edited(self) -> bool:
@@ -172,11 +183,6 @@ class _SpanRows:
     @property
     def is_noisy(self) -> bool:
         return self.span.state.sampling.temperature > 0
-
-    @property
-    def is_filtered(self) -> bool:
-        s = self.span.state.sampling
-        return self.is_noisy and (s.top_k is not None or s.top_p < 1.0 or s.min_p > 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +241,7 @@ def _by_kernel(
     if not temperatures.any():
         return kernel(x, np.zeros(len(x), np.int64), temperatures)
     floor = None
-    if any(member.is_filtered for member in members):
+    if any(member.is_noisy and member.span.state.is_filtered for member in members):
         tempered = torch.from_numpy(np.where(temperatures > 0, temperatures, np.float32(1.0)))
         floor = floors(x, peaks(x), tempered, _filters(members)).numpy()
     return kernel(x, _keys(members), temperatures, floor)
@@ -286,16 +292,13 @@ def _raw_logprobs(logits: Tensor, members: Sequence[_SpanRows], picks: _Picks) -
 
 def _chosen(member: _SpanRows, picks: _Picks, logprobs: dict[int, TokenLogprobs], want_confidences: bool) -> Chosen:
     rows = range(member.rows.start, member.rows.stop)
-    error = member.error
-    if error is None:
-        for i, row in enumerate(rows):
-            if not np.isfinite(picks.highest[row]):
-                position = len(member.span.state) + member.span.num_before + i
-                why = "every token is masked" if picks.highest[row] == -np.inf else f"its logits hold {picks.highest[row]}"
-                error, rows = f"no token can be chosen at position {position}: {why}", rows[:i]
-                break
-    else:
-        rows = rows[:0]
+    error = None
+    for i, row in enumerate(rows):
+        if not np.isfinite(picks.highest[row]):
+            position = len(member.span.state) + member.span.num_before + i
+            why = "every token is masked" if picks.highest[row] == -np.inf else f"its logits hold {picks.highest[row]}"
+            error, rows = f"no token can be chosen at position {position}: {why}", rows[:i]
+            break
     return Chosen(
         tuple(int(picks.token_ids[row]) for row in rows),
         tuple(logprobs[row] for row in rows if row in logprobs),

@@ -25,11 +25,6 @@ class SpanInput:
     num_drafts: int = 0
     samples: bool = True
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether it computes only the last committed token and drafts."""
-        return self.samples and len(self.token_ids) == 1 + self.num_drafts
-
 
 @record
 class SpanOutcome:

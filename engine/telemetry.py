@@ -98,7 +98,7 @@ class Telemetry:
             self._window_start_s, self._window_tokens = now_s, 0
 
     def forget(self, request_id: str) -> None:
-        """A request ended, moved or was preempted: the time until it commits again says nothing of its drafter."""
+        """The time until the next commit of this request is not counted: it ended, moved or was preempted."""
         self._committed_s.pop(request_id, None)
 
     def idle(self) -> None:

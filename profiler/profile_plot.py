@@ -31,7 +31,7 @@ def plot_profile(profile: Profile, path: Path) -> None:
     for drafter in profile.drafters.values():
         surfaces.append((f"draft: {drafter.label}", drafter.draft))
         if drafter.catch_up is not None:
-            surfaces.append((f"draft behind news: {drafter.label}", drafter.catch_up))
+            surfaces.append((f"draft after catch-up: {drafter.label}", drafter.catch_up))
     num_rows = ceil(len(surfaces) / _NUM_COLUMNS)
     figure = Figure(figsize=(5 * _NUM_COLUMNS, 4 * num_rows), layout="constrained")
     FigureCanvasAgg(figure)

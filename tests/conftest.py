@@ -1,4 +1,4 @@
-"""Fixtures that several suites share."""
+"""Fixtures shared by suites."""
 
 import os
 from pathlib import Path
@@ -11,8 +11,8 @@ from cluster.transport import factory
 from engine.cpu_setup import configure_cpu
 from engine.models.prepare import CATALOGUE, ensure_model
 
-# Products of tiny models are too small to share: on a busy machine threads that wait for each other made a suite ten times
-# slower. Torch reads this when it is imported, which is later.
+# Products of tiny models are too small for several threads, which made a suite ten times slower on a busy machine. Read by
+# torch at its import, which is later.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 configure_cpu()  # at the level that OUTRIDER_CPU names, before any test computes
@@ -20,7 +20,7 @@ configure_cpu()  # at the level that OUTRIDER_CPU names, before any test compute
 hypothesis.settings.register_profile("tests", deadline=None)  # no test asserts a wall time
 hypothesis.settings.load_profile("tests")
 
-factory.LOCAL.encodes = True  # what could not travel is found out by every test that sends it within the process
+factory.LOCAL.encodes = True  # so that in-process links refuse what real ones would
 
 MODEL = "smollm2-135m"
 TESTS = Path(__file__).parent
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
-    """SmolLM2-135M-Instruct, prepared in the user's cache folder once. Skips where its package is missing."""
+    """SmolLM2-135M-Instruct, prepared once in the user's cache folder. Skips without its package."""
     try:
         CATALOGUE[MODEL].source()
     except ModelUnavailable as missing:
@@ -59,7 +59,7 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def data_folder(pytestconfig: pytest.Config) -> Path:
-    """Prompts and traces that lie beside the repository. Skips where they do not."""
+    """Prompts and traces beside the repository. Skips without them."""
     folder = Path(os.environ.get(DATA_VARIABLE) or pytestconfig.rootpath.parent / "shared" / "data")
     if not (folder / "prompts").is_dir():
         pytest.skip(f"no prompts under {folder}: set {DATA_VARIABLE} to the folder that holds prompts/ and traces/")

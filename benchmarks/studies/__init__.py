@@ -1,1 +1,1 @@
-"""Studies of the papers, simulated."""
+"""Simulated studies of the papers."""

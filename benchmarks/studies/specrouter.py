@@ -1,9 +1,9 @@
-"""SpecRouter's table 2 rebuilt: chains chosen by the live chain policy, against static drafting of two and of three levels.
+"""SpecRouter's table 2: chains selected by the live chain policy, against static drafting with two and three levels.
 
-The static ones verify every draft whole; with chosen chains the planner verifies by goodput. Each model has a device of its
-own. Sets of requests go on to the end of the run. ``prediction_error``: the chain that most of them have in the end is
-served alone, every draft verified, and the time per token that `router.chains.predict` foresees, from how often its levels
-agree, is held against what the simulation took.
+Static chains verify every draft whole; with selected chains the planner verifies by goodput. Each model has its own
+device. Sets of requests follow each other to the end of the run. ``prediction_error``: the most used final chain is
+served alone, with every draft verified, and its time per token compared with the prediction of `router.chains.predict`
+from the levels' agreement.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ from simulator.study import Cell, Said, Study, StudyTable
 from simulator.target import TargetLimits
 from simulator.timing import PackedPass
 
-# Table 2: speed-up over the target alone with two levels, with three, and with chains that SpecRouter chooses.
+# Table 2: speed-up over the target alone with two levels, three levels, and selected chains.
 PAPER = {
     1: (1.49, 1.11, 1.57),
     4: (1.45, 1.34, 1.69),
@@ -37,19 +37,19 @@ PAPER = {
     32: (1.25, 1.06, 1.52),
     64: (0.99, 1.37, 1.77),
 }
-_MOST_TOKENS_PER_S = 400  # of a request: how long an endless answer must be
+_MOST_TOKENS_PER_S = 400  # per request: bounds the length of an endless answer
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """With one batch size: tokens per second, and the time per token of a request with the chain that most were with."""
+    """For one batch size: tokens per second, and the time per token of a request with the most used chain."""
 
     plain: float
     two_level: float
     three_level: float
     chosen: float
-    chains: Mapping[Chain, float]  # share of the requests that were with it in the end
+    chains: Mapping[Chain, float]  # share of requests at the end
     chain: Chain
     per_token_s: float
     predicted_s: float
@@ -69,7 +69,7 @@ def _at(scenario: SpecRouterScenario, batch: int) -> _Found:
     sets = [_requests(scenario, batch, number) for number in range(num_sets)]
 
     def serve(config: PolicyConfig, verification: str = "all") -> list[SimulationResult]:
-        """Set after set; what a policy has learned of one it knows of the next."""
+        """Serves set after set; a policy keeps what it learned."""
         spec = replace(_cluster(scenario, batch, verification), keeps_in_step=keeps_in_step(config))
         policy = build_policy(config)
         return [simulate(spec, policy, in_turn(requests, batch), scenario.seed, scenario.horizon_s) for requests in sets]
@@ -99,7 +99,7 @@ def _goodput(outcomes: Sequence[SimulationResult]) -> float:
 
 
 def _requests(scenario: SpecRouterScenario, batch: int, number: int) -> list[SimulatedRequest]:
-    """A set that goes on beyond the horizon."""
+    """A set that lasts beyond the horizon."""
     random = np.random.default_rng((scenario.seed, batch, number))
     text = scenario.text
     longest = max(PROPOSAL_LEN, *(drafter.max_draft_len for drafter in scenario.drafters.values()))
@@ -115,7 +115,7 @@ def _requests(scenario: SpecRouterScenario, batch: int, number: int) -> list[Sim
 
 
 def _target_passes(scenario: SpecRouterScenario, batch: int, outcomes: Sequence[SimulationResult]) -> PassTime:
-    """Of the target in the context that the batch has half-way."""
+    """Of the target, in the context that the batch has half-way."""
     cost = scenario.cost(scenario.target)
     text = scenario.text
     num_tokens = fmean(outcome.num_tokens for outcome in outcomes) / batch
@@ -151,7 +151,7 @@ def _cluster(scenario: SpecRouterScenario, batch: int, verification: str) -> Clu
 
 
 def _levels(scenario: SpecRouterScenario, chain: Chain, requests: Sequence[SimulatedRequest]) -> list[Level]:
-    """Of a chain, as it would be known after long: how often each level agrees with the one above."""
+    """Of a chain in the long run: how often each level agrees with the one above."""
     cost = scenario.cost(scenario.target)
     levels = []
     for lower, upper in pairwise([*chain, None]):

@@ -32,7 +32,7 @@ from simulator.timing import DraftByCost, PackedPass, PaddedPass
 MIX = "mix"
 PARTS = ("spin w/o bat. & pipe.", "spin w/o pipe.", "spin")
 SELECTION = ("greedy", "epsilon-greedy", "lbss")
-_MOST_TOKENS_PER_S = 200  # of a request: how long an endless answer must be
+_MOST_TOKENS_PER_S = 200  # per request: bounds the length of an endless answer
 
 # What the paper's text says (figures 10 and 11 are pictures): text, target, of what, over what, ratio.
 PAPER = (
@@ -94,7 +94,7 @@ def _variants(scenario: SpinScenario) -> dict[str, _Variant]:
 
 
 def _requests(scenario: SpinScenario, text: str, repeat: int) -> list[SimulatedRequest]:
-    """A set that goes on beyond the horizon. The same for every variant and target."""
+    """A set that lasts beyond the horizon, equal for every variant and target."""
     random = np.random.default_rng((scenario.seed, repeat, *text.encode()))
     kinds: list[TextWorkload] = [scenario.texts[text]] if text != MIX else list(scenario.texts.values())
     longest = max(drafter.max_draft_len for drafter in scenario.drafters.values())
@@ -102,7 +102,7 @@ def _requests(scenario: SpinScenario, text: str, repeat: int) -> list[SimulatedR
     requests = []
     for i in range(scenario.batch):
         kind = kinds[i % len(kinds)]
-        # Of different ages, for in a batch that goes on some have just come and some are about to end.
+        # Of different ages, as in a running batch.
         age = int(random.integers(kind.output_len.draw(random)))
         answer = kind.family.answer(random, num_tokens, longest)
         requests.append(SimulatedRequest(f"r{i}", 0.0, kind.prompt_len.draw(random) + age, num_tokens, answer))
@@ -134,7 +134,7 @@ def _goodput(scenario: SpinScenario, target: str, variant: _Variant, requests: l
 
 
 def _verification_s(scenario: SpinScenario) -> tuple[float, float] | None:
-    """Of sixteen requests of Alpaca by llama-7b, padded and packed (figure 12)."""
+    """For sixteen requests of Alpaca by llama-7b, padded and packed (figure 12)."""
     text, target = scenario.texts.get("alpaca"), scenario.targets.get("llama-7b")
     if text is None or target is None:
         return None

@@ -168,30 +168,27 @@ class StreamLink:
 
     def _answer_accepting(self, peer: Greeting) -> None:
         """Connecting end: checks the acceptor's proof, then sends its own."""
-        mine, secret = self._greeting, self._own.token
-        if not proves(peer.proof, secret, Side.ACCEPTING, connecting=mine, accepting=peer):
-            self._refuse(wrong_secret(self._own, peer.hello))
-            return
-        refused = refusal(self._own, peer.hello)
-        if refused is not None:
-            self._refuse(refused)
-            return
-        self._peer = peer.hello
-        self._say(Welcome(proof(secret, Side.CONNECTING, connecting=mine, accepting=peer)))
-        self._up()
+        mine = self._greeting
+        if self._admits(peer, peer.proof, Side.ACCEPTING, connecting=mine, accepting=peer):
+            self._say(Welcome(proof(self._own.token, Side.CONNECTING, connecting=mine, accepting=peer)))
+            self._up()
 
     def _on_welcome(self, welcome: Welcome) -> None:
         peer = self._peer_greeting
         assert peer is not None, "a Welcome follows a Greeting"
-        if not proves(welcome.proof, self._own.token, Side.CONNECTING, connecting=peer, accepting=self._greeting):
-            self._refuse(wrong_secret(self._own, peer.hello))
-            return
-        refused = refusal(self._own, peer.hello)
+        if self._admits(peer, welcome.proof, Side.CONNECTING, connecting=peer, accepting=self._greeting):
+            self._up()
+
+    def _admits(self, peer: Greeting, given: bytes, side: Side, connecting: Greeting, accepting: Greeting) -> bool:
+        """Checks the proof of ``side``, the peer's, and its Hello; refuses the link if one is wrong."""
+        refused: Refusal | None = wrong_secret(self._own, peer.hello)
+        if proves(given, self._own.token, side, connecting, accepting):
+            refused = refusal(self._own, peer.hello)
         if refused is not None:
             self._refuse(refused)
-            return
+            return False
         self._peer = peer.hello
-        self._up()
+        return True
 
     def _refuse(self, refused: Refusal) -> None:
         _log.warning("refused a link at %s: %s", self._address, refused.reason)

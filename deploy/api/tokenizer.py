@@ -116,7 +116,7 @@ class Tokenizer:
 
     @cached_property
     def _aliased(self) -> tuple[FastTokenizer, dict[str, str], dict[int, int]]:
-        """A copy whose special tokens have secret spellings, so that the usual spellings are text. Returns it, the
+        """A copy whose special tokens have secret spellings, so that the usual spellings are text: the tokenizer, the
         secret spellings by the usual ones, and the original ids by the copy's.
 
         Built on first use; it takes as much memory as the tokenizer.

@@ -15,7 +15,7 @@ from cluster.errors import ModelUnavailable
 from drafters.dspark.config import CONFIG, DSparkConfig, dspark_json, load_dspark_config
 from drafters.dspark.network import DSparkNetwork
 from engine.models.int8 import WeightsKind, stored
-from engine.models.weights import SINGLE, SafetensorsFolder
+from engine.models.weights import SINGLE, SafetensorsFolder, write_atomically
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 DRAFT_TOKENS = "draft_token_ids.json"
@@ -76,17 +76,16 @@ def save_network(network: DSparkNetwork, folder: Path, shape: Mapping[str, Any],
     folder.mkdir(parents=True, exist_ok=True)
     raw = dspark_json(config, shape)
     if config.draft_token_ids is not None:
-        _write(folder / DRAFT_TOKENS, json.dumps(raw["draft_token_ids"], separators=(",", ":")))
+        token_ids = json.dumps(raw["draft_token_ids"], separators=(",", ":"))
+        write_atomically(folder / DRAFT_TOKENS, lambda path: path.write_text(token_ids + "\n"))
         raw["draft_token_ids"] = DRAFT_TOKENS
     omitted = {EMBEDDING, HEAD} if config.shares_embedding else set()
     # Matrices over the raw features, some of which are very large, are quantised differently.
     first = "anchor_input.maps.weight" if config.anchor_input_rank is None else "anchor_input.reduce.weight"
     kept = {name: tensor.detach() for name, tensor in network.state_dict().items() if name not in omitted}
-    path = folder / SINGLE
-    partial = path.with_suffix(".partial")
-    save_file(stored(kept, weights, lambda name: name in ("fc.weight", first)), partial, {"format": "pt"})
-    partial.replace(path)
-    _write(folder / CONFIG, json.dumps(raw, indent=2))
+    tensors = stored(kept, weights, lambda name: name in ("fc.weight", first))
+    write_atomically(folder / SINGLE, lambda path: save_file(tensors, path, {"format": "pt"}))
+    write_atomically(folder / CONFIG, lambda path: path.write_text(json.dumps(raw, indent=2) + "\n"))
 
 
 def _shared_rows(config: DSparkConfig, target: TargetRows | None, where: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -101,9 +100,3 @@ def _shared_rows(config: DSparkConfig, target: TargetRows | None, where: str, dt
         )
     rows = slice(None) if config.draft_token_ids is None else torch.tensor(config.draft_token_ids, device=target.head.device)
     return {EMBEDDING: target.embedding, HEAD: target.head[rows].to(dtype)}
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text + "\n")
-    partial.replace(path)

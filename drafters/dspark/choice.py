@@ -13,19 +13,11 @@ from torch import Tensor
 
 from engine.noise import gumbel
 from engine.ops import Ops
-from engine.sampling import SamplingState
 
 NUM_CANDIDATES = 64
 
 # Tokens of rows: fp32 logits [rows, n], noise keys [rows], temperatures fp32 [rows].
 Choice = Callable[[Tensor, NDArray[np.int64], NDArray[np.float32]], list[int]]
-
-
-def is_plain(state: SamplingState) -> bool:
-    """Whether the choice depends on logits, temperature and seed only."""
-    s = state.sampling
-    edited = s.edits_logits or s.min_tokens > state.num_generated
-    return not edited and s.top_k is None and s.top_p == 1.0 and s.min_p == 0.0
 
 
 def make_choice(ops: Ops, token_ids: NDArray[np.int64]) -> Choice:

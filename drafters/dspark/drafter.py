@@ -123,7 +123,7 @@ class DSparkDrafter:
                 assert computed_len < len(session.token_ids), f"{request_id!r}: features beyond the anchor"
 
     def _job(self, demand: Demand) -> _BlockJob | None:
-        """None: nothing can be drafted."""
+        """Returns None if nothing can be drafted."""
         session = self._sessions[demand.request_id]
         anchor = len(session.token_ids) - 1
         num_tokens = min(demand.num_tokens, self._block_size - len(demand.ahead))
@@ -195,7 +195,7 @@ class DSparkDrafter:
         return self._features.read_hidden_states(request_id, start, stop).to(self._backbone.dtype)
 
     def _run(self, part: Sequence[_BlockJob], last_features: Tensor | None) -> Tensor:
-        """h of all blocks, whose keys and values are in the cache only meanwhile."""
+        """h of all blocks. Their keys and values are in the cache only during the pass."""
         spans, checkpoints = [], []
         for job in part:
             request_id = job.demand.request_id

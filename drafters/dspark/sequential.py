@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from drafters.dspark.choice import is_plain, make_choice
+from drafters.dspark.choice import make_choice
 from drafters.dspark.network import DSparkNetwork, markov_rows
 from engine.cpu.packed import product_dtype
 from engine.device import to_device
@@ -75,7 +75,7 @@ class SequentialStage:
 
     Args:
         network: read here once; its weights may be laid out anew.
-        scaling: of the confidences, by position; None: none.
+        scaling: of the confidences, by position; None: they are not scaled.
         min_survival: a draft ends before a token whose prefix is less probable than this.
         int8: multiplies int8 weights, where the device supports it.
     """
@@ -120,7 +120,7 @@ class SequentialStage:
         base = _BaseLogits(self._head, hidden, blocks, self._rows_at_once)
         of_hidden = None if self._confidence is None else self._confidence.of_hidden(hidden)
         keys, temperatures = _noise(blocks, num_steps)
-        is_fast = of_hidden is not None and all(is_plain(b.state) for b in blocks)
+        is_fast = of_hidden is not None and all(block.state.is_plain for block in blocks)
         state: Tensor | None = None
         for k in range(num_steps):
             rows = self._rows[[block.previous_token(k) for block in blocks]]
@@ -182,7 +182,7 @@ class _BaseLogits:
     """The head's logits, computed on demand: most blocks end before their last position.
 
     Args:
-        rows_at_once: rows of a product, of which follow the positions computed ahead; None: all positions.
+        rows_at_once: least rows of a product, reached by computing positions ahead; None: all positions.
     """
 
     def __init__(self, head: Logits, hidden: Tensor, blocks: Sequence[Block], rows_at_once: int | None) -> None:

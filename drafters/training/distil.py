@@ -15,6 +15,7 @@ from drafters.training.corpus import TargetAnswer
 from drafters.training.distributed import World
 from drafters.training.hidden_states import HiddenStateReader
 from drafters.training.losses import Losses
+from engine.models.weights import write_atomically
 
 _FORMAT = 1
 _BETAS = (0.9, 0.95)
@@ -156,7 +157,6 @@ class Distillation:
     def save(self) -> None:
         if not self._world.is_first:
             return
-        partial = self._path.with_suffix(".partial")
         state = {
             "format": _FORMAT,
             "parameters": {name: p.detach() for name, p in self._parameters.items()},
@@ -164,8 +164,7 @@ class Distillation:
             "optimizer": self._optimizer.state_dict(),
             "progress": asdict(self.progress),
         }
-        torch.save(state, partial)
-        partial.replace(self._path)
+        write_atomically(self._path, lambda path: torch.save(state, path))
 
     def use_average(self) -> None:
         """Replaces the parameters by their average."""

@@ -147,22 +147,20 @@ def _write_answers(
     return [a for a in writer.answers(tasks, options.num_tokens) if len(a.answer_token_ids) > 1]
 
 
+@dataclass
 class _Run:
     """From answers to the drafter's folder."""
 
-    def __init__(
-        self,
-        options: TrainOptions,
-        world: World,
-        reporter: Reporter,
-        target: FrozenTarget,
-        work: WorkFolder,
-        learned: Sequence[TargetAnswer],
-        held_out: Sequence[TargetAnswer],
-    ) -> None:
-        self._options, self._world, self._reporter = options, world, reporter
-        self._target, self._work = target, work
-        self._learned, self._held_out = learned, held_out
+    options: TrainOptions
+    world: World
+    reporter: Reporter
+    target: FrozenTarget
+    work: WorkFolder
+    learned: Sequence[TargetAnswer]
+    held_out: Sequence[TargetAnswer]
+
+    def __post_init__(self) -> None:
+        options, world, target, work = self.options, self.world, self.target, self.work
         self._initial = None if options.begin_with is None else load_dspark_config(options.begin_with)
         layers = feature_layers(target.model.config.num_layers)
         kind = world.device.type
@@ -178,24 +176,24 @@ class _Run:
         self._folder.mkdir(exist_ok=True)
 
     def table(self) -> Result | None:
-        if not self._world.is_first:
+        if not self.world.is_first:
             return None
-        tell = self._reporter.step("counting", 1)
-        info = self._target.info
-        table = count_frequencies(((answer.token_ids, answer.prompt_len) for answer in self._learned), MAX_TABLE_CONTEXTS)
+        tell = self.reporter.step("counting", 1)
+        info = self.target.info
+        table = count_frequencies(((answer.token_ids, answer.prompt_len) for answer in self.learned), MAX_TABLE_CONTEXTS)
         table = replace(table, vocab_size=info.vocab_size, tokenizer_fingerprint=info.tokenizer_fingerprint)
         table.save(self._folder / TABLE_FILE)
         tell(1)
         return self._finish(self._folder, None, [], {})
 
     def network(self) -> Result | None:
-        options, world = self._options, self._world
+        options, world = self.options, self.world
         vocabulary = self._vocabulary()
         torch.manual_seed(options.seed)
         student = self._student(vocabulary).to(world.device)
         untrained, latest, checkpoint = (self._folder / name for name in ("untrained", "latest", "checkpoint.pt"))
         step = f"train {options.out.name}"
-        if not self._work.begin(step, self._settings()) and world.is_first:
+        if not self.work.begin(step, self._settings()) and world.is_first:
             checkpoint.unlink(missing_ok=True)
             shutil.rmtree(untrained, ignore_errors=True)
         world.barrier()
@@ -203,7 +201,7 @@ class _Run:
             student.save(untrained)
         training = Distillation(
             student,
-            self._learned,
+            self.learned,
             self._reader,
             batch_plan(options, world.device),
             schedule(options, world.device, options.seconds()[2]),
@@ -216,7 +214,7 @@ class _Run:
             self._initialise(student)
         progress = training.progress
         if not progress.done:
-            training.run(self._reporter.step("training", 1.0))
+            training.run(self.reporter.step("training", 1.0))
         training.use_average()
         if not world.is_first:
             return None
@@ -226,19 +224,19 @@ class _Run:
             "minutes of training": round(progress.elapsed_s / 60, 1),
             "tokens read": progress.num_tokens,
             "tokens in its vocabulary": "all" if vocabulary is None else len(vocabulary),
-            "share of held-out tokens in it": round(coverage(vocabulary, self._held_out), 4),
+            "share of held-out tokens in it": round(coverage(vocabulary, self.held_out), 4),
         }
         result = self._finish(latest, untrained, progress.points, recipe)
-        self._work.finish(step, accepted_len=result.trained[-1].accepted_len, steps=progress.step)
+        self.work.finish(step, accepted_len=result.trained[-1].accepted_len, steps=progress.step)
         return result
 
     def _settings(self) -> dict[str, Any]:
         """What the trained weights depend on."""
-        options = self._options
+        options = self.options
         settings = {
             "options": {k: str(v) for k, v in asdict(options).items() if k not in _NOT_RECORDED},
-            "answers": _digest(answer.name for answer in self._learned),
-            "processes": self._world.size,
+            "answers": _digest(answer.name for answer in self.learned),
+            "processes": self.world.size,
         }
         if options.begin_with is not None and self._initial is not None:
             token_ids = self._initial.draft_token_ids or ()
@@ -249,18 +247,18 @@ class _Run:
         if self._initial is not None:
             token_ids = self._initial.draft_token_ids
             return None if token_ids is None else torch.tensor(token_ids)
-        info = self._target.info
-        return choose_vocabulary(self._learned, self._options.vocabulary, info.vocab_size, info.eos_token_ids)
+        info = self.target.info
+        return choose_vocabulary(self.learned, self.options.vocabulary, info.vocab_size, info.eos_token_ids)
 
     def _student(self, vocabulary: Tensor | None) -> DSparkStudent | LayersStudent:
-        options, config = self._options, self._target.model.config
+        options, config = self.options, self.target.model.config
         if options.drafter == "layers":
-            return LayersStudent(self._target, kept_layers(config.num_layers, options.num_layers), vocabulary)
-        sample = self._learned[:: max(1, len(self._learned) // 64)]
+            return LayersStudent(self.target, kept_layers(config.num_layers, options.num_layers), vocabulary)
+        sample = self.learned[:: max(1, len(self.learned) // 64)]
         pairs = zip(self._reader.read(sample), sample, strict=True)
         mean, std = standardisation([states.features[answer.prompt_len - 1 :] for states, answer in pairs])
-        shape = self._initial or dspark_config(options, config, vocabulary, self._target.info.tokenizer_fingerprint)
-        student = DSparkStudent(shape, self._target, mean, std)
+        shape = self._initial or dspark_config(options, config, vocabulary, self.target.info.tokenizer_fingerprint)
+        student = DSparkStudent(shape, self.target, mean, std)
         if options.begin_with is not None:
             student.begin_with(options.begin_with)
         return student
@@ -273,14 +271,14 @@ class _Run:
             student.initialise(self._regression_batches())
 
     def _regression_batches(self) -> Iterator[AnswerBatch]:
-        total = min(MAX_REGRESSION_ROWS, sum(len(a.token_ids) for a in self._learned))
-        tell = self._reporter.step("regression", total)
-        plan = batch_plan(self._options, self._world.device)
+        total = min(MAX_REGRESSION_ROWS, sum(len(a.token_ids) for a in self.learned))
+        tell = self.reporter.step("regression", total)
+        plan = batch_plan(self.options, self.world.device)
         # A position costs little here, the moments of a batch cost more.
         plan = replace(plan, max_positions=plan.max_rows * plan.block_size, persistence=1.0)
         num_rows = 0
-        for answers, seed in epoch(self._learned, plan, self._options.seed, 0):
-            batch = assemble(answers, self._reader, plan, seed, self._world.device)
+        for answers, seed in epoch(self.learned, plan, self.options.seed, 0):
+            batch = assemble(answers, self._reader, plan, seed, self.world.device)
             num_rows += len(batch.token_ids)
             tell(min(num_rows, total))
             yield batch
@@ -289,11 +287,11 @@ class _Run:
 
     def _evaluate_checkpoint(self, student: DSparkStudent | LayersStudent, folder: Path) -> float:
         """Saves the drafter, which can be served from then on. Returns its held-out accepted length."""
-        if not self._world.is_first:
+        if not self.world.is_first:
             return 0.0
         student.save(folder)
-        answers = [a for a in self._held_out if a.temperature == 0.0][:CHECK_ANSWERS] or self._held_out[:CHECK_ANSWERS]
-        rounds = evaluate(folder, self._target, self._reader, answers, DRAFT_LENS[-1])
+        answers = [a for a in self.held_out if a.temperature == 0.0][:CHECK_ANSWERS] or self.held_out[:CHECK_ANSWERS]
+        rounds = evaluate(folder, self.target, self._reader, answers, DRAFT_LENS[-1])
         return acceptance(rounds, DRAFT_LENS[-1], 0.0).accepted_len
 
     def _finish(self, folder: Path, untrained: Path | None, points: Sequence[CurvePoint], recipe: dict[str, Any]) -> Result:
@@ -303,29 +301,29 @@ class _Run:
         drafts survive.
         """
         folders = [f for f in (folder, untrained) if f is not None]
-        temperatures = sorted({answer.temperature for answer in self._held_out})
+        temperatures = sorted({answer.temperature for answer in self.held_out})
         cases = [(f, t, n) for f in folders for t in temperatures for n in DRAFT_LENS]
-        tell = self._reporter.step("evaluation", len(cases))
+        tell = self.reporter.step("evaluation", len(cases))
         found: dict[Path, list[Acceptance]] = {f: [] for f in folders}
         drafts: Halves = ([], [])
         for i, (f, temperature, draft_len) in enumerate(cases):
-            halves = in_halves([a for a in self._held_out if a.temperature == temperature])
-            first, second = (evaluate(f, self._target, self._reader, half, draft_len) for half in halves)
+            halves = in_halves([a for a in self.held_out if a.temperature == temperature])
+            first, second = (evaluate(f, self.target, self._reader, half, draft_len) for half in halves)
             found[f].append(acceptance([*first, *second], draft_len, temperature))
             if (f, temperature, draft_len) == (folder, temperatures[0], DRAFT_LENS[-1]):
                 drafts = first, second
             tell(i + 1)
-        out = self._options.out
+        out = self.options.out
         part = out.with_name(f".{out.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         shutil.copytree(folder, part, ignore=shutil.ignore_patterns("untrained", "latest", "checkpoint.*"))
-        confidences = {} if self._options.drafter == "table" else calibrate(drafts, part)
+        confidences = {} if self.options.drafter == "table" else calibrate(drafts, part)
         before = () if untrained is None else tuple(found[untrained])
         result = Result(out, tuple(found[folder]), before)
         if points:
             plot_losses(points, part / "losses.png")
         plot_acceptance(result.trained, part / "acceptance.png")
-        run = (self._options, self._target.info.name, self._learned, self._held_out)
+        run = (self.options, self.target.info.name, self.learned, self.held_out)
         write_card(part, CardData(*run, result.trained, before, recipe, confidences))
         replace_folder(part, out)
         return result

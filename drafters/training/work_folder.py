@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any
 
 from cluster.errors import InvalidField
+from engine.models.weights import write_atomically
 
 FILE = "manifest.json"
 _FORMAT = 1
@@ -85,11 +86,9 @@ class WorkFolder:
         return content
 
     def _write(self) -> None:
-        if not self._writes:
-            return
-        partial = self.path / (FILE + ".partial")
-        partial.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(self.path / FILE)
+        if self._writes:
+            text = json.dumps(self._content, indent=1) + "\n"
+            write_atomically(self.path / FILE, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from engine.compiling import find_compiler, is_clang, load_compiled
+from engine.compiling import compiler_version, find_compiler, load_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,8 @@ def load_library(dtype: torch.dtype, folder: Path | None = None) -> ctypes.CDLL:
     """
     runtime, compiler = _openmp_runtime(), find_compiler()
     flags = [f"-DELEM_BF16={int(dtype == torch.bfloat16)}"]
-    if runtime is not None and compiler is not None and is_clang(compiler) and Path(runtime).name.startswith("libgomp"):
+    is_clang = compiler is not None and "clang" in compiler_version(compiler)
+    if runtime is not None and is_clang and Path(runtime).name.startswith("libgomp"):
         # clang's code calls functions that only LLVM's and Intel's runtimes have.
         logger.warning(
             "kernels run on one thread: clang cannot use torch's OpenMP runtime, %s; install gcc and set CC=gcc", runtime

@@ -1,1 +1,1 @@
-"""Models from Hugging Face folders: what they are (config), what they weigh (weights), how they are made (prepare)."""
+"""Models from Hugging Face folders: configuration, weights, conversion, identity."""

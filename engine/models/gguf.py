@@ -1,7 +1,7 @@
-"""GGUF file to Hugging Face folder: ``python -m engine.models.gguf SOURCE FOLDER``, as a process of its own.
+"""Converts a GGUF file to a Hugging Face folder: ``python -m engine.models.gguf SOURCE FOLDER``.
 
-The conversion needs three times the memory of the result and prints as it likes; a process of its own gives both back.
-It says on standard output, line by line, how far it is: ``FRACTION WHAT``.
+It runs in a process of its own, since the conversion takes three times the memory of the result and prints freely.
+Progress goes to standard output, as lines ``FRACTION WHAT``.
 """
 
 import sys
@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Weights as bf16 safetensors, configuration, tokenizer and chat template.
+    """Writes bf16 safetensors, configuration, tokenizer and chat template.
 
-    transformers undoes the quantization, and llama.cpp's order of the rotary dimensions.
+    transformers undoes the quantization and llama.cpp's order of the rotary dimensions.
     """
     _say(0.0, "importing transformers")
     import torch
@@ -40,5 +40,5 @@ def _say(fraction: float, what: str) -> None:
 
 
 if __name__ == "__main__":
-    with redirect_stdout(sys.stderr):  # standard output is for progress alone
+    with redirect_stdout(sys.stderr):  # standard output is for progress only
         convert(Path(sys.argv[1]), Path(sys.argv[2]))

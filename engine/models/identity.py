@@ -1,4 +1,4 @@
-"""Whether two folders hold the same model, without reading all of its weights."""
+"""A fingerprint of a model folder that does not read all of its weights."""
 
 import hashlib
 import json
@@ -6,18 +6,20 @@ from pathlib import Path
 
 from cluster.errors import ModelUnavailable
 
-# What decides how text becomes tokens and tokens become logits, beside the weights.
+# What determines tokens and logits besides the weights.
 _TEXTS = ("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _WHOLE_BYTES = 2**14  # tensors up to this are read whole
 _NUM_SPOTS, _SPOT_BYTES = 16, 512
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Of settings, templates, and the names, shapes and samples of all tensors. Training changes almost every number of a
-    tensor, so that eight thousand bytes of each tell; 0.02 s for a model of 135 million parameters.
+    """A digest of settings, templates, and the names, shapes and samples of all tensors.
+
+    Training changes almost every number of a tensor, so eight thousand bytes of each suffice; 0.02 s for a model of 135
+    million parameters.
 
     Raises:
-        ModelUnavailable: no weights, or such as cannot be read.
+        ModelUnavailable: no weights, or unreadable ones.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in _TEXTS:
@@ -50,7 +52,7 @@ def _add_weights(digest: "hashlib.blake2b", path: Path) -> None:
 
 
 def _spots(num_bytes: int) -> list[tuple[int, int]]:
-    """Where to read and how much, evenly over a tensor and up to its last byte."""
+    """Offsets and lengths of the samples, spread evenly over a tensor."""
     if num_bytes <= _WHOLE_BYTES:
         return [(0, num_bytes)]
     stride = (num_bytes - _SPOT_BYTES) / (_NUM_SPOTS - 1)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 WeightsKind = Literal["int8", "bf16", "fp32"]
-SCALE, COLUMNS = "_scale", "_columns"  # behind the name of the weight
+SCALE, COLUMNS = "_scale", "_columns"  # suffixes of the weight's name
 _LARGEST = 127
 
 
@@ -41,7 +41,7 @@ def quantise(weight: Tensor, *, uneven: bool = False) -> Int8Matrix:
     """The nearest int8 form of a matrix [out, in].
 
     Args:
-        uneven: its inputs differ much in size, see above.
+        uneven: the sizes of its inputs differ much, see above.
     """
     weight = weight.detach().float()
     columns = None
@@ -57,11 +57,11 @@ def quantise(weight: Tensor, *, uneven: bool = False) -> Int8Matrix:
 
 
 def stored(tensors: Mapping[str, Tensor], kind: WeightsKind, is_uneven: Callable[[str], bool]) -> dict[str, Tensor]:
-    """What a file holds of ``tensors``, by name.
+    """The tensors as stored in a file, by name. Tensors of integers are unchanged, others than matrices are bfloat16.
 
     Args:
-        kind: of matrices; what is none is bfloat16, or fp32 if all is, or an integer as it was.
-        is_uneven: whether the matrix of that name is, as of ``quantise``.
+        kind: of matrices; fp32 applies to all tensors.
+        is_uneven: by the name of a matrix, as of ``quantise``.
     """
     written = {}
     for name, tensor in tensors.items():

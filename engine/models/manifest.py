@@ -1,4 +1,4 @@
-"""What a prepared model folder consists of, so that damage is noticed."""
+"""The manifest of a prepared model folder, which makes damage detectable."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What was converted from what; ``files`` are all files of the folder but the manifest itself."""
+    """The source of the conversion, and sizes and checksums of all files of the folder but the manifest itself."""
 
     model: str
     source: str
@@ -54,7 +54,7 @@ class Manifest:
                 raise ModelUnavailable(f"{file} is missing or cut off")
 
     def check_bytes(self, folder: Path) -> None:
-        """Raises ModelUnavailable when a file differs in any byte. Reads them all: a third of a second for 270 MB."""
+        """Raises ModelUnavailable when a file differs in any byte. Reads all files: a third of a second for 270 MB."""
         self.check_sizes(folder)
         for name, record in self.files.items():
             if sha256(folder / name) != record.sha256:

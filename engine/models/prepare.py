@@ -1,7 +1,6 @@
 """The catalogue of models: their sources, conversion into the cache folder, and integrity checks.
 
-A prepared model is a Hugging Face folder with a manifest of its files. It gets its name by one rename, so that the folder is
-always complete.
+A prepared model is a Hugging Face folder with a manifest of its files. It is renamed into place when complete.
 """
 
 import fcntl
@@ -22,6 +21,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from cluster.errors import ModelUnavailable
+from cluster.private_folder import cache_folder
 from engine.models.config import load_config
 from engine.models.manifest import Manifest, sha256
 
@@ -82,13 +82,6 @@ class ModelState(StrEnum):
     READY = "ready"
     NOT_PREPARED = "not prepared"
     DAMAGED = "damaged"
-
-
-def cache_folder() -> Path:
-    """``$OUTRIDER_HOME``, else ``$XDG_CACHE_HOME/outrider``, else ``~/.cache/outrider``."""
-    if home := os.environ.get("OUTRIDER_HOME"):
-        return Path(home).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "outrider"
 
 
 def model_folder(name: str) -> Path:

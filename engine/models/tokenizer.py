@@ -1,4 +1,4 @@
-"""Whether two models mean the same text by the same token ids. Reads tokenizer.json itself: no torch, no tokenizers."""
+"""Comparison of tokenizers by their token ids. Reads tokenizer.json itself: no torch, no tokenizers."""
 
 import hashlib
 import json
@@ -12,24 +12,20 @@ FILE = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What token ids mean: normalizing, splitting and templates may differ, for they only choose between ids."""
+    """The meaning of token ids. Normalization, splitting and templates may differ, as they only select ids."""
 
     tokens: dict[int, str]  # ids need not be dense
     merges: tuple[str, ...]  # of byte pair encoding, in their order
-    special: dict[int, str]  # those of the tokens that stand for no text
+    special: dict[int, str]  # tokens that stand for no text
 
     def fingerprint(self) -> str:
-        """sha256 over tokens, merges and special tokens; equal ones mean that token ids can be exchanged."""
+        """sha256 over tokens, merges and special tokens. Equal fingerprints: token ids are interchangeable."""
         content = [sorted(self.tokens.items()), self.merges, sorted(self.special.items())]
         return hashlib.sha256(json.dumps(content, ensure_ascii=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:
-    """The vocabulary of a Hugging Face folder.
-
-    Raises:
-        ModelUnavailable: no tokenizer.json, or none that can be read; says which.
-    """
+    """Raises ModelUnavailable, naming the file: no tokenizer.json, or an unreadable one."""
     path = folder / FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -52,16 +48,12 @@ def read_vocabulary(folder: Path) -> Vocabulary:
 
 
 def fingerprint(folder: Path) -> str:
-    """Of the tokenizer in ``folder``, see ``Vocabulary.fingerprint``.
-
-    Raises:
-        ModelUnavailable: as ``read_vocabulary``.
-    """
+    """``Vocabulary.fingerprint`` of a folder. Raises as ``read_vocabulary``."""
     return read_vocabulary(folder).fingerprint()
 
 
 def difference(own: Vocabulary, other: Vocabulary) -> str | None:
-    """What first tells two vocabularies apart, in words; None when they are the same."""
+    """The first difference of two vocabularies in words; None if they are equal."""
     if len(own.tokens) != len(other.tokens):
         return f"it has {len(own.tokens)} tokens, not {len(other.tokens)}"
     for token_id in sorted(own.tokens.keys() | other.tokens.keys()):

@@ -5,7 +5,7 @@ the size of the weights. Fused weights (q, k, v; gate, up) are one product in th
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,6 +196,13 @@ def open_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> Ite
     """
     with ExitStack() as stack:
         yield TensorWeights(config, SafetensorsFolder(folder, stack), dtype)
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Calls ``write`` with a path beside ``path``, and renames the result."""
+    partial = path.with_name(f"{path.name}.partial")
+    write(partial)
+    partial.replace(path)
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -35,7 +35,7 @@ from router.assignment import (
 from router.expiring_cache import GENERATION_SLOTS
 from router.policies import POLICIES, build_policy
 from router.prompt_features import prompt_features
-from tests.support.observing import right_at
+from tests.support.observations import right_at
 
 CONFIGS: list[PolicyConfig] = [
     FixedPolicy(),

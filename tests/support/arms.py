@@ -1,4 +1,4 @@
-"""Synthetic arms: requests whose drafts are right with known probabilities, so that regret can be told exactly."""
+"""Synthetic arms: requests whose drafts are right with known probabilities, so that regret is exact."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Arms:
-    """``rates[i, j]``: the probability that a draft token of drafter j for request i is right, if those before it were."""
+    """``rates[i, j]``: conditional acceptance of drafter j's tokens for request i."""
 
     rates: Floats
     capacity: int  # of each drafter
@@ -37,14 +37,14 @@ class Arms:
 
     @property
     def best(self) -> float:
-        """Tokens per second of all requests together, each where it should be."""
+        """Tokens per second of all requests with the best assignment."""
         goodput = np.repeat(self.goodput, self.capacity, axis=1)
         rows, columns = linear_sum_assignment(goodput, maximize=True)
         return float(goodput[rows, columns].sum())
 
     @property
     def best_single(self) -> float:
-        """With one drafter for all that has room for all."""
+        """With the best single drafter that has room for all."""
         return float(self.goodput.sum(axis=0).max())
 
     def pool(self) -> list[PoolMember]:
@@ -65,7 +65,7 @@ class Run:
 
 
 def run(policy: AssignmentPolicy, arms: Arms, num_slots: int, seed: int, full_information: bool = False) -> Run:
-    """Slot by slot: assign, see what comes of it, learn."""
+    """Slot by slot: assign, observe, learn."""
     random = np.random.default_rng(seed)
     pool, requests, goodput = arms.pool(), arms.requests(), arms.goodput
     gained = np.zeros(num_slots)
@@ -116,8 +116,7 @@ def _observation(request: RequestView, drafter: str, accepted: NDArray[np.int64]
 
 
 def slope_by_doubling(regret: Floats, first: int) -> list[float]:
-    """What each doubling of time adds to the regret, from slot ``first`` on: constant where it grows like log T, itself
-    doubling where it grows like T."""
+    """Regret added by each doubling of time, from slot ``first`` on: constant if it grows like log T, doubling if like T."""
     at = [first]
     while at[-1] * 2 <= len(regret):
         at.append(at[-1] * 2)

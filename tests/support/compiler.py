@@ -1,4 +1,4 @@
-"""The mark of tests that need C kernels: they skip where there is no C compiler, as with ``CC=none``."""
+"""Marker of tests that need C kernels: skipped without a C compiler, as with ``CC=none``."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""CPU levels below the machine's own, and processes that run at them."""
+"""CPU levels below the machine's own, and environments of processes at them."""
 
 import os
 from pathlib import Path
@@ -12,6 +12,6 @@ NO_COMPILER = {"CC": "no-such-compiler"}
 
 
 def environment_of(level: str) -> dict[str, str]:
-    """For a child at ``level``, or the machine's own for ``auto``: without the limits that this process runs under."""
+    """Of a child at ``level``, or at the machine's own for ``auto``, without the limits of this process."""
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     return kept | {"OUTRIDER_CPU": level, "PYTHONPATH": str(ROOT)}

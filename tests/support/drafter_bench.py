@@ -1,4 +1,4 @@
-"""A drafter's loop without a target: a link that keeps what is sent, a drafter that counts, a clock that tests move."""
+"""A drafter's loop without a target: a link that records, a drafter that counts, a manual clock."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ SAMPLING = SamplingParams(max_tokens=1000)
 
 @dataclass(eq=False)
 class FakeLink:
-    """The drafter's end of a link; what is sent stays here."""
+    """The drafter's end of a link; records what is sent."""
 
     name: str = "target"
     sent: list[ProposalRound] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Counting:
 
 
 class Bench:
-    """A loop, its drafter and one link, and a clock that only the test moves."""
+    """A loop, its drafter, one link, and a clock that the test moves."""
 
     def __init__(self, *, ahead_len: int = 0, limit: int = 1000, **limits: float) -> None:
         self.mailbox = Mailbox()

@@ -56,7 +56,7 @@ def write_dspark(folder: Path, target_folder: Path, *, seed: int = 0, **changes:
 
 
 class PrefixFeatures:
-    """A target's features for any tokens, computed anew at each reading."""
+    """A target's features for any tokens, computed at each call."""
 
     def __init__(self, model: CausalModel, layers: Sequence[int]) -> None:
         self._model, self._layers = model, tuple(layers)
@@ -75,7 +75,7 @@ class PrefixFeatures:
 
 
 class WithFeatures:
-    """A drafter beside ``PrefixFeatures`` that hear of the same tokens."""
+    """A drafter and its ``PrefixFeatures``, which receive the same tokens."""
 
     capabilities = Capabilities()
 

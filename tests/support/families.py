@@ -1,4 +1,4 @@
-"""Small random models of every supported family, written by transformers, which is what they are compared with."""
+"""Small random models of every supported family, written by transformers, the reference."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,7 @@
-"""A process at the other end of a link: ``python -m tests.support.link_peer listen|connect|exit ADDRESS``.
+"""The peer process of a link: ``python -m tests.support.link_peer listen|connect|exit ADDRESS``.
 
-It says its address (or "up") on stdout, then echoes every message until it is killed or stdin ends. ``exit`` is ``connect``,
-but its main thread ends after the first message, with the link still up.
+Prints its address (or "up") to stdout, then echoes every message until it is killed or stdin ends. With ``exit`` it
+connects, and its main thread ends after the first message, while the link is up.
 """
 
 import sys

@@ -36,7 +36,7 @@ def address_of(scheme: str, folder: Path) -> str:
 
 @dataclass
 class Ends:
-    """What a test has opened, and closes at its end."""
+    """What a test has opened; closed at its end."""
 
     listeners: list[Listener] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Ends:
         return self.wires[-1]
 
     def child(self, mode: str, address: str) -> "subprocess.Popen[str]":
-        """A process at the other end, up or listening."""
+        """A peer process, connected or listening."""
         command = [sys.executable, "-m", "tests.support.link_peer", mode, address]
         pipe = subprocess.PIPE
         self.children.append(subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
@@ -74,7 +74,7 @@ class Ends:
 
 
 def collect(mailbox: Mailbox, num_events: int) -> list[Event]:
-    """The next events, so many of them at least."""
+    """The next events, at least ``num_events``."""
     events: list[Event] = []
     until_s = time.monotonic() + DEADLINE_S
     while len(events) < num_events and time.monotonic() < until_s:
@@ -89,7 +89,7 @@ def numbers(events: list[Event]) -> list[int]:
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """For what no event tells: how many threads and descriptors there are."""
+    """Polls for changes without events, such as numbers of threads and descriptors."""
     until_s = time.monotonic() + DEADLINE_S
     while not condition():
         if time.monotonic() > until_s:
@@ -99,13 +99,13 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 def sized(num_bytes: int) -> ProposalRound:
-    """A message that takes exactly so many bytes on the wire."""
+    """A message of exactly ``num_bytes`` on the wire."""
     message = ProposalRound(1, resyncs=("x" * num_bytes,))
     return ProposalRound(1, resyncs=("x" * (2 * num_bytes - len(encode(message))),))
 
 
 def fill(link: Link) -> int:
-    """Send until the link is full. Returns how many messages it took."""
+    """Sends until the link is full. Returns how many messages it took."""
     payload = ("x" * 2**16,)
     for number in range(2000):
         try:
@@ -117,7 +117,7 @@ def fill(link: Link) -> int:
 
 
 def grpc_answers(address: str, said: Iterator[bytes]) -> list[bytes]:
-    """What a listener answers until it ends the stream."""
+    """What a listener sends until it ends the stream."""
     heard: list[bytes] = []
     with grpc.insecure_channel(address.removeprefix("grpc://")) as channel:
         try:
@@ -144,7 +144,7 @@ def link_with_child(
 
 
 class Wiretap:
-    """Accepts one connection at a unix socket, and does to it what a test wants."""
+    """Accepts one connection at a unix socket for a test to control."""
 
     def __init__(self, folder: Path) -> None:
         self._sock = socket.socket(socket.AF_UNIX)
@@ -162,7 +162,7 @@ class Wiretap:
 
 
 class Wire:
-    """The frames of a unix connection, as they are on the wire."""
+    """A unix connection, read and written by frame."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -195,7 +195,7 @@ def greeted(wire: Wire) -> Greeting:
 
 
 def refused(wire: Wire) -> str:
-    """The reason; the connection is closed behind it."""
+    """The reason of a refusal, after which the connection must be closed."""
     data = wire.read()
     assert data is not None
     frame = decode(data)

@@ -1,4 +1,4 @@
-"""Sequences computed piece by piece, packed at random: what a pass must give whatever it is packed with."""
+"""Sequences computed in randomly packed pieces, to compare with one plain pass."""
 
 import random
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def load_with(
 
 
 class Sequence:
-    """A sequence and its blocks, computed piece by piece."""
+    """A sequence and its blocks, computed in pieces."""
 
     def __init__(self, token_ids: list[int], blocks: list[int]) -> None:
         self.token_ids = token_ids
@@ -43,7 +43,7 @@ class Sequence:
 
 
 def compute_in_pieces(model: CausalModel, sequences: list[Sequence], cache: KvCache, rng: random.Random) -> None:
-    """Every sequence to its end, in passes that pack spans of random lengths of some of them."""
+    """Computes all sequences, in passes that pack random spans of some of them."""
     while live := [s for s in sequences if s.computed_len < len(s.token_ids)]:
         chosen = rng.sample(live, rng.randint(1, len(live)))
         lens = [min(rng.choice([1, 1, 2, 5, 17, 40]), len(s.token_ids) - s.computed_len) for s in chosen]

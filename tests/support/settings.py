@@ -1,4 +1,4 @@
-"""Configurations that suites share."""
+"""Configurations shared by suites."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from deploy.local_ray import free_port
 
 
 def small_config(model: str, state_folder: Path) -> Config:
-    """The laptop's deployment in fp32, where tokens do not depend on the shape of a batch; every request to ``ngram``."""
+    """The default deployment in fp32, where tokens do not depend on batch shape; all requests use ``ngram``."""
     return Config(
         model=ModelConfig(name=model),
         target=TargetConfig(dtype="float32", device="cpu", kv_cache_gb=0.25),

@@ -1,7 +1,7 @@
-"""An in-memory network with a virtual clock that delays, reorders, drops, duplicates and cuts, all from one seed.
+"""An in-memory network on a virtual clock that delays, reorders, drops, duplicates and cuts, from one seed.
 
-Rounds, links and the ledger take time and messages as data, so one thread can step a whole cluster through it: the same
-seed and the same calls give the same run, and a failing seed replays.
+Rounds, links and the ledger take time and messages as data, so one thread can step a whole cluster: equal seeds and
+calls give equal runs, and a failing seed can be replayed.
 """
 
 import heapq
@@ -17,9 +17,9 @@ from cluster.transport.memory import LocalNetwork, MemoryLink
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Probabilities are per message. Delays are uniform between the two; links overtake one another by them.
+    """Probabilities are per message. Delays are uniform between the bounds, so links overtake each other.
 
-    Real links neither drop, duplicate nor reorder while they live; the protocol above them must survive it all the same.
+    Real links do not drop, duplicate or reorder while they are up; the protocol above must tolerate it anyway.
     """
 
     min_delay_s: float = 0.0
@@ -38,9 +38,10 @@ class Faults:
 
 
 class MemoryNetwork(LocalNetwork):
-    """Delivers what is due when ``deliver_until`` moves the clock. Not thread-safe: one thread steps everything.
+    """Delivers what is due when ``deliver_until`` moves the clock. Not thread-safe.
 
-    ``faults`` may be replaced at any time, for instance to heal the network for the end of a run. Connecting takes no time.
+    ``faults`` may be replaced at any time, for instance to heal the network at the end of a run. Connecting takes no
+    time.
     """
 
     def __init__(self, rng: random.Random, faults: Faults | None = None, now_s: float = 0.0) -> None:
@@ -55,11 +56,11 @@ class MemoryNetwork(LocalNetwork):
 
     @property
     def next_due_s(self) -> float | None:
-        """When the next thing arrives; None when nothing is under way."""
+        """Time of the next delivery; None if nothing is in flight."""
         return self._under_way[0][0] if self._under_way else None
 
     def deliver_until(self, now_s: float) -> int:
-        """Move the clock to ``now_s`` (never back) and deliver what was due by then. Returns how much was."""
+        """Moves the clock to ``now_s`` (never back) and delivers what is due. Returns the number of deliveries."""
         num_delivered = 0
         while self._under_way and self._under_way[0][0] <= now_s:
             due_s, _, to, what = heapq.heappop(self._under_way)
@@ -75,7 +76,7 @@ class MemoryNetwork(LocalNetwork):
         return num_delivered
 
     def cut(self, link: MemoryLink) -> None:
-        """Break a link: what is under way is lost, and each end finds out a delay later. Until then it sends to nobody."""
+        """Breaks a link: messages in flight are lost, and each end is told a delay later."""
         for end in (link, link.other):
             if end not in self._broken:
                 self._broken.add(end)

@@ -1,4 +1,4 @@
-"""Streams of a real server, and processes of it that are killed while they flow."""
+"""Streams of a real server, some of whose processes are killed meanwhile."""
 
 import threading
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ PROMPT = "The lighthouse keeper wrote the same line every day: the sea is calm a
 
 @dataclass
 class Streamed:
-    """Completions on threads of their own, as they come."""
+    """Concurrent streamed completions."""
 
     url: str
     max_tokens: int
@@ -61,7 +61,7 @@ class Streamed:
 
 
 def run(server: ServerProcess, kill: str | None = None, max_tokens: int = 48, drafting: str = "auto") -> Streamed:
-    """Four streams; the process of an actor class dies once all of them flow."""
+    """Runs four streams and kills the process of an actor class once all of them flow."""
     streamed = Streamed(server.url, max_tokens, drafting)
     streamed.start(4)
     streamed.wait_flowing()
@@ -75,14 +75,14 @@ def run(server: ServerProcess, kill: str | None = None, max_tokens: int = 48, dr
 
 
 def undrafted(server: ServerProcess) -> dict[int, str]:
-    """What the streams say of the target alone."""
+    """The answers of the target alone."""
     streamed = run(server, drafting="off")
     assert not streamed.errors
     return streamed.texts
 
 
 def another_takes_over(server: ServerProcess, actor: str, plain: dict[int, str]) -> None:
-    """A process of an actor class is killed under load: no token changes, and what the next one decides is heard."""
+    """Kills a process of an actor class under load: tokens stay equal, and its successor's decisions take effect."""
     killed = server.workers(actor)[0].pid
     disturbed = run(server, kill=actor)
     assert (disturbed.texts, disturbed.errors) == (plain, {})

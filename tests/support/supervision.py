@@ -1,4 +1,4 @@
-"""Processes that exist only as far as a supervisor asks about them."""
+"""Fake processes and their spawner, for the supervisor."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ FAST = SupervisionConfig(
 
 @dataclass(eq=False)
 class PretendedProcess:
-    """Answers until it is told to die or to fall silent."""
+    """Answers until a test ends or silences it."""
 
     name: str
     info: Any

@@ -22,7 +22,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 class Terminal:
-    """What `outrider` shows on it, and what is typed."""
+    """Output and input of an `outrider` process."""
 
     def __init__(self, process: subprocess.Popen[bytes], screen: int) -> None:
         self._process = process
@@ -31,11 +31,11 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All lines that were shown, without colours and cursor movements; one that was written again is there again."""
+        """All output without colours and cursor movements; rewritten lines appear again."""
         return _ESCAPE.sub("", self._shown.decode(errors="replace")).replace("\r\n", "\n").replace("\r", "\n")
 
     def await_text(self, words: str, times: int = 1) -> None:
-        """Reads until ``words`` were shown so often."""
+        """Reads until ``words`` were shown ``times`` times."""
         end_s = time.monotonic() + DEADLINE_S
         while self.text.count(words) < times:
             ready, _, _ = select([self._screen], [], [], max(0.0, end_s - time.monotonic()))
@@ -49,7 +49,7 @@ class Terminal:
         self._process.send_signal(signal.SIGINT)
 
     def wait_end(self) -> int:
-        """The exit code, once all that was shown has been read."""
+        """The exit code, after all output was read."""
         while self._read():
             pass
         return self._process.wait(DEADLINE_S)
@@ -65,7 +65,7 @@ class Terminal:
 
 @contextmanager
 def on_terminal(*arguments: str) -> Iterator[Terminal]:
-    """``outrider ARGUMENTS`` on it; killed at the end if it still runs."""
+    """``outrider ARGUMENTS``, killed at the end if it still runs."""
     screen, far_end = pty.openpty()
     fcntl.ioctl(far_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}

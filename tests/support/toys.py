@@ -53,7 +53,7 @@ def _choose(tail: bytes, position: int, temperature: float, seed: int) -> int:
 
 
 def plain_run(request: Request) -> tuple[int, ...]:
-    """What the target alone gives: the output that every drafting must leave as it is."""
+    """The output of the target alone, which all drafting must reproduce."""
     token_ids = list(request.prompt_token_ids)
     output: list[int] = []
     while len(output) < request.sampling.max_tokens and len(token_ids) < MODEL.max_model_len:
@@ -135,7 +135,7 @@ class ToyTarget:
 
 @dataclass
 class ToyDrafter:
-    """Knows the target's rule and errs with probability ``error``; may also fall silent or stop short."""
+    """Knows the target's rule and errs with probability ``error``; may also propose nothing or stop short."""
 
     rng: random.Random
     error: float = 0.3

@@ -1,4 +1,4 @@
-"""Waiting for what other processes do: polled, since HTTP has no events, and bounded."""
+"""Bounded polling for changes in other processes."""
 
 import time
 from collections.abc import Callable

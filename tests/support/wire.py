@@ -1,4 +1,4 @@
-"""HTTP by hand: bytes to a server, answers as they come back, and requests that no client would send."""
+"""Raw HTTP: bytes to a server, its responses, and malformed requests."""
 
 import http.client
 import json
@@ -24,7 +24,7 @@ class Answer:
         return [value for key, value in self.headers if key == name]
 
     def error(self) -> dict[str, Any]:
-        """The error in OpenAI's shape. Raises AssertionError where the answer is another."""
+        """The error in OpenAI's shape. Raises AssertionError for any other answer."""
         assert self.header("content-type") == ["application/json"], self
         document = json.loads(self.body)
         assert set(document) == {"error"}, self
@@ -52,10 +52,11 @@ def receive(connection: socket.socket) -> Answer:
 
 
 def exchange(url: str, *segments: bytes) -> Answer:
-    """The answer to bytes that are sent in these segments.
+    """The response to bytes sent in these segments.
 
-    On a busy machine 2 of 3,600 malformed requests got no answer. The probable cause is TCP's reset: a server that refuses a
-    request closes with unread bytes, and the reset may overtake the answer. Such a request is sent once more.
+    On a busy machine 2 of 3,600 malformed requests got no response, probably because of a TCP reset: a server that
+    refuses a request closes with unread bytes, and the reset may overtake the response. Such a request is sent once
+    more.
     """
     try:
         return _exchange(url, *segments)
@@ -97,7 +98,7 @@ def hang_up(connection: socket.socket, *, reset: bool) -> None:
 
 @contextmanager
 def half_headers(url: str, num_connections: int) -> Iterator[list[socket.socket]]:
-    """Connections that have sent the beginning of a request's headers, and nothing since."""
+    """Connections that have sent part of a request's headers."""
     connections: list[socket.socket] = []
     try:
         for _ in range(num_connections):
@@ -113,7 +114,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 def malformed(num_requests: int, seed: int, model: str) -> list[tuple[str, bytes]]:
-    """Requests of every kind in turn, each with the kind's name; each must be refused with a 4xx."""
+    """Requests of every kind with the kind's name; each must be refused with a 4xx."""
     kinds = [
         _broken_start,
         _broken_headers,

@@ -1,12 +1,12 @@
 """What is accepted of a draft: the tokens that equal the target's own, and nothing behind the first that does not."""
 
-from engine.acceptance import count_accepted, verdict
+from engine.acceptance import common_prefix_len, verdict
 from engine.sampling import Chosen
 
 
 def test_a_verdict_ends_with_the_first_token_that_was_not_drafted() -> None:
     chosen = Chosen((5, 6, 7))
-    assert [count_accepted(drafts, chosen) for drafts in [(5, 6), (5, 9), (9, 6)]] == [2, 1, 0]
+    assert [common_prefix_len(drafts, chosen.token_ids) for drafts in [(5, 6), (5, 9), (9, 6)]] == [2, 1, 0]
     assert verdict("r", (5, 6), chosen).token_ids == (5, 6, 7)
     assert verdict("r", (5, 9), chosen).token_ids == (5, 6)
     assert verdict("r", (9, 6), chosen).token_ids == (5,)

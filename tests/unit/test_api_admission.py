@@ -18,7 +18,7 @@ from tests.support.api import (
     serving,
     token_ids,
 )
-from tests.support.asgi_caller import CHAT, Caller
+from tests.support.asgi import CHAT, Caller
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize", "/detokenize"])

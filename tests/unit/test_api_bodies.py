@@ -12,7 +12,7 @@ from tests.support.api import (
     chat_body,
     serving,
 )
-from tests.support.asgi_caller import CHAT, Caller
+from tests.support.asgi import CHAT, Caller
 
 
 @pytest.mark.parametrize("declared", [True, False])

@@ -29,7 +29,7 @@ from tests.support.api import (
     token_ids,
     tokenizer,
 )
-from tests.support.asgi_caller import CHAT, Caller, answering
+from tests.support.asgi import CHAT, Caller, answering
 
 
 @pytest.mark.parametrize("stream", [False, True])

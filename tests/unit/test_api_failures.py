@@ -16,7 +16,7 @@ from tests.support.api import (
     saying,
     serving,
 )
-from tests.support.asgi_caller import CHAT, Caller, answering
+from tests.support.asgi import CHAT, Caller, answering
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,7 +11,7 @@ from tests.support.api import (
     chat_body,
     serving,
 )
-from tests.support.asgi_caller import CHAT
+from tests.support.asgi import CHAT
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from benchmarks.drafters import QUICK, Findings
 from benchmarks.pool import pool
 from benchmarks.report import BenchOptions
 from benchmarks.rounds import conditional_acceptance, confidence_figures, mean_accepted_len
-from benchmarks.throughput import Speedup, ThroughputTurns
+from benchmarks.throughput import NumLaps, Speedup
 from drafters import shipped
 from drafters.replay import Round
 from tests.support.dspark import write_dspark
@@ -39,16 +39,16 @@ def test_confidences_that_come_true_have_no_error() -> None:
     assert confidence_figures([Round("d", (), 0, 1)]) == {}
 
 
-def findings(accepted: tuple[int, ...], cost: float, *paces: float) -> Findings:
+def findings(accepted: tuple[int, ...], cost: float, *by_name: float) -> Findings:
     rounds = {(t, k): rounds_of(*accepted, drafted=k) for t in bench.TEMPERATURES for k in bench.DRAFT_LENS}
     rounds[0.8, 4] = rounds_of(0)
-    speeds = {(0.0, 1): Speedup(paces[0], 0.1, 3), (0.8, 4): Speedup(paces[1], None, 1)}
+    speeds = {(0.0, 1): Speedup(by_name[0], 0.1, 3), (0.8, 4): Speedup(by_name[1], None, 1)}
     return Findings(rounds, {k: cost * k for k in bench.DRAFT_LENS}, speeds)
 
 
 def test_figures_say_what_was_found() -> None:
     found = {"a": findings((0, 3, 6), 0.02, 1.5, 0.8), "b": findings((1,), 0.01, 1.25, 0.9)}
-    effort = replace(QUICK, turns={0.0: {1: ThroughputTurns(1, 3)}, 0.8: {4: ThroughputTurns(1, 1)}})
+    effort = replace(QUICK, turns={0.0: {1: NumLaps(1, 3)}, 0.8: {4: NumLaps(1, 1)}})
     figures = bench.result(found, 3, effort).figures
     expected = {
         **{f"accepted_len.a.k{k}.{mean}": 4.0 for k in (7, 4) for mean in ("mean", "mean.t0.8")},
@@ -77,7 +77,7 @@ def test_figures_say_what_was_found() -> None:
 def test_acceptance_by_position_is_told_for_each_temperature_and_domain() -> None:
     of_a = findings((0, 3, 6), 0.02, 1.5, 0.8)
     of_a.rounds[0.8, 7] = [*rounds_of(1, 0, drafted=2), Round("e", (0.5,), 1, 2)]
-    effort = replace(QUICK, turns={0.0: {1: ThroughputTurns(1, 3)}, 0.8: {4: ThroughputTurns(1, 1)}})
+    effort = replace(QUICK, turns={0.0: {1: NumLaps(1, 3)}, 0.8: {4: NumLaps(1, 1)}})
     result = bench.result({"a": of_a}, 3, effort)
     by_position = {key: value for key, value in result.figures.items() if key.startswith("acceptance.")}
     greedy = (2 / 3, 1.0, 1.0, 1 / 2, 1.0, 1.0, 0.0)
@@ -128,7 +128,7 @@ def test_everything_is_measured_and_named(
     monkeypatch.setattr(shipped, "MODEL", str(target))
     write_tiny_layers(tmp_path / "shipped" / "layers-2", target, range(257))
     write_dspark(tmp_path / "shipped" / "dspark", target, block_size=5)
-    turns = {0.0: {1: ThroughputTurns(1, 3), 2: ThroughputTurns(1, 1)}, 0.8: {1: ThroughputTurns(1, 1)}}
+    turns = {0.0: {1: NumLaps(1, 3), 2: NumLaps(1, 1)}, 0.8: {1: NumLaps(1, 1)}}
     effort = replace(QUICK, num_synthetic=18, num_new_tokens=8, num_cost_rounds=2, max_s=math.inf, turns=turns)
     monkeypatch.setattr(bench, "QUICK", effort)
     result = bench.run(BenchOptions(quick=True, model=str(target)))
@@ -155,7 +155,7 @@ def test_everything_is_measured_and_named(
 
 def test_without_time_left_everybody_has_been_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
-    turns = {0.0: {batch: ThroughputTurns(1, 3) for batch in (1, 4)}}
+    turns = {0.0: {batch: NumLaps(1, 3) for batch in (1, 4)}}
     effort = replace(QUICK, num_synthetic=18, num_new_tokens=8, num_cost_rounds=4, turns=turns, max_s=0.0)
     monkeypatch.setattr(bench, "QUICK", effort)
     result = bench.run(BenchOptions(quick=True, model=str(target)))

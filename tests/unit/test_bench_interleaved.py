@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.embedded import Completion
-from benchmarks.interleaved import TURN_S, Pace, pace_of, side_by_side
+from benchmarks.interleaved import TURN_S, Throughput, run_interleaved, throughput_of
 from cluster.types import Commit
 
 
@@ -16,12 +16,12 @@ def completion(start_s: float, *lens: int) -> Completion:
 def test_a_lap_is_measured_until_its_last_answer_ends() -> None:
     """The second takes the first's place; of the last, which is only company, counts what came until then."""
     completions = [completion(0.0, 1, 2), completion(0.5, 1, 1), completion(2.0, 1, 3, 3), completion(2.5, 1, 5, 9, 9)]
-    assert pace_of(completions, 2, 3) == Pace(2 + 1 + (1 + 3 + 3) + (1 + 5), 4.0 - 0.5)
+    assert throughput_of(completions, 2, 3) == Throughput(2 + 1 + (1 + 3 + 3) + (1 + 5), 4.0 - 0.5)
 
 
 def test_answers_that_end_with_their_first_commit_are_not_measured() -> None:
-    assert pace_of([completion(0.0, 1), completion(0.0, 1)], 2, 2) is None
-    assert pace_of([], 2, 0) is None
+    assert throughput_of([completion(0.0, 1), completion(0.0, 1)], 2, 2) is None
+    assert throughput_of([], 2, 0) is None
 
 
 class _Telling:
@@ -29,20 +29,20 @@ class _Telling:
 
     def __init__(self, a_turn: int, in_all: int, fails_at: int | None = None) -> None:
         self._a_turn, self._in_all, self._fails_at = a_turn, in_all, fails_at
-        self.num_told = 0
+        self.num_tokens_done = 0
         self.has_given_up = False
 
     @property
     def has_ended(self) -> bool:
-        return self.num_told >= self._in_all
+        return self.num_tokens_done >= self._in_all
 
     def take_turn(self, turn_s: float) -> None:
-        self.num_told += self._a_turn
+        self.num_tokens_done += self._a_turn
         assert turn_s == TURN_S
-        if self._fails_at is not None and self.num_told >= self._fails_at:
+        if self._fails_at is not None and self.num_tokens_done >= self._fails_at:
             raise RuntimeError("failed")
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         self.has_given_up = True
 
 
@@ -52,10 +52,10 @@ def test_who_has_told_fewest_tokens_is_next() -> None:
     class _Watched(_Telling):
         def take_turn(self, turn_s: float) -> None:
             super().take_turn(turn_s)
-            apart.append(abs(slow.num_told - fast.num_told))
+            apart.append(abs(slow.num_tokens_done - fast.num_tokens_done))
 
     slow, fast = _Watched(10, 1000), _Watched(25, 1000)
-    side_by_side([slow, fast])
+    run_interleaved([slow, fast])
     assert slow.has_ended
     assert fast.has_ended
     assert max(apart) <= 25
@@ -65,7 +65,7 @@ def test_who_has_told_fewest_tokens_is_next() -> None:
 def test_when_one_fails_all_give_up() -> None:
     sound, failing = _Telling(10, 1000), _Telling(10, 1000, fails_at=500)
     with pytest.raises(RuntimeError, match="failed"):
-        side_by_side([sound, failing])
+        run_interleaved([sound, failing])
     assert sound.has_given_up
     assert failing.has_given_up
-    assert sound.num_told <= 510
+    assert sound.num_tokens_done <= 510

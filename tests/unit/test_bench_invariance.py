@@ -9,8 +9,8 @@ import torch
 
 import engine.native
 from benchmarks import invariance
-from benchmarks.fault_injection import Cut, Midway, before_disliked_token, every_second
-from benchmarks.harness import Circumstances, Harness
+from benchmarks.fault_injection import MidRequest, TruncatedDrafter, every_second, truncate_by_content
+from benchmarks.harness import Harness, RunConditions
 from benchmarks.report import BenchOptions, BenchResult
 from cluster.config import DrafterConfig, DSparkOptions
 from cluster.types import SamplingParams
@@ -107,15 +107,15 @@ def test_drafters_beside_the_target_are_held_to_it_too(options: BenchOptions, tm
     folder = write_dspark(tmp_path / "drafter", Path(options.model), block_size=5)
     dspark = DrafterConfig(name="dspark", options=DSparkOptions(path=str(folder), dtype="float32", min_survival=0.0))
     rig = Harness(options.model, ["aaa aaa aaa", "b b c", "d"], 16)
-    plain = rig.run(Circumstances(prefix_cache=False))
+    plain = rig.run(RunConditions(prefix_cache=False))
     for preempt in (False, True):
-        ran = rig.run(Circumstances(companions=(dspark,), prefix_cache=not preempt, preempt=preempt))
-        assert ran.as_meant
+        ran = rig.run(RunConditions(companions=(dspark,), prefix_cache=not preempt, preempt=preempt))
+        assert ran.as_intended
         assert [c.token_ids for c in ran.completions] == [c.token_ids for c in plain.completions]
 
 
 def test_cut_shortens_tokens_and_confidences_alike() -> None:
-    drafter = Cut(NgramDrafter(2, 1), before_disliked_token)
+    drafter = TruncatedDrafter(NgramDrafter(2, 1), truncate_by_content)
     drafter.open("r", [1, 2, 4, 6, 8, 1, 2], 7, SamplingParams(max_tokens=8, temperature=0.0))
     (draft,) = drafter.propose([Demand("r", 4)])
     assert draft.token_ids == (4,)
@@ -136,7 +136,7 @@ def _view(name: str, num_generated: int, running: bool = True) -> SequenceView:
 
 
 def test_midway_preempts_half_of_the_running_once() -> None:
-    planner = Midway(StepPlanner(), 5, every_second)
+    planner = MidRequest(StepPlanner(), 5, every_second)
     capacity = Capacity(16, 64, 64, 8, 64, 256)
     views = [_view(name, 2) for name in "abcd"]
     assert planner.plan(views, {}, capacity, TableCost((1,), (0.01,)), 0.0).preempted == ()

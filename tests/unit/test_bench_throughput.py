@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks import interleaved
 from benchmarks.fixtures import Fixtures, as_request
-from benchmarks.interleaved import Pace, ServedLane
+from benchmarks.interleaved import InterleavedServer, Throughput
 from benchmarks.prompts import choose_prompts
-from benchmarks.throughput import Pair, PairedRuns, Speedup, ThroughputTurns, jackknife, laps, near_best, ratio, sample
+from benchmarks.throughput import NumLaps, Pair, PairedRuns, Speedup, jackknife, laps, near_best, ratio, sample
 from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
 from cluster.errors import GenerationFailed
 from cluster.types import Request, SamplingParams
@@ -73,14 +73,14 @@ def test_of_few_answers_there_are_fewer_laps() -> None:
 
 
 def pairs(*seconds: tuple[float, float]) -> list[Pair]:
-    return [Pair(Pace(100, plain_s), Pace(100, drafted_s)) for plain_s, drafted_s in seconds]
+    return [Pair(Throughput(100, plain_s), Throughput(100, drafted_s)) for plain_s, drafted_s in seconds]
 
 
 def test_the_speed_up_is_that_of_all_answers_together() -> None:
     """A long answer counts for more than a short one; a lap that held more tokens took longer for that."""
-    short = Pair(Pace(10, 1.0), Pace(10, 1.0))
+    short = Pair(Throughput(10, 1.0), Throughput(10, 1.0))
     assert ratio([*pairs((10.0, 5.0)), short]) == pytest.approx(11.0 / 6.0)
-    assert ratio([Pair(Pace(100, 10.0), Pace(110, 5.5)), short]) == pytest.approx(11.0 / 6.0)
+    assert ratio([Pair(Throughput(100, 10.0), Throughput(110, 5.5)), short]) == pytest.approx(11.0 / 6.0)
 
 
 def test_the_error_is_that_of_the_choice_of_answers() -> None:
@@ -99,10 +99,10 @@ def test_those_near_the_best_are_measured_on() -> None:
 def test_what_could_not_be_measured_has_no_speed_up(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "target", max_position_embeddings=2048)
     ngram = DrafterConfig(name="ngram", options=NgramOptions())
-    stable = Fixtures(str(folder), [ngram], 1)
-    (part,) = stable.record(choose_prompts((), 1), [0.0])
+    fixtures = Fixtures(str(folder), [ngram], 1)
+    (part,) = fixtures.record(choose_prompts((), 1), [0.0])
     for batch in (1, 16):  # a single commit; too few answers
-        race = PairedRuns(stable, [ngram], part[0.0], batch, ThroughputTurns(1, 1))
+        race = PairedRuns(fixtures, [ngram], part[0.0], batch, NumLaps(1, 1))
         while not race.is_over:
             race.step()
         race.close()
@@ -115,30 +115,30 @@ class _Failing(NgramDrafter):
 
 
 @pytest.fixture
-def stable(tmp_path: Path) -> Fixtures:
+def fixtures(tmp_path: Path) -> Fixtures:
     return Fixtures(str(write_tiny_model(tmp_path / "target", max_position_embeddings=2048)), [NGRAM], 8)
 
 
-def recorded(stable: Fixtures, num: int) -> list[Recording]:
-    (part,) = stable.record(choose_prompts((), num), [0.0])
+def recorded(fixtures: Fixtures, num: int) -> list[Recording]:
+    (part,) = fixtures.record(choose_prompts((), num), [0.0])
     return list(part[0.0])
 
 
-def test_a_drafter_that_fails_is_not_measured_as_slow(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = recorded(stable, 9)
-    monkeypatch.setattr(stable, "make", lambda *_: _Failing())
+def test_a_drafter_that_fails_is_not_measured_as_slow(fixtures: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = recorded(fixtures, 9)
+    monkeypatch.setattr(fixtures, "make", lambda *_: _Failing())
     with pytest.raises(GenerationFailed, match="the drafter failed"):
-        PairedRuns(stable, [NGRAM], known, 1, ThroughputTurns(1, 1))
+        PairedRuns(fixtures, [NGRAM], known, 1, NumLaps(1, 1))
 
 
-def test_an_engine_that_fails_in_its_turn_ends_the_race(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
-    race = PairedRuns(stable, [NGRAM], recorded(stable, 9), 1, ThroughputTurns(1, 1))
+def test_an_engine_that_fails_in_its_turn_ends_the_race(fixtures: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
+    race = PairedRuns(fixtures, [NGRAM], recorded(fixtures, 9), 1, NumLaps(1, 1))
 
     def fail(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         raise FloatingPointError("the device is gone")
 
-    monkeypatch.setattr(stable, "cache_prompts", lambda *_: None)
-    monkeypatch.setattr(stable.plain, "execute", fail)
+    monkeypatch.setattr(fixtures, "cache_prompts", lambda *_: None)
+    monkeypatch.setattr(fixtures.plain, "execute", fail)
     with pytest.raises(RuntimeError, match="the device is gone"):
         race.step()
     with pytest.raises(RuntimeError, match="the device is gone"):
@@ -146,51 +146,51 @@ def test_an_engine_that_fails_in_its_turn_ends_the_race(stable: Fixtures, monkey
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("completing")]
 
 
-def test_the_plain_target_is_slow_and_the_drafter_fast(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_target_is_slow_and_the_drafter_fast(fixtures: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the other way round."""
-    race = PairedRuns(stable, [NGRAM], recorded(stable, 9), 1, ThroughputTurns(1, 1))
+    race = PairedRuns(fixtures, [NGRAM], recorded(fixtures, 9), 1, NumLaps(1, 1))
 
-    def end(lane: ServedLane) -> Pace:
+    def end(lane: InterleavedServer) -> Throughput:
         lane.served.cluster.abort()
-        return Pace(100, 10.0 if lane.served.drafter is None else 5.0)
+        return Throughput(100, 10.0 if lane.served.drafter is None else 5.0)
 
-    monkeypatch.setattr(ServedLane, "end", end)
-    assert race.step() == {"ngram": Pair(Pace(100, 10.0), Pace(100, 5.0))}
+    monkeypatch.setattr(InterleavedServer, "end", end)
+    assert race.step() == {"ngram": Pair(Throughput(100, 10.0), Throughput(100, 5.0))}
     race.close()
     assert race.speedups() == {"ngram": Speedup(2.0, None, 3)}
 
 
 @pytest.mark.parametrize("unmeasured", ["plain", "drafted"])
 def test_a_lap_that_either_could_not_be_measured_in_does_not_count(
-    unmeasured: str, stable: Fixtures, monkeypatch: pytest.MonkeyPatch
+    unmeasured: str, fixtures: Fixtures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    race = PairedRuns(stable, [NGRAM], recorded(stable, 12), 1, ThroughputTurns(2, 2))
+    race = PairedRuns(fixtures, [NGRAM], recorded(fixtures, 12), 1, NumLaps(2, 2))
 
-    def end(lane: ServedLane) -> Pace | None:
+    def end(lane: InterleavedServer) -> Throughput | None:
         lane.served.cluster.abort()
         kind, seconds = ("plain", 10.0) if lane.served.drafter is None else ("drafted", 5.0)
-        return None if kind == unmeasured and not found else Pace(100, seconds)
+        return None if kind == unmeasured and not found else Throughput(100, seconds)
 
-    monkeypatch.setattr(ServedLane, "end", end)
+    monkeypatch.setattr(InterleavedServer, "end", end)
     found: list[dict[str, Pair]] = []
     while not race.is_over:
         found.append(race.step())
     race.close()
-    assert found == [{}, {"ngram": Pair(Pace(100, 10.0), Pace(100, 5.0))}]
+    assert found == [{}, {"ngram": Pair(Throughput(100, 10.0), Throughput(100, 5.0))}]
     assert race.speedups() == {"ngram": Speedup(2.0, None, 3)}
 
 
-def test_a_drafters_clock_stands_still_in_the_turns_of_others(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafters_clock_stands_still_in_the_turns_of_others(fixtures: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
     """It learns from seconds how long a round takes."""
     clocks = []
-    make = stable.make
+    make = fixtures.make
 
     def made(config: DrafterConfig, clock: Callable[[], float]) -> Drafter:
         clocks.append(clock)
         return make(config, clock)
 
-    monkeypatch.setattr(stable, "make", made)
-    race = PairedRuns(stable, [NGRAM], recorded(stable, 9), 1, ThroughputTurns(1, 1))
+    monkeypatch.setattr(fixtures, "make", made)
+    race = PairedRuns(fixtures, [NGRAM], recorded(fixtures, 9), 1, NumLaps(1, 1))
     (clock,) = clocks
     shown_s, now_s = clock(), time.monotonic()
     assert shown_s < now_s
@@ -200,29 +200,29 @@ def test_a_drafters_clock_stands_still_in_the_turns_of_others(stable: Fixtures, 
     race.close()
 
 
-def test_nothing_is_left_where_answers_took_many_turns(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ThroughputTurns of about a pass; the same answers as in one."""
-    known = recorded(stable, 24)
+def test_nothing_is_left_where_answers_took_many_turns(fixtures: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of about a pass; the same answers as in one."""
+    known = recorded(fixtures, 24)
     told: dict[str, list[int]] = {}
-    end = ServedLane.end
+    end = InterleavedServer.end
 
-    def ended(lane: ServedLane) -> Pace | None:
+    def ended(lane: InterleavedServer) -> Throughput | None:
         for r, completion in zip(lane.requests[: lane.num_measured], lane.completing.completions, strict=False):
             told.setdefault(r.id, []).extend(completion.token_ids)
         return end(lane)
 
     num_paused = 0  # while answers were under way
-    take_turn = ServedLane.take_turn
+    take_turn = InterleavedServer.take_turn
 
-    def taken(lane: ServedLane, turn_s: float) -> None:
+    def taken(lane: InterleavedServer, turn_s: float) -> None:
         nonlocal num_paused
         take_turn(lane, turn_s)
-        num_paused += lane.num_told > 0 and not lane.has_ended
+        num_paused += lane.num_tokens_done > 0 and not lane.has_ended
 
     monkeypatch.setattr(interleaved, "TURN_S", 0.002)
-    monkeypatch.setattr(ServedLane, "end", ended)
-    monkeypatch.setattr(ServedLane, "take_turn", taken)
-    race = PairedRuns(stable, [NGRAM], known, 2, ThroughputTurns(2, 2))
+    monkeypatch.setattr(InterleavedServer, "end", ended)
+    monkeypatch.setattr(InterleavedServer, "take_turn", taken)
+    race = PairedRuns(fixtures, [NGRAM], known, 2, NumLaps(2, 2))
     while not race.is_over:
         assert set(race.step()) == {"ngram"}
     race.close()
@@ -230,21 +230,23 @@ def test_nothing_is_left_where_answers_took_many_turns(stable: Fixtures, monkeyp
     expected = {as_request(r).id: list(r.output_token_ids) for r in known}
     for request_id, token_ids in told.items():
         assert token_ids in (expected[request_id], 2 * expected[request_id])  # served before, or by both
-    for engine in (stable.plain, stable.rival):
+    for engine in (fixtures.plain, fixtures.baseline):
         assert engine.capacity().num_free_blocks == engine.capacity().num_blocks
         engine.check_integrity()
 
 
-def test_prompts_are_computed_once_for_all_who_race(stable: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_computed_once_for_all_who_race(fixtures: Fixtures, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = [DrafterConfig(name=name, options=NgramOptions()) for name in ("a", "b")]
-    unknown = [replace(recording, prompt_token_ids=recording.prompt_token_ids[::-1]) for recording in recorded(stable, 24)]
-    race = PairedRuns(stable, configs, unknown, 2, ThroughputTurns(2, 2))
+    unknown = [replace(recording, prompt_token_ids=recording.prompt_token_ids[::-1]) for recording in recorded(fixtures, 24)]
+    race = PairedRuns(fixtures, configs, unknown, 2, NumLaps(2, 2))
     num_computed: list[int] = []
-    cache_prompts = stable.cache_prompts
+    cache_prompts = fixtures.cache_prompts
 
     def counting(execute: Callable[[Sequence[SpanInput]], list[SpanOutcome]]) -> Callable[..., list[SpanOutcome]]:
         def counted(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
-            num_computed.extend(len(span.token_ids) for span in spans if not span.is_decode)
+            num_computed.extend(
+                len(span.token_ids) for span in spans if not span.samples or len(span.token_ids) > 1 + span.num_drafts
+            )
             return execute(spans)
 
         return counted
@@ -254,9 +256,9 @@ def test_prompts_are_computed_once_for_all_who_race(stable: Fixtures, monkeypatc
         assert max(num_computed) > BLOCK_LEN
         num_computed.clear()
 
-    for engine in (stable.plain, stable.rival):
+    for engine in (fixtures.plain, fixtures.baseline):
         monkeypatch.setattr(engine, "execute", counting(engine.execute))
-    monkeypatch.setattr(stable, "cache_prompts", cached)
+    monkeypatch.setattr(fixtures, "cache_prompts", cached)
     while not race.is_over:
         race.step()
         assert num_computed
@@ -273,20 +275,20 @@ def test_only_who_reads_the_targets_features_races_on_a_target_that_keeps_them(
     path = write_dspark(tmp_path / "dspark", folder)
     dspark = DrafterConfig(name="dspark", options=DSparkOptions(path=str(path)))
     ngram = DrafterConfig(name="ngram", options=NgramOptions())
-    stable = Fixtures(str(folder), [ngram, dspark], 8)
-    (part,) = stable.record(choose_prompts((), 3), [0.0])
+    fixtures = Fixtures(str(folder), [ngram, dspark], 8)
+    (part,) = fixtures.record(choose_prompts((), 3), [0.0])
     passes: list[int] = []
-    execute = stable.target.execute
+    execute = fixtures.target.execute
 
     def counted(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         passes.append(len(spans))
         return execute(spans)
 
-    monkeypatch.setattr(stable.target, "execute", counted)
+    monkeypatch.setattr(fixtures.target, "execute", counted)
     num_passes = {}
     for config in (ngram, dspark):
         passes.clear()
-        race = PairedRuns(stable, [config], part[0.0], 1, ThroughputTurns(1, 1))
+        race = PairedRuns(fixtures, [config], part[0.0], 1, NumLaps(1, 1))
         race.step()
         race.close()
         num_passes[config.name] = len(passes)

@@ -74,7 +74,7 @@ def test_drafted_words_have_a_colour_and_the_target_s_own_have_none() -> None:
     own = [piece.text for piece in pieces if piece.drafter is None]
     assert drafted
     assert own
-    answer = coloured[coloured.index("for commands") :]
+    answer = coloured[coloured.index("lists the commands") :]
     green = "".join(re.findall(r"\x1b\[32m(.*?)\x1b\[0m", answer))
     assert green.removesuffix("ngram") == "".join(drafted)  # the drafter's name in the last line is in its colour
 
@@ -100,7 +100,7 @@ def test_commands() -> None:
 def test_a_refusal_is_shown_and_the_chat_goes_on() -> None:
     with conversation(saying("the answer")) as (talk, _):
         text = shown(talk, "/drafting nobody", "one", "/drafting auto", "two")
-        assert "'nobody' is no drafter of this server" in text
+        assert "'nobody' is not a drafter of this server" in text
         assert [turn["content"] for turn in talk.turns] == ["two", "the answer"]
 
 

@@ -197,7 +197,7 @@ def test_a_row_has_its_price_also_where_prompts_come_in_nearly_every_pass(
 
     def executed(spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         outcomes = execute(spans)
-        decoding = {span.request_id for span in spans if span.is_decode}
+        decoding = {span.request_id for span in spans if span.samples and len(span.token_ids) == 1 + span.num_drafts}
         decoded.append(sum(len(outcome.token_ids) for outcome in outcomes if outcome.request_id in decoding))
         return outcomes
 

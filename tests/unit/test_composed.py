@@ -1,4 +1,4 @@
-"""Prompts composed from prompts at hand, and the turns that all sources of prompts take."""
+"""Composed prompts, and the order of given, self-written and composed prompts."""
 
 import itertools
 from collections import Counter
@@ -17,7 +17,7 @@ COMPOSED = ("math_multilingual", "rag", "translation")
 
 
 def text(name: str, num_chars: int) -> str:
-    """Of words that no other text has."""
+    """A text of words that no other text contains."""
     words = (f"{name}{i}" for i in itertools.count())
     return " ".join(itertools.islice(words, num_chars))[: num_chars - 1] + "."
 
@@ -34,35 +34,34 @@ def prompts(num: int = 12) -> list[GivenPrompt]:
     return found
 
 
-def test_it_is_a_function_of_prompts_and_seed() -> None:
+def test_composition_is_deterministic() -> None:
     assert compose(prompts(), 3, 12) == compose(prompts(), 3, 12)
     assert compose(prompts(), 3, 12) != compose(prompts(), 4, 12)
 
 
-def test_there_are_as_many_of_each_kind_as_are_wanted_and_as_there_are_texts() -> None:
+def test_the_number_of_each_kind_is_limited_by_request_and_texts() -> None:
     assert Counter(p.domain for p in compose(prompts(), 0, 7)) == dict.fromkeys(COMPOSED, 7)
     found = Counter(p.domain for p in compose(prompts(), 0, 1000))
     assert (found["translation"], found["math_multilingual"], found["rag"]) == (24, 12, 12)
 
 
-def test_it_says_of_which_texts_a_prompt_is_made() -> None:
+def test_composed_prompts_name_their_sources() -> None:
     known = {fingerprint(prompt.prompt): prompt.prompt.removeprefix("Read this.\n\n") for prompt in prompts()}
     for prompt in compose(prompts(), 0, 12):
         held = {key for key, text in known.items() if text in prompt.prompt}
         assert held == set(prompt.sources)
 
 
-def test_what_is_composed_is_short_enough_to_be_used() -> None:
-    """Also where the passages are the longest that there are, and four of them would not fit."""
+def test_composed_prompts_are_short_enough() -> None:
+    """Even with passages so long that four of them would not fit."""
     composed = [prompt for seed in range(20) for prompt in compose(prompts(), seed, 12)]
     assert all(is_usable(prompt.prompt) for prompt in composed)
     longest = max(len(prompt.prompt) for prompt in composed if prompt.domain == "rag")
     assert LONGEST_PASSAGE < longest <= MAX_PROMPT_CHARS
 
 
-def test_only_texts_that_suit_the_task_are_in_it() -> None:
-    """Problems are answered in another language, questions asked of passages, without what those were asked before; code
-    is in none."""
+def test_only_suitable_texts_are_composed() -> None:
+    """Problems for another language, questions about passages without their instruction; no code."""
     for prompt in compose(prompts(), 0, 12):
         assert "def" not in prompt.prompt
         assert "Read this." not in prompt.prompt
@@ -82,7 +81,7 @@ def test_only_texts_that_suit_the_task_are_in_it() -> None:
         ("code", 100, set()),
     ],
 )
-def test_without_the_texts_of_a_task_it_is_not_composed(domain: str, num_chars: int, expected: set[str]) -> None:
+def test_a_task_without_texts_is_not_composed(domain: str, num_chars: int, expected: set[str]) -> None:
     assert {p.domain for p in compose([GivenPrompt(domain, text("word", num_chars))], 0, 5)} == expected
     assert compose([], 0, 5) == []
 
@@ -92,9 +91,8 @@ def target(tiny_model_folder: Path) -> FrozenTarget:
     return FrozenTarget(tiny_model_folder, device=torch.device("cpu"), dtype="float32", max_model_len=256)
 
 
-def test_given_prompts_take_every_other_turn_until_there_are_none(target: FrozenTarget, tmp_path: Path) -> None:
-    """However many the others are: the first answers are those that are used. Among the given ones their domains take turns,
-    among the others those of what was self-written and of what was composed."""
+def test_given_and_other_prompts_alternate(target: FrozenTarget, tmp_path: Path) -> None:
+    """Since only the first answers are used. Within each half the domains take turns."""
     for i in range(40):
         append(tmp_path / "prompts-0.jsonl", WrittenPrompt(i, ("math", "chat")[i % 2], text(f"own{i}x", 80)))
     given = [GivenPrompt("math", text(f"given{i}x", 80)) for i in range(9)] + [GivenPrompt("mine", text("minex", 80))]
@@ -112,12 +110,12 @@ def test_given_prompts_take_every_other_turn_until_there_are_none(target: Frozen
     assert all(set(sources[key]) <= own and bool(sources[key]) == (key not in own) for key in keys)
 
 
-def test_given_prompts_alone_are_answered_as_they_are(target: FrozenTarget, tmp_path: Path) -> None:
+def test_given_prompts_alone_are_not_composed(target: FrozenTarget, tmp_path: Path) -> None:
     tasks = Writer(target, tmp_path, 0).tasks(0, prompts(), frozenset())
     assert {task.key for task in tasks} == {fingerprint(prompt.prompt) for prompt in prompts()}
 
 
-def test_nothing_is_composed_from_what_is_left_out(target: FrozenTarget, tmp_path: Path) -> None:
+def test_excluded_prompts_are_not_composed(target: FrozenTarget, tmp_path: Path) -> None:
     for i, prompt in enumerate(prompts()):
         append(tmp_path / "prompts-0.jsonl", WrittenPrompt(i, prompt.domain, prompt.prompt))
     secret = [prompt for prompt in prompts() if "3x" in prompt.prompt or "7x" in prompt.prompt]

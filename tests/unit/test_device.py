@@ -31,9 +31,9 @@ from engine.pass_timing import ROWS
 from engine.sampling import Sampler
 from engine.target import SpanInput, SpanOutcome
 from router.plan import Capacity
+from tests.support.device_transfers import DeviceTransfers
 from tests.support.dspark import target_rows, write_dspark
 from tests.support.families import write_family
-from tests.support.one_device import OneDevice
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SPANS = (
@@ -45,7 +45,7 @@ TENSORS = ("token_ids", "positions", "slots", "starts", "base_lens", "tables", "
 
 
 def test_a_layout_is_one_copy_that_is_not_waited_for() -> None:
-    with OneDevice(META) as device:
+    with DeviceTransfers(META) as device:
         layout = lay_out(SPANS, 16, FREQUENCIES, META)
     assert device.copies == ["queued"]
     expected = lay_out(SPANS, 16, FREQUENCIES, CPU)
@@ -78,7 +78,7 @@ def test_rows_of_padding_are_spans_that_are_written_nowhere() -> None:
 
 
 def test_arrays_go_to_a_device_without_a_wait() -> None:
-    with OneDevice(META) as device:
+    with DeviceTransfers(META) as device:
         to_device(np.arange(5), META)
     assert device.copies == ["queued"]
     array = np.arange(3)

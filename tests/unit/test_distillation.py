@@ -1,4 +1,4 @@
-"""Distillation teaches: a student ends better than it was initialised, on positions that it never saw."""
+"""Distillation improves students beyond their initialisation, on unseen positions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ def target(tiny_model_folder: Path) -> FrozenTarget:
 
 @pytest.fixture(scope="module")
 def answers(tiny_model_folder: Path) -> list[TargetAnswer]:
-    """Sampled from the target, at temperature 1 so that they differ."""
+    """Sampled from the target at temperature 1, so that they differ."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
@@ -82,7 +82,7 @@ def dspark(
     anchor_rank: int = 8,
     block: int = BLOCK,
 ) -> DSparkStudent:
-    """Of so small a rank that the regression leaves something to be learned."""
+    """With a rank so small that the regression is not optimal."""
     options = TrainOptions(
         "",
         "dspark",
@@ -107,7 +107,7 @@ def regress(
 
 @torch.no_grad()
 def expected_len(student: DSparkStudent | LayersStudent, batch: AnswerBatch) -> float:
-    """Accepted length with the bonus token that is to be expected of whole blocks, or of one token."""
+    """Expected accepted length of whole blocks, or of one token, with the bonus token."""
     acceptance = student(batch, 1.0).acceptance
     whole = acceptance[:, None] if acceptance.dim() == 1 else acceptance[~acceptance.isnan().any(1)]
     return 1.0 + float(whole.cumprod(1).sum(1).mean())
@@ -131,7 +131,7 @@ def test_dspark_learns_beyond_its_regression(
     tmp_path: Path,
     head: HeadKind,
 ) -> None:
-    """With every head; and what that head has beyond the Markov head takes part. Saved, it is what it was."""
+    """With every head, whose own parameters are trained too. A saved student is the same."""
     student = dspark(target, readings, learned, head)
     random = expected_len(student, unseen)
     regress(student, target, readings, learned)
@@ -163,7 +163,7 @@ def test_layers_learn_beyond_the_targets_own(
     assert expected_len(student, unseen) > begun + LEAST_GAIN
 
 
-def test_every_head_begins_as_the_regression_has_it(
+def test_every_head_starts_from_the_same_regression(
     target: FrozenTarget, readings: HiddenStateReader, learned: list[TargetAnswer], unseen: AnswerBatch
 ) -> None:
     lens = {}
@@ -175,7 +175,7 @@ def test_every_head_begins_as_the_regression_has_it(
     assert lens["rnn"] == pytest.approx(lens["markov"], abs=0.005)
 
 
-def test_a_block_of_one_position_begins_without_a_bias(
+def test_blocks_of_one_position_start_without_a_bias(
     target: FrozenTarget, readings: HiddenStateReader, learned: list[TargetAnswer]
 ) -> None:
     student = dspark(target, readings, learned, "rnn", block=1)
@@ -184,10 +184,10 @@ def test_a_block_of_one_position_begins_without_a_bias(
     assert not student.network.markov_head.markov_w2.weight.any()
 
 
-def test_moments_that_rounding_left_indefinite_have_a_square_root(
+def test_indefinite_moments_have_a_square_root(
     target: FrozenTarget, readings: HiddenStateReader, learned: list[TargetAnswer]
 ) -> None:
-    """Of fewer positions than inputs, whose products were added up in fp32."""
+    """Moments of fewer positions than inputs, whose products were summed in fp32."""
     torch.manual_seed(0)
     moments = Moments(dspark(target, readings, learned[:4], "markov").config)
     values = torch.linspace(-1e-5, 1.0, len(moments.xx), dtype=torch.float64)
@@ -197,10 +197,10 @@ def test_moments_that_rounding_left_indefinite_have_a_square_root(
     torch.testing.assert_close(root.T @ root, moments.xx, atol=1e-4, rtol=1e-3)
 
 
-def test_an_anchor_with_nothing_before_it_reads_no_other_sequence(
+def test_an_anchor_without_context_reads_no_other_sequence(
     target: FrozenTarget, readings: HiddenStateReader, learned: list[TargetAnswer]
 ) -> None:
-    """The regression is the same however answers are packed. Their prompts are one token, which is an anchor, too."""
+    """The regression does not depend on packing. The prompts have one token, which is an anchor too."""
     short = [
         replace(a, key=f"short {a.key}", prompt_token_ids=a.token_ids[:1], answer_token_ids=a.token_ids[1:8])
         for a in learned
@@ -215,7 +215,7 @@ def test_an_anchor_with_nothing_before_it_reads_no_other_sequence(
     )
 
 
-def test_a_drafter_keeps_its_head_when_training_goes_on(
+def test_a_warm_start_keeps_the_head(
     target: FrozenTarget, readings: HiddenStateReader, learned: list[TargetAnswer], tmp_path: Path
 ) -> None:
     dspark(target, readings, learned, "rnn").save(tmp_path / "mine")
@@ -225,6 +225,6 @@ def test_a_drafter_keeps_its_head_when_training_goes_on(
         warm_start(replace(options, head="gated"), target)
 
 
-def test_a_head_that_there_is_not_is_refused() -> None:
+def test_an_unknown_head_is_refused() -> None:
     with pytest.raises(InvalidField, match="head: must be one of markov, gated, rnn"):
         TrainOptions("", "dspark", Path("out"), Path("work"), head="vanilla")  # type: ignore[arg-type]

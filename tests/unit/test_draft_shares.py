@@ -18,7 +18,7 @@ from router.assignment import AssignmentPolicy, Observation, PoolMember, Request
 from router.estimates.draft_shares import OnTimeRates
 from router.plan import Span
 from router.policies import build_policy
-from tests.support.observing import right_at
+from tests.support.observations import right_at
 
 MODEL = ModelInfo("m", vocab_size=100, max_model_len=64, eos_token_ids=(9,), tokenizer_fingerprint="f")
 TABLE = RoutingTable(version=0, defaults=(("d",),))

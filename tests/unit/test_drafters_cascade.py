@@ -10,7 +10,7 @@ from cluster.errors import InvalidField
 from cluster.types import SamplingParams
 from drafters.cascade import CascadeDrafter, CascadeMember
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
-from drafters.replay import common_prefix_len
+from engine.acceptance import common_prefix_len
 from router.estimates.draft_times import DraftCosts
 
 SAMPLING = SamplingParams(max_tokens=100, temperature=0.0)

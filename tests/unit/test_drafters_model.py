@@ -151,7 +151,7 @@ def test_a_doubtful_draft_ends_early(folder: Path) -> None:
     assert short.token_ids == whole.token_ids[:num_sure]
 
 
-def test_nothing_is_drafted_behind_the_end(folder: Path) -> None:
+def test_drafts_end_at_stop_tokens(folder: Path) -> None:
     sampling = SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((EOS, 100.0),))
     for params, expected in (
         (sampling, (EOS,)),

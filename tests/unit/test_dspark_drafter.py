@@ -1,4 +1,4 @@
-"""DSpark as it is run against the network in plain torch, and what its cache and its drafts must keep."""
+"""The served DSpark drafter against the network in plain torch; its cache and its drafts."""
 
 import json
 import random
@@ -112,7 +112,7 @@ class Reference:
     ],
 )
 def test_drafts_are_those_of_the_network(folder: Path, target: Path, model: CausalModel, sampling: SamplingParams) -> None:
-    """Three requests at once over several rounds, of which each projects only what is new."""
+    """Three requests at once over several rounds, each of which projects only new positions."""
     drafter = make_dspark(folder, target, model=model)
     reference = Reference(folder, target, drafter)
     rng = random.Random(1)
@@ -145,7 +145,7 @@ def test_the_context_is_projected_once(vanilla: Path, target: Path, model: Causa
     assert drafter.features.num_rows == 69 + 4 * 2 + 5  # two blocks of 32 positions are shared
 
 
-def test_what_stands_ahead_is_taken_as_given(folder: Path, target: Path, model: CausalModel) -> None:
+def test_tokens_ahead_are_taken_as_given(folder: Path, target: Path, model: CausalModel) -> None:
     drafter = make_dspark(folder, target, model=model)
     reference = Reference(folder, target, drafter)
     tokens = text(2, 40)
@@ -160,7 +160,7 @@ def test_what_stands_ahead_is_taken_as_given(folder: Path, target: Path, model: 
     assert nothing.token_ids == ()
 
 
-def test_nothing_is_drafted_of_what_the_target_has_not_computed(vanilla: Path, target: Path, model: CausalModel) -> None:
+def test_requests_without_computed_features_get_empty_drafts(vanilla: Path, target: Path, model: CausalModel) -> None:
     drafter = make_dspark(vanilla, target, model=model)
     tokens = text(3, 50)
     drafter.open("late", tokens, 10, GREEDY)
@@ -174,7 +174,7 @@ def test_nothing_is_drafted_of_what_the_target_has_not_computed(vanilla: Path, t
     assert late.token_ids == there.token_ids
 
 
-def test_requests_that_lost_their_context_project_it_anew(folder: Path, target: Path, model: CausalModel) -> None:
+def test_evicted_contexts_are_projected_again(folder: Path, target: Path, model: CausalModel) -> None:
     """Room for two requests of 90 tokens, at three blocks each, and five of them."""
     drafters = [make_dspark(folder, target, num_blocks=n, model=model) for n in (7, 64)]
     for drafter in drafters:
@@ -190,9 +190,7 @@ def test_requests_that_lost_their_context_project_it_anew(folder: Path, target: 
     assert drafters[0].features.num_rows > drafters[1].features.num_rows
 
 
-def test_a_doubtful_draft_ends_early_and_temperatures_say_what_is_doubtful(
-    folder: Path, target: Path, model: CausalModel
-) -> None:
+def test_calibrated_survival_ends_drafts(folder: Path, target: Path, model: CausalModel) -> None:
     whole, short = (make_dspark(folder, target, model=model, min_survival=m) for m in (0.0, 0.2))
     cold = make_dspark(folder, target, model=model, temperatures=(1.0, 3.0))
     has_head = json.loads((folder / "config.json").read_text())["enable_confidence_head"]
@@ -218,7 +216,7 @@ def test_a_doubtful_draft_ends_early_and_temperatures_say_what_is_doubtful(
     assert len(set(lens)) > 1
 
 
-def test_nothing_is_drafted_behind_the_end(vanilla: Path, target: Path, model: CausalModel) -> None:
+def test_drafts_end_at_stop_tokens(vanilla: Path, target: Path, model: CausalModel) -> None:
     drafter = make_dspark(vanilla, target, model=model)
     sure = ((EOS, 100.0),)
     for params, expected in (

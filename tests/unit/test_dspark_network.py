@@ -1,4 +1,4 @@
-"""DSpark checkpoints of the released format, and the network against the paper's equations, written out by position."""
+"""DSpark checkpoints of the released format, and the network against the paper's equations by position."""
 
 import json
 import math
@@ -188,7 +188,7 @@ class ByTheBook:
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("with_markov", [True, False])
-def test_a_released_checkpoint_gives_what_the_equations_say(tmp_path: Path, kind: str, with_markov: bool) -> None:
+def test_a_released_checkpoint_follows_the_equations(tmp_path: Path, kind: str, with_markov: bool) -> None:
     """Two packed sequences, several anchors; one has no context, one is the last token, two see each other's tokens."""
     changes = {"markov_head_type": kind, "confidence_head_with_markov": with_markov}
     book = ByTheBook(write_released(tmp_path, **changes), RELEASED | changes)
@@ -211,7 +211,7 @@ def test_a_released_checkpoint_gives_what_the_equations_say(tmp_path: Path, kind
         assert confidences[i].tolist() == pytest.approx(book.confidences(expected, previous[i].tolist()), abs=1e-5)
 
 
-def test_released_names_are_all_there_is(tmp_path: Path) -> None:
+def test_parameters_have_the_released_names(tmp_path: Path) -> None:
     for kind in ("vanilla", "gated", "rnn"):
         tensors = write_released(tmp_path, markov_head_type=kind)
         state = load_network(tmp_path).state_dict()
@@ -225,7 +225,7 @@ def ours(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rank", [None, 5])
-def test_ours_is_written_and_read_back_without_the_targets_rows(tmp_path: Path, rank: int | None) -> None:
+def test_our_format_is_saved_and_loaded_without_the_targets_rows(tmp_path: Path, rank: int | None) -> None:
     target = TargetRows(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN))
     raw = ours() if rank is None else ours(anchor_input_rank=rank)
     network = new_network(parse_dspark_config(raw), target)
@@ -269,7 +269,7 @@ def block_inputs(network: DSparkNetwork, *arguments: Any) -> torch.Tensor:
 
 
 def test_the_anchors_context_is_added_to_the_inputs() -> None:
-    """The map is zero, then not: a block without context before its anchor sees zeros for its features."""
+    """First with a map of zero. A block without context reads zeros as features."""
     target = TargetRows(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN))
     network = new_network(parse_dspark_config(ours()), target)
     plain = new_network(parse_dspark_config(ours(anchor_input=False)), target)
@@ -288,7 +288,7 @@ def test_the_anchors_context_is_added_to_the_inputs() -> None:
     torch.testing.assert_close(got[1] - base[1], inputs + 0.1 * features[2].sum())
 
 
-def test_blocks_do_not_see_each_other_nor_what_comes_after(tmp_path: Path) -> None:
+def test_blocks_do_not_see_each_other_or_the_future(tmp_path: Path) -> None:
     write_released(tmp_path)
     network = load_network(tmp_path)
     features, token_ids = torch.randn(12, 3 * HIDDEN), torch.arange(12)
@@ -338,11 +338,11 @@ def refused(changes: dict[str, Any]) -> str:
         ({"anchor_input_rank": 3}, "anchor_input is not"),
     ],
 )
-def test_what_is_not_supported_is_refused_with_its_name(changes: dict[str, Any], reason: str) -> None:
+def test_unsupported_configurations_are_refused(changes: dict[str, Any], reason: str) -> None:
     assert reason in refused(changes)
 
 
-def test_broken_folders_are_one_clear_line(tmp_path: Path) -> None:
+def test_broken_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match=r"config\.json is missing"):
         load_dspark_config(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("{")

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from cluster.types import FinishReason
-from tests.support.cluster_in_a_thread import SimulatedCluster, random_requests
+from tests.support.simulated_cluster import SimulatedCluster, random_requests
 from tests.support.simulated_network import Faults
 from tests.support.toys import plain_run
 

@@ -116,7 +116,7 @@ def test_hidden_states_of_chosen_layers_can_leave_a_pass(tmp_path: Path) -> None
     model = load(tmp_path, "cpu")
     cache = model.new_cache(2, BLOCK_LEN)
     token_ids = list(range(20))
-    state = model.begin([PackedSpan(0, token_ids, np.array([0, 1], np.int32))], cache)
+    state = model.enter(model.lay_out([PackedSpan(0, token_ids, np.array([0, 1], np.int32))], cache.block_len), cache)
     model.run_layers(state, 0, 2, taps=frozenset({1}))
     model.run_layers(state, 2, 3)
     with torch.no_grad():

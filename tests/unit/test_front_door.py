@@ -16,7 +16,7 @@ from deploy.api.scripted import ScriptedClient, Step, spell
 from deploy.api.settings import ApiSettings
 from tests.support import wire
 from tests.support.api import MODEL, chat_body, finishing, listening, model_info, token_ids, tokenizer
-from tests.support.front import behind_haproxy
+from tests.support.haproxy import behind_haproxy
 from tests.support.waiting import eventually
 
 CHAT = "/v1/chat/completions"

@@ -24,7 +24,7 @@ from router.estimates.draft_shares import OnTimeRates
 from router.expiring_cache import GENERATION_SLOTS
 from router.policies import build_policy
 from router.prompt_features import prompt_features
-from tests.support.observing import right_at
+from tests.support.observations import right_at
 
 TEN_RIGHT = Positions((10, 9, 8, 7), (9, 8, 7, 6))
 TEN_WRONG = Positions((10,), (0,))

@@ -14,7 +14,7 @@ from drafters.native.lookup import NativeLookup
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Drafter
 from engine.compiling import NoCompiler, load_compiled
-from tests.support.side_by_side import SideBySide
+from tests.support.identical_drafters import IdenticalDrafters
 
 FOLDER = Path(drafters.native.__file__).parent
 SAMPLING = SamplingParams(9)
@@ -41,7 +41,7 @@ def both(library: ctypes.CDLL, max_match_len: int, min_match_len: int) -> tuple[
 )
 def test_it_says_the_same(library: ctypes.CDLL, seed: int, vocab_size: int, match_lens: tuple[int, int]) -> None:
     rng = Random(seed)
-    SideBySide(*both(library, *match_lens), rng, vocab_size).play(200)
+    IdenticalDrafters(*both(library, *match_lens), rng, vocab_size).play(200)
 
 
 def test_texts_grow_long_and_what_came_true_is_counted_the_same(library: ctypes.CDLL) -> None:

@@ -16,7 +16,7 @@ from drafters.native.lookup import NativeLookup
 from drafters.protocol import Demand
 from drafters.table import EMPTY, FrequencyTable, TableDrafter, context_key, count_frequencies
 from engine.compiling import NoCompiler, load_compiled
-from tests.support.side_by_side import SideBySide
+from tests.support.identical_drafters import IdenticalDrafters
 
 FOLDER = Path(drafters.native.__file__).parent
 HEADERS = (FOLDER / "lookup.h", FOLDER.parents[1] / "engine" / "noise.h")
@@ -57,7 +57,7 @@ def test_it_says_the_same(
 ) -> None:
     rng = Random(seed)
     drafters = both(library, habits(rng, vocab_size, num_texts), max_learned, min_confidence)
-    SideBySide(*drafters, rng, vocab_size).play(200)
+    IdenticalDrafters(*drafters, rng, vocab_size).play(200)
 
 
 def test_among_shares_that_are_equal_or_none_it_chooses_the_same(library: ctypes.CDLL) -> None:
@@ -66,13 +66,13 @@ def test_among_shares_that_are_equal_or_none_it_chooses_the_same(library: ctypes
     probabilities = (np.round(table.probabilities * 4) / 4).astype(np.float32)  # many are equal
     probabilities[::5] = 0
     drafters = both(library, replace(table, probabilities=probabilities), 40, 0.0)
-    assert SideBySide(*drafters, rng, 6).play(2000) > 1000
+    assert IdenticalDrafters(*drafters, rng, 6).play(2000) > 1000
 
 
 def test_it_learns_thousands_of_contexts_and_forgets_the_same_ones(library: ctypes.CDLL) -> None:
     rng = Random(2)
     drafters = both(library, habits(rng, 30, 20), 3000, 0.0)
-    assert SideBySide(*drafters, rng, 30).play(4000) > 1000
+    assert IdenticalDrafters(*drafters, rng, 30).play(4000) > 1000
 
 
 def test_what_faded_to_nothing_is_not_guessed(library: ctypes.CDLL) -> None:

@@ -15,7 +15,7 @@ from router.estimates.observed_overhead import (
     ObservedOverheads,
     seated,
 )
-from tests.support.observing import right_at
+from tests.support.observations import right_at
 
 NAMES = ("", "lookup", "model")
 

@@ -12,10 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.errors import ModelUnavailable
+from cluster.private_folder import cache_folder
 from deploy.cli import app
 from engine.models import prepare
 from engine.models.manifest import MANIFEST, Manifest
-from engine.models.prepare import ModelState, WheelModel, cache_folder, ensure_model, resolve_model, state_of
+from engine.models.prepare import ModelState, WheelModel, ensure_model, resolve_model, state_of
 from tests.support.tiny_model import write_tiny_model
 
 NAME = "toy"

@@ -229,7 +229,7 @@ def test_serving_corrects_the_profile(config: Config) -> None:
 def test_a_target_too_small_to_be_measured_is_refused(config: Config) -> None:
     limits = {"max_pass_tokens": 2, "max_num_sequences": 2, "prefill_chunk_len": 2}
     small = config.model_copy(update={"target": config.target.model_copy(update=limits), "drafters": ()})
-    with pytest.raises(InvalidField, match="too little to measure"):
+    with pytest.raises(InvalidField, match="too few points to measure"):
         measure_profile(small, LEAST)
 
 

@@ -12,8 +12,9 @@ from cluster.config import NgramOptions
 from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.registry import Site, make
-from drafters.replay import Recording, Round, common_prefix_len, replay
+from drafters.replay import Recording, Round, replay
 from drafters.suffix import SuffixDrafter
+from engine.acceptance import common_prefix_len
 from engine.factory import load_target
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget

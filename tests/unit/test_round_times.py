@@ -8,7 +8,7 @@ import pytest
 
 from router.assignment import MemberCosts, Observation, PoolMember
 from router.estimates.round_times import MEMORY_SLOTS, RoundTimes
-from tests.support.observing import right_at
+from tests.support.observations import right_at
 
 LOOKUP = PoolMember("lookup", 8, 0.0, costs=MemberCosts(((1, 0.0),)))
 TWIN = replace(LOOKUP, name="twin")

@@ -287,22 +287,6 @@ def test_a_request_without_a_choice_fails_alone() -> None:
         assert (len(half.confidences), len(half.logprobs)) == (1, 1 if sampling.top_logprobs else 0)
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        SamplingState(replace(PLAIN, logit_bias=((10, 1.0),)), [0], 1),
-        SamplingState(replace(PLAIN, logit_bias=((-1, 1.0),)), [0], 1),
-        SamplingState(replace(PLAIN, repetition_penalty=1.1), [10], 1),
-    ],
-)
-def test_a_token_outside_the_vocabulary_fails_its_request_alone(state: SamplingState) -> None:
-    spans = [SampleSpan(SamplingState(PLAIN, [0], 1), (), 1), SampleSpan(state, (), 1)]
-    good, bad = Sampler(10, ()).choose(torch.zeros(2, 10), spans)
-    assert good.error is None
-    assert bad.token_ids == ()
-    assert "outside the vocabulary of 10" in str(bad.error)
-
-
 def test_logits_that_do_not_fit_are_refused() -> None:
     span = SampleSpan(SamplingState(PLAIN, [0], 1), (), 1)
     sampler = Sampler(10, ())

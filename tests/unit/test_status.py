@@ -138,10 +138,10 @@ def test_a_cluster_that_is_away_is_a_503() -> None:
 @pytest.mark.parametrize(
     ("response", "words"),
     [
-        (httpx.Response(401, json={"error": {"message": "bad key"}}), "it answered 401: bad key"),
-        (httpx.Response(404, text="<html>"), "it answered 404: <html>"),
-        (httpx.Response(200, text="[]"), "no Outrider of this version"),
-        (httpx.Response(200, json={"model": "x"}), "no Outrider of this version"),
+        (httpx.Response(401, json={"error": {"message": "bad key"}}), "the server answered 401: bad key"),
+        (httpx.Response(404, text="<html>"), "the server answered 404: <html>"),
+        (httpx.Response(200, text="[]"), "not Outrider of this version"),
+        (httpx.Response(200, json={"model": "x"}), "not Outrider of this version"),
     ],
 )
 def test_an_answer_that_is_no_status_is_named(response: httpx.Response, words: str) -> None:

@@ -1,4 +1,4 @@
-"""``outrider train`` as a whole: killed in every step, refused evaluation prompts, and quick on the real model."""
+"""``outrider train`` as a whole: kills, refused evaluation prompts, and ``--quick`` on the real model."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ from drafters.training.work_folder import WorkFolder, exclusive
 from engine.models.config import load_config
 from engine.models.tokenizer import fingerprint
 from tests.support.waiting import DEADLINE_S
-from tests.support.wordy_model import write_wordy_model
+from tests.support.word_model import write_wordy_model
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,7 @@ def options(model: Path, folder: Path, drafter: DrafterKind = "dspark", **change
 
 
 class Killer(Silent):
-    """Kills its own process in the middle of a step, where a step tells how far it is."""
+    """Kills its own process when a step reports progress for the given time."""
 
     def __init__(self, step: str, moment: int) -> None:
         self._at = (step, moment)
@@ -86,7 +86,7 @@ KILLS = (("prompts", 9), ("answers", 9), ("regression", 1), ("training", 3), ("e
 
 
 def checkpointed(model: Path, folder: Path) -> TrainOptions:
-    """After every step of training."""
+    """Saves a checkpoint after every step of training."""
     return options(model, folder, num_epochs=4, checkpoint_minutes=0.0)
 
 
@@ -94,7 +94,7 @@ def train_until_killed(model: Path, folder: Path, step: str, moment: int) -> Non
     train(checkpointed(model, folder), HERE, Killer(step, moment))
 
 
-def test_killed_in_every_step_it_ends_as_if_nothing_had_happened(wordy: Path, tmp_path: Path) -> None:
+def test_a_run_killed_in_every_step_ends_with_the_same_drafter(wordy: Path, tmp_path: Path) -> None:
     undisturbed = train(checkpointed(wordy, tmp_path / "undisturbed"), HERE, Silent())
     folder = tmp_path / "killed"
     processes = multiprocessing.get_context("forkserver")  # which imports torch once
@@ -126,7 +126,7 @@ def trained(wordy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return folder, found
 
 
-def test_every_kind_leaves_a_folder_with_card_and_curves(trained: tuple[Path, dict[str, Result]]) -> None:
+def test_every_kind_writes_a_folder_with_card_and_plots(trained: tuple[Path, dict[str, Result]]) -> None:
     _, found = trained
     for drafter, result in found.items():
         assert kind_of(result.folder) == drafter
@@ -142,7 +142,7 @@ def test_every_kind_leaves_a_folder_with_card_and_curves(trained: tuple[Path, di
 
 @pytest.mark.parametrize("head", ["gated", "rnn"])
 def test_every_head_is_trained_and_served(wordy: Path, trained: tuple[Path, dict[str, Result]], head: HeadKind) -> None:
-    """The Markov head is the default. Whether heads learn is asked of distillation itself (``test_distillation``)."""
+    """The Markov head is the default. ``test_distillation`` checks that the heads learn."""
     folder, _ = trained
     result = train(options(wordy, folder, out=folder / head, head=head, num_epochs=2), HERE, Silent())
     assert result is not None
@@ -152,7 +152,7 @@ def test_every_head_is_trained_and_served(wordy: Path, trained: tuple[Path, dict
     assert any(share > 0.0 for one in result.trained for share in one.by_position), "none of its drafts was right"
 
 
-def test_a_table_says_for_whose_tokens_it_was_counted(trained: tuple[Path, dict[str, Result]], wordy: Path) -> None:
+def test_a_table_records_its_vocabulary(trained: tuple[Path, dict[str, Result]], wordy: Path) -> None:
     table = FrequencyTable.load(trained[1]["table"].folder / TABLE_FILE)
     assert (table.vocab_size, table.tokenizer_fingerprint) == (load_config(wordy).vocab_size, fingerprint(wordy))
 
@@ -164,7 +164,7 @@ def test_layers_learn_from_their_target(trained: tuple[Path, dict[str, Result]])
     assert result.trained[0].accepted_len > result.untrained[0].accepted_len + 0.1
 
 
-def test_what_was_written_serves_every_drafter(trained: tuple[Path, dict[str, Result]]) -> None:
+def test_generated_text_is_shared_by_all_drafters(trained: tuple[Path, dict[str, Result]]) -> None:
     folder, _ = trained
     lines = (folder / "work" / "answers-0.jsonl").read_text().splitlines()
     names = [(record["key"], record["temperature"]) for record in map(json.loads, lines)]
@@ -183,8 +183,8 @@ class Listing(Silent):
         return super().step(name, total)
 
 
-def test_training_goes_on_with_a_trained_drafter(wordy: Path, tmp_path: Path) -> None:
-    """The run begins with what that drafter is, resumes as any, and says so in the card."""
+def test_training_starts_from_a_trained_drafter(wordy: Path, tmp_path: Path) -> None:
+    """The run resumes as others do, and the card names the initial drafter."""
     first = train(options(wordy, tmp_path, num_epochs=4), HERE, Silent())
     assert first is not None
     wanted = TrainOptions(
@@ -244,12 +244,12 @@ def test_a_work_folder_belongs_to_one_target_and_seed(tmp_path: Path) -> None:
         WorkFolder(tmp_path, {"target": "a", "seed": 0, "weights": "x"})
 
 
-def test_two_runs_in_one_work_folder_are_one_too_many(tmp_path: Path) -> None:
+def test_a_second_run_in_a_work_folder_is_refused(tmp_path: Path) -> None:
     with exclusive(tmp_path), pytest.raises(InvalidField, match="in use by another run"), exclusive(tmp_path):
         pass
 
 
-def test_nothing_to_learn_from_is_said(wordy: Path, tmp_path: Path) -> None:
+def test_missing_training_data_is_refused(wordy: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match="num_prompts"):
         options(wordy, tmp_path, num_prompts=0)
     prompts = tmp_path / "one.jsonl"

@@ -1,4 +1,4 @@
-"""What the card of a trained drafter says of where it comes from."""
+"""The model card of a trained drafter."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def answer(key: str, *sources: str) -> TargetAnswer:
 
 
 @pytest.mark.parametrize("drafter", ["dspark", "layers"])
-def test_it_names_the_folder_so_that_no_shipped_one_is_meant(drafter: DrafterKind, tmp_path: Path) -> None:
+def test_the_card_names_the_path_of_the_folder(drafter: DrafterKind, tmp_path: Path) -> None:
     text = card(tmp_path, drafter, [answer("a")])
     assert f"kind: {drafter}, path: ./mine" in text
     assert "/somewhere" not in text
@@ -33,7 +33,7 @@ def test_it_names_the_folder_so_that_no_shipped_one_is_meant(drafter: DrafterKin
     assert "| calibrated | 0.020 |  |" in text
 
 
-def test_it_says_of_the_data_what_is_so_and_no_more(tmp_path: Path) -> None:
+def test_the_card_describes_the_data(tmp_path: Path) -> None:
     text = card(tmp_path, "dspark", [answer("a"), answer("b", "a")], num_prompts=0, prompts=(Path("/x/mine.jsonl"),))
     assert "written by the target itself" not in text
     assert "given files: mine.jsonl; their licences must be stated by whoever provided them" in text

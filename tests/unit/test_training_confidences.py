@@ -1,4 +1,4 @@
-"""Calibration of trained drafters is judged on what it was not fitted on."""
+"""Calibration of trained drafters, judged by cross-validation."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_halves_share_no_prompt() -> None:
     assert in_halves(answers[:2]) == (answers[:2], [])
 
 
-def test_what_calibration_brings_is_measured_and_written(tmp_path: Path) -> None:
+def test_calibration_quality_is_written(tmp_path: Path) -> None:
     figures = calibrate((boastful(3000, 0), boastful(3000, 1)), tmp_path)
     assert figures["records"] == 6000
     assert figures["ece_before"] > 0.08
@@ -45,7 +45,7 @@ def test_what_calibration_brings_is_measured_and_written(tmp_path: Path) -> None
     assert (tmp_path / DIAGRAM).read_bytes().startswith(b"\x89PNG")
 
 
-def test_halves_that_differ_show_that_what_one_teaches_fails_the_other(tmp_path: Path) -> None:
+def test_calibration_quality_is_cross_validated(tmp_path: Path) -> None:
     honest = [Round("d", (0.5,), i % 2, 1 + i % 2) for i in range(1000)]
     timid = [Round("d", (0.5,), 1, 2)] * 1000
     figures = calibrate((honest, timid), tmp_path)
@@ -53,6 +53,6 @@ def test_halves_that_differ_show_that_what_one_teaches_fails_the_other(tmp_path:
 
 
 @pytest.mark.parametrize("halves", [([], []), ([Round("d", (), 0, 1)], []), ([Round("d", (0.5,), 1, 2)], [])])
-def test_too_few_drafts_leave_confidences_as_they_are(halves: tuple[list[Round], list[Round]], tmp_path: Path) -> None:
+def test_too_few_drafts_leave_confidences_uncalibrated(halves: tuple[list[Round], list[Round]], tmp_path: Path) -> None:
     assert calibrate(halves, tmp_path) == {"records": len(halves[0])}
     assert load_scaling(tmp_path / FILE) == TemperatureScaling()

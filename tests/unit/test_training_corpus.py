@@ -1,4 +1,4 @@
-"""What training learns from: prompts, answers, and which of them are held out."""
+"""Training data: prompts, answers, and the held-out split."""
 
 import json
 import random
@@ -22,7 +22,7 @@ from drafters.training.corpus import (
 )
 from drafters.training.frozen import FrozenTarget
 from drafters.training.writing import Share, Writer
-from tests.support.made_answers import answer
+from tests.support.random_answers import answer
 
 CPU = torch.device("cpu")
 
@@ -41,8 +41,8 @@ def test_answers_are_held_out_by_prompt() -> None:
     assert [len(part) for part in hold_out(both, 0.1, at_least=8)] == [28, 12]
 
 
-def test_what_is_composed_of_held_out_texts_is_not_learned_from() -> None:
-    """Nor is all of it evaluated on: where most tasks hold some held-out text, they would take the place of all others."""
+def test_prompts_composed_of_held_out_texts_are_not_trained_on() -> None:
+    """Only a share of them is evaluated on, so that they do not replace all other prompts."""
     texts = [answer(f"k{i:02}", 2, 3, t) for i in range(40) for t in (0.0, 0.7)]
     rng = random.Random(0)
     composed = [
@@ -59,7 +59,7 @@ def test_what_is_composed_of_held_out_texts_is_not_learned_from() -> None:
     assert len(learned) + sum(not held.isdisjoint(a.sources) for a in composed) + 8 == len(texts) + len(composed)
 
 
-def test_answers_of_older_files_do_not_tell_their_sources(tmp_path: Path) -> None:
+def test_answers_of_older_files_have_no_sources(tmp_path: Path) -> None:
     new, old = replace(answer("new", 2, 3), sources=("a", "b")), answer("old", 2, 3)
     append(tmp_path / "answers-0.jsonl", new)
     append(tmp_path / "answers-0.jsonl", old)
@@ -69,7 +69,7 @@ def test_answers_of_older_files_do_not_tell_their_sources(tmp_path: Path) -> Non
     assert list(read_answers([tmp_path / "answers-0.jsonl"])) == [new, old]
 
 
-def test_prompts_are_split_at_line_feeds_alone(tmp_path: Path) -> None:
+def test_prompts_are_split_at_line_feeds_only(tmp_path: Path) -> None:
     text = "one line\u2028with a line separator\x0bin it"
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8")
     (given,) = read_given([tmp_path / "p.jsonl"], None)
@@ -79,7 +79,7 @@ def test_prompts_are_split_at_line_feeds_alone(tmp_path: Path) -> None:
         read_given([tmp_path / "bad.jsonl"], None)
 
 
-def test_a_half_written_line_is_cut_off_before_the_next(tmp_path: Path) -> None:
+def test_an_unfinished_line_is_truncated(tmp_path: Path) -> None:
     path = tmp_path / "prompts-0.jsonl"
     append(path, WrittenPrompt(0, "chat", "whole"))
     with path.open("a") as file:
@@ -91,11 +91,11 @@ def test_a_half_written_line_is_cut_off_before_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["short", "x" * 5000, "with <|im_end|> inside it", "cut \ufffd in the middle", "so " * 40])
-def test_what_is_no_prompt(text: str) -> None:
+def test_unusable_prompts_are_detected(text: str) -> None:
     assert not is_usable(text)
 
 
-def test_prompts_that_differ_in_dress_alone_are_one(target: FrozenTarget, tmp_path: Path) -> None:
+def test_prompts_differing_in_case_and_punctuation_are_duplicates(target: FrozenTarget, tmp_path: Path) -> None:
     for i, prompt in enumerate(["What is a river?", "what is  a river", "What is a lake?", "Where is the evaluation?"]):
         append(tmp_path / "prompts-0.jsonl", WrittenPrompt(i, "qa", prompt))
     tasks = Writer(target, tmp_path, 0).tasks(4, [], frozenset({fingerprint("where is THE evaluation")}))

@@ -1,4 +1,4 @@
-"""What training reads of the target, and how it is cut into batches."""
+"""The target's hidden states, their caches, and batches."""
 
 import random
 from pathlib import Path
@@ -11,7 +11,7 @@ from drafters.training.corpus import TargetAnswer
 from drafters.training.feature_cache import InMemory, OnDisk
 from drafters.training.frozen import FrozenTarget
 from drafters.training.hidden_states import HiddenStateReader
-from tests.support.made_answers import answer
+from tests.support.random_answers import answer
 
 CPU = torch.device("cpu")
 
@@ -51,16 +51,14 @@ def test_anchors_begin_at_the_last_prompt_token_and_have_a_truth(
     assert [k for p, _ in epoch(answers, plan, 5, 0) for k in p] != [k for p, _ in epoch(answers, plan, 5, 1) for k in p]
 
 
-def test_blocks_are_as_long_as_drafting_comes_far() -> None:
+def test_block_lengths_follow_the_persistence() -> None:
     plan, rng = BatchPlan(100, 40, block_size=4, persistence=0.5), random.Random(3)
     lens = [plan.draw_block_len(rng) for _ in range(4000)]
     assert [lens.count(n) / 4000 for n in range(1, 5)] == pytest.approx([0.5, 0.25, 0.125, 0.125], abs=0.03)
     assert {BatchPlan(100, 40, block_size=4).draw_block_len(rng) for _ in range(20)} == {4}
 
 
-def test_readings_are_the_targets_own_states_however_they_are_grouped(
-    target: FrozenTarget, answers: list[TargetAnswer]
-) -> None:
+def test_hidden_states_do_not_depend_on_grouping(target: FrozenTarget, answers: list[TargetAnswer]) -> None:
     alone = HiddenStateReader(target, (0, 1), InMemory(0), max_pass_tokens=1).read(answers)
     together = HiddenStateReader(target, (0, 1), InMemory(2**24), max_pass_tokens=4096)
     for _ in range(2):  # computed, then kept
@@ -73,7 +71,7 @@ def test_readings_are_the_targets_own_states_however_they_are_grouped(
     assert alone[0].normalisers[:first].isnan().all()
 
 
-def test_readings_on_disk_serve_the_next_run_and_are_bounded(
+def test_cached_hidden_states_are_reused_and_bounded(
     target: FrozenTarget, answers: list[TargetAnswer], tmp_path: Path
 ) -> None:
     expected = HiddenStateReader(target, (0, 1), InMemory(0), max_pass_tokens=1).read(answers)

@@ -1,4 +1,4 @@
-"""The losses of training, and what is measured of a drafter, each against its definition written out plainly."""
+"""Losses and acceptance, each against its plain definition."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_total_variation_counts_what_cannot_be_drafted_as_lost() -> None:
     torch.testing.assert_close(found.total, 0.1 * cross_entropy + 0.9 * found.match)
 
 
-def test_the_match_begins_as_divergence_and_ends_as_variation() -> None:
+def test_the_match_anneals_from_divergence_to_variation() -> None:
     torch.manual_seed(2)
     z, target = torch.randn(3, 6), distribution(torch.randn(3, 6))
     places, weights = torch.zeros(3, dtype=torch.int64), torch.ones(3)
@@ -47,8 +47,8 @@ def test_the_match_begins_as_divergence_and_ends_as_variation() -> None:
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.2, 1.0])
-def test_gradients_are_those_of_the_losses_as_defined(progress: float) -> None:
-    """Of more rows than are taken at once, some of which share the target's."""
+def test_gradients_equal_those_of_autograd(progress: float) -> None:
+    """For more rows than are computed at once, some of which share the target's."""
     torch.manual_seed(4)
     num, size = 75, 13
     full, rows = torch.randn(20, 17), torch.randint(0, 20, (num,))
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_losses_as_defined(progress: float) -> None:
     torch.testing.assert_close(z.grad, plain.grad, rtol=1e-4, atol=1e-7)
 
 
-def test_the_confidence_is_taught_the_expected_acceptance() -> None:
+def test_the_confidence_loss_is_minimal_at_the_expected_acceptance() -> None:
     torch.manual_seed(3)
     z, target = torch.randn(2, 6), distribution(torch.randn(2, 6))
     label = distillation(z, target, torch.zeros(2, dtype=torch.int64), torch.ones(2), 1.0).acceptance

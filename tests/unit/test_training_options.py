@@ -1,4 +1,4 @@
-"""What `outrider train` is asked for, where it cannot be had or goes wrong: one line that says what to do."""
+"""Options and failures of `outrider train`: errors in one line with advice."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +20,7 @@ from drafters.training.pipeline import train
 from drafters.training.recipe import TrainOptions
 from drafters.training.writing import AnswerTask, Writer
 from engine.offline import generate
-from tests.support.wordy_model import write_wordy_model
+from tests.support.word_model import write_wordy_model
 from tests.unit.test_train import HERE, Silent, options
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def target(wordy: Path) -> FrozenTarget:
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("dtype", "int8"), ("device", "mps"), ("device", "gpu")])
-def test_what_there_is_not_is_refused_by_name(field: str, value: str, tmp_path: Path) -> None:
+def test_unknown_choices_are_refused(field: str, value: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match=f"{field}: must be .*got '{value}'"):
         replace(ASKED, **{field: value})  # type: ignore[arg-type]
     ran = CliRunner().invoke(app, ["train", "--out", str(tmp_path / "mine"), f"--{field}", value])
@@ -47,14 +47,14 @@ def test_what_there_is_not_is_refused_by_name(field: str, value: str, tmp_path: 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_where_there_is_none_is_refused() -> None:
+def test_cuda_without_a_gpu_is_refused() -> None:
     with pytest.raises(InvalidField, match="torch finds no GPU"), join_world("cuda"):
         pass
 
 
 @pytest.mark.slow
-def test_a_shape_that_was_asked_for_is_not_taken_for_the_default(wordy: Path, tmp_path: Path) -> None:
-    """The drafter to go on with has blocks of 4; 7 is what one gets without asking."""
+def test_an_explicit_shape_must_equal_the_initial_drafters(wordy: Path, tmp_path: Path) -> None:
+    """The initial drafter has blocks of 4; 7 is the default."""
     first = train(options(wordy, tmp_path, "dspark", num_epochs=1), HERE, Silent())
     assert first is not None
     command = ["train", "--model", str(wordy), "--begin-with", str(first.folder), "--out", str(tmp_path / "further")]
@@ -63,7 +63,7 @@ def test_a_shape_that_was_asked_for_is_not_taken_for_the_default(wordy: Path, tm
     assert "block_size: must be left out, or 4 as the drafter in dspark has it, got 7" in ran.stderr
 
 
-def test_a_target_that_fails_ends_the_run_with_what_to_do(
+def test_a_failing_target_ends_the_run_with_advice(
     target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     too_long = Request("r", (1,) * 300, SamplingParams(max_tokens=4), arrival_s=0.0)
@@ -79,13 +79,13 @@ def test_a_target_that_fails_ends_the_run_with_what_to_do(
         Writer(target, tmp_path, 0).write_answers([task], 4, 4, lambda num: None)
 
 
-def test_the_cache_that_is_written_with_holds_what_is_in_flight_and_no_more(target: FrozenTarget) -> None:
-    """Its gigabyte and a half would be 190 thousand blocks of this model."""
+def test_the_writing_cache_holds_the_sequences_in_flight(target: FrozenTarget) -> None:
+    """Its 1.5 GB would be 190 thousand blocks of this model."""
     capacity = target.new_engine().capacity()
     assert capacity.num_blocks * capacity.block_len == target.limits.max_in_flight * target.info.max_model_len
 
 
-def test_text_is_read_as_where_it_is_served(wordy: Path, tmp_path: Path) -> None:
+def test_text_is_encoded_as_in_serving(wordy: Path, tmp_path: Path) -> None:
     """A chat template writes the special tokens itself; a base model's tokenizer adds its own, as for completions."""
     folder = write_wordy_model(tmp_path / "base")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

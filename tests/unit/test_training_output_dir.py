@@ -1,4 +1,4 @@
-"""Where a trained drafter goes: what else is there stays there."""
+"""The output folder: atomic replacement, and other content is kept."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def write_drafter(folder: Path, text: str = "first") -> Path:
     return folder
 
 
-def test_only_a_drafter_that_training_left_is_replaced(tmp_path: Path) -> None:
+def test_only_a_trained_drafter_is_replaced(tmp_path: Path) -> None:
     check_replaceable(tmp_path / "new")
     (tmp_path / "empty").mkdir()
     check_replaceable(tmp_path / "empty")
@@ -39,7 +39,7 @@ def test_a_folder_of_drafters_a_model_and_a_file_are_refused(tmp_path: Path) -> 
             check_replaceable(tmp_path / name)
 
 
-def test_the_command_deletes_nothing_of_another(tmp_path: Path) -> None:
+def test_the_command_deletes_no_other_folder(tmp_path: Path) -> None:
     other = write_drafter(tmp_path / "drafters" / "one")
     ran = CliRunner().invoke(app, ["train", "--out", str(tmp_path / "drafters"), "--quick"])
     assert ran.exit_code == 1
@@ -55,7 +55,7 @@ def test_out_and_work_lie_apart(tmp_path: Path) -> None:
     TrainOptions("m", "dspark", tmp_path / "a", tmp_path / "a-work")
 
 
-def test_a_drafter_is_replaced_as_a_whole_also_after_a_kill_in_between(tmp_path: Path) -> None:
+def test_the_folder_is_replaced_atomically(tmp_path: Path) -> None:
     out = tmp_path / "mine"
     replace_folder(write_drafter(tmp_path / ".mine.part", "first"), out)
     assert (out / "table.npz").read_text() == "first"

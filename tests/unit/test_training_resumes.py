@@ -1,4 +1,4 @@
-"""A run with a budget goes on where it was: time spent is spent, and what was written is what is learned from."""
+"""Resuming runs with a time budget."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from drafters.training.hidden_states import HiddenStateReader
 from drafters.training.layers_student import LayersStudent
 from drafters.training.pipeline import train
 from drafters.training.work_folder import WorkFolder
-from tests.support.wordy_model import write_wordy_model
+from tests.support.word_model import write_wordy_model
 from tests.unit.test_train import HERE, Silent, options
 
 pytestmark = pytest.mark.slow
@@ -30,11 +30,11 @@ def target(tiny_model_folder: Path) -> FrozenTarget:
 
 
 class Cut(Exception):
-    """A run that was cut off."""
+    """The interruption of a run."""
 
 
 class Cutting(Silent):
-    """Cuts a run off at the given telling of a step, and keeps what was told."""
+    """Interrupts a run at the given report of a step, and records the reports."""
 
     def __init__(self, name: str = "", moment: int = 0) -> None:
         self._at = (name, moment)
@@ -52,12 +52,12 @@ class Cutting(Silent):
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, tick_s: float) -> None:
-    """From here on time passes by being asked for."""
+    """Every reading of the clock advances it."""
     times = itertools.count(0.0, tick_s)
     monkeypatch.setattr(work_folder, "monotonic", lambda: next(times))
 
 
-def test_time_that_was_spent_is_not_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_spent_by_earlier_runs_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, 10.0)
 
     def run(seconds: float | None = 100.0, **settings: int) -> int:
@@ -77,14 +77,14 @@ def test_time_that_was_spent_is_not_given_again(tmp_path: Path, monkeypatch: pyt
     assert run(seconds=None, num_tokens=5) == 20
 
 
-def test_a_step_that_ended_gets_no_more_time(tmp_path: Path) -> None:
+def test_a_finished_step_gets_no_more_time(tmp_path: Path) -> None:
     work = WorkFolder(tmp_path, {"target": "a"})
     work.begin("answers", {})
     work.finish("answers")
     assert work.deadline("answers", 100.0)()
 
 
-def test_a_checkpoint_of_another_version_is_not_gone_on_with(target: FrozenTarget, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_format_is_ignored(target: FrozenTarget, tmp_path: Path) -> None:
     readings = HiddenStateReader(target, (0, 1), InMemory(0), max_pass_tokens=1)
     plan, timing, path = BatchPlan(100, 10), Schedule(num_epochs=1, learning_rate=1e-3), tmp_path / "checkpoint.pt"
 
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_another_version_is_not_gone_on_with(target: FrozenTarge
     assert not training().restore()
 
 
-def test_drafters_of_layers_are_replaced_by_whole_files_alone(target: FrozenTarget, tmp_path: Path) -> None:
+def test_layers_drafters_are_saved_atomically(target: FrozenTarget, tmp_path: Path) -> None:
     """They are saved every few minutes, and may be served meanwhile."""
     mine, folder = LayersStudent(target, (0,), None), tmp_path / "mine"
     mine.save(folder)
@@ -108,8 +108,8 @@ def test_drafters_of_layers_are_replaced_by_whole_files_alone(target: FrozenTarg
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_a_run_whose_time_ended_its_writing_goes_on_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with more prompts, not with more answers, and so not with a new beginning."""
+def test_a_run_whose_writing_time_is_over_resumes_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prompts or answers are added, so training does not start anew."""
     model = write_wordy_model(tmp_path / "model")
     given = tmp_path / "given.jsonl"
     syllables = ("ba", "do", "ki", "lu", "me", "na", "po", "ra", "si", "tu")

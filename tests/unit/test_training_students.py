@@ -1,4 +1,4 @@
-"""The drafters that are trained: their shape, their first state, and that they are served as they were trained."""
+"""The trained drafters: their shape, their initialisation, and that serving computes what training does."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ from drafters.training.recipe import TrainOptions, dspark_config, feature_layers
 from drafters.training.vocabulary import choose_vocabulary, coverage
 from drafters.training.warm_start import warm_start
 from engine.layout import PackedSpan
-from tests.support.made_answers import answer
+from tests.support.random_answers import answer
 
 CPU = torch.device("cpu")
 
@@ -59,7 +59,7 @@ def student(
     return DSparkStudent(config, target, mean, std)
 
 
-def test_the_vocabulary_holds_what_is_said_most_then_the_lowest_ids() -> None:
+def test_the_vocabulary_holds_the_most_frequent_then_the_lowest_ids() -> None:
     said = [TargetAnswer("a", "d", 0.0, 0, (1,), (50, 50, 60, 60, 60, 70))]
     vocabulary = choose_vocabulary(said, 5, 100, always=(99,))
     assert vocabulary is not None
@@ -77,7 +77,7 @@ def test_layers_are_chosen_from_both_ends() -> None:
         kept_layers(2, 3)
 
 
-def test_a_saved_dspark_drafter_computes_on_raw_features_what_was_trained_on_standardised_ones(
+def test_a_saved_dspark_drafter_reads_raw_features(
     target: FrozenTarget, readings: HiddenStateReader, answers: list[TargetAnswer], tmp_path: Path
 ) -> None:
     mine = student(target, readings, answers)
@@ -94,10 +94,10 @@ def test_a_saved_dspark_drafter_computes_on_raw_features_what_was_trained_on_sta
 
 
 @pytest.mark.parametrize("anchor_rank", [24, 1000])
-def test_a_student_begun_with_a_saved_drafter_computes_what_that_does(
+def test_a_student_started_from_a_saved_drafter_equals_it(
     target: FrozenTarget, readings: HiddenStateReader, answers: list[TargetAnswer], tmp_path: Path, anchor_rank: int
 ) -> None:
-    """Whatever its own features' means and deviations are; and saved at once it is that drafter again."""
+    """With any standardisation of its own; saved again it is the same drafter."""
     first = student(target, readings, answers, anchor_rank)
     torch.nn.init.normal_(first.network.fc.bias)
     assert first.network.anchor_input is not None
@@ -118,7 +118,7 @@ def test_a_student_begun_with_a_saved_drafter_computes_what_that_does(
     assert float((again - served).norm() / served.norm()) < 0.005
 
 
-def test_going_on_keeps_the_shape_of_the_drafter(
+def test_a_warm_start_keeps_the_shape_of_the_drafter(
     target: FrozenTarget, readings: HiddenStateReader, answers: list[TargetAnswer], tmp_path: Path
 ) -> None:
     student(target, readings, answers).save(tmp_path / "mine")
@@ -131,7 +131,7 @@ def test_going_on_keeps_the_shape_of_the_drafter(
         warm_start(replace(options, block_size=5), target)
 
 
-def test_going_on_with_what_does_not_fit_is_refused(
+def test_a_warm_start_from_another_shape_is_refused(
     target: FrozenTarget, readings: HiddenStateReader, answers: list[TargetAnswer], tmp_path: Path
 ) -> None:
     options = TrainOptions("", "dspark", Path("out"), Path("work"), begin_with=tmp_path / "mine")
@@ -161,7 +161,7 @@ def test_going_on_with_what_does_not_fit_is_refused(
             replace(options, drafter=kind)
 
 
-def test_the_regression_predicts_better_than_chance_before_any_step(
+def test_the_regression_is_better_than_random_weights(
     target: FrozenTarget, readings: HiddenStateReader, answers: list[TargetAnswer]
 ) -> None:
     batch = assemble(answers, readings, BatchPlan(4096, 16384, block_size=4), 1, CPU)
@@ -174,10 +174,10 @@ def test_the_regression_predicts_better_than_chance_before_any_step(
     assert after.acceptance[:, 1:].nanmean() > before.acceptance[:, 1:].nanmean() + 0.01
 
 
-def test_all_layers_of_the_target_are_its_perfect_drafter(
+def test_all_layers_of_the_target_make_a_perfect_drafter(
     target: FrozenTarget, readings: HiddenStateReader, answers: list[TargetAnswer], tmp_path: Path
 ) -> None:
-    """Trained or not: with every layer and the whole head nothing is lost, in training as where it is served."""
+    """With every layer and the whole head, in training and in serving."""
     mine = LayersStudent(target, (0, 1), None)
     mine.initialise()
     batch = assemble(answers, readings, BatchPlan(4096, 16384, block_size=4), 1, CPU)

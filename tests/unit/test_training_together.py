@@ -1,4 +1,4 @@
-"""Training in several processes, and on GPUs of any size."""
+"""Training in several processes, and writing limits by GPU memory."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from drafters.shipped import kind_of
 from drafters.training.feature_cache import delete_partial_files
 from drafters.training.frozen import writing_limits
-from tests.support.wordy_model import write_wordy_model
+from tests.support.word_model import write_wordy_model
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ with join_world("cpu") as world:
 
 
 def test_two_processes_write_read_and_train_together(tmp_path: Path) -> None:
-    """Each writes its share; both read all answers, into one folder; gradients are averaged, so both end with the same."""
+    """Each writes its share, both read all answers, and both end with the same weights."""
     model, folder = write_wordy_model(tmp_path / "model"), tmp_path / "run"
     folder.mkdir()
     script = tmp_path / "one.py"
@@ -63,7 +63,7 @@ def test_two_processes_write_read_and_train_together(tmp_path: Path) -> None:
     assert {path.suffix for path in kept} == {".safetensors"}
 
 
-def test_what_a_killed_run_left_half_written_is_swept_up(tmp_path: Path) -> None:
+def test_partial_files_of_a_killed_run_are_deleted(tmp_path: Path) -> None:
     (tmp_path / "a.1f.partial").write_text("half")
     (tmp_path / "b.safetensors").write_text("whole")
     delete_partial_files(tmp_path)
@@ -72,7 +72,7 @@ def test_what_a_killed_run_left_half_written_is_swept_up(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("free_gb", [2, 6, 16, 40, 100])
-def test_a_gpu_writes_with_what_memory_it_has(free_gb: int) -> None:
+def test_writing_limits_follow_the_free_memory(free_gb: int) -> None:
     limits = writing_limits(free_gb * 2**30)
     assert limits.kv_cache_gb <= min(24.0, free_gb / 2)
     assert 16 <= limits.max_in_flight <= 1024

@@ -20,9 +20,9 @@ from engine.kv_cache import KvCache
 from engine.layout import lay_out
 from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.ops import HeadNorms, Ops, TorchOps
+from tests.support.device_transfers import DeviceTransfers
 from tests.support.dspark import target_rows, write_dspark
 from tests.support.families import write_family
-from tests.support.one_device import OneDevice
 from tests.support.packing import BLOCK_LEN, compute_in_pieces, load_with, random_sequences
 from tests.support.triton_aot import Case
 
@@ -200,7 +200,7 @@ def test_a_pass_takes_one_copy_to_the_device_and_mixes_no_devices(tmp_path: Path
     table = np.arange(8, dtype=np.int32)
     for num_rows in (40, 3):
         model.forward_with_hidden_states([PackedSpan(0, (5,) * num_rows, table)], cache, (0, 2))  # records
-        with OneDevice(torch.device("meta")) as device:
+        with DeviceTransfers(torch.device("meta")) as device:
             model.forward_with_hidden_states([PackedSpan(0, (5,) * num_rows, table)], cache, (0, 2))
         assert device.copies == ["queued"]
 
@@ -219,7 +219,7 @@ def test_the_parallel_stage_of_dspark_lies_on_the_device_whole(
     cache = stage.new_cache(4)
     features = torch.empty(9, stage.config.feature_size, device=at)
     table = np.arange(4, dtype=np.int32)
-    with OneDevice(at) as device:
+    with DeviceTransfers(at) as device:
         stage.project([PackedSpan(0, (0,) * 9, table)], features, cache)
         hidden = stage.run([PackedSpan(9, (0,) * stage.config.block_size, table)], features[:1], cache)
     assert hidden.device == at

@@ -39,8 +39,8 @@ from router import assignment
 from router.assignment import PoolMember, Positions, RequestView
 from router.policies import build_policy
 from router.slot import Router, SlotReport
-from tests.support.cluster_in_a_thread import SimulatedCluster, random_requests
 from tests.support.drafter_bench import SAMPLING, Bench, FakeLink
+from tests.support.simulated_cluster import SimulatedCluster, random_requests
 from tests.support.simulated_network import Faults
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyDrafter, plain_run
 

@@ -26,7 +26,7 @@ MAX_TURNS = 20_000
 
 
 class _DrafterMailbox(Mailbox):
-    """Knows whether a LinkDown waits in it."""
+    """``is_down``: a LinkDown waits in it."""
 
     is_down = False
 
@@ -58,7 +58,7 @@ class Outcome:
 
 
 class RandomBudgets(DraftLengths):
-    """Lengths and prices that change at any time."""
+    """Draft lengths and row prices that change at random times."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class RandomBudgets(DraftLengths):
 
 
 class SimulatedCluster:
-    """Steps its parts in random order. ``faults`` strike the links of drafters; crashes and hangs, drafters themselves."""
+    """Steps its parts in random order. ``faults`` affect the links of drafters; crashes and hangs the drafters."""
 
     def __init__(self, seed: int, faults: Faults, crash: float, hang: float, num_drafters: int) -> None:
         self.rng = random.Random(seed)
@@ -137,7 +137,7 @@ class SimulatedCluster:
         return [k for k, v in self.outcomes.items() if v.finish is None and k not in self.aborted]
 
     def turn(self) -> None:
-        """One step of everybody, in random order, then time moves to whatever comes next."""
+        """Steps every part once, in random order, then moves time to the next event."""
         progressed = False
         wake_s: list[float] = []
         parts: list[SimulatedDrafter | None] = [None, *self.drafters.values()]
@@ -167,7 +167,7 @@ class SimulatedCluster:
         raise AssertionError(f"no end after {MAX_TURNS} turns; unfinished: {self.unfinished}")
 
     def heal_and_settle(self) -> None:
-        """No more faults; enough virtual time for every repeat and silence limit to pass."""
+        """Ends all faults and lets enough time pass for every retry and silence limit."""
         self.network.faults = Faults()
         self.crash = self.hang = 0.0
         end_s = self.now_s + 300.0
@@ -178,7 +178,7 @@ class SimulatedCluster:
         self.loop.step(self.now_s)
 
     def _after_pass(self) -> float:
-        """The round asks for the time when a pass begins and when it is over."""
+        """The round reads the clock at the start and the end of a pass."""
         self.now_s += self.rng.uniform(0.001, 0.05)
         return self.now_s
 
@@ -213,7 +213,7 @@ class SimulatedCluster:
         return self.network.connect(TARGET, mailbox, Hello(Role.DRAFTER, name, VOCAB_SIZE, MODEL.tokenizer_fingerprint))
 
     def _route(self) -> None:
-        """A router whose every decision is random: drafting never changes the output, so neither may routing."""
+        """Routes at random, since no routing may change the output."""
         self.version += 1
         longer = [("nobody", self.names[0]), tuple(self.names), (self.names[-1], "nobody")] if self.names else []
         chains = [(), *((name,) for name in self.names), ("nobody",), *longer]

@@ -1,4 +1,4 @@
-"""Answers of a target that nobody asked: their tokens are drawn at random, the same for the same key."""
+"""Recorded answers with random tokens, equal for equal keys."""
 
 import torch
 

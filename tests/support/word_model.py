@@ -1,4 +1,4 @@
-"""A tiny random target that speaks in words, so that what it writes by itself passes for prompts."""
+"""A tiny random target with a token per word, whose output can serve as prompts."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A caller of the API below HTTP: it sends and stops as a test says."""
+"""An ASGI caller that sends, stalls and disconnects as a test says."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def answering(*steps: Step) -> Any:
 
 
 class Caller:
-    """Speaks ASGI by hand, to send slowly and to hang up."""
+    """Speaks ASGI, to send slowly and to disconnect."""
 
     def __init__(self, script: Any = None, app: FastAPI | None = None, **settings: Any) -> None:
         self.cluster = ScriptedClient(model_info(), script or saying("the answer"))
@@ -46,7 +46,7 @@ class Caller:
         self._incoming.put_nowait(message)
 
     def start(self, body: dict[str, Any] | None, path: str = CHAT) -> asyncio.Task[None]:
-        """``body`` None: it never comes."""
+        """``body`` None: it is never sent."""
         if body is not None:
             self.put(type="http.request", body=json.dumps(body).encode(), more_body=False)
         scope = {

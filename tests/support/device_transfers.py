@@ -1,4 +1,4 @@
-"""Watches what crosses between the host and a device."""
+"""Records transfers between the host and a device."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_leaves
 _COPIES = {"aten::copy_", "aten::_to_copy", "aten::to"}
 
 
-class OneDevice(TorchDispatchMode):
-    """Raises where an operation reads tensors of two devices, as CUDA would; an index on the host counts, since reading it
-    waits for the device. Numbers (tensors of no dimension) may lie anywhere.
+class DeviceTransfers(TorchDispatchMode):
+    """Raises if an operation reads tensors of two devices, as CUDA would. An index on the host counts, since reading it
+    waits for the device. Scalars may be anywhere.
 
-    ``copies``: of those from the host to the device, whether each is "queued" or "waited" for.
+    ``copies``: for each host-to-device copy, whether it is "queued" or "waited" for.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Two drafters that are told the same must say the same, to the last bit of their confidences."""
+"""Two drafters with equal input must draft equal tokens with bitwise equal confidences."""
 
 from random import Random
 
@@ -10,8 +10,8 @@ _TEMPERATURES = (0.0, 0.0, 0.3, 1.0, 2.0)
 _ROW_PRICES = (0.0, 0.0, 0.05, 0.3, 1.0, 2.0)
 
 
-class SideBySide:
-    """Plays a random life of a few requests to both: opened, opened again, drafted for, also ahead, extended, released."""
+class IdenticalDrafters:
+    """Runs random requests on both: opened, reopened, drafted for, also ahead, extended, released."""
 
     def __init__(self, first: Drafter, second: Drafter, rng: Random, vocab_size: int) -> None:
         self._both, self._rng, self._vocab_size = (first, second), rng, vocab_size
@@ -35,7 +35,7 @@ class SideBySide:
         return num_drafted
 
     def _tokens(self, least: int, most: int) -> list[int]:
-        """Random ones, or some that return."""
+        """Random tokens, some of them repeated."""
         num = self._rng.randint(least, most)
         period = self._rng.choice((1, 2, 3, 5, num + 1))
         cycle = [self._rng.randrange(self._vocab_size) for _ in range(min(period, max(num, 1)))]
@@ -55,7 +55,7 @@ class SideBySide:
         self._drafted.pop(request_id, None)
 
     def _extend(self) -> None:
-        """By what was drafted up to somewhere, and what the target says then."""
+        """By a prefix of the draft, and the target's next token."""
         request_id = self._rng.choice(sorted(self._drafted))
         drafted = self._drafted[request_id]
         token_ids = drafted[: self._rng.randint(0, len(drafted))] + self._tokens(0, self._rng.choice((1, 12)))
