@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from cluster.messages import CommitRound, Hello, Message, SubmitRound
+from cluster.sampling_params import SamplingParams
 from cluster.transport.base import LinkUp, Received
-from cluster.types import Commit, FinishReason, Request, SamplingParams
+from cluster.types import Commit, FinishReason, Request
 from simulator.agreement import SimulatedRequest
 from simulator.events import Events
 from simulator.links import VirtualLink

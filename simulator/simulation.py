@@ -21,7 +21,7 @@ from router.cost_model import CostModel, relative_draft_cost
 from router.draft_length import DraftLengths
 from router.estimates.drift import DriftDetector
 from router.planner import Planner
-from router.slot import Router
+from router.router import Router
 from simulator.agreement import SimulatedRequest
 from simulator.drafter import AgreementDrafter, ColocatedAgreementDrafter, SimulatedDrafter
 from simulator.events import MAIL, STEP, Events

@@ -22,7 +22,7 @@ from router.assignment import (
 from router.chains import PassTime
 from router.estimates.observed_overhead import TRIAL_SLOTS
 from router.policies.chain import ModelChains
-from router.slot import Router, SlotReport
+from router.router import Router, SlotReport
 
 TARGET = PassTime(((1, 0.025), (65, 0.057)))
 

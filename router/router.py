@@ -19,7 +19,7 @@ from router.chains import PassTime
 from router.estimates.drift import DriftDetector
 from router.load_demand import settle
 from router.policies.chain import ModelChains
-from router.table import next_table
+from router.routing_table import next_table
 
 # Cost of a draft token on a CPU over one on a GPU, until rounds tell: GPU memory is so much faster.
 FALLBACK_COST = 20.0
