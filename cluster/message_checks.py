@@ -23,8 +23,9 @@ from cluster.messages import (
     ProposalRound,
     SubmitRound,
 )
+from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Link
-from cluster.types import MAX_DRAFT_LEN, Commit, FinishReason, Proposal, Request, SamplingParams
+from cluster.types import MAX_DRAFT_LEN, Commit, FinishReason, Proposal, Request
 
 logger = logging.getLogger(__name__)
 
