@@ -11,8 +11,8 @@ from actors.dialer import Dialer
 from actors.mailbox import MonitoredMailbox
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded
+from cluster.message_checks import Inspection, commit_fault
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
-from cluster.soundness import Inspection, commit_fault
 from cluster.transport.base import Link, LinkDown, LinkUp, Received
 from cluster.types import Commit, FinishReason, ModelInfo, Request
 
@@ -30,7 +30,7 @@ class _Stream:
     loop: asyncio.AbstractEventLoop
     link: Link
     next_len: int | None  # committed length at which the next commit begins; None after the last
-    end_len: int  # committed length with all tokens that were asked for
+    end_len: int  # committed length at max_tokens
     commits: asyncio.Queue[Commit | Exception] = field(default_factory=asyncio.Queue)
 
 
@@ -93,7 +93,7 @@ class LinkClient:
                 while not finished:
                     commit = await stream.commits.get()
                     if isinstance(commit, Exception):
-                        raise commit  # the target is told to abort
+                        raise commit  # the finally clause aborts the request
                     finished = commit.finish is not None
                     if commit.finish is FinishReason.OVERLOADED:
                         break

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from actors.dialer import Dialer
 from cluster.messages import Hello
 from cluster.transport.base import Event, LinkDown, Mailbox
-from engine.progress import PASSES
+from engine.liveness import PASSES
 
 
 class MonitoredMailbox(Mailbox):
     """Measures the time since its loop last made progress, so that a hung loop is found although its process answers.
 
-    Progress is a drain, or a finished layer of the pass in progress (`engine.progress`).
+    Progress is a drain, or a finished layer of the pass in progress (`engine.liveness`).
     """
 
     def __init__(self) -> None:

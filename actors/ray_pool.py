@@ -24,7 +24,7 @@ from cluster.errors import OutriderError
 from cluster.placement import drafter_name, target_name
 from cluster.types import ModelInfo, RoutingTable
 from router.assignment import member_name
-from router.slot import SlotReport
+from router.router import SlotReport
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Deployment:
 
 
 class RayProcess:
-    """`actors.supervisor.Process` over an actor handle."""
+    """`actors.processes.Process` over an actor handle."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -135,7 +135,7 @@ class RaySpawner:
     async def router(self) -> Process:
         from router.estimates.drift import DriftDetector
         from router.policies import build_policy, build_pool, keeps_in_step
-        from router.slot import Router
+        from router.router import Router
 
         config = self._deployment.config
         drift = DriftDetector(config.router.collapse, config.router.slot_ms / 1e3)
@@ -186,19 +186,19 @@ class RayTargets:
 
     def reports(self, deadline_s: float) -> list[SlotReport]:
         self._find_targets()
-        asked = {handle.slot_report.remote(): name for name, handle in self._handles.items()}
-        if not asked:
+        pending = {handle.slot_report.remote(): name for name, handle in self._handles.items()}
+        if not pending:
             return []
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=deadline_s)
+        answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=deadline_s)
         reports = []
         for answer in answered:
             try:
                 report: SlotReport | None = ray.get(answer)
             except RayActorError:
-                del self._handles[asked[answer]]  # the supervisor starts another one of that name
+                del self._handles[pending[answer]]  # the supervisor starts another one of that name
                 continue
             except RayTaskError as error:
-                logger.warning("%s could not report: %s: %s", asked[answer], type(error.cause).__name__, error.cause)
+                logger.warning("%s could not report: %s: %s", pending[answer], type(error.cause).__name__, error.cause)
                 continue
             if report is not None:
                 reports.append(report)

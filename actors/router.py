@@ -17,7 +17,7 @@ from actors.worker import LoopActor, LoopThread
 from cluster.config import Config
 from cluster.state import open_store
 from cluster.types import RoutingTable
-from router.slot import Router, SlotReport
+from router.router import Router, SlotReport
 
 
 class Targets(Protocol):
@@ -85,7 +85,7 @@ class RouterActor(LoopActor[RouterInfo]):
         self._wake.set()
 
     def set_offered(self, names: frozenset[str], on_fallback: frozenset[str]) -> None:
-        """As `router.slot.Router.set_offered`."""
+        """As `router.router.Router.set_offered`."""
         self._router.set_offered(names, on_fallback)
 
     def notes(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from cluster.messages import Hello, Role
 from cluster.types import ModelInfo, RoutingTable
 from engine.cpu_setup import configure_cpu
 from router.chains import pass_times
-from router.slot import SlotReport
+from router.router import SlotReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class TargetActor(LoopActor[TargetInfo]):
         config, name = self._config, self._name
         set_threads(config.target.resources.threads)
         configure_cpu()
-        from actors.companions import link_colocated, load_with_colocated
+        from actors.colocated_drafters import link_colocated, load_with_colocated
         from cluster.transport.factory import listen
         from engine.loading import stored_profile
         from engine.round import TargetLoop

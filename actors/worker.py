@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from engine.garbage import freeze_startup_objects
+from engine.gc_freeze import freeze_startup_objects
 
 logger = logging.getLogger(__name__)
 

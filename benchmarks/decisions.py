@@ -36,7 +36,7 @@ from router.plan import Capacity, DrafterView, SequenceView
 from router.planner import StepPlanner
 from router.policies import build_policy
 from router.prompt_features import prompt_features
-from router.slot import Router, SlotReport
+from router.router import Router, SlotReport
 
 NUM_REQUESTS = 1000
 NUM_DRAFTERS = 8

@@ -28,12 +28,13 @@ import numpy as np
 import torch
 
 from benchmarks.report import BenchOptions, BenchResult, Cell, Table
-from cluster.types import Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
+from engine.batch_layout import PackedSpan
 from engine.cpu.ops import CpuOps
 from engine.cpu_level import cpu_level
 from engine.factory import load_model
 from engine.forward import CausalModel
-from engine.layout import PackedSpan
 from engine.models.prepare import ensure_model
 from engine.models.weights import open_weights
 from engine.native import NativeLimits, NativeTarget

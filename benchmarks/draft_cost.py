@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from benchmarks.fixtures import Fixtures
 from benchmarks.throughput import sample
 from cluster.config import DrafterConfig
-from cluster.types import Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.replay import Recording, replay
 from engine.target import SpanInput

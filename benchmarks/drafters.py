@@ -14,7 +14,7 @@ from functools import partial
 
 from rich.console import Console
 
-from benchmarks.accepted import accepted
+from benchmarks.accepted_length import accepted
 from benchmarks.draft_cost import draft_cost
 from benchmarks.fixtures import Fixtures
 from benchmarks.interleaved import TURN_S

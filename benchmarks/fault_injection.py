@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from router.cost_model import CostModel
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan

@@ -29,7 +29,7 @@ from benchmarks.injections import (
     without_descriptors,
 )
 from benchmarks.load import HttpTarget, LoadRequest, TimedAnswer, run_streams
-from benchmarks.recovered import Metrics, drafts_again, routes_again, target_is_ready
+from benchmarks.recovery import Metrics, drafts_again, routes_again, target_is_ready
 from benchmarks.report import BenchOptions, BenchResult, Table
 from benchmarks.serve import checked, local_config, tokenize
 from benchmarks.server import ServerProcess

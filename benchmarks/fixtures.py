@@ -9,9 +9,10 @@ from functools import cached_property, partial
 
 from benchmarks.prompts import BenchPrompt
 from cluster.config import DrafterConfig
-from cluster.types import ModelInfo, Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import ModelInfo, Request
 from deploy.api.tokenizer import Tokenizer
-from drafters.companions import Host
+from drafters.colocated_drafters import Host
 from drafters.protocol import Drafter
 from drafters.registry import feature_layers, make_drafter
 from drafters.replay import Recording

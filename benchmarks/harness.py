@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import MidRequest, every_second
 from cluster.config import DrafterConfig
-from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import ModelInfo, Request, RoutingTable
 from deploy.api.tokenizer import Tokenizer
-from drafters.companions import Host
+from drafters.colocated_drafters import Host
 from drafters.protocol import Drafter
 from drafters.registry import feature_layers, make_drafter
 from engine.factory import load_model

@@ -10,7 +10,8 @@ from typing import Any
 
 from benchmarks.timed_http import BrokenResponse, post_json
 from cluster.client import EngineClient
-from cluster.types import Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
 
 REQUEST_DEADLINE_S = 300.0
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import psutil
 
-from deploy.processes import descendants
+from deploy.process_tree import descendants
 
 
 def pss_bytes(pid: int) -> int:

@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 
 from cluster.messages import DraftRound, Hello, ProposalRound, Role, SubmitRound
+from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox, Received
 from cluster.transport.memory import LocalNetwork
-from cluster.types import ModelInfo, Proposal, Request, RoutingTable, SamplingParams
+from cluster.types import ModelInfo, Proposal, Request, RoutingTable
 from engine.round import TargetLoop
 from engine.target import SpanInput, SpanOutcome
 from profiler.online_cost import OnlineCost

@@ -29,13 +29,13 @@ from cluster.config import (
     TargetConfig,
 )
 from cluster.resolve import resolve
-from deploy.profile import here
+from deploy.profile_command import here
 from profiler.profile import ProfiledCost
 from router.cost_model import CostModel
 from router.planner import PlannerSettings, StepPlanner
 from simulator.agreement import SimulatedRequest
-from simulator.contest import Contest, compete, endless, regret
 from simulator.plots import Panel, plot
+from simulator.policy_comparison import Contest, compete, endless, regret
 from simulator.recording import AgreementRecording, read_recording
 from simulator.simulation import ClusterSpec, DrafterSpec
 from simulator.target import TargetLimits

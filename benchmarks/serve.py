@@ -30,7 +30,7 @@ from drafters.shipped import with_shipped
 from engine.models.prepare import ensure_model
 from engine.round import TargetLoop
 from router.policies import build_policy, build_pool
-from router.slot import Router, SlotReport
+from router.router import Router, SlotReport
 
 NUM_STREAMS = 8
 MAX_TEXT_TOKENS = 1_000_000  # before a prompt is cut

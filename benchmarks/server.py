@@ -16,7 +16,7 @@ import psutil
 
 from cluster.config import Config, show
 from cluster.errors import OutriderError
-from deploy.processes import descendants
+from deploy.process_tree import descendants
 
 START_S = 180.0
 STOP_S = 40.0

@@ -19,8 +19,9 @@ from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.report import BenchOptions, BenchResult, Table
 from cluster.config import Config, DrafterConfig, ModelConfig, ModelOptions, NgramOptions, TargetConfig
 from cluster.resolve import resolve
-from cluster.types import Request, RoutingTable, SamplingParams
-from deploy.profile import here
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request, RoutingTable
+from deploy.profile_command import here
 from router.cost_model import TableCost
 from router.planner import PlannerSettings, StepPlanner
 

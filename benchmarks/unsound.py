@@ -19,7 +19,8 @@ from cluster.messages import (
     SubmitRound,
     Verified,
 )
-from cluster.types import Commit, FinishReason, Proposal, Request, SamplingParams, Slo, TokenLogprobs
+from cluster.sampling_params import SamplingParams
+from cluster.types import Commit, FinishReason, Proposal, Request, Slo, TokenLogprobs
 
 LARGE = (2**31 - 1, 2**32 - 1, 2**20, 10**6)
 

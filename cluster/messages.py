@@ -6,8 +6,9 @@ The wire format is ``cluster/transport/wire.proto``; ``cluster/transport/codec.p
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cluster.records import record
-from cluster.types import Commit, Proposal, Request, SamplingParams
+from cluster.fast_dataclass import record
+from cluster.sampling_params import SamplingParams
+from cluster.types import Commit, Proposal, Request
 
 PROTOCOL_VERSION = 2
 

@@ -24,14 +24,14 @@ MIN_TARGET_CPUS = 0.5
 
 
 def resolve(config: Config, inventory: Inventory, max_threads: int | None = None) -> Config:
-    """A configuration without "auto", dtypes apart, for the machines at hand. Resolving twice changes nothing.
+    """A configuration for the machines at hand, without "auto" except in dtypes. Idempotent.
 
-    The target goes to GPUs where there are enough for all its ranks, and with it the drafters in its process. Other
-    drafters with a model take the GPUs that are left, one each, or equal shares where there are fewer GPUs than drafters,
-    else CPUs. The state folder's ``~`` is expanded.
+    The target and the drafters in its process use GPUs if there are enough for all ranks. Other drafters with a model
+    use the remaining GPUs, one each, or equal shares if there are fewer GPUs than drafters, otherwise CPUs. Expands
+    ``~`` in the state folder.
 
     Args:
-        max_threads: that the target's products can use, where the file says "auto"; None: as many as there are.
+        max_threads: limit of the target's threads with "auto"; None: as many as there are.
 
     Raises:
         InvalidField: unix sockets between several machines.

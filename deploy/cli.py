@@ -124,17 +124,10 @@ def chat(
 
     Drafted text is coloured by drafter. Each answer ends with its acceptance rate.
     """
+    options = dict(locals())
     from deploy.chat import chat as converse
 
-    converse(
-        url,
-        api_key=api_key,
-        system=system,
-        drafting=drafting,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-    )
+    converse(**options)
 
 
 @app.command()
@@ -161,7 +154,7 @@ def profile(
     plot: Annotated[Path, typer.Option(metavar="PNG", help="File of the plot.")] = Path("outrider-profile.png"),
 ) -> None:
     """Measure target and drafter latencies on this machine and store them for `serve`."""
-    from deploy.profile import run
+    from deploy.profile_command import run
 
     run(_configuration(file, model), plot, quick)
 
@@ -193,16 +186,20 @@ def train(
         list[Path] | None, typer.Option(metavar="FILE", help='Prompts: JSONL with "prompt" per line. Can be repeated.')
     ] = None,
     num_prompts: Annotated[int, typer.Option(min=0, help="Number of prompts that the target generates.")] = 2000,
-    tokens: Annotated[int, typer.Option(min=1, help="Answer tokens to generate, at temperatures 0 and 0.7.")] = 1_000_000,
+    num_tokens: Annotated[
+        int, typer.Option("--tokens", min=1, help="Answer tokens to generate, at temperatures 0 and 0.7.")
+    ] = 1_000_000,
     begin_with: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Continue a trained dspark drafter: a folder, or the name of a shipped one."),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Training epochs.")] = 4,
+    num_epochs: Annotated[int, typer.Option("--epochs", min=1, help="Training epochs.")] = 4,
     learning_rate: Annotated[float, typer.Option(help="Learning rate; use a lower one with --begin-with.")] = 2.5e-4,
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the drafter.", show_default="2")] = None,
-    block: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Tokens that dspark drafts per block.", show_default="7")
+    num_layers: Annotated[
+        int | None, typer.Option("--layers", min=1, help="Layers of the drafter.", show_default="2")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option("--block", min=1, max=64, help="Tokens that dspark drafts per block.", show_default="7")
     ] = None,
     vocabulary: Annotated[
         int | None, typer.Option(min=2, help="Size of the draft vocabulary.", show_default="16384")
@@ -218,9 +215,11 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda. Use torchrun for several GPUs.")] = "auto",
     dtype: Annotated[str, typer.Option(help="dtype of the target: bfloat16 or float32.")] = "bfloat16",
-    data: Annotated[
+    data_folder: Annotated[
         Path | None,
-        typer.Option(envvar="OUTRIDER_DATA", metavar="FOLDER", help="Evaluation data: its prompts/ is never trained on."),
+        typer.Option(
+            "--data", envvar="OUTRIDER_DATA", metavar="FOLDER", help="Evaluation data: its prompts/ is never trained on."
+        ),
     ] = None,
 ) -> None:
     """Train a drafter for a model.
@@ -228,30 +227,10 @@ def train(
     Generates prompts and answers with the model, distils the drafter, evaluates it and writes its model card.
     A stopped training resumes when the same command is run again.
     """
+    options = dict(locals())
     from deploy.train import run
 
-    run(
-        model=model,
-        drafter=drafter,
-        out=out,
-        work=work,
-        prompts=tuple(prompts or ()),
-        num_prompts=num_prompts,
-        num_tokens=tokens,
-        begin_with=begin_with,
-        num_epochs=epochs,
-        learning_rate=learning_rate,
-        num_layers=layers,
-        block_size=block,
-        vocabulary=vocabulary,
-        budget_minutes=budget_minutes,
-        quick=quick,
-        seed=seed,
-        head=head,
-        device=device,
-        dtype=dtype,
-        data_folder=data,
-    )
+    run(**options)
 
 
 _add_laboratory()
@@ -262,7 +241,7 @@ app.add_typer(models, name="models")
 
 
 @models.callback()
-def list_unless_asked(context: typer.Context) -> None:
+def list_by_default(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         list_models()
 

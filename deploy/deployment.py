@@ -23,9 +23,9 @@ from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.state import open_store, state_fault
 from cluster.types import ModelInfo
-from deploy.groups import as_made, make_groups, read_inventory, with_cores, with_gpu_memory
 from deploy.local_ray import LaunchError, LocalRay, start
-from deploy.serve_app import APP, Gateway, run_application
+from deploy.placement_groups import as_made, make_groups, read_inventory, with_cores, with_gpu_memory
+from deploy.serve_app import APP, run_application
 from engine.cpu_level import VARIABLE as CPU_VARIABLE
 from engine.dtypes import resolve_dtypes
 from engine.models.config import load_config
@@ -85,7 +85,7 @@ class DeployedCluster:
             raise LaunchError(str(getattr(error, "cause", None) or error)) from error
         assert directory.model is not None, "the supervisor starts with a directory that names the model"
         try:
-            run_application(Gateway(config, directory, str(model_folder), deployment.token))
+            run_application(config, directory, str(model_folder), deployment.token)
         except (RuntimeError, RayActorError, RayTaskError, TimeoutError) as error:
             raise LaunchError(f"the HTTP server did not start: {error}") from error
         return directory.model

@@ -1,6 +1,5 @@
--- HAProxy's HTTP parser answers a request that it cannot parse before any `http-error` directive applies: with a fixed HTML page.
--- This filter of the TCP frontend in front of it replaces that page. The capitals of the header name tell the page from every
--- answer that went through HAProxy, whose header names are in lower case.
+-- HAProxy's HTTP parser answers an invalid request with a fixed HTML page, to which no `http-error` directive applies. This
+-- filter of the TCP frontend replaces that page. Its header name has capitals; other responses have lower-case header names.
 local MARK = "\r\nContent-Type: text/html\r\n\r\n<html><body><h1>"
 
 local ERRORS = {
@@ -32,7 +31,7 @@ function Errors:tcp_payload(txn, channel)
     if not mark then
         return num_bytes
     end
-    -- The page ends the connection, so nothing follows it; answers to earlier requests may stand before it.
+    -- The page ends the connection; answers to earlier requests may precede it.
     local start, status = 1, nil
     for position, code in data:sub(1, mark):gmatch("()HTTP/1%.1 (%d%d%d) ") do
         start, status = position, code

@@ -98,8 +98,8 @@ def rewrite(config: str, ports: list[int], folder: Path) -> str:
 
 def bind_to_loopback(config: str, ports: list[int]) -> str:
     """Binds the frontends at these ports to loopback instead of all interfaces."""
-    wanted = "|".join(map(str, ports))
-    return re.sub(rf"(?m)^(\s*bind )\*?:({wanted})$", r"\g<1>127.0.0.1:\2", config)
+    pattern = "|".join(map(str, ports))
+    return re.sub(rf"(?m)^(\s*bind )\*?:({pattern})$", r"\g<1>127.0.0.1:\2", config)
 
 
 def _defaults() -> list[str]:

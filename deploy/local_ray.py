@@ -19,7 +19,7 @@ from typing import Any
 
 from cluster.errors import OutriderError
 from deploy import haproxy
-from deploy.processes import adopt_orphans, end_descendants
+from deploy.process_tree import adopt_orphans, end_descendants
 
 # Ray's minimum is 75 MB; only routing tables and status pass through it.
 OBJECT_STORE_BYTES = 80 * 2**20
@@ -122,6 +122,8 @@ def _remove_stale(parent: Path) -> None:
 def prepare_environment(folder: Path) -> None:
     """Sets Ray's environment variables. Call it before Ray is imported."""
     metrics_port, stats_port = free_port(), free_port()
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    max_files = sys.maxsize if hard_limit == resource.RLIM_INFINITY else hard_limit
     switches = _INHERITED | {
         "RAY_AUTH_TOKEN_PATH": str(_new_token(folder)),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
@@ -130,7 +132,7 @@ def prepare_environment(folder: Path) -> None:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(_wrapped_haproxy(folder, (metrics_port, stats_port))),
-        "RAY_SERVE_HAPROXY_MAXCONN": str(haproxy.maxconn_for(haproxy.clients_for(_max_files()))),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(haproxy.maxconn_for(haproxy.clients_for(max_files))),
         # Fixed by default, which would prevent a second cluster on this machine.
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
@@ -138,12 +140,6 @@ def prepare_environment(folder: Path) -> None:
     }
     for name, value in switches.items():
         os.environ.setdefault(name, value)
-
-
-def _max_files() -> int:
-    """The limit on open files of a process."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def _new_token(folder: Path) -> Path:

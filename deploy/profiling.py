@@ -11,9 +11,10 @@ import torch
 
 from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions, TableOptions
 from cluster.errors import InvalidField
-from cluster.types import ModelInfo, Request, SamplingParams
-from drafters.companions import Host
-from drafters.probe import DrafterProbe
+from cluster.sampling_params import SamplingParams
+from cluster.types import ModelInfo, Request
+from drafters.colocated_drafters import Host
+from drafters.draft_timing import DrafterProbe
 from drafters.registry import Site, feature_layers, make
 from engine.loading import identity_of, load_engine
 from engine.models.prepare import ensure_model
@@ -156,7 +157,7 @@ def _without_early_stop(options: DrafterOptions) -> DrafterOptions:
 
 
 class _TargetBacking:
-    """``drafters.probe.ProbeTarget`` of sequences computed by the target."""
+    """``drafters.draft_timing.ProbeTarget`` of sequences computed by the target."""
 
     def __init__(self, engine: TargetEngine) -> None:
         self._engine = engine

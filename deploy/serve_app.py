@@ -7,14 +7,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.serve.config import BackpressureConfig
 
 from actors.gateway import LinkClient
@@ -26,7 +25,6 @@ from cluster.errors import LinkClosed
 from deploy.api.app import create_app
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
-from deploy.follow import follow
 from deploy.haproxy import MAX_CLIENTS
 
 logger = logging.getLogger(__name__)
@@ -36,28 +34,52 @@ API_CPUS = 0.2
 # Beyond HAProxy's connections: the API's own limits refuse calls, and probes never wait behind calls.
 MAX_SERVE_QUEUED = 64
 FIRST_LINK_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Gateway:
-    """Arguments of a replica."""
-
-    config: Config
-    directory: Directory
-    tokenizer_folder: str
-    token: str
+RETRY_S = 0.5
 
 
 class ApiReplica:
-    """The deployment's class. The FastAPI app is built in the replica."""
+    """The deployment's class. Client and FastAPI app are made in the replica.
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    Args:
+        directory: the targets' addresses at the start.
+        token: the links' secret.
+    """
+
+    def __init__(self, config: Config, directory: Directory, model_folder: str, token: str) -> None:
+        self._config = config
+        self._directory = directory
+        self._model_folder = model_folder
+        self._token = token
         self._client: LinkClient | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        self._client = make_client(self._gateway)
-        return build_asgi_app(self._gateway, self._client)
+        directory = self._directory
+        assert directory.model is not None
+        supervisor = ray.get_actor(SUPERVISOR, namespace=self._config.cluster.namespace)
+
+        async def status() -> ClusterStatus:
+            try:
+                answer: ClusterStatus = await supervisor.status.remote()
+            except RayActorError as error:
+                raise LinkClosed(f"the supervisor does not answer: {error}") from error
+            return answer
+
+        client = self._client = LinkClient("api", directory.model, directory.addresses, status, self._token)
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+            following = asyncio.create_task(follow_targets(client, supervisor, directory), name="follow targets")
+            try:
+                await asyncio.to_thread(client.wait_linked, FIRST_LINK_S)  # else the first calls would find no target
+                yield
+            finally:
+                following.cancel()
+                with suppress(asyncio.CancelledError):
+                    await following
+                await client.close()
+
+        tokenizer = Tokenizer.from_folder(Path(self._model_folder))
+        return create_app(client, tokenizer, ApiSettings.from_config(self._config.api), lifespan)
 
     def check_health(self) -> None:
         """Called by Serve, which replaces a replica that raises.
@@ -69,67 +91,38 @@ class ApiReplica:
             self._client.check_health()
 
 
-def make_client(gateway: Gateway) -> LinkClient:
-    """The replica's links to the targets."""
-    assert gateway.directory.model is not None
-    supervisor = ray.get_actor(SUPERVISOR, namespace=gateway.config.cluster.namespace)
-
-    async def status() -> ClusterStatus:
+async def follow_targets(client: LinkClient, supervisor: Any, known: Directory) -> None:
+    """Passes every change of the targets' addresses to the client, until cancelled."""
+    while True:
         try:
-            answer: ClusterStatus = await supervisor.status.remote()
-        except RayActorError as error:
-            raise LinkClosed(f"the supervisor does not answer: {error}") from error
-        return answer
-
-    return LinkClient("api", gateway.directory.model, gateway.directory.addresses, status, gateway.token)
-
-
-def build_asgi_app(gateway: Gateway, client: LinkClient) -> FastAPI:
-    """The replica's app, which keeps the client's addresses up to date and closes it."""
-    supervisor = ray.get_actor(SUPERVISOR, namespace=gateway.config.cluster.namespace)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        following = asyncio.create_task(follow(client, supervisor, gateway.directory), name="follow targets")
-        try:
-            await asyncio.to_thread(client.wait_linked, FIRST_LINK_S)  # else the first calls would find no target
-            yield
-        finally:
-            following.cancel()
-            with suppress(asyncio.CancelledError):
-                await following
-            await client.close()
-
-    tokenizer = Tokenizer.from_folder(Path(gateway.tokenizer_folder))
-    return create_app(client, tokenizer, ApiSettings.from_config(gateway.config.api), lifespan)
+            known = await supervisor.directory.remote(known)
+        except RayError as error:
+            logger.warning("the supervisor does not answer, known targets stay in use: %s", error)
+            await asyncio.sleep(RETRY_S)
+        except Exception:
+            # No caller awaits this task, and without it this replica would lose a target that moves.
+            logger.exception("could not get the targets' addresses, known targets stay in use")
+            await asyncio.sleep(RETRY_S)
+        else:
+            client.set_addresses(known.addresses)
 
 
-def build_application(gateway: Gateway) -> serve.Application:
-    settings = ApiSettings.from_config(gateway.config.api)
+def run_application(config: Config, directory: Directory, model_folder: str, token: str) -> None:
+    """Returns when the replica is ready and the proxy listens. Raises Serve's errors."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    quiet = {"log_level": "WARNING", "enable_access_log": False}
+    serve.start(http_options={"host": config.api.host, "port": config.api.port}, logging_config=quiet)
+    retry_after_s = ApiSettings.from_config(config.api).retry_after_s
     deployment: Any = serve.deployment(
         serve.ingress()(ApiReplica),
         name="api",
         num_replicas=1,
         max_ongoing_requests=MAX_CLIENTS,
         max_queued_requests=MAX_SERVE_QUEUED,
-        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=settings.retry_after_s),
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=retry_after_s),
         graceful_shutdown_timeout_s=2,
         health_check_period_s=5,
         ray_actor_options={"num_cpus": API_CPUS},
     )
-    application: serve.Application = deployment.bind(gateway)
-    return application
-
-
-def run_application(gateway: Gateway) -> None:
-    """Returns when the replica is ready and the proxy listens. Raises Serve's errors."""
-    api = gateway.config.api
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    quiet = {"log_level": "WARNING", "enable_access_log": False}
-    serve.start(http_options={"host": api.host, "port": api.port}, logging_config=quiet)
-    serve.run(
-        build_application(gateway),
-        name=APP,
-        route_prefix="/",
-        logging_config=quiet,
-    )
+    application = deployment.bind(config, directory, model_folder, token)
+    serve.run(application, name=APP, route_prefix="/", logging_config=quiet)

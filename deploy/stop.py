@@ -20,21 +20,21 @@ class Stop:
     """Whether a signal has arrived. For the main thread."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_requested = False
 
     def listen(self) -> None:
         """Installs the handlers: signals raise Stopped in the main thread."""
         for number in SIGNALS:
-            signal.signal(number, self._ask)
+            signal.signal(number, self._handle)
 
     def check(self) -> None:
         """Raises Stopped if a signal's exception was lost, as in C++ code or a callback."""
-        if self.asked:
-            self.asked = False
+        if self.is_requested:
+            self.is_requested = False
             raise Stopped
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.is_requested = True
         raise Stopped
 
 
@@ -50,7 +50,7 @@ def stoppable() -> Iterator[Stop]:
     except BaseException as error:
         # Ray's handler of SIGTERM, installed while it starts, exits with the signal's number.
         by_ray = isinstance(error, SystemExit) and error.code == signal.SIGTERM
-        if not (isinstance(error, Stopped) or stop.asked or by_ray):
+        if not (isinstance(error, Stopped) or stop.is_requested or by_ray):
             raise
         logger.debug("stopped by a signal", exc_info=error)
         print("outrider: stopped", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """``outrider train``: options, progress bars and the table of results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,16 @@ class _Bars:
         self._progress.console.print(line, highlight=False)
 
 
-def run(*, out: Path, work: Path | None, drafter: Any, device: str, begin_with: str | None = None, **fields: Any) -> None:
+def run(
+    *,
+    out: Path,
+    work: Path | None,
+    prompts: Sequence[Path] | None = None,
+    drafter: Any,
+    device: str,
+    begin_with: str | None = None,
+    **fields: Any,
+) -> None:
     """Fields that are None have their default. Raises as ``drafters.training.pipeline.train``."""
     configure_cpu()
     given = {name: value for name, value in fields.items() if value is not None}
@@ -38,6 +47,7 @@ def run(*, out: Path, work: Path | None, drafter: Any, device: str, begin_with: 
     options = TrainOptions(
         out=out,
         work=(work or out.with_name(f"{out.name}-work")).expanduser().absolute(),
+        prompts=tuple(prompts or ()),
         drafter=drafter,
         device=device,
         begin_with=None if begin_with is None else find_drafter(begin_with),

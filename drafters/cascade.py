@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from cluster.errors import InvalidField
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.consensus import Consensus
 from drafters.ensemble import MemberDraft, PlainEnsemble, best_of
 from drafters.native.ensemble import MOST_MEMBERS, NativeEnsemble

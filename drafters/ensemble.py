@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.consensus import ComparedDraft, Consensus
 from drafters.protocol import Demand, Draft, Drafter
 from engine.acceptance import common_prefix_len

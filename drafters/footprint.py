@@ -34,11 +34,10 @@ from engine.models.config import load_config
 PROCESS_BYTES = 110 * 2**20
 TORCH_BYTES = 350 * 2**20
 CUDA_BYTES = 600 * 2**20
-# Of a token of a request that is followed, measured: the list alone, an index of n-grams, an automaton.
+# Measured, per token of a followed request: the list alone, an index of n-grams, an automaton.
 TOKEN_BYTES, NGRAM_BYTES, AUTOMATON_BYTES = 36, 490, 450
-LEARNED_BYTES = 570  # of a context that a table has learned
-REMEMBERED_BYTES = 6 * 2**20  # of the contexts that a table has lately looked up
-COUNTED_BYTES = 40  # of one that it was made with
+# Measured, of a table: per learned context, per counted context, and its cache of look-ups.
+LEARNED_BYTES, COUNTED_BYTES, LOOKUP_CACHE_BYTES = 570, 40, 6 * 2**20
 DTYPE_BYTES: dict[str, int] = {"int8": 1, "bfloat16": 2, "float32": 4}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -142,7 +141,7 @@ def _table(options: TableOptions, num_tokens: int) -> Footprint:
     return Footprint(
         stored,
         weight_bytes=stored // 8 * COUNTED_BYTES,  # keys hardly shrink: at most so many contexts
-        cache_bytes=options.max_learned * LEARNED_BYTES + (REMEMBERED_BYTES if options.path is not None else 0),
+        cache_bytes=options.max_learned * LEARNED_BYTES + (LOOKUP_CACHE_BYTES if options.path is not None else 0),
         request_bytes=num_tokens * TOKEN_BYTES,
     )
 

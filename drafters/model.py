@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.messages import LevelReport, Verified
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft, Drafter, Stopping
 from drafters.small_model import Question, SmallModel
 from engine.acceptance import common_prefix_len

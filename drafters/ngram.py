@@ -6,7 +6,7 @@ The method is prompt lookup decoding (A. Saxena, 2023; LLMA, arXiv 2304.04487, f
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft
 
 _NUM_PLACES = 4  # positions in a draft with hit rates of their own; later ones share the last

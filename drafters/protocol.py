@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.messages import LevelReport
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from drafters.native.lookup import NativeLookup

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cluster.config import DEFAULT_CAPACITY, DEFAULT_DRAFT_LEN
+from cluster.message_checks import Inspection
 from cluster.messages import Budget, DraftRound, Extend, Open
-from cluster.soundness import Inspection
 from cluster.transport.base import Event, Link, LinkDown, LinkUp
 from drafters.counterfactual import Shadow
 from drafters.protocol import Drafter

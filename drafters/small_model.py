@@ -9,12 +9,12 @@ from itertools import accumulate, takewhile
 import numpy as np
 import torch
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.reduced_vocab import ReducedHead
 from engine.acceptance import common_prefix_len
 from engine.device import to_device
 from engine.forward import CausalModel, PackedSpan
-from engine.ledger import Checkpoint, Ledger
+from engine.kv_blocks import BlockLedger, Checkpoint
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 
 
@@ -74,7 +74,7 @@ class SmallModel:
         self._model = model
         self._cache = model.new_cache(num_blocks)
         model.warm_up(self._cache)
-        self._ledger = Ledger(num_blocks, self._cache.block_len)
+        self._ledger = BlockLedger(num_blocks, self._cache.block_len)
         self._sampler = Sampler(min(vocab_size, model.config.vocab_size), eos_token_ids)
         self._head = None
         if output_ids is not None:

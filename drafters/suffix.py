@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft
 from drafters.suffix_automaton import ROOT, SuffixAutomaton
 

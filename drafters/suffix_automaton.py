@@ -34,16 +34,12 @@ class SuffixAutomaton:
         self._token = array("i", [_NONE])  # of the first transition
         self._next = array("i", [_NONE])
         self._more: dict[int, dict[int, int]] = {}  # the others
-        self._last = ROOT
-        self._num_tokens = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
+        self.last = ROOT  # the state of the whole text since ``begin``
+        self.num_tokens = 0
 
     def begin(self) -> None:
         """Begins a new text."""
-        self._last = ROOT
+        self.last = ROOT
 
     def extend(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
@@ -113,14 +109,9 @@ class SuffixAutomaton:
                     most, token_id, follower = num, other_id, other
         return token_id, follower, most, total
 
-    @property
-    def last(self) -> int:
-        """The state of the whole text since ``begin``."""
-        return self._last
-
     def check_integrity(self) -> None:
         """Raises AssertionError if it is not a suffix automaton."""
-        assert len(self._len) <= max(2, 2 * self._num_tokens) + 1, "more states than a suffix automaton may have"
+        assert len(self._len) <= max(2, 2 * self.num_tokens) + 1, "more states than a suffix automaton may have"
         for state in range(1, len(self._len)):
             link = self._link[state]
             assert self._len[link] < self._len[state], f"state {state} links to {link}, which is not shorter"
@@ -130,13 +121,13 @@ class SuffixAutomaton:
 
     def _append(self, token_id: int) -> None:
         """Blumer's step. The state may exist if the text repeats an earlier one from its start."""
-        self._num_tokens += 1
-        last = self._last
+        self.num_tokens += 1
+        last = self.last
         known = self.step(last, token_id)
         if known is not None:
-            self._last = known if self._len[known] == self._len[last] + 1 else self._split(last, token_id, known)
+            self.last = known if self._len[known] == self._len[last] + 1 else self._split(last, token_id, known)
         else:
-            self._last = current = self._add(self._len[last] + 1)
+            self.last = current = self._add(self._len[last] + 1)
             walker = last
             while walker != _NONE and (follower := self.step(walker, token_id)) is None:
                 self._set(walker, token_id, current)
@@ -147,7 +138,7 @@ class SuffixAutomaton:
                 assert follower is not None
                 exact = self._len[follower] == self._len[walker] + 1
                 self._link[current] = follower if exact else self._split(walker, token_id, follower)
-        self._count_place(self._last)
+        self._count_place(self.last)
 
     def _split(self, state: int, token_id: int, follower: int) -> int:
         """Splits ``follower``: the substrings of ``state`` extended by a token, and their suffixes, also end elsewhere."""

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.errors import IncompatibleTokenizer, ModelUnavailable
-from cluster.types import ModelInfo, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import ModelInfo
 from drafters.protocol import Capabilities, Demand, Draft
 from drafters.shipped import check_trained_for
 from engine.noise import gumbel_of_few

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from cluster.types import Commit
-from router.colocation_gate import ColocationGate, saved_s
+from router.break_even import BreakEvenGate, saved_s
 from router.cost_model import CostModel
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class ColocatedDrafters:
     def __init__(self, loops: Sequence[ColocatedLoop], clock: Callable[[], float]) -> None:
         self._loops = list(loops)
         self._clock = clock
-        self._gates = {loop.name: ColocationGate() for loop in loops}
+        self._gates = {loop.name: BreakEvenGate() for loop in loops}
         self._batch = 1  # requests of the last pass that sampled
 
     def __bool__(self) -> bool:

@@ -97,7 +97,7 @@ class DraftState:
     # ---- proposals
 
     def offer(self, proposal: Proposal) -> bool:
-        """Takes a sound proposal (`cluster.soundness`) of the request's drafter. Returns whether it was taken.
+        """Takes a sound proposal (`cluster.message_checks`) of the request's drafter. Returns whether it was taken.
 
         A late proposal is cut to its uncommitted part if the tokens committed meanwhile agree with it, else refused.
         """

@@ -95,7 +95,7 @@ class DrafterSessions:
     def receive(
         self, link: Link, message: ProposalRound, now_s: float, unread_since_s: float | None = None
     ) -> tuple[str, ...]:
-        """Takes the sound message (`cluster.soundness`) of a known link.
+        """Takes the sound message (`cluster.message_checks`) of a known link.
 
         Returns its faults: parts that contradict what the drafter was sent, and were ignored.
 

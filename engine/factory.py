@@ -51,8 +51,8 @@ def make_ops(
 
 def _cuda_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> Ops:
     try:
+        from engine.cuda.compile_check import KernelsUnavailable, try_out
         from engine.cuda.ops import CudaOps
-        from engine.cuda.trial import KernelsUnavailable, try_out
     except ImportError as error:
         return _plain_on_gpu(config, dtype, f"Triton cannot be imported ({error})")
     ops = CudaOps(config, dtype)

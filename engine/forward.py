@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from engine.batch_layout import Layout, PackedSpan, lay_out
 from engine.device import synchronize
 from engine.kv_cache import BLOCK_LEN, KvCache
-from engine.layout import Layout, PackedSpan, lay_out
+from engine.liveness import PASSES
 from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.models.weights import LayerWeights, LinearWeight, Weights
 from engine.ops import HeadNorms, Linear, Ops
-from engine.progress import PASSES
 
 __all__ = ["CausalModel", "PackedSpan", "Pass"]
 

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from cluster.errors import InvalidField
+from engine.batch_layout import PackedSpan
 from engine.device import to_device
 from engine.kv_cache import cache_zeros
-from engine.layout import PackedSpan
 from engine.models.config import DecoderConfig
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from cluster.message_checks import Inspection
 from cluster.messages import Message, ProposalRound, Role, SubmitRound
-from cluster.soundness import Inspection
 from cluster.transport.base import Link, LinkDown, LinkUp, Mailbox, Received
 from cluster.types import Request
 from engine.drafter_sessions import DrafterSessions

@@ -1,4 +1,4 @@
-"""The memory of keys and values, in blocks. ``engine.ledger`` assigns blocks to sequences."""
+"""The memory of keys and values, in blocks. ``engine.kv_blocks`` assigns blocks to sequences."""
 
 import math
 import mmap

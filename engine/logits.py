@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from engine.device import to_device
 from engine.gumbel_argmax import Peaks, largest, num_rows_at_once, relative
 

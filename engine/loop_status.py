@@ -1,6 +1,6 @@
 """The round's status: a report per step, and a snapshot for other threads."""
 
-from cluster.records import record
+from cluster.fast_dataclass import record
 
 
 @record

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from cluster.errors import InvalidField
 from cluster.types import Request
 from engine.acceptance import verdict
+from engine.batch_layout import PackedSpan
 from engine.device import to_device
 from engine.forward import CausalModel
 from engine.hidden_states import HiddenStateCache
-from engine.layout import PackedSpan
-from engine.ledger import Checkpoint, Ledger
+from engine.kv_blocks import BlockLedger, Checkpoint
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from engine.target import SpanInput, SpanOutcome
 from router.plan import Capacity
@@ -65,7 +65,7 @@ class NativeTarget:
         self._features = HiddenStateCache(
             model.config, feature_layers, limits.num_blocks, limits.block_len, model.dtype, model.device
         )
-        self._ledger = Ledger(limits.num_blocks, limits.block_len, prefix_cache)
+        self._ledger = BlockLedger(limits.num_blocks, limits.block_len, prefix_cache)
         vocab_size = model.config.vocab_size
         self._sampler = Sampler(vocab_size, model.config.eos_token_ids, model.ops.gumbel_argmax(np.arange(vocab_size)))
         self._states: dict[str, SamplingState] = {}

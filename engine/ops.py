@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from engine.batch_layout import Layout
 from engine.cpu.packed import packed_linear
-from engine.layout import Layout
 from engine.models.config import DecoderConfig
 from engine.models.weights import LinearWeight
 

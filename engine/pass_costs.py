@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Self
 
-from cluster.records import record
+from cluster.fast_dataclass import record
 from cluster.types import Commit
 from engine.target import SpanInput
 from profiler.online_cost import OnlineCost

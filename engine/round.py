@@ -16,7 +16,7 @@ from engine.gateway_sessions import GatewaySessions
 from engine.inbox import TargetInbox
 from engine.loop_status import LoopStatus, StepReport
 from engine.pass_costs import PassCosts, PassCounts
-from engine.refusal import refusal
+from engine.request_checks import refusal
 from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry

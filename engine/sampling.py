@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster.types import SamplingParams, TokenLogprobs
+from cluster.sampling_params import SamplingParams
+from cluster.types import TokenLogprobs
 from engine.device import to_device
 from engine.gumbel_argmax import greedy, gumbel_argmax, peaks, probabilities
 from engine.logits import Edits, Filters, TokenCounts, edit, floors
@@ -113,7 +114,7 @@ class Chosen:
 class Sampler:
     """Chooses tokens. Stateless: the state of a request comes with its span.
 
-    All token ids must be below ``vocab_size`` (``cluster.soundness`` checks requests and proposals).
+    All token ids must be below ``vocab_size`` (``cluster.message_checks`` checks requests and proposals).
 
     Args:
         kernel: chooses among all tokens, on the device and in the dtype of the logits; None: plain torch.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from cluster.records import record
+from cluster.fast_dataclass import record
 from cluster.types import Request, TokenLogprobs
 from router.plan import Capacity
 

@@ -3,7 +3,8 @@
 import itertools
 from collections.abc import Sequence
 
-from cluster.types import Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
 from engine.target import SpanInput, TargetEngine
 from profiler.stopwatch import Stopwatch
 

@@ -17,12 +17,12 @@ from scipy.optimize import isotonic_regression, minimize
 
 from cluster.errors import ModelUnavailable
 from profiler.reliability import auroc, expected_calibration_error
-
-Floats = NDArray[np.float64]
+from router.estimates.confidence_scaling import logit, sigmoid
+from router.matching import Floats
 
 FILE = "calibration.json"  # in a drafter's folder
 _FORMAT = 1
-_EPS = 1e-6  # confidences are kept this far from 0 and 1
+_MARGIN = 1e-6
 MIN_RECORDS = 64  # drafts that must reach a position with all before it right
 # Prior standard deviations of log temperature and offset: around 0 at the first position, then around the position before,
 # since neighbours err alike and late positions have few records.
@@ -102,7 +102,7 @@ class TemperatureScaling:
 
     def _scaled(self, confidences: Floats, first: int) -> Floats:
         of_positions = np.array([self.at(first + k) for k in range(confidences.shape[-1])]).reshape(-1, 2)
-        return _sigmoid(_logit(confidences) / of_positions[:, 0] + of_positions[:, 1])
+        return sigmoid(logit(confidences, _MARGIN) / of_positions[:, 0] + of_positions[:, 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def fit_temperatures(records: Records) -> TemperatureScaling:
         tried = records.reaching(k) & (records.num_accepted >= k)
         if tried.sum() < MIN_RECORDS:
             break
-        before = _most_probable(_logit(records.confidences[tried, k]), records.survived(k)[tried], before, spread)
+        before = _most_probable(logit(records.confidences[tried, k], _MARGIN), records.survived(k)[tried], before, spread)
         found.append(before)
         spread = _NEXT_SPREAD
     if not found:
@@ -159,7 +159,7 @@ def _most_probable(
     def loss(x: Floats) -> tuple[float, Floats]:
         scaled = logits * np.exp(-x[0])
         margins = signs * (scaled + x[1])
-        slopes = signs * _sigmoid(margins)  # of log(1 + exp(margin))
+        slopes = signs * sigmoid(margins)  # of log(1 + exp(margin))
         away = (x - mean) / deviation
         gradient = np.array([-(slopes * scaled).sum(), slopes.sum()]) + away / deviation
         return float(np.logaddexp(0.0, margins).sum() + 0.5 * (away**2).sum()), gradient
@@ -240,12 +240,3 @@ def _corners(ys: Floats) -> NDArray[np.int64]:
     keep = np.ones(len(ys), np.bool_)
     keep[1:-1] = (ys[1:-1] != ys[:-2]) | (ys[1:-1] != ys[2:])
     return np.flatnonzero(keep)
-
-
-def _logit(confidences: Floats) -> Floats:
-    p = np.clip(confidences, _EPS, 1.0 - _EPS)
-    return np.asarray(np.log(p) - np.log1p(-p))
-
-
-def _sigmoid(logits: Floats) -> Floats:
-    return np.asarray(1.0 / (1.0 + np.exp(-logits)))

@@ -12,11 +12,10 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 from scipy.optimize import isotonic_regression, nnls
 
-Floats = NDArray[np.float64]
+from router.matching import Floats
 
 NUM_FOLDS = 5
 MIN_POINTS = 4

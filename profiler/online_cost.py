@@ -22,33 +22,34 @@ OCTAVES = tuple(2**i for i in range(14))
 
 
 @dataclass(slots=True)
+class _CumulativeSum:
+    """One side of the test, with the number and sum of the residuals since its sum was 0."""
+
+    total: float = 0.0
+    num: int = 0
+    moved: float = 0.0
+
+    def add(self, evidence: float, residual: float) -> None:
+        self.total = max(0.0, self.total + evidence - TOLERANCE)
+        self.num, self.moved = (self.num + 1, self.moved + residual) if self.total else (0, 0.0)
+
+
 class PageHinkley:
     """Two-sided cumulative sums beyond a tolerance (Page 1954): detects a moved mean early, with few false alarms."""
 
-    tolerance: float = TOLERANCE
-    threshold: float = THRESHOLD
-    _above: float = 0.0
-    _below: float = 0.0
-    _run_above: tuple[int, float] = (0, 0.0)  # number and sum of the residuals since the sum was 0
-    _run_below: tuple[int, float] = (0, 0.0)
+    def __init__(self) -> None:
+        self._above, self._below = _CumulativeSum(), _CumulativeSum()
 
     def add(self, residual: float) -> float | None:
         """Adds a residual whose mean should be 0. Returns the shift once detected; the test then restarts."""
         evidence = max(-LARGEST_EVIDENCE, min(LARGEST_EVIDENCE, residual))
-        self._above = max(0.0, self._above + evidence - self.tolerance)
-        self._below = max(0.0, self._below - evidence - self.tolerance)
-        self._run_above = _longer(self._run_above, residual) if self._above else (0, 0.0)
-        self._run_below = _longer(self._run_below, residual) if self._below else (0, 0.0)
-        for total, (num, moved) in ((self._above, self._run_above), (self._below, self._run_below)):
-            if total > self.threshold:
-                self._above = self._below = 0.0
-                self._run_above = self._run_below = (0, 0.0)
-                return moved / num
+        self._above.add(evidence, residual)
+        self._below.add(-evidence, residual)
+        for side in (self._above, self._below):
+            if side.total > THRESHOLD:
+                self._above, self._below = _CumulativeSum(), _CumulativeSum()
+                return side.moved / side.num
         return None
-
-
-def _longer(run: tuple[int, float], residual: float) -> tuple[int, float]:
-    return run[0] + 1, run[1] + residual
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,45 +17,19 @@ above has rows; drafting is charged in full.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import combinations
 
 from router.assignment import TARGET_ONLY, Chain
-from router.cost_model import CostModel
+from router.cost_model import CostModel, TableCost
 
 MAX_LEVELS = 4  # of models in a chain, the target included
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # at which a target's pass times are reported
 PROPOSAL_LEN = 4  # most tokens that a level requests from the one below at a time
 
 
-@dataclass(frozen=True)
-class PassTime:
-    """Seconds of a packed pass by rows: linear between points and beyond the last. Rows ascend, seconds never fall."""
-
-    points: tuple[tuple[int, float], ...]
-
-    def __post_init__(self) -> None:
-        if not self.points or any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(self.points)):
-            raise ValueError(f"rows must ascend and seconds must not fall, got {self.points}")
-
-    def at(self, num_rows: float) -> float:
-        points = self.points
-        if num_rows <= points[0][0] or len(points) == 1:
-            return points[0][1]
-        i = next((i for i, (rows, _) in enumerate(points) if rows >= num_rows), len(points) - 1)
-        (low, low_s), (high, high_s) = points[i - 1], points[i]
-        return low_s + (high_s - low_s) * (num_rows - low) / (high - low)
-
-    def scaled(self, factor: float) -> "PassTime":
-        return PassTime(tuple((rows, seconds * factor) for rows, seconds in self.points))
-
-
 def pass_times(cost: CostModel, num_context: int = 0) -> tuple[tuple[int, float], ...]:
-    """Points of a target's PassTime with ``num_context`` tokens of context."""
-    points: list[tuple[int, float]] = []
-    for rows in _ROWS:
-        seconds = cost.step_s(rows, num_context)
-        points.append((rows, max(seconds, points[-1][1]) if points else seconds))
-    return tuple(points)
+    """(rows, seconds) of a target's passes with ``num_context`` tokens of context."""
+    return tuple((rows, cost.step_s(rows, num_context)) for rows in _ROWS)
 
 
 @dataclass(frozen=True)
@@ -68,7 +42,7 @@ class Level:
     """
 
     drafter: str
-    passes: PassTime
+    passes: TableCost
     window: int
     acceptance: tuple[float, ...]
     fill: float = 1.0
@@ -114,7 +88,7 @@ class Prediction:
         return self.round_s / self.num_tokens
 
 
-def predict(levels: Sequence[Level], target: PassTime, batch: int = 1) -> Prediction:
+def predict(levels: Sequence[Level], target: TableCost, batch: int = 1) -> Prediction:
     """Expected time per token of a chain, smallest model first, for a batch of independent requests.
 
     Exact if pass times are affine in rows, accepted lengths follow the levels, and every level drafts all that is

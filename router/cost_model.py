@@ -2,8 +2,8 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 
 class CostModel(Protocol):
@@ -47,18 +47,22 @@ class TableCost(TargetOnly):
     per_context_s: float = 0.0
 
     def step_s(self, num_rows: int, num_context: int) -> float:
-        return self._at(num_rows) + self.per_context_s * num_context
+        return self.at(num_rows) + self.per_context_s * num_context
 
     def prefill_s(self, num_rows: int, num_context: int) -> float:
         return self.step_s(num_rows, num_context)
 
-    def _at(self, num_rows: int) -> float:
+    def at(self, num_rows: float) -> float:
+        """Seconds without context."""
         if len(self.rows) == 1 or num_rows <= self.rows[0]:
             return self.step_s_at[0]
         i = min(bisect_right(self.rows, num_rows), len(self.rows) - 1)
         low, high = self.rows[i - 1], self.rows[i]
         slope = (self.step_s_at[i] - self.step_s_at[i - 1]) / (high - low)
         return self.step_s_at[i - 1] + slope * (num_rows - low)
+
+    def scaled(self, factor: float) -> Self:
+        return replace(self, step_s_at=tuple([factor * seconds for seconds in self.step_s_at]))
 
 
 def monotone(points: Sequence[tuple[int, float]], per_context_s: float = 0.0) -> TableCost:

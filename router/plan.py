@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cluster.records import record
+from cluster.fast_dataclass import record
 
 
 @record

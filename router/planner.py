@@ -1,8 +1,8 @@
 """Plans a target pass: which sequences are computed, how much of each proposal is verified, which requests are held.
 
 A sequence is held for its proposal no longer than the proposal is worth, and a pass starts without it as soon as waiting
-costs more than splitting the batch (`router/hold.py`). This rule gives SPIN's pipeline and PEARL-style drafting ahead, and
-survives a dead drafter.
+costs more than splitting the batch (`router/draft_wait.py`). This rule gives SPIN's pipeline and PEARL-style drafting
+ahead, and survives a dead drafter.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,9 +11,9 @@ from typing import Protocol
 
 from cluster.config import Config
 from router.cost_model import CostModel
-from router.hold import due_s, held_until, split_s
+from router.draft_wait import due_s, held_until, split_s
 from router.plan import Capacity, DrafterView, SequenceView, Span, StepPlan
-from router.verification import VERIFICATION_POLICIES
+from router.verify_length import VERIFICATION_POLICIES
 
 MAX_CHUNK_S = 2.0  # that the prompt tokens of a pass may add, by the cost model: streams must not stall
 MIN_CHUNK_LEN = 16  # prompt tokens that are computed all the same, so that each prompt ends

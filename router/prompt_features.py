@@ -4,10 +4,7 @@ from collections.abc import Sequence
 from math import log2
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, JsonValue
-
-Floats = NDArray[np.float64]
 
 NUM_BINS = 16
 NUM_FEATURES = NUM_BINS + 2

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.messages import LevelReport
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.loop import Begun, DrafterLoop
 from drafters.protocol import Capabilities, Demand, Draft
 from drafters.session import request_id_of

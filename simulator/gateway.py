@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from cluster.messages import CommitRound, Hello, Message, SubmitRound
+from cluster.sampling_params import SamplingParams
 from cluster.transport.base import LinkUp, Received
-from cluster.types import Commit, FinishReason, Request, SamplingParams
-from router.assignment import Chain
+from cluster.types import Commit, FinishReason, Request
 from simulator.agreement import SimulatedRequest
 from simulator.events import Events
 from simulator.links import VirtualLink
@@ -38,7 +38,6 @@ class OpenRequest:
     num_tokens: int = 0
     num_rounds: int = 0
     num_switches: int = 0
-    chain: Chain | None = None  # as the router last knew it
 
 
 class SimulatedGateway:

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cluster.types import RoutingTable
-from router.assignment import RequestView
-from router.slot import Router, SlotReport
+from router.router import Router, SlotReport
 from simulator.gateway import OpenRequest
 from simulator.target import SimulatedTarget
 
@@ -16,7 +15,7 @@ class SimulatedRouter:
     Args:
         names: of all drafters, which are always linked.
         requests: under way, by id.
-        target_passes: what passes of a target are believed to take, with so much context, as of PassTime.
+        target_passes: what passes of a target are believed to take, with so much context, as of SlotReport.
     """
 
     def __init__(
@@ -36,12 +35,12 @@ class SimulatedRouter:
         # Of the times of passes the first target speaks for all.
         reports = [self._report(target, with_passes=not number) for number, target in enumerate(targets)]
         table = self._router.slot(reports)
-        views = [view for report in reports for view in report.requests]
-        for view in views:
-            self._note_chain(view, table)
-        if table is not None:
-            for target in targets:
-                target.loop.publish_table(table)
+        if table is None:
+            return
+        for view in (view for report in reports for view in report.requests):
+            self._requests[view.request_id].num_switches += table.chains.get(view.request_id, view.chain) != view.chain
+        for target in targets:
+            target.loop.publish_table(table)
 
     def _report(self, target: SimulatedTarget, with_passes: bool) -> SlotReport:
         loop = target.loop
@@ -57,8 +56,3 @@ class SimulatedRouter:
             levels=loop.take_levels(),
             target_passes=self._target_passes(num_context) if with_passes else (),
         )
-
-    def _note_chain(self, view: RequestView, table: RoutingTable | None) -> None:
-        one = self._requests[view.request_id]
-        one.chain = view.chain if table is None else table.chains.get(view.request_id, view.chain)
-        one.num_switches += one.chain != view.chain

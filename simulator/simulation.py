@@ -21,7 +21,7 @@ from router.cost_model import CostModel, relative_draft_cost
 from router.draft_length import DraftLengths
 from router.estimates.drift import DriftDetector
 from router.planner import Planner
-from router.slot import Router
+from router.router import Router
 from simulator.agreement import SimulatedRequest
 from simulator.drafter import AgreementDrafter, ColocatedAgreementDrafter, SimulatedDrafter
 from simulator.events import MAIL, STEP, Events
@@ -48,9 +48,8 @@ class DrafterSpec:
     companion: bool = False  # each target has its own, in its own thread
     verifies: bool = False
 
-    @property
-    def limits(self) -> SessionLimits:
-        return SessionLimits(self.capacity, self.max_draft_len, max_shadows=4 * self.capacity)
+    def limits(self, spare_share: float = 0.0) -> SessionLimits:
+        return SessionLimits(self.capacity, self.max_draft_len, max_shadows=4 * self.capacity if spare_share else 0)
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class SimulationResult:
     num_preempted: int = 0
     num_unfinished: int = 0
     target_busy: float = 0.0  # share of the time, mean over targets
-    drafter_busy: dict[str, float] = field(default_factory=dict)  # by member
+    drafter_busy: dict[str, float] = field(default_factory=dict)  # by member; of companions the mean over targets
     open_chains: list[Chain] = field(default_factory=list)  # of requests that were cut off
     open_tokens_per_s: dict[str, float] = field(default_factory=dict)  # of requests that were cut off, after the first token
 
@@ -213,7 +212,13 @@ class Simulation:
         spec = self._spec
         model = AgreementDrafter(name, spec.draft_timer, self._gateway.scripts)
         return SimulatedDrafter(
-            self._events, model, spec.draft_timer, one.limits, one.ahead_len, spec.spare_share, self._jitter
+            self._events,
+            model,
+            spec.draft_timer,
+            one.limits(spec.spare_share),
+            one.ahead_len,
+            spec.spare_share,
+            self._jitter,
         )
 
     def _target(self, name: str) -> SimulatedTarget:
@@ -225,7 +230,7 @@ class Simulation:
                 model = ColocatedAgreementDrafter(one.name, spec.draft_timer, self._gateway.scripts, clock.spend)
                 inbox = VirtualMailbox(lambda: None)
                 self._companions.append(model)
-                colocated.append((DrafterLoop(one.name, model, inbox, one.limits, ahead_len=one.ahead_len), inbox))
+                colocated.append((DrafterLoop(one.name, model, inbox, one.limits(), ahead_len=one.ahead_len), inbox))
         draft_lens = {one.name: one.max_draft_len for one in spec.drafters}
 
         def make_loop(mailbox: Mailbox) -> TargetLoop:
@@ -306,7 +311,8 @@ class Simulation:
         if outcome.end_s:
             outcome.target_busy = float(np.mean([target.busy_s / outcome.end_s for target in self._targets]))
             busy_s = {name: drafter.busy_s for name, drafter in self._drafters.items()}
-            busy_s |= {drafter.name: drafter.busy_s for drafter in self._companions}
+            for drafter in self._companions:
+                busy_s[drafter.name] = busy_s.get(drafter.name, 0.0) + drafter.busy_s / len(self._targets)
             outcome.drafter_busy = {name: seconds / outcome.end_s for name, seconds in busy_s.items()}
         self._check(outcome)
         return outcome
@@ -325,7 +331,7 @@ def _hello(role: Role, name: str) -> Hello:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Nothing that a run makes refers back to itself, so that looking for such things, again and again, finds nothing."""
+    """Without garbage collection: what a run makes and drops on the way has no reference cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

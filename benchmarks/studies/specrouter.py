@@ -16,7 +16,8 @@ import numpy as np
 
 from cluster.config import FixedPolicy, PolicyConfig
 from router.assignment import Chain
-from router.chains import PROPOSAL_LEN, Level, PassTime, predict
+from router.chains import PROPOSAL_LEN, Level, predict
+from router.cost_model import TableCost, monotone
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy, keeps_in_step
 from simulator.agreement import SimulatedRequest
@@ -114,13 +115,13 @@ def _requests(scenario: SpecRouterScenario, batch: int, number: int) -> list[Sim
     return requests
 
 
-def _target_passes(scenario: SpecRouterScenario, batch: int, outcomes: Sequence[SimulationResult]) -> PassTime:
+def _target_passes(scenario: SpecRouterScenario, batch: int, outcomes: Sequence[SimulationResult]) -> TableCost:
     """Of the target, in the context that the batch has half-way."""
     cost = scenario.cost(scenario.target)
     text = scenario.text
     num_tokens = fmean(outcome.num_tokens for outcome in outcomes) / batch
     context_len = int(text.prompt_len.median + text.output_len.median / 2 + num_tokens / 2)
-    return PassTime(tuple((rows, cost.step_s(rows, batch * context_len)) for rows in _ROWS))
+    return monotone(tuple((rows, cost.step_s(rows, batch * context_len)) for rows in _ROWS))
 
 
 def _cluster(scenario: SpecRouterScenario, batch: int, verification: str) -> ClusterSpec:
@@ -164,7 +165,7 @@ def _levels(scenario: SpecRouterScenario, chain: Chain, requests: Sequence[Simul
         placed = cost.drafters[lower]
         context_len = int(scenario.text.prompt_len.median + scenario.text.output_len.median / 2)
         seconds = tuple((rows, placed.seconds(rows, context_len * rows, rows)) for rows in _ROWS)
-        levels.append(Level(lower, PassTime(seconds), window, _by_position(runs, window)))
+        levels.append(Level(lower, monotone(seconds), window, _by_position(runs, window)))
     return levels
 
 
@@ -238,7 +239,7 @@ def _name(chain: Chain) -> str:
     return " > ".join((*chain, "target"))
 
 
-def simplified_per_token_s(levels: Sequence[Level], target: PassTime) -> float:
+def simplified_per_token_s(levels: Sequence[Level], target: TableCost) -> float:
     """SpecRouter's equation 7, for comparison with `predict`.
 
     Numerator: W T_1, and for every model above W T_j times the probability that verification reaches level j. Denominator:

@@ -16,8 +16,8 @@ DEFAULT_DRAFT_LEN = 8
 class Traits:
     """What a kind of drafter needs and can do, known before it is loaded. Each kind of options states its own."""
 
-    has_model: bool = False  # multiplies matrices: worth a GPU, and threads
-    can_verify: bool = False  # one pass yields its choice behind each token of another's draft
+    has_model: bool = False  # computes matrix products, so that it uses a GPU or threads
+    can_verify: bool = False  # one pass yields its choice after each draft token, as a level of a chain needs
     reads_hidden_states: bool = False  # of the target, so it runs in the target's process
 
 
@@ -162,12 +162,12 @@ class DrafterConfig(Section):
 
     @property
     def has_model(self) -> bool:
-        """Whether it multiplies matrices: worth a GPU, and threads."""
+        """Whether it computes matrix products, so that it uses a GPU or threads."""
         return self.options.traits.has_model
 
     @property
     def is_companion(self) -> bool:
-        """Whether it reads the target's hidden states, and so runs in the process of each target replica."""
+        """Whether it reads the target's hidden states, so that it runs in each target replica's process."""
         return self.options.traits.reads_hidden_states
 
     @model_validator(mode="after")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.fast_dataclass import record
 from cluster.messages import Hello, Message
-from cluster.records import record
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from cluster.errors import WireError
 from cluster.messages import Hello
+from cluster.sampling_params import SamplingParams
 from cluster.transport import wire_pb2 as wire
-from cluster.types import Commit, FinishReason, Request, SamplingParams, Slo, TokenLogprobs
+from cluster.types import Commit, FinishReason, Request, Slo, TokenLogprobs
 
 Encode = Callable[[Any], dict[str, Any]]  # a dataclass to the keyword arguments of its message
 Decode = Callable[[Any], Any]  # a message to its dataclass

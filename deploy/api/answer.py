@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from deploy.api.choice import Choice, Delta
-from deploy.api.counts import DraftingCounts
+from deploy.api.draft_counts import DraftingCounts
 
 # One encoder over plain dicts: a stream writes a small object per chunk.
 encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode

@@ -11,9 +11,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import Lifespan
 
 from cluster.client import EngineClient
-from deploy.api.boundary import Boundary
 from deploy.api.cors import Cors
 from deploy.api.errors import install_handlers
+from deploy.api.middleware import Boundary
 from deploy.api.openapi import body_of, describe, page
 from deploy.api.params import unknown_model
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import ClientDisconnect
 
-from deploy.api.boundary import note_ignored
 from deploy.api.errors import ApiError, ClientGone, bad_request, nearest, overloaded, shorten
+from deploy.api.middleware import note_ignored
 from deploy.api.schema import FORM_TAGS
 from deploy.api.settings import ApiSettings
 

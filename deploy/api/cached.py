@@ -14,23 +14,23 @@ class Cached(Generic[T]):
     def __init__(self, ask: Callable[[], Awaitable[T]], ttl_s: float) -> None:
         self._ask = ask
         self._ttl_s = ttl_s
-        self._asking: asyncio.Task[T] | None = None
-        self._answered_s = 0.0  # monotonic
+        self._query: asyncio.Task[T] | None = None
+        self._cached_s = 0.0  # monotonic
 
     async def get(self) -> T:
         """Raises what ``ask`` raises. Cancelling a caller does not cancel the query."""
-        if self._asking is None or (self._asking.done() and not self._is_fresh(self._asking)):
-            self._asking = asyncio.create_task(self._answer())
-            self._asking.add_done_callback(_retrieve)
-        return await asyncio.shield(self._asking)
+        if self._query is None or (self._query.done() and not self._is_fresh(self._query)):
+            self._query = asyncio.create_task(self._answer())
+            self._query.add_done_callback(_retrieve)
+        return await asyncio.shield(self._query)
 
-    def _is_fresh(self, asked: "asyncio.Task[T]") -> bool:
-        failed = asked.cancelled() or asked.exception() is not None
-        return not failed and time.monotonic() < self._answered_s + self._ttl_s
+    def _is_fresh(self, query: "asyncio.Task[T]") -> bool:
+        failed = query.cancelled() or query.exception() is not None
+        return not failed and time.monotonic() < self._cached_s + self._ttl_s
 
     async def _answer(self) -> T:
         answer = await self._ask()
-        self._answered_s = time.monotonic()
+        self._cached_s = time.monotonic()
         return answer
 
 

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from cluster.errors import LinkClosed, OutriderError, Overloaded
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request, TokenLogprobs
-from deploy.api.counts import DraftingCounts
 from deploy.api.detokenizer import Detokenizer
+from deploy.api.draft_counts import DraftingCounts
 from deploy.api.stops import StopMatcher
 from deploy.api.tokenizer import Tokenizer
 

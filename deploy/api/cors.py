@@ -7,8 +7,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from deploy.api.boundary import WARNING_HEADER
 from deploy.api.errors import ApiError
+from deploy.api.middleware import WARNING_HEADER
 
 
 class Cors(CORSMiddleware):

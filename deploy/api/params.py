@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.errors import InvalidField
-from cluster.types import MAX_SEED, ModelInfo, Request, SamplingParams
+from cluster.sampling_params import MAX_SEED, SamplingParams
+from cluster.types import ModelInfo, Request
 from deploy.api.errors import ApiError, bad_request, nearest, shorten
 from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields
 from deploy.api.settings import ApiSettings

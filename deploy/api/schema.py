@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from cluster.types import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from cluster.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from deploy.api.chat_template import TemplateOptions
 
 MAX_STOP_CHARS = 1024

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
@@ -81,12 +82,9 @@ class Service:
         check_call(fields, 1, info, self._settings)
         messages = [message.for_template() for message in fields.messages]
         limit = max_prompt_tokens(info, self._settings)
-        try:
-            token_ids = await self._tokenizer.encode_chat(messages, fields.template_options(), max_tokens=limit)
-        except TextTooLong as error:
-            raise prompt_too_long("messages", f"more than {error.num_tokens}", info, self._settings) from error
-        prompts = [Prompt(token_ids, "messages")]
-        return await self._call(request, fields, prompts, self._chat_format, arrival_s)
+        encoding = self._tokenizer.encode_chat(messages, fields.template_options(), max_tokens=limit)
+        prompt = await self._encoded(encoding, "messages", info)
+        return await self._call(request, fields, [prompt], self._chat_format, arrival_s)
 
     async def completions(self, request: Request) -> Response:
         arrival_s = time.monotonic()
@@ -94,8 +92,15 @@ class Service:
         given = fields.prompts()
         info = await self.info()
         check_call(fields, len(given), info, self._settings)
-        adds = fields.add_special_tokens is not False
-        prompts = [Prompt(await self._tokens(prompt, field, info, adds), field) for field, prompt in given.items()]
+        encode = partial(
+            self._tokenizer.encode,
+            add_special_tokens=fields.add_special_tokens is not False,
+            max_tokens=max_prompt_tokens(info, self._settings),
+        )
+        prompts = [
+            await self._encoded(encode(one), field, info) if isinstance(one, str) else Prompt(tuple(one), field)
+            for field, one in given.items()
+        ]
         echoes: Sequence[str] = ()
         if fields.echo:
             for prompt in prompts:
@@ -124,14 +129,9 @@ class Service:
         except TimeoutError as error:
             raise timed_out(timeout_s, "send a shorter text") from error
 
-    async def _tokens(
-        self, prompt: str | list[int], field: str, info: ModelInfo, add_special_tokens: bool
-    ) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            return tuple(prompt)
-        limit = max_prompt_tokens(info, self._settings)
+    async def _encoded(self, encoding: Awaitable[tuple[int, ...]], field: str, info: ModelInfo) -> Prompt:
         try:
-            return await self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, max_tokens=limit)
+            return Prompt(await encoding, field)
         except TextTooLong as error:
             raise prompt_too_long(field, f"more than {error.num_tokens}", info, self._settings) from error
 

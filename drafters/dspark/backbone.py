@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from drafters.dspark.network import DSparkLayer, DSparkNetwork
+from engine.batch_layout import Layout, PackedSpan, lay_out
 from engine.factory import make_ops
 from engine.forward import DecoderLayer
 from engine.kv_cache import KvCache
-from engine.layout import Layout, PackedSpan, lay_out
 from engine.models.config import inverse_frequencies
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, Linear

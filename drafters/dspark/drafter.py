@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from cluster.errors import InvalidField
-from cluster.types import ModelInfo, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import ModelInfo
 from drafters.dspark.backbone import Backbone
 from drafters.dspark.checkpoint import TargetRows, load_network
 from drafters.dspark.sequential import Block, SequentialStage
 from drafters.protocol import Capabilities, Demand, Draft
+from engine.batch_layout import PackedSpan
 from engine.factory import DTYPES
-from engine.layout import PackedSpan
-from engine.ledger import Ledger
+from engine.kv_blocks import BlockLedger
 from engine.sampling import Sampler, SamplingState
 from profiler.calibration import TemperatureScaling
 
@@ -77,7 +78,7 @@ class DSparkDrafter:
         self._sequential = sequential
         self._features = features
         self._cache = backbone.new_cache(num_blocks)
-        self._ledger = Ledger(num_blocks, self._cache.block_len)
+        self._ledger = BlockLedger(num_blocks, self._cache.block_len)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._sessions: OrderedDict[str, _DSparkSession] = OrderedDict()  # least recently drafted first
         self._config = config = backbone.config

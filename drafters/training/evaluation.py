@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cluster.config import DSparkOptions, LayersOptions, TableOptions
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.dspark.drafter import load_dspark
 from drafters.protocol import Drafter
 from drafters.registry import Site, make

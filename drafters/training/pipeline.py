@@ -23,7 +23,7 @@ from drafters.training.batches import AnswerBatch, assemble, epoch
 from drafters.training.card import CardData, write_card
 from drafters.training.confidences import Halves, calibrate, in_halves
 from drafters.training.corpus import GivenPrompt, TargetAnswer, evaluation_fingerprints, hold_out, read_given
-from drafters.training.distil import CurvePoint, Distillation
+from drafters.training.distil import CurvePoint, Distillation, Schedule
 from drafters.training.distributed import World
 from drafters.training.dspark_student import DSparkStudent
 from drafters.training.evaluation import DRAFT_LENS, Acceptance, acceptance, evaluate, standardisation
@@ -42,12 +42,12 @@ from drafters.training.recipe import (
     dspark_config,
     feature_layers,
     kept_layers,
-    schedule,
 )
 from drafters.training.vocabulary import choose_vocabulary, coverage
 from drafters.training.warm_start import warm_start
 from drafters.training.work_folder import WorkFolder
 from drafters.training.writing import Share, Writer
+from engine.cpu.packed import product_dtype
 from engine.models.identity import model_fingerprint
 from engine.models.prepare import ensure_model
 
@@ -110,7 +110,7 @@ def train(options: TrainOptions, world: World, reporter: Reporter) -> Result | N
     num_answered = len({a.key for a in answers if not a.sources})
     if num_answered < 2:
         raise InvalidField("num_tokens", options.num_tokens, "at least two prompts must be answered, one to evaluate on")
-    work.finish("answers", num_answers=len(answers), num_tokens=sum(len(a.answer_token_ids) for a in answers))
+    work.finish("answers")
     learned, held_out = hold_out(answers, min(HELD_OUT, MAX_HELD_OUT / num_answered), MIN_HELD_OUT)
     reporter.say(f"{len(learned)} answers to train on, {len(held_out)} held out")
     run = _Run(options, world, reporter, target, work, learned, held_out)
@@ -135,7 +135,7 @@ def _write_answers(
         world.barrier()
     tasks = writer.tasks(options.num_prompts, given, evaluation_fingerprints(options.data_folder))
     if options.num_prompts:
-        work.finish("prompts", num_to_answer=len({task.key for task in tasks}))
+        work.finish("prompts")
     if not tasks:
         raise InvalidField("prompts", len(given), "none is left to be answered: give more prompts, or more time")
     limits = {"num_tokens": options.num_tokens, "max_answer_tokens": options.max_answer_tokens}
@@ -199,12 +199,19 @@ class _Run:
         world.barrier()
         if world.is_first and kind_of(untrained) is None:
             student.save(untrained)
+        schedule = Schedule(
+            num_epochs=options.num_epochs,
+            learning_rate=options.learning_rate,
+            max_seconds=options.seconds()[2],
+            checkpoint_s=60.0 * options.checkpoint_minutes,
+            bf16=product_dtype(torch.bfloat16, world.device) == torch.bfloat16,  # where its products are faster than fp32's
+        )
         training = Distillation(
             student,
             self.learned,
             self._reader,
             batch_plan(options, world.device),
-            schedule(options, world.device, options.seconds()[2]),
+            schedule,
             world,
             checkpoint,
             options.seed,
@@ -227,7 +234,7 @@ class _Run:
             "share of held-out tokens in it": round(coverage(vocabulary, self.held_out), 4),
         }
         result = self._finish(latest, untrained, progress.points, recipe)
-        self.work.finish(step, accepted_len=result.trained[-1].accepted_len, steps=progress.step)
+        self.work.finish(step)
         return result
 
     def _settings(self) -> dict[str, Any]:

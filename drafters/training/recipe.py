@@ -10,9 +10,7 @@ from torch import Tensor
 from cluster.errors import InvalidField
 from drafters.dspark.config import DSparkConfig, MarkovKind
 from drafters.training.batches import BatchPlan
-from drafters.training.distil import Schedule
 from drafters.training.output_dir import check_apart
-from engine.cpu.packed import product_dtype
 from engine.models.config import DecoderConfig
 from engine.models.int8 import WeightsKind
 
@@ -118,16 +116,6 @@ def batch_plan(options: TrainOptions, device: torch.device) -> BatchPlan:
         max_rows, max_positions = (16384, 8192) if on_gpu else (4096, 900)
         return BatchPlan(max_rows, max_positions, options.block_size, PERSISTENCE)
     return BatchPlan(16384, 8192) if on_gpu else BatchPlan(1024, 512)
-
-
-def schedule(options: TrainOptions, device: torch.device, max_seconds: float | None) -> Schedule:
-    return Schedule(
-        num_epochs=options.num_epochs,
-        learning_rate=options.learning_rate,
-        max_seconds=max_seconds,
-        checkpoint_s=60.0 * options.checkpoint_minutes,
-        bf16=product_dtype(torch.bfloat16, device) == torch.bfloat16,  # where its products are faster than fp32's
-    )
 
 
 def feature_layers(num_layers: int) -> tuple[int, ...]:

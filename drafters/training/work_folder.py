@@ -38,12 +38,12 @@ class WorkFolder:
         entry = self._content["steps"].get(step)
         same = entry is not None and entry["settings"] == dict(settings)
         if not same:
-            self._content["steps"][step] = {"settings": dict(settings), "done": False, "spent_s": 0.0, "figures": {}}
+            self._content["steps"][step] = {"settings": dict(settings), "done": False, "spent_s": 0.0}
             self._write()
         return same
 
-    def finish(self, step: str, **figures: Any) -> None:
-        self._content["steps"][step] |= {"done": True, "figures": figures}
+    def finish(self, step: str) -> None:
+        self._content["steps"][step]["done"] = True
         self._write()
 
     def deadline(self, step: str, seconds: float | None) -> Callable[[], bool]:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.errors import GenerationFailed
-from cluster.types import Request, SamplingParams
-from drafters.training.composed import compose
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
+from drafters.training.composed_prompts import compose
 from drafters.training.corpus import (
     GivenPrompt,
     TargetAnswer,

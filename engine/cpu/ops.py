@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.batch_layout import Layout
 from engine.cpu.bf16 import Bf16Linear
 from engine.cpu.build import load_library
 from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cpu.int8 import Int8Linear
 from engine.cpu.packed import packed_linear
-from engine.layout import Layout
 from engine.models.config import DecoderConfig
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, Linear, Logits, plain_logits

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from engine.batch_layout import PackedSpan, pack
 from engine.forward import CausalModel
 from engine.kv_cache import KvCache
-from engine.layout import PackedSpan, pack
 from engine.models.config import DecoderConfig
 from engine.models.weights import Weights
 from engine.ops import Ops

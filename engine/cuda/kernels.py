@@ -1,4 +1,4 @@
-"""Triton kernels of the forward pass. Layouts are those of ``engine.kv_cache`` and ``engine.layout``; all sums are fp32.
+"""Triton kernels of the forward pass. Layouts: ``engine.kv_cache`` and ``engine.batch_layout``; all sums are fp32.
 
 They run on CUDA, and on a CPU under ``TRITON_INTERPRET=1``, as tests without a GPU do.
 """

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import triton
 from numpy.typing import NDArray
 
+from engine.batch_layout import Layout
 from engine.cuda.kernels import add_norm_kernel, attention_kernel, gate_kernel, rotate_and_store_kernel
-from engine.layout import Layout
 from engine.models.config import DecoderConfig
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, Linear, Logits, plain_logits

@@ -11,7 +11,7 @@ _DEVIATIONS = (0.3, 0.5)  # prior standard deviations
 _BEFORE = np.array([_DEVIATIONS[0] ** -2.0, 0.0, _DEVIATIONS[1] ** -2.0])  # prior precision, a matrix as in ``_product``
 _LEAST_SLOPE = 0.05  # keeps the order of confidences
 _NUM_STEPS = 3
-_EPS = 1e-3  # confidences are kept this far from 0 and 1
+_MARGIN = 1e-3
 _MOST_AT_ONCE = 512
 
 
@@ -33,11 +33,11 @@ class OnlineScaling:
     def __call__(self, confidences: Floats, positions: NDArray[np.intp]) -> Floats:
         """Scaled confidences; the shapes must broadcast."""
         slopes, offsets = self._lines[:, 0], self._lines[:, 1]
-        return _sigmoid(slopes[positions] * _logit(confidences) + offsets[positions])
+        return sigmoid(slopes[positions] * logit(confidences, _MARGIN) + offsets[positions])
 
     def learn(self, confidences: Floats, positions: NDArray[np.intp], is_right: NDArray[np.bool_]) -> None:
         """Learns tokens before which all were right, each [n]."""
-        logits = _logit(confidences)
+        logits = logit(confidences, _MARGIN)
         at, positions, num = np.unique(positions, return_inverse=True, return_counts=True)  # the others stay as they are
 
         def sums(values: Floats) -> Floats:
@@ -80,10 +80,11 @@ def _bound(logits: Floats) -> Floats:
     return np.asarray(np.tanh(size / 2) / (2 * size), np.float64)
 
 
-def _logit(confidences: Floats) -> Floats:
-    inside = np.clip(confidences, _EPS, 1.0 - _EPS)
+def logit(confidences: Floats, margin: float) -> Floats:
+    """``margin``: distance that confidences keep from 0 and 1."""
+    inside = np.clip(confidences, margin, 1.0 - margin)
     return np.asarray(np.log(inside / (1.0 - inside)), np.float64)
 
 
-def _sigmoid(logits: Floats) -> Floats:
+def sigmoid(logits: Floats) -> Floats:
     return np.asarray(1.0 / (1.0 + np.exp(-logits)), np.float64)

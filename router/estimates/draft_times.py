@@ -7,7 +7,7 @@ import numpy as np
 
 from cluster.messages import LevelReport
 from router.assignment import MemberCosts, PoolMember
-from router.chains import PassTime
+from router.cost_model import TableCost, monotone
 from router.estimates.decayed import UNUSUAL, DecayedMean, ema
 
 MEMORY = 100.0  # measured times that count
@@ -23,15 +23,11 @@ def profiled_s(costs: MemberCosts | None, num_requests: float) -> float:
     return float(np.interp(num_requests, batches, seconds)) * min(1.0, num_requests)
 
 
-def profiled_passes(member: PoolMember, target: PassTime) -> PassTime:
+def profiled_passes(member: PoolMember, target: TableCost) -> TableCost:
     """Pass times of a drafter, from its profiled drafts; an unprofiled one counts as a small target."""
     if member.costs is None or not member.costs.draft_s:
         return target.scaled(member.cost)
-    points: list[tuple[int, float]] = []
-    for batch, seconds in member.costs.draft_s:
-        step_s = seconds / member.max_draft_len
-        points.append((batch, max(step_s, points[-1][1]) if points else step_s))
-    return PassTime(tuple(points))
+    return monotone([(batch, seconds / member.max_draft_len) for batch, seconds in member.costs.draft_s])
 
 
 @dataclass(slots=True)

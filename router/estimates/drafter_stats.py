@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cluster.records import record
+from cluster.fast_dataclass import record
 from router.estimates.decayed import SMOOTHING, ema
 from router.estimates.survival import OnlineSurvival
 from router.plan import UNKNOWN_DRAFTER, DrafterView

@@ -28,7 +28,8 @@ from router.assignment import (
     drafter_of,
     lessons,
 )
-from router.chains import PROPOSAL_LEN, Level, PassTime, candidates, fastest, predict
+from router.chains import PROPOSAL_LEN, Level, candidates, fastest, predict
+from router.cost_model import TableCost
 from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
 from router.estimates.draft_shares import FillRates, FillSums
 from router.estimates.draft_times import PassTimeFactors, profiled_passes
@@ -38,7 +39,7 @@ from router.matching import Floats, Ints
 from router.policies.free_capacity import FreeCapacity
 
 REFRESH_SLOTS = 4  # between predictions of all chains; sooner when the pool changes
-UNMEASURED = PassTime(((1, 1.0),))  # an unprofiled target
+UNMEASURED = TableCost((1,), (1.0,))  # an unprofiled target
 
 
 class ChainSnapshot(AcceptanceSnapshot):
@@ -62,7 +63,7 @@ class ModelChains:
         self._similarities = Similarities(self._config.memory_rounds)
         self._pass_factors = PassTimeFactors(self._config.time_weight)
         self._depths = Depths(self._config.max_levels - 1, self._config.calm_slots)
-        self._passes: dict[str, PassTime] = {}  # of the drafters, by their profiles
+        self._passes: dict[str, TableCost] = {}  # of the drafters, by their profiles
         self._below: dict[str, Chain] = {}  # last drafter -> the drafters below it
         self._round_s: dict[str, float] = {}  # with each last drafter, at its best
         self._choice = DrafterChoice()
@@ -73,7 +74,7 @@ class ModelChains:
         self._known: tuple[object, ...] = ()  # what the predictions rest on
         self._slot = 0
 
-    def learn(self, levels: Sequence[LevelReport], target: PassTime | None = None) -> None:
+    def learn(self, levels: Sequence[LevelReport], target: TableCost | None = None) -> None:
         """Reports of models within chains during the last slot, and the target's pass times, if known."""
         self._target = target or self._target
         troubled = []

@@ -1,8 +1,9 @@
 """`greedy-length`: shorter prompts get smaller drafters (SPIN, section VI, baseline "Greedy")."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from cluster.config import GreedyLengthPolicy
 from router.assignment import TARGET_ONLY, Chain, NothingLearned, PoolMember, RequestView, drafter_of
@@ -25,8 +26,8 @@ class GreedyLength(NothingLearned):
 
     def assign(self, requests: Sequence[RequestView], pool: Sequence[PoolMember]) -> Mapping[str, Chain]:
         self._seen.next_slot()
-        by_size = sorted(pool, key=lambda member: member.cost)
-        room = FreeCapacity(by_size)
+        room = FreeCapacity(sorted(pool, key=lambda member: member.cost))
+        widths = [room.num_free(drafter) for drafter in room.drafters]
         chains: dict[str, Chain] = {}
         unplaced = []
         for request in requests:
@@ -40,7 +41,6 @@ class GreedyLength(NothingLearned):
             else:
                 chains[request.request_id] = seat
         lengths = sorted(self._lengths)
-        widths = _widths(by_size, room.drafters)
         for request in sorted(unplaced, key=lambda request: (request.is_placeholder, request.prompt_len)):
             rank = bisect_left(lengths, request.prompt_len) / max(1, len(lengths))
             wanted = _pointed_at(rank, widths)
@@ -52,19 +52,6 @@ class GreedyLength(NothingLearned):
         return chains
 
 
-def _widths(pool: Sequence[PoolMember], drafters: Sequence[str]) -> list[int]:
-    widths = dict.fromkeys(drafters, 0)
-    for member in pool:
-        if member.is_open:
-            widths[drafter_of(member.name)] += member.capacity
-    return list(widths.values())
-
-
 def _pointed_at(rank: float, widths: Sequence[int]) -> int:
     """Index of the width, laid end to end, that the share ``rank`` of their sum falls into."""
-    left = rank * sum(widths)
-    for i, width in enumerate(widths):
-        left -= width
-        if left < 0:
-            return i
-    return len(widths) - 1
+    return min(bisect_right(list(accumulate(widths)), rank * sum(widths)), len(widths) - 1)

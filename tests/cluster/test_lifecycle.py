@@ -12,7 +12,7 @@ import pytest
 from benchmarks.server import ServerProcess
 from cluster.config import Config
 from deploy.local_ray import run_folder
-from deploy.processes import descendants
+from deploy.process_tree import descendants
 from tests.support.settings import small_config
 from tests.support.waiting import eventually
 

@@ -22,8 +22,9 @@ from cluster.config import Config, DrafterConfig, ModelConfig, ModelOptions, Ngr
 from cluster.inventory import Inventory
 from cluster.placement import place
 from cluster.resolve import resolve
-from cluster.types import Request, SamplingParams
-from deploy.groups import make_groups, read_inventory, with_cores
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
+from deploy.placement_groups import make_groups, read_inventory, with_cores
 from profiler.hardware import num_cores
 from tests.support.settings import small_config
 from tests.support.waiting import DEADLINE_S, eventually, gauge

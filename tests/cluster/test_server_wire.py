@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from benchmarks.server import ServerProcess
-from deploy.processes import descendants
+from deploy.process_tree import descendants
 from tests.support import wire
 from tests.support.waiting import eventually, gauge
 

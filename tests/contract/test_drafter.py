@@ -16,7 +16,8 @@ from cluster.config import (
     SuffixOptions,
     TableOptions,
 )
-from cluster.types import ModelInfo, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import ModelInfo
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.registry import Site, make, make_drafter
 from drafters.table import count_frequencies

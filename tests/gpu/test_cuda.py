@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.types import Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
 from drafters.dspark.backbone import Backbone
 from drafters.dspark.checkpoint import load_network
+from engine.batch_layout import pack
 from engine.factory import load_model, load_target, make_ops
 from engine.forward import PackedSpan
-from engine.layout import pack
 from engine.ops import TorchOps
 from engine.target import SpanInput
 from tests.support.dspark import target_rows, write_dspark

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from engine.noise import gumbel, noise_keys
 from engine.sampling import Sampler, SampleSpan, SamplingState
 

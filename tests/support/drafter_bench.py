@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.messages import DraftRound, Extend, Hello, Message, Open, ProposalRound, Role
+from cluster.sampling_params import SamplingParams
 from cluster.transport.base import LinkUp, Mailbox, Received
-from cluster.types import Proposal, SamplingParams
+from cluster.types import Proposal
 from drafters.loop import DrafterLoop
 from drafters.protocol import Capabilities, Demand, Draft
 from drafters.sessions import SessionLimits

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.dspark.checkpoint import TargetRows, new_network, save_network
 from drafters.dspark.config import parse_dspark_config
 from drafters.protocol import Capabilities, Demand, Draft, Drafter

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.protocol import Demand, Drafter
 
 _REQUESTS = "abcd"

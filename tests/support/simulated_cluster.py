@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
+from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Event, LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.memory import LocalNetwork, MemoryLink
-from cluster.types import Commit, FinishReason, Request, RoutingTable, SamplingParams
+from cluster.types import Commit, FinishReason, Request, RoutingTable
 from drafters.loop import DrafterLoop
 from engine.round import TargetLoop
 from router.cost_model import TableCost

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cluster.types import ModelInfo, Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import ModelInfo, Request
 from drafters.protocol import Capabilities, Demand, Draft
-from engine.ledger import Ledger
+from engine.kv_blocks import BlockLedger
 from engine.noise import gumbel, noise_keys
 from engine.target import SpanInput, SpanOutcome
 from router.plan import Capacity
@@ -77,7 +78,7 @@ class ToyTarget:
     _sampling: dict[str, SamplingParams] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.num_blocks, self.block_len, self.prefix_cache)
+        self.ledger = BlockLedger(self.num_blocks, self.block_len, self.prefix_cache)
         self._slots = np.full(self.num_blocks * self.block_len, -1)
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:

@@ -107,8 +107,8 @@ def compile_all(case: Case, device: int = 0) -> list[Compiled]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
+    from engine.cuda.compile_check import try_out
     from engine.cuda.ops import CudaOps
-    from engine.cuda.trial import try_out
 
     class NoDevice:
         def get_current_target(self) -> GPUTarget:
@@ -136,7 +136,7 @@ def refusal(case: Case, assembler: str, cache: str) -> str:
     """What ``try_out`` raises where ``assembler`` stands for NVIDIA's."""
     from triton import knobs
 
-    from engine.cuda.trial import KernelsUnavailable
+    from engine.cuda.compile_check import KernelsUnavailable
 
     with knobs.nvidia.scope(), knobs.cache.scope():
         knobs.nvidia.ptxas = assembler

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from cluster.types import Request
 from deploy.api.admission import Admission
-from deploy.api.boundary import SPARE_CALLS
 from deploy.api.errors import ApiError
+from deploy.api.middleware import SPARE_CALLS
 from deploy.api.scripted import Step
 from deploy.api.settings import ApiSettings
 from tests.support.api import (

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.config import ApiConfig
 from cluster.errors import LinkClosed
-from deploy.api.boundary import SPARE_CALLS
+from deploy.api.middleware import SPARE_CALLS
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.api.settings import ApiSettings
 from tests.support.api import chat_body, serving

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.config import ApiConfig
-from cluster.types import MAX_SEED, Request, SamplingParams
+from cluster.sampling_params import MAX_SEED, SamplingParams
+from cluster.types import Request
 from deploy.api.errors import ApiError
 from deploy.api.params import choice_seed, parse_drafting
 from deploy.api.settings import ApiSettings

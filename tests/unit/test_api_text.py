@@ -11,7 +11,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
 from cluster.errors import ModelUnavailable
-from cluster.types import Commit, FinishReason, Request, SamplingParams, TokenLogprobs
+from cluster.sampling_params import SamplingParams
+from cluster.types import Commit, FinishReason, Request, TokenLogprobs
 from deploy.api.choice import Choice, Delta, OutputOptions
 from deploy.api.detokenizer import Detokenizer
 from deploy.api.stops import StopMatcher

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.types import Prefill, Request, SamplingParams, TokenLogprobs
+from cluster.sampling_params import SamplingParams
+from cluster.types import Prefill, Request, TokenLogprobs
 from deploy.api.scripted import Step
 from tests.support.api import (
     MODEL,

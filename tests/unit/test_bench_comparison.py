@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from benchmarks.comparison import Verdict, compare
-from cluster.types import Commit, FinishReason, Request, SamplingParams, TokenLogprobs
+from cluster.sampling_params import SamplingParams
+from cluster.types import Commit, FinishReason, Request, TokenLogprobs
 from engine.noise import gumbel, noise_keys
 
 PROMPT = (1, 2, 3)

@@ -13,7 +13,7 @@ from benchmarks.fault_injection import MidRequest, TruncatedDrafter, every_secon
 from benchmarks.harness import Harness, RunConditions
 from benchmarks.report import BenchOptions, BenchResult
 from cluster.config import DrafterConfig, DSparkOptions
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters import shipped
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand

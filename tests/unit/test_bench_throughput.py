@@ -15,7 +15,8 @@ from benchmarks.prompts import choose_prompts
 from benchmarks.throughput import NumLaps, Pair, PairedRuns, Speedup, jackknife, laps, near_best, ratio, sample
 from cluster.config import DrafterConfig, DSparkOptions, NgramOptions
 from cluster.errors import GenerationFailed
-from cluster.types import Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.replay import Recording

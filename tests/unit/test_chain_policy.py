@@ -19,12 +19,12 @@ from router.assignment import (
     RequestView,
     ScoreCounts,
 )
-from router.chains import PassTime
+from router.cost_model import monotone
 from router.estimates.observed_overhead import TRIAL_SLOTS
 from router.policies.chain import ModelChains
-from router.slot import Router, SlotReport
+from router.router import Router, SlotReport
 
-TARGET = PassTime(((1, 0.025), (65, 0.057)))
+TARGET = monotone(((1, 0.025), (65, 0.057)))
 
 
 def member(name: str, step_s: float, capacity: int = 8, verifies: bool = True, max_draft_len: int = 8) -> PoolMember:
@@ -102,9 +102,9 @@ def test_nothing_rides_ahead_where_nothing_is_faster_than_the_target() -> None:
 
 def test_a_large_batch_is_served_by_shorter_drafting() -> None:
     """Where rows cost as much as passes, verifying drafts that are often wrong loses."""
-    steep = PassTime(((1, 0.025), (9, 0.2), (513, 12.0)))
+    steep = monotone(((1, 0.025), (9, 0.2), (513, 12.0)))
     found = taught(ModelChains(ChainPolicy()), small=0.4)
-    found.learn([], PassTime(((1, 0.025), (513, 0.026))))
+    found.learn([], monotone(((1, 0.025), (513, 0.026))))
     pool = [member("small", 0.0005, capacity=64)]
     assert chosen(found, pool) == ("small",)
     found.learn([], steep)
@@ -351,7 +351,7 @@ def test_the_scheduler_publishes_chains_and_learns_from_what_targets_report() ->
         ("small", "middle", "large"),
         member_costs={one.name: one.costs for one in POOL if one.costs},
         levels=(LevelReport("large", 0, 0, 0.0, 0, (Verified("small", seen.num_reached, seen.num_right),)),),
-        target_passes=TARGET.points,
+        target_passes=tuple(zip(TARGET.rows, TARGET.step_s_at, strict=True)),
     )
     table = scheduler.slot([report])
     assert table is not None

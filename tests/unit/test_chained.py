@@ -20,7 +20,8 @@ from cluster.config import (
 )
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
-from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import ModelInfo, Request, RoutingTable
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Drafter

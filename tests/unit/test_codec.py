@@ -27,10 +27,11 @@ from cluster.messages import (
     SubmitRound,
     Verified,
 )
+from cluster.sampling_params import MAX_SEED, SamplingParams
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec import decode, encode, encode_message
 from cluster.transport.frames import Frame, Greeting, Ping, Refusal, Welcome
-from cluster.types import MAX_SEED, Commit, FinishReason, Prefill, Proposal, Request, SamplingParams, Slo, TokenLogprobs
+from cluster.types import Commit, FinishReason, Prefill, Proposal, Request, Slo, TokenLogprobs
 
 ROOT = Path(__file__).parents[2]
 

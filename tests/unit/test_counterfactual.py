@@ -10,8 +10,9 @@ import pytest
 
 from cluster.config import DrafterOptions, LayersOptions, ModelOptions, NgramOptions, SuffixOptions
 from cluster.messages import Budget, DraftRound, DraftScore, Extend, Hello, Message, Open, ProposalRound, Role
+from cluster.sampling_params import SamplingParams
 from cluster.transport.base import LinkUp, Mailbox, Received
-from cluster.types import ModelInfo, Proposal, SamplingParams
+from cluster.types import ModelInfo, Proposal
 from drafters.counterfactual import Shadow
 from drafters.loop import REPORT_PERIOD_S, DrafterLoop
 from drafters.model import ModelDrafter

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from engine import compiling
+from engine.batch_layout import Layout, PackedSpan, lay_out
 from engine.cpu import build
 from engine.cpu.bf16 import Bf16Linear
 from engine.cpu.ops import AttentionShape, CpuOps
 from engine.cpu.packed import packed_linear
 from engine.cpu_level import AVX512_BF16, cpu_level
 from engine.factory import make_ops
-from engine.layout import Layout, PackedSpan, lay_out
 from engine.models.config import DecoderConfig, inverse_frequencies, parse_config
 from engine.models.weights import LinearWeight
 from engine.ops import HeadNorms, TorchOps

@@ -14,15 +14,16 @@ import torch
 
 from cluster.config import Config, TargetConfig
 from cluster.errors import InvalidField
-from cluster.types import ModelInfo, Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import ModelInfo, Request
 from drafters.dspark import sequential
 from drafters.dspark.checkpoint import load_network
 from drafters.small_model import Question, SmallModel
 from engine import factory, loading
+from engine.batch_layout import PackedSpan, lay_out, pack
 from engine.device import to_device
 from engine.forward import CausalModel
 from engine.kv_cache import KvCache
-from engine.layout import PackedSpan, lay_out, pack
 from engine.models.config import load_config
 from engine.models.weights import LinearWeight, open_weights
 from engine.native import NativeLimits, NativeTarget
@@ -218,7 +219,7 @@ def test_without_triton_the_gpu_runs_plain_torch_without_graphs(
 def test_where_kernels_cannot_be_compiled_the_gpu_runs_plain_torch(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trial = pytest.importorskip("engine.cuda.trial")
+    trial = pytest.importorskip("engine.cuda.compile_check")
     tried = []
 
     def refuse(ops: object, config: object, dtype: torch.dtype, device: torch.device, block_len: int) -> None:
@@ -234,7 +235,7 @@ def test_where_kernels_cannot_be_compiled_the_gpu_runs_plain_torch(
 
 
 def test_an_error_of_the_device_is_not_taken_for_a_kernel_that_cannot_be_compiled(tiny_model_folder: Path) -> None:
-    trial = pytest.importorskip("engine.cuda.trial")
+    trial = pytest.importorskip("engine.cuda.compile_check")
     from engine.cuda.ops import CudaOps
 
     config = load_config(tiny_model_folder)

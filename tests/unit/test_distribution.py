@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from engine.acceptance import verdict
 from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 from engine.target import SpanOutcome

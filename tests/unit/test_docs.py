@@ -154,10 +154,10 @@ def test_all_that_a_page_names_exists(page: Path) -> None:
         "`nowhere.py`",
         "`tests/nowhere/`",
         "`router.nowhere.thing`",
-        "`router.slot.Nobody`",
+        "`router.router.Nobody`",
         "`target.no_such_key`",
-        "`Nobody` in `router/slot.py`",
-        "`Nobody` and `Router` (`router/slot.py`)",
+        "`Nobody` in `router/router.py`",
+        "`Nobody` and `Router` (`router/router.py`)",
         "[page](docs/nowhere.md)",
         "[page](README.md#no-such-heading)",
         "`outrider fly`",
@@ -175,8 +175,8 @@ def test_what_does_not_exist_is_found(text: str) -> None:
 
 def test_what_exists_is_accepted() -> None:
     text = """
-    `router/slot.py`, `tests/unit/test_api_*.py`, `router/policies/NAME.py`, `bf16.c`, `router.slot.Router`, `target.dtype`,
-    `router.slot_ms`, `router.policy.epsilon`, `Router` and `SlotReport` in `router/slot.py`,
+    `router/router.py`, `tests/unit/test_api_*.py`, `router/policies/NAME.py`, `bf16.c`, `router.router.Router`,
+    `target.dtype`, `router.slot_ms`, `router.policy.epsilon`, `Router` and `SlotReport` in `router/router.py`,
     [page](docs/operations.md#models), `config.json`, `model.safetensors`
 
         OUTRIDER_CPU=avx2 outrider bench drafters [--quick] [--prompts FILE] --expect 'speedup.best.batch_1>=1.4'   # comment

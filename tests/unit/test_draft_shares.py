@@ -8,7 +8,8 @@ import pytest
 
 from cluster.config import ChainPolicy, HedgePolicy
 from cluster.messages import Hello, Message, ProposalRound, Role
-from cluster.types import ModelInfo, Proposal, Request, RoutingTable, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import ModelInfo, Proposal, Request, RoutingTable
 from engine.colocated import ColocatedDrafters
 from engine.drafter_sessions import DrafterSessions
 from engine.sequences import LiveSequence, Sequences

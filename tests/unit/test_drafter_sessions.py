@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.messages import Budget, DraftRound, DraftScore, Hello, LevelReport, Message, ProposalRound, Role
-from cluster.types import Commit, ModelInfo, Proposal, Request, RoutingTable, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import Commit, ModelInfo, Proposal, Request, RoutingTable
 from engine.colocated import ColocatedDrafters
 from engine.drafter_sessions import DrafterSessions
 from engine.sequences import Sequences

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.errors import InvalidField
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.cascade import CascadeDrafter, CascadeMember
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from engine.acceptance import common_prefix_len

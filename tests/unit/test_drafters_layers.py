@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.layers import load_layers
 from drafters.model import ModelDrafter
 from drafters.protocol import Demand, Draft

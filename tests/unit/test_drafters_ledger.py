@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import OutOfBlocks
-from engine.ledger import Ledger, LedgerMisuse
+from engine.kv_blocks import BlockLedger, LedgerMisuse
 
 
 @given(st.lists(st.integers(1, 24), min_size=1, max_size=8), st.integers(0, 30), st.booleans())
 def test_a_revised_checkpoint_keeps_the_blocks_of_its_beginning(lens: list[int], num_kept: int, prefix_cache: bool) -> None:
-    ledger = Ledger(num_blocks=8, block_len=4, prefix_cache=prefix_cache)
+    ledger = BlockLedger(num_blocks=8, block_len=4, prefix_cache=prefix_cache)
     ledger.open("a", [])
     ledger.commit(ledger.speculate("a", range(6)), 6)
     checkpoint = ledger.speculate("a", [0])
@@ -31,7 +31,7 @@ def test_a_revised_checkpoint_keeps_the_blocks_of_its_beginning(lens: list[int],
 
 
 def test_a_revision_that_cannot_be_changes_nothing() -> None:
-    ledger = Ledger(num_blocks=3, block_len=4)
+    ledger = BlockLedger(num_blocks=3, block_len=4)
     ledger.open("a", [])
     first = ledger.speculate("a", range(6))
     with pytest.raises(OutOfBlocks):

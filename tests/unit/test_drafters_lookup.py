@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import SuffixOptions
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.ngram import HitRate, NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
 from drafters.suffix import SuffixDrafter

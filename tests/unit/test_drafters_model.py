@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.types import Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
 from drafters.model import ModelDrafter
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Draft, Drafter
@@ -170,7 +171,7 @@ def test_drafts_end_at_stop_tokens(folder: Path) -> None:
 
 
 def test_a_row_that_cannot_be_sampled_ends_the_draft(folder: Path) -> None:
-    impossible = SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((VOCAB_SIZE, 1.0),))
+    impossible = SamplingParams(20, 0.0, allowed_token_ids=(5,), stop_token_ids=(5,), min_tokens=20)  # all tokens masked
     for drafter in (ModelDrafter(small_model(folder)), led(NgramDrafter(), small_model(folder))):
         drafter.open("r", PROMPT, len(PROMPT), impossible)
         drafter.open("s", PROMPT, len(PROMPT), GREEDY)

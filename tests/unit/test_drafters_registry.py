@@ -19,7 +19,8 @@ from cluster.config import (
     TableOptions,
 )
 from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
-from cluster.types import ModelInfo, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import ModelInfo
 from drafters.cascade import CascadeDrafter
 from drafters.model import ModelDrafter
 from drafters.native.lookup import NativeLookup

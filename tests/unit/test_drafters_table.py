@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from cluster.errors import IncompatibleTokenizer, ModelUnavailable
-from cluster.types import ModelInfo, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import ModelInfo
 from drafters.protocol import Demand, Draft
 from drafters.table import EMPTY, FrequencyTable, TableDrafter, count_frequencies
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.dspark.checkpoint import load_network
 from drafters.protocol import Demand
 from engine.factory import load_model
@@ -223,7 +223,7 @@ def test_drafts_end_at_stop_tokens(vanilla: Path, target: Path, model: CausalMod
         (SamplingParams(max_tokens=20, temperature=0.0, logit_bias=sure), (EOS,)),
         (SamplingParams(max_tokens=20, temperature=0.0, logit_bias=sure, ignore_eos=True), (EOS,) * 4),
         (SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((7, 100.0),), stop_token_ids=(7,)), (7,)),
-        (SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((VOCAB_SIZE, 1.0),)), ()),
+        (SamplingParams(40, 0.0, allowed_token_ids=(7,), stop_token_ids=(7,), min_tokens=40), ()),  # all masked
     ):
         drafter.open("r", text(1, 30), 10, params)
         drafter.open("s", text(1, 30), 10, GREEDY)

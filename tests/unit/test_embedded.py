@@ -13,8 +13,9 @@ from actors.gateway import LinkClient
 from benchmarks.embedded import Completing, EmbeddedCluster, PoolEntry
 from cluster.config import DrafterConfig, NgramOptions
 from cluster.errors import LinkClosed, Overloaded
+from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox
-from cluster.types import Commit, FinishReason, Request, SamplingParams
+from cluster.types import Commit, FinishReason, Request
 from drafters.sessions import SessionLimits
 from engine.target import SpanInput, SpanOutcome
 from router.cost_model import TableCost

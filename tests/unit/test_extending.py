@@ -12,9 +12,10 @@ import pytest
 
 from cluster.config import DrafterConfig, NgramOptions
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
+from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox, Received
 from cluster.transport.memory import LocalNetwork
-from cluster.types import Request, RoutingTable, SamplingParams
+from cluster.types import Request, RoutingTable
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.registry import FACTORIES, make_drafter
@@ -23,7 +24,7 @@ from router.assignment import PoolMember
 from router.cost_model import TableCost
 from router.draft_length import DraftLengths
 from router.policies import POLICIES, build_policy
-from router.slot import Router, SlotReport
+from router.router import Router, SlotReport
 from tests.support.toys import MODEL, VOCAB_SIZE, ToyTarget, plain_run
 
 TARGET = "memory://target"

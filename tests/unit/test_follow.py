@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import RayError
 
 from actors.processes import Directory
-from deploy import follow
+from deploy import serve_app
 
 OLD = Directory("first life", 3, addresses=("grpc://node:1",))
 NEW = Directory("second life", 1, addresses=("grpc://node:2",))
@@ -36,12 +36,12 @@ class Answers:
 async def test_addresses_are_followed_through_failures(
     failure: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(follow, "RETRY_S", 0.0)
+    monkeypatch.setattr(serve_app, "RETRY_S", 0.0)
     wanted: asyncio.Queue[Any] = asyncio.Queue()
     answers = Answers(failure, NEW)
     client: Any = SimpleNamespace(set_addresses=wanted.put_nowait)
     with caplog.at_level(logging.WARNING):
-        following = asyncio.create_task(follow.follow(client, SimpleNamespace(directory=answers), OLD))
+        following = asyncio.create_task(serve_app.follow_targets(client, SimpleNamespace(directory=answers), OLD))
         assert await asyncio.wait_for(wanted.get(), 10) == NEW.addresses
         await asyncio.sleep(0)
     assert answers.known == [OLD, OLD, NEW]

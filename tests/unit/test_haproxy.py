@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import haproxy, processes
+from deploy import haproxy, process_tree
 
 CONFIG = """\
 global
@@ -66,8 +66,8 @@ def test_only_linux_is_asked_to_adopt_orphans(system: str, num_calls: int, monke
             return 0
 
     monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setattr(processes.ctypes, "CDLL", lambda *_, **__: Library())
-    processes.adopt_orphans()
+    monkeypatch.setattr(process_tree.ctypes, "CDLL", lambda *_, **__: Library())
+    process_tree.adopt_orphans()
     assert len(calls) == num_calls
 
 

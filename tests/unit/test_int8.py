@@ -11,15 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cluster.errors import ModelUnavailable
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.dspark.checkpoint import load_network, save_network
 from drafters.layers import load_layers
 from drafters.protocol import Demand
 from engine import compiling
+from engine.batch_layout import PackedSpan
 from engine.cpu import build
 from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cpu.int8 import Int8Linear
-from engine.layout import PackedSpan
 from engine.models.int8 import quantise
 from engine.models.weights import LinearWeight
 from engine.noise import gumbel_of_few, noise_keys

@@ -14,10 +14,11 @@ from actors.ray_pool import BLOCKING, RayProcess
 from actors.supervisor import Supervisor
 from actors.worker import LoopActor, LoopThread
 from cluster.config import Config
-from cluster.types import Request, SamplingParams
-from engine import progress
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
+from engine import liveness
 from engine.factory import load_target
-from engine.progress import PassProgress
+from engine.liveness import PassProgress
 from engine.target import SpanInput
 from router.cost_model import TableCost
 from router.planner import MAX_CHUNK_S, MIN_CHUNK_LEN, max_chunk_len
@@ -50,7 +51,7 @@ def test_a_pass_that_gets_further_is_not_silent(monkeypatch: pytest.MonkeyPatch)
 def test_every_layer_of_a_pass_advances(tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = load_target(tiny_model_folder, dtype="float32", kv_cache_bytes=2**22, max_model_len=64)
     seen: list[float] = []
-    monkeypatch.setattr(progress.PASSES, "advanced", lambda: seen.append(0.0), raising=False)
+    monkeypatch.setattr(liveness.PASSES, "advanced", lambda: seen.append(0.0), raising=False)
     request = Request("r", (1, 2, 3), SamplingParams(max_tokens=1), 0.0)
     target.open(request, (1, 2, 3))
     target.execute([SpanInput("r", 0, (1, 2, 3))])

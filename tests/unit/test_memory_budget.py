@@ -10,7 +10,7 @@ from cluster.errors import InvalidField
 from cluster.inventory import Inventory, Node
 from cluster.placement import place
 from cluster.resolve import resolve
-from deploy.groups import smallest_gpu
+from deploy.placement_groups import smallest_gpu
 from drafters.footprint import CUDA_BYTES, footprint
 from router.devices import GB, Stay
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cluster.errors import InvalidField, OutOfBlocks
-from cluster.types import Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
 from engine.factory import load_model
 from engine.forward import CausalModel, PackedSpan
 from engine.native import NativeLimits, NativeTarget

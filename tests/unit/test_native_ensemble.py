@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.cascade import CascadeDrafter, CascadeMember
 from drafters.native.ensemble import MOST_MEMBERS, NativeEnsemble
 from drafters.native.lookup import compiled, load_library

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import drafters.native
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.native.lookup import NativeLookup
 from drafters.ngram import NgramDrafter
 from drafters.protocol import Demand, Drafter

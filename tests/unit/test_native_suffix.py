@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.native import lookup
 from drafters.native.lookup import NativeLookup
 from drafters.protocol import Demand, Draft

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import drafters.native
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.native.lookup import NativeLookup
 from drafters.protocol import Demand
 from drafters.table import EMPTY, FrequencyTable, TableDrafter, context_key, count_frequencies

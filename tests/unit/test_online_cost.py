@@ -116,7 +116,7 @@ def test_a_pass_without_a_duration_teaches_nothing() -> None:
 
 
 def test_the_test_for_drift_says_by_how_much() -> None:
-    test = PageHinkley(tolerance=0.05, threshold=2.0)
+    test = PageHinkley()
     assert [test.add(0.0) for _ in range(100)] == [None] * 100
     moved = next(found for _ in range(20) if (found := test.add(-0.4)) is not None)
     assert moved == pytest.approx(-0.4)

@@ -6,7 +6,8 @@ import pytest
 
 from cluster.errors import LinkClosed, LinkFull, WireError
 from cluster.messages import Budget, CommitRound, DraftRound, Hello, Message, Role
-from cluster.types import Commit, Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import Commit, Request
 from engine import outbox
 from engine.outbox import DrafterOutbox, GatewayOutbox
 from engine.sequences import LiveSequence

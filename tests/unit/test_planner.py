@@ -11,7 +11,7 @@ from router.cost_model import TableCost, monotone
 from router.estimates.drafter_stats import DrafterStats, Judgement
 from router.plan import Capacity, DrafterView, SequenceView, StepPlan
 from router.planner import PlannerSettings, StepPlanner
-from router.verification import verify_all, verify_goodput
+from router.verify_length import verify_all, verify_goodput
 
 FLAT = TableCost((1, 64), (0.02, 0.03))
 STEEP = TableCost((1, 64), (0.02, 0.02 * 64))

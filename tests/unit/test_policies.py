@@ -23,7 +23,7 @@ from router.assignment import TARGET_ONLY, AssignmentPolicy, Observation, PoolMe
 from router.estimates.goodput import GoodputEstimates
 from router.expiring_cache import GENERATION_SLOTS, ExpiringCache
 from router.policies import POLICIES, build_policy, build_pool
-from router.table import MAX_CHAINS, next_table
+from router.routing_table import MAX_CHAINS, next_table
 
 
 def view(request_id: str, chain: tuple[str, ...] = (), prompt_len: int = 10) -> RequestView:

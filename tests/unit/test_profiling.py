@@ -27,10 +27,10 @@ from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
 from cluster.state import open_store
 from cluster.types import RoutingTable
-from deploy.profile import show, surfaces
+from deploy.profile_command import show, surfaces
 from deploy.profiling import ProfileEffort, measure_profile
+from drafters.draft_timing import DrafterProbe
 from drafters.ngram import NgramDrafter
-from drafters.probe import DrafterProbe
 from drafters.protocol import Capabilities, Demand, Draft
 from engine.factory import load_target as load_native
 from engine.loading import load_target, stored_profile
@@ -43,7 +43,7 @@ from profiler.online_cost import OnlineCost
 from profiler.profile import pool_costs
 from profiler.profile_store import save_profile
 from router.assignment import AssignmentPolicy, Observation, PoolMember, RequestView, ScoreCounts
-from router.slot import Router, SlotReport
+from router.router import Router, SlotReport
 from tests.support.dspark import write_dspark
 
 LEAST = ProfileEffort(TimingBudget(min_visits=2, budget_s=0.0), max_rows=64, max_batch=4, num_trip_turns=1)
@@ -215,7 +215,8 @@ def test_what_was_measured_is_what_serving_reads(config: Config, capsys: pytest.
 
 
 def test_serving_corrects_the_profile(config: Config) -> None:
-    from cluster.types import Request, SamplingParams
+    from cluster.sampling_params import SamplingParams
+    from cluster.types import Request
 
     profile = measure_profile(config.model_copy(update={"drafters": ()}), LEAST)
     engine, model, cost = load_target(config, profile=profile)

@@ -9,7 +9,8 @@ import pytest
 from benchmarks.embedded import EmbeddedCluster, PoolEntry
 from benchmarks.replay_lens import replay_lens
 from cluster.config import NgramOptions
-from cluster.types import ModelInfo, Request, RoutingTable, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import ModelInfo, Request, RoutingTable
 from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.registry import Site, make
 from drafters.replay import Recording, Round, replay

@@ -3,9 +3,10 @@
 import pytest
 
 from cluster.messages import Budget, CommitRound, DraftRound, Hello, Role, SubmitRound
+from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox, Received
 from cluster.transport.memory import LocalNetwork
-from cluster.types import Commit, Request, RoutingTable, SamplingParams
+from cluster.types import Commit, Request, RoutingTable
 from engine.loop_status import StepReport
 from engine.round import TargetLoop
 from profiler.online_cost import OnlineCost

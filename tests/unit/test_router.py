@@ -35,7 +35,7 @@ from router.estimates.drafter_stats import Judgement
 from router.estimates.drift import DriftDetector
 from router.policies import build_policy, keeps_in_step, member_costs
 from router.policies.fixed import Fixed
-from router.slot import FALLBACK_COST, Router, SlotReport
+from router.router import FALLBACK_COST, Router, SlotReport
 
 EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
 

@@ -26,7 +26,7 @@ from router.assignment import (
     RequestView,
 )
 from router.policies import build_policy
-from router.slot import SlotReport
+from router.router import SlotReport
 
 EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from engine import gumbel_argmax
 from engine.cpu import build
 from engine.cpu.gumbel_argmax import CpuGumbelArgmax

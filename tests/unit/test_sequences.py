@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from cluster.types import FinishReason, ModelInfo, Prefill, Proposal, Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import FinishReason, ModelInfo, Prefill, Proposal, Request
 from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanOutcome
 from router.plan import Span

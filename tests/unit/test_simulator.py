@@ -14,8 +14,8 @@ from router.cost_model import TableCost
 from router.planner import PlannerSettings, StepPlanner
 from router.policies import build_policy
 from simulator.agreement import Agreement, AgreementAnswer, SimulatedRequest
-from simulator.contest import compete, endless, regret
 from simulator.lock_step import LockStep
+from simulator.policy_comparison import compete, endless, regret
 from simulator.simulation import ClusterSpec, DrafterSpec, Load, Simulation, SimulationResult, in_turn, simulate
 from simulator.synthetic import DrafterFamily, Family, fitted, runs
 from simulator.target import TargetLimits

@@ -12,8 +12,9 @@ from benchmarks.record import agreement
 from benchmarks.report import BenchOptions
 from cluster.config import DrafterConfig, NgramOptions, SuffixOptions
 from cluster.errors import InvalidField, OutriderError
+from cluster.sampling_params import SamplingParams
 from cluster.strict_yaml import ConfigError
-from cluster.types import ModelInfo, SamplingParams
+from cluster.types import ModelInfo
 from drafters import shipped
 from drafters.registry import make_drafter
 from drafters.replay import Recording, replay

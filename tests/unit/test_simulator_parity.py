@@ -10,9 +10,10 @@ import pytest
 from benchmarks.record import agreement
 from cluster.config import DrafterConfig, FixedPolicy, NgramOptions
 from cluster.messages import Hello, Role, SubmitRound
+from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Mailbox
 from cluster.transport.memory import LocalNetwork
-from cluster.types import Request, RoutingTable, SamplingParams
+from cluster.types import Request, RoutingTable
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.registry import make_drafter

@@ -11,7 +11,8 @@ from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
 from cluster.errors import GenerationFailed, InvalidField
-from cluster.types import Request, SamplingParams
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request
 from deploy.cli import app
 from drafters.training import writing
 from drafters.training.distributed import join_world

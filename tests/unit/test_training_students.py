@@ -21,7 +21,7 @@ from drafters.training.layers_student import LayersStudent
 from drafters.training.recipe import TrainOptions, dspark_config, feature_layers, kept_layers
 from drafters.training.vocabulary import choose_vocabulary, coverage
 from drafters.training.warm_start import warm_start
-from engine.layout import PackedSpan
+from engine.batch_layout import PackedSpan
 from tests.support.random_answers import answer
 
 CPU = torch.device("cpu")

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.dspark import backbone
 from drafters.dspark.checkpoint import load_network
 from drafters.small_model import Question, SmallModel
+from engine.batch_layout import lay_out
 from engine.forward import PackedSpan
 from engine.kv_cache import KvCache
-from engine.layout import lay_out
 from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.ops import HeadNorms, Ops, TorchOps
 from tests.support.device_transfers import DeviceTransfers

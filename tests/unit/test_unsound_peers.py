@@ -15,6 +15,7 @@ from actors.gateway import LinkClient
 from benchmarks.unsound import Unsound
 from cluster.config import ChainPolicy, DrafterConfig, HedgePolicy, NgramOptions, SuffixOptions
 from cluster.errors import LinkClosed, OutriderError
+from cluster.message_checks import MAX_UNSOUND
 from cluster.messages import (
     CommitRound,
     DraftRound,
@@ -27,10 +28,10 @@ from cluster.messages import (
     SubmitRound,
     Verified,
 )
-from cluster.soundness import MAX_UNSOUND
+from cluster.sampling_params import SamplingParams
 from cluster.transport.base import LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.factory import listen
-from cluster.types import Commit, FinishReason, Request, SamplingParams, Slo
+from cluster.types import Commit, FinishReason, Request, Slo
 from drafters.loop import DrafterLoop
 from drafters.protocol import Drafter
 from drafters.registry import make_drafter
@@ -38,7 +39,7 @@ from drafters.sessions import SessionLimits
 from router import assignment
 from router.assignment import PoolMember, Positions, RequestView
 from router.policies import build_policy
-from router.slot import Router, SlotReport
+from router.router import Router, SlotReport
 from tests.support.drafter_bench import SAMPLING, Bench, FakeLink
 from tests.support.simulated_cluster import SimulatedCluster, random_requests
 from tests.support.simulated_network import Faults

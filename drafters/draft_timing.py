@@ -3,7 +3,7 @@
 import random
 from typing import Protocol
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from drafters.protocol import Demand, Drafter
 from drafters.session import key_of, request_id_of
 from profiler.stopwatch import Stopwatch

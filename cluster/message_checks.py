@@ -23,8 +23,9 @@ from cluster.messages import (
     ProposalRound,
     SubmitRound,
 )
+from cluster.sampling_params import SamplingParams
 from cluster.transport.base import Link
-from cluster.types import MAX_DRAFT_LEN, Commit, FinishReason, Proposal, Request, SamplingParams
+from cluster.types import MAX_DRAFT_LEN, Commit, FinishReason, Proposal, Request
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +55,19 @@ class Inspection:
 
     def sound_part(self, link: Link, message: M, vocab_size: int) -> M:
         """The message without its invalid parts; the same object if there are none."""
-        part, faults = sound_part(message, vocab_size)
-        if faults:
-            self.note(link, faults)
-        return part
+        faults: list[str] = []
+        sound: dict[str, Any] = {}
+        for name, fault_of in _CHECKS[type(message)]:
+            parts = getattr(message, name)
+            if parts:
+                found = [fault_of(part, vocab_size) for part in parts]
+                if any(found):
+                    faults.extend(fault for fault in found if fault)
+                    sound[name] = tuple(part for part, fault in zip(parts, found, strict=True) if fault is None)
+        if not faults:
+            return message
+        self.note(link, faults)
+        return replace(message, **sound)
 
     def note(self, link: Link, faults: Sequence[str]) -> None:
         """Records an invalid message."""
@@ -73,20 +83,6 @@ class Inspection:
     def forget(self, link: Link) -> None:
         """Removes the link's count."""
         self._counts.pop(link, None)
-
-
-def sound_part(message: M, vocab_size: int) -> tuple[M, list[str]]:
-    """The message without its invalid parts, and what was wrong with them."""
-    faults: list[str] = []
-    sound: dict[str, Any] = {}
-    for name, fault_of in _CHECKS[type(message)]:
-        parts = getattr(message, name)
-        if parts:
-            found = [fault_of(part, vocab_size) for part in parts]
-            if any(found):
-                faults.extend(fault for fault in found if fault)
-                sound[name] = tuple(part for part, fault in zip(parts, found, strict=True) if fault is None)
-    return (replace(message, **sound), faults) if faults else (message, faults)
 
 
 def proposal_fault(proposal: Proposal, vocab_size: int) -> str | None:

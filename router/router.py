@@ -15,11 +15,11 @@ from router.assignment import (
     ScoreCounts,
     drafter_of,
 )
-from router.chains import PassTime
+from router.cost_model import monotone
 from router.estimates.drift import DriftDetector
 from router.load_demand import settle
 from router.policies.chain import ModelChains
-from router.table import next_table
+from router.routing_table import next_table
 
 # Cost of a draft token on a CPU over one on a GPU, until rounds tell: GPU memory is so much faster.
 FALLBACK_COST = 20.0
@@ -98,7 +98,7 @@ class Router:
         if isinstance(self._policy, ModelChains):
             levels = [level for report in reports for level in report.levels if self._is_of_the_pool(level)]
             passes = next((report.target_passes for report in reports if report.target_passes), ())
-            self._policy.learn(levels, PassTime(passes) if passes else None)
+            self._policy.learn(levels, monotone(passes) if passes else None)
         self._policy.observe(observations, scores)
         linked = set[str].intersection(*(set(report.drafters) for report in reports))
         absent = self._offered - linked

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from triton.errors import TritonError
 
+from engine.batch_layout import PackedSpan, lay_out
 from engine.cuda.ops import TILES
 from engine.device import synchronize
 from engine.kv_cache import KvCache
-from engine.layout import PackedSpan, lay_out
 from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.ops import HeadNorms, Ops
 

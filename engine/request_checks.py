@@ -1,6 +1,6 @@
 """Which requests a target refuses."""
 
-from cluster.soundness import request_fault
+from cluster.message_checks import request_fault
 from cluster.types import Commit, FinishReason, ModelInfo, Request
 from engine.sequences import Sequences
 from router import admission

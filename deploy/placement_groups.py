@@ -59,19 +59,19 @@ def with_gpu_memory(inventory: Inventory) -> Inventory:
 
 def _query_nodes(question: Any, nodes: Sequence[Node]) -> dict[str, int | None]:
     """A remote function's results by node. Nodes that fail or answer too late are logged and left out."""
-    asked = {
+    pending = {
         question.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote(): node.name
         for node in nodes
     }
-    answered, late = ray.wait(list(asked), num_returns=len(asked), timeout=QUERY_DEADLINE_S) if asked else ([], [])
+    answered, late = ray.wait(list(pending), num_returns=len(pending), timeout=QUERY_DEADLINE_S) if pending else ([], [])
     for answer in late:
-        _logger.warning("node %s did not describe its hardware within %g s", asked[answer], QUERY_DEADLINE_S)
+        _logger.warning("node %s did not describe its hardware within %g s", pending[answer], QUERY_DEADLINE_S)
     found: dict[str, int | None] = {}
     for answer in answered:
         try:
-            found[asked[answer]] = ray.get(answer)
+            found[pending[answer]] = ray.get(answer)
         except RayError as error:  # the node died, or cannot import this package
-            _logger.warning("node %s could not describe its hardware: %s", asked[answer], error)
+            _logger.warning("node %s could not describe its hardware: %s", pending[answer], error)
     return found
 
 
@@ -82,18 +82,18 @@ def _count_cores() -> int:
 
 @ray.remote(num_cpus=0, num_gpus=0, max_retries=0)
 def _gpu_bytes() -> int | None:
-    """Bytes of the smallest GPU of this node; None if the driver does not tell."""
+    """Bytes of the smallest GPU of this node; None if it is unknown."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_DEADLINE_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_DEADLINE_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return smallest_gpu(told.stdout)
+    return smallest_gpu(done.stdout)
 
 
-def smallest_gpu(told: str) -> int | None:
+def smallest_gpu(output: str) -> int | None:
     """Bytes of the smallest GPU in nvidia-smi's output, MiB per line; invalid lines are ignored."""
-    sizes = [int(line) for line in told.split() if line.isdigit()]
+    sizes = [int(line) for line in output.split() if line.isdigit()]
     return min(sizes) * 2**20 if sizes else None
 
 
@@ -110,9 +110,9 @@ def make_groups(plan: PlacementPlan) -> dict[str, PlacementGroup]:
         if not made.wait(max(1.0, end_s - time.monotonic())):
             for one in groups.values():
                 remove_placement_group(one)
-            wanted = " + ".join(f"{b.cpus:g} CPUs and {b.gpus:g} GPUs" for b in group.bundles)
+            needed = " + ".join(f"{b.cpus:g} CPUs and {b.gpus:g} GPUs" for b in group.bundles)
             raise LaunchError(
-                f"Ray found no place for {group.name} ({wanted}) within {GROUP_DEADLINE_S:g} s: something else uses the "
+                f"Ray could not place {group.name} ({needed}) within {GROUP_DEADLINE_S:g} s: something else uses the "
                 "cluster's resources; see `ray status`"
             )
     return groups

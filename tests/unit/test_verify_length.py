@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.soundness import proposal_fault
-from cluster.types import ModelInfo, Proposal, Request, SamplingParams
+from cluster.message_checks import proposal_fault
+from cluster.sampling_params import SamplingParams
+from cluster.types import ModelInfo, Proposal, Request
 from engine.sequences import Sequences
-from router import verification
+from router import verify_length
 from router.cost_model import TableCost
 from router.estimates.drafter_stats import MIN_RECORDS, DrafterStats, Judgement
 from router.plan import Capacity, DrafterView, SequenceView
-from router.verification import verify_goodput
+from router.verify_length import verify_goodput
 
 CAPACITY = Capacity(
     block_len=4, num_blocks=100, num_free_blocks=100, max_num_sequences=16, max_pass_tokens=64, max_model_len=200
@@ -73,7 +74,7 @@ def test_a_few_drafts_are_put_in_order_as_many_are(drawn: list[list[float]], roo
     capacity = replace(CAPACITY, max_pass_tokens=len(batch) + room)
     few = verify_goodput(batch, DRAFTERS, capacity, cost)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(verification, "FEW", -1)
+        patched.setattr(verify_length, "FEW", -1)
         assert verify_goodput(batch, DRAFTERS, capacity, cost) == few
 
 

@@ -2,7 +2,7 @@
 
 import gc
 
-from engine.garbage import freeze_startup_objects
+from engine.gc_freeze import freeze_startup_objects
 
 
 def test_what_is_there_is_left_out_and_what_comes_later_is_collected() -> None:

@@ -46,7 +46,7 @@ class _BatchRange:
         return max(0.0, queried.value - others.value) if queried.is_known and others.is_known else 0.0
 
 
-class ColocationGate:
+class BreakEvenGate:
     """The gate of one drafter."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
 
 from cluster.errors import OutOfBlocks
-from engine.ledger import Checkpoint, Ledger, LedgerMisuse
+from engine.kv_blocks import BlockLedger, Checkpoint, LedgerMisuse
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # two tokens only: many sequences begin alike
 
@@ -25,7 +25,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.ledger = Ledger(self.num_blocks, self.block_len, self.prefix_cache)
+        self.ledger = BlockLedger(self.num_blocks, self.block_len, self.prefix_cache)
         self.computed: dict[str, list[int]] = {}
         self.open_checkpoints: dict[str, Checkpoint] = {}
         self.cache: dict[
@@ -170,7 +170,7 @@ for case in (TestTightLedger, TestRoomyLedger, TestUnsharedLedger):
     case.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=unlikely)
 
 
-def compute(ledger: Ledger, request_id: str, token_ids: list[int]) -> int:
+def compute(ledger: BlockLedger, request_id: str, token_ids: list[int]) -> int:
     """Open and commit all of ``token_ids``; how many were cached."""
     num_cached = ledger.open(request_id, token_ids)
     ledger.commit(ledger.speculate(request_id, token_ids[num_cached:]), len(token_ids) - num_cached)
@@ -180,7 +180,7 @@ def compute(ledger: Ledger, request_id: str, token_ids: list[int]) -> int:
 def test_a_long_random_run_keeps_its_integrity() -> None:
     """Many more steps than hypothesis takes in one run, with sequences that grow as in serving."""
     rng = random.Random(0)
-    ledger = Ledger(60, 4)
+    ledger = BlockLedger(60, 4)
     live: dict[str, list[int]] = {}
     num_preempted = num_cached = 0
     for step in range(4000):
@@ -211,7 +211,7 @@ def test_a_long_random_run_keeps_its_integrity() -> None:
 
 
 def test_a_prefix_is_shared_but_for_its_last_token() -> None:
-    ledger = Ledger(10, 4)
+    ledger = BlockLedger(10, 4)
     assert compute(ledger, "a", list(range(8))) == 0
     assert ledger.open("b", list(range(8))) == 4  # the last token must be computed, and its block is written for it
     assert ledger.open("c", list(range(9))) == 8
@@ -220,13 +220,13 @@ def test_a_prefix_is_shared_but_for_its_last_token() -> None:
 
 
 def test_a_block_counts_as_the_same_only_after_the_same_tokens() -> None:
-    ledger = Ledger(10, 2)
+    ledger = BlockLedger(10, 2)
     compute(ledger, "a", [1, 2, 3, 4, 5])
     assert ledger.open("b", [9, 9, 3, 4, 5]) == 0
 
 
 def test_draft_tokens_that_fill_a_block_are_not_shared_before_they_are_committed() -> None:
-    ledger = Ledger(10, 4)
+    ledger = BlockLedger(10, 4)
     compute(ledger, "a", [1, 2, 3])
     checkpoint = ledger.speculate("a", [4, 5])
     assert ledger.open("b", [1, 2, 3, 4, 5]) == 0
@@ -237,7 +237,7 @@ def test_draft_tokens_that_fill_a_block_are_not_shared_before_they_are_committed
 
 
 def test_eviction_takes_the_least_recently_used_and_ends_before_beginnings() -> None:
-    ledger = Ledger(6, 2)
+    ledger = BlockLedger(6, 2)
     compute(ledger, "a", [1, 1, 1, 1, 1, 1])
     ledger.release("a")
     compute(ledger, "b", [2, 2, 2, 2])
@@ -250,7 +250,7 @@ def test_eviction_takes_the_least_recently_used_and_ends_before_beginnings() -> 
 
 
 def test_reuse_counts_as_use() -> None:
-    ledger = Ledger(4, 2)
+    ledger = BlockLedger(4, 2)
     compute(ledger, "a", [1, 1])
     ledger.release("a")
     compute(ledger, "b", [2, 2])
@@ -264,7 +264,7 @@ def test_reuse_counts_as_use() -> None:
 
 
 def test_a_released_request_frees_what_its_checkpoint_reserved() -> None:
-    ledger = Ledger(3, 2)
+    ledger = BlockLedger(3, 2)
     ledger.open("a", [1])
     checkpoint = ledger.speculate("a", [1, 2, 3, 4, 5])
     assert ledger.num_free_blocks == 0
@@ -277,7 +277,7 @@ def test_a_released_request_frees_what_its_checkpoint_reserved() -> None:
 
 
 def test_misuse_is_named() -> None:
-    ledger = Ledger(3, 2)
+    ledger = BlockLedger(3, 2)
     ledger.open("a", [1])
     for call in (ledger.computed_len, ledger.block_table, ledger.release):
         with pytest.raises(LedgerMisuse, match="request 'z' is not open"):
@@ -291,4 +291,4 @@ def test_misuse_is_named() -> None:
     with pytest.raises(ValueError, match="read-only"):
         ledger.block_table("a")[0] = 5
     with pytest.raises(ValueError, match="at least one block"):
-        Ledger(0, 2)
+        BlockLedger(0, 2)

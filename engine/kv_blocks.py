@@ -61,7 +61,7 @@ class _Sequence:
         return int(self.blocks[self.num_blocks])
 
 
-class Ledger:
+class BlockLedger:
     """The blocks of one KV cache. Not thread-safe.
 
     Args:

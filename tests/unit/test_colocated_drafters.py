@@ -16,8 +16,9 @@ from cluster.errors import IncompatibleTokenizer, InvalidField, ModelUnavailable
 from cluster.inventory import Inventory, Node
 from cluster.placement import place
 from cluster.resolve import resolve
-from cluster.types import FinishReason, ModelInfo, Request, SamplingParams
-from drafters.companions import Host, HostFeatures, make_dspark
+from cluster.sampling_params import SamplingParams
+from cluster.types import FinishReason, ModelInfo, Request
+from drafters.colocated_drafters import Host, HostFeatures, make_dspark
 from drafters.protocol import Capabilities, Demand, Draft
 from drafters.registry import feature_layers, make_drafter
 from engine.factory import load_target

@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import pytest
 
-from router.colocation_gate import ColocationGate, saved_s
+from router.break_even import BreakEvenGate, saved_s
 from router.cost_model import TableCost
 
 COST = TableCost((1, 2, 4, 8, 16), (0.010, 0.010, 0.012, 0.016, 0.032))
 
 
 def asked(
-    asking: ColocationGate,
+    asking: BreakEvenGate,
     batch: int,
     num_rounds: int,
     saves_s: Callable[[int], float],
@@ -30,23 +30,23 @@ def asked(
 
 
 def test_one_that_saves_more_than_it_takes_is_asked_in_every_round() -> None:
-    assert all(asked(ColocationGate(), 4, 500, lambda _: 0.005, 0.004))
+    assert all(asked(BreakEvenGate(), 4, 500, lambda _: 0.005, 0.004))
 
 
 def test_one_that_saves_less_is_asked_hardly_ever() -> None:
-    found = asked(ColocationGate(), 16, 2000, lambda _: 0.004, 0.005)
+    found = asked(BreakEvenGate(), 16, 2000, lambda _: 0.004, 0.005)
     assert all(found[:16]), "first it is tried"
     assert 10 < sum(found[16:]) < 60, "then now and then"
 
 
 def test_one_that_becomes_better_is_found_out() -> None:
-    found = asked(ColocationGate(), 1, 1000, lambda number: 0.0 if number < 300 else 0.05, 0.004)
+    found = asked(BreakEvenGate(), 1, 1000, lambda number: 0.0 if number < 300 else 0.05, 0.004)
     assert sum(found[100:300]) < 30
     assert all(found[-300:])
 
 
 def test_one_that_becomes_worse_is_found_out() -> None:
-    found = asked(ColocationGate(), 1, 1500, lambda number: 0.01 if number < 300 else 0.0, 0.004)
+    found = asked(BreakEvenGate(), 1, 1500, lambda number: 0.01 if number < 300 else 0.0, 0.004)
     assert all(found[:300])
     assert sum(found[600:]) < 60
 
@@ -57,13 +57,13 @@ def test_what_the_round_has_to_do_with_drafts_counts_too() -> None:
     def saves_s(number: int) -> float:
         return 0.0 if number < 300 else 0.02
 
-    assert all(asked(ColocationGate(), 1, 2000, saves_s, 0.004, handling_s=0.001)[-300:])
-    assert sum(asked(ColocationGate(), 1, 2000, saves_s, 0.004, handling_s=0.018)[-1000:]) < 60
-    assert all(asked(ColocationGate(), 1, 300, lambda _: 0.005, 0.004, handling_s=0.002))
+    assert all(asked(BreakEvenGate(), 1, 2000, saves_s, 0.004, handling_s=0.001)[-300:])
+    assert sum(asked(BreakEvenGate(), 1, 2000, saves_s, 0.004, handling_s=0.018)[-1000:]) < 60
+    assert all(asked(BreakEvenGate(), 1, 300, lambda _: 0.005, 0.004, handling_s=0.002))
 
 
 def test_what_pays_for_a_few_need_not_pay_for_many() -> None:
-    asking = ColocationGate()
+    asking = BreakEvenGate()
     for _ in range(40):
         asked(asking, 1, 1, lambda _: 0.01, 0.001)
         asked(asking, 16, 1, lambda _: 0.01, 0.02)
@@ -73,7 +73,7 @@ def test_what_pays_for_a_few_need_not_pay_for_many() -> None:
 
 
 def test_catching_up_after_a_pause_is_not_taken_for_the_cost_of_a_draft() -> None:
-    asking = ColocationGate()
+    asking = BreakEvenGate()
     found = []
     for _ in range(400):
         paused = bool(found) and not found[-1]

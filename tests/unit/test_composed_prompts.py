@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.training.composed import compose
+from drafters.training.composed_prompts import compose
 from drafters.training.corpus import MAX_PROMPT_CHARS, GivenPrompt, WrittenPrompt, append, fingerprint, is_usable
 from drafters.training.frozen import FrozenTarget
 from drafters.training.writing import ANSWER_TEMPERATURES, Writer
