@@ -15,7 +15,7 @@ import psutil
 
 from cluster.errors import OutriderError
 from deploy.local_ray import free_port
-from deploy.processes import descendants, end_all
+from deploy.process_tree import descendants, end_all
 
 START_S = 300.0
 STOP_S = 20.0

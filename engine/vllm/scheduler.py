@@ -13,6 +13,9 @@ from engine.target import SpanInput
 class PlannedScheduler(Scheduler):
     """Schedules the spans of ``plan``. Blocks, prefix cache and preemption stay vLLM's own."""
 
+    running: list[Any]
+    max_num_scheduled_tokens: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.plan: Mapping[str, SpanInput] = {}

@@ -13,7 +13,7 @@ from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from cluster.types import SamplingParams
+from cluster.sampling_params import SamplingParams
 from engine.acceptance import verdict
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from engine.target import SpanOutcome

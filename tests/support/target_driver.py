@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.types import Request, SamplingParams, TokenLogprobs
+from cluster.sampling_params import SamplingParams
+from cluster.types import Request, TokenLogprobs
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 
 Drafts = Callable[[str, int], Sequence[int]]  # request and committed length -> draft tokens
@@ -52,13 +53,15 @@ def play(
             if name in computed and preempts(name, played.num_passes):
                 engine.release(name)
                 del computed[name]
-            if name not in computed:
+            is_new = name not in computed
+            if is_new:
                 request = Request(name, tuple(prompts[name]), sampling[name], 0.0)
                 computed[name] = engine.open(request, tokens[name])
                 played.num_cached.setdefault(name, computed[name])
             elif holds(name, played.num_passes):
                 continue
-            spans.append(_span(name, tokens[name], computed[name], len(prompts[name]), sampling[name], drafts, chunk_len))
+            found = nothing if is_new else drafts  # a round has no proposal for a request that it admits
+            spans.append(_span(name, tokens[name], computed[name], len(prompts[name]), sampling[name], found, chunk_len))
         outcomes = engine.execute(spans)
         played.num_passes += 1
         for span, outcome in zip(spans, outcomes, strict=True):
