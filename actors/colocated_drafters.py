@@ -9,7 +9,7 @@ from cluster.messages import Hello, Role
 from cluster.transport.base import Mailbox
 from cluster.transport.factory import connect, listen
 from cluster.types import ModelInfo
-from drafters.colocated_drafters import Host
+from drafters.dspark.host import Host
 from drafters.loop import DrafterLoop
 from drafters.registry import feature_layers, make_drafter
 from drafters.sessions import SessionLimits
@@ -42,7 +42,7 @@ def load_with_colocated(
         OutriderError: a model is missing or does not fit; names it.
     """
     measured = config if profile is None else with_measured_costs(config, profile)
-    drafters = tuple(drafter for drafter in measured.drafters if drafter.is_companion)
+    drafters = tuple(drafter for drafter in measured.drafters if drafter.is_colocated)
     engine, model, cost = load_target(config, feature_layers(drafters), profile, remembers)
     host = Host(engine, ensure_model(config.model.name))
     return engine, model, cost, [_colocated(drafter, model, host) for drafter in drafters]

@@ -222,7 +222,7 @@ class Supervisor:
         """Starts drafters and router."""
         self._loader.models.start(time.monotonic())
         for name, config in self._drafters.items():
-            if config.is_companion:
+            if config.is_colocated:
                 continue  # runs in each target's process
             member = ManagedProcess(
                 name,

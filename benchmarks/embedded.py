@@ -162,14 +162,14 @@ class EmbeddedCluster:
         Raises:
             OutriderError: a model is missing, or does not fit; says which.
         """
-        from drafters.colocated_drafters import Host
+        from drafters.dspark.host import Host
         from drafters.registry import feature_layers, make_drafter
         from engine.loading import load_target
         from engine.models.prepare import ensure_model
         from engine.threads import in_own_thread
 
         config = config if profile is None else with_measured_costs(config, profile)
-        companions = [drafter for drafter in config.drafters if drafter.is_companion]
+        companions = [drafter for drafter in config.drafters if drafter.is_colocated]
 
         def load() -> tuple[TargetEngine, ModelInfo, CostModel, dict[str, PoolEntry]]:
             engine, model, cost = load_target(config, feature_layers(companions), profile)
@@ -180,7 +180,7 @@ class EmbeddedCluster:
                     drafter.max_draft_len,
                     drafter.ahead_len,
                     drafter.capacity,
-                    drafter.is_companion,
+                    drafter.is_colocated,
                     tuple(below.name for below in config.proposers_of(drafter.name)),
                 )
                 for drafter in config.drafters

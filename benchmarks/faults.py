@@ -93,7 +93,7 @@ def with_files(config: Config, folder: Path) -> Config:
 
 def pinned(config: Config) -> Config:
     """One drafter in its own process, which all requests use: a kill always hits the active drafter."""
-    drafter = next(drafter for drafter in config.drafters if not drafter.is_companion)
+    drafter = next(drafter for drafter in config.drafters if not drafter.is_colocated)
     return config.model_copy(
         update={
             "target": config.target.model_copy(update={"dtype": "float32"}),

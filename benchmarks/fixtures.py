@@ -12,7 +12,7 @@ from cluster.config import DrafterConfig
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request
 from deploy.api.tokenizer import Tokenizer
-from drafters.colocated_drafters import Host
+from drafters.dspark.host import Host
 from drafters.protocol import Drafter
 from drafters.registry import feature_layers, make_drafter
 from drafters.replay import Recording
@@ -60,7 +60,7 @@ class Fixtures:
 
     def make(self, drafter: DrafterConfig, clock: Callable[[], float] | None = None) -> Drafter:
         """A new drafter each time: most learn, and none may have seen an answer before."""
-        host = Host(self.target, self._folder) if drafter.is_companion else None
+        host = Host(self.target, self._folder) if drafter.is_colocated else None
         return in_own_thread(lambda: make_drafter(drafter, self.info, host, clock))
 
     def cache_prompts(self, engine: NativeTarget, requests: Sequence[Request]) -> None:

@@ -87,7 +87,7 @@ class Served:
         if config is None:
             self.engine = fixtures.baseline
         else:
-            self.engine = fixtures.target if config.is_companion else fixtures.plain
+            self.engine = fixtures.target if config.is_colocated else fixtures.plain
             self.drafter = fixtures.make(config, clock)
             pool = {"drafter": PoolEntry(self.drafter, DRAFT_LEN, capacity=batch, companion=True)}
         table = RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),))

@@ -105,7 +105,7 @@ def scenarios(rig: Harness, model: str) -> Mapping[str, RunConditions]:
         return lambda: {SELF: TruncatedDrafter(make(own), num_kept)}
 
     def alone(config: DrafterConfig) -> RunConditions:
-        return RunConditions(companions=(config,)) if config.is_companion else RunConditions(pool(config))
+        return RunConditions(companions=(config,)) if config.is_colocated else RunConditions(pool(config))
 
     others = beyond_defaults(model)
     rng = random.Random(0)
@@ -122,7 +122,7 @@ def scenarios(rig: Harness, model: str) -> Mapping[str, RunConditions]:
         **{
             f"half preempted, {config.name}": replace(alone(config), prefix_cache=False, preempt=True)
             for config in others
-            if config.is_companion
+            if config.is_colocated
         },
     }
 

@@ -165,7 +165,7 @@ def cluster(configs: Sequence[DrafterConfig], cost: CostModel) -> ClusterSpec:
         max_model_len=2**20,
     )
     drafters = tuple(
-        DrafterSpec(c.name, c.capacity, c.max_draft_len, c.ahead_len, c.replicas, c.is_companion) for c in configs
+        DrafterSpec(c.name, c.capacity, c.max_draft_len, c.ahead_len, c.replicas, c.is_colocated) for c in configs
     )
     settings = PlannerSettings.of(config)
     return ClusterSpec(

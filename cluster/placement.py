@@ -86,7 +86,7 @@ def place(config: Config, inventory: Inventory) -> PlacementPlan:
         name = target_name(replica)
         groups.append(_place_target(name, config.target.tensor_parallel, config.target.resources, free))
     for drafter in sorted(config.drafters, key=lambda d: -_number(d.resources.gpus)):
-        if drafter.is_companion:
+        if drafter.is_colocated:
             continue  # in the target's process
         name = drafter_name(drafter.name)
         bundles = tuple(_place_drafter(f"{name}/{i}", drafter.resources, free) for i in range(drafter.replicas))

@@ -72,7 +72,7 @@ def _resolve_drafters(
     resolved = []
     for drafter in drafters:
         asked = drafter.resources
-        if drafter.is_companion:
+        if drafter.is_colocated:
             nothing = asked.model_copy(update={"cpus": 0.0, "gpus": 0.0, "threads": 1})  # beside the target's own
             resolved.append(drafter.model_copy(update={"device": target_device, "resources": nothing}))
             continue
@@ -103,17 +103,19 @@ def _with_target(options: DrafterOptions, model: str) -> DrafterOptions:
     return options
 
 
-def _gpu_share(rivals: Sequence[DrafterConfig], nodes: Inventory, target_nodes: Inventory, target_gpus: float) -> float:
-    """Share of a GPU for each process of ``rivals`` with ``gpus: auto``; 0 if none is left."""
+def _gpu_share(sharing: Sequence[DrafterConfig], nodes: Inventory, target_nodes: Inventory, target_gpus: float) -> float:
+    """Share of a GPU for each process of ``sharing`` with ``gpus: auto``; 0 if none is left."""
     common = sum(node.num_gpus for node in nodes.nodes if node in target_nodes.nodes)
-    named = sum(d.replicas * d.resources.gpus for d in rivals if d.resources.gpus != "auto")
+    named = sum(d.replicas * d.resources.gpus for d in sharing if d.resources.gpus != "auto")
     num_free = int(nodes.num_gpus - min(target_gpus, common) - named)
-    hungry = sum(
-        d.replicas for d in rivals if d.has_model and not d.is_companion and d.device != "cpu" and d.resources.gpus == "auto"
+    num_wanting = sum(
+        d.replicas
+        for d in sharing
+        if d.has_model and not d.is_colocated and d.device != "cpu" and d.resources.gpus == "auto"
     )
-    if num_free < 1 or hungry == 0:
+    if num_free < 1 or num_wanting == 0:
         return 0.0
-    sharers = -(-hungry // num_free)
+    sharers = -(-num_wanting // num_free)
     return 1.0 if sharers == 1 else int(10_000 / sharers) / 10_000  # Ray counts in ten-thousandths
 
 

@@ -120,7 +120,6 @@ def _password(config: RedisStateConfig) -> str | None:
         return None
     try:
         return config.password_file.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise StateUnavailable(
-            f"cluster.state.password_file: {config.password_file} cannot be read ({error.strerror})"
-        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise StateUnavailable(f"cluster.state.password_file: {config.password_file} cannot be read ({reason})") from error

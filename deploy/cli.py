@@ -2,7 +2,6 @@
 
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,10 +123,17 @@ def chat(
 
     Drafted text is coloured by drafter. Each answer ends with its acceptance rate.
     """
-    options = dict(locals())
     from deploy.chat import chat as converse
 
-    converse(**options)
+    converse(
+        url,
+        api_key=api_key,
+        system=system,
+        drafting=drafting,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
 
 
 @app.command()
@@ -161,7 +167,7 @@ def profile(
 
 def _add_laboratory() -> None:
     """``bench`` and ``simulate`` are in ``benchmarks/``, which is part of a checkout but not of an installed package."""
-    if find_spec("benchmarks") is not None:
+    if (Path(__file__).parents[1] / "benchmarks" / "cli.py").is_file():  # not another package of that name
         import_module("benchmarks.cli").add_commands(app)
         return
     for name in ("bench", "simulate"):
@@ -227,7 +233,7 @@ def train(
     Generates prompts and answers with the model, distils the drafter, evaluates it and writes its model card.
     A stopped training resumes when the same command is run again.
     """
-    options = dict(locals())
+    options = dict(locals())  # the parameters above, which `run` has by the same names
     from deploy.train import run
 
     run(**options)

@@ -58,7 +58,7 @@ class DeployedCluster:
         inventory = with_cores(read_inventory(ray.nodes()))
         config = resolve_dtypes(resolve(self._config, inventory, useful_threads(load_config(model_folder))))
         plan = place(config, inventory)
-        if config.memory.gpu_gb is None and any(d.device == "cuda" and not d.is_companion for d in config.drafters):
+        if config.memory.gpu_gb is None and any(d.device == "cuda" and not d.is_colocated for d in config.drafters):
             inventory = with_gpu_memory(inventory)
         self._groups = make_groups(plan)
         budget = memory_budget(config, as_made(plan, self._groups), inventory)

@@ -13,8 +13,8 @@ from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions,
 from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo, Request
-from drafters.colocated_drafters import Host
 from drafters.draft_timing import DrafterProbe
+from drafters.dspark.host import Host
 from drafters.registry import Site, feature_layers, make
 from engine.loading import identity_of, load_engine
 from engine.models.prepare import ensure_model
@@ -48,7 +48,7 @@ _QUICK = ProfileEffort(
     TimingBudget(min_visits=4, budget_s=90.0, precision=0.03), max_rows=256, max_batch=16, num_trip_turns=2
 )
 _FULL = ProfileEffort(TimingBudget(min_visits=9, budget_s=420.0), max_rows=None, max_batch=64, num_trip_turns=8)
-_COMPANION_BATCH = 16  # their contexts share the target's KV cache with the measured passes
+_COLOCATED_BATCH = 16  # their contexts share the target's KV cache with the measured passes
 
 
 def measure_profile(config: Config, effort: ProfileEffort, report: Reporter = lambda step, share: None) -> Profile:
@@ -60,8 +60,8 @@ def measure_profile(config: Config, effort: ProfileEffort, report: Reporter = la
         OutriderError: a model is missing, does not fit, or is too small to be measured; says which.
     """
     report("loading", 0.0)
-    companions = [drafter for drafter in config.drafters if drafter.is_companion]
-    engine, model = load_engine(config, feature_layers(companions))
+    colocated = [drafter for drafter in config.drafters if drafter.is_colocated]
+    engine, model = load_engine(config, feature_layers(colocated))
     bench = _ProfileBench(config, engine, model)
     parts = {part.key: part for drafter in config.drafters for part in parts_of_drafter(drafter, bench.threads)}
     for part in parts.values():
@@ -109,14 +109,14 @@ class _ProfileBench:
         self._add("prefill", probe.prefill_grid(), probe.prefill, self.threads)
 
     def add_drafter(self, part: Part, max_batch: int) -> None:
-        site = Site(self._model, part.device, self._host if part.companion else None)
+        site = Site(self._model, part.device, self._host if part.colocated else None)
         drafter = make(_without_early_stop(part.options), site)
         reads = part.options.traits.reads_hidden_states
         backing = _TargetBacking(self._engine) if reads else None
         vocab_size = self._model.vocab_size
         probe = DrafterProbe(drafter, vocab_size, OwnTime(), backing, self._model.max_model_len)
         self._probes.append(probe)
-        batch = min(max_batch, _COMPANION_BATCH) if reads else max_batch
+        batch = min(max_batch, _COLOCATED_BATCH) if reads else max_batch
         self._add(f"draft {part.key}", probe.draft_grid(batch, part.draft_len), probe.draft, part.threads)
         if part.options.traits.has_model and len(grid := probe.catch_up_grid()) >= MIN_POINTS:
             self._add(f"catch-up {part.key}", grid, probe.catch_up, part.threads)

@@ -66,7 +66,6 @@ class _CascadeRound:
 class _CascadeSession:
     gains: dict[int, RequestGain]  # by expensive member
     round: _CascadeRound | None = None
-    num_drafts: dict[int, int] = field(default_factory=dict)  # by the member with the best draft
 
 
 class CascadeDrafter:
@@ -86,8 +85,8 @@ class CascadeDrafter:
     capabilities = Capabilities()
 
     def __init__(self, members: Sequence[CascadeMember], clock: Callable[[], float] | None = None) -> None:
-        if members[0].cost < 0.0 or any(a.cost > b.cost for a, b in pairwise(members)):
-            raise InvalidField("members", [m.name for m in members], "must stand in the order of their cost, from 0")
+        if not members or members[0].cost < 0.0 or any(a.cost > b.cost for a, b in pairwise(members)):
+            raise InvalidField("members", [m.name for m in members], "must be one or more, in order of cost, from 0")
         self._members = tuple(members)
         self._num_free = sum(member.cost == 0.0 for member in members)
         self._ensemble = _ensemble(members, self._num_free)
@@ -101,14 +100,6 @@ class CascadeDrafter:
         self._proposed_s: float | None = None  # of the newest drafts that no commit has verified
         self._tokens_per_round, self._cost_per_round = 1.5, 1.0
         self._sessions: dict[str, _CascadeSession] = {}
-
-    @property
-    def drafts_by_member(self) -> dict[str, int]:
-        """Drafts of the requests followed now, by the member that made them."""
-        return {
-            member.name: sum(session.num_drafts.get(i, 0) for session in self._sessions.values())
-            for i, member in enumerate(self._members)
-        }
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         for drafter in self._followers:
@@ -183,12 +174,10 @@ class CascadeDrafter:
         free = iter(self._ensemble.best_drafts([place for place, best in enumerate(expensive) if best is None]))
         drafts = []
         for place, (demand, round_, best) in enumerate(zip(demands, rounds, expensive, strict=True)):
-            member, draft = next(free) if best is None else (best.member, self._ensemble.spliced(place, best))
+            draft = next(free)[1] if best is None else self._ensemble.spliced(place, best)
             drafts.append(draft)
             if not demand.ahead:
-                session = self._sessions[demand.request_id]
-                session.round = round_
-                session.num_drafts[member] = session.num_drafts.get(member, 0) + 1
+                self._sessions[demand.request_id].round = round_
         return drafts
 
     def _learn(self, session: _CascadeSession, round_: _CascadeRound, token_ids: Sequence[int]) -> None:

@@ -43,6 +43,7 @@ class Shadow:
         self.request_id = request_id
         self.scored_len = scored_len
         self.pending: list[int] = []
+        self.row_price = 0.0  # of the target, as of the last budget that it sent
         self._next_base_len = scored_len
         self._max_draft_len = max_draft_len
         self._end_len = end_len
@@ -154,7 +155,7 @@ class Scorer:
     def _propose(self, waiting: Sequence[Shadow]) -> list[tuple[str, DraftScore]]:
         """For other drafters: real drafts, one virtual round of each request at a time."""
         beginning = [shadow for shadow in waiting if shadow.begins]
-        demands = [Demand(shadow.key, shadow.limit) for shadow in beginning]
+        demands = [Demand(shadow.key, shadow.limit, row_price=shadow.row_price) for shadow in beginning]
         for shadow, draft in zip(beginning, self._drafter.propose(demands) if demands else (), strict=True):
             shadow.begin(draft.token_ids)
         found: list[tuple[str, DraftScore]] = []

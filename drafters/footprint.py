@@ -96,12 +96,12 @@ def target_footprint(config: Config) -> Footprint:
     options = ModelOptions(model=config.model.name, dtype=target.dtype, kv_cache_gb=target.kv_cache_gb)
     own = DrafterConfig(name="target", options=options, capacity=target.max_num_sequences, spare_share=0)
     total = footprint(own, "cpu", max_model_len)
-    companions = [drafter for drafter in config.drafters if drafter.is_companion]
-    for drafter in companions:
+    colocated = [drafter for drafter in config.drafters if drafter.is_colocated]
+    for drafter in colocated:
         total = total.plus(_of(drafter.options, False, drafter.capacity * max_model_len, config.model.name))
     model, element = load_config(resolve_model(config.model.name)), max(2, _element(target.dtype, on_gpu=False))
     num_tokens = int(target.kv_cache_gb * 2**30) // model.kv_bytes_per_token(element)
-    kept = len(feature_layers(companions)) * model.hidden_size * element * num_tokens
+    kept = len(feature_layers(colocated)) * model.hidden_size * element * num_tokens
     return total.plus(Footprint(cache_bytes=kept))
 
 

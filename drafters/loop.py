@@ -127,7 +127,7 @@ class DrafterLoop:
     def next_due_s(self) -> float | None:
         """When a step has something to do without a message; None: never."""
         due_s = self.sessions.next_due_s()
-        if self.sessions.unscored:
+        if self.sessions.unscored and self._spare_share:
             return self._next_spare_s if due_s is None else min(due_s, self._next_spare_s)
         return due_s
 
@@ -151,9 +151,11 @@ class DrafterLoop:
     def _score(self, now_s: float) -> bool:
         """One piece of scoring, if scoring has had less than its share of time. Returns whether there was any."""
         unscored = self.sessions.unscored
-        if not unscored or now_s < self._next_spare_s:
+        if not unscored or not self._spare_share or now_s < self._next_spare_s:
             return False
         shadows = [shadow for _, shadow in unscored.values()]
+        for peer, shadow in unscored.values():
+            shadow.row_price = peer.row_price
         for key, score in self._scorer.work(shadows):
             unscored[key][0].scores.append(score)
         for shadow in shadows:

@@ -29,7 +29,9 @@ class Demand:
 
     @property
     def least_survival(self) -> float:
-        """Survival below which a draft ends. Lookups keep the first token, so that drafts can be compared."""
+        """Survival below which lookups and cascades end a draft; lookups always keep the first token. Model drafters do not
+        read it: they end a draft by ``Stopping``.
+        """
         return PRICE_SHARE * self.row_price
 
 

@@ -26,7 +26,7 @@ from engine.dtypes import choose_dtype
 from router.estimates.prior_costs import prior_member_cost
 
 if TYPE_CHECKING:
-    from drafters.colocated_drafters import Host
+    from drafters.dspark.host import Host
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
 
 
 def _make_dspark(options: DSparkOptions, site: Site) -> Drafter:
-    from drafters.colocated_drafters import make_dspark
+    from drafters.dspark.host import make_dspark
 
     if site.host is None:
         raise InvalidField("kind", options.kind, "reads the target's hidden states, so it must run in the target's process")

@@ -173,6 +173,7 @@ class TargetPeer:
     sessions: dict[str, Session] = field(default_factory=dict)
     scores: list[DraftScore] = field(default_factory=list)  # unsent
     ignored: dict[str, None] = field(default_factory=dict)  # others draft for them, and there is no capacity for a shadow
+    row_price: float = 0.0  # of the last budget: a target has one price for all requests of a pass
     refused: dict[str, float] = field(default_factory=dict)  # without capacity: time of the last message, oldest first
     refusals: dict[str, int] = field(default_factory=dict)  # unsent empty proposals: committed length that they answer
 

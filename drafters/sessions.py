@@ -292,6 +292,7 @@ class TargetSessions:
     def _set_budget(self, peer: TargetPeer, budget: Budget, now_s: float) -> None:
         """A budget of 0 makes a session a shadow: another drafter drives the request from now on."""
         request_id = budget.request_id
+        peer.row_price = budget.row_price
         session = peer.sessions.get(request_id)
         num_tokens = max(0, min(budget.num_tokens, self._limits.max_draft_len))
         if session is None:

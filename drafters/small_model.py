@@ -94,15 +94,27 @@ class SmallModel:
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         """Follows a request; a followed one is reset, keeping the shared prefix of its cache."""
         self.release(request_id)
-        sampling = replace(sampling, top_logprobs=None)  # not used by drafts
-        state = SamplingState(sampling, token_ids, prompt_len)
-        self._sessions[request_id] = _ModelSession(list(token_ids), state, len(self.readable(token_ids)) == len(token_ids))
+        known = self._known_parameters(sampling)
+        is_readable = len(self.readable(token_ids)) == len(token_ids) and bool(known.allowed_token_ids) == bool(
+            sampling.allowed_token_ids
+        )
+        self._sessions[request_id] = _ModelSession(list(token_ids), SamplingState(known, token_ids, prompt_len), is_readable)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
         session = self._sessions[request_id]
         session.token_ids.extend(token_ids)
         session.state.extend(token_ids)
         session.is_readable &= len(self.readable(token_ids)) == len(token_ids)
+
+    def _known_parameters(self, sampling: SamplingParams) -> SamplingParams:
+        """Without log-probabilities, which drafts do not use, and without ids that the target has and this model has not."""
+        num_known = self._sampler.vocab_size
+        return replace(
+            sampling,
+            top_logprobs=None,
+            logit_bias=tuple((token_id, bias) for token_id, bias in sampling.logit_bias if token_id < num_known),
+            allowed_token_ids=tuple(token_id for token_id in sampling.allowed_token_ids if token_id < num_known),
+        )
 
     def opening(self, request_id: str) -> tuple[tuple[int, ...], int, SamplingParams]:
         """Arguments of `open` for the request as it is now: tokens, prompt length, sampling."""

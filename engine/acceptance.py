@@ -1,9 +1,14 @@
-"""Acceptance of draft tokens: one is accepted exactly when it equals the target's own token (DESIGN idea 1). No torch."""
+"""Acceptance of draft tokens: one is accepted exactly when it equals the target's own token (DESIGN idea 1). No torch.
+
+``verdict`` accepts within a pass; ``judge`` compares a whole proposal with what was committed, for the drafter's statistics.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from cluster.types import Proposal
 from engine.target import SpanOutcome
+from router.estimates.drafter_stats import Judgement
 
 if TYPE_CHECKING:
     from engine.sampling import Chosen
@@ -30,3 +35,11 @@ def verdict(request_id: str, drafts: Sequence[int], chosen: "Chosen") -> SpanOut
         chosen.logprobs[:num_tokens],
         error=chosen.error if num_tokens == num_accepted else None,
     )
+
+
+def judge(proposal: Proposal, committed: Sequence[int]) -> Judgement:
+    """Compares a proposal with the tokens committed from its base on, its unverified tokens included."""
+    drafts = proposal.token_ids
+    num_right = common_prefix_len(drafts, committed)
+    num_judged = min(num_right + 1, len(drafts), len(committed))
+    return Judgement(proposal.drafter, proposal.confidences[:num_judged], num_right, proposal.unfinished)

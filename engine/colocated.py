@@ -83,7 +83,9 @@ class ColocatedDrafters:
             except Exception as error:  # this process owns the loop, and a drafter's fault costs speed alone
                 logger.exception("drafter %s failed, and is left out from now on", loop.name)
                 self._loops.remove(loop)
+                del self._gates[loop.name]
                 failed.append((loop.name, f"{type(error).__name__}: {error}"))
+                continue
             if follows_pass:
                 self._gates[loop.name].note_draft(self._batch, self._clock() - start_s)
         return self._clock() - begin_s, failed

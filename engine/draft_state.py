@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from cluster.types import Proposal
-from engine.acceptance import common_prefix_len
+from engine.acceptance import judge
 from router.assignment import Chain
 from router.estimates.drafter_stats import Judgement
 from router.plan import NO_DRAFTS, DraftBudget
@@ -129,11 +129,9 @@ class DraftState:
         if proposal is None or not committed:
             self.judgement = None
             return None
-        drafts, confidences = proposal.token_ids, proposal.confidences
-        num_right = common_prefix_len(drafts, committed)
-        num_judged = min(num_right + 1, len(drafts), len(committed))
-        self.judgement = Judgement(proposal.drafter, confidences[:num_judged], num_right, proposal.unfinished)
-        if num_right == len(committed) < len(drafts):
+        self.judgement = judge(proposal, committed)
+        num_right = self.judgement.num_right
+        if num_right == len(committed) < len(proposal.token_ids):
             self.proposal = _behind(proposal, num_right)
             survival = self.survival
             self.survival = tuple([s / max(survival[num_right - 1], 1e-9) for s in survival[num_right:]])

@@ -13,7 +13,7 @@ class StepReport:
 
 @record
 class LoopStatus:
-    """A consistent snapshot of the loop, made once a step for other threads."""
+    """The loop as of the last step, for other threads; ``followed`` is counted when it is read."""
 
     num_running: int = 0
     num_waiting: int = 0

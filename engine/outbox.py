@@ -39,8 +39,8 @@ class DrafterOutbox:
 
     def open_for_scoring(self, sequence: LiveSequence) -> None:
         """Opens a session in which the drafter only keeps in step, in its spare time."""
-        self.scoring.add(sequence.request.id)
         self._open(sequence, NO_DRAFTS, ())
+        self.scoring.add(sequence.request.id)
 
     def start_drafting(self, request_id: str, budget: DraftBudget) -> None:
         """The drafter is in step with the request, and drafts for it from now on."""
@@ -72,8 +72,8 @@ class DrafterOutbox:
 
     def release(self, request_id: str) -> None:
         """Also ends sessions that only the drafter still knows of."""
-        self.followed.discard(request_id)
         self.scoring.discard(request_id)
+        self.followed.discard(request_id)  # last: other threads count those followed less those scored
         self._opens.pop(request_id, None)
         self._extends.pop(request_id, None)
         self._budgets.pop(request_id, None)

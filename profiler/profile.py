@@ -167,7 +167,7 @@ class Part:
     options: DrafterOptions
     device: str
     threads: int
-    companion: bool
+    colocated: bool
     draft_len: int
 
     @property
@@ -184,7 +184,7 @@ def parts_of_drafter(drafter: DrafterConfig, target_threads: int) -> Iterator[Pa
         drafter.options,
         drafter.name,
         drafter,
-        target_threads if drafter.is_companion or threads == "auto" else threads,
+        target_threads if drafter.is_colocated or threads == "auto" else threads,
     )
 
 
@@ -193,7 +193,7 @@ def _parts(options: DrafterOptions, label: str, drafter: DrafterConfig, threads:
         for i, member in enumerate(options.members):
             yield from _parts(member, f"{label}.{i}-{member.kind}", drafter, threads)
         return
-    yield Part(label, options, drafter.device, threads, drafter.is_companion, drafter.max_draft_len)
+    yield Part(label, options, drafter.device, threads, drafter.is_colocated, drafter.max_draft_len)
 
 
 class ProfiledCost:

@@ -32,7 +32,7 @@ class _BatchRange:
         if self.saved_s.value > self.draft_s.at(batch) + self._handling_s:
             self.pause.reset()
             return True
-        if not self.pause.is_over():
+        if not self.pause.count_round():
             return False
         self.num_trials_left = _TRIAL_ROUNDS - 1
         self.saved_s.fade(_TRIAL_ROUNDS)

@@ -75,7 +75,7 @@ class DecodeRate:
 
 
 def row_price(tokens_per_s: float | None, num_rows: int, num_context: int, cost: CostModel) -> float:
-    """Tokens that could be decoded in the time of one row more, or of the last one, at most 1.
+    """Tokens that could be decoded in the time of one row more, or of the last one, from 0 to 1.
 
     A draft token less likely to survive than this is not worth its row. At a knee of the cost the cheaper side counts.
     """
@@ -85,4 +85,4 @@ def row_price(tokens_per_s: float | None, num_rows: int, num_context: int, cost:
     row_s = cost.step_s(num_rows + 1, num_context) - here_s
     if num_rows > 1:
         row_s = min(row_s, here_s - cost.step_s(num_rows - 1, num_context))
-    return min(1.0, row_s * tokens_per_s)
+    return max(0.0, min(1.0, row_s * tokens_per_s))  # a cost that is corrected meanwhile may fall

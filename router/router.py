@@ -91,7 +91,9 @@ class Router:
         """The table of the next slot; None: the targets have it already."""
         if not reports:
             return None
-        observations = [seen for report in reports for seen in report.observations]
+        observations = [
+            seen for report in reports for seen in report.observations if drafter_of(seen.drafter) in self._known
+        ]
         scores = [score for report in reports for score in report.scores if drafter_of(score.drafter) in self._known]
         if self._watch is not None:
             self._watch.observe(observations)

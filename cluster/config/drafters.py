@@ -166,7 +166,7 @@ class DrafterConfig(Section):
         return self.options.traits.has_model
 
     @property
-    def is_companion(self) -> bool:
+    def is_colocated(self) -> bool:
         """Whether it reads the target's hidden states, so that it runs in each target replica's process."""
         return self.options.traits.reads_hidden_states
 
@@ -178,9 +178,9 @@ class DrafterConfig(Section):
             raise ValueError(f"resources.gpus must be 0 for a drafter on a CPU, got {self.resources.gpus}")
         if self.device == "cuda" and self.resources.gpus == 0:
             raise ValueError("resources.gpus must be greater than 0 on device cuda, got 0: leave it out for one GPU")
-        if self.is_companion and self.load == "lazy":
+        if self.is_colocated and self.load == "lazy":
             raise ValueError("load must not be lazy for a drafter in the target's process: it is made with the target")
-        if self.is_companion and self.replicas != 1:
+        if self.is_colocated and self.replicas != 1:
             raise ValueError(
                 f"replicas must be 1 for a drafter that runs in the target's process (kind dspark, or one with such a "
                 f"member), got {self.replicas}: each target replica has its own"

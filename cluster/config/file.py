@@ -175,7 +175,7 @@ class Config(Section):
         if not isinstance(policy, ChainPolicy) or policy.max_levels < 3:
             return ()
         before = self.drafters[: self.drafters.index(by_name[name])]
-        return tuple(drafter for drafter in before if not drafter.is_companion)
+        return tuple(drafter for drafter in before if not drafter.is_colocated)
 
     def _check_chain(self, chain: tuple[str, ...]) -> None:
         """Of a fixed policy."""
@@ -189,7 +189,7 @@ class Config(Section):
                     f"{by_name[name].options.kind}"
                 )
         for name in chain[:-1]:
-            if by_name[name].is_companion:
+            if by_name[name].is_colocated:
                 raise ValueError(
                     f"router.policy.chain: {name} reads the target's hidden states, so that it cannot run beside {chain[-1]}"
                 )

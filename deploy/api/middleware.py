@@ -18,7 +18,7 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that disconnected
 SPARE_CALLS = 64
 # Neither counted nor refused: probes, scrapes and documentation, which an overloaded server must still answer.
 _UNLIMITED = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs"})
-_SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_VALID_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 WARNING_HEADER = "x-outrider-warning"
@@ -84,7 +84,7 @@ class Boundary:
 
 def _request_id(scope: Scope) -> str:
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
-    if len(given) == 1 and _SANE_ID.fullmatch(given[0]):
+    if len(given) == 1 and _VALID_ID.fullmatch(given[0]):
         return str(given[0].decode())
     return f"req_{secrets.token_hex(12)}"
 

@@ -1,5 +1,5 @@
 /* The lookups of a cascade, queried together: drafters/ensemble.py's PlainEnsemble for lookups in C. The maps of confidences and
- * of cases belong to the caller, who fits them anew when enough trials have been recorded here. */
+ * of cases belong to the caller, which refits them when enough trials have been recorded here. */
 #include "lookup.h"
 
 #include <math.h>

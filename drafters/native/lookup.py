@@ -45,7 +45,7 @@ class Lookup(Drafter, Protocol):
 
 
 def compiled(drafter: Lookup) -> Drafter:
-    """The C implementation of a drafter that follows nobody yet, or the drafter itself where there is no compiler."""
+    """The C implementation of a drafter without sessions, or the drafter itself where there is no compiler."""
     library = _library()
     return drafter if library is None else NativeLookup(library, drafter.kind, *drafter.settings, keep=drafter)
 

@@ -63,7 +63,7 @@ class DriftDetector:
         Neither do rounds without a proposal in time: lateness says nothing about acceptance.
         """
         for member in self._members.values():
-            if member.state is DriftState.QUARANTINED and member.pause.is_over():
+            if member.state is DriftState.QUARANTINED and member.pause.count_round():
                 member.state, member.trial = DriftState.ON_TRIAL, (0, 0)
         slot: dict[str, list[Observation]] = {}
         for seen in lessons(observations):

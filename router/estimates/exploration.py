@@ -22,8 +22,8 @@ class Pause:
         """The drafter pays."""
         self._num_doubled = self._num_passed = 0
 
-    def is_over(self) -> bool:
-        """Counts a round; whether it is one of trial."""
+    def count_round(self) -> bool:
+        """Counts a round. Returns whether it is a trial."""
         self._num_passed += 1
         if self._num_passed < min(self.first << self._num_doubled, self.longest):
             return False

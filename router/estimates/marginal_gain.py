@@ -46,7 +46,7 @@ class MarginalGain:
             price: tokens that the batch would decode while it drafts for that many.
         """
         places = [bisect_right(_EDGES, expected_len) for expected_len, _ in at_hand]
-        due = {at for at in set(places) if self._pauses[at].is_over()}
+        due = {at for at in set(places) if self._pauses[at].count_round()}
         tried = [places.index(at) for at in due]
         expected = {at: self._expected(at) for at in set(places)}
         gains = [expected[at] + own.value for at, (_, own) in zip(places, at_hand, strict=True)]

@@ -49,7 +49,7 @@ def build_pool(config: Config) -> tuple[PoolMember, ...]:
             prior_token_cost(drafter.options),
             max_draft_len=drafter.max_draft_len,
             verifies=drafter.options.traits.can_verify,
-            leads=not drafter.is_companion,
+            leads=not drafter.is_colocated,
         )
         for drafter in config.drafters
         for replica in range(drafter.replicas)

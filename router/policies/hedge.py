@@ -96,7 +96,7 @@ class Hedge:
                 (r, room.drafters[j]) for r, j in zip(requests_live, places, strict=True) if j != NOWHERE
             )
             for i in np.flatnonzero(~live).tolist():
-                chains[requests[i].request_id] = self._best_left(values[i], prices, room)
+                chains[requests[i].request_id] = self._best_left(values[i], matching.prices, room)
         return chains
 
     @staticmethod

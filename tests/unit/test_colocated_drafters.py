@@ -18,7 +18,7 @@ from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.sampling_params import SamplingParams
 from cluster.types import FinishReason, ModelInfo, Request
-from drafters.colocated_drafters import Host, HostFeatures, make_dspark
+from drafters.dspark.host import Host, HostFeatures, make_dspark
 from drafters.protocol import Capabilities, Demand, Draft
 from drafters.registry import feature_layers, make_drafter
 from engine.factory import load_target
@@ -274,7 +274,7 @@ def test_placed_with_the_target(target: Path, folder: Path) -> None:
     )
     resolved = resolve(config(target, pool), NODES)
     assert resolve(resolved, NODES) == resolved
-    assert [drafter.is_companion for drafter in resolved.drafters] == [True, True, False]
+    assert [drafter.is_colocated for drafter in resolved.drafters] == [True, True, False]
     assert [group.name for group in place(resolved, NODES).groups] == ["target-0", "drafter-ngram"]
     with pytest.raises(ValueError, match="replicas must be 1 for a drafter that runs in the target's process"):
         DrafterConfig(name="dspark", options=options(folder), replicas=2)

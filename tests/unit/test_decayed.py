@@ -36,7 +36,7 @@ def test_a_mean_is_of_all_samples_first_and_of_the_newest_then() -> None:
 
 def test_pauses_double_with_each_trial_in_vain() -> None:
     pause = Pause(first=2, longest=6)
-    trials = [number for number in range(1, 22) if pause.is_over()]
+    trials = [number for number in range(1, 22) if pause.count_round()]
     assert trials == [2, 6, 12, 18]
     pause.reset()
-    assert [pause.is_over() for _ in range(3)] == [False, True, False]
+    assert [pause.count_round() for _ in range(3)] == [False, True, False]

@@ -295,3 +295,18 @@ def test_the_real_target_as_its_own_drafter_is_always_right(model_folder: Path, 
     token_ids = plain_run(model_folder, sampling, 32)
     drafted, accepted = ride(ModelDrafter(small), token_ids, sampling, 5)
     assert drafted == accepted > 20
+
+
+def test_ids_beyond_the_models_vocabulary_are_left_out_of_its_sampling(folder: Path) -> None:
+    """A target may have more tokens than its drafter: a request that names one of them must not end the whole batch."""
+    model = load_model(folder, "float32")
+    small = SmallModel(model, num_blocks=16, vocab_size=VOCAB_SIZE + 50, eos_token_ids=(EOS,))
+    drafter, outside = ModelDrafter(small), VOCAB_SIZE + 10
+    drafter.open("plain", PROMPT, len(PROMPT), GREEDY)
+    drafter.open("bias", PROMPT, len(PROMPT), SamplingParams(16, 0.0, logit_bias=((outside, 50.0),)))
+    drafter.open("some", PROMPT, len(PROMPT), SamplingParams(16, 0.0, allowed_token_ids=(7, outside)))
+    drafter.open("none", PROMPT, len(PROMPT), SamplingParams(16, 0.0, allowed_token_ids=(outside,)))
+    plain, bias, some, none = drafter.propose([Demand(name, 3) for name in ("plain", "bias", "some", "none")])
+    assert bias.token_ids == plain.token_ids != ()
+    assert some.token_ids == (7, 7, 7)
+    assert none.token_ids == ()

@@ -76,7 +76,7 @@ def test_the_embedded_model_is_served_with_what_was_trained_for_it(full_folder: 
     assert members(config)[-2:] == (TableOptions(path="table"), DSparkOptions(path="dspark"))
     assert members(config)[:2] == members(Config())[:2]
     assert [d.name for d in config.drafters] == [d.name for d in Config().drafters]
-    assert [d.is_companion for d in config.drafters] == [True, False, False]
+    assert [d.is_colocated for d in config.drafters] == [True, False, False]
     assert with_shipped(config) is config
 
 
