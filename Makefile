@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 # What to serve: make serve CONFIG=deploy/examples/one-node-8gpu.yaml
 CONFIG ?=
 
-.PHONY: setup serve test test-fast test-local test-ray check proto
+.PHONY: setup serve test test-fast test-local test-ray test-vllm check proto
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed $(VENV)/.model
@@ -54,6 +54,11 @@ test-fast: $(VENV)/.dev
 
 test-ray: setup $(VENV)/.dev
 	$(BIN)/pytest -m '$(EXCLUDED) and ray' --durations 20 $(ARGS)
+
+# The contract of targets, with vLLM's engine; in an environment of its own, which takes 2.5 GB.
+test-vllm:
+	benchmarks/compare/setup.sh vllm
+	.venv-vllm/bin/python -m pytest tests/contract/test_target.py -m vllm -W default $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

