@@ -79,8 +79,12 @@ def run(options: BenchOptions) -> BenchResult:
 
 
 def _in_turn(servers: Sequence[RunningArm], number: int) -> list[RunningArm]:
-    """Every other round backwards: who comes later in a round has no advantage."""
-    return list(servers) if number % 2 == 0 else list(reversed(servers))
+    """Every other round backwards by server: who comes later in a round has no advantage."""
+    by_server: dict[str, list[RunningArm]] = {}
+    for one in servers:
+        by_server.setdefault(one.arm.server, []).append(one)
+    groups = list(by_server.values())
+    return [one for group in (groups if number % 2 == 0 else reversed(groups)) for one in group]
 
 
 def _gguf() -> Path:
