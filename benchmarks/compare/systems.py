@@ -111,7 +111,7 @@ def chosen_arms(quick: bool, peers: Sequence[str]) -> tuple[Arm, ...]:
         # Of one server, which learns from answers: with drafts first, so that it knows none of the prompts. The plain arm
         # finds them in its prefix cache.
         Arm("outrider", OUTRIDER, "bf16", True, "outrider"),
-        Arm("outrider, no drafting", OUTRIDER, "bf16", False, "outrider", "none"),
+        Arm("outrider, no drafting", OUTRIDER, "bf16", False, "outrider", "off"),
     ]
     if VLLM in peers:
         for precision in (best,) if quick else ("bf16", "fp32"):

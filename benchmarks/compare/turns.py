@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.compare.systems import RunningArm
 from benchmarks.load import LoadRequest, TimedAnswer, run_streams, tokens_per_s
@@ -55,8 +55,9 @@ def _awake(arm: RunningArm) -> Iterator[None]:
 
 def closed_loop(arm: RunningArm, asks: Sequence[LoadRequest], num_streams: int) -> Turn:
     """``num_streams`` requests under way at a time, until all are answered."""
+    own = [replace(ask, drafting=arm.arm.drafting) for ask in asks]
     with _awake(arm):
-        return Turn.of(arm.arm.name, asyncio.run(run_streams(arm.target.ask, asks, num_streams)))
+        return Turn.of(arm.arm.name, asyncio.run(run_streams(arm.target.ask, own, num_streams)))
 
 
 def open_loop(arm: RunningArm, asks: Sequence[LoadRequest], arrivals_s: Sequence[float]) -> Turn:
@@ -67,7 +68,7 @@ def open_loop(arm: RunningArm, asks: Sequence[LoadRequest], arrivals_s: Sequence
 
         async def one(ask: LoadRequest, at_s: float) -> TimedAnswer:
             await asyncio.sleep(max(0.0, start_s + at_s - time.monotonic()))
-            return await arm.target.ask(ask)
+            return await arm.target.ask(replace(ask, drafting=arm.arm.drafting))
 
         return list(await asyncio.gather(*(one(ask, at_s) for ask, at_s in zip(asks, arrivals_s, strict=True))))
 
