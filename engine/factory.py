@@ -69,17 +69,10 @@ def _plain_on_gpu(config: DecoderConfig, dtype: torch.dtype, why: str) -> Ops:
 
 
 def load_model(
-    folder: Path,
-    dtype: str = "auto",
-    device: str = "cpu",
-    num_layers: int | None = None,
-    block_len: int = BLOCK_LEN,
+    folder: Path, dtype: str = "auto", device: str = "cpu", num_layers: int | None = None, block_len: int = BLOCK_LEN
 ) -> CausalModel:
-    """Loads the model of a Hugging Face folder; with ``num_layers`` only its first layers.
-
-    Raises:
-        ModelUnavailable: missing, half-written or unsupported; one line that says which.
-    """
+    """Loads the model of a Hugging Face folder; with ``num_layers`` only its first layers. Raises ModelUnavailable: missing,
+    half-written or unsupported; one line that says which."""
     config = load_config(folder)
     if num_layers is not None:
         config = config.truncated(num_layers)
@@ -89,11 +82,7 @@ def load_model(
 
 
 def build_model(config: DecoderConfig, weights: Weights, dtype: str, device: str, block_len: int = BLOCK_LEN) -> CausalModel:
-    """Builds a model from weights.
-
-    Raises:
-        InvalidField: the device is a GPU, and there is none.
-    """
+    """Builds a model from weights. Raises InvalidField: the device is a GPU, and there is none."""
     require(device)
     at, kind = torch.device(device), DTYPES[dtype]
     ops = make_ops(config, kind, at, int8=dtype == "int8", block_len=block_len)
@@ -123,9 +112,8 @@ def load_target(
 ) -> NativeTarget:
     """A native target for the model of a Hugging Face folder. ``max_model_len`` is capped at the model's.
 
-    Raises:
-        ModelUnavailable: missing, half-written or unsupported; one line that says which.
-        InvalidField: the KV cache cannot hold a sequence of ``max_model_len`` tokens; or there are no such layers.
+    Raises ModelUnavailable: missing, half-written or unsupported; one line that says which; InvalidField: the KV cache
+    cannot hold a sequence of ``max_model_len`` tokens; or there are no such layers.
     """
     model = load_model(folder, dtype, device, block_len=block_len)
     limits = NativeLimits(

@@ -43,11 +43,7 @@ class DecoderLayer:
         attends: Layout,
     ) -> torch.Tensor:
         """Adds ``delta`` and the attention to ``residual`` in place. Returns the feed-forward output, still to be added.
-
-        Args:
-            kv: keys and values of the layer's cache.
-            attends: the layout of the attention.
-        """
+        ``kv``: keys and values of the layer's cache. ``attends``: the layout of the attention."""
         qkv = self.qkv(ops.add_norm(residual, delta, self.input_norm))
         queries = ops.rotate_and_store(qkv, self.head_norms, layout, *kv)
         attended = self.out(ops.attention(queries, attends, *kv))
@@ -116,12 +112,10 @@ class CausalModel:
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[PackedSpan], cache: KvCache) -> torch.Tensor:
-        """Computes all spans and writes their keys and values to ``cache``.
+        """Computes all spans and writes their keys and values to ``cache``. Two spans of a pass may share only blocks that
+        lie wholly before both base_lens.
 
-        Two spans of a pass may share only blocks that lie wholly before both base_lens.
-
-        Returns:
-            The final hidden states, [rows, hidden] in the dtype, rows in the order of the spans.
+        Returns the final hidden states, [rows, hidden] in the dtype, rows in the order of the spans.
         """
         return self.forward_with_hidden_states(spans, cache, ())[0]
 
@@ -129,10 +123,8 @@ class CausalModel:
     def forward_with_hidden_states(
         self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``forward``, with the hidden states after ``layers``: [rows, len(layers) * hidden], in the dtype.
-
-        -1 is the embedding, i is transformers' ``hidden_states[i + 1]``, so the last layer's is taken after the final norm.
-        """
+        """As ``forward``, with the hidden states after ``layers``: [rows, len(layers) * hidden], in the dtype. -1 is the
+        embedding, i is transformers' ``hidden_states[i + 1]``, so the last layer's is taken after the final norm."""
         return self._pass(self.lay_out(spans, cache.block_len), cache, layers)
 
     def _pass(self, layout: Layout, cache: KvCache, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

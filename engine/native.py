@@ -32,21 +32,14 @@ class NativeLimits:
 
 
 class NativeTarget:
-    """``engine.target.TargetEngine`` over a ``CausalModel``, in this process.
+    """``engine.target.TargetEngine`` over a ``CausalModel``, in this process. ``feature_layers``: layers whose hidden states
+    are kept for drafters in this process (``read_hidden_states``).
 
-    Args:
-        feature_layers: layers whose hidden states are kept for drafters in this process (``read_hidden_states``).
-
-    Raises:
-        InvalidField: the limits contradict the model or each other, or the model has no such layers.
+    Raises InvalidField: the limits contradict the model or each other, or the model has no such layers.
     """
 
     def __init__(
-        self,
-        model: CausalModel,
-        limits: NativeLimits,
-        prefix_cache: bool = True,
-        feature_layers: Sequence[int] = (),
+        self, model: CausalModel, limits: NativeLimits, prefix_cache: bool = True, feature_layers: Sequence[int] = ()
     ) -> None:
         if not 1 <= limits.max_model_len <= model.config.max_len:
             raise InvalidField(
@@ -106,15 +99,11 @@ class NativeTarget:
         return self._features.layers
 
     def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
-        """Hidden states after ``feature_layers``, concatenated, at committed positions start .. stop - 1.
+        """Hidden states after ``feature_layers``, concatenated, at committed positions start .. stop - 1. The first n - 1 of
+        n committed tokens are computed, unless the request is in prefill or was preempted.
 
-        The first n - 1 of n committed tokens are computed, unless the request is in prefill or was preempted.
-
-        Returns:
-            [stop - start, len(feature_layers) * hidden] in the model's dtype.
-
-        Raises:
-            LookupError: not all of them are computed, or the request is not held.
+        Returns [stop - start, len(feature_layers) * hidden] in the model's dtype. Raises LookupError: not all of them are
+        computed, or the request is not held.
         """
         computed_len = self._ledger.computed_len(request_id) if request_id in self._ledger else 0
         if not 0 <= start <= stop <= computed_len:
@@ -160,8 +149,7 @@ class NativeTarget:
             hidden = hidden[to_device(_sampled_rows(spans), hidden.device)]
         logits = self._model.logits(hidden)
         chosen = self._sampler.choose(
-            logits,
-            [SampleSpan(self._states[span.request_id], _drafts(span), span.num_drafts + 1) for span in sampled],
+            logits, [SampleSpan(self._states[span.request_id], _drafts(span), span.num_drafts + 1) for span in sampled]
         )
         verdicts = {
             span.request_id: verdict(span.request_id, _drafts(span), choice)

@@ -28,12 +28,8 @@ from engine.ops import GumbelArgmax
 
 
 class SamplingState:
-    """Everything but the logits that a request's next token depends on. One per request.
-
-    Args:
-        token_ids: the prompt, then the committed output.
-        prompt_len: number of prompt tokens among them.
-    """
+    """Everything but the logits that a request's next token depends on. One per request. ``token_ids``: the prompt, then the
+    committed output. ``prompt_len``: number of prompt tokens among them."""
 
     def __init__(self, sampling: SamplingParams, token_ids: Sequence[int], prompt_len: int) -> None:
         if not 0 <= prompt_len <= len(token_ids):
@@ -78,10 +74,8 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """The last ``num_rows`` of a request's len(drafts) + 1 rows of logits.
-
-    Row i of all of them predicts position len(state) + i after the history of the state and drafts[:i].
-    """
+    """The last ``num_rows`` of a request's len(drafts) + 1 rows of logits. Row i of all of them predicts position len(state)
+    + i after the history of the state and drafts[:i]."""
 
     state: SamplingState
     drafts: tuple[int, ...]
@@ -112,12 +106,10 @@ class Chosen:
 
 
 class Sampler:
-    """Chooses tokens. Stateless: the state of a request comes with its span.
+    """Chooses tokens. Stateless: the state of a request comes with its span. All token ids must be below ``vocab_size``
+    (``cluster.message_checks`` checks requests and proposals).
 
-    All token ids must be below ``vocab_size`` (``cluster.message_checks`` checks requests and proposals).
-
-    Args:
-        kernel: chooses among all tokens, on the device and in the dtype of the logits; None: plain torch.
+    ``kernel``: chooses among all tokens, on the device and in the dtype of the logits; None: plain torch.
     """
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], kernel: GumbelArgmax | None = None) -> None:
@@ -135,8 +127,7 @@ class Sampler:
             want_confidences: fill ``Chosen.confidences`` with probabilities under the sampled distribution (temperature 1
                 for greedy requests).
 
-        Raises:
-            ValueError: the rows or columns do not fit the spans or the vocabulary.
+        Raises ValueError: the rows or columns do not fit the spans or the vocabulary.
         """
         ends = list(accumulate((span.num_rows for span in spans), initial=0))
         if logits.dim() != 2 or len(logits) != ends[-1] or logits.shape[1] < self.vocab_size:

@@ -21,11 +21,7 @@ Grid = list[tuple[int, int]]
 
 class TargetProbe:
     """``target`` must hold no request, and holds none between two passes. Contexts are computed outside the measured time,
-    and once where the target caches prefixes.
-
-    Args:
-        max_rows: per pass; larger passes are extrapolated.
-    """
+    and once where the target caches prefixes. ``max_rows``: per pass; larger passes are extrapolated."""
 
     def __init__(self, target: TargetEngine, stopwatch: Stopwatch, max_rows: int | None = None) -> None:
         self._target = target

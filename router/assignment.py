@@ -56,10 +56,8 @@ class PoolMember:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A live request as the router sees it. Requests with a fixed chain are not shown.
-
-    One without committed tokens stands for requests to come: its chain is the default.
-    """
+    """A live request as the router sees it. Requests with a fixed chain are not shown. One without committed tokens stands
+    for requests to come: its chain is the default."""
 
     request_id: str
     prompt_len: int
@@ -105,10 +103,8 @@ NO_POSITIONS = Positions()
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A drafter's work for one request in the last slot, summed over ``num_rounds`` verifications.
-
-    Requests that teach nothing (`cluster.types.Request.teaches`) yield neither observations nor scores.
-    """
+    """A drafter's work for one request in the last slot, summed over ``num_rounds`` verifications. Requests that teach
+    nothing (`cluster.types.Request.teaches`) yield neither observations nor scores."""
 
     request_id: str
     drafter: str

@@ -105,10 +105,8 @@ def predict(levels: Sequence[Level], target: TableCost, batch: int = 1) -> Predi
 
 
 def _draft_s(levels: Sequence[Level], lens: list[float], batch: int, weight: float, num_passes: list[float]) -> float:
-    """Seconds of a batch of drafts by the last of ``levels``, whose lengths have the distribution ``lens``.
-
-    Adds ``weight`` times the passes to ``num_passes``.
-    """
+    """Seconds of a batch of drafts by the last of ``levels``, whose lengths have the distribution ``lens``. Adds ``weight``
+    times the passes to ``num_passes``."""
     level = levels[-1]
     i = len(levels) - 1
     total_s = 0.0
@@ -153,10 +151,8 @@ def _after(left: list[float], below: Level) -> list[float]:
 
 
 def candidates(drafters: Sequence[str], verifiers: Iterable[str], max_levels: int = MAX_LEVELS) -> list[Chain]:
-    """Every chain of up to ``max_levels`` models, target included, shortest first; drafters keep this order.
-
-    All but the first drafter of a chain must be among ``verifiers``.
-    """
+    """Every chain of up to ``max_levels`` models, target included, shortest first; drafters keep this order. All but the
+    first drafter of a chain must be among ``verifiers``."""
     can_verify = frozenset(verifiers)
     return [
         chain

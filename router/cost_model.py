@@ -38,9 +38,7 @@ class TargetOnly:
 @dataclass(frozen=True, slots=True)
 class TableCost(TargetOnly):
     """A monotone table of step time over rows, linear between its points and beyond its ends, plus a linear context term.
-
-    ``rows`` ascend strictly; ``step_s_at`` holds their seconds at no context.
-    """
+    ``rows`` ascend strictly; ``step_s_at`` holds their seconds at no context."""
 
     rows: tuple[int, ...]
     step_s_at: tuple[float, ...]

@@ -11,10 +11,7 @@ from router.plan import UNKNOWN_DRAFTER, Capacity, DrafterView, SequenceView
 
 FEW = 64  # draft tokens of a pass, up to which plain Python is faster than numpy
 
-VerificationPolicy = Callable[
-    [Sequence[SequenceView], Mapping[str, DrafterView], Capacity, CostModel],
-    dict[str, int],
-]
+VerificationPolicy = Callable[[Sequence[SequenceView], Mapping[str, DrafterView], Capacity, CostModel], dict[str, int]]
 
 
 def verify_all(
@@ -98,11 +95,8 @@ def _lens_of_few(survivals: Sequence[Sequence[float]], least: float, num_best: i
 
 
 def _best_number(tokens: Sequence[float], step_s: Callable[[int], float]) -> int:
-    """The smallest n that maximises ``tokens[n] / step_s(n)``, both non-decreasing.
-
-    Branch and bound: goodput in a range is at most the tokens of its last number over the time of its first. About 100
-    evaluations for a thousand numbers.
-    """
+    """The smallest n that maximises ``tokens[n] / step_s(n)``, both non-decreasing. Branch and bound: goodput in a range is
+    at most the tokens of its last number over the time of its first. About 100 evaluations for a thousand numbers."""
     last = len(tokens) - 1
     first_s = step_s(0)
     best, best_goodput = 0, tokens[0] / first_s

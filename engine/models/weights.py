@@ -118,18 +118,12 @@ class TensorWeights:
 
 class TensorSource(Protocol):
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor of that name.
-
-        Raises:
-            ModelUnavailable: there is none, or it has another shape.
-        """
+        """The tensor of that name. Raises ModelUnavailable: there is none, or it has another shape."""
 
 
 class SafetensorsFolder:
-    """The safetensors files of a model folder, single or sharded, mapped while this is open.
-
-    Matrices stored as int8 (``engine.models.int8``) are read as fp32.
-    """
+    """The safetensors files of a model folder, single or sharded, mapped while this is open. Matrices stored as int8
+    (``engine.models.int8``) are read as fp32."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
@@ -189,11 +183,8 @@ class SafetensorsFolder:
 
 @contextmanager
 def open_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> Iterator[Weights]:
-    """The weights in ``folder`` as ``dtype``, readable while the context is open.
-
-    Raises:
-        ModelUnavailable: files are missing, broken, or do not fit ``config``; one line that says which.
-    """
+    """The weights in ``folder`` as ``dtype``, readable while the context is open. Raises ModelUnavailable: files are
+    missing, broken, or do not fit ``config``; one line that says which."""
     with ExitStack() as stack:
         yield TensorWeights(config, SafetensorsFolder(folder, stack), dtype)
 

@@ -22,8 +22,7 @@ def num_due(num_known: int, num_first: int) -> int:
 
 class OnlineScaling:
     """c -> sigmoid(a_k logit(c) + b_k) at each of ``num_positions`` positions (Platt scaling), by Bayesian logistic
-    regression with a Gaussian prior around the identity. Old tokens fade; ``memory`` tokens per position are
-    remembered."""
+    regression with a Gaussian prior around the identity. Old tokens fade; ``memory`` tokens per position are remembered."""
 
     def __init__(self, num_positions: int, memory: float) -> None:
         self._memory = memory
