@@ -207,7 +207,7 @@ def test_prefill_chunks_and_verify_spans_share_a_pass(model: CausalModel, target
 
 def test_spans_that_contradict_the_ledger_are_refused(target: NativeTarget) -> None:
     caller = Caller(target, request("a", SAMPLINGS["greedy"]))
-    with pytest.raises(ValueError, match="starts at 3, but 0 tokens are computed"):
+    with pytest.raises(ValueError, match="starts at 3; 0 tokens are computed"):
         target.execute([SpanInput("a", 3, (1, 2))])
     with pytest.raises(ValueError, match="2 drafts in 2 tokens"):
         target.execute([SpanInput("a", 0, (1, 2), num_drafts=2)])
