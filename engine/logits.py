@@ -1,7 +1,7 @@
 """Logits processing: edits of single values (``edit``), and thresholds below which no token may be chosen (``floors``).
 
-The order is: penalties, logit bias, allowed tokens, the mask of min_tokens, temperature, top-k, top-p, min-p. Edits touch
-only the values that they change; a grammar mask belongs beside the allowed tokens, in ``edit``.
+The order is: penalties, logit bias, allowed tokens, the masks of min_tokens and of a grammar, temperature, top-k, top-p,
+min-p. Edits touch only the values that they change.
 
 Top-k, top-p and min-p keep the most probable tokens, so each is a floor on the tempered logits z. Equally probable tokens
 are kept or dropped together, so the result depends on the logits alone and not on a sort order.
@@ -70,6 +70,7 @@ class Edits:
     masked_ids: tuple[int, ...]  # may not be chosen ...
     num_masked_rows: int  # ... in the first so many rows
     allowed_ids: NDArray[np.int64] | None = None  # only these may be chosen; None: all
+    masks: Tensor | None = None  # of a grammar, by row (`engine.grammar.vocabulary`)
 
 
 def edit(x: Tensor, edits: Edits) -> None:
@@ -93,6 +94,10 @@ def edit(x: Tensor, edits: Edits) -> None:
         x[:, allowed_ids] = allowed
     if edits.num_masked_rows:
         x[: edits.num_masked_rows, to_device(np.array(edits.masked_ids), x.device)] = -torch.inf
+    if edits.masks is not None:
+        from xgrammar import apply_token_bitmask_inplace
+
+        apply_token_bitmask_inplace(x, edits.masks.to(x.device), vocab_size=x.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,13 @@ from router.plan import Capacity
 
 
 def refusal(
-    request: Request, sequences: Sequences, model: ModelInfo, capacity: Capacity, max_waiting: int, draining: bool
+    request: Request,
+    sequences: Sequences,
+    model: ModelInfo,
+    capacity: Capacity,
+    max_waiting: int,
+    draining: bool,
+    takes_grammars: bool = False,
 ) -> Commit | None:
     """The only commit of a request that is refused, with the reason; None: it is taken. The gateway has validated the
     request. This checks what only the target knows, and what would do harm."""
@@ -23,5 +29,7 @@ def refusal(
     found = admission.refusal(len(prompt), request.sampling.max_tokens, capacity, num_waiting, max_waiting, draining)
     if found is not None:
         return refuse(*found)
+    if request.sampling.grammar is not None and not takes_grammars:
+        return refuse(FinishReason.ERROR, "this target has no structured output; its log says why")
     fault = request_fault(request, model.vocab_size)
     return None if fault is None else refuse(FinishReason.ERROR, fault)
