@@ -14,8 +14,9 @@ from cluster.types import Request
 from engine.factory import load_model
 from engine.forward import CausalModel, PackedSpan
 from engine.native import NativeLimits, NativeTarget
-from engine.pass_timing import ROWS, measure_cost
+from engine.pass_timing import measure_cost
 from engine.target import SpanInput, SpanOutcome
+from router.cost_model import ROWS
 from tests.support.families import write_family
 
 LIMITS = NativeLimits(num_blocks=40, block_len=16, max_num_sequences=8, max_pass_tokens=128, max_model_len=200)
