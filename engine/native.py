@@ -32,7 +32,7 @@ class NativeLimits:
 
 
 class NativeTarget:
-    """``engine.target.TargetEngine`` over a ``CausalModel``, in this process.
+    """``engine.target.LoadedTarget`` over a ``CausalModel``, in this process.
 
     Args:
         feature_layers: layers whose hidden states are kept for drafters in this process (``read_hidden_states``).
@@ -105,17 +105,18 @@ class NativeTarget:
     def feature_layers(self) -> tuple[int, ...]:
         return self._features.layers
 
+    @property
+    def embedding(self) -> torch.Tensor:
+        return self._model.embedding
+
+    @property
+    def operators(self) -> str:
+        return type(self._model.ops).__name__
+
+    def close(self) -> None:
+        """It started nothing."""
+
     def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
-        """Hidden states after ``feature_layers``, concatenated, at committed positions start .. stop - 1.
-
-        The first n - 1 of n committed tokens are computed, unless the request is in prefill or was preempted.
-
-        Returns:
-            [stop - start, len(feature_layers) * hidden] in the model's dtype.
-
-        Raises:
-            LookupError: not all of them are computed, or the request is not held.
-        """
         computed_len = self._ledger.computed_len(request_id) if request_id in self._ledger else 0
         if not 0 <= start <= stop <= computed_len:
             raise LookupError(

@@ -15,16 +15,15 @@ _VARIABLES = {
 }
 
 
-def prepare_environment(kv_cache_bytes: int) -> None:
-    """Before vLLM is imported; what the user has set is kept.
+def prepare_environment() -> None:
+    """Before vLLM is imported; what the user has set is kept. A second call does nothing.
 
     Raises:
         InvalidField: vLLM is missing or of another version.
-        RuntimeError: it is imported already.
+        RuntimeError: it was imported before the first call.
     """
     require_vllm()
-    if "vllm" in sys.modules:
+    if "vllm" in sys.modules and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("vLLM was imported before its environment was set")
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_bytes / 2**30)))
