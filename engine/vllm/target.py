@@ -71,6 +71,7 @@ class VllmTarget:
             enforce_eager=True,
             async_scheduling=False,
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             worker_cls="engine.vllm.worker.Worker",
             scheduler_cls="engine.vllm.scheduler.PlannedScheduler",
             speculative_config={
