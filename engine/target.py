@@ -46,26 +46,17 @@ class SpanOutcome:
 
 
 class TargetEngine(Protocol):
-    """Computes the target's tokens. Not thread-safe: the round owns it.
-
-    An engine may schedule for itself: compute less than the spans ask for, or preempt. Its outcomes tell what it computed.
-
-    The token at a position depends on (target, prompt, parameters, seed) alone (DESIGN idea 1): not on drafts, the batch
-    or preemptions.
-    """
+    """Computes the target's tokens. Not thread-safe: the round owns it. The token at a position depends on (target, prompt,
+    parameters, seed) alone (DESIGN idea 1): not on drafts, the batch or preemptions. An engine may schedule for itself,
+    compute less than the spans ask for, or preempt: its outcomes tell what it computed."""
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
-        """Admits a request whose committed tokens are ``token_ids`` (more than the prompt after a preemption).
-
-        Returns how many of them the prefix cache holds: at most len - 1.
-        """
+        """Admits a request whose committed tokens are ``token_ids`` (more than the prompt after a preemption). Returns how
+        many of them the prefix cache holds: at most len - 1."""
 
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         """One packed pass. Rolls back rejected draft tokens, and returns when the device has finished: callers time it.
-
-        Raises:
-            OutOfBlocks: the spans need more blocks than are free; nothing was computed.
-        """
+        Raises OutOfBlocks: the spans need more blocks than are free; nothing was computed."""
 
     def release(self, request_id: str) -> None:
         """Frees the KV blocks of a finished, aborted or preempted request. Unknown requests are ignored."""
@@ -88,15 +79,11 @@ class FeatureSource(Protocol):
         """[vocabulary, hidden], on the target's device and in its dtype."""
 
     def read_hidden_states(self, request_id: str, start: int, stop: int) -> "Tensor":
-        """Hidden states after ``feature_layers``, concatenated, at committed positions start .. stop - 1.
+        """Hidden states after ``feature_layers``, concatenated, at committed positions start .. stop - 1. The first n - 1 of
+        n committed tokens are computed, unless the request is in prefill or was preempted.
 
-        The first n - 1 of n committed tokens are computed, unless the request is in prefill or was preempted.
-
-        Returns:
-            [stop - start, len(feature_layers) * hidden] in the target's dtype.
-
-        Raises:
-            LookupError: not all of them are computed, or the request is not held.
+        Returns [stop - start, len(feature_layers) * hidden] in the target's dtype. Raises LookupError: not all of them are
+        computed, or the request is not held.
         """
 
 

@@ -80,7 +80,6 @@ class BreakEvenGate:
 
 def saved_s(num_sequences: int, num_verified: int, num_accepted: int, num_context: int, cost: CostModel) -> float:
     """Time that drafts saved in a pass over so many sequences: the plain passes that their accepted tokens would have taken,
-    less what verifying them added to this one.
-    """
+    less what verifying them added to this one."""
     plain_s = cost.step_s(num_sequences, num_context)
     return num_accepted * plain_s / num_sequences - (cost.step_s(num_sequences + num_verified, num_context) - plain_s)

@@ -103,10 +103,8 @@ def _seat(worth: Floats, limits: Ints, prices: Floats) -> Ints:
 
 
 def _improve(worth: Floats, limits: Ints, place: Ints, max_cycles: int) -> Floats | None:
-    """Moves requests along positive cycles, in place; returns the drafters' prices.
-
-    ``gain[a, b]``: the largest gain of moving a request from a to b; at least 0 where a has a free place.
-    """
+    """Moves requests along positive cycles, in place; returns the drafters' prices. ``gain[a, b]``: the largest gain of
+    moving a request from a to b; at least 0 where a has a free place."""
     num_places = len(limits)
     epsilon = _EPSILON * max(1.0, float(np.abs(worth[np.isfinite(worth)]).max()))
     gain = np.full((num_places, num_places), -np.inf)

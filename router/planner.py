@@ -101,10 +101,7 @@ class StepPlanner:
 
 def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel) -> int:
     """The most of ``num_tokens`` prompt tokens that add at most MAX_CHUNK_S to a pass of one row; at least MIN_CHUNK_LEN.
-
-    Args:
-        num_context: tokens that are attended to, summed over the sequences.
-    """
+    ``num_context``: tokens that are attended to, summed over the sequences."""
     low, high = min(MIN_CHUNK_LEN, num_tokens), num_tokens
     limit_s = cost.prefill_s(1, num_context) + MAX_CHUNK_S
     while low < high:  # more rows never make a pass faster

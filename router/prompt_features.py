@@ -42,9 +42,8 @@ class ClusterSnapshot(BaseModel):
 
 
 class PromptClusters:
-    """Online k-means (MacQueen): the first ``num_clusters`` prompts are centres, and each later one moves the nearest
-    centre by 1 / its count, which is capped at MAX_COUNT.
-    """
+    """Online k-means (MacQueen): the first ``num_clusters`` prompts are centres, and each later one moves the nearest centre
+    by 1 / its count, which is capped at MAX_COUNT."""
 
     def __init__(self, num_clusters: int) -> None:
         self.num_clusters = num_clusters

@@ -52,13 +52,10 @@ class _TenantState:
 
 
 class ModelPool:
-    """Decides which tenants are resident.
+    """Decides which tenants are resident. A tenant stays for at least ``min_residence_s``, which bounds the rate of swaps.
+    One with requests, or a pinned one, is never evicted.
 
-    A tenant stays for at least ``min_residence_s``, which bounds the rate of swaps. One with requests, or a pinned one, is
-    never evicted.
-
-    Raises:
-        InvalidField: the pinned tenants do not fit; says how much memory is missing.
+    Raises InvalidField: the pinned tenants do not fit; says how much memory is missing.
     """
 
     def __init__(self, tenants: Sequence[Tenant], limits: Mapping[str, int], min_residence_s: float) -> None:

@@ -58,10 +58,8 @@ class DriftDetector:
         self._members: dict[str, _WatchedMember] = {}
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        """Ends a slot. Scores do not count, since they are of requests that other drafters were chosen for.
-
-        Neither do rounds without a proposal in time: lateness says nothing about acceptance.
-        """
+        """Ends a slot. Scores do not count, since they are of requests that other drafters were chosen for. Neither do
+        rounds without a proposal in time: lateness says nothing about acceptance."""
         for member in self._members.values():
             if member.state is DriftState.QUARANTINED and member.pause.count_round():
                 member.state, member.trial = DriftState.ON_TRIAL, (0, 0)
@@ -108,10 +106,7 @@ class DriftDetector:
 
     def _weigh(self, member: _WatchedMember, tokens: Sequence[tuple[str, int, int]], usual: float) -> None:
         """Adds the log-likelihood ratio of a collapse to the usual, of at most MAX_TRIALS draft tokens of each request.
-
-        Args:
-            tokens: request, its draft tokens and its right ones.
-        """
+        ``tokens``: request, its draft tokens and its right ones."""
         rate = min(usual, _MOST_RATE)
         of_right, of_wrong = log(self._config.remaining), log((1.0 - rate * self._config.remaining) / (1.0 - rate))
         ratio = 0.0

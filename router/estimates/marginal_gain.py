@@ -37,9 +37,8 @@ class MarginalGain:
         self._pauses = [Pause() for _ in self._gains]
 
     def choose(self, at_hand: Sequence[tuple[float, RequestGain]], price: Callable[[int], float]) -> list[int]:
-        """Requests of a round to query it for, ascending; chosen together, since all wait for it.
-
-        Rounds without it are counted: now and then one request explores at any price.
+        """Requests of a round to query it for, ascending; chosen together, since all wait for it. Rounds without it are
+        counted: now and then one request explores at any price.
 
         Args:
             at_hand: expected tokens without it, for each request that it could be queried for.

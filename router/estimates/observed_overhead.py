@@ -50,10 +50,7 @@ class DrafterChoice:
 
     def choose(self, names: Sequence[str], per_token_s: Floats, places: Sequence[int], spread_overrun: float) -> Choice:
         """The choice for this slot; kept for TRIAL_SLOTS while available. Each is judged by where it would seat requests.
-
-        Args:
-            per_token_s: (requests, names); infinite where unavailable.
-        """
+        ``per_token_s``: (requests, names); infinite where unavailable."""
         self._num_slots += 1
         rates: dict[Choice, float] = {}
         each = range(len(per_token_s))

@@ -103,9 +103,7 @@ class RequestAcceptance:
 
     def draw_explorers(self, rows: Ints, num_rounds: Floats, config: HedgePolicy) -> tuple[Ints, Ints]:
         """Requests that explore, and their drafters: the least observed one, if it has hardly more rounds than the prior.
-
-        Placeholders never explore, since many requests would follow them.
-        """
+        Placeholders never explore, since many requests would follow them."""
         least = num_rounds.argmin(axis=1)
         unknown = (num_rounds.min(axis=1) < 2.0 * config.request_rounds) & (self._context[rows] > 0)
         tries = np.flatnonzero(unknown & (self._random.random(len(num_rounds)) < config.exploration))

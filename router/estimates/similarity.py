@@ -61,8 +61,7 @@ class Similarities:
 
 class Depths:
     """Maximum length of chains that end at each drafter: one less after an error or lack of memory, down to 0, and one more
-    after a calm period.
-    """
+    after a calm period."""
 
     def __init__(self, most: int, calm_slots: int) -> None:
         self._most = most

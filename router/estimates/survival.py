@@ -77,10 +77,8 @@ class OnlineSurvival:
         return tuple(found)
 
     def record(self, confidences: Sequence[float], num_accepted: int) -> None:
-        """Adds a draft: ``confidences`` of its verified tokens, of which the first ``num_accepted`` were right.
-
-        Records are learned in batches, since one changes little.
-        """
+        """Adds a draft: ``confidences`` of its verified tokens, of which the first ``num_accepted`` were right. Records are
+        learned in batches, since one changes little."""
         if confidences:
             self.num_records += 1
             self._pending.append((tuple(confidences[: num_accepted + 1]), num_accepted))

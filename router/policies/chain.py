@@ -18,16 +18,7 @@ from pydantic import Field, JsonValue
 
 from cluster.config import ChainPolicy
 from cluster.messages import LevelReport
-from router.assignment import (
-    TARGET_ONLY,
-    Chain,
-    Observation,
-    PoolMember,
-    RequestView,
-    ScoreCounts,
-    drafter_of,
-    lessons,
-)
+from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, ScoreCounts, drafter_of, lessons
 from router.chains import PROPOSAL_LEN, Level, candidates, fastest, predict
 from router.cost_model import TableCost
 from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
@@ -167,9 +158,8 @@ class ModelChains:
         alone_s: Floats,
         spread_s: Floats,
     ) -> None:
-        """Records predictions for requests that stay where they are. New ones are still catching up; those without a
-        first token share no pass yet.
-        """
+        """Records predictions for requests that stay where they are. New ones are still catching up; those without a first
+        token share no pass yet."""
         live = {r.request_id: _drafters_of(chains[r.request_id]) for r in requests if _is_decoding(r)}
         with_one = len(set(live.values())) == 1
         self._predicted_for = next(iter(live.values())) if with_one else SPREAD
@@ -223,9 +213,8 @@ class ModelChains:
             self._round_s[last] = round_s[(*below, last)]
 
     def _per_token_s(self, rows: Ints, drafters: Sequence[PoolMember], batch: int) -> Floats:
-        """(requests, drafters) seconds per token with the fastest chain below each. A round whose draft is late is a
-        plain one: one token, and no longer, as `router.planner` bounds holds.
-        """
+        """(requests, drafters) seconds per token with the fastest chain below each. A round whose draft is late is a plain
+        one: one token, and no longer, as `router.planner` bounds holds."""
         if not drafters:
             return np.zeros((len(rows), 0))
         names = [drafter_of(member.name) for member in drafters]

@@ -10,15 +10,7 @@ from random import Random
 from pydantic import JsonValue
 
 from cluster.config import EpsilonGreedyPolicy
-from router.assignment import (
-    TARGET_ONLY,
-    Chain,
-    Observation,
-    PoolMember,
-    RequestView,
-    ScoreCounts,
-    drafter_of,
-)
+from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, ScoreCounts, drafter_of
 from router.estimates.goodput import GoodputEstimates
 from router.expiring_cache import ExpiringCache
 from router.policies.free_capacity import FreeCapacity

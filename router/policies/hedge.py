@@ -11,16 +11,7 @@ import numpy as np
 from pydantic import Field, JsonValue
 
 from cluster.config import HedgePolicy
-from router.assignment import (
-    TARGET_ONLY,
-    Chain,
-    Observation,
-    PoolMember,
-    RequestView,
-    ScoreCounts,
-    drafter_of,
-    lessons,
-)
+from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, ScoreCounts, drafter_of, lessons
 from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
 from router.estimates.round_times import RoundTimes, shares_target
 from router.matching import NOWHERE, Floats, Ints, match
@@ -102,8 +93,7 @@ class Hedge:
     @staticmethod
     def _best_left(values: Floats, prices: Floats, room: FreeCapacity) -> Chain:
         """The best drafter with a free place, for requests to come. Prices count, since those requests would pay them
-        too.
-        """
+        too."""
         for j in np.argsort(prices - values, kind="stable").tolist():
             seat = room.seat(room.drafters[j], TARGET_ONLY)
             if seat is not None:
@@ -133,9 +123,8 @@ class Hedge:
         return gains
 
     def _round_s(self, room: FreeCapacity, shares: Floats, tokens: Floats) -> Floats:
-        """Seconds of a round with each. Time drafted in the target's process is shared by the requests with that drafter:
-        by all at first, then by those who prefer it at that price, until their number stops falling.
-        """
+        """Seconds of a round with each. Time drafted in the target's process is shared by the requests with that drafter: by
+        all at first, then by those who prefer it at that price, until their number stops falling."""
         copies = [room.num_copies(drafter) for drafter in room.drafters]
         num_requests = max(1, len(tokens))
         users = np.full(len(room.members), float(num_requests))

@@ -36,15 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from scipy.optimize import linear_sum_assignment
 
 from cluster.config import LbssPolicy
-from router.assignment import (
-    TARGET_ONLY,
-    Chain,
-    Observation,
-    PoolMember,
-    RequestView,
-    ScoreCounts,
-    lessons,
-)
+from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, ScoreCounts, lessons
 from router.estimates.goodput import GoodputEstimates
 from router.expiring_cache import ExpiringCache
 from router.policies.free_capacity import FreeCapacity

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
+from tests.support.memory_store import MemoryStateStore
 
 from cluster.config import ClusterConfig, Config, FileStateConfig, ModelConfig, TargetConfig
-from cluster.state import MemoryStateStore
 from engine import loading, pass_timing
 from engine.cost_memory import CostMemory, code_version
 from engine.loading import identity_of, load_target

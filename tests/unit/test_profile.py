@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
+from tests.support.memory_store import MemoryStateStore
 
 from cluster.config import (
     CascadeOptions,
@@ -22,7 +23,7 @@ from cluster.config import (
 )
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
-from cluster.state import MemoryStateStore, StateConflict, StateStore
+from cluster.state import StateConflict, StateStore
 from cluster.state_file import FileStateStore
 from engine.dtypes import resolve_dtypes
 from profiler.interleaved import Timing

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
+from tests.support.memory_store import MemoryStateStore
 
 from actors.router_memory import SAVE_PERIOD_S, RouterMemory
 from cluster.config import (
@@ -17,7 +18,7 @@ from cluster.config import (
     RouterConfig,
     SuffixOptions,
 )
-from cluster.state import Document, MemoryStateStore, StateUnavailable
+from cluster.state import Document, StateUnavailable
 from cluster.state_file import FileStateStore
 from router.assignment import (
     AssignmentPolicy,
@@ -29,7 +30,6 @@ from router.policies import build_policy
 from router.router import SlotReport
 
 EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
-
 
 OTHER = DrafterConfig(name="suffix", options=SuffixOptions())
 
