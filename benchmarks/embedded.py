@@ -171,13 +171,13 @@ class EmbeddedCluster:
         from drafters.registry import feature_layers, make_drafter
         from engine.loading import load_target
         from engine.models.prepare import ensure_model
-        from engine.native import NativeTarget
+        from engine.target import LoadedTarget
         from engine.threads import in_own_thread
 
         config = config if profile is None else with_measured_costs(config, profile)
         companions = [drafter for drafter in config.drafters if drafter.is_colocated]
 
-        def load() -> tuple[NativeTarget, ModelInfo, CostModel, dict[str, PoolEntry]]:
+        def load() -> tuple[LoadedTarget, ModelInfo, CostModel, dict[str, PoolEntry]]:
             engine, model, cost = load_target(config, feature_layers(companions), profile)
             host = Host(engine, ensure_model(config.model.name))
             pool = {

@@ -16,8 +16,9 @@ from engine.device import to_device
 from engine.forward import CausalModel
 from engine.hidden_states import HiddenStateCache
 from engine.kv_blocks import BlockLedger
-from engine.sampling import Sampler, SampleSpan, SamplingState
+from engine.sampling import SampleSpan, SamplingState
 from engine.target import SpanInput, SpanOutcome
+from engine.tensor_parallel.sampling import sampler_of
 from router.plan import Capacity
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class NativeLimits:
 
 
 class NativeTarget:
-    """``engine.target.TargetEngine`` over a ``CausalModel``, in this process. ``feature_layers``: layers whose hidden states
+    """``engine.target.LoadedTarget`` over a ``CausalModel``, in this process. ``feature_layers``: layers whose hidden states
     are kept for drafters in this process (``read_hidden_states``). ``grammars``: of the model; None: requests have none.
 
     Raises InvalidField: the limits contradict the model or each other, or the model has no such layers.
@@ -56,21 +57,20 @@ class NativeTarget:
         if num_blocks * block_len < max_len:
             reason = f"a KV cache of {num_blocks} blocks of {block_len} tokens cannot hold one sequence of {max_len} tokens"
             raise InvalidField("max_model_len", max_len, f"{reason}: enlarge kv_cache_gb or lower max_model_len")
-        self.grammars = grammars
+        self._grammars = grammars
         self._model = model
         self._limits = limits
         self._cache = model.new_cache(num_blocks, block_len)
         self._features = HiddenStateCache(model.config, feature_layers, num_blocks, block_len, model.dtype, model.device)
         self._ledger = BlockLedger(num_blocks, block_len, prefix_cache)
-        vocab_size = model.config.vocab_size
-        self._sampler = Sampler(vocab_size, model.config.eos_token_ids, model.ops.gumbel_argmax(np.arange(vocab_size)))
+        self._sampler = sampler_of(model)
         self._states: dict[str, SamplingState] = {}
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         grammar, prompt_len = None, len(request.prompt_token_ids)
         if request.sampling.grammar is not None:
-            assert self.grammars is not None, "the round refuses grammars that its engine does not know"
-            grammar = self.grammars.follow(request.sampling.grammar, token_ids[prompt_len:])
+            assert self._grammars is not None, "the round refuses grammars that its engine does not know"
+            grammar = self._grammars.follow(request.sampling.grammar, token_ids[prompt_len:])
         state = SamplingState(request.sampling, token_ids, prompt_len, grammar)
         computed_len = self._ledger.open(request.id, token_ids)
         self._states[request.id] = state
@@ -100,6 +100,10 @@ class NativeTarget:
             self._ledger.release(request_id)
 
     @property
+    def grammars(self) -> "Grammars | None":
+        return self._grammars
+
+    @property
     def model(self) -> CausalModel:
         return self._model
 
@@ -107,13 +111,18 @@ class NativeTarget:
     def feature_layers(self) -> tuple[int, ...]:
         return self._features.layers
 
-    def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
-        """Hidden states after ``feature_layers``, concatenated, at committed positions start .. stop - 1. The first n - 1 of
-        n committed tokens are computed, unless the request is in prefill or was preempted.
+    @property
+    def embedding(self) -> torch.Tensor:
+        return self._model.embedding
 
-        Returns [stop - start, len(feature_layers) * hidden] in the model's dtype. Raises LookupError: not all of them are
-        computed, or the request is not held.
-        """
+    @property
+    def operators(self) -> str:
+        return type(self._model.ops).__name__
+
+    def close(self) -> None:
+        """It started nothing."""
+
+    def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
         computed_len = self._ledger.computed_len(request_id) if request_id in self._ledger else 0
         if not 0 <= start <= stop <= computed_len:
             raise LookupError(f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, computed")

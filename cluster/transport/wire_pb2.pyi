@@ -329,3 +329,35 @@ class CommitRound(_message.Message):
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     commits: _containers.RepeatedCompositeFieldContainer[Commit]
     def __init__(self, commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ...) -> None: ...
+
+class Span(_message.Message):
+    __slots__ = ("request_id", "base_len", "token_ids", "num_drafts", "samples")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    base_len: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_drafts: int
+    samples: bool
+    def __init__(self, request_id: _Optional[str] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[int] = ..., samples: _Optional[bool] = ...) -> None: ...
+
+class RankChange(_message.Message):
+    __slots__ = ("open", "release")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    open: Open
+    release: str
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., release: _Optional[str] = ...) -> None: ...
+
+class RankRound(_message.Message):
+    __slots__ = ("changes", "spans", "ends")
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    changes: _containers.RepeatedCompositeFieldContainer[RankChange]
+    spans: _containers.RepeatedCompositeFieldContainer[Span]
+    ends: bool
+    def __init__(self, changes: _Optional[_Iterable[_Union[RankChange, _Mapping]]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., ends: _Optional[bool] = ...) -> None: ...
