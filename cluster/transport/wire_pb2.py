@@ -4,80 +4,85 @@
 # source: cluster/transport/wire.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
-_runtime_version.ValidateProtobufRuntimeVersion(_runtime_version.Domain.PUBLIC, 7, 35, 1, "", "cluster/transport/wire.proto")
+_runtime_version.ValidateProtobufRuntimeVersion(
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'cluster/transport/wire.proto'
+)
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1c\x63luster/transport/wire.proto\x12\routrider.wire"\x83\x03\n\x05\x46rame\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.outrider.wire.HelloH\x00\x12)\n\x07welcome\x18\x02 \x01(\x0b\x32\x16.outrider.wire.WelcomeH\x00\x12)\n\x07refusal\x18\x03 \x01(\x0b\x32\x16.outrider.wire.RefusalH\x00\x12#\n\x04ping\x18\x04 \x01(\x0b\x32\x13.outrider.wire.PingH\x00\x12\x30\n\x0b\x64raft_round\x18\x05 \x01(\x0b\x32\x19.outrider.wire.DraftRoundH\x00\x12\x36\n\x0eproposal_round\x18\x06 \x01(\x0b\x32\x1c.outrider.wire.ProposalRoundH\x00\x12\x32\n\x0csubmit_round\x18\x07 \x01(\x0b\x32\x1a.outrider.wire.SubmitRoundH\x00\x12\x32\n\x0c\x63ommit_round\x18\x08 \x01(\x0b\x32\x1a.outrider.wire.CommitRoundH\x00\x42\x06\n\x04kind"\x94\x01\n\x05Hello\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x18\n\x10protocol_version\x18\x06 \x01(\r\x12\r\n\x05nonce\x18\x07 \x01(\x0c\x12\r\n\x05proof\x18\x08 \x01(\x0cJ\x04\x08\x05\x10\x06"\x18\n\x07Welcome\x12\r\n\x05proof\x18\x01 \x01(\x0c",\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\ttokenizer\x18\x02 \x01(\x08"\x06\n\x04Ping"\xdc\x03\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x1c\n\x14logit_bias_token_ids\x18\t \x03(\r\x12\x19\n\x11logit_bias_values\x18\n \x03(\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x0c\n\x04seed\x18\x0f \x01(\x06\x12\x19\n\x0ctop_logprobs\x18\x10 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\r\x12,\n\x07grammar\x18\x12 \x01(\x0b\x32\x16.outrider.wire.GrammarH\x02\x88\x01\x01\x42\x08\n\x06_top_kB\x0f\n\r_top_logprobsB\n\n\x08_grammar"\'\n\x07Grammar\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t"\x85\x01\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nprompt_len\x18\x03 \x01(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.outrider.wire.SamplingParams\x12\x11\n\tproposers\x18\x05 \x03(\t"A\n\x06\x45xtend\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r"C\n\x06\x42udget\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x11\n\trow_price\x18\x03 \x01(\x01"\xa9\x01\n\nDraftRound\x12\x15\n\rtable_version\x18\x01 \x01(\x04\x12"\n\x05opens\x18\x02 \x03(\x0b\x32\x13.outrider.wire.Open\x12&\n\x07\x65xtends\x18\x03 \x03(\x0b\x32\x15.outrider.wire.Extend\x12&\n\x07\x62udgets\x18\x04 \x03(\x0b\x32\x15.outrider.wire.Budget\x12\x10\n\x08releases\x18\x05 \x03(\t"}\n\x08Proposal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x63onfidences\x18\x04 \x03(\x02\x12\x0f\n\x07\x64rafter\x18\x05 \x01(\t\x12\x12\n\nunfinished\x18\x06 \x01(\x08"[\n\nDraftScore\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x13\n\x0bnum_matched\x18\x03 \x01(\r\x12\x12\n\nnum_scored\x18\x04 \x01(\r"m\n\x08Verified\x12\x10\n\x08proposer\x18\x01 \x01(\t\x12\x13\n\x0bnum_reached\x18\x02 \x03(\r\x12\x11\n\tnum_right\x18\x03 \x03(\r\x12\x11\n\tnum_asked\x18\x04 \x01(\r\x12\x14\n\x0cnum_proposed\x18\x05 \x01(\r"\x91\x01\n\x0bLevelReport\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x12\n\nnum_passes\x18\x02 \x01(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x0e\n\x06\x62usy_s\x18\x04 \x01(\x01\x12\x10\n\x08num_lost\x18\x05 \x01(\r\x12)\n\x08verified\x18\x06 \x03(\x0b\x32\x17.outrider.wire.Verified"\xba\x01\n\rProposalRound\x12\x15\n\rtable_version\x18\x01 \x01(\x04\x12*\n\tproposals\x18\x02 \x03(\x0b\x32\x17.outrider.wire.Proposal\x12)\n\x06scores\x18\x03 \x03(\x0b\x32\x19.outrider.wire.DraftScore\x12\x0f\n\x07resyncs\x18\x04 \x03(\t\x12*\n\x06levels\x18\x05 \x03(\x0b\x32\x1a.outrider.wire.LevelReport"\x19\n\x05\x43hain\x12\x10\n\x08\x64rafters\x18\x01 \x03(\t"\xd8\x01\n\x07Request\x12\n\n\x02id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12/\n\x08sampling\x18\x03 \x01(\x0b\x32\x1d.outrider.wire.SamplingParams\x12\x11\n\tarrival_s\x18\x04 \x01(\x01\x12\x13\n\x06ttft_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06tpot_s\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12#\n\x05\x63hain\x18\x07 \x01(\x0b\x32\x14.outrider.wire.ChainB\t\n\x07_ttft_sB\t\n\x07_tpot_s"F\n\x0bSubmitRound\x12\'\n\x07submits\x18\x01 \x03(\x0b\x32\x16.outrider.wire.Request\x12\x0e\n\x06\x61\x62orts\x18\x02 \x03(\t"X\n\x08Logprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\x0f\n\x07num_top\x18\x02 \x03(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02"H\n\x07Prefill\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01"\xae\x02\n\x06\x43ommit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x14\n\x0cnum_proposed\x18\x04 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x05 \x01(\r\x12\x14\n\x07\x64rafter\x18\x06 \x01(\tH\x00\x88\x01\x01\x12)\n\x08logprobs\x18\x07 \x01(\x0b\x32\x17.outrider.wire.Logprobs\x12+\n\x06\x66inish\x18\x08 \x01(\x0e\x32\x1b.outrider.wire.FinishReason\x12\x12\n\x05\x65rror\x18\t \x01(\tH\x01\x88\x01\x01\x12\'\n\x07prefill\x18\n \x01(\x0b\x32\x16.outrider.wire.PrefillB\n\n\x08_drafterB\x08\n\x06_error"5\n\x0b\x43ommitRound\x12&\n\x07\x63ommits\x18\x01 \x03(\x0b\x32\x15.outrider.wire.Commit"d\n\x04Span\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nnum_drafts\x18\x04 \x01(\r\x12\x0f\n\x07samples\x18\x05 \x01(\x08"Q\n\nRankChange\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x13.outrider.wire.Open\x12\x14\n\x07release\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\n\n\x08_release"i\n\tRankRound\x12*\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x19.outrider.wire.RankChange\x12"\n\x05spans\x18\x02 \x03(\x0b\x32\x13.outrider.wire.Span\x12\x0c\n\x04\x65nds\x18\x03 \x01(\x08*\\\n\x0c\x46inishReason\x12\x10\n\x0cNOT_FINISHED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x41\x42ORT\x10\x03\x12\t\n\x05\x45RROR\x10\x04\x12\x0e\n\nOVERLOADED\x10\x05\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x63luster/transport/wire.proto\x12\routrider.wire\"\x83\x03\n\x05\x46rame\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.outrider.wire.HelloH\x00\x12)\n\x07welcome\x18\x02 \x01(\x0b\x32\x16.outrider.wire.WelcomeH\x00\x12)\n\x07refusal\x18\x03 \x01(\x0b\x32\x16.outrider.wire.RefusalH\x00\x12#\n\x04ping\x18\x04 \x01(\x0b\x32\x13.outrider.wire.PingH\x00\x12\x30\n\x0b\x64raft_round\x18\x05 \x01(\x0b\x32\x19.outrider.wire.DraftRoundH\x00\x12\x36\n\x0eproposal_round\x18\x06 \x01(\x0b\x32\x1c.outrider.wire.ProposalRoundH\x00\x12\x32\n\x0csubmit_round\x18\x07 \x01(\x0b\x32\x1a.outrider.wire.SubmitRoundH\x00\x12\x32\n\x0c\x63ommit_round\x18\x08 \x01(\x0b\x32\x1a.outrider.wire.CommitRoundH\x00\x42\x06\n\x04kind\"\x94\x01\n\x05Hello\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x18\n\x10protocol_version\x18\x06 \x01(\r\x12\r\n\x05nonce\x18\x07 \x01(\x0c\x12\r\n\x05proof\x18\x08 \x01(\x0cJ\x04\x08\x05\x10\x06\"\x18\n\x07Welcome\x12\r\n\x05proof\x18\x01 \x01(\x0c\",\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\ttokenizer\x18\x02 \x01(\x08\"\x06\n\x04Ping\"\xdc\x03\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x1c\n\x14logit_bias_token_ids\x18\t \x03(\r\x12\x19\n\x11logit_bias_values\x18\n \x03(\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x0c\n\x04seed\x18\x0f \x01(\x06\x12\x19\n\x0ctop_logprobs\x18\x10 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x11 \x03(\r\x12,\n\x07grammar\x18\x12 \x01(\x0b\x32\x16.outrider.wire.GrammarH\x02\x88\x01\x01\x42\x08\n\x06_top_kB\x0f\n\r_top_logprobsB\n\n\x08_grammar\"\'\n\x07Grammar\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\"\x85\x01\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nprompt_len\x18\x03 \x01(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.outrider.wire.SamplingParams\x12\x11\n\tproposers\x18\x05 \x03(\t\"A\n\x06\x45xtend\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"C\n\x06\x42udget\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x11\n\trow_price\x18\x03 \x01(\x01\"\xa9\x01\n\nDraftRound\x12\x15\n\rtable_version\x18\x01 \x01(\x04\x12\"\n\x05opens\x18\x02 \x03(\x0b\x32\x13.outrider.wire.Open\x12&\n\x07\x65xtends\x18\x03 \x03(\x0b\x32\x15.outrider.wire.Extend\x12&\n\x07\x62udgets\x18\x04 \x03(\x0b\x32\x15.outrider.wire.Budget\x12\x10\n\x08releases\x18\x05 \x03(\t\"}\n\x08Proposal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x63onfidences\x18\x04 \x03(\x02\x12\x0f\n\x07\x64rafter\x18\x05 \x01(\t\x12\x12\n\nunfinished\x18\x06 \x01(\x08\"[\n\nDraftScore\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x13\n\x0bnum_matched\x18\x03 \x01(\r\x12\x12\n\nnum_scored\x18\x04 \x01(\r\"m\n\x08Verified\x12\x10\n\x08proposer\x18\x01 \x01(\t\x12\x13\n\x0bnum_reached\x18\x02 \x03(\r\x12\x11\n\tnum_right\x18\x03 \x03(\r\x12\x11\n\tnum_asked\x18\x04 \x01(\r\x12\x14\n\x0cnum_proposed\x18\x05 \x01(\r\"\x91\x01\n\x0bLevelReport\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x12\n\nnum_passes\x18\x02 \x01(\r\x12\x10\n\x08num_rows\x18\x03 \x01(\r\x12\x0e\n\x06\x62usy_s\x18\x04 \x01(\x01\x12\x10\n\x08num_lost\x18\x05 \x01(\r\x12)\n\x08verified\x18\x06 \x03(\x0b\x32\x17.outrider.wire.Verified\"\xba\x01\n\rProposalRound\x12\x15\n\rtable_version\x18\x01 \x01(\x04\x12*\n\tproposals\x18\x02 \x03(\x0b\x32\x17.outrider.wire.Proposal\x12)\n\x06scores\x18\x03 \x03(\x0b\x32\x19.outrider.wire.DraftScore\x12\x0f\n\x07resyncs\x18\x04 \x03(\t\x12*\n\x06levels\x18\x05 \x03(\x0b\x32\x1a.outrider.wire.LevelReport\"\x19\n\x05\x43hain\x12\x10\n\x08\x64rafters\x18\x01 \x03(\t\"\xd8\x01\n\x07Request\x12\n\n\x02id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12/\n\x08sampling\x18\x03 \x01(\x0b\x32\x1d.outrider.wire.SamplingParams\x12\x11\n\tarrival_s\x18\x04 \x01(\x01\x12\x13\n\x06ttft_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06tpot_s\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12#\n\x05\x63hain\x18\x07 \x01(\x0b\x32\x14.outrider.wire.ChainB\t\n\x07_ttft_sB\t\n\x07_tpot_s\"F\n\x0bSubmitRound\x12\'\n\x07submits\x18\x01 \x03(\x0b\x32\x16.outrider.wire.Request\x12\x0e\n\x06\x61\x62orts\x18\x02 \x03(\t\"X\n\x08Logprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\x0f\n\x07num_top\x18\x02 \x03(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"H\n\x07Prefill\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\"\xae\x02\n\x06\x43ommit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x14\n\x0cnum_proposed\x18\x04 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x05 \x01(\r\x12\x14\n\x07\x64rafter\x18\x06 \x01(\tH\x00\x88\x01\x01\x12)\n\x08logprobs\x18\x07 \x01(\x0b\x32\x17.outrider.wire.Logprobs\x12+\n\x06\x66inish\x18\x08 \x01(\x0e\x32\x1b.outrider.wire.FinishReason\x12\x12\n\x05\x65rror\x18\t \x01(\tH\x01\x88\x01\x01\x12\'\n\x07prefill\x18\n \x01(\x0b\x32\x16.outrider.wire.PrefillB\n\n\x08_drafterB\x08\n\x06_error\"5\n\x0b\x43ommitRound\x12&\n\x07\x63ommits\x18\x01 \x03(\x0b\x32\x15.outrider.wire.Commit\"d\n\x04Span\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nnum_drafts\x18\x04 \x01(\r\x12\x0f\n\x07samples\x18\x05 \x01(\x08\"Q\n\nRankChange\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x13.outrider.wire.Open\x12\x14\n\x07release\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\n\n\x08_release\"i\n\tRankRound\x12*\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x19.outrider.wire.RankChange\x12\"\n\x05spans\x18\x02 \x03(\x0b\x32\x13.outrider.wire.Span\x12\x0c\n\x04\x65nds\x18\x03 \x01(\x08*\\\n\x0c\x46inishReason\x12\x10\n\x0cNOT_FINISHED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x12\t\n\x05\x41\x42ORT\x10\x03\x12\t\n\x05\x45RROR\x10\x04\x12\x0e\n\nOVERLOADED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "cluster.transport.wire_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cluster.transport.wire_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_FINISHREASON"]._serialized_start = 3434
-    _globals["_FINISHREASON"]._serialized_end = 3526
-    _globals["_FRAME"]._serialized_start = 48
-    _globals["_FRAME"]._serialized_end = 435
-    _globals["_HELLO"]._serialized_start = 438
-    _globals["_HELLO"]._serialized_end = 586
-    _globals["_WELCOME"]._serialized_start = 588
-    _globals["_WELCOME"]._serialized_end = 612
-    _globals["_REFUSAL"]._serialized_start = 614
-    _globals["_REFUSAL"]._serialized_end = 658
-    _globals["_PING"]._serialized_start = 660
-    _globals["_PING"]._serialized_end = 666
-    _globals["_SAMPLINGPARAMS"]._serialized_start = 669
-    _globals["_SAMPLINGPARAMS"]._serialized_end = 1145
-    _globals["_GRAMMAR"]._serialized_start = 1147
-    _globals["_GRAMMAR"]._serialized_end = 1186
-    _globals["_OPEN"]._serialized_start = 1189
-    _globals["_OPEN"]._serialized_end = 1322
-    _globals["_EXTEND"]._serialized_start = 1324
-    _globals["_EXTEND"]._serialized_end = 1389
-    _globals["_BUDGET"]._serialized_start = 1391
-    _globals["_BUDGET"]._serialized_end = 1458
-    _globals["_DRAFTROUND"]._serialized_start = 1461
-    _globals["_DRAFTROUND"]._serialized_end = 1630
-    _globals["_PROPOSAL"]._serialized_start = 1632
-    _globals["_PROPOSAL"]._serialized_end = 1757
-    _globals["_DRAFTSCORE"]._serialized_start = 1759
-    _globals["_DRAFTSCORE"]._serialized_end = 1850
-    _globals["_VERIFIED"]._serialized_start = 1852
-    _globals["_VERIFIED"]._serialized_end = 1961
-    _globals["_LEVELREPORT"]._serialized_start = 1964
-    _globals["_LEVELREPORT"]._serialized_end = 2109
-    _globals["_PROPOSALROUND"]._serialized_start = 2112
-    _globals["_PROPOSALROUND"]._serialized_end = 2298
-    _globals["_CHAIN"]._serialized_start = 2300
-    _globals["_CHAIN"]._serialized_end = 2325
-    _globals["_REQUEST"]._serialized_start = 2328
-    _globals["_REQUEST"]._serialized_end = 2544
-    _globals["_SUBMITROUND"]._serialized_start = 2546
-    _globals["_SUBMITROUND"]._serialized_end = 2616
-    _globals["_LOGPROBS"]._serialized_start = 2618
-    _globals["_LOGPROBS"]._serialized_end = 2706
-    _globals["_PREFILL"]._serialized_start = 2708
-    _globals["_PREFILL"]._serialized_end = 2780
-    _globals["_COMMIT"]._serialized_start = 2783
-    _globals["_COMMIT"]._serialized_end = 3085
-    _globals["_COMMITROUND"]._serialized_start = 3087
-    _globals["_COMMITROUND"]._serialized_end = 3140
-    _globals["_SPAN"]._serialized_start = 3142
-    _globals["_SPAN"]._serialized_end = 3242
-    _globals["_RANKCHANGE"]._serialized_start = 3244
-    _globals["_RANKCHANGE"]._serialized_end = 3325
-    _globals["_RANKROUND"]._serialized_start = 3327
-    _globals["_RANKROUND"]._serialized_end = 3432
+  DESCRIPTOR._loaded_options = None
+  _globals['_FINISHREASON']._serialized_start=3434
+  _globals['_FINISHREASON']._serialized_end=3526
+  _globals['_FRAME']._serialized_start=48
+  _globals['_FRAME']._serialized_end=435
+  _globals['_HELLO']._serialized_start=438
+  _globals['_HELLO']._serialized_end=586
+  _globals['_WELCOME']._serialized_start=588
+  _globals['_WELCOME']._serialized_end=612
+  _globals['_REFUSAL']._serialized_start=614
+  _globals['_REFUSAL']._serialized_end=658
+  _globals['_PING']._serialized_start=660
+  _globals['_PING']._serialized_end=666
+  _globals['_SAMPLINGPARAMS']._serialized_start=669
+  _globals['_SAMPLINGPARAMS']._serialized_end=1145
+  _globals['_GRAMMAR']._serialized_start=1147
+  _globals['_GRAMMAR']._serialized_end=1186
+  _globals['_OPEN']._serialized_start=1189
+  _globals['_OPEN']._serialized_end=1322
+  _globals['_EXTEND']._serialized_start=1324
+  _globals['_EXTEND']._serialized_end=1389
+  _globals['_BUDGET']._serialized_start=1391
+  _globals['_BUDGET']._serialized_end=1458
+  _globals['_DRAFTROUND']._serialized_start=1461
+  _globals['_DRAFTROUND']._serialized_end=1630
+  _globals['_PROPOSAL']._serialized_start=1632
+  _globals['_PROPOSAL']._serialized_end=1757
+  _globals['_DRAFTSCORE']._serialized_start=1759
+  _globals['_DRAFTSCORE']._serialized_end=1850
+  _globals['_VERIFIED']._serialized_start=1852
+  _globals['_VERIFIED']._serialized_end=1961
+  _globals['_LEVELREPORT']._serialized_start=1964
+  _globals['_LEVELREPORT']._serialized_end=2109
+  _globals['_PROPOSALROUND']._serialized_start=2112
+  _globals['_PROPOSALROUND']._serialized_end=2298
+  _globals['_CHAIN']._serialized_start=2300
+  _globals['_CHAIN']._serialized_end=2325
+  _globals['_REQUEST']._serialized_start=2328
+  _globals['_REQUEST']._serialized_end=2544
+  _globals['_SUBMITROUND']._serialized_start=2546
+  _globals['_SUBMITROUND']._serialized_end=2616
+  _globals['_LOGPROBS']._serialized_start=2618
+  _globals['_LOGPROBS']._serialized_end=2706
+  _globals['_PREFILL']._serialized_start=2708
+  _globals['_PREFILL']._serialized_end=2780
+  _globals['_COMMIT']._serialized_start=2783
+  _globals['_COMMIT']._serialized_end=3085
+  _globals['_COMMITROUND']._serialized_start=3087
+  _globals['_COMMITROUND']._serialized_end=3140
+  _globals['_SPAN']._serialized_start=3142
+  _globals['_SPAN']._serialized_end=3242
+  _globals['_RANKCHANGE']._serialized_start=3244
+  _globals['_RANKCHANGE']._serialized_end=3325
+  _globals['_RANKROUND']._serialized_start=3327
+  _globals['_RANKROUND']._serialized_end=3432
 # @@protoc_insertion_point(module_scope)
