@@ -70,7 +70,7 @@ class NativeTarget:
         grammar, prompt_len = None, len(request.prompt_token_ids)
         if request.sampling.grammar is not None:
             assert self._grammars is not None, "the round refuses grammars that its engine does not know"
-            grammar = self._grammars.follow(request.sampling.grammar, token_ids[prompt_len:])
+            grammar = self._grammars.follow(request.sampling, token_ids[prompt_len:])
         state = SamplingState(request.sampling, token_ids, prompt_len, grammar)
         computed_len = self._ledger.open(request.id, token_ids)
         self._states[request.id] = state
