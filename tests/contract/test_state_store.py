@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 from redis.commands.core import Script
+from tests.support.memory_store import MemoryStateStore
 
 from cluster.config import FileStateConfig, RedisStateConfig
 from cluster.errors import InvalidField
@@ -24,7 +25,6 @@ from cluster.state import (
     open_store,
 )
 from cluster.state_redis import RedisStateStore
-from tests.support.memory_store import MemoryStateStore
 
 NAMESPACE = "test"
 

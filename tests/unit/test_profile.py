@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
+from tests.support.memory_store import MemoryStateStore
 
 from cluster.config import (
     CascadeOptions,
@@ -42,7 +43,6 @@ from profiler.profile import (
 )
 from profiler.profile_plot import plot_profile
 from profiler.profile_store import REFUSED_PREFIX, find_profile, save_profile, usable_profile
-from tests.support.memory_store import MemoryStateStore
 
 NGRAM = DrafterConfig(name="lookup", options=NgramOptions())
 MODEL = DrafterConfig(name="small", options=ModelOptions(model="smollm2-135m", num_layers=2))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
+from tests.support.memory_store import MemoryStateStore
 
 from actors.router_memory import SAVE_PERIOD_S, RouterMemory
 from cluster.config import (
@@ -27,7 +28,6 @@ from router.assignment import (
 )
 from router.policies import build_policy
 from router.router import SlotReport
-from tests.support.memory_store import MemoryStateStore
 
 EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
 
