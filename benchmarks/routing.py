@@ -186,7 +186,7 @@ def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], picture: Path) -> Non
             Panel("regret", series, x="seconds", y="tokens missed"),
             Panel("regret, time in logarithm", series, x="seconds", y="tokens missed", log_x=True),
         ],
-        "policies against the best drafter of each request",
+        "simulated: policies against the best drafter of each request",
         picture,
     )
 
