@@ -2,8 +2,7 @@
 
 A folder holds ``config.json`` (the target's, with fewer layers and the fingerprint of its tokenizer) and
 ``model.safetensors``: layers and final norm under their Hugging Face names, and ``draft_token_ids``, the ascending int64
-token ids of a reduced head (the whole head without it). Embedding and head are frozen in training and read from the target's
-folder. The head is most of the cost: SmolLM2-135M's 49 thousand rows cost more than two layers.
+token ids of a reduced head (the whole head without it). Embedding and head are the target's.
 """
 
 import json
@@ -54,18 +53,14 @@ def load_layers(folder: Path, target_folder: Path, dtype: str, device: str) -> t
 
 
 def save_layers(
-    folder: Path,
-    target_folder: Path,
-    tensors: Mapping[str, Tensor],
-    token_ids: Tensor | None,
-    weights: WeightsKind = "bf16",
+    folder: Path, target_folder: Path, tensors: Mapping[str, Tensor], token_ids: Tensor | None, weights: WeightsKind = "bf16"
 ) -> None:
     """Writes a folder for ``load_layers``. Each file is replaced atomically.
 
     Args:
         tensors: by Hugging Face name, layers counted from 0; rows of embedding and head are omitted.
         token_ids: of the reduced head, ascending; None: the whole head.
-        weights: int8 stores matrices so, the rest in bfloat16: half the size (``engine.models.int8``).
+        weights: of matrices (``engine.models.int8``); the rest is bfloat16.
     """
     own = {name: tensor for name, tensor in tensors.items() if name not in _SHARED}
     kept = stored(own, weights, lambda name: False)

@@ -52,8 +52,7 @@ def make_drafter(
     Args:
         host: the target's process, for a colocated drafter.
         clock: times the members of a cascade or chain; None where no target waits for drafts.
-        proposers: possible levels of a chain below it, smallest first, each of which may have those before it. All are made
-            on its device.
+        proposers: possible levels of a chain below it, smallest first, each of which may have those before it.
 
     Raises:
         IncompatibleTokenizer: its token ids differ from the target's; says how.
@@ -72,11 +71,7 @@ def make(options: DrafterOptions, site: Site) -> Drafter:
 
 
 def feature_layers(drafters: Sequence[DrafterConfig]) -> tuple[int, ...]:
-    """The target's layers whose hidden states some drafter reads, ascending.
-
-    Raises:
-        ModelUnavailable: a drafter is missing or not supported.
-    """
+    """The target's layers whose hidden states some drafter reads, ascending. Raises ModelUnavailable."""
     from drafters.dspark.config import load_dspark_config
     from drafters.shipped import find_drafter
 
@@ -86,9 +81,7 @@ def feature_layers(drafters: Sequence[DrafterConfig]) -> tuple[int, ...]:
 
 
 def check_tokenizer(folder: Path, target: ModelInfo) -> None:
-    """Raises IncompatibleTokenizer unless the model in ``folder`` has the target's token ids; describes the difference if
-    the target's folder is on this machine.
-    """
+    """Raises IncompatibleTokenizer unless the model in ``folder`` has the target's token ids."""
     from engine.models.prepare import resolve_model
     from engine.models.tokenizer import difference, read_vocabulary
 

@@ -20,10 +20,7 @@ _KINDS = {
     "layers": "a few layers of the target, autoregressive",
     "table": "a table of the target's continuations of the last few tokens",
 }
-_DISTILLED = (
-    "Distilled with the target frozen: 0.1 cross entropy + 0.9 total variation, which replaces KL divergence over the "
-    "first 30%"
-)
+_DISTILLED = "Distilled: 0.1 cross entropy + 0.9 total variation, which replaces KL divergence over the first 30%"
 _STORED = "Weights are a moving average, stored as int8 with a scale per row."
 
 
@@ -85,11 +82,9 @@ def _figures(data: CardData) -> str:
 
 
 def _confidences(data: CardData) -> str:
-    def figure(name: str) -> str:
-        return f"{data.confidences[name]:.3f}" if name in data.confidences else ""
-
+    figures = {name: f"{value:.3f}" for name, value in data.confidences.items()}
     shares = [
-        f"| {title} | {figure(f'ece_{key}')} | {figure(f'auroc_{key}')} |"
+        f"| {title} | {figures.get(f'ece_{key}', '')} | {figures.get(f'auroc_{key}', '')} |"
         for key, title in (("before", "uncalibrated"), ("after", "calibrated"), ("isotonic", "isotonic maps"))
     ]
     lines = [

@@ -56,8 +56,7 @@ class ReplayedFeatures:
 def evaluate(
     folder: Path, target: FrozenTarget, reader: HiddenStateReader, answers: Sequence[TargetAnswer], draft_len: int
 ) -> list[Round]:
-    """The rounds of all answers, with the temperature and noise of their generation. The reader's layers are those that
-    the drafter reads."""
+    """The rounds of all answers, with the temperature and noise of their generation."""
     features = ReplayedFeatures(reader, answers)
     drafter = _open_drafter(folder, target, features)
     return list(replay(drafter, [_recording(answer) for answer in answers], draft_len, behind=features))

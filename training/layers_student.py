@@ -16,10 +16,7 @@ from training.recipe import STORED
 
 
 class LayersStudent(nn.Module):
-    """Args:
-    indices: of the target's layers.
-    vocabulary: of its head, ascending token ids; None: the whole vocabulary.
-    """
+    """``indices``: of the target's layers; ``vocabulary``: of its head, ascending token ids, None for all."""
 
     head: Tensor
     output_rows: Tensor

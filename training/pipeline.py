@@ -1,7 +1,6 @@
 """``outrider train``: prompts, answers, distillation, evaluation, and the drafter's folder, in steps that resume.
 
-The manifest of the work folder records finished steps. An interrupted step resumes from its lines in files or its
-checkpoint. A step with changed settings starts anew, but generated text is always kept.
+A step with changed settings starts anew, but generated text is always kept.
 """
 
 import hashlib
@@ -85,9 +84,8 @@ def train(options: TrainOptions, world: World, reporter: Reporter) -> Result | N
     """Runs the pipeline. The first process returns the result, others None.
 
     Raises:
-        InvalidField: contradicting options, evaluation prompts, the work folder of another run, an output folder that must
-            not be replaced.
-        ModelUnavailable: the target is missing or not supported.
+        InvalidField: the options contradict each other, the files or the folders.
+        ModelUnavailable: the target or the drafter to begin with is missing or not supported.
     """
     options = options.resolved()
     check_replaceable(options.out)
@@ -302,11 +300,8 @@ class _Run:
         return acceptance(rounds, DRAFT_LENS[-1], 0.0).accepted_len
 
     def _finish(self, folder: Path, untrained: Path | None, points: Sequence[CurvePoint], recipe: dict[str, Any]) -> Result:
-        """Evaluates, calibrates, and replaces the output folder.
-
-        The calibration is for the lowest temperature: serving does not distinguish temperatures, and at higher ones fewer
-        drafts survive.
-        """
+        """Evaluates, calibrates for the lowest temperature (at higher ones fewer drafts survive), and replaces the output
+        folder."""
         folders = [f for f in (folder, untrained) if f is not None]
         temperatures = sorted({answer.temperature for answer in self.held_out})
         cases = [(f, t, n) for f in folders for t in temperatures for n in DRAFT_LENS]

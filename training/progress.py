@@ -7,9 +7,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class OrderedProgress(Generic[Name]):
-    """Items to be done in order, each of some size. ``size`` counts the done items before the first missing one: later
-    ones depend on what was in flight when a run was interrupted.
-    """
+    """Items to be done in order, each of some size. ``size`` is that of the done items before the first missing one."""
 
     def __init__(self, names: Sequence[Name], sizes: Mapping[Name, int]) -> None:
         self._names = names

@@ -1,8 +1,6 @@
 """A fast choice of one token per row, for requests that set nothing but a temperature.
 
-The target's sampler reads the whole vocabulary, as its token must be exact. A draft must only be probable: on a CPU one
-kernel call finds it with the target's noise, elsewhere it is chosen among the most probable tokens. The tail that this
-misses is rarely drafted right anyway.
+On a CPU one kernel call finds it with the target's noise. Elsewhere it is chosen among the most probable tokens.
 """
 
 from collections.abc import Callable

@@ -24,7 +24,7 @@ from engine.models.config import DecoderConfig, inverse_frequencies
 
 
 class DSparkNetwork(nn.Module):
-    """Parameters are initialised as usual; ``checkpoint.load_network`` loads them. Embedding and head are frozen."""
+    """Embedding and head are frozen."""
 
     _frequencies: Tensor
     _rows: Tensor
@@ -82,12 +82,8 @@ class DSparkNetwork(nn.Module):
         return self.markov_head.markov_w1(self._rows[token_ids])
 
     def latents(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """Latents of the sequential head with teacher forcing, [A, gamma, r]; None without such a head.
-
-        Args:
-            hidden: [A, gamma, d], of ``forward``.
-            previous: int64 [A, gamma]; column k is the token at anchor + k.
-        """
+        """Latents of the sequential head with teacher forcing, [A, gamma, r]; None without one. ``hidden`` [A, gamma, d];
+        ``previous`` int64 [A, gamma], column k the token at anchor + k."""
         if self.markov_head is None:
             return None
         return self.markov_head.unroll(self.previous_embeddings(previous), hidden)
@@ -116,8 +112,7 @@ class DSparkNetwork(nn.Module):
 
 
 class AnchorInput(nn.Module):
-    """Ours: adds to each position's input a linear map of [features at anchor - 1; the anchor's embedding]. It is linear so
-    that ridge regression can initialise it."""
+    """Ours: adds to each position's input a linear map of [features at anchor - 1; the anchor's embedding]."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -134,12 +129,7 @@ class AnchorInput(nn.Module):
 
 
 def output_rows(token_ids: Tensor | None, vocab_size: int, outside: int) -> Tensor:
-    """The row of a reduced head for each token, int64 [vocab_size].
-
-    Args:
-        token_ids: of the head, ascending; None: the whole vocabulary.
-        outside: value for other tokens.
-    """
+    """The row of a reduced head of ``token_ids`` (None: all) for each token, int64 [vocab_size]; ``outside``: for others."""
     if token_ids is None:
         return torch.arange(vocab_size, device="cpu")
     rows = torch.full((vocab_size,), outside, device="cpu")

@@ -1,9 +1,4 @@
-"""The sequential stage as served: the tokens of all blocks side by side, position after position.
-
-The head's logits are computed for the blocks that are not finished, on a CPU a few positions at a time. Besides them a step
-costs the product of W_2 and the choice. The confidence (equation 7) is nearly free: its part of h is computed for whole
-blocks at once, its part of W_1[x] once per token of the vocabulary.
-"""
+"""The sequential stage as served: the tokens of all blocks side by side, position after position."""
 
 import math
 from collections.abc import Sequence
@@ -17,6 +12,7 @@ from torch.nn.functional import embedding
 
 from drafters.dspark.choice import make_choice
 from drafters.dspark.network import DSparkNetwork, markov_rows
+from drafters.reduced_vocab import WholeVocabulary
 from engine.cpu.packed import product_dtype
 from engine.device import to_device
 from engine.factory import make_ops
@@ -32,15 +28,12 @@ _MIN_CONFIDENCE = 1e-6  # confidences lie between this and 1 - this
 
 @dataclass(slots=True)
 class Block:
-    """A block being drafted.
-
-    ``ahead``: tokens given for its first positions. The draft follows them, at most ``num_tokens`` long.
-    """
+    """A block being drafted."""
 
     anchor: int  # token
     state: SamplingState
-    ahead: tuple[int, ...]
-    num_tokens: int
+    ahead: tuple[int, ...]  # tokens given for its first positions
+    num_tokens: int  # to be drafted behind them, at most
     stop_ids: frozenset[int]
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
@@ -106,15 +99,14 @@ class SequentialStage:
             self._bias = ops.logits(LinearWeight(self._markov.markov_w2.weight.detach().to(dtype)))
         known = range(config.shape.vocab_size) if config.draft_token_ids is None else config.draft_token_ids
         self._choose = make_choice(ops, np.array(known, np.int64))
-        self._output_ids = None if config.draft_token_ids is None else torch.tensor(known, device=device)
-        self._full_logits = torch.empty(0, config.shape.vocab_size, device=device)
+        self._whole: WholeVocabulary | None = None
+        if config.draft_token_ids is not None:
+            self._whole = WholeVocabulary(torch.tensor(known, device=device), config.shape.vocab_size)
         self._confidence = None if network.confidence_head is None else _Confidence(network, device)
 
     @torch.inference_mode()
     def draft(self, hidden: Tensor, blocks: Sequence[Block]) -> None:
-        """Args:
-        hidden: h, [blocks, gamma, d] in the dtype; no block needs more than gamma positions.
-        """
+        """``hidden``: h, [blocks, gamma, d] in the dtype; no block needs more than gamma positions."""
         num_steps = max(block.end for block in blocks)
         hidden = hidden[:, :num_steps].contiguous()
         base = _BaseLogits(self._head, hidden, blocks, self._rows_at_once)
@@ -158,7 +150,8 @@ class SequentialStage:
     def _sample(self, logits: Tensor, active: Sequence[tuple[Block, float | None]]) -> None:
         """One token for each block by the engine's sampler. Without a confidence the token's probability is taken."""
         spans = [SampleSpan(block.state, (*block.ahead, *block.token_ids), 1) for block, _ in active]
-        all_chosen = self._sampler.choose(self._over_all(logits), spans, want_confidences=self._confidence is None)
+        logits = logits if self._whole is None else self._whole.scatter(logits)
+        all_chosen = self._sampler.choose(logits, spans, want_confidences=self._confidence is None)
         for (block, confidence), chosen in zip(active, all_chosen, strict=True):
             if not chosen.token_ids:  # every token is masked, for the target too
                 block.done = True
@@ -169,21 +162,10 @@ class SequentialStage:
             else:
                 block.add(chosen.token_ids[0], max(known, _MIN_CONFIDENCE))
 
-    def _over_all(self, logits: Tensor) -> Tensor:
-        """Over the whole vocabulary, -inf outside a reduced head. Overwritten by the next call."""
-        if self._output_ids is None:
-            return logits
-        if len(self._full_logits) < len(logits):
-            self._full_logits = self._full_logits.new_full((len(logits), self._full_logits.shape[1]), -torch.inf)
-        return self._full_logits[: len(logits)].index_copy_(1, self._output_ids, logits)
-
 
 class _BaseLogits:
-    """The head's logits, computed on demand: most blocks end before their last position.
-
-    Args:
-        rows_at_once: least rows of a product, reached by computing positions ahead; None: all positions.
-    """
+    """The head's logits, computed on demand: most blocks end before their last position. ``rows_at_once``: least rows of a
+    product, reached by computing positions ahead; None: all positions."""
 
     def __init__(self, head: Logits, hidden: Tensor, blocks: Sequence[Block], rows_at_once: int | None) -> None:
         self._head, self._hidden, self._blocks = head, hidden, blocks
