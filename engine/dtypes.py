@@ -48,8 +48,7 @@ def held_dtype(dtype: str) -> str:
     Without C kernels torch computes the products: it has none with int8 weights, and below AVX-512 BF16 those in bf16 are
     about ten times slower than in fp32, so weights are held in fp32 there.
 
-    Raises:
-        InvalidField: ``OUTRIDER_CPU`` names no level of this machine.
+    Raises InvalidField: ``OUTRIDER_CPU`` names no level of this machine.
     """
     if dtype == "float32":
         return dtype
@@ -59,10 +58,8 @@ def held_dtype(dtype: str) -> str:
 
 
 def resolve_dtypes(config: Config) -> Config:
-    """A resolved configuration with the dtypes of target and drafters chosen. Idempotent.
-
-    The launcher chooses for all nodes, so that replicas on CPUs of different levels compute in the same dtype.
-    """
+    """A resolved configuration with the dtypes of target and drafters chosen. Idempotent. The launcher chooses for all
+    nodes, so that replicas on CPUs of different levels compute in the same dtype."""
     target = config.target.model_copy(update={"dtype": choose_dtype(config.target.dtype, config.target.device)})
     drafters = tuple(
         one.model_copy(update={"options": _with_dtype(one.options, one.device)}) if one.has_model else one

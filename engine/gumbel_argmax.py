@@ -48,10 +48,8 @@ def greedy(x: Tensor, at: Peaks) -> Tensor:
 
 
 def relative(x: Tensor, highest: Tensor, temperatures: Tensor) -> Tensor:
-    """z = (x - max x) / T, (R, ...) float32: at most 0, and monotone in x, so that thresholds on z are exact.
-
-    ``highest`` and ``temperatures`` are (R,).
-    """
+    """z = (x - max x) / T, (R, ...) float32: at most 0, and monotone in x, so that thresholds on z are exact. ``highest``
+    and ``temperatures`` are (R,)."""
     shape = (-1,) + (1,) * (x.dim() - 1)
     return (x.float() - highest.view(shape)) / temperatures.clamp_min(_MIN_TEMPERATURE).view(shape)
 
@@ -66,9 +64,8 @@ def largest(x: Tensor, num: int) -> Tensor:
 
 
 def gumbel_argmax(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor, keys: Tensor) -> Tensor:
-    """argmax over {v: z_v >= floor} of z_v + G(key, v), (R,) int64: samples of softmax(z) over these tokens.
-
-    The sum is taken in float64, where it is exact. A row without a finite maximum yields V.
+    """argmax over {v: z_v >= floor} of z_v + G(key, v), (R,) int64: samples of softmax(z) over these tokens. The sum is
+    taken in float64, where it is exact. A row without a finite maximum yields V.
 
     Args:
         temperatures, floors: (R,) float32; a floor of -inf admits all tokens.

@@ -18,14 +18,8 @@ from engine.models.config import DecoderConfig
 
 
 class HiddenStateCache:
-    """Hidden states after chosen layers, one row per slot of a KV cache.
-
-    Args:
-        layers: ascending, as of ``CausalModel.forward_with_hidden_states``.
-
-    Raises:
-        InvalidField: the model has no such layers, or they do not ascend.
-    """
+    """Hidden states after chosen layers, one row per slot of a KV cache. ``layers``: ascending, as of
+    ``CausalModel.forward_with_hidden_states``. Raises InvalidField: the model has no such layers, or they do not ascend."""
 
     def __init__(
         self,

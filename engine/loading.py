@@ -16,12 +16,12 @@ from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
-from engine.pass_timing import ROWS, measure_cost, warm_up
+from engine.pass_timing import measure_cost, warm_up
 from profiler.hardware import cpu_name
 from profiler.online_cost import OnlineCost
 from profiler.profile import Identity, Profile, ProfiledCost
 from profiler.profile_store import usable_profile
-from router.cost_model import TableCost
+from router.cost_model import ROWS, TableCost
 
 
 def load_target(
@@ -34,8 +34,7 @@ def load_target(
         profile: a stored profile (``stored_profile``); without one, costs are measured now, in seconds.
         remembers: store measured costs in the configured state store, and reuse those of earlier starts.
 
-    Raises:
-        ModelUnavailable, InvalidField: as ``load_engine``.
+    Raises ModelUnavailable, InvalidField: as ``load_engine``.
     """
     engine, info = load_engine(config, feature_layers)
     if profile is not None:
@@ -66,9 +65,8 @@ def _warm_up(config: Config, engine: NativeTarget) -> None:
 
 
 def stored_profile(config: Config) -> Profile | None:
-    """The stored `outrider profile` of a resolved configuration on this machine. None if there is no usable one;
-    the log says why an existing one is unusable.
-    """
+    """The stored `outrider profile` of a resolved configuration on this machine. None if there is no usable one; the log
+    says why an existing one is unusable."""
     store = open_store(config.cluster.state, config.cluster.namespace)
     try:
         return usable_profile(store, identity_of(config))
@@ -77,11 +75,8 @@ def stored_profile(config: Config) -> Profile | None:
 
 
 def identity_of(config: Config) -> Identity:
-    """The key of the target's profile on this machine at its CPU level.
-
-    Raises:
-        InvalidField: the target's device is a GPU, and there is none.
-    """
+    """The key of the target's profile on this machine at its CPU level. Raises InvalidField: the target's device is a GPU,
+    and there is none."""
     config = resolve_dtypes(config)
     require(config.target.device)
     if config.target.device == "cuda":
@@ -91,12 +86,8 @@ def identity_of(config: Config) -> Identity:
 
 
 def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[NativeTarget, ModelInfo]:
-    """As ``load_target``, without the cost model.
-
-    Raises:
-        ModelUnavailable: missing, half-written or unsupported; one line that says which.
-        InvalidField: the KV cache cannot hold one sequence of the longest kind.
-    """
+    """As ``load_target``, without the cost model. Raises ModelUnavailable: missing, half-written or unsupported; one line
+    that says which; InvalidField: the KV cache cannot hold one sequence of the longest kind."""
     target = config.target
     folder = ensure_model(config.model.name)
     model = load_config(folder)

@@ -44,9 +44,7 @@ class TokenCounts:
         self, draft_ids: Sequence[int], num_rows: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]:
         """Tokens (K,), how often each was generated before each row (num_rows, K), and whether it occurred (num_rows, K).
-
-        The last row follows all drafts, each earlier row one draft less.
-        """
+        The last row follows all drafts, each earlier row one draft less."""
         num_known = len(self._slots)
         new_ids = list(dict.fromkeys(token_id for token_id in draft_ids if token_id not in self._slots))
         columns = {token_id: num_known + i for i, token_id in enumerate(new_ids)}
@@ -133,10 +131,8 @@ def _select(where: NDArray[np.bool_], limits: NDArray[Any], x: Tensor) -> Iterat
 
 
 def _nucleus_floor(z: Tensor, wanted: Tensor) -> Tensor:
-    """The least z of the smallest set of most probable tokens whose sum of exp(z) is at least ``wanted``, (R,).
-
-    Sorts the _NUM_LIKELY largest first, and all tokens only in rows where those do not suffice.
-    """
+    """The least z of the smallest set of most probable tokens whose sum of exp(z) is at least ``wanted``, (R,). Sorts the
+    _NUM_LIKELY largest first, and all tokens only in rows where those do not suffice."""
     floor = torch.empty_like(z[:, 0])
     open_rows = torch.arange(len(z), device=z.device)
     for num in (_NUM_LIKELY, z.shape[-1]):

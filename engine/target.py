@@ -43,24 +43,16 @@ class SpanOutcome:
 
 
 class TargetEngine(Protocol):
-    """Computes the target's tokens. Not thread-safe: the round owns it.
-
-    The token at a position depends on (target, prompt, parameters, seed) alone (DESIGN idea 1): not on drafts, the batch
-    or preemptions.
-    """
+    """Computes the target's tokens. Not thread-safe: the round owns it. The token at a position depends on (target, prompt,
+    parameters, seed) alone (DESIGN idea 1): not on drafts, the batch or preemptions."""
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
-        """Admits a request whose committed tokens are ``token_ids`` (more than the prompt after a preemption).
-
-        Returns how many of them the prefix cache holds: at most len - 1.
-        """
+        """Admits a request whose committed tokens are ``token_ids`` (more than the prompt after a preemption). Returns how
+        many of them the prefix cache holds: at most len - 1."""
 
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         """One packed pass. Rolls back rejected draft tokens, and returns when the device has finished: callers time it.
-
-        Raises:
-            OutOfBlocks: the spans need more blocks than are free; nothing was computed.
-        """
+        Raises OutOfBlocks: the spans need more blocks than are free; nothing was computed."""
 
     def release(self, request_id: str) -> None:
         """Frees the KV blocks of a finished, aborted or preempted request. Unknown requests are ignored."""

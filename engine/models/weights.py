@@ -107,7 +107,7 @@ class TensorWeights:
     def _linear(self, parts: tuple[tuple[str, int], ...], num_in: int, has_bias: bool) -> LinearWeight:
         weights = [self._read(name + ".weight", (num_out, num_in)) for name, num_out in parts]
         biases = [self._read(name + ".bias", (num_out,)) for name, num_out in parts] if has_bias else []
-        return LinearWeight(_joined(weights), _joined(biases) if biases else None)
+        return LinearWeight(torch.cat(weights), torch.cat(biases) if biases else None)
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
         return self._source.read(name + ".weight", (size,)).float()
@@ -118,18 +118,12 @@ class TensorWeights:
 
 class TensorSource(Protocol):
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor of that name.
-
-        Raises:
-            ModelUnavailable: there is none, or it has another shape.
-        """
+        """The tensor of that name. Raises ModelUnavailable: there is none, or it has another shape."""
 
 
 class SafetensorsFolder:
-    """The safetensors files of a model folder, single or sharded, mapped while this is open.
-
-    Matrices stored as int8 (``engine.models.int8``) are read as fp32.
-    """
+    """The safetensors files of a model folder, single or sharded, mapped while this is open. Matrices stored as int8
+    (``engine.models.int8``) are read as fp32."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
@@ -189,11 +183,8 @@ class SafetensorsFolder:
 
 @contextmanager
 def open_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> Iterator[Weights]:
-    """The weights in ``folder`` as ``dtype``, readable while the context is open.
-
-    Raises:
-        ModelUnavailable: files are missing, broken, or do not fit ``config``; one line that says which.
-    """
+    """The weights in ``folder`` as ``dtype``, readable while the context is open. Raises ModelUnavailable: files are
+    missing, broken, or do not fit ``config``; one line that says which."""
     with ExitStack() as stack:
         yield TensorWeights(config, SafetensorsFolder(folder, stack), dtype)
 
@@ -203,7 +194,3 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     partial = path.with_name(f"{path.name}.partial")
     write(partial)
     partial.replace(path)
-
-
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
