@@ -6,7 +6,7 @@ token ids of a reduced head (the whole head without it). Embedding and head are 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from engine.forward import CausalModel
 from engine.models.config import load_config
 from engine.models.int8 import WeightsKind, stored
 from engine.models.tokenizer import fingerprint
-from engine.models.weights import SINGLE, LayerWeights, SafetensorsFolder, TensorWeights, write_atomically
+from engine.models.weights import SINGLE, SafetensorsFolder, TensorWeights, write_atomically
 
 ARCHITECTURE = "OutriderLayersDrafter"
 TOKEN_IDS = "draft_token_ids"
@@ -83,16 +83,8 @@ class _SharedRows:
     """``engine.models.weights.Weights``: layers and norm of the drafter, rows of the target."""
 
     def __init__(self, own: TensorWeights, target: TensorWeights, token_ids: Tensor | None) -> None:
-        self._own, self._target, self._token_ids = own, target, token_ids
-
-    def embedding(self) -> Tensor:
-        return self._target.embedding()
-
-    def layers(self) -> Iterator[LayerWeights]:
-        return self._own.layers()
-
-    def final_norm(self) -> Tensor:
-        return self._own.final_norm()
+        self._target, self._token_ids = target, token_ids
+        self.layers, self.final_norm, self.embedding = own.layers, own.final_norm, target.embedding
 
     def head(self) -> Tensor:
         head = self._target.head()

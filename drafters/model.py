@@ -1,6 +1,4 @@
-"""Drafting with any causal model of the target's vocabulary, token by token for all requests at once; alone, or as the
-verifier of what smaller drafters propose (a chain).
-"""
+"""Drafting with a causal model, token by token for all requests at once; alone, or as the verifier of a chain."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +37,6 @@ class ModelDrafter:
 
     Args:
         proposers: by pool name; a proposer with proposers may be verified in turn.
-        proposal_len: maximum tokens of one proposal.
         min_survival: of uncalibrated confidences; a draft ends after the token that takes its survival below this.
         scaling: calibrates the returned confidences, by position behind the last commit.
         clock: times the passes of a chain; None: they are not timed.
@@ -101,11 +98,8 @@ class ModelDrafter:
         self._model.extend(request_id, token_ids)
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        """Drafts of a batch, in parts that the model's cache holds at once, cut at the model's maximum length.
-
-        A request with much missing context (a long prompt) gets empty drafts until it has caught up, one pass per batch, so
-        that others need not wait. A request with tokens unknown to the model gets none.
-        """
+        """As ``Drafter.propose``. Drafts of a request with much missing context are empty until it has caught up, one pass
+        per batch; those of a request with tokens unknown to the model always."""
         drafts = [_PartialDraft(demand, self._draft_len(demand)) for demand in demands]
         wanted = [draft for draft in drafts if draft.num_missing]
         questions = [Question(draft.demand.request_id, draft.ahead) for draft in wanted]
@@ -129,13 +123,13 @@ class ModelDrafter:
         self._model.release(request_id)
 
     def take_levels(self, name: str) -> list[LevelReport]:
-        num_lost = self._model.num_lost - self._num_lost
-        verified = tuple(
-            Verified(proposer, positions.num_reached, positions.num_right, *self._num_proposed[proposer])
-            for proposer, positions in self._positions.items()
-        )
         reports = []
         if self._num_passes:
+            num_lost = self._model.num_lost - self._num_lost
+            verified = tuple(
+                Verified(proposer, positions.num_reached, positions.num_right, *self._num_proposed[proposer])
+                for proposer, positions in self._positions.items()
+            )
             reports.append(LevelReport(name, self._num_passes, self._num_rows, self._busy_s, num_lost, verified))
         self._num_passes = self._num_rows = 0
         self._num_lost, self._busy_s = self._model.num_lost, 0.0
@@ -218,7 +212,7 @@ class ModelDrafter:
         self._num_proposed[proposer] = demanded_before + num_demanded, proposed_before + num_proposed
 
     def _add(self, draft: _PartialDraft, chosen: Chosen, num_tokens: int) -> None:
-        """Appends up to ``num_tokens`` chosen tokens, until the draft is complete, the request ends, or it stops."""
+        """Appends up to ``num_tokens`` chosen tokens, until the draft is complete."""
         if not chosen.token_ids:  # every token is masked there, and the target will find the same
             draft.num_missing = 0
         for token_id, confidence in zip(chosen.token_ids[:num_tokens], chosen.confidences, strict=False):

@@ -55,7 +55,7 @@ def make_drafter(
         proposers: possible levels of a chain below it, smallest first, each of which may have those before it.
 
     Raises:
-        IncompatibleTokenizer: its token ids differ from the target's; says how.
+        IncompatibleTokenizer: its token ids differ from the target's.
         ModelUnavailable: its model is missing, half-written or unsupported.
         InvalidField: an option is out of range, or its KV cache holds nothing.
     """
@@ -151,13 +151,9 @@ def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
         folder = ensure_model(options.model)
         check_tokenizer(folder, site.target)
         model = load_model(folder, options.dtype, site.device, options.num_layers)
-    try:
-        num_blocks = num_blocks_for(model.config, int(options.kv_cache_gb * 2**30), model.dtype)
-    except ValueError as error:
-        raise InvalidField("kv_cache_gb", options.kv_cache_gb, str(error)) from error
     small = SmallModel(
         model,
-        num_blocks=num_blocks,
+        num_blocks=num_blocks_for(model.config, int(options.kv_cache_gb * 2**30), model.dtype),
         vocab_size=site.target.vocab_size,
         eos_token_ids=site.target.eos_token_ids,
         output_ids=output_ids,

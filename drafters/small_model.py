@@ -46,9 +46,7 @@ class SmallModel:
     In the ledger, positions 0 .. computed_len of a request are committed, and an open checkpoint holds what was computed
     beyond. Before each pass the checkpoint is cut back to the common prefix with the tokens at hand, so a confirmed draft is
     never recomputed. When blocks run out, the least recently queried request loses its cache and is recomputed later.
-
-    A target may have more embedding rows than a model with the same tokenizer. A request with such a token must not be
-    queried (``can_read``).
+    A request with a token beyond the model's embedding, which a target may have, must not be queried (``can_read``).
 
     Args:
         num_blocks: of the KV cache.
@@ -142,11 +140,8 @@ class SmallModel:
     def parts(self, wanted: Sequence[tuple[Question, int]]) -> Iterator[list[int]]:
         """Divides a batch into parts that the cache holds at once, and makes room for each in turn.
 
-        Args:
-            wanted: questions about distinct requests, with the maximum tokens to be computed beyond ``ahead``.
-
-        Yields:
-            Indices into ``wanted``, except of questions beyond ``max_len``.
+        Of ``wanted``, questions about distinct requests with the maximum tokens beyond ``ahead``, yields the indices of
+        those that fit ``max_len``.
         """
         lens = [self._given_len(question) + num_tokens for question, num_tokens in wanted]
         fitting = [i for i, length in enumerate(lens) if length <= self.max_len]
@@ -197,9 +192,7 @@ class SmallModel:
         return found
 
     def choose(self, questions: Sequence[Question]) -> list[Chosen]:
-        """One packed pass for all questions, each of another request, which must fit the cache (``parts``); larger catch-up
-        is computed before.
-        """
+        """One packed pass for all questions, which are about distinct requests and must fit the cache (``parts``)."""
         missing = [self._align(question) for question in questions]
         while sum(missing) > self._max_pass_rows:
             self._catch_up_pass(questions, missing, range(len(questions)))
@@ -279,7 +272,7 @@ class SmallModel:
         return PackedSpan(base_len, token_ids, self._ledger.block_table(request_id))
 
     def _catch_up_pass(self, questions: Sequence[Question], missing: list[int], order: Iterable[int]) -> None:
-        """One pass of at most ``max_pass_rows`` missing rows, in this order; takes them off ``missing``."""
+        """One pass of at most ``max_pass_rows`` missing rows, in this order; subtracts them from ``missing``."""
         rows_left, spans = self._max_pass_rows, []
         for i in order:
             num_rows = min(missing[i], rows_left)

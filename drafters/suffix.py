@@ -85,8 +85,7 @@ def _longest_suffix(automaton: SuffixAutomaton, tail: Sequence[int]) -> _Match:
 
 
 class SuffixDrafter:
-    """Follows the most frequent continuation of the longest match, token by token, in the request's own text or in recent
-    answers, whichever promises more.
+    """Follows the most frequent continuation of the longest match, in the request's own text or in recent answers.
 
     A token's confidence is its share of the continuations, c / (total + doubt / match length): one occurrence after a short
     match means little. With the default doubt, confidences from 0.4 up agreed with the accepted share within 0.05 on

@@ -68,11 +68,7 @@ class SuffixAutomaton:
             yield from self._more.get(state, {}).items()
 
     def walk(self, state: int, match_len: int, token_ids: Iterable[int]) -> tuple[int, int]:
-        """The state and length of the longest suffix that occurs, of a text that is extended by ``token_ids``.
-
-        Args:
-            state, match_len: the same before them.
-        """
+        """The state and length of the longest suffix that occurs of a text, from those before its last ``token_ids``."""
         for token_id in token_ids:
             while (follower := self.step(state, token_id)) is None and state != ROOT:
                 state = self._link[state]

@@ -111,9 +111,8 @@ def _training(data: CardData) -> str:
         if options.drafter == "dspark":
             asked |= {"block": options.block_size, "head": options.head}
         asked |= {"epochs": options.num_epochs, "learning rate": options.learning_rate}
-    start = "a ridge regression of the target's final hidden states"
-    if options.begin_with is not None:
-        start = f"the drafter {options.begin_with.name}"
+    begin_with = options.begin_with
+    start = f"the drafter {begin_with.name}" if begin_with else "a ridge regression of the target's final hidden states"
     how = {
         "dspark": f"{_DISTILLED}, and the confidence head on the expected acceptance (DSpark, equations 8 to 12). "
         f"Initialised from {start}. {_STORED}",
@@ -146,8 +145,7 @@ def _data(data: CardData) -> str:
 
 
 def _limits(data: CardData) -> str:
-    known = CATALOGUE.get(data.target)
-    origin = data.target if known is None else known.summary
+    origin = CATALOGUE[data.target].summary if data.target in CATALOGUE else data.target
     return (
         "## Licence and limits\n\n"
         f"Derived from {origin} and its answers: the target's licence applies. Acceptance is lower for subjects and "

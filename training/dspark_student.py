@@ -95,8 +95,7 @@ class DSparkStudent(nn.Module):
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
-        network = copy.deepcopy(self.network)
-        self._fold(network)
+        network = self._folded(copy.deepcopy(self.network))
         shape = json.loads((self._target.folder / "config.json").read_text())
         save_network(network, folder, shape, STORED)
 
@@ -121,7 +120,7 @@ class DSparkStudent(nn.Module):
         before = self.standardised(batch.features[(anchors - 1).clamp_min(0)]) * _has_context(batch, anchors)[:, None]
         return torch.cat([before, embedded[:, 0]], dim=-1), embedded, wanted - own
 
-    def _fold(self, network: DSparkNetwork) -> None:
+    def _folded(self, network: DSparkNetwork) -> DSparkNetwork:
         """Rewrites a network over standardised features as one over raw ones. Weights are rounded as stored before the means
         are taken out: some means are large, and would turn rounding into an error of the bias."""
         fc, anchor_input = network.fc, network.anchor_input
@@ -132,9 +131,10 @@ class DSparkStudent(nn.Module):
             first.weight[:, : len(self.std)] /= self.std
             first.weight.copy_(quantise(first.weight, uneven=True).dequantised())
             anchor_input.maps.bias.sub_(self._mean_input(anchor_input))
+        return network
 
     def _unfold(self) -> None:
-        """The inverse of ``_fold`` for a loaded, hence rounded, network, with this run's standardisation."""
+        """The inverse of ``_folded`` for a loaded, hence rounded, network, with this run's standardisation."""
         fc, anchor_input = self.network.fc, self.network.anchor_input
         fc.bias.add_(fc.weight @ self.mean)
         fc.weight *= self.std

@@ -29,7 +29,7 @@ from training.distil import CurvePoint, Distillation, Schedule
 from training.distributed import World
 from training.dspark_student import DSparkStudent
 from training.evaluation import DRAFT_LENS, Acceptance, acceptance, evaluate, standardisation
-from training.feature_cache import FeatureCache, InMemory, OnDisk, delete_partial_files
+from training.feature_cache import InMemory, OnDisk, delete_partial_files
 from training.frozen import FrozenTarget, free_memory
 from training.hidden_states import HiddenStateReader
 from training.layers_student import LayersStudent
@@ -163,12 +163,12 @@ class _Run:
         layers = feature_layers(target.model.config.num_layers)
         kind = world.device.type
         free_bytes = free_memory(world.device)
-        cache: FeatureCache
-        if free_bytes is not None:
-            cache = InMemory(min(MAX_CACHE_BYTES[kind], int(CACHE_SHARE * free_bytes)))
-        else:
-            weights = f"{work.identity['weights']} {work.identity['dtype']}"
-            cache = OnDisk(work.path / "readings", layers, weights, MAX_CACHE_BYTES[kind], world.size)
+        weights = f"{work.identity['weights']} {work.identity['dtype']}"
+        cache = (
+            OnDisk(work.path / "readings", layers, weights, MAX_CACHE_BYTES[kind], world.size)
+            if free_bytes is None
+            else InMemory(min(MAX_CACHE_BYTES[kind], int(CACHE_SHARE * free_bytes)))
+        )
         self._reader = HiddenStateReader(target, layers, cache, MAX_PASS_TOKENS[kind])
         self._folder = work.path / options.out.name  # of intermediate drafters and the checkpoint
         self._folder.mkdir(exist_ok=True)
@@ -179,8 +179,8 @@ class _Run:
         tell = self.reporter.step("counting", 1)
         info = self.target.info
         table = count_frequencies(((answer.token_ids, answer.prompt_len) for answer in self.learned), MAX_TABLE_CONTEXTS)
-        table = replace(table, vocab_size=info.vocab_size, tokenizer_fingerprint=info.tokenizer_fingerprint)
-        table.save(self._folder / TABLE_FILE)
+        fingerprint = info.tokenizer_fingerprint
+        replace(table, vocab_size=info.vocab_size, tokenizer_fingerprint=fingerprint).save(self._folder / TABLE_FILE)
         tell(1)
         return self._finish(self._folder, None, [], {})
 
@@ -216,7 +216,7 @@ class _Run:
             evaluate=lambda: self._evaluate_checkpoint(student, latest),
         )
         if not training.restore() and self._initial is None:
-            self._initialise(student)
+            student.initialise(self._regression_batches())  # every process from the same answers
         progress = training.progress
         if not progress.done:
             training.run(self.reporter.step("training", 1.0))
@@ -267,13 +267,6 @@ class _Run:
         if options.begin_with is not None:
             student.begin_with(options.begin_with)
         return student
-
-    def _initialise(self, student: DSparkStudent | LayersStudent) -> None:
-        """Deterministic: every process initialises from the same answers."""
-        if isinstance(student, LayersStudent):
-            student.initialise()
-        else:
-            student.initialise(self._regression_batches())
 
     def _regression_batches(self) -> Iterator[AnswerBatch]:
         total = min(MAX_REGRESSION_ROWS, sum(len(a.token_ids) for a in self.learned))

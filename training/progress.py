@@ -12,7 +12,7 @@ class OrderedProgress(Generic[Name]):
     def __init__(self, names: Sequence[Name], sizes: Mapping[Name, int]) -> None:
         self._names = names
         self._sizes = dict(sizes)
-        finished = [self._sizes[name] for name in names if name in sizes]
+        finished = [sizes[name] for name in names if name in sizes]
         self._total, self._num_finished = sum(finished), len(finished)
         self._num_in_order = 0
         self._in_flight: set[Name] = set()

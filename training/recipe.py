@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -79,22 +79,11 @@ class TrainOptions:
         """With ``quick``: every step at a size that takes minutes on a CPU."""
         if not self.quick:
             return self
-        short = replace(
-            self,
-            num_prompts=min(self.num_prompts, 48),
-            num_tokens=min(self.num_tokens, 6000),
-            max_answer_tokens=min(self.max_answer_tokens, 64),
-            num_epochs=2,
-        )
-        if self.begin_with is not None:
-            return short
-        return replace(
-            short,
-            num_layers=1,
-            vocabulary=min(self.vocabulary, 4096),
-            markov_rank=min(self.markov_rank, 64),
-            anchor_rank=min(self.anchor_rank, 128),
-        )
+        limits = {"num_prompts": 48, "num_tokens": 6000, "max_answer_tokens": 64}
+        if self.begin_with is None:
+            limits |= {"num_layers": 1, "vocabulary": 4096, "markov_rank": 64, "anchor_rank": 128}
+        smaller: dict[str, Any] = {name: min(getattr(self, name), limit) for name, limit in limits.items()}
+        return replace(self, num_epochs=2, **smaller)
 
     def seconds(self) -> tuple[float | None, float | None, float | None]:
         """The time for prompts, answers and training; None: no limit. A twentieth of the budget is left for evaluation."""
@@ -120,7 +109,7 @@ def feature_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def kept_layers(num_target: int, num_own: int) -> tuple[int, ...]:
-    """The target's layers that a drafter of layers starts from: the first ones and, from three on, the last."""
+    """The target's layers that a drafter starts from: the first ones and, from three on, the last."""
     if not 1 <= num_own <= num_target:
         raise InvalidField("num_layers", num_own, f"must lie between 1 and the target's {num_target}")
     return tuple(range(num_own)) if num_own < 3 else (*range(num_own - 1), num_target - 1)

@@ -59,10 +59,6 @@ def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSpark
     model = host.engine.model
     dtype = choose_dtype(options.dtype, model.device.type, allows_int8=True)
     _check_fits(folder, config, target, host)
-    try:
-        num_blocks = num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), DTYPES[dtype])
-    except ValueError as error:
-        raise InvalidField("kv_cache_gb", options.kv_cache_gb, str(error)) from error
     return load_dspark(
         folder,
         _rows(host) if config.shares_embedding else None,
@@ -70,7 +66,7 @@ def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSpark
         target,
         model.device,
         HostFeatures(host.engine, config.target_layer_ids),
-        num_blocks=num_blocks,
+        num_blocks=num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), DTYPES[dtype]),
         scaling=load_scaling(folder / FILE) if (folder / FILE).is_file() else None,
         min_survival=options.min_survival,
     )

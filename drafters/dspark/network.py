@@ -50,17 +50,13 @@ class DSparkNetwork(nn.Module):
     def forward(
         self, features: Tensor, token_ids: Tensor, lens: Sequence[int], anchors: Tensor, block_len: int | None = None
     ) -> Tensor:
-        """The parallel stage: h of every position of a block at each anchor.
+        """The parallel stage: h of every position of a block at each anchor, [A, block_len, d] after the final norm.
 
         Args:
-            features: [rows, feature_size], of whole sequences one after another; a last token's features are not read.
+            features: [rows, feature_size], of whole sequences of ``lens`` tokens; a last token's features are not read.
             token_ids: int64 [rows].
-            lens: of the sequences, rows in all.
             anchors: int64 [A], rows, ascending.
             block_len: of the blocks; None: gamma.
-
-        Returns:
-            [A, block_len, d] after the final norm, the input of the heads.
         """
         context = self.hidden_norm(self.fc(features))
         starts = torch.tensor([0, *lens], device=anchors.device).cumsum(0)

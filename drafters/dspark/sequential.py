@@ -1,7 +1,7 @@
 """The sequential stage as served: the tokens of all blocks side by side, position after position."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,18 +10,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from drafters.dspark.choice import make_choice
 from drafters.dspark.network import DSparkNetwork, markov_rows
 from drafters.reduced_vocab import WholeVocabulary
 from engine.cpu.packed import product_dtype
 from engine.device import to_device
 from engine.factory import make_ops
 from engine.models.weights import LinearWeight
-from engine.noise import noise_keys
-from engine.ops import Logits
+from engine.noise import gumbel, noise_keys
+from engine.ops import Logits, Ops
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from profiler.calibration import TemperatureScaling
 
+# Tokens of rows: fp32 logits [rows, n], noise keys [rows], temperatures fp32 [rows].
+Choice = Callable[[Tensor, NDArray[np.int64], NDArray[np.float32]], list[int]]
+
+_NUM_CANDIDATES = 64  # of a choice without a kernel
 _CPU_ROWS = 12  # of a head's product: fewer cost more per row, more do not cost less
 _MIN_CONFIDENCE = 1e-6  # confidences lie between this and 1 - this
 
@@ -67,8 +70,7 @@ class SequentialStage:
     """Head, sequential head and confidence head, on one device.
 
     Args:
-        network: read here once; its weights may be laid out anew.
-        scaling: of the confidences, by position; None: they are not scaled.
+        scaling: of the confidences, by position.
         min_survival: a draft ends before a token whose prefix is less probable than this.
         int8: multiplies int8 weights, where the device supports it.
     """
@@ -98,7 +100,7 @@ class SequentialStage:
             self._markov = self._markov.to(device, product_dtype(dtype, device))
             self._bias = ops.logits(LinearWeight(self._markov.markov_w2.weight.detach().to(dtype)))
         known = range(config.shape.vocab_size) if config.draft_token_ids is None else config.draft_token_ids
-        self._choose = make_choice(ops, np.array(known, np.int64))
+        self._choose = _make_choice(ops, np.array(known, np.int64))
         self._whole: WholeVocabulary | None = None
         if config.draft_token_ids is not None:
             self._whole = WholeVocabulary(torch.tensor(known, device=device), config.shape.vocab_size)
@@ -232,3 +234,33 @@ def _noise(blocks: Sequence[Block], num_steps: int) -> tuple[NDArray[np.int64], 
 def _sigmoid(logit: float) -> float:
     value = 1.0 / (1.0 + math.exp(-max(-60.0, min(60.0, logit))))
     return max(_MIN_CONFIDENCE, min(1.0 - _MIN_CONFIDENCE, value))
+
+
+def _make_choice(ops: Ops, token_ids: NDArray[np.int64]) -> Choice:
+    """argmax_v(logits_v / T + G(key, v)) of each row (DESIGN idea 1), where no kernel is available among the most probable
+    tokens only. ``token_ids``: of the logits' columns, ascending."""
+    kernel = ops.gumbel_argmax(token_ids)
+
+    def by_kernel(logits: Tensor, keys: NDArray[np.int64], temperatures: NDArray[np.float32]) -> list[int]:
+        assert kernel is not None
+        chosen: list[int] = kernel(logits, keys, temperatures)[0].tolist()
+        return chosen
+
+    def among_candidates(logits: Tensor, keys: NDArray[np.int64], temperatures: NDArray[np.float32]) -> list[int]:
+        if not temperatures.any():
+            largest: list[int] = token_ids[logits.argmax(-1).cpu().numpy()].tolist()
+            return largest
+        found = logits.topk(min(_NUM_CANDIDATES, logits.shape[-1]))
+        candidates = token_ids[found.indices.cpu().numpy()]
+        below = found.values.float().cpu().numpy()
+        below = below - below[:, :1]  # relative to the largest
+        # At temperature 0: the lowest id of the largest.
+        scores = np.where(
+            temperatures[:, None] > 0.0,
+            below / np.maximum(temperatures, 1e-6)[:, None] + gumbel(keys[:, None], candidates),
+            np.where(below == 0.0, -candidates.astype(np.float64), -np.inf),
+        )
+        chosen: list[int] = candidates[np.arange(len(candidates)), scores.argmax(-1)].tolist()
+        return chosen
+
+    return among_candidates if kernel is None else by_kernel

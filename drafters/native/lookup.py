@@ -126,15 +126,12 @@ def address(values: "array[int] | array[float]") -> int:
 
 
 class Native:
-    """A drafter in C: functions of ``library`` that begin with ``kind``.
+    """A drafter in C: functions of ``library`` that begin with ``kind``. All raise MemoryError; ``open`` and ``extend``
+    raise OverflowError and change nothing for a token of more than 31 bits.
 
     Args:
         handle: of ``{kind}_new``; freed with this.
         keep: keeps alive what it points to.
-
-    Raises:
-        MemoryError
-        OverflowError: from ``open`` and ``extend``, which then change nothing: a token of more than 31 bits.
     """
 
     handle: int | None = None
