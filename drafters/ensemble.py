@@ -1,6 +1,4 @@
-"""The free members of a cascade, queried together: calibration of their drafts by agreement, the best draft, and
-splicing. Everything is learned from committed tokens.
-"""
+"""The free members of a cascade, queried together: calibration of their drafts by agreement, the best draft, splicing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -77,9 +75,7 @@ class _LookupDrafts:
 
 
 class PlainEnsemble:
-    """The free members, in Python. They follow every request and learn from committed tokens.
-
-    ``place`` is the index of a demand in the last query.
+    """The free members, in Python. ``place`` is the index of a demand in the last query.
 
     Args:
         free: the members of cost 0, which are the first of all.
@@ -125,9 +121,7 @@ class PlainEnsemble:
             drafter.check_integrity()
 
     def query(self, demands: Sequence[Demand]) -> list[float]:
-        """Queries the free members. Returns the expected tokens of the best draft for each demand; empty without such
-        members. Drafts for demands without ``ahead`` are learned from when their tokens are committed.
-        """
+        """Queries the free members. Returns the expected tokens of the best draft for each demand; empty without members."""
         self._queries = [_LookupDrafts(demand) for demand in demands]
         drafts = [drafter.propose(demands) for drafter in self._free]
         for place, query in enumerate(self._queries):
@@ -145,13 +139,12 @@ class PlainEnsemble:
     def calibrate(self, place: int, member: int, draft: Draft) -> MemberDraft:
         """Calibrates a member's draft by its agreement with the free ones."""
         query = self._queries[place]
-        survival, price = self._survival[member], query.demand.row_price
-        return MemberDraft.of(member, draft, survival, self._consensus, query.token_ids, price)
+        own = self._survival[member]
+        return MemberDraft.of(member, draft, own, self._consensus, query.token_ids, query.demand.row_price)
 
     def best_drafts(self, places: Sequence[int]) -> list[tuple[int, Draft]]:
         """For each place: the free member with the best draft, and that draft with its splices."""
-        best = [self.best(place) for place in places]
-        return [(draft.member, self.spliced(place, draft)) for place, draft in zip(places, best, strict=True)]
+        return [(draft.member, self.spliced(place, draft)) for place in places for draft in (self.best(place),)]
 
     def spliced(self, place: int, draft: MemberDraft) -> Draft:
         """A draft that lookups extend at its end; they replace the rest of a model's draft where they promise more."""

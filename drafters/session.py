@@ -1,7 +1,4 @@
-"""A drafter's view of a request, kept correct by messages that may be lost, duplicated, late or reordered.
-
-Pure bookkeeping: no drafter, link or clock.
-"""
+"""A drafter's view of a request, kept correct by messages that may be lost, duplicated, late or reordered."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +21,7 @@ def request_id_of(key: str) -> str:
 
 @dataclass(slots=True)
 class Session:
-    """A request as its drafter follows it, with the tokens drafted beyond the committed ones.
+    """A request as its drafter follows it.
 
     0 ............ committed_len ............ + num_sent ............ + len(ahead)
     | token_ids    | ahead, proposed          | ahead, not yet sent   |
@@ -67,8 +64,8 @@ class Session:
         self.answered = False
         self.exhausted = self.exhausted and bool(self.ahead)
 
-    def stop_drafting(self, max_draft_len: int) -> None:
-        """Makes it a shadow, scored with drafts of up to ``max_draft_len`` tokens."""
+    def make_shadow(self, max_draft_len: int) -> None:
+        """Scores it from now on, with drafts of up to ``max_draft_len`` tokens."""
         self.ahead.clear()
         self.confidences.clear()
         self.num_sent, self.answered, self.budget = 0, False, 0
@@ -76,20 +73,15 @@ class Session:
 
 
 class ExtendOutcome(Enum):
-    """Outcome of comparing received tokens with the known ones."""
-
     APPLIED = auto()  # possibly none is new
     GAP = auto()  # tokens before them are missing: the request must be opened again
     CONFLICT = auto()  # they contradict the known ones: the request must be forgotten and opened again
 
 
 def reconcile(known: Sequence[int], base_len: int, token_ids: Sequence[int]) -> tuple[ExtendOutcome, Sequence[int]]:
-    """Compares tokens at ``base_len`` with the known ones; returns the outcome and the new tokens.
-
-    Committed tokens never change, so tokens that are all known and agree are a duplicate or late, and harmless.
-    """
+    """Compares committed tokens at ``base_len`` with the known ones; returns the outcome and the new tokens."""
     known_len = len(known)
-    if base_len > known_len or base_len < 0:
+    if base_len > known_len:
         return ExtendOutcome.GAP, ()
     overlap = min(known_len - base_len, len(token_ids))
     if list(known[base_len : base_len + overlap]) != list(token_ids[:overlap]):
@@ -105,10 +97,10 @@ class _Resync:
 
 
 class Resyncs:
-    """Requests that must be opened again, and when to ask their target for it, again if need be: messages may be lost.
+    """Requests that their target must open again, and when to ask it.
 
-    The pause doubles with every attempt. After ``max_attempts`` the request is given up: its target does not know it any
-    more. A request beyond ``capacity`` is not added; its next Extend tries again.
+    The pause doubles with every attempt. After ``max_attempts`` the request is given up. A request beyond ``capacity`` is
+    not added; its next Extend tries again.
     """
 
     def __init__(self, pause_s: float, max_attempts: int, capacity: int) -> None:
@@ -176,6 +168,11 @@ class TargetPeer:
     row_price: float = 0.0  # of the last budget: a target has one price for all requests of a pass
     refused: dict[str, float] = field(default_factory=dict)  # without capacity: time of the last message, oldest first
     refusals: dict[str, int] = field(default_factory=dict)  # unsent empty proposals: committed length that they answer
+
+    def forget(self, request_id: str) -> None:
+        """Drops a request without a session."""
+        for others in (self.ignored, self.refused, self.refusals):
+            others.pop(request_id, None)
 
     @property
     def has_pending(self) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from cluster.errors import ModelUnavailable
 from engine.models.config import DecoderConfig, parse_config
@@ -29,6 +29,7 @@ MarkovKind = Literal["vanilla", "gated", "rnn"]
 MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
 CONFIG = "config.json"
 _MAX_BLOCK_SIZE = 64
+_OURS = ("shares_embedding", "draft_token_ids", "fc_bias", "anchor_input", "anchor_input_rank", "tokenizer_fingerprint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class DSparkConfig:
 
 
 def load_dspark_config(folder: Path) -> DSparkConfig:
-    """Raises ModelUnavailable, saying why: no folder, no ``config.json``, or a drafter that is not supported."""
+    """Raises ModelUnavailable."""
     path = folder / CONFIG
     raw = _read_json(path)
     if not isinstance(raw, dict):
@@ -88,8 +89,7 @@ def load_dspark_config(folder: Path) -> DSparkConfig:
 
 
 def parse_dspark_config(raw: Mapping[str, Any]) -> DSparkConfig:
-    """Args:
-        raw: a parsed ``config.json``, with the list of draft tokens itself.
+    """``raw``: a parsed ``config.json``, with the list of draft tokens itself.
 
     Raises:
         ModelUnavailable: not supported, or contradictory.
@@ -127,16 +127,8 @@ def parse_dspark_config(raw: Mapping[str, Any]) -> DSparkConfig:
 
 
 def dspark_json(config: DSparkConfig, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``config.json`` of ``config``. ``shape``: a configuration of transformers with the shape of its layers
-    (``engine.models.config``), such as the target's."""
-    optional = {
-        "shares_embedding": config.shares_embedding,
-        "draft_token_ids": list(config.draft_token_ids) if config.draft_token_ids is not None else None,
-        "fc_bias": config.fc_bias,
-        "anchor_input": config.anchor_input,
-        "anchor_input_rank": config.anchor_input_rank,
-        "tokenizer_fingerprint": config.tokenizer_fingerprint,
-    }
+    """The ``config.json`` of ``config``. ``shape``: a configuration of transformers with the shape of its layers."""
+    optional = {key: value for key in _OURS if (value := getattr(config, key))}
     return {
         **shape,
         "architectures": [f"{config.shape.architecture.capitalize()}DSparkModel"],
@@ -150,7 +142,7 @@ def dspark_json(config: DSparkConfig, shape: Mapping[str, Any]) -> dict[str, Any
         "markov_head_type": config.markov_kind,
         "enable_confidence_head": config.has_confidence,
         "confidence_head_with_markov": config.confidence_with_markov,
-        **{key: value for key, value in optional.items() if value},
+        **optional,
     }
 
 
@@ -172,11 +164,10 @@ def _int(raw: Mapping[str, Any], key: str, low: int, high: int = 2**31 - 1) -> i
     return value
 
 
-def _markov_kind(value: object) -> MarkovKind:
-    for kind in MARKOV_KINDS:
-        if value == kind:
-            return kind
-    raise ModelUnavailable(f"markov_head_type {value!r} is not supported; supported are {', '.join(MARKOV_KINDS)}")
+def _markov_kind(value: Any) -> MarkovKind:
+    if value not in MARKOV_KINDS:
+        raise ModelUnavailable(f"markov_head_type {value!r} is not supported; supported are {', '.join(MARKOV_KINDS)}")
+    return cast(MarkovKind, value)
 
 
 def _ascending(raw: Mapping[str, Any], key: str, low: int, high: int) -> tuple[int, ...]:

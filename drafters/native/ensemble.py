@@ -55,14 +55,8 @@ class _NativeDraft(ctypes.Structure):
 
 
 class NativeEnsemble(Native):
-    """Of ``lookups``: all free members, and the only ones that splice.
-
-    Args:
-        survival: calibration of all members, the free ones first.
-
-    Raises:
-        MemoryError: out of memory.
-    """
+    """Of ``lookups``: all free members, and the only ones that splice. ``survival`` calibrates all members, these first.
+    Raises MemoryError."""
 
     def __init__(
         self,
