@@ -74,6 +74,7 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token, logprob), most probable first
+    rank: int | None = None  # 1: the most probable token; of prompt tokens only
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ class Commit:
     ``num_accepted`` of ``num_proposed`` verified draft tokens were accepted. ``drafter`` made the proposal at hand,
     even if it was empty or not verified. ``len(token_ids)`` is the accepted length with the bonus token, or less where
     the sequence ended inside it. ``error`` is the reason of ERROR and OVERLOADED. ``prefill`` comes with the first
-    tokens of a request.
+    tokens of a request. ``prompt_logprobs``: of the next prompt tokens, from the second on, where they are requested; such
+    commits hold no tokens and precede the others.
     """
 
     request_id: str
@@ -105,6 +107,7 @@ class Commit:
     finish: FinishReason | None = None
     error: str | None = None
     prefill: Prefill | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,21 @@
 """The native target: a model, a paged KV cache, and the ledger of its blocks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from cluster.errors import InvalidField
-from cluster.types import Request
+from cluster.types import Request, TokenLogprobs
 from engine.acceptance import verdict
 from engine.batch_layout import PackedSpan
 from engine.device import to_device
 from engine.forward import CausalModel
 from engine.hidden_states import HiddenStateCache
 from engine.kv_blocks import BlockLedger, Checkpoint
+from engine.prompt_logprobs import prompt_logprobs
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from engine.target import SpanInput, SpanOutcome
 from router.plan import Capacity
@@ -62,10 +63,14 @@ class NativeTarget:
         vocab_size = model.config.vocab_size
         self._sampler = Sampler(vocab_size, model.config.eos_token_ids, model.ops.gumbel_argmax(np.arange(vocab_size)))
         self._states: dict[str, SamplingState] = {}
+        self._scored: dict[str, Request] = {}  # those that ask for log-probabilities of their prompts
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         state = SamplingState(request.sampling, token_ids, len(request.prompt_token_ids))
-        computed_len = self._ledger.open(request.id, token_ids)
+        wants_prompt = request.sampling.prompt_logprobs is not None
+        computed_len = self._ledger.open(request.id, () if wants_prompt else token_ids)  # rows in the cache have no logits
+        if wants_prompt:
+            self._scored[request.id] = request
         self._states[request.id] = state
         return computed_len
 
@@ -89,6 +94,7 @@ class NativeTarget:
     def release(self, request_id: str) -> None:
         if self._states.pop(request_id, None) is not None:
             self._ledger.release(request_id)
+            self._scored.pop(request_id, None)
 
     @property
     def model(self) -> CausalModel:
@@ -142,6 +148,21 @@ class NativeTarget:
         packed = [PackedSpan(span.base_len, span.token_ids, self._ledger.block_table(span.request_id)) for span in spans]
         hidden, features = self._model.forward_with_hidden_states(packed, self._cache, self._features.layers)
         self._features.write(packed, features)
+        scores = self._prompt_logprobs(spans, hidden) if self._scored else {}
+        outcomes = self._sample(spans, hidden)
+        return [replace(o, prompt_logprobs=scores[o.request_id]) if o.request_id in scores else o for o in outcomes]
+
+    def _prompt_logprobs(self, spans: Sequence[SpanInput], hidden: torch.Tensor) -> dict[str, tuple[TokenLogprobs, ...]]:
+        ends = np.cumsum([len(span.token_ids) for span in spans]).tolist()
+        return {
+            span.request_id: prompt_logprobs(
+                self._scored[span.request_id], span, hidden[end - len(span.token_ids) : end], self._model.logits
+            )
+            for span, end in zip(spans, ends, strict=True)
+            if span.request_id in self._scored
+        }
+
+    def _sample(self, spans: Sequence[SpanInput], hidden: torch.Tensor) -> list[SpanOutcome]:
         sampled = [span for span in spans if span.samples]
         if not sampled:
             return [SpanOutcome(span.request_id, (), 0) for span in spans]

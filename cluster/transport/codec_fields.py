@@ -123,7 +123,7 @@ _FINISH_OF: dict[int, FinishReason | None] = {
 }
 
 
-def _split_logprobs(logprobs: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+def _split_logprobs(logprobs: tuple[TokenLogprobs, ...], name: str) -> dict[str, Any]:
     """As columns, so that no message is made per token."""
     if not logprobs:
         return {}
@@ -134,21 +134,20 @@ def _split_logprobs(logprobs: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
         "num_top": [len(token.top) for token in logprobs],
         "top_token_ids": token_ids,
         "top_logprobs": values,
+        "ranks": [token.rank for token in logprobs if token.rank is not None],
     }
-    return {"logprobs": columns}
+    return {name: columns}
 
 
-def _read_logprobs(commit: wire.Commit) -> tuple[TokenLogprobs, ...]:
-    if not commit.HasField("logprobs"):
-        return ()
-    logprobs = commit.logprobs
+def _read_logprobs(logprobs: wire.Logprobs) -> tuple[TokenLogprobs, ...]:
     if sum(logprobs.num_top) != len(logprobs.top_token_ids):
         raise WireError("the columns of a commit's log-probabilities differ in length")
     pairs: Iterator[tuple[int, float]] = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
-    return tuple(
-        TokenLogprobs(chosen, tuple(islice(pairs, num_top)))
-        for chosen, num_top in zip(logprobs.chosen, logprobs.num_top, strict=True)
-    )
+    ranks = logprobs.ranks or [None] * len(logprobs.chosen)
+    if not len(logprobs.chosen) == len(logprobs.num_top) == len(ranks):
+        raise WireError("the columns of a commit's log-probabilities differ in length")
+    columns = zip(logprobs.chosen, logprobs.num_top, ranks, strict=True)
+    return tuple(TokenLogprobs(chosen, tuple(islice(pairs, num_top)), rank) for chosen, num_top, rank in columns)
 
 
 # By class and field: the keyword arguments that its value becomes, and the value from the message.
@@ -157,7 +156,14 @@ _SPLIT: dict[tuple[type, str], tuple[Encode, Decode]] = {
     (SamplingParams, "logit_bias"): (_split_bias, _read_bias),
     (Request, "slo"): (lambda slo: {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}, _read_slo),
     (Request, "chain"): (lambda names: {} if names is None else {"chain": {"drafters": names}}, _read_chain),
-    (Commit, "logprobs"): (_split_logprobs, _read_logprobs),
+    (Commit, "logprobs"): (
+        lambda logprobs: _split_logprobs(logprobs, "logprobs"),
+        lambda commit: _read_logprobs(commit.logprobs) if commit.HasField("logprobs") else (),
+    ),
+    (Commit, "prompt_logprobs"): (
+        lambda logprobs: _split_logprobs(logprobs, "prompt_logprobs"),
+        lambda commit: _read_logprobs(commit.prompt_logprobs) if commit.HasField("prompt_logprobs") else (),
+    ),
     (Commit, "finish"): (
         lambda reason: {} if reason is None else {"finish": reason.name},
         lambda commit: _FINISH_OF[commit.finish],
