@@ -1,8 +1,6 @@
-"""Validation of received messages: the only check of values from a peer.
+"""Validation of received messages: values against each other, the vocabulary and limits. Later code relies on it.
 
-The codec checks types and sampling parameters. Here values are checked against each other, the vocabulary and limits,
-so that later code needs no checks for unknown token ids, lists of different lengths or more matches than tokens.
-Consistency with the state of a request is checked where that state is.
+The codec checks types and sampling parameters; the owner of a request's state checks consistency with it.
 """
 
 import logging
@@ -39,14 +37,7 @@ M = TypeVar("M", bound=Message)
 
 
 class Inspection:
-    """Checks the messages that one process receives. Drops, counts and logs invalid parts; ``must_go`` says which links to
-    close.
-
-    Not thread-safe.
-
-    Args:
-        reader: the receiving process, for the log.
-    """
+    """Drops, counts and logs invalid parts of the messages that ``reader`` receives. Not thread-safe."""
 
     def __init__(self, reader: str) -> None:
         self.num_unsound = 0  # of all links
@@ -105,19 +96,15 @@ def score_fault(score: DraftScore) -> str | None:
 
 
 def level_fault(report: LevelReport) -> str | None:
-    counts = (report.num_passes, report.num_rows, report.num_lost)
-    if not all(0 <= count <= MAX_COUNT for count in counts):
+    if not all(0 <= count <= MAX_COUNT for count in (report.num_passes, report.num_rows, report.num_lost)):
         return f"a level report of {report.num_passes} passes, {report.num_rows} rows, {report.num_lost} lost requests"
     if not 0.0 <= report.busy_s <= MAX_REPORT_S:
         return f"a level report of {report.busy_s} busy seconds, at most {MAX_REPORT_S:g}"
     for verified in report.verified:
         reached, right = verified.num_reached, verified.num_right
         falls = all(later <= earlier for earlier, later in zip(right, reached[1:], strict=False))
-        if (
-            not len(right) == len(reached) <= MAX_DRAFT_LEN
-            or not all(0 <= n <= m <= MAX_COUNT for n, m in zip(right, reached, strict=True))
-            or not falls
-        ):
+        fits = len(right) == len(reached) <= MAX_DRAFT_LEN
+        if not (fits and falls and all(0 <= n <= m <= MAX_COUNT for n, m in zip(right, reached, strict=True))):
             return f"a level report of positions reached {reached[:8]} times and right {right[:8]} times"
         if not 0 <= verified.num_proposed <= verified.num_asked <= MAX_COUNT:
             return f"a level report of {verified.num_proposed} tokens proposed of {verified.num_asked} asked for"

@@ -1,7 +1,4 @@
-"""The messages on links: one per round and direction.
-
-The wire format is ``cluster/transport/wire.proto``; ``cluster/transport/codec.py`` encodes it.
-"""
+"""The messages on links: one per round and direction. The wire format is ``cluster/transport/wire.proto``."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,8 +20,7 @@ class Role(StrEnum):
 class Hello:
     """Identity of one end of a link. A different version, tokenizer or secret refuses the link, with a reason.
 
-    ``token`` is the cluster's shared secret. It is never sent (``cluster/transport/handshake.py``), and empty in a
-    peer's Hello.
+    ``token``: the cluster's shared secret, which is never sent; empty in a peer's Hello.
     """
 
     role: Role
@@ -66,10 +62,9 @@ class Budget:
 
 @record
 class DraftRound:
-    """Target to drafter, once per round.
+    """Target to drafter, once per round. ``budgets`` holds changes only.
 
     The drafter requests a resync if the request is unknown, or an Extend does not start at its known length.
-    ``budgets`` holds changes only.
     """
 
     table_version: int
@@ -91,10 +86,10 @@ class DraftScore:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Verification results of one level of a chain for the drafts of the level below.
+    """Verification by one level of a chain of the drafts of the level below.
 
-    Position i of a draft was reached ``num_reached[i]`` times, which requires that all positions before it were right,
-    and right ``num_right[i]`` times. ``num_asked`` tokens were requested and ``num_proposed`` of them proposed.
+    Position i was reached, all before it being right, ``num_reached[i]`` times, and right ``num_right[i]`` times.
+    ``num_asked`` tokens were requested, ``num_proposed`` of them proposed.
     """
 
     proposer: str

@@ -54,16 +54,14 @@ def _cuda_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device, b
         from engine.cuda.compile_check import KernelsUnavailable, try_out
         from engine.cuda.ops import CudaOps
     except ImportError as error:
-        return _plain_on_gpu(config, dtype, f"Triton cannot be imported ({error})")
-    ops = CudaOps(config, dtype)
-    try:
-        try_out(ops, config, dtype, device, block_len)
-    except KernelsUnavailable as error:
-        return _plain_on_gpu(config, dtype, str(error))
-    return ops
-
-
-def _plain_on_gpu(config: DecoderConfig, dtype: torch.dtype, why: str) -> Ops:
+        why = f"Triton cannot be imported ({error})"
+    else:
+        ops = CudaOps(config, dtype)
+        try:
+            try_out(ops, config, dtype, device, block_len)
+            return ops
+        except KernelsUnavailable as error:
+            why = str(error)
     logger.warning("the GPU runs plain torch operators without CUDA graphs, which are several times slower: %s", why)
     return TorchOps(config, dtype)
 
@@ -86,15 +84,11 @@ def build_model(config: DecoderConfig, weights: Weights, dtype: str, device: str
     require(device)
     at, kind = torch.device(device), DTYPES[dtype]
     ops = make_ops(config, kind, at, int8=dtype == "int8", block_len=block_len)
-    return _model_class(at, ops)(config, weights, ops, kind, at)
-
-
-def _model_class(device: torch.device, ops: Ops) -> type[CausalModel]:
-    if device.type != "cuda" or isinstance(ops, TorchOps):  # plain torch reads lengths back, which no graph can capture
-        return CausalModel
+    if at.type != "cuda" or isinstance(ops, TorchOps):  # plain torch reads lengths back, which no graph can capture
+        return CausalModel(config, weights, ops, kind, at)
     from engine.cuda.graphs import GraphedModel
 
-    return GraphedModel
+    return GraphedModel(config, weights, ops, kind, at)
 
 
 def load_target(
@@ -107,14 +101,10 @@ def load_target(
     max_num_sequences: int = 64,
     max_pass_tokens: int = 512,
     max_model_len: int = 2048,
-    prefix_cache: bool = True,
     feature_layers: Sequence[int] = (),
 ) -> NativeTarget:
-    """A native target for the model of a Hugging Face folder. ``max_model_len`` is capped at the model's.
-
-    Raises ModelUnavailable: missing, half-written or unsupported; one line that says which; InvalidField: the KV cache
-    cannot hold a sequence of ``max_model_len`` tokens; or there are no such layers.
-    """
+    """A native target for the model of a Hugging Face folder. ``max_model_len`` is capped at the model's. Raises as
+    ``load_model`` and ``NativeTarget``."""
     model = load_model(folder, dtype, device, block_len=block_len)
     limits = NativeLimits(
         num_blocks=num_blocks_for(model.config, kv_cache_bytes, model.dtype, block_len),
@@ -123,4 +113,4 @@ def load_target(
         max_pass_tokens=max_pass_tokens,
         max_model_len=min(max_model_len, model.config.max_len),
     )
-    return NativeTarget(model, limits, prefix_cache, feature_layers)
+    return NativeTarget(model, limits, feature_layers=feature_layers)

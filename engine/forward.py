@@ -1,11 +1,8 @@
-"""The forward pass over spans of different sequences and lengths, packed into one batch of rows.
-
-Prefill and decode are not distinguished. A pass begins, runs layer by layer and finishes; its state is accessible between
-layers, for hidden states and for early exit of rows.
-"""
+"""The forward pass over spans of different sequences and lengths, packed into one batch of rows. Prefill and decode are not
+distinguished."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +15,7 @@ from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.models.weights import LayerWeights, LinearWeight, Weights
 from engine.ops import HeadNorms, Linear, Ops
 
-__all__ = ["CausalModel", "PackedSpan", "Pass"]
+__all__ = ["CausalModel", "PackedSpan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +47,9 @@ class DecoderLayer:
         return self.down(ops.gate(self.gate_up(ops.add_norm(residual, attended, self.post_norm))))
 
 
-@dataclass(slots=True)
-class Pass:
-    """State of a pass. The output of the layers so far is ``residual + delta``."""
-
-    layout: Layout
-    cache: KvCache
-    residual: torch.Tensor  # fp32 [rows, hidden]
-    delta: torch.Tensor | None = None  # dtype [rows, hidden]; added by the next norm
-    taps: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> its output, fp32 [rows, hidden]
-
-
 class CausalModel:
     """A decoder of the Llama family over a paged KV cache. Immutable; not thread-safe, since its operators own buffers.
-
-    Args:
-        config: the model's shape.
-        weights: read once, by the constructor.
-        ops: operators for this shape and dtype.
-        dtype: of weights, products and KV cache.
-    """
+    ``dtype``: of weights, products and KV cache."""
 
     def __init__(
         self, config: DecoderConfig, weights: Weights, ops: Ops, dtype: torch.dtype, device: torch.device | None = None
@@ -128,15 +108,21 @@ class CausalModel:
         return self._pass(self.lay_out(spans, cache.block_len), cache, layers)
 
     def _pass(self, layout: Layout, cache: KvCache, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        state = self.enter(layout, cache)
-        if -1 in layers:
-            state.taps[-1] = state.residual.clone()  # the layers add to it in place
-        self.run_layers(state, 0, self.config.num_layers, frozenset(layers))
-        hidden = self.finish(state)
+        residual = F.embedding(layout.token_ids, self._embedding).float()  # fp32; a layer's output is residual + delta
+        delta: torch.Tensor | None = None
+        kept = {-1: residual.clone()} if -1 in layers else {}  # the layers add to the residual in place
+        for index, layer in enumerate(self._layers):
+            PASSES.advanced()
+            kv = cache.keys[index], cache.values[index]
+            delta = layer.run(self._ops, layout, residual, delta, kv, attends=layout)
+            if index in layers:
+                kept[index] = residual + delta
+        PASSES.advanced()
+        hidden = self._ops.add_norm(residual, delta, self._final_norm)
         if not layers:
             return hidden, hidden.new_empty(len(hidden), 0)
-        state.taps[self.config.num_layers - 1] = hidden
-        return hidden, torch.cat([state.taps[layer].to(self.dtype) for layer in layers], dim=-1)
+        kept[len(self._layers) - 1] = hidden
+        return hidden, torch.cat([kept[layer].to(self.dtype) for layer in layers], dim=-1)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -146,27 +132,6 @@ class CausalModel:
     def lay_out(self, spans: Sequence[PackedSpan], block_len: int) -> Layout:
         return lay_out(spans, block_len, self._inverse_frequencies, self.device)
 
-    def enter(self, layout: Layout, cache: KvCache) -> Pass:
-        """Begins a pass over a given layout."""
-        return Pass(layout, cache, F.embedding(layout.token_ids, self._embedding).float())
-
-    @torch.inference_mode()
-    def run_layers(self, state: Pass, start: int, stop: int, taps: frozenset[int] = frozenset()) -> None:
-        """Runs layers ``start`` .. ``stop`` - 1; outputs of those in ``taps`` are kept in ``state.taps``."""
-        layout = state.layout
-        for index in range(start, stop):
-            PASSES.advanced()
-            kv = state.cache.keys[index], state.cache.values[index]
-            state.delta = self._layers[index].run(self._ops, layout, state.residual, state.delta, kv, attends=layout)
-            if index in taps:
-                state.taps[index] = state.residual + state.delta
-
-    @torch.inference_mode()
-    def finish(self, state: Pass) -> torch.Tensor:
-        """The final norm: [rows, hidden] in the dtype."""
-        PASSES.advanced()
-        return self._ops.add_norm(state.residual, state.delta, self._final_norm)
-
     def _prepare(self, layer: LayerWeights) -> DecoderLayer:
         def linear(weight: LinearWeight) -> Linear:
             bias = None if weight.bias is None else weight.bias.to(self.device)
@@ -175,12 +140,6 @@ class CausalModel:
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm.to(self.device), layer.k_norm.to(self.device))
-        return DecoderLayer(
-            input_norm=layer.input_norm.to(self.device),
-            qkv=linear(layer.qkv),
-            head_norms=norms,
-            out=linear(layer.out),
-            post_norm=layer.post_norm.to(self.device),
-            gate_up=linear(layer.gate_up),
-            down=linear(layer.down),
-        )
+        input_norm, post_norm = layer.input_norm.to(self.device), layer.post_norm.to(self.device)
+        qkv, out, gate_up, down = (linear(weight) for weight in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        return DecoderLayer(input_norm, qkv, norms, out, post_norm, gate_up, down)

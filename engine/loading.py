@@ -16,12 +16,12 @@ from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeTarget
-from engine.pass_timing import ROWS, measure_cost, warm_up
+from engine.pass_timing import measure_cost, warm_up
 from profiler.hardware import cpu_name
 from profiler.online_cost import OnlineCost
 from profiler.profile import Identity, Profile, ProfiledCost
 from profiler.profile_store import usable_profile
-from router.cost_model import TableCost
+from router.cost_model import ROWS, TableCost
 
 
 def load_target(

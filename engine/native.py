@@ -14,7 +14,7 @@ from engine.batch_layout import PackedSpan
 from engine.device import to_device
 from engine.forward import CausalModel
 from engine.hidden_states import HiddenStateCache
-from engine.kv_blocks import BlockLedger, Checkpoint
+from engine.kv_blocks import BlockLedger
 from engine.prompt_logprobs import prompt_logprobs
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from engine.target import SpanInput, SpanOutcome
@@ -42,24 +42,17 @@ class NativeTarget:
     def __init__(
         self, model: CausalModel, limits: NativeLimits, prefix_cache: bool = True, feature_layers: Sequence[int] = ()
     ) -> None:
-        if not 1 <= limits.max_model_len <= model.config.max_len:
-            raise InvalidField(
-                "max_model_len", limits.max_model_len, f"must lie between 1 and the model's {model.config.max_len}"
-            )
-        if limits.num_blocks * limits.block_len < limits.max_model_len:
-            raise InvalidField(
-                "max_model_len",
-                limits.max_model_len,
-                f"a KV cache of {limits.num_blocks} blocks of {limits.block_len} tokens cannot hold one sequence of "
-                f"{limits.max_model_len} tokens: enlarge kv_cache_gb or lower max_model_len",
-            )
+        num_blocks, block_len, max_len = limits.num_blocks, limits.block_len, limits.max_model_len
+        if not 1 <= max_len <= model.config.max_len:
+            raise InvalidField("max_model_len", max_len, f"must lie between 1 and the model's {model.config.max_len}")
+        if num_blocks * block_len < max_len:
+            reason = f"a KV cache of {num_blocks} blocks of {block_len} tokens cannot hold one sequence of {max_len} tokens"
+            raise InvalidField("max_model_len", max_len, f"{reason}: enlarge kv_cache_gb or lower max_model_len")
         self._model = model
         self._limits = limits
-        self._cache = model.new_cache(limits.num_blocks, limits.block_len)
-        self._features = HiddenStateCache(
-            model.config, feature_layers, limits.num_blocks, limits.block_len, model.dtype, model.device
-        )
-        self._ledger = BlockLedger(limits.num_blocks, limits.block_len, prefix_cache)
+        self._cache = model.new_cache(num_blocks, block_len)
+        self._features = HiddenStateCache(model.config, feature_layers, num_blocks, block_len, model.dtype, model.device)
+        self._ledger = BlockLedger(num_blocks, block_len, prefix_cache)
         vocab_size = model.config.vocab_size
         self._sampler = Sampler(vocab_size, model.config.eos_token_ids, model.ops.gumbel_argmax(np.arange(vocab_size)))
         self._states: dict[str, SamplingState] = {}
@@ -87,8 +80,10 @@ class NativeTarget:
             for checkpoint in checkpoints.values():
                 self._ledger.commit(checkpoint, 0)
             raise
-        for span, outcome in zip(spans, outcomes, strict=True):
-            self._commit(span, outcome, checkpoints[span.request_id])
+        for span, outcome in zip(spans, outcomes, strict=True):  # without the bonus token: the next pass computes its keys
+            num_kept = len(span.token_ids) - span.num_drafts + outcome.num_accepted
+            self._ledger.commit(checkpoints[span.request_id], num_kept)
+            self._states[span.request_id].extend(outcome.token_ids)
         return outcomes
 
     def release(self, request_id: str) -> None:
@@ -113,21 +108,13 @@ class NativeTarget:
         """
         computed_len = self._ledger.computed_len(request_id) if request_id in self._ledger else 0
         if not 0 <= start <= stop <= computed_len:
-            raise LookupError(
-                f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, the computed ones"
-            )
+            raise LookupError(f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, computed")
         return self._features.read(self._ledger.block_table(request_id), start, stop)
 
     def capacity(self) -> Capacity:
-        limits = self._limits
-        return Capacity(
-            block_len=limits.block_len,
-            num_blocks=limits.num_blocks,
-            num_free_blocks=self._ledger.num_free_blocks,
-            max_num_sequences=limits.max_num_sequences,
-            max_pass_tokens=limits.max_pass_tokens,
-            max_model_len=limits.max_model_len,
-        )
+        limits, num_free = self._limits, self._ledger.num_free_blocks
+        most = limits.max_num_sequences, limits.max_pass_tokens, limits.max_model_len
+        return Capacity(limits.block_len, limits.num_blocks, num_free, *most)
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
@@ -138,9 +125,7 @@ class NativeTarget:
         """Raises ValueError for a span that contradicts the ledger, which is a bug of the caller."""
         computed_len = self._ledger.computed_len(span.request_id)
         if span.base_len != computed_len:
-            raise ValueError(
-                f"span of {span.request_id!r} starts at {span.base_len}, but {computed_len} tokens are computed"
-            )
+            raise ValueError(f"span of {span.request_id!r} starts at {span.base_len}; {computed_len} tokens are computed")
         if not 0 <= span.num_drafts < len(span.token_ids) or (span.num_drafts and not span.samples):
             raise ValueError(f"span of {span.request_id!r}: {span.num_drafts} drafts in {len(span.token_ids)} tokens")
 
@@ -150,7 +135,12 @@ class NativeTarget:
         self._features.write(packed, features)
         scores = self._prompt_logprobs(spans, hidden) if self._scored else {}
         outcomes = self._sample(spans, hidden)
-        return [replace(o, prompt_logprobs=scores[o.request_id]) if o.request_id in scores else o for o in outcomes]
+        return [
+            replace(outcome, prompt_logprobs=scores[span.request_id], scored_from=span.base_len + 1)
+            if span.request_id in scores
+            else outcome
+            for span, outcome in zip(spans, outcomes, strict=True)
+        ]
 
     def _prompt_logprobs(self, spans: Sequence[SpanInput], hidden: torch.Tensor) -> dict[str, tuple[TokenLogprobs, ...]]:
         ends = np.cumsum([len(span.token_ids) for span in spans]).tolist()
@@ -172,16 +162,11 @@ class NativeTarget:
         chosen = self._sampler.choose(
             logits, [SampleSpan(self._states[span.request_id], _drafts(span), span.num_drafts + 1) for span in sampled]
         )
-        verdicts = {
-            span.request_id: verdict(span.request_id, _drafts(span), choice)
-            for span, choice in zip(sampled, chosen, strict=True)
-        }
-        return [verdicts.get(span.request_id) or SpanOutcome(span.request_id, (), 0) for span in spans]
-
-    def _commit(self, span: SpanInput, outcome: SpanOutcome, checkpoint: Checkpoint) -> None:
-        """Commits the span without its bonus token, whose keys the next pass computes."""
-        self._ledger.commit(checkpoint, len(span.token_ids) - span.num_drafts + outcome.num_accepted)
-        self._states[span.request_id].extend(outcome.token_ids)
+        choices = iter(chosen)
+        return [
+            verdict(span.request_id, _drafts(span), next(choices)) if span.samples else SpanOutcome(span.request_id, (), 0)
+            for span in spans
+        ]
 
 
 def _drafts(span: SpanInput) -> tuple[int, ...]:

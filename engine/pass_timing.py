@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 
 from engine.target import TargetEngine
 from engine.target_probe import TargetProbe
-from router.cost_model import TableCost, monotone
+from router.cost_model import ROWS, TableCost, monotone
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # extrapolated beyond
 _CONTEXT_LEN = 512
 _NUM_CONTEXTS = 2
 _NUM_REPEATS = 5

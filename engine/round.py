@@ -266,7 +266,7 @@ class TargetLoop:
         commits = []
         for span, outcome in zip(spans, outcomes, strict=True):
             if outcome.prompt_logprobs:
-                self._gateways.publish(self._sequences.prompt_commits(span, outcome))
+                self._gateways.publish(self._sequences.prompt_commits(outcome))
             commit = self._sequences.apply(span, outcome)
             if commit is None:
                 continue

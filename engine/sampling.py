@@ -74,8 +74,8 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """The last ``num_rows`` of a request's len(drafts) + 1 rows of logits. Row i of all of them predicts position len(state)
-    + i after the history of the state and drafts[:i]."""
+    """The last ``num_rows`` of a request's len(drafts) + 1 rows of logits. Row i predicts position len(state) + i after the
+    state's history and drafts[:i]."""
 
     state: SamplingState
     drafts: tuple[int, ...]
@@ -93,11 +93,8 @@ class SampleSpan:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Tokens chosen for the rows of one span.
-
-    ``error``: the row after these has no choice, because all tokens are masked or its logits are not finite. It ends the
-    request if that row is reached, and is ignored behind a rejected draft token (``engine.acceptance``).
-    """
+    """Tokens chosen for the rows of one span. ``error``: the row after these has no choice: all tokens are masked, or its
+    logits are not finite. The error counts only if that row is reached (``engine.acceptance``)."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # if requested
@@ -119,15 +116,12 @@ class Sampler:
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, spans: Sequence[SampleSpan], want_confidences: bool = False) -> list[Chosen]:
-        """One ``Chosen`` per span.
+        """One ``Chosen`` per span. Raises ValueError: the rows or columns do not fit the spans or the vocabulary.
 
         Args:
-            logits: (sum of num_rows, V or more) of any floating type on any device, in the order of the spans. They are not
-                modified; columns past the vocabulary (padding) are ignored.
-            want_confidences: fill ``Chosen.confidences`` with probabilities under the sampled distribution (temperature 1
-                for greedy requests).
-
-        Raises ValueError: the rows or columns do not fit the spans or the vocabulary.
+            logits: (sum of num_rows, V or more), in the order of the spans; not modified. Columns past the vocabulary
+                (padding) are ignored.
+            want_confidences: fill ``Chosen.confidences``, temperature 1 for greedy requests.
         """
         ends = list(accumulate((span.num_rows for span in spans), initial=0))
         if logits.dim() != 2 or len(logits) != ends[-1] or logits.shape[1] < self.vocab_size:
@@ -138,7 +132,7 @@ class Sampler:
         kernel = None if want_confidences else self._kernel
         for edited in (False, True):
             for noisy in (False, True) if kernel is None else (None,):
-                alike = [m for m in members if m.is_edited == edited and noisy in (None, m.is_noisy)]
+                alike = [m for m in members if (m.edits is not None) == edited and noisy in (None, m.is_noisy)]
                 if alike:
                     _pick(logits, alike, picks, want_confidences, kernel)
         logprobs = _raw_logprobs(logits, members, picks)
@@ -151,9 +145,9 @@ class Sampler:
         state, sampling = span.state, span.state.sampling
         masked_ids = sampling.stop_token_ids if sampling.ignore_eos else (*self.eos_token_ids, *sampling.stop_token_ids)
         masked_ids = tuple(token_id for token_id in masked_ids if token_id < self.vocab_size)
-        num_masked_rows = min(span.num_rows, max(0, sampling.min_tokens - state.num_generated - span.num_before))
-        if not masked_ids:
-            num_masked_rows = 0
+        num_masked_rows = 0
+        if masked_ids:
+            num_masked_rows = min(span.num_rows, max(0, sampling.min_tokens - state.num_generated - span.num_before))
         edits = None
         if sampling.edits_logits or num_masked_rows:
             edits = Edits(sampling, state.counts, state.bias, span.drafts, masked_ids, num_masked_rows, state.allowed_ids)
@@ -167,10 +161,6 @@ class _SpanRows:
     span: SampleSpan
     rows: slice
     edits: Edits | None
-
-    @property
-    def is_edited(self) -> bool:
-        return self.edits is not None
 
     @property
     def is_noisy(self) -> bool:
@@ -196,14 +186,11 @@ def _pick(
     if not is_all:
         rows = np.concatenate([np.arange(member.rows.start, member.rows.stop) for member in members])
         x = logits[to_device(rows, logits.device)]
-    if members[0].is_edited:
+    if members[0].edits is not None:
         x = x.to(torch.float32, copy=is_all)
-        start = 0
-        for member in members:
-            end = start + member.span.num_rows
+        for own_rows, member in zip(x.split([member.span.num_rows for member in members]), members, strict=True):
             if member.edits is not None:
-                edit(x[start:end], member.edits)
-            start = end
+                edit(own_rows, member.edits)
     if kernel is not None:
         picks.token_ids[rows], picks.highest[rows] = _by_kernel(x, members, kernel)
         return
@@ -294,16 +281,13 @@ def token_logprobs(
 
 def _chosen(member: _SpanRows, picks: _Picks, logprobs: dict[int, TokenLogprobs], want_confidences: bool) -> Chosen:
     rows = range(member.rows.start, member.rows.stop)
-    error = None
-    for i, row in enumerate(rows):
-        if not np.isfinite(picks.highest[row]):
-            position = len(member.span.state) + member.span.num_before + i
-            why = "every token is masked" if picks.highest[row] == -np.inf else f"its logits hold {picks.highest[row]}"
-            error, rows = f"no token can be chosen at position {position}: {why}", rows[:i]
-            break
-    return Chosen(
-        tuple(int(picks.token_ids[row]) for row in rows),
-        tuple(logprobs[row] for row in rows if row in logprobs),
-        tuple(float(picks.confidences[row]) for row in rows) if want_confidences else (),
-        error,
-    )
+    highest, error = picks.highest[member.rows], None
+    if not np.isfinite(highest).all():
+        i = int(np.isfinite(highest).argmin())
+        position = len(member.span.state) + member.span.num_before + i
+        why = "every token is masked" if highest[i] == -np.inf else f"its logits hold {highest[i]}"
+        error, rows = f"no token can be chosen at position {position}: {why}", rows[:i]
+    kept = slice(rows.start, rows.stop)
+    confidences = tuple(picks.confidences[kept].tolist()) if want_confidences else ()
+    of_rows = tuple(logprobs[row] for row in rows if row in logprobs)
+    return Chosen(tuple(picks.token_ids[kept].tolist()), of_rows, confidences, error)

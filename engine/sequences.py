@@ -137,18 +137,14 @@ class Sequences:
         drafts = proposal.token_ids[: span.num_verify]
         return SpanInput(span.request_id, start, (*token_ids[start:], *drafts), len(drafts))
 
-    def prompt_commits(self, span: SpanInput, outcome: SpanOutcome) -> list[Commit]:
+    def prompt_commits(self, outcome: SpanOutcome) -> list[Commit]:
         """Log-probabilities of prompt tokens that are not published yet: a pass after a preemption computes some again."""
-        sequence = self._live[span.request_id]
-        last = min(span.base_len + len(span.token_ids) - span.num_drafts, sequence.prompt_len - 1)
-        num_new = last - sequence.num_prompt_logprobs
-        if not outcome.prompt_logprobs or num_new < 1:
-            return []
-        sequence.num_prompt_logprobs = last
-        new = outcome.prompt_logprobs[-num_new:]
+        sequence = self._live[outcome.request_id]
+        new = outcome.prompt_logprobs[sequence.num_prompt_logprobs + 1 - outcome.scored_from :]
+        sequence.num_prompt_logprobs += len(new)
         return [
-            Commit(span.request_id, sequence.prompt_len, (), prompt_logprobs=new[start : start + MAX_SCORED])
-            for start in range(0, num_new, MAX_SCORED)
+            Commit(outcome.request_id, sequence.prompt_len, (), prompt_logprobs=new[start : start + MAX_SCORED])
+            for start in range(0, len(new), MAX_SCORED)
         ]
 
     def apply(self, span: SpanInput, outcome: SpanOutcome) -> Commit | None:

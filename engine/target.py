@@ -32,8 +32,7 @@ class SpanOutcome:
 
     ``error``: no token could be chosen (the logits are NaN, say); the request ends. ``computed_len``: tokens in the cache
     after the pass, where no token was chosen and the engine schedules for itself; None: the span was computed.
-    ``prompt_logprobs``: of prompt tokens, where requested; the last is token min(base_len + number of span tokens without
-    drafts, prompt_len - 1).
+    ``prompt_logprobs``: of consecutive prompt tokens, where requested, from position ``scored_from`` on.
     """
 
     request_id: str
@@ -43,6 +42,7 @@ class SpanOutcome:
     error: str | None = None
     computed_len: int | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    scored_from: int = 1
 
 
 class TargetEngine(Protocol):

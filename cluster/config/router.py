@@ -45,9 +45,8 @@ class LbssPolicy(Section):
     @model_validator(mode="after")
     def _whole_chunks(self) -> Self:
         if self.exploration_slots % self.chunk_slots:
-            raise ValueError(
-                f"exploration_slots ({self.exploration_slots}) must be a multiple of chunk_slots ({self.chunk_slots})"
-            )
+            slots = f"exploration_slots ({self.exploration_slots})"
+            raise ValueError(f"{slots} must be a multiple of chunk_slots ({self.chunk_slots})")
         return self
 
 

@@ -30,7 +30,7 @@ class Watcher(Protocol):
 
 
 class Reactor:
-    """Obtained by ``acquire`` and returned by ``release``. Other threads may only use ``call``."""
+    """Obtained by ``acquire``, returned by ``release``. Other threads may only use ``call``."""
 
     def __init__(self) -> None:
         self.num_users = 0  # guarded by _lock

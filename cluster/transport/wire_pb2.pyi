@@ -182,7 +182,7 @@ class Proposal(_message.Message):
     unfinished: bool
     def __init__(self, request_id: _Optional[str] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ..., drafter: _Optional[str] = ..., unfinished: _Optional[bool] = ...) -> None: ...
 
-class Score(_message.Message):
+class DraftScore(_message.Message):
     __slots__ = ("request_id", "base_len", "num_matched", "num_scored")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -233,10 +233,10 @@ class ProposalRound(_message.Message):
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     table_version: int
     proposals: _containers.RepeatedCompositeFieldContainer[Proposal]
-    scores: _containers.RepeatedCompositeFieldContainer[Score]
+    scores: _containers.RepeatedCompositeFieldContainer[DraftScore]
     resyncs: _containers.RepeatedScalarFieldContainer[str]
     levels: _containers.RepeatedCompositeFieldContainer[LevelReport]
-    def __init__(self, table_version: _Optional[int] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., resyncs: _Optional[_Iterable[str]] = ..., levels: _Optional[_Iterable[_Union[LevelReport, _Mapping]]] = ...) -> None: ...
+    def __init__(self, table_version: _Optional[int] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., scores: _Optional[_Iterable[_Union[DraftScore, _Mapping]]] = ..., resyncs: _Optional[_Iterable[str]] = ..., levels: _Optional[_Iterable[_Union[LevelReport, _Mapping]]] = ...) -> None: ...
 
 class Chain(_message.Message):
     __slots__ = ("drafters",)

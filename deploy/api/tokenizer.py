@@ -52,11 +52,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
-        """Loads ``tokenizer.json`` and the chat template of a Hugging Face folder.
-
-        Raises:
-            ModelUnavailable: a file is missing, damaged or unsupported.
-        """
+        """Of a Hugging Face folder. Raises ModelUnavailable: a file is missing, damaged or unsupported."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelUnavailable(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
@@ -67,7 +63,7 @@ class Tokenizer:
         return cls(fast, load_chat_template(folder))
 
     async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int) -> tuple[int, ...]:
-        """Token ids of ``text``. Long texts are encoded in a thread, beside the event loop.
+        """Token ids of ``text``. Long texts are encoded in a thread.
 
         Raises:
             TextTooLong: far more than ``max_tokens``. Results that are slightly longer are returned.
@@ -79,9 +75,7 @@ class Tokenizer:
     async def encode_chat(
         self, messages: Sequence[Mapping[str, str]], options: TemplateOptions = DEFAULT_OPTIONS, *, max_tokens: int
     ) -> tuple[int, ...]:
-        """Token ids of a conversation, up to the start of the assistant's answer.
-
-        Only the template makes special tokens; a message that spells one is encoded as text.
+        """Token ids of a conversation. Only the template makes special tokens; a message that spells one is text.
 
         Raises:
             InvalidField: the model has no chat template, or its template rejects the messages.
@@ -117,9 +111,7 @@ class Tokenizer:
     @cached_property
     def _aliased(self) -> tuple[FastTokenizer, dict[str, str], dict[int, int]]:
         """A copy whose special tokens have secret spellings, so that the usual spellings are text: the tokenizer, the
-        secret spellings by the usual ones, and the original ids by the copy's.
-
-        Built on first use; it takes as much memory as the tokenizer.
+        secret spellings by the usual ones, and the original ids by the copy's. It takes as much memory as the tokenizer.
         """
         secret = secrets.token_hex(16)
         aliases = {spelling: f"{secret}-{token_id}-" for token_id, spelling in self._special.items()}
@@ -157,12 +149,10 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's bytes; empty for special tokens and ids beyond the vocabulary (padding rows)."""
-        known = self._bytes.get(token_id)
-        if known is None:
+        if token_id not in self._bytes:
             token = None if token_id in self._special else self._fast.id_to_token(token_id)
-            known = b"" if token is None else self._spelling(token)
-            self._bytes[token_id] = known
-        return known
+            self._bytes[token_id] = b"" if token is None else self._spelling(token)
+        return self._bytes[token_id]
 
     def all_token_bytes(self, token_id: int) -> bytes:
         """As ``token_bytes``, with the spelling of special tokens."""
@@ -174,16 +164,13 @@ class Tokenizer:
         return [self._fast.id_to_token(token_id) or "" for token_id in token_ids]
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """The text of ``token_ids``, with special tokens."""
-        # ``decode_batch`` releases the GIL.
+        """The text of ``token_ids``, with special tokens. ``decode_batch`` releases the GIL."""
         return self._fast.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
 
     def token_name(self, token_id: int) -> str:
         """A token's text, or its name if it has no text; for log-probabilities."""
-        spelled = self.token_bytes(token_id)
-        if spelled:
-            return spelled.decode("utf-8", errors="replace")
-        return self._fast.id_to_token(token_id) or f"<{token_id}>"
+        text = self.token_bytes(token_id).decode("utf-8", errors="replace")
+        return text or self._fast.id_to_token(token_id) or f"<{token_id}>"
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``, without special tokens."""
@@ -198,11 +185,7 @@ def _encoding(fast: FastTokenizer, text: str, add_special_tokens: bool) -> Encod
 
 
 def _spelling_of(fast: FastTokenizer) -> Callable[[str], bytes]:
-    """How the vocabulary spells bytes: as stand-in characters (byte-level BPE) or ``<0x0A>`` tokens (SentencePiece).
-
-    Raises:
-        ModelUnavailable: neither.
-    """
+    """How the vocabulary spells bytes: as stand-in characters (byte-level BPE) or ``<0x0A>`` tokens (SentencePiece)."""
     if fast.decoder is None:
         raise ModelUnavailable("the tokenizer has no decoder; byte-level and SentencePiece tokenizers are supported")
     state: dict[str, Any] = json.loads(fast.decoder.__getstate__())
@@ -211,9 +194,8 @@ def _spelling_of(fast: FastTokenizer) -> Callable[[str], bytes]:
         return _byte_level
     if "ByteFallback" in steps or "Metaspace" in steps:
         return _sentence_piece
-    raise ModelUnavailable(
-        f"the tokenizer decodes by {' + '.join(steps)}; byte-level and SentencePiece tokenizers are supported"
-    )
+    named = " + ".join(steps)
+    raise ModelUnavailable(f"the tokenizer decodes by {named}; byte-level and SentencePiece tokenizers are supported")
 
 
 def _byte_alphabet() -> dict[str, int]:

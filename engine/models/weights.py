@@ -107,7 +107,7 @@ class TensorWeights:
     def _linear(self, parts: tuple[tuple[str, int], ...], num_in: int, has_bias: bool) -> LinearWeight:
         weights = [self._read(name + ".weight", (num_out, num_in)) for name, num_out in parts]
         biases = [self._read(name + ".bias", (num_out,)) for name, num_out in parts] if has_bias else []
-        return LinearWeight(_joined(weights), _joined(biases) if biases else None)
+        return LinearWeight(torch.cat(weights), torch.cat(biases) if biases else None)
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
         return self._source.read(name + ".weight", (size,)).float()
@@ -194,7 +194,3 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     partial = path.with_name(f"{path.name}.partial")
     write(partial)
     partial.replace(path)
-
-
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

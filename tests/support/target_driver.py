@@ -68,9 +68,7 @@ def play(
         for span, outcome in zip(spans, outcomes, strict=True):
             _take(span, outcome, tokens[span.request_id], computed, played)
             known = played.prompt_logprobs.setdefault(span.request_id, [])
-            last = min(span.base_len + len(span.token_ids) - span.num_drafts, len(prompts[span.request_id]) - 1)
-            if outcome.prompt_logprobs and last > len(known):
-                known += outcome.prompt_logprobs[len(known) - last :]
+            known += outcome.prompt_logprobs[len(known) + 1 - outcome.scored_from :]
         for name in [name for name in live if len(tokens[name]) >= len(prompts[name]) + sampling[name].max_tokens]:
             engine.release(name)
             live.remove(name)

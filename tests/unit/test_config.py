@@ -127,7 +127,7 @@ zzz: 1
             "router:\n  policy: {kind: fixed, chain: [ngram, suffix]}",
             "",
             1,
-            "suffix must be of kind model or layers to verify what another proposes, got suffix",
+            "suffix must be of kind model or layers to verify drafts, got suffix",
         ),
         ("router:\n  policy: {kind: fixed, chain: [ngram, ngram]}", "", 1, "at most three drafters, each once"),
         ("router:\n  policy: {kind: fixed, chain: [x]}", "", 1, "must name drafters (cascade, ngram, suffix), got 'x'"),

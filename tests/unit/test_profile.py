@@ -22,7 +22,7 @@ from cluster.config import (
 )
 from cluster.inventory import Inventory, Node
 from cluster.resolve import resolve
-from cluster.state import MemoryStateStore, StateConflict, StateStore
+from cluster.state import StateConflict, StateStore
 from cluster.state_file import FileStateStore
 from engine.dtypes import resolve_dtypes
 from profiler.interleaved import Timing
@@ -42,6 +42,7 @@ from profiler.profile import (
 )
 from profiler.profile_plot import plot_profile
 from profiler.profile_store import REFUSED_PREFIX, find_profile, save_profile, usable_profile
+from tests.support.memory_store import MemoryStateStore
 
 NGRAM = DrafterConfig(name="lookup", options=NgramOptions())
 MODEL = DrafterConfig(name="small", options=ModelOptions(model="smollm2-135m", num_layers=2))
