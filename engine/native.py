@@ -16,8 +16,9 @@ from engine.forward import CausalModel
 from engine.hidden_states import HiddenStateCache
 from engine.kv_blocks import BlockLedger
 from engine.prompt_logprobs import prompt_logprobs
-from engine.sampling import Sampler, SampleSpan, SamplingState
+from engine.sampling import SampleSpan, SamplingState
 from engine.target import SpanInput, SpanOutcome
+from engine.tensor_parallel.sampling import sampler_of
 from router.plan import Capacity
 
 
@@ -53,8 +54,7 @@ class NativeTarget:
         self._cache = model.new_cache(num_blocks, block_len)
         self._features = HiddenStateCache(model.config, feature_layers, num_blocks, block_len, model.dtype, model.device)
         self._ledger = BlockLedger(num_blocks, block_len, prefix_cache)
-        vocab_size = model.config.vocab_size
-        self._sampler = Sampler(vocab_size, model.config.eos_token_ids, model.ops.gumbel_argmax(np.arange(vocab_size)))
+        self._sampler = sampler_of(model)
         self._states: dict[str, SamplingState] = {}
         self._scored: dict[str, Request] = {}  # those that ask for log-probabilities of their prompts
 
