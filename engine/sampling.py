@@ -136,6 +136,10 @@ class Sampler:
         logprobs = _raw_logprobs(logits, members, picks)
         return chosen_of(members, picks, logprobs)
 
+    def gathered(self, logits: Tensor) -> Tensor:
+        """The logits of the whole vocabulary, (rows, V)."""
+        return logits[:, : self.vocab_size]
+
     def candidates(
         self, logits: Tensor, spans: Sequence[SampleSpan], want_confidences: bool = False
     ) -> tuple[list["SpanRows"], "Picks"]:
