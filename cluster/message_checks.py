@@ -141,12 +141,13 @@ def commit_fault(commit: Commit, vocab_size: int) -> str | None:
         return f"a commit of tokens outside the vocabulary of {vocab_size}"
     if commit.prefill is not None and not all(isfinite(time) for time in (commit.prefill.queue_s, commit.prefill.prefill_s)):
         return f"a commit with {commit.prefill.queue_s} seconds in the queue and {commit.prefill.prefill_s} of prefill"
-    if not commit.token_ids and commit.finish is None:
+    if not commit.token_ids and commit.finish is None and not commit.prompt_logprobs:
         return "a commit of nothing"
-    if commit.logprobs:
-        tops = [top for one in commit.logprobs for top in one.top]
-        values = (*(one.logprob for one in commit.logprobs), *(value for _, value in tops))
-        if len(commit.logprobs) != len(commit.token_ids) or any(isnan(value) for value in values):
+    if commit.logprobs or commit.prompt_logprobs:
+        logprobs = (*commit.logprobs, *commit.prompt_logprobs)
+        tops = [top for one in logprobs for top in one.top]
+        values = (*(one.logprob for one in logprobs), *(value for _, value in tops))
+        if len(commit.logprobs) not in (0, len(commit.token_ids)) or any(isnan(value) for value in values):
             return f"a commit of {len(commit.token_ids)} tokens with {len(commit.logprobs)} log-probabilities"
         if not _known([token for token, _ in tops], vocab_size):
             return f"log-probabilities of tokens outside the vocabulary of {vocab_size}"

@@ -45,6 +45,7 @@ class SamplingParams:
     seed: int = field(default_factory=_fresh_seed)  # of the sampling noise; random by default
     top_logprobs: int | None = None  # None: no log-probabilities; 0: the chosen token's only
     allowed_token_ids: tuple[int, ...] = ()  # (): all tokens
+    prompt_logprobs: int | None = None  # as top_logprobs, of each prompt token but the first
     grammar: Grammar | None = None  # of the output; its end ends the request, also with ignore_eos or before min_tokens
 
     @property
@@ -85,6 +86,8 @@ class SamplingParams:
             )
         if self.top_logprobs is not None:
             _within("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
 
     @property
     def has_penalties(self) -> bool:

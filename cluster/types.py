@@ -72,6 +72,7 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token, logprob), most probable first
+    rank: int | None = None  # 1: the most probable token; of prompt tokens only
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class Commit:
     finish: FinishReason | None = None
     error: str | None = None  # the reason of ERROR and OVERLOADED
     prefill: Prefill | None = None  # with the first tokens of a request
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens, from the second on; before other commits
 
 
 @dataclass(frozen=True, slots=True)
