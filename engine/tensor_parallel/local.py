@@ -19,7 +19,7 @@ END_S = 10.0
 def local_ranks(num_ranks: int, folder: Path, options: Mapping[str, Any], threads: int) -> Iterator[RankGroup]:
     """The group of rank 0, this process, with the other ranks in processes that load the model and follow.
 
-    The caller loads its own rank with the same ``options`` and then calls ``wait_ready``. The processes end with the context.
+    The caller loads its own rank with the same ``options``, then calls ``wait_ready``. The processes end with the context.
 
     Args:
         options: of ``engine.factory.load_target``.
