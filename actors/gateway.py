@@ -3,12 +3,10 @@
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from actors.dialer import Dialer
-from actors.mailbox import MonitoredMailbox
+from actors.mailbox import DialingMailbox
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded
 from cluster.message_checks import Inspection, commit_fault
@@ -20,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
 IDLE_WAIT_S = 1.0
-MAX_STALLED_S = 30.0  # the thread drains its mailbox every second even if it is empty
+MAX_STALLED_S = 30.0  # the thread drains its mailbox every second
 
 
 @dataclass(slots=True, eq=False)
@@ -50,10 +48,8 @@ class LinkClient:
     ) -> None:
         self._model = model
         self._status = status
-        self._mailbox = MonitoredMailbox()
         hello = Hello(Role.GATEWAY, name, model.vocab_size, model.tokenizer_fingerprint, token)
-        self._dialer = Dialer(self._mailbox, hello)
-        self._addresses: tuple[str, ...] = tuple(addresses)
+        self._mailbox = DialingMailbox(hello, addresses)
         self._lock = threading.Lock()  # guards the fields below, shared by the client's thread and the callers' loops
         self._links: dict[Link, int] = {}  # open links and the number of requests on each
         self._streams: dict[str, _Stream] = {}
@@ -72,8 +68,7 @@ class LinkClient:
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Addresses of the targets."""
-        self._addresses = tuple(addresses)
-        self._mailbox.wake()
+        self._mailbox.set_addresses(addresses)
 
     def wait_linked(self, timeout_s: float, num_targets: int = 1) -> bool:
         """Waits for links to ``num_targets`` targets. False after the timeout."""
@@ -131,11 +126,10 @@ class LinkClient:
                 self._links[link] += 1
         try:
             link.send(SubmitRound(submits=(request,)))
-        except LinkFull as full:
+        except OutriderError as error:
             self._forget(request.id, abort=False)
-            raise Overloaded(f"the target reads too slowly: {full}", RETRY_AFTER_S) from full
-        except OutriderError:
-            self._forget(request.id, abort=False)
+            if isinstance(error, LinkFull):
+                raise Overloaded(f"the target reads too slowly: {error}", RETRY_AFTER_S) from error
             raise
         return stream
 
@@ -175,15 +169,11 @@ class LinkClient:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                self._dialer.set_addresses(self._addresses)
-                now_s = time.monotonic()
-                due_s = self._dialer.tick(now_s)
-                wait_s = IDLE_WAIT_S if due_s is None else max(0.0, due_s - now_s)
-                self._mailbox.wait(min(wait_s, IDLE_WAIT_S))
                 self._handle_events()
                 self._send_aborts()
+                self._mailbox.wait(IDLE_WAIT_S)
         finally:
-            self._dialer.close()
+            self._mailbox.close()
             for link in tuple(self._links):
                 link.close()
                 self._link_down(link, "this gateway stops")
@@ -196,7 +186,6 @@ class LinkClient:
                         self._links.setdefault(link, 0)
                         self._links_changed.notify_all()
                 case LinkDown(link, reason):
-                    self._dialer.link_lost(link, time.monotonic())
                     self._link_down(link, reason)
                 case Received(link, _) if link not in self._links:
                     pass  # the link was dropped before this message was read
@@ -232,8 +221,7 @@ class LinkClient:
         return faults
 
     def _drop_link(self, link: Link, reason: str) -> None:
-        link.close()
-        self._dialer.link_lost(link, time.monotonic())
+        self._mailbox.drop(link)
         self._link_down(link, reason)
 
     def _link_down(self, link: Link, reason: str) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 from actors import health
 from actors.cluster_status import cluster_status
-from actors.drafter import DrafterInfo
 from actors.drafter_loader import SILENT, DrafterLoader
 from actors.memory_budget import MemoryBudget
 from actors.processes import Directory, ManagedProcess, Process, ProcessEnded, ProcessPool, ProcessState, Spawner
 from actors.restarts import RestartPolicy
 from actors.target import TargetInfo, TargetReport
+from actors.worker import ProcessInfo
 from cluster.client import ClusterStatus, TargetStatus
 from cluster.config import Config
 from cluster.errors import InvalidField
@@ -58,7 +58,9 @@ class Supervisor:
     # ---- called by the deployment
 
     def start(self) -> None:
-        """Starts the targets; drafters and router follow as soon as one target is ready."""
+        """Starts the targets; drafters and router follow as soon as one is ready. Idempotent."""
+        if self._pool.targets:
+            return
         for replica in range(self._config.target.replicas):
             name = f"target-{replica}"
             member = ManagedProcess(
@@ -73,13 +75,12 @@ class Supervisor:
             self._supervise(member)
 
     async def ready(self) -> Directory:
-        """Waits until every target is ready or has failed to start; each start has a deadline.
-
-        Failed targets are restarted; ``reasons`` describes them.
+        """Waits until every target is ready or has failed to start; ``reasons`` says why.
 
         Raises:
-            ProcessEnded: a target ended before any was ready; says why.
+            ProcessEnded: a target ended before any was ready.
         """
+        self.start()
         while self._starting_targets or self._failed_start is not None:
             if self._failed_start is not None:
                 raise ProcessEnded(self._failed_start)
@@ -87,11 +88,11 @@ class Supervisor:
         return self._directory
 
     async def directory(self, known: Directory) -> Directory:
-        """Waits for a directory other than ``known``; returns ``known`` after DIRECTORY_WAIT_S, which bounds the call of a
-        dead caller.
+        """Waits for a directory other than ``known``; returns ``known`` after DIRECTORY_WAIT_S.
 
         A restarted supervisor returns none before it has found all targets again: callers would close the other links.
         """
+        self.start()
         try:
             async with asyncio.timeout(DIRECTORY_WAIT_S):
                 while self._starting_targets or self._directory.model is None or self._directory == known:
@@ -105,7 +106,8 @@ class Supervisor:
         return {m.name: m.reason for m in self._pool.all() if m.reason is not None and m.state is not ProcessState.READY}
 
     async def status(self) -> ClusterStatus:
-        """The cluster's status. Processes that do not answer within their deadline count as silent."""
+        """Processes that do not answer within their deadline count as silent."""
+        self.start()
         reports, notes = await asyncio.gather(self.reports(), self._call_router("notes", deadline_s=REPORT_DEADLINE_S))
         model = self._directory.model
         name = model.name if model is not None else self._config.model.name
@@ -243,7 +245,7 @@ class Supervisor:
         if self._loader.models.tenants:
             self._create_task(self._loader.run(self, self._config.router.slot_ms / 1e3), "load and evict drafters")
 
-    async def _drafter_ready(self, member: ManagedProcess, info: DrafterInfo) -> None:
+    async def _drafter_ready(self, member: ManagedProcess, info: ProcessInfo) -> None:
         """A drafter that an earlier supervisor started may have outdated addresses."""
         if not self._starting_targets and member.process is not None:
             await self._call(member.process, "set_addresses", self._directory.addresses)

@@ -33,7 +33,7 @@ class NativeLimits:
 
 
 class NativeTarget:
-    """``engine.target.TargetEngine`` over a ``CausalModel``, in this process. ``feature_layers``: layers whose hidden states
+    """``engine.target.LoadedTarget`` over a ``CausalModel``, in this process. ``feature_layers``: layers whose hidden states
     are kept for drafters in this process (``read_hidden_states``).
 
     Raises InvalidField: the limits contradict the model or each other, or the model has no such layers.
@@ -93,13 +93,18 @@ class NativeTarget:
     def feature_layers(self) -> tuple[int, ...]:
         return self._features.layers
 
-    def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
-        """Hidden states after ``feature_layers``, concatenated, at committed positions start .. stop - 1. The first n - 1 of
-        n committed tokens are computed, unless the request is in prefill or was preempted.
+    @property
+    def embedding(self) -> torch.Tensor:
+        return self._model.embedding
 
-        Returns [stop - start, len(feature_layers) * hidden] in the model's dtype. Raises LookupError: not all of them are
-        computed, or the request is not held.
-        """
+    @property
+    def operators(self) -> str:
+        return type(self._model.ops).__name__
+
+    def close(self) -> None:
+        """It started nothing."""
+
+    def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
         computed_len = self._ledger.computed_len(request_id) if request_id in self._ledger else 0
         if not 0 <= start <= stop <= computed_len:
             raise LookupError(f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, computed")

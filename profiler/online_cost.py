@@ -1,11 +1,11 @@
 """A cost model corrected online: an EMA of measured over predicted pass time per range of rows, and a drift test.
 
-A profile is measured on an idle machine, perhaps under another driver. Serving differs by a factor that depends little
-on the context and somewhat on the rows, so each range of rows has its own ratio.
+Serving differs from a profile by a factor that depends little on the context and somewhat on the rows.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import exp, log
 
 from router.cost_model import CostModel, TableCost
@@ -19,6 +19,10 @@ STALE = 256.0  # passes elsewhere after which a range's own ratio counts 1/e
 PRIOR_PASSES = 8  # weight of the estimate before the first pass of a range
 ALIKE = 1 / 64  # relative difference below which contexts share a table
 OCTAVES = tuple(2**i for i in range(14))
+
+
+def _clipped(value: float, most: float) -> float:
+    return max(-most, min(most, value))
 
 
 @dataclass(slots=True)
@@ -42,7 +46,7 @@ class PageHinkley:
 
     def add(self, residual: float) -> float | None:
         """Adds a residual whose mean should be 0. Returns the shift once detected; the test then restarts."""
-        evidence = max(-LARGEST_EVIDENCE, min(LARGEST_EVIDENCE, residual))
+        evidence = _clipped(residual, LARGEST_EVIDENCE)
         self._above.add(evidence, residual)
         self._below.add(-evidence, residual)
         for side in (self._above, self._below):
@@ -63,9 +67,8 @@ class Drift:
 class OnlineCost:
     """``router.cost_model.CostModel``: ``base``, corrected. The thread that plans and passes owns it; others may read.
 
-    Ranges lie around the ``knots`` (octaves by default), corrections are interpolated between them, and corrected times
-    never fall. A range without passes of its own has the weighted mean of the others, and one without recent passes
-    returns to it: plans avoid an expensive range, so it would otherwise never be measured again.
+    Ranges lie around the ``knots``, corrections are interpolated between them, and corrected times never fall. A range
+    without recent passes returns to the weighted mean: plans avoid an expensive range, which would else never recover.
     """
 
     def __init__(self, base: CostModel, knots: Sequence[int] = OCTAVES) -> None:
@@ -109,9 +112,9 @@ class OnlineCost:
         at = self._region(num_rows)
         self._visit(at)
         found = log(step_s / expected_s)
-        residual = max(-LARGEST_STEP, min(LARGEST_STEP, found - self._log_ratio[at]))
+        residual = _clipped(found - self._log_ratio[at], LARGEST_STEP)
         self._num[at] += 1
-        step = max(-LARGEST_EVIDENCE, min(LARGEST_EVIDENCE, residual))
+        step = _clipped(residual, LARGEST_EVIDENCE)
         self._log_ratio[at] += step * max(WEIGHT, 1.0 / (PRIOR_PASSES + self._num[at]))
         self._slice = None
         moved = self._tests[at].add(residual) if self._num[at] * WEIGHT > 1.0 else None
@@ -138,11 +141,7 @@ class OnlineCost:
 
     def _region(self, num_rows: int) -> int:
         """The nearest knot, by ratio."""
-        knots = self._knots
-        for i in range(1, len(knots)):
-            if num_rows * num_rows < knots[i - 1] * knots[i]:
-                return i - 1
-        return len(knots) - 1
+        return sum(num_rows * num_rows >= low * high for low, high in pairwise(self._knots))
 
     def _mean(self) -> float:
         """Mean over the ranges, weighted by their number of remembered passes and their freshness."""

@@ -1,8 +1,7 @@
 """Plans a target pass: which sequences are computed, how much of each proposal is verified, which requests are held.
 
 A sequence is held for its proposal no longer than the proposal is worth, and a pass starts without it as soon as waiting
-costs more than splitting the batch (`router/draft_wait.py`). This rule gives SPIN's pipeline and PEARL-style drafting
-ahead, and survives a dead drafter.
+costs more than splitting the batch (`router/draft_wait.py`): SPIN's pipeline and PEARL-style drafting ahead in one rule.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -112,12 +112,8 @@ class RequestAcceptance:
     def expected_lens(
         self, rows: Ints, columns: Ints, prior: Floats, strength: float, draft_lens: Sequence[int]
     ) -> tuple[Floats, Floats]:
-        """Tokens of a round, bonus token included, and the rounds behind this; both (requests, drafters).
-
-        Args:
-            prior: (drafters, 1 + clusters, contexts, positions), of `PoolAcceptance.means`.
-            strength: rounds that the prior counts as.
-        """
+        """Tokens of a round, bonus token included, and the rounds behind this; both (requests, drafters). ``prior``: of
+        `PoolAcceptance.means`; it counts as ``strength`` rounds."""
         self._widen(int(columns.max()) + 1)
         context = np.searchsorted(CONTEXT_LENS, self._context[rows], side="right")
         kind = (self._cluster[rows] + 1) * prior.shape[2] + context

@@ -125,12 +125,9 @@ class ModelChains:
         return chains
 
     def _compare_times(self, requests: Sequence[RequestView]) -> None:
-        """Compares measured with predicted seconds per token of requests that stayed with their chain.
-
-        Prompts computed in the slot lengthen all rounds: their time is subtracted, down to the prediction at most. Nothing
-        decays in slots without comparisons, except where all requests were with the target alone, which could otherwise
-        never be left.
-        """
+        """Compares measured with predicted seconds per token of requests that stayed with their chain. The time of prompts
+        in the slot is subtracted, down to the prediction at most. Without a comparison nothing decays, except where all
+        requests were with the target alone, which could otherwise never be left."""
         observations, self._observations = self._observations, []
         decoding = {request.request_id: request.prompt_len for request in requests if _is_decoding(request)}
         prompts_s = sum(self._prompt_s(num) for request_id, num in decoding.items() if request_id not in self._decoding)
