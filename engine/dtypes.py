@@ -1,9 +1,7 @@
 """The meaning of ``dtype: auto`` on this machine. No torch.
 
-The choice is a rule rather than a measurement at load, since all replicas and restarts must choose the same for equal
-outputs. docs/measurements/decode.md has the measurements behind the rule, by CPU level.
-
-``auto`` never quantises the target. It may quantise drafters, whose errors cost only speed.
+The choice is a rule (docs/measurements/decode.md) rather than a measurement, since all replicas and restarts must choose the
+same for equal outputs. ``auto`` never quantises the target; errors of drafters cost only speed.
 """
 
 import logging
@@ -43,13 +41,8 @@ def _chosen(dtype: str, reason: str, allows_int8: bool) -> str:
 
 
 def held_dtype(dtype: str) -> str:
-    """The dtype of weights in memory on a CPU, for a configured one.
-
-    Without C kernels torch computes the products: it has none with int8 weights, and below AVX-512 BF16 those in bf16 are
-    about ten times slower than in fp32, so weights are held in fp32 there.
-
-    Raises InvalidField: ``OUTRIDER_CPU`` names no level of this machine.
-    """
+    """The dtype of weights in memory on a CPU, for a configured one. Without C kernels torch computes the products, none of
+    them with int8 weights, and below AVX-512 BF16 those in bf16 ten times slower than in fp32."""
     if dtype == "float32":
         return dtype
     if kernels_fault() is None:

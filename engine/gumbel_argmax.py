@@ -1,8 +1,7 @@
 """Gumbel-argmax over logits, evaluated for few blocks of the vocabulary.
 
-A row of logits is read once, for the maximum of each block of 64 tokens. The argmax lies in the block with the largest
-maximum. With noise, a block whose largest logit plus largest noise (``engine.noise.block_max``) is below a score already
-seen cannot win and is skipped.
+A row of logits is read once, for the maximum of each block of 64 tokens. With noise, a block whose largest logit plus
+largest noise (``engine.noise.block_max``) is below a score already seen cannot win and is skipped.
 
 Shapes: logits x (R, V) of any floating type; block maxima (R, B), B = ceil(V / 64).
 """
@@ -65,12 +64,7 @@ def largest(x: Tensor, num: int) -> Tensor:
 
 def gumbel_argmax(x: Tensor, at: Peaks, temperatures: Tensor, floors: Tensor, keys: Tensor) -> Tensor:
     """argmax over {v: z_v >= floor} of z_v + G(key, v), (R,) int64: samples of softmax(z) over these tokens. The sum is
-    taken in float64, where it is exact. A row without a finite maximum yields V.
-
-    Args:
-        temperatures, floors: (R,) float32; a floor of -inf admits all tokens.
-        keys: (R,) int64, of ``engine.noise.noise_keys``.
-    """
+    exact, in float64. A row without a finite maximum yields V. ``floors``: (R,) float32; -inf admits all tokens."""
     num_blocks = at.blocks.shape[-1]
     z_blocks = relative(at.blocks, at.rows, temperatures)
     noise = _on_device(block_max, keys[:, None], torch.arange(num_blocks, device=x.device))

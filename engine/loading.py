@@ -27,14 +27,11 @@ from router.cost_model import ROWS, TableCost
 def load_target(
     config: Config, feature_layers: Sequence[int] = (), profile: Profile | None = None, remembers: bool = False
 ) -> tuple[NativeTarget, ModelInfo, OnlineCost]:
-    """The target of a resolved configuration, the description of its model, and its cost model.
+    """The target of a resolved configuration, the description of its model, and its cost model. Raises as ``load_engine``.
 
     Args:
-        feature_layers: as of ``NativeTarget``.
         profile: a stored profile (``stored_profile``); without one, costs are measured now, in seconds.
         remembers: store measured costs in the configured state store, and reuse those of earlier starts.
-
-    Raises ModelUnavailable, InvalidField: as ``load_engine``.
     """
     engine, info = load_engine(config, feature_layers)
     if profile is not None:

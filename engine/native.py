@@ -33,9 +33,7 @@ class NativeLimits:
 
 class NativeTarget:
     """``engine.target.TargetEngine`` over a ``CausalModel``, in this process. ``feature_layers``: layers whose hidden states
-    are kept for drafters in this process (``read_hidden_states``).
-
-    Raises InvalidField: the limits contradict the model or each other, or the model has no such layers.
+    are kept (``read_hidden_states``). Raises InvalidField: the limits contradict the model or each other, or no such layers.
     """
 
     def __init__(
@@ -94,12 +92,9 @@ class NativeTarget:
         return self._features.layers
 
     def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
-        """Hidden states after ``feature_layers``, concatenated, at committed positions start .. stop - 1. The first n - 1 of
-        n committed tokens are computed, unless the request is in prefill or was preempted.
-
-        Returns [stop - start, len(feature_layers) * hidden] in the model's dtype. Raises LookupError: not all of them are
-        computed, or the request is not held.
-        """
+        """Hidden states after ``feature_layers`` at committed positions start .. stop - 1: [stop - start,
+        len(feature_layers) * hidden] in the model's dtype. The first n - 1 of n committed tokens are computed, unless the
+        request is in prefill or was preempted. Raises LookupError: not all of them are computed."""
         computed_len = self._ledger.computed_len(request_id) if request_id in self._ledger else 0
         if not 0 <= start <= stop <= computed_len:
             raise LookupError(f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, computed")

@@ -46,13 +46,12 @@ class PendingPass:
 class TargetLoop:
     """Owns a target, its sequences, and its ends of the links to drafters and gateways.
 
-    One thread calls ``step`` (``run`` does); any thread may call ``publish_table``, ``drain``, ``status``, ``requests``,
-    ``take_observations``, ``take_scores`` and ``take_levels``. A simulation on a virtual clock calls the parts of ``step``
-    itself: ``begin`` and ``execute`` when a round begins, ``finish`` and ``draft`` when its pass has taken its time.
+    One thread calls ``step`` (``run`` does); any thread may call the methods before ``run``. A simulation on a virtual clock
+    calls the parts of ``step`` itself: ``begin`` and ``execute`` when a round begins, ``finish`` and ``draft`` when its pass
+    has taken its time.
 
     Args:
         clock: monotonic, in seconds; read when a pass begins and ends, and around what colocated drafters do.
-        draft_lengths: how far to draft for each request.
         colocated: drafters linked to ``mailbox`` as any others, stepped at the end of each round on this thread: then what
             they read of the engine is what is committed, and their proposals are there before the next round.
         proposers: for each drafter, those that may ride ahead of it in its process; it may report on them.

@@ -29,10 +29,8 @@ class SpanInput:
 @record
 class SpanOutcome:
     """The accepted draft tokens of a span, then the target's own next one. Empty for a prefill chunk, or if nothing ran.
-
-    ``error``: no token could be chosen (the logits are NaN, say); the request ends. ``computed_len``: tokens in the cache
-    after the pass, where no token was chosen and the engine schedules for itself; None: the span was computed.
-    """
+    ``error``: no token could be chosen; the request ends. ``computed_len``: tokens in the cache, where no token was chosen
+    and the engine schedules for itself; None: the span was computed."""
 
     request_id: str
     token_ids: tuple[int, ...]

@@ -1,8 +1,5 @@
-"""Weights of a model, read from safetensors one tensor at a time.
-
-Files are memory-mapped: pages are read when a tensor is fused and cast, and dropped with the mapping, so peak memory is near
-the size of the weights. Fused weights (q, k, v; gate, up) are one product in the pass.
-"""
+"""Weights of a model, read from safetensors one tensor at a time. Files are memory-mapped, so peak memory is near the size
+of the weights. Fused weights (q, k, v; gate, up) are one product in the pass."""
 
 import json
 from collections.abc import Callable, Iterator
