@@ -22,22 +22,21 @@ def choose_dtype(dtype: str, device: str, *, allows_int8: bool = False) -> str:
     if dtype != AUTO:
         return dtype
     if device == "cuda":
-        return _chosen(BFLOAT16, "it is on a GPU", allows_int8)
-    fault = kernels_fault()
-    if fault is None:
-        if allows_int8:
-            return _chosen(INT8, "compiled kernels read half of the bytes of bfloat16", allows_int8)
-        return _chosen(BFLOAT16, "compiled kernels read half of the bytes of float32", allows_int8)
-    if cpu_level().has_bf16_products:
-        return _chosen(BFLOAT16, f"oneDNN multiplies in bfloat16 here, and kernels are not available: {fault}", allows_int8)
-    return _chosen(FLOAT32, f"products in bfloat16 are slow here, and kernels are not available: {fault}", allows_int8)
+        chosen, reason = BFLOAT16, "it is on a GPU"
+    elif (fault := kernels_fault()) is None:
+        chosen = INT8 if allows_int8 else BFLOAT16
+        reason = f"compiled kernels read half of the bytes of {BFLOAT16 if allows_int8 else FLOAT32}"
+    elif cpu_level().has_bf16_products:
+        chosen, reason = BFLOAT16, f"oneDNN multiplies in bfloat16 here, and kernels are not available: {fault}"
+    else:
+        chosen, reason = FLOAT32, f"products in bfloat16 are slow here, and kernels are not available: {fault}"
+    _log(chosen, reason, "trained drafters" if allows_int8 else "models")
+    return chosen
 
 
 @cache
-def _chosen(dtype: str, reason: str, allows_int8: bool) -> str:
-    whose = "trained drafters" if allows_int8 else "models"
+def _log(dtype: str, reason: str, whose: str) -> None:
     logger.info("dtype auto of %s is %s: %s (CPU level %s)", whose, dtype, reason, cpu_level())
-    return dtype
 
 
 def held_dtype(dtype: str) -> str:

@@ -1,6 +1,7 @@
 """Loads the target of a configuration, with its cost model."""
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import torch
 
@@ -42,18 +43,15 @@ def load_target(
 
 def _remembered_cost(config: Config, engine: NativeTarget) -> TableCost:
     """Costs of an earlier start, or else measured now and stored."""
-    store = open_store(config.cluster.state, config.cluster.namespace)
-    try:
+    with closing(open_store(config.cluster.state, config.cluster.namespace)) as store:
         memory = CostMemory(store, identity_of(config), type(engine.model.ops).__name__)
-        known = memory.recall()
-        if known is not None:
+        cost = memory.recall()
+        if cost is not None:
             _warm_up(config, engine)
-            return known
-        cost = measure_cost(engine)
-        memory.keep(cost)
+        else:
+            cost = measure_cost(engine)
+            memory.keep(cost)
         return cost
-    finally:
-        store.close()
 
 
 def _warm_up(config: Config, engine: NativeTarget) -> None:
@@ -64,11 +62,8 @@ def _warm_up(config: Config, engine: NativeTarget) -> None:
 def stored_profile(config: Config) -> Profile | None:
     """The stored `outrider profile` of a resolved configuration on this machine. None if there is no usable one; the log
     says why an existing one is unusable."""
-    store = open_store(config.cluster.state, config.cluster.namespace)
-    try:
+    with closing(open_store(config.cluster.state, config.cluster.namespace)) as store:
         return usable_profile(store, identity_of(config))
-    finally:
-        store.close()
 
 
 def identity_of(config: Config) -> Identity:
