@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, level = request.param
-    dtypes._chosen.cache_clear()
+    dtypes._log.cache_clear()
     monkeypatch.setattr(dtypes, "kernels_fault", lambda: None if compiler else "no C compiler found")
     monkeypatch.setattr(dtypes, "cpu_level", lambda: CpuLevel(level, level))
 
