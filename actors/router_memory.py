@@ -20,19 +20,19 @@ RECALL_S = 1.0  # longest wait of the first slot for the store
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """Result of one access to the store; ``fault``: why it cannot be used."""
+    """Result of one access to the store."""
 
-    fault: str | None
+    fault: str | None  # why it cannot be used
     is_read: bool = False
     document: Document | None = None
     saved: JsonValue = None
 
 
 class RouterMemory:
-    """Called by the router's thread, which never waits for the store after the first slot: a thread of its own accesses it.
+    """Called by the router's thread, which waits for the store in the first slot only: another thread accesses it.
 
-    An unavailable store is logged once and tried again every period; routing continues, and ``fault`` holds the reason. A
-    stored snapshot is read before it is overwritten. If it arrives late, only a policy that has learned nothing restores it.
+    An unavailable store is logged once and tried again every period; ``fault`` holds the reason. A stored snapshot is read
+    before it is overwritten. If it arrives late, only a policy that has learned nothing restores it.
     """
 
     def __init__(self, store: StateStore, config: Config) -> None:
@@ -121,7 +121,7 @@ class RouterMemory:
         known, self.fault = self.fault, None
         if fault is not None:
             self.fault = f"the state store cannot be used, what is learned is not kept: {fault}"
-        if self.fault is not None and known is None:
-            logger.warning("%s; it is tried again every %g s", self.fault, SAVE_PERIOD_S)
-        if self.fault is None and known is not None:
+            if known is None:
+                logger.warning("%s; it is tried again every %g s", self.fault, SAVE_PERIOD_S)
+        elif known is not None:
             logger.info("the state store can be used again")
