@@ -116,11 +116,7 @@ class Supervisor:
         return {m.name: m.pid for m in self._pool.all() if m.pid is not None and m.state is ProcessState.READY}
 
     async def set_draining(self, name: str, draining: bool) -> None:
-        """A draining drafter gets no requests; those it has are reassigned in the next slot.
-
-        Raises:
-            InvalidField: there is no such drafter.
-        """
+        """A draining drafter gets no requests; those it has are reassigned in the next slot. Raises InvalidField."""
         if name not in self._drafters:
             raise InvalidField("drafter", name, f"must be one of {', '.join(self._drafters) or 'none: the pool is empty'}")
         (self._draining.add if draining else self._draining.discard)(name)
@@ -139,7 +135,6 @@ class Supervisor:
         return False
 
     async def stop(self) -> None:
-        """Stops all processes, and kills them."""
         self._stopping = True
         for task in self._tasks:
             task.cancel()
@@ -169,9 +164,7 @@ class Supervisor:
             await self._failed(member, reason)
 
     async def _started(self, member: ManagedProcess, info: Any) -> None:
-        member.pid = info.pid
-        member.state = ProcessState.READY
-        member.reason = None
+        member.state, member.pid, member.reason = ProcessState.READY, info.pid, None
         logger.info("%s is ready (process %d)", member.name, info.pid)
         await member.on_ready(member, info)
         await self._notify()
