@@ -134,7 +134,7 @@ def test_a_compiler_without_a_cache_folder_makes_no_kernels() -> None:
     environment.pop("OUTRIDER_HOME", None)
     done = subprocess.run([sys.executable, "-c", CHOICES], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.stdout.split() == ["float32"] * 3, done.stderr
-    assert "our kernels are not used: the library tile_sizes cannot be built or loaded: " in done.stderr
+    assert "without our kernels: the library tile_sizes cannot be built or loaded: " in done.stderr
     assert "/proc/none" in done.stderr
 
 
