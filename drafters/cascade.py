@@ -33,8 +33,6 @@ class CascadeMember:
 
 @dataclass(frozen=True, slots=True)
 class _ModelQuery:
-    """A query of an expensive member."""
-
     draft: MemberDraft
     before: MemberDraft | None  # the best draft without it, if there is one
     best: MemberDraft
@@ -114,7 +112,10 @@ class CascadeDrafter:
             chosen = self._choose(member, demands, expected_lens)
             if not chosen:
                 continue
-            drafts = self._query(member, [demands[i] for i in chosen])
+            start_s = self._clock() if self._clock is not None else 0.0
+            drafts = self._members[member].drafter.propose([demands[i] for i in chosen])
+            if self._clock is not None:
+                self._costs.note_drafts(member, len(chosen), self._clock() - start_s)
             expected_lens = expected_lens or [0.0] * len(demands)
             for i, draft in zip(chosen, drafts, strict=True):
                 own, before = self._ensemble.calibrate(i, member, draft), rounds[i].best
@@ -140,16 +141,6 @@ class CascadeDrafter:
         for drafter in self._followers:
             drafter.check_integrity()
 
-    def _query(self, member: int, demands: Sequence[Demand]) -> list[Draft]:
-        """Drafts of an expensive member; learns their time."""
-        drafter = self._members[member].drafter
-        if self._clock is None:
-            return drafter.propose(demands)
-        start_s = self._clock()
-        drafts = drafter.propose(demands)
-        self._costs.note_drafts(member, len(demands), self._clock() - start_s)
-        return drafts
-
     def _choose(self, member: int, demands: Sequence[Demand], expected_lens: Sequence[float]) -> Sequence[int]:
         """Demands that a member is queried for. ``expected_lens``: of the best draft so far."""
         if not expected_lens:
@@ -170,7 +161,6 @@ class CascadeDrafter:
         ]
 
     def _learn(self, session: _CascadeSession, round_: _CascadeRound, token_ids: Sequence[int]) -> None:
-        """Learns the tokens that expensive members added."""
         for query in round_.queries:
             self._ensemble.learn(query.draft, token_ids)
             if query.before is not None:

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.acceptance import common_prefix_len
 from router.estimates.confidence_scaling import OnlineScaling, num_due
-from router.matching import Floats
 
 _MAX_REFERENCES = 4  # drafts that others are compared with; each triples the number of cases
 _MEMORY = 500.0  # tokens of a case that count
@@ -75,26 +75,20 @@ class Consensus:
     def learn_due(self) -> None:
         """Learns from the recorded tokens, once there are enough."""
         if self.num_until_due <= 0:
-            self.learn(*self._take_pending())
+            self.learn()
 
-    def learn(self, cases: NDArray[np.intp], conditional: Floats, was_right: NDArray[np.bool_]) -> None:
-        """Learns from tokens, [n], and from the recorded ones."""
-        if self._pending:
-            pending = self._take_pending()
-            cases, conditional, was_right = (
-                np.concatenate(pair) for pair in zip(pending, (cases, conditional, was_right), strict=True)
-            )
+    def learn(self, *tokens: NDArray[Any]) -> None:
+        """Learns from the recorded tokens and from others: cases, confidences and whether they were right, each [n]."""
+        pending = [np.array(column) for column in zip(*self._pending, strict=True)]
+        self._pending.clear()
+        both = [columns for columns in (pending, tokens) if columns]
+        cases, conditional, was_right = (np.concatenate(columns) for columns in zip(*both, strict=True))
         self._num_records += len(cases)
         self._scaling.learn(conditional, cases, was_right)
         changed = np.unique(cases)
         self.table[changed] = self._scaling(_GRID, changed[:, None])
         for case in changed.tolist():
             self._maps.pop(case, None)
-
-    def _take_pending(self) -> tuple[NDArray[np.intp], Floats, NDArray[np.bool_]]:
-        cases, conditional, was_right = (np.array(column) for column in zip(*self._pending, strict=True))
-        self._pending.clear()
-        return cases, conditional, was_right
 
     def _cases(self, drafter: int, token_ids: Sequence[int], references: Sequence[tuple[int, ...]]) -> list[int]:
         """Case of each token. A reference that differed before counts as missing behind that token."""

@@ -67,8 +67,6 @@ def best_of(drafts: Sequence[MemberDraft]) -> MemberDraft:
 
 @dataclass(slots=True)
 class _LookupDrafts:
-    """The free members' drafts for one demand."""
-
     demand: Demand
     token_ids: tuple[tuple[int, ...], ...] = ()
     drafts: list[MemberDraft] = field(default_factory=list)
@@ -133,11 +131,9 @@ class PlainEnsemble:
         return [best_of(query.drafts).expected_len for query in self._queries] if self._free else []
 
     def best(self, place: int) -> MemberDraft:
-        """The most promising of the free members' drafts."""
         return best_of(self._queries[place].drafts)
 
     def calibrate(self, place: int, member: int, draft: Draft) -> MemberDraft:
-        """Calibrates a member's draft by its agreement with the free ones."""
         query = self._queries[place]
         own = self._survival[member]
         return MemberDraft.of(member, draft, own, self._consensus, query.token_ids, query.demand.row_price)
@@ -157,7 +153,6 @@ class PlainEnsemble:
         return Draft(demand.request_id, token_ids[:kept], confidences)
 
     def learn(self, draft: MemberDraft, token_ids: Sequence[int]) -> None:
-        """Learns how far an expensive member's draft was right."""
         draft.record(token_ids, self._survival[draft.member], self._consensus)
         self._consensus.learn_due()
 

@@ -102,7 +102,10 @@ def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> 
             shared_bytes = options.max_shared_tokens * AUTOMATON_BYTES
             return Footprint(cache_bytes=shared_bytes, request_bytes=num_tokens * AUTOMATON_BYTES)
         case TableOptions():
-            return _table(options, num_tokens)
+            stored = 0 if options.path is None else _table_bytes(options.path)
+            cache_bytes = options.max_learned * LEARNED_BYTES + (LOOKUP_CACHE_BYTES if options.path is not None else 0)
+            # Keys hardly shrink, so there are at most so many contexts.
+            return Footprint(stored, stored // 8 * COUNTED_BYTES, cache_bytes, num_tokens * TOKEN_BYTES)
         case CascadeOptions():
             return sum((_of(member, on_gpu, num_tokens, target) for member in options.members), Footprint())
         case ModelOptions() | LayersOptions() | DSparkOptions():
@@ -110,22 +113,14 @@ def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> 
             return Footprint(*_weights(options, on_gpu, target), cache_bytes, request_bytes=num_tokens * TOKEN_BYTES)
 
 
-def _table(options: TableOptions, num_tokens: int) -> Footprint:
+def _table_bytes(name_or_path: str) -> int:
     from drafters.shipped import find_table
 
-    stored = 0
-    if options.path is not None:
-        path = find_table(options.path)
-        try:
-            stored = path.stat().st_size
-        except OSError as error:
-            raise ModelUnavailable(f"{path} cannot be read ({error.strerror})") from error
-    return Footprint(
-        stored,
-        weight_bytes=stored // 8 * COUNTED_BYTES,  # keys hardly shrink: at most so many contexts
-        cache_bytes=options.max_learned * LEARNED_BYTES + (LOOKUP_CACHE_BYTES if options.path is not None else 0),
-        request_bytes=num_tokens * TOKEN_BYTES,
-    )
+    path = find_table(name_or_path)
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ModelUnavailable(f"{path} cannot be read ({error.strerror})") from error
 
 
 def _weights(options: ModelOptions | LayersOptions | DSparkOptions, on_gpu: bool, target: str) -> tuple[int, int]:
@@ -137,7 +132,8 @@ def _weights(options: ModelOptions | LayersOptions | DSparkOptions, on_gpu: bool
     shapes = _shapes(folder)
     if isinstance(options, ModelOptions):
         num_layers = load_config(folder).num_layers if options.num_layers is None else options.num_layers
-        shapes = {name: shape for name, shape in shapes.items() if _layer(name) < num_layers}
+        left_out = {name for name in shapes if name.startswith("model.layers.") and int(name.split(".")[2]) >= num_layers}
+        shapes = {name: shape for name, shape in shapes.items() if name not in left_out}
         shapes.setdefault(_HEAD, shapes.get(_EMBEDDING, (0, 0)))
     elif isinstance(options, LayersOptions):
         config = load_config(folder)
@@ -154,12 +150,6 @@ def _weights(options: ModelOptions | LayersOptions | DSparkOptions, on_gpu: bool
         else:
             held += prod(shape) * element + (4 * shape[0] if element == 1 else 0)
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")), held
-
-
-def _layer(name: str) -> int:
-    """The layer of a tensor; -1: of none."""
-    prefix, _, rest = name.partition("layers.")
-    return int(rest.partition(".")[0]) if rest and prefix == "model." else -1
 
 
 def _element(dtype: str, on_gpu: bool, *, allows_int8: bool = False) -> int:

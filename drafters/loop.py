@@ -72,7 +72,6 @@ class DrafterLoop:
         return work != "nothing"
 
     def begin(self, now_s: float) -> StepWork:
-        """The first half of a step: all before the draft or score is complete."""
         self._read_messages(now_s)
         self.sessions.expire(now_s)
         resyncs = self.sessions.due_resyncs(now_s)
@@ -93,8 +92,12 @@ class DrafterLoop:
         """The second half of a step that began at ``began_s``: sends proposals and scores."""
         if work == "drafted":
             self._read_messages(now_s)  # commits that came meanwhile make some drafts stale
-            unanswered = self.sessions.unanswered()
-            self._send_proposals([one for one in unanswered if _can_answer(one[1])], {}, now_s)
+            found = [
+                (peer, session)
+                for peer, session in self.sessions.unanswered()
+                if session.ahead or session.exhausted or not session.draft_len
+            ]
+            self._send_proposals(found, {}, now_s)
         elif work == "scored":
             self._next_spare_s = now_s + (now_s - began_s) * (1.0 / self._spare_share - 1.0)
             if self._next_scores_s <= now_s:
@@ -122,7 +125,6 @@ class DrafterLoop:
         return due_s
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the state of the loop or the drafter is inconsistent."""
         self.sessions.check_integrity()
         self._drafter.check_integrity()
 
@@ -170,15 +172,14 @@ class DrafterLoop:
     def _send_proposals(
         self, sessions: Sequence[tuple[TargetPeer, Session]], resyncs: Mapping[int, Sequence[str]], now_s: float
     ) -> None:
-        """One message to each peer with proposals, refusals or resyncs."""
         by_peer: dict[int, list[Session]] = {}
         for peer, session in sessions:
             by_peer.setdefault(id(peer.link), []).append(session)
         for number in dict.fromkeys([*by_peer, *resyncs, *self.sessions.refusing()]):
             peer = self.sessions.peers[number]
             proposals = [self._proposal(session) for session in by_peer.get(number, ())]
-            if peer.refusals:
-                proposals += [Proposal(one, length, (), (), self.name) for one, length in peer.take_refusals().items()]
+            proposals += [Proposal(one, length, (), (), self.name) for one, length in peer.refusals.items()]
+            peer.refusals.clear()
             self._send(peer, tuple(proposals), tuple(resyncs.get(number, ())), now_s)
 
     def _take_levels(self, now_s: float) -> tuple[LevelReport, ...]:
@@ -203,7 +204,7 @@ class DrafterLoop:
 
     def _send(self, peer: TargetPeer, proposals: tuple[Proposal, ...], resyncs: tuple[str, ...], now_s: float) -> None:
         """One message, with the peer's scores; none if it would be empty."""
-        scores = peer.take_scores()
+        scores, peer.scores = tuple(peer.scores), []
         if not (proposals or resyncs or scores):
             return
         message = ProposalRound(peer.table_version, proposals, scores, resyncs, self._take_levels(now_s))
@@ -214,8 +215,3 @@ class DrafterLoop:
             logger.warning("drafter %s: %s reads too slowly, dropped a message to it", self.name, peer.link.peer.name)
         except LinkClosed:
             self.sessions.drop_link(peer.link)
-
-
-def _can_answer(session: Session) -> bool:
-    """Whether there is anything to send, or nothing to wait for."""
-    return bool(session.ahead) or session.exhausted or not session.draft_len

@@ -149,7 +149,6 @@ class ModelDrafter:
         return self._proposers[proposers[-1]] if proposers else None
 
     def _leave(self, request_id: str) -> None:
-        """Removes the proposers of a request."""
         proposer = self._proposer_of(request_id)
         if proposer is not None:
             proposer.release(request_id)
@@ -196,7 +195,6 @@ class ModelDrafter:
         }
 
     def _choose(self, questions: Sequence[Question]) -> list[Chosen]:
-        """One pass of the model."""
         num_rows = self._model.num_rows
         start_s = self._clock() if self._clock is not None else 0.0
         answers = self._model.choose(questions)

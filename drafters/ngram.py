@@ -91,8 +91,15 @@ class NgramDrafter:
         self._texts[request_id] = _NgramText(token_ids, self._match_lens)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Every committed token at a drafted position is a trial, up to the first wrong one."""
         text = self._texts[request_id]
-        self._learn(text, token_ids)
+        for token_id, (guessed, rate) in zip(token_ids, text.guesses, strict=False):
+            if rate is not None:
+                rate.record(token_id == guessed)
+            if token_id != guessed:
+                text.guesses.clear()
+                break
+        del text.guesses[: len(token_ids)]
         text.extend(token_ids)
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
@@ -131,13 +138,3 @@ class NgramDrafter:
                 before[i] = guess
         text.guesses = [*before, *zip(token_ids, rates, strict=True)]
         return Draft(demand.request_id, token_ids, tuple(rate.value for rate in rates))
-
-    def _learn(self, text: _NgramText, token_ids: Sequence[int]) -> None:
-        """Every committed token at a drafted position is a trial, up to the first wrong one."""
-        for token_id, (guessed, rate) in zip(token_ids, text.guesses, strict=False):
-            if rate is not None:
-                rate.record(token_id == guessed)
-            if token_id != guessed:
-                text.guesses.clear()
-                return
-        del text.guesses[: len(token_ids)]

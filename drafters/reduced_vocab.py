@@ -17,11 +17,7 @@ from engine.sampling import Chosen, Sampler, SampleSpan
 
 
 class WholeVocabulary:
-    """Scatters logits of a reduced head over the whole vocabulary, -inf elsewhere.
-
-    Args:
-        token_ids: of the logits, int64 on their device.
-    """
+    """Scatters logits of ``token_ids``, int64 on their device, over the whole vocabulary, -inf elsewhere."""
 
     def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
         self._token_ids = token_ids

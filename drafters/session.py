@@ -1,6 +1,6 @@
 """A drafter's view of a request, kept correct by messages that may be lost, duplicated, late or reordered."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -15,7 +15,6 @@ def key_of(link_number: int, request_id: str) -> str:
 
 
 def request_id_of(key: str) -> str:
-    """The target's id of a key."""
     return key.partition("/")[2]
 
 
@@ -107,37 +106,30 @@ class Resyncs:
         self._pause_s = pause_s
         self._max_attempts = max_attempts
         self._capacity = capacity
-        self._pending: dict[str, _Resync] = {}
+        self.pending: dict[str, _Resync] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._pending
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._pending)
+        return request_id in self.pending
 
     def request(self, request_id: str, min_len: int, now_s: float) -> None:
-        pending = self._pending.get(request_id)
+        pending = self.pending.get(request_id)
         if pending is not None:
             pending.min_len = max(pending.min_len, min_len)
-        elif len(self._pending) < self._capacity:
-            self._pending[request_id] = _Resync(min_len, now_s)
+        elif len(self.pending) < self._capacity:
+            self.pending[request_id] = _Resync(min_len, now_s)
 
     def update(self, request_id: str, known_len: int) -> None:
-        """Ends the resync if enough of the request is known."""
-        pending = self._pending.get(request_id)
+        pending = self.pending.get(request_id)
         if pending is not None and known_len >= pending.min_len:
-            del self._pending[request_id]
+            del self.pending[request_id]
 
     def drop(self, request_id: str) -> None:
-        self._pending.pop(request_id, None)
+        self.pending.pop(request_id, None)
 
     def take_due(self, now_s: float) -> tuple[list[str], list[str]]:
         """Requests to ask for now, and those given up."""
         due, given_up = [], []
-        for request_id, pending in self._pending.items():
+        for request_id, pending in self.pending.items():
             if pending.due_s > now_s:
                 continue
             if pending.num_attempts >= self._max_attempts:
@@ -147,11 +139,11 @@ class Resyncs:
             pending.num_attempts += 1
             due.append(request_id)
         for request_id in given_up:
-            del self._pending[request_id]
+            del self.pending[request_id]
         return due, given_up
 
     def next_due_s(self) -> float | None:
-        return min((pending.due_s for pending in self._pending.values()), default=None)
+        return min((pending.due_s for pending in self.pending.values()), default=None)
 
 
 @dataclass(slots=True)
@@ -170,19 +162,10 @@ class TargetPeer:
     refusals: dict[str, int] = field(default_factory=dict)  # unsent empty proposals: committed length that they answer
 
     def forget(self, request_id: str) -> None:
-        """Drops a request without a session."""
         for others in (self.ignored, self.refused, self.refusals):
             others.pop(request_id, None)
 
     @property
     def has_pending(self) -> bool:
         """Whether there are refusals or resyncs to send, or requests that wait for capacity."""
-        return bool(self.refusals or self.refused or self.resyncs)
-
-    def take_scores(self) -> tuple[DraftScore, ...]:
-        scores, self.scores = tuple(self.scores), []
-        return scores
-
-    def take_refusals(self) -> dict[str, int]:
-        refusals, self.refusals = self.refusals, {}
-        return refusals
+        return bool(self.refusals or self.refused or self.resyncs.pending)

@@ -38,7 +38,7 @@ class TargetSessions:
         self.peers: dict[int, TargetPeer] = {}  # by id(link): links are compared by identity
         self.unlinked: list[Link] = []  # closed after MAX_UNSOUND unsound messages
         self.unscored: dict[str, tuple[TargetPeer, Shadow]] = {}  # shadows with unscored tokens, by key
-        self._unanswered: dict[str, tuple[TargetPeer, Session]] = {}  # without a proposal for their committed length, by key
+        self._unanswered: dict[str, tuple[TargetPeer, Session]] = {}  # without a proposal for their committed length
         self._pending: dict[int, TargetPeer] = {}  # peers with ``has_pending``, by key of ``peers``
         self._num_sessions = 0
         self.num_shadows = 0
@@ -52,7 +52,6 @@ class TargetSessions:
 
     @property
     def num_drafted(self) -> int:
-        """Requests that it drafts for."""
         return self._num_sessions - self.num_shadows
 
     def refusing(self) -> list[int]:
@@ -68,7 +67,6 @@ class TargetSessions:
         ]
 
     def mark_answered(self, session: Session) -> None:
-        """Records that a proposal for the committed length is sent."""
         session.answered = True
         self._unanswered.pop(session.key, None)
 
@@ -133,12 +131,10 @@ class TargetSessions:
         return due
 
     def next_due_s(self) -> float | None:
-        """When the next resync is due."""
         due = [due_s for peer in self._pending.values() if (due_s := peer.resyncs.next_due_s()) is not None]
         return min(due, default=None)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the sessions are inconsistent."""
         assert self.num_drafted <= self._limits.capacity, "more requests are followed than the capacity"
         sessions = [session for peer in self.peers.values() for session in peer.sessions.values()]
         assert self._num_sessions == len(sessions), "sessions were miscounted"
@@ -336,7 +332,9 @@ class TargetSessions:
 
     def _num_resyncing(self) -> int:
         """Requests without a session that were asked for: they will need capacity."""
-        return sum(1 for peer in self._pending.values() for request_id in peer.resyncs if request_id not in peer.sessions)
+        return sum(
+            1 for peer in self._pending.values() for request_id in peer.resyncs.pending if request_id not in peer.sessions
+        )
 
     def _release(self, peer: TargetPeer, request_id: str) -> None:
         self._close(peer, request_id)

@@ -24,9 +24,9 @@ def with_shipped(config: Config) -> Config:
     shipped = shipped_options(config.model.name).values()
     if "drafters" in config.model_fields_set or not shipped:
         return config
-    tables = [options for options in shipped if isinstance(options, TableOptions)]
+    table = next((options for options in shipped if isinstance(options, TableOptions)), None)
     blocks = [options for options in shipped if isinstance(options, DSparkOptions)]
-    return config.model_copy(update={"drafters": default_pool(next(iter(tables), None), *blocks[:1])})
+    return config.model_copy(update={"drafters": default_pool(table, *blocks[:1])})
 
 
 def shipped_options(model: str) -> dict[str, DrafterOptions]:
@@ -37,7 +37,6 @@ def shipped_options(model: str) -> dict[str, DrafterOptions]:
 
 
 def shipped_names() -> tuple[str, ...]:
-    """Names of the shipped drafters, ascending."""
     if not FOLDER.is_dir():
         return ()
     return tuple(sorted(path.name for path in FOLDER.iterdir() if kind_of(path) is not None))

@@ -83,13 +83,19 @@ class SmallModel:
 
     @property
     def max_len(self) -> int:
-        """Positions that the model supports."""
         return min(self._model.config.max_len, self._ledger.num_blocks * self._ledger.block_len)
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         """Follows a request; a followed one is reset, keeping the shared prefix of its cache."""
         self.release(request_id)
-        known = self._known_parameters(sampling)
+        num_known = self._sampler.vocab_size
+        # Drafts use no log-probabilities, and the target may have ids that this model has not.
+        known = replace(
+            sampling,
+            top_logprobs=None,
+            logit_bias=tuple((token_id, bias) for token_id, bias in sampling.logit_bias if token_id < num_known),
+            allowed_token_ids=tuple(token_id for token_id in sampling.allowed_token_ids if token_id < num_known),
+        )
         is_readable = len(self.readable(token_ids)) == len(token_ids) and bool(known.allowed_token_ids) == bool(
             sampling.allowed_token_ids
         )
@@ -100,16 +106,6 @@ class SmallModel:
         session.token_ids.extend(token_ids)
         session.state.extend(token_ids)
         session.is_readable &= len(self.readable(token_ids)) == len(token_ids)
-
-    def _known_parameters(self, sampling: SamplingParams) -> SamplingParams:
-        """Without log-probabilities, which drafts do not use, and without ids that the target has and this model has not."""
-        num_known = self._sampler.vocab_size
-        return replace(
-            sampling,
-            top_logprobs=None,
-            logit_bias=tuple((token_id, bias) for token_id, bias in sampling.logit_bias if token_id < num_known),
-            allowed_token_ids=tuple(token_id for token_id in sampling.allowed_token_ids if token_id < num_known),
-        )
 
     def opening(self, request_id: str) -> tuple[tuple[int, ...], int, SamplingParams]:
         """Arguments of `open` for the request as it is now: tokens, prompt length, sampling."""
@@ -132,7 +128,6 @@ class SmallModel:
         return len(self._sessions[request_id].token_ids)
 
     def ends(self, request_id: str, token_id: int) -> bool:
-        """Whether the request ends with ``token_id``."""
         sampling = self._sessions[request_id].state.sampling
         ends = token_id in self._sampler.eos_token_ids and not sampling.ignore_eos
         return ends or token_id in sampling.stop_token_ids
@@ -209,7 +204,6 @@ class SmallModel:
         return self._sampler.choose(logits, spans_to_sample, want_confidences=True)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if blocks and requests disagree."""
         self._ledger.check_integrity()
         for request_id, session in self._sessions.items():
             assert len(session.state) == len(session.token_ids), f"{request_id!r}: sampling state out of step"

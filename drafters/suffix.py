@@ -5,7 +5,7 @@ After SuffixDecoding (arXiv 2411.04975), on suffix automata, which need no depth
 
 from collections import deque
 from collections.abc import Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from cluster.sampling_params import SamplingParams
@@ -54,9 +54,7 @@ class _SharedMemory:
         self._segments: deque[SuffixAutomaton] = deque(maxlen=_NUM_SEGMENTS)
 
     def add(self, token_ids: Sequence[int]) -> None:
-        if not self._segment_len:
-            return
-        for start in range(0, len(token_ids), self._segment_len):
+        for start in range(0, len(token_ids), self._segment_len) if self._segment_len else ():
             part = token_ids[start : start + self._segment_len]
             if not self._segments or self._segments[-1].num_tokens + len(part) > self._segment_len:
                 self._segments.append(SuffixAutomaton())
@@ -66,7 +64,7 @@ class _SharedMemory:
     def match(self, tail: Sequence[int]) -> _Match | None:
         """The longest matching suffix of ``tail``, in the newest segment that has it."""
         matches = [_longest_suffix(segment, tail) for segment in reversed(self._segments)]
-        return max(matches, key=lambda match: match.match_len, default=None)
+        return max(matches, key=attrgetter("match_len"), default=None)
 
     def check_integrity(self) -> None:
         for segment in self._segments:
@@ -113,10 +111,8 @@ class SuffixDrafter:
         request_tokens: int = 8192,
     ) -> None:
         self.settings = (max_match_len, max_shared_tokens, min_match_len, min_survival, doubt, request_tokens)
-        self._min_match_len = min_match_len
-        self._max_match_len = max_match_len
-        self._min_survival = min_survival
-        self._doubt = doubt
+        self._min_match_len, self._max_match_len = min_match_len, max_match_len
+        self._min_survival, self._doubt = min_survival, doubt
         self._request_tokens = request_tokens
         self._shared = _SharedMemory(max_shared_tokens)
         self._texts: dict[str, _SuffixText] = {}
@@ -146,8 +142,7 @@ class SuffixDrafter:
         num_tail = self._max_match_len
         tail = [*text.token_ids[-num_tail:], *demand.ahead][-num_tail:]
         matches = (text.match(demand.ahead), self._shared.match(tail))
-        drafts = [self._follow(match, demand) for match in matches if match is not None]
-        return max(drafts, key=itemgetter(0))[1]
+        return max((self._follow(match, demand) for match in matches if match is not None), key=itemgetter(0))[1]
 
     def _follow(self, match: _Match, demand: Demand) -> tuple[float, Draft]:
         """The expected tokens of a draft behind a match, and the draft."""

@@ -35,7 +35,6 @@ class SuffixAutomaton:
         self.num_tokens = 0
 
     def begin(self) -> None:
-        """Begins a new text."""
         self.last = ROOT
 
     def extend(self, token_ids: Iterable[int]) -> None:
@@ -54,7 +53,6 @@ class SuffixAutomaton:
         return None if state == ROOT else self._link[state]
 
     def substring_len(self, state: int) -> int:
-        """Length of the longest substring of a state."""
         return self._len[state]
 
     def count(self, state: int) -> int:
@@ -89,7 +87,6 @@ class SuffixAutomaton:
         return best_id, best, most, total
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if it is not a suffix automaton."""
         assert len(self._len) <= max(2, 2 * self.num_tokens) + 1, "more states than a suffix automaton may have"
         for state in range(1, len(self._len)):
             link = self._link[state]

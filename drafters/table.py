@@ -108,7 +108,6 @@ class FrequencyTable:
         return table
 
     def _damage(self) -> str | None:
-        """What is wrong with the table, if it is damaged."""
         shape = (self.keys.size, NUM_CANDIDATES)
         if self.keys.ndim != 1 or self.token_ids.shape != shape or self.probabilities.shape != shape:
             return "its arrays disagree"
@@ -171,8 +170,6 @@ class _TableSession:
 
 @dataclass(slots=True)
 class _Learned:
-    """Decayed counts of what followed a context since the start."""
-
     shares: dict[int, float] = field(default_factory=dict)
     total: float = 0.0
 
@@ -243,7 +240,6 @@ class TableDrafter:
         assert all(0 < len(one.tail) <= CONTEXT_LENS[0] for one in self._sessions.values()), "a tail of the wrong length"
 
     def _learn(self, text: Sequence[int], position: int) -> None:
-        """Learns the token at a position."""
         for n in CONTEXT_LENS[:-1]:  # single tokens have too many continuations
             if n <= position:
                 context = tuple(text[position - n : position])
@@ -278,7 +274,6 @@ class TableDrafter:
         return Draft(demand.request_id, tuple(token_ids), tuple(confidences))
 
     def _candidates(self, text: Sequence[int]) -> list[tuple[int, float]]:
-        """(token, probability) after the longest known context."""
         for n in CONTEXT_LENS:
             if n > len(text):
                 continue

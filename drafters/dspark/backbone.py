@@ -60,12 +60,9 @@ class Backbone:
 
     @torch.inference_mode()
     def run(self, blocks: Sequence[PackedSpan], last_features: Tensor | None, cache: KvCache) -> Tensor:
-        """Args:
-            blocks: spans of ``block_size`` tokens: an anchor and masks.
-            last_features: [blocks, feature_size] of the position before each anchor or zeros, for ``anchor_input``.
+        """h of ``blocks``, spans of ``block_size`` tokens (an anchor and masks): [blocks, block_size, d] in the dtype.
 
-        Returns:
-            h, [blocks, block_size, d] in the dtype.
+        ``last_features``: [blocks, feature_size] of the position before each anchor or zeros, for ``anchor_input``.
         """
         ops, layout = self._ops, lay_out(blocks, cache.block_len, self._frequencies, self.device)
         whole = _each_row_at_the_end(layout, self.config.block_size)

@@ -80,7 +80,6 @@ def save_network(network: DSparkNetwork, folder: Path, shape: Mapping[str, Any],
 
 
 def _shared_rows(config: DSparkConfig, target: TargetRows | None, where: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The target's rows under the network's parameter names."""
     if target is None:
         raise ModelUnavailable(f"{where} stores no embedding of its own: it can only be loaded beside its target")
     wanted = (config.shape.vocab_size, config.shape.hidden_size)

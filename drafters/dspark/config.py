@@ -5,14 +5,7 @@ Released drafters have the target's configuration with their own number of layer
     num_target_layers, block_size, mask_token_id, target_layer_ids, markov_rank, markov_head_type,
     enable_confidence_head, confidence_head_with_markov
 
-Ours add the following, each left out when off:
-
-    shares_embedding        embedding and head are the target's rows, and are not stored
-    draft_token_ids         reduced vocabulary: ascending token ids, or the name of a JSON file with them in the folder
-    fc_bias                 the projection of the features has a bias, which absorbs their standardisation
-    anchor_input            the block's inputs get a linear map of the features before the anchor (network.AnchorInput)
-    anchor_input_rank       rank of that map
-    tokenizer_fingerprint   of the target's tokenizer
+Ours add those in ``_OURS``, each left out when off; ``draft_token_ids`` may be the name of a JSON file in the folder.
 """
 
 import json
@@ -36,8 +29,8 @@ _OURS = ("shares_embedding", "draft_token_ids", "fc_bias", "anchor_input", "anch
 class DSparkConfig:
     """Sizes of the drafter; its hidden size is the target's.
 
-    ``target_layer_ids`` select the target's hidden states that are its features, ascending: -1 is the embedding, i is
-    transformers' ``hidden_states[i + 1]``, so the last layer's is taken after the final norm.
+    ``target_layer_ids`` select the target's hidden states that are its features: -1 is the embedding, i is transformers'
+    ``hidden_states[i + 1]``, so the last layer's is taken after the final norm.
     """
 
     shape: DecoderConfig
@@ -49,10 +42,10 @@ class DSparkConfig:
     markov_kind: MarkovKind = "vanilla"
     has_confidence: bool = False
     confidence_with_markov: bool = False
-    shares_embedding: bool = False
-    draft_token_ids: tuple[int, ...] | None = None  # None: the whole vocabulary
-    fc_bias: bool = False
-    anchor_input: bool = False
+    shares_embedding: bool = False  # embedding and head are the target's rows, and are not stored
+    draft_token_ids: tuple[int, ...] | None = None  # ascending; None: the whole vocabulary
+    fc_bias: bool = False  # of the features' projection; it absorbs their standardisation
+    anchor_input: bool = False  # ``network.AnchorInput``
     anchor_input_rank: int | None = None  # None: full rank
     tokenizer_fingerprint: str | None = None  # None: unknown
 
@@ -128,7 +121,6 @@ def parse_dspark_config(raw: Mapping[str, Any]) -> DSparkConfig:
 
 def dspark_json(config: DSparkConfig, shape: Mapping[str, Any]) -> dict[str, Any]:
     """The ``config.json`` of ``config``. ``shape``: a configuration of transformers with the shape of its layers."""
-    optional = {key: value for key in _OURS if (value := getattr(config, key))}
     return {
         **shape,
         "architectures": [f"{config.shape.architecture.capitalize()}DSparkModel"],
@@ -142,7 +134,7 @@ def dspark_json(config: DSparkConfig, shape: Mapping[str, Any]) -> dict[str, Any
         "markov_head_type": config.markov_kind,
         "enable_confidence_head": config.has_confidence,
         "confidence_head_with_markov": config.confidence_with_markov,
-        **optional,
+        **{key: value for key in _OURS if (value := getattr(config, key))},
     }
 
 

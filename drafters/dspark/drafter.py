@@ -28,11 +28,7 @@ class Features(Protocol):
     """The target's hidden states after the drafter's layers."""
 
     def read_hidden_states(self, request_id: str, start: int, stop: int) -> Tensor:
-        """[stop - start, feature_size] of committed positions.
-
-        Raises:
-            LookupError: some are not computed, or the request is unknown.
-        """
+        """[stop - start, feature_size] of committed positions. Raises LookupError if some are not computed."""
 
 
 @dataclass(slots=True)
@@ -44,8 +40,6 @@ class _DSparkSession:
 
 @dataclass(frozen=True, slots=True)
 class _BlockJob:
-    """The part of a demand that can be drafted."""
-
     demand: Demand
     anchor: int  # position of the last committed token
     num_tokens: int
@@ -82,9 +76,7 @@ class DSparkDrafter:
         self._masks = (config.mask_token_id,) * (config.block_size - 1)
         self._max_len = min(config.shape.max_len, num_blocks * self._cache.block_len)
         if self._max_len <= self._block_size:
-            raise InvalidField(
-                "num_blocks", num_blocks, f"the cache must hold more than a block of {self._block_size} tokens"
-            )
+            raise InvalidField("num_blocks", num_blocks, f"must hold more than a block of {self._block_size} tokens")
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self.release(request_id)
@@ -118,7 +110,6 @@ class DSparkDrafter:
                 assert computed_len < len(session.token_ids), f"{request_id!r}: features beyond the anchor"
 
     def _job(self, demand: Demand) -> _BlockJob | None:
-        """Returns None if nothing can be drafted."""
         session = self._sessions[demand.request_id]
         anchor = len(session.token_ids) - 1
         num_tokens = min(demand.num_tokens, self._block_size - len(demand.ahead))
@@ -132,11 +123,11 @@ class DSparkDrafter:
         part, last_features = self._catch_up(part)
         if not part:
             return []
-        blocks = []
-        for job in part:
-            session = self._sessions[job.demand.request_id]
-            anchor = session.token_ids[job.anchor]
-            blocks.append(Block(anchor, session.state, job.demand.ahead, job.num_tokens, session.stop_ids))
+        sessions = [self._sessions[job.demand.request_id] for job in part]
+        blocks = [
+            Block(session.token_ids[job.anchor], session.state, job.demand.ahead, job.num_tokens, session.stop_ids)
+            for job, session in zip(part, sessions, strict=True)
+        ]
         self._sequential.draft(self._run(part, last_features), blocks)
         return [
             Draft(job.demand.request_id, tuple(block.token_ids), tuple(block.confidences))

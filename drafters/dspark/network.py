@@ -166,7 +166,6 @@ def _rotate(heads: Tensor, rotation: _Rotation) -> Tensor:
 
 
 def _parts(starts: list[int], anchors: list[int]) -> list[_Part]:
-    """Of the sequences that have anchors."""
     parts = []
     for start, end in pairwise(starts):
         first, last = bisect_left(anchors, start), bisect_left(anchors, end)

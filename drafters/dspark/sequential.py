@@ -31,8 +31,6 @@ _MIN_CONFIDENCE = 1e-6  # confidences lie between this and 1 - this
 
 @dataclass(slots=True)
 class Block:
-    """A block being drafted."""
-
     anchor: int  # token
     state: SamplingState
     ahead: tuple[int, ...]  # tokens given for its first positions
