@@ -30,11 +30,7 @@ class Prompt:
 
 
 def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, settings: ApiSettings) -> None:
-    """Checks that need no tokenization.
-
-    Raises:
-        ApiError: 404 for an unknown model, else 400.
-    """
+    """Checks that need no tokenization. Raises ApiError: 404 for an unknown model, else 400."""
     check_model(fields.model, info)
     n = fields.n or 1
     if n > settings.max_n:
@@ -110,10 +106,7 @@ def make_requests(
     info: ModelInfo,
     settings: ApiSettings,
 ) -> list[Request]:
-    """``n`` requests per prompt, in the order of the answer's choices.
-
-    The seed of choice i of a prompt does not depend on other prompts of the call, so results are reproducible.
-    """
+    """``n`` requests per prompt, in the order of the answer's choices. Their seeds do not depend on other prompts."""
     requests: list[Request] = []
     for prompt in prompts:
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & MAX_SEED
@@ -134,11 +127,7 @@ def choice_seed(seed: int, index: int) -> int:
 def sampling_params(
     fields: GenerationFields, prompt: Prompt, seed: int, info: ModelInfo, settings: ApiSettings
 ) -> SamplingParams:
-    """The caller's parameters, with OpenAI's defaults.
-
-    Raises:
-        ApiError: 400 for a value out of range, or more tokens than fit the context.
-    """
+    """The caller's parameters. Raises ApiError or InvalidField: a value is out of range, or exceeds the context."""
     room = info.max_model_len - len(prompt.token_ids)
     limit_field, max_tokens = _token_limit(fields, room, settings)
     if max_tokens > room:
@@ -165,11 +154,7 @@ def sampling_params(
 
 
 async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[ClusterStatus]]) -> tuple[str, ...] | None:
-    """``Request.chain`` of the field ``drafting``. Queries the cluster's drafters only if one is named.
-
-    Raises:
-        ApiError: 400 for an unknown drafter or an impossible chain.
-    """
+    """``Request.chain`` of the field ``drafting``. Raises ApiError (400) for an unknown drafter or an impossible chain."""
     if drafting is None or drafting == "auto":
         return None
     if drafting == "off":
