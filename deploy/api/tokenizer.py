@@ -5,9 +5,8 @@ Decoding concatenates the bytes of tokens and reads them as UTF-8, which makes s
 
 import asyncio
 import json
-import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from cluster.errors import InvalidField, ModelUnavailable, OutriderError
 from deploy.api.chat_template import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions, load_chat_template
 from deploy.api.control_tokens import ChatPrompt, ControlTokens
+from engine.models.token_bytes import spelling_of
 
 # Up to here encoding (about 1 us per character) costs less than a thread.
 _INLINE_CHARS = 2000
@@ -45,7 +45,7 @@ class Tokenizer:
         added = fast.get_added_tokens_decoder()
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
         self._control_tokens = ControlTokens(self._special.values())
-        self._spelling = _spelling_of(fast)
+        self._spelling = spelling_of(None if fast.decoder is None else json.loads(fast.decoder.__getstate__()))
         self._bytes: dict[int, bytes] = {}  # cache of token_bytes
         self._chat_template = chat_template
         self.vocab_size = fast.get_vocab_size(with_added_tokens=True)
@@ -182,40 +182,3 @@ def _encoding(fast: FastTokenizer, text: str, add_special_tokens: bool) -> Encod
     if len(text) <= _INLINE_CHARS:
         return fast.encode(text, add_special_tokens=add_special_tokens)
     return fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-
-
-def _spelling_of(fast: FastTokenizer) -> Callable[[str], bytes]:
-    """How the vocabulary spells bytes: as stand-in characters (byte-level BPE) or ``<0x0A>`` tokens (SentencePiece)."""
-    if fast.decoder is None:
-        raise ModelUnavailable("the tokenizer has no decoder; byte-level and SentencePiece tokenizers are supported")
-    state: dict[str, Any] = json.loads(fast.decoder.__getstate__())
-    steps = [step["type"] for step in state.get("decoders", [state])]
-    if "ByteLevel" in steps:
-        return _byte_level
-    if "ByteFallback" in steps or "Metaspace" in steps:
-        return _sentence_piece
-    named = " + ".join(steps)
-    raise ModelUnavailable(f"the tokenizer decodes by {named}; byte-level and SentencePiece tokenizers are supported")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The stand-ins of byte-level BPE: printable bytes stand for themselves, others are U+0100 onwards."""
-    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in prints)
-    return {chr(byte): byte for byte in prints} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_level(token: str) -> bytes:
-    try:
-        return bytes(_ALPHABET[char] for char in token)
-    except KeyError:  # an added token, written literally
-        return token.encode()
-
-
-def _sentence_piece(token: str) -> bytes:
-    match = _BYTE_TOKEN.fullmatch(token)
-    return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
