@@ -74,9 +74,8 @@ def edit(x: Tensor, edits: Edits) -> None:
     """Edits the rows of one span, x (num_rows, V) float32, in place."""
     sampling = edits.sampling
     if edits.counts is not None:
-        ids, num_generated, occurred = (
-            to_device(array, x.device) for array in edits.counts.with_drafts(edits.draft_ids, len(x))
-        )
+        counts = edits.counts.with_drafts(edits.draft_ids, len(x))
+        ids, num_generated, occurred = (to_device(array, x.device) for array in counts)
         values = x[:, ids]
         repeated = torch.where(values < 0, values * sampling.repetition_penalty, values / sampling.repetition_penalty)
         values = torch.where(occurred, repeated, values)
