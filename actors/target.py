@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from actors.mailbox import MonitoredMailbox
-from actors.worker import LoopActor, LoopThread, set_threads
+from actors.worker import LoopActor, LoopThread, ProcessInfo, set_threads
 from cluster.client import TargetStatus
 from cluster.config import Config
 from cluster.messages import Hello, Role
@@ -17,13 +17,12 @@ from router.router import SlotReport
 
 
 @dataclass(frozen=True, slots=True)
-class TargetInfo:
+class TargetInfo(ProcessInfo):
     """What other processes need to link to a target."""
 
     name: str
     address: str
     model: ModelInfo
-    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +47,8 @@ class TargetReport:
     named: Mapping[str, int] = field(default_factory=dict)  # requests that name the drafter in `drafting`
 
 
-class TargetActor(LoopActor[TargetInfo]):
-    """Every method may be called from any thread; ``report`` and ``drain`` only after ``start``.
-
-    ``start`` loads the model and fails if it cannot be served as configured. It imports torch after the variables that
-    OpenMP reads are set.
+class TargetActor(LoopActor):
+    """Every method may be called from any thread; ``report`` and ``drain`` only after ``start``, which loads the model.
 
     Args:
         node_host: returns the host at which other nodes reach this one, for an ``address`` of all interfaces.
@@ -62,11 +58,7 @@ class TargetActor(LoopActor[TargetInfo]):
         self, config: Config, name: str, address: str, token: str, node_host: Callable[[], str] = lambda: "127.0.0.1"
     ) -> None:
         super().__init__()
-        self._config = config
-        self._name = name
-        self._address = address
-        self._token = token
-        self._node_host = node_host
+        self._config, self._name, self._address, self._token, self._node_host = config, name, address, token, node_host
         self._mailbox = MonitoredMailbox()
 
     def _start_loop(self) -> LoopThread:
@@ -111,14 +103,13 @@ class TargetActor(LoopActor[TargetInfo]):
         from cluster.transport.factory import as_seen_from_elsewhere
 
         address = as_seen_from_elsewhere(self._listener.address, self._node_host())
-        return TargetInfo(self._name, address, self._model, os.getpid())
+        return TargetInfo(os.getpid(), self._name, address, self._model)
 
     def stalled_s(self) -> float:
-        """As `MonitoredMailbox.stalled_s`."""
         return self._mailbox.stalled_s()
 
     def publish_table(self, table: RoutingTable) -> None:
-        """Dropped before ``start`` has ended. The next report then tells the router that this target lacks the table."""
+        """Dropped before ``start`` has ended; the next report tells the router."""
         if self.is_started:
             self._loop.publish_table(table)
 
@@ -126,8 +117,7 @@ class TargetActor(LoopActor[TargetInfo]):
         """None before ``start`` has ended: the router finds this actor by name while it loads its model."""
         if not self.is_started:
             return None
-        status = self._loop.status()
-        requests = self._loop.requests()
+        status, requests = self._loop.status(), self._loop.requests()
         return SlotReport(
             requests=requests,
             observations=self._loop.telemetry.take_observations(),
@@ -157,15 +147,8 @@ class TargetActor(LoopActor[TargetInfo]):
                 num_preempted=telemetry.num_preempted,
             ),
             drafters=tuple(
-                DrafterCounts(
-                    name,
-                    followed.get(name, 0),
-                    stats.num_proposed,
-                    stats.num_accepted,
-                    stats.reply_s,
-                    stats.num_unsound,
-                )
-                for name, stats in tuple(telemetry.drafters.items())
+                DrafterCounts(name, followed.get(name, 0), one.num_proposed, one.num_accepted, one.reply_s, one.num_unsound)
+                for name, one in tuple(telemetry.drafters.items())
             ),
             table_version=status.table_version,
             named=self._loop.named(),

@@ -1,8 +1,15 @@
 """Errors that a caller can act on. A message says what was wrong, the value, and what to do."""
 
+import copyreg
+from typing import Any
+
 
 class OutriderError(Exception):
     """Base of all errors that Outrider raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the constructor, whose parameters may differ from ``args``."""
+        return (copyreg.__newobj__, (type(self), *self.args), self.__dict__)  # type: ignore[attr-defined]
 
 
 class InvalidField(OutriderError, ValueError):
@@ -13,9 +20,6 @@ class InvalidField(OutriderError, ValueError):
         self.field = field
         self.value = value
         self.reason = reason
-
-    def __reduce__(self) -> tuple[type["InvalidField"], tuple[str, object, str]]:
-        return (InvalidField, (self.field, self.value, self.reason))
 
 
 class ModelUnavailable(OutriderError):
@@ -37,9 +41,6 @@ class Overloaded(OutriderError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
-    def __reduce__(self) -> tuple[type["Overloaded"], tuple[str, float]]:
-        return (Overloaded, (str(self), self.retry_after_s))
-
 
 class LinkClosed(OutriderError):
     """The other end of a link is gone."""
@@ -51,6 +52,10 @@ class LinkFull(OutriderError):
 
 class WireError(OutriderError):
     """Bytes from a link are no message, or a message does not fit a link."""
+
+
+class RankLost(OutriderError):
+    """Another rank of a tensor parallel target ended, or does not answer."""
 
 
 class OutOfBlocks(OutriderError):

@@ -6,19 +6,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine. ``labels`` are Ray's node labels.
-
-    ``num_cpus`` counts logical CPUs, ``num_cores`` the physical cores that processes may use. ``memory_bytes`` is
-    available to processes; ``gpu_bytes`` is the memory of the smallest GPU. None: unknown.
-    """
+    """One machine. None: unknown."""
 
     name: str
-    num_cpus: float
+    num_cpus: float  # logical
     num_gpus: float = 0
-    labels: Mapping[str, str] = field(default_factory=dict)
-    memory_bytes: int | None = None
-    gpu_bytes: int | None = None
-    num_cores: int | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)  # Ray's node labels
+    memory_bytes: int | None = None  # available to processes
+    gpu_bytes: int | None = None  # of the smallest GPU
+    num_cores: int | None = None  # physical, that processes may use
 
     @property
     def num_threads(self) -> float:

@@ -1,8 +1,6 @@
-"""Validation of received messages: the only check of values from a peer.
+"""Validation of received messages: values against each other, the vocabulary and limits. Later code relies on it.
 
-The codec checks types and sampling parameters. Here values are checked against each other, the vocabulary and limits,
-so that later code needs no checks for unknown token ids, lists of different lengths or more matches than tokens.
-Consistency with the state of a request is checked where that state is.
+The codec checks types and sampling parameters; the owner of a request's state checks consistency with it.
 """
 
 import logging
@@ -39,14 +37,7 @@ M = TypeVar("M", bound=Message)
 
 
 class Inspection:
-    """Checks the messages that one process receives. Drops, counts and logs invalid parts; ``must_go`` says which links to
-    close.
-
-    Not thread-safe.
-
-    Args:
-        reader: the receiving process, for the log.
-    """
+    """Drops, counts and logs invalid parts of the messages that ``reader`` receives. Not thread-safe."""
 
     def __init__(self, reader: str) -> None:
         self.num_unsound = 0  # of all links
@@ -77,7 +68,7 @@ class Inspection:
         logger.warning("%s: dropped %d parts of a message from %s: %s", self._reader, len(faults), peer, faults[0])
 
     def must_go(self, link: Link) -> bool:
-        """Whether the link has carried MAX_UNSOUND invalid messages, so that its owner should close it."""
+        """Whether the link has carried MAX_UNSOUND invalid messages: its owner should close it."""
         return self._counts.get(link, 0) >= MAX_UNSOUND
 
     def forget(self, link: Link) -> None:
@@ -105,19 +96,15 @@ def score_fault(score: DraftScore) -> str | None:
 
 
 def level_fault(report: LevelReport) -> str | None:
-    counts = (report.num_passes, report.num_rows, report.num_lost)
-    if not all(0 <= count <= MAX_COUNT for count in counts):
+    if not all(0 <= count <= MAX_COUNT for count in (report.num_passes, report.num_rows, report.num_lost)):
         return f"a level report of {report.num_passes} passes, {report.num_rows} rows, {report.num_lost} lost requests"
     if not 0.0 <= report.busy_s <= MAX_REPORT_S:
         return f"a level report of {report.busy_s} busy seconds, at most {MAX_REPORT_S:g}"
     for verified in report.verified:
         reached, right = verified.num_reached, verified.num_right
         falls = all(later <= earlier for earlier, later in zip(right, reached[1:], strict=False))
-        if (
-            not len(right) == len(reached) <= MAX_DRAFT_LEN
-            or not all(0 <= n <= m <= MAX_COUNT for n, m in zip(right, reached, strict=True))
-            or not falls
-        ):
+        fits = len(right) == len(reached) <= MAX_DRAFT_LEN
+        if not (fits and falls and all(0 <= n <= m <= MAX_COUNT for n, m in zip(right, reached, strict=True))):
             return f"a level report of positions reached {reached[:8]} times and right {right[:8]} times"
         if not 0 <= verified.num_proposed <= verified.num_asked <= MAX_COUNT:
             return f"a level report of {verified.num_proposed} tokens proposed of {verified.num_asked} asked for"
@@ -154,12 +141,13 @@ def commit_fault(commit: Commit, vocab_size: int) -> str | None:
         return f"a commit of tokens outside the vocabulary of {vocab_size}"
     if commit.prefill is not None and not all(isfinite(time) for time in (commit.prefill.queue_s, commit.prefill.prefill_s)):
         return f"a commit with {commit.prefill.queue_s} seconds in the queue and {commit.prefill.prefill_s} of prefill"
-    if not commit.token_ids and commit.finish is None:
+    if not commit.token_ids and commit.finish is None and not commit.prompt_logprobs:
         return "a commit of nothing"
-    if commit.logprobs:
-        tops = [top for one in commit.logprobs for top in one.top]
-        values = (*(one.logprob for one in commit.logprobs), *(value for _, value in tops))
-        if len(commit.logprobs) != len(commit.token_ids) or any(isnan(value) for value in values):
+    if commit.logprobs or commit.prompt_logprobs:
+        logprobs = (*commit.logprobs, *commit.prompt_logprobs)
+        tops = [top for one in logprobs for top in one.top]
+        values = (*(one.logprob for one in logprobs), *(value for _, value in tops))
+        if len(commit.logprobs) not in (0, len(commit.token_ids)) or any(isnan(value) for value in values):
             return f"a commit of {len(commit.token_ids)} tokens with {len(commit.logprobs)} log-probabilities"
         if not _known([token for token, _ in tops], vocab_size):
             return f"log-probabilities of tokens outside the vocabulary of {vocab_size}"
@@ -181,13 +169,10 @@ def request_fault(request: Request, vocab_size: int) -> str | None:
 
 
 def sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
-    if not _known(sampling.stop_token_ids, vocab_size):
-        return f"a stop token lies outside the vocabulary of {vocab_size}"
-    if not _known([token for token, _ in sampling.logit_bias], vocab_size):
-        return f"a token with a bias lies outside the vocabulary of {vocab_size}"
-    if not _known(sampling.allowed_token_ids or (), vocab_size):
-        return f"an allowed token lies outside the vocabulary of {vocab_size}"
-    return None
+    biased = [token for token, _ in sampling.logit_bias]
+    kinds = {"a stop": sampling.stop_token_ids, "a biased": biased, "an allowed": sampling.allowed_token_ids}
+    wrong = next((kind for kind, token_ids in kinds.items() if not _known(token_ids, vocab_size)), None)
+    return f"{wrong} token lies outside the vocabulary of {vocab_size}" if wrong else None
 
 
 def id_fault(request_id: str) -> str | None:

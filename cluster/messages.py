@@ -1,7 +1,4 @@
-"""The messages on links: one per round and direction.
-
-The wire format is ``cluster/transport/wire.proto``; ``cluster/transport/codec.py`` encodes it.
-"""
+"""The messages on links: one per round and direction. The wire format is ``cluster/transport/wire.proto``."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,7 +7,7 @@ from cluster.fast_dataclass import record
 from cluster.sampling_params import SamplingParams
 from cluster.types import Commit, Proposal, Request
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Role(StrEnum):
@@ -21,17 +18,13 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Identity of one end of a link. A different version, tokenizer or secret refuses the link, with a reason.
-
-    ``token`` is the cluster's shared secret. It is never sent (``cluster/transport/handshake.py``), and empty in a
-    peer's Hello.
-    """
+    """Identity of one end of a link. A different version, tokenizer or secret refuses the link, with a reason."""
 
     role: Role
     name: str
     vocab_size: int
     tokenizer_fingerprint: str
-    token: str = field(default="", repr=False, compare=False)
+    token: str = field(default="", repr=False, compare=False)  # the cluster's secret: never sent, empty in a peer's Hello
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -66,16 +59,12 @@ class Budget:
 
 @record
 class DraftRound:
-    """Target to drafter, once per round.
-
-    The drafter requests a resync if the request is unknown, or an Extend does not start at its known length.
-    ``budgets`` holds changes only.
-    """
+    """Target to drafter, once per round. An unknown request, or an Extend at another than its length, causes a resync."""
 
     table_version: int
     opens: tuple[Open, ...] = ()
     extends: tuple[Extend, ...] = ()
-    budgets: tuple[Budget, ...] = ()
+    budgets: tuple[Budget, ...] = ()  # changes only
     releases: tuple[str, ...] = ()
 
 
@@ -91,17 +80,13 @@ class DraftScore:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Verification results of one level of a chain for the drafts of the level below.
-
-    Position i of a draft was reached ``num_reached[i]`` times, which requires that all positions before it were right,
-    and right ``num_right[i]`` times. ``num_asked`` tokens were requested and ``num_proposed`` of them proposed.
-    """
+    """Verification by one level of a chain of the drafts of the level below."""
 
     proposer: str
-    num_reached: tuple[int, ...]
-    num_right: tuple[int, ...]
-    num_asked: int = 0
-    num_proposed: int = 0
+    num_reached: tuple[int, ...]  # by position of a draft: how often all before it were right
+    num_right: tuple[int, ...]  # and it, too
+    num_asked: int = 0  # tokens requested
+    num_proposed: int = 0  # of them
 
 
 @dataclass(frozen=True, slots=True)

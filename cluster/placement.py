@@ -1,4 +1,4 @@
-"""Placement of processes: configuration and inventory in, placement groups out. Pure; the launcher passes them to Ray.
+"""Placement of processes: configuration and inventory in, placement groups for Ray out. Pure.
 
 One group per target replica and one per drafter, so that each can be scaled, moved and lost separately.
 """
@@ -24,16 +24,12 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Resources of one process on a node that has room for them.
-
-    ``node`` is the plan's choice. If the launcher pins a group to it, the group must be planned again when the node is
-    lost.
-    """
+    """Resources of one process on a node that has room for them."""
 
     process: str  # "target-0/1" is rank 1 of the first target replica, "drafter-ngram/0" the first replica of ngram
     cpus: float
     gpus: float
-    node: str
+    node: str  # the plan's choice
     node_labels: Mapping[str, str] = field(default_factory=dict)
     gpu: int | None = None  # first GPU of the node, as Ray would choose
 
@@ -58,7 +54,7 @@ class PlacementPlan:
 
 
 class PlacementError(OutriderError):
-    """The configuration does not fit the machines; the message says what is missing."""
+    """The machines have no room; says what is missing."""
 
 
 def target_name(replica: int) -> str:
@@ -72,19 +68,14 @@ def drafter_name(name: str) -> str:
 
 
 def place(config: Config, inventory: Inventory) -> PlacementPlan:
-    """Places a resolved configuration.
+    """Places a resolved configuration; raises PlacementError if something does not fit.
 
     The ranks of a target replica share a node if one is large enough (STRICT_PACK), otherwise as few nodes as possible
     (PACK). Each drafter process goes to the node with the fewest drafters, on GPUs that no target uses.
-
-    Raises:
-        PlacementError: something does not fit.
     """
-    free = [_Free(node) for node in inventory.nodes]
-    groups = []
-    for replica in range(config.target.replicas):
-        name = target_name(replica)
-        groups.append(_place_target(name, config.target.tensor_parallel, config.target.resources, free))
+    free, target = [_Free(node) for node in inventory.nodes], config.target
+    names = map(target_name, range(target.replicas))
+    groups = [_place_target(name, target.tensor_parallel, target.resources, free) for name in names]
     for drafter in sorted(config.drafters, key=lambda d: -_number(d.resources.gpus)):
         if drafter.is_colocated:
             continue  # in the target's process
@@ -108,14 +99,14 @@ class _Free:
         if not resources.node_labels.items() <= self.node.labels.items():
             return 0
         cpus, gpus = _number(resources.cpus), _number(resources.gpus)
-        by_cpus = int((self.cpus + EPSILON) / cpus) if cpus > 0 else wanted
-        if gpus <= 0:
-            by_gpus = wanted
-        elif gpus >= 1:
-            by_gpus = int(sum(one > 1 - EPSILON for one in self.gpus) / gpus)
-        else:
-            by_gpus = sum(int((one + EPSILON) / gpus) for one in self.gpus)
-        return max(0, min(wanted, by_cpus, by_gpus))
+        rooms = [wanted]
+        if cpus > 0:
+            rooms.append(int((self.cpus + EPSILON) / cpus))
+        if gpus >= 1:
+            rooms.append(int(sum(one > 1 - EPSILON for one in self.gpus) / gpus))
+        elif gpus > 0:
+            rooms.append(sum(int((one + EPSILON) / gpus) for one in self.gpus))
+        return max(0, min(rooms))
 
     def take(self, process: str, resources: Resources) -> Bundle:
         """As Ray does, fills a shared GPU before it breaks into a whole one."""
@@ -167,14 +158,12 @@ def _misfit(process: str, num_processes: int, resources: Resources, free: Iterab
     where = f" on nodes labelled {dict(resources.node_labels)}" if resources.node_labels else ""
     if not nodes:
         return PlacementError(f"{process} cannot be placed: no node is labelled {dict(resources.node_labels)}")
-    missing = []
-    for unit, need, have in (
-        ("CPUs", num_processes * cpus, sum(node.cpus for node in nodes)),
-        ("GPUs", num_processes * gpus, sum(sum(node.gpus) for node in nodes)),
-    ):
-        if need > have + EPSILON:
-            missing.append(f"{need - have:g} {unit} are missing")
-    reason = " and ".join(missing) or "what is free lies scattered, no node has enough of it in one piece"
+    lacks = {
+        "CPUs": num_processes * cpus - sum(node.cpus for node in nodes),
+        "GPUs": num_processes * gpus - sum(sum(node.gpus) for node in nodes),
+    }
+    missing = " and ".join(f"{lack:g} {unit} are missing" for unit, lack in lacks.items() if lack > EPSILON)
+    reason = missing or "what is free lies scattered, no node has enough of it in one piece"
     left = ", ".join(f"{node.node.name} {node.cpus:g} CPUs and {sum(node.gpus):g} GPUs" for node in nodes)
     return PlacementError(
         f"{process} cannot be placed: it needs {each}{cpus:g} CPUs and {gpus:g} GPUs{where}, free are {left}; {reason}. "

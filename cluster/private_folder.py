@@ -5,10 +5,6 @@ import stat
 from pathlib import Path
 
 
-class NotPrivate(OSError):
-    """Another user owns the folder or may enter it."""
-
-
 def cache_folder() -> Path:
     """``$OUTRIDER_HOME``, else ``$XDG_CACHE_HOME/outrider``, else ``~/.cache/outrider``."""
     if home := os.environ.get("OUTRIDER_HOME"):
@@ -17,13 +13,8 @@ def cache_folder() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Makes the folder with mode 0700, or checks an existing one.
-
-    Raises:
-        NotPrivate: it belongs to another user, or its mode admits others.
-        OSError: it cannot be made.
-    """
+    """Makes the folder with mode 0700, or checks an existing one. Raises OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise NotPrivate(f"the folder {folder} must belong to this user and admit no other (mode 0700)")
+        raise PermissionError(f"the folder {folder} must belong to this user and admit no other (mode 0700)")

@@ -24,14 +24,10 @@ MIN_TARGET_CPUS = 0.5
 
 
 def resolve(config: Config, inventory: Inventory, max_threads: int | None = None) -> Config:
-    """A configuration for the machines at hand, without "auto" except in dtypes. Idempotent.
+    """Idempotent. ``max_threads``: of the target with "auto"; None: as many as there are.
 
     The target and the drafters in its process use GPUs if there are enough for all ranks. Other drafters with a model
-    use the remaining GPUs, one each, or equal shares if there are fewer GPUs than drafters, otherwise CPUs. Expands
-    ``~`` in the state folder.
-
-    Args:
-        max_threads: limit of the target's threads with "auto"; None: as many as there are.
+    use the remaining GPUs, one each, or equal shares if there are fewer GPUs than drafters, otherwise CPUs.
 
     Raises:
         InvalidField: unix sockets between several machines.
@@ -63,11 +59,7 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
 
 
 def _resolve_drafters(
-    drafters: Sequence[DrafterConfig],
-    inventory: Inventory,
-    target_nodes: Inventory,
-    target_gpus: float,
-    target_device: str,
+    drafters: Sequence[DrafterConfig], inventory: Inventory, target_nodes: Inventory, target_gpus: float, target_device: str
 ) -> tuple[DrafterConfig, ...]:
     resolved = []
     for drafter in drafters:
@@ -83,13 +75,7 @@ def _resolve_drafters(
         if on_gpu and asked.gpus == "auto":
             gpus = share or 1.0  # no GPU is free: placement reports what is missing
         cpus = WITH_GPU_CPUS if on_gpu else MODEL_ON_CPU_CPUS if drafter.has_model else LOOKUP_CPUS
-        resources = asked.model_copy(
-            update={
-                "cpus": cpus if asked.cpus == "auto" else asked.cpus,
-                "gpus": gpus if on_gpu else 0.0,
-                "threads": 1 if asked.threads == "auto" else asked.threads,
-            }
-        )
+        resources = _filled(asked, cpus=cpus, threads=1).model_copy(update={"gpus": gpus if on_gpu else 0.0})
         resolved.append(drafter.model_copy(update={"device": "cuda" if on_gpu else "cpu", "resources": resources}))
     return tuple(resolved)
 
@@ -108,11 +94,8 @@ def _gpu_share(sharing: Sequence[DrafterConfig], nodes: Inventory, target_nodes:
     common = sum(node.num_gpus for node in nodes.nodes if node in target_nodes.nodes)
     named = sum(d.replicas * d.resources.gpus for d in sharing if d.resources.gpus != "auto")
     num_free = int(nodes.num_gpus - min(target_gpus, common) - named)
-    num_wanting = sum(
-        d.replicas
-        for d in sharing
-        if d.has_model and not d.is_colocated and d.device != "cpu" and d.resources.gpus == "auto"
-    )
+    wanting = [d for d in sharing if d.has_model and not d.is_colocated and d.device != "cpu" and d.resources.gpus == "auto"]
+    num_wanting = sum(d.replicas for d in wanting)
     if num_free < 1 or num_wanting == 0:
         return 0.0
     sharers = -(-num_wanting // num_free)
@@ -122,9 +105,7 @@ def _gpu_share(sharing: Sequence[DrafterConfig], nodes: Inventory, target_nodes:
 def _target_resources(
     target: TargetConfig, device: str, drafters: Sequence[DrafterConfig], nodes: Inventory, max_threads: int | None
 ) -> Resources:
-    asked = target.resources
-    num_ranks = target.replicas * target.tensor_parallel
-    on_gpu = device == "cuda"
+    num_ranks, on_gpu = target.replicas * target.tensor_parallel, device == "cuda"
     used = sum(d.replicas * d.resources.cpus for d in drafters if d.resources.cpus != "auto")
     # Ranks on CPUs share what drafters leave, up to the largest machine's.
     largest = max((node.num_cpus for node in nodes.nodes), default=1.0)
@@ -133,10 +114,9 @@ def _target_resources(
     # On a laptop drafters and target mostly take turns, so the target may use every core.
     most = max((node.num_threads for node in nodes.nodes), default=1.0)
     threads = 1 if on_gpu else max(1, int(min(nodes.num_threads / num_ranks, most, max_threads or most)))
-    return asked.model_copy(
-        update={
-            "cpus": cpus if asked.cpus == "auto" else asked.cpus,
-            "gpus": (1.0 if on_gpu else 0.0) if asked.gpus == "auto" else asked.gpus,
-            "threads": threads if asked.threads == "auto" else asked.threads,
-        }
-    )
+    return _filled(target.resources, cpus=cpus, gpus=1.0 if on_gpu else 0.0, threads=threads)
+
+
+def _filled(asked: Resources, **values: float) -> Resources:
+    """With the values where "auto" stands."""
+    return asked.model_copy(update={name: value for name, value in values.items() if getattr(asked, name) == "auto"})

@@ -1,12 +1,10 @@
 """State that outlives a process: small JSON documents by key, such as profiles and learned estimates.
 
-Implementations: files (the default), Redis (`cluster.state_redis`) and memory, for tests. Calls block until a deadline
-at most, so event loops must not make them.
+Implementations: files (the default) and Redis. Calls block, until a deadline at most: not for event loops.
 """
 
 import json
 import re
-import threading
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,12 +24,6 @@ class StateConflict(OutriderError):
 
     def __init__(self, key: str, expected_version: int, found_version: int) -> None:
         super().__init__(f"state {key!r} has version {found_version}, expected was {expected_version}: read it again")
-        self.key = key
-        self.expected_version = expected_version
-        self.found_version = found_version
-
-    def __reduce__(self) -> tuple[type["StateConflict"], tuple[str, int, int]]:
-        return (StateConflict, (self.key, self.expected_version, self.found_version))
 
 
 class StateUnavailable(OutriderError):
@@ -47,9 +39,9 @@ class Document:
 
 
 class StateStore(Protocol):
-    """Thread-safe; processes may share it. Keys are short paths such as ``profile/smollm2-135m/cpu``.
+    """Thread-safe; processes may share it. Methods may raise StateUnavailable, and InvalidField for an unsound key.
 
-    Every method may raise StateUnavailable, and InvalidField for a key that is too long or has other characters.
+    Keys are short paths such as ``profile/smollm2-135m/cpu``.
     """
 
     def get(self, key: str) -> Document | None: ...
@@ -57,11 +49,8 @@ class StateStore(Protocol):
     def put(self, key: str, value: JsonValue, expected_version: int | None = None) -> int:
         """Writes a whole document and returns its version: 1 for a new key.
 
-        With ``expected_version`` only if the document has that version; 0 expects that it does not exist.
-
-        Raises:
-            StateConflict: it has another version; nothing was written.
-            InvalidField: the value is not JSON, or larger than MAX_DOCUMENT_BYTES.
+        Raises StateConflict, and writes nothing, unless the document has ``expected_version`` (0: it does not exist), and
+        InvalidField if the value is not JSON or larger than MAX_DOCUMENT_BYTES.
         """
 
     def delete(self, key: str) -> None:
@@ -74,45 +63,8 @@ class StateStore(Protocol):
         """Idempotent."""
 
 
-class MemoryStateStore:
-    """For tests, and for callers that keep nothing."""
-
-    def __init__(self) -> None:
-        self._documents: dict[str, tuple[str, int]] = {}
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> Document | None:
-        check_key(key)
-        with self._lock:
-            found = self._documents.get(key)
-        return None if found is None else Document(json.loads(found[0]), found[1])
-
-    def put(self, key: str, value: JsonValue, expected_version: int | None = None) -> int:
-        check_key(key)
-        text = encode(key, value)
-        with self._lock:
-            version = next_version(key, self._documents.get(key, ("", 0))[1], expected_version)
-            self._documents[key] = (text, version)
-        return version
-
-    def delete(self, key: str) -> None:
-        check_key(key)
-        with self._lock:
-            self._documents.pop(key, None)
-
-    def keys(self, prefix: str = "") -> tuple[str, ...]:
-        with self._lock:
-            return tuple(sorted(key for key in self._documents if key.startswith(prefix)))
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
 def open_store(config: StateConfig, namespace: str) -> StateStore:
-    """The store of a resolved configuration; namespaces are separate.
-
-    Does no I/O: an unusable folder or unreachable Redis shows at the first call.
-    """
+    """The store of a resolved configuration. Does no I/O: an unusable store shows at the first call."""
     if isinstance(config, FileStateConfig):
         from cluster.state_file import FileStateStore
 

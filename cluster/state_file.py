@@ -24,10 +24,9 @@ LOCK_POLL_S = 0.005  # a write holds the lock for about one fsync
 
 
 class FileStateStore:
-    """One file per key, replaced by renaming. A lock file orders the writers of all processes.
+    """One file per key, replaced by renaming. A lock file orders writers; reads need no lock and no write access.
 
-    A damaged file is renamed and counts as absent. The first write makes the folder. Reads need no lock, so they work
-    in a read-only folder.
+    A damaged file is renamed and counts as absent.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -116,16 +115,12 @@ class FileStateStore:
             with (self._folder / ".lock").open("w") as lock:
                 self._acquire(lock)
                 if not self._has_written:
-                    self._remove_leftovers()
+                    for leftover in self._folder.glob(".new-*"):  # of killed writers
+                        leftover.unlink(missing_ok=True)
                     self._has_written = True
                 yield
         except OSError as error:
             raise StateUnavailable(f"state in {self._folder} cannot be changed: {error.strerror}") from error
-
-    def _remove_leftovers(self) -> None:
-        """Removes temporary files of killed writers."""
-        for leftover in self._folder.glob(".new-*"):
-            leftover.unlink(missing_ok=True)
 
     def _acquire(self, lock: IO[str]) -> None:
         deadline_s = time.monotonic() + LOCK_DEADLINE_S

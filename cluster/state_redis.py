@@ -26,8 +26,7 @@ NUM_SLOW_ATTEMPTS = 3
 MIN_BACKOFF_S = 0.01
 MAX_BACKOFF_S = 0.25
 
-# A document is a hash of version, value and an id of the last write. The id distinguishes a retry, whose first attempt was
-# executed but whose answer was lost, from a conflict.
+# A document is a hash of version, value and an id of the last write, which distinguishes a retry from a conflict.
 _PUT = """
 local stored = redis.call('HMGET', KEYS[1], 'version', 'writer')
 local found = tonumber(stored[1]) or 0
@@ -42,11 +41,10 @@ class RedisStateStore:
     """Reconnects within the deadline of a call, with exponential, jittered back-off."""
 
     def __init__(self, config: RedisStateConfig, namespace: str) -> None:
-        self._url = config.url
-        self._deadline_s = config.deadline_s
+        self._config = config
+        self._url, self._deadline_s = config.url, config.deadline_s
         self._attempt_s = config.deadline_s / NUM_SLOW_ATTEMPTS
         self._prefix = f"{namespace}:state:"
-        self._config = config
 
     @cached_property
     def _client(self) -> redis.Redis:
@@ -105,9 +103,8 @@ class RedisStateStore:
             except (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError) as error:
                 pause_s = backoff_s * random.uniform(0.5, 1.0)
                 if time.monotonic() + pause_s + self._attempt_s > deadline_s:
-                    raise StateUnavailable(
-                        f"Redis at {self._url} did not answer in {self._deadline_s} s: {error}"
-                    ) from error
+                    late = f"Redis at {self._url} did not answer in {self._deadline_s} s"
+                    raise StateUnavailable(f"{late}: {error}") from error
                 logger.info("Redis at %s: %s; trying again in %.0f ms", self._url, error, 1e3 * pause_s)
                 time.sleep(pause_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)

@@ -37,19 +37,11 @@ class ConfigError(OutriderError, ValueError):
 
     def __init__(self, source: str, problems: tuple[Problem, ...]) -> None:
         super().__init__("\n".join([f"{source} cannot be used:", *(f"  {problem}" for problem in problems)]))
-        self.source = source
         self.problems = problems
-
-    def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, tuple[Problem, ...]]]:
-        return (ConfigError, (self.source, self.problems))
 
 
 def read(path: Path, model: type[M]) -> M:
-    """Reads the model from the file at ``path``.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or does not fit the model.
-    """
+    """Raises ConfigError if the file cannot be read, is not YAML, or does not fit the model."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -59,20 +51,15 @@ def read(path: Path, model: type[M]) -> M:
 
 
 def parse(text: str, model: type[M], source: str) -> M:
-    """Reads the model from ``text``; ``source`` names it in errors. Empty text gives the defaults.
-
-    Raises:
-        ConfigError: the text is not YAML, or does not fit the model.
-    """
+    """As ``read``; ``source`` names the text in errors. Empty text gives the defaults."""
     document = _Document()
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         data = {} if root is None else document.convert(root, ())
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else None
-        raise ConfigError(source, (Problem(line, "", f"is not YAML: {error.problem}"),)) from error
     except yaml.YAMLError as error:
-        raise ConfigError(source, (Problem(None, "", f"is not YAML: {error}"),)) from error
+        mark = getattr(error, "problem_mark", None)
+        message = f"is not YAML: {getattr(error, 'problem', error)}"
+        raise ConfigError(source, (Problem(mark.line + 1 if mark else None, "", message),)) from error
     if document.problems:
         raise ConfigError(source, tuple(document.problems))
     try:
@@ -105,7 +92,9 @@ class _Document:
                 return self._mapping(node, loc)
             if isinstance(node, yaml.SequenceNode):
                 return [self.convert(item, (*loc, i)) for i, item in enumerate(node.value)]
-            return self._scalar(node, loc)
+            value = self._scalars.construct_object(node)
+            is_plain = value is None or isinstance(value, str | bool | int | float)
+            return value if is_plain else node.value  # a date or bytes: its text
         finally:
             self._open.discard(id(node))
 
@@ -123,12 +112,6 @@ class _Document:
             data[key] = self.convert(value_node, key_loc)
         return data
 
-    def _scalar(self, node: yaml.Node, loc: Loc) -> Any:
-        value = self._scalars.construct_object(node)
-        if value is None or isinstance(value, str | bool | int | float):
-            return value
-        return node.value  # a date or bytes: its text
-
 
 def _is_consequence(detail: Any, details: Sequence[Any]) -> bool:
     """Whether a list is too short only because elements are invalid: pydantic counts the valid ones."""
@@ -140,8 +123,8 @@ def _is_consequence(detail: Any, details: Sequence[Any]) -> bool:
 
 def _explain(detail: Any, model: type[BaseModel], lines: dict[Loc, int]) -> Problem:
     loc, owner = _locate(tuple(detail["loc"]), model)
-    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    got = f", got {_shown(value)}"
+    kind, shown, context = detail["type"], repr(detail["input"]), detail.get("ctx", {})
+    got = f", got {shown if len(shown) <= 80 else shown[:77] + '...'}"
     if kind == "extra_forbidden":
         message = _unknown_key(str(loc[-1]), owner)
     elif kind == "missing":
@@ -156,11 +139,6 @@ def _explain(detail: Any, model: type[BaseModel], lines: dict[Loc, int]) -> Prob
         text = detail["msg"].removesuffix(" (strict)").replace("Input should be", "must be")
         message = text.replace("a valid dictionary or object to extract fields from", "a section of keys") + got
     return Problem(_line(loc, lines), _dotted(loc), message)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _line(loc: Loc, lines: dict[Loc, int]) -> int | None:
@@ -183,17 +161,13 @@ def _dotted(loc: Loc) -> str:
 
 
 def _locate(loc: Loc, model: type[BaseModel]) -> tuple[Loc, type[BaseModel] | None]:
-    """The path in the file for a path of pydantic's, and the model that owns its last key.
-
-    pydantic's paths contain the tag of a discriminated union as if it were a key.
-    """
+    """The path in the file for pydantic's, which contains tags of unions, and the model that owns its last key."""
     found: list[str | int] = []
     annotation: Any = model
     owner: type[BaseModel] | None = None
     for part in loc:
         annotation = _bare(annotation)
-        tagged = _variants(annotation)
-        if tagged and part in tagged:
+        if (tagged := _variants(annotation)) and part in tagged:
             annotation = tagged[str(part)]
             continue
         found.append(part)

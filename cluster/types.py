@@ -1,7 +1,7 @@
 """Requests, proposals, commits and the routing table.
 
-Positions are absolute: position ``t`` holds token ``token_ids[t]`` of the prompt followed by the output. A *committed
-length* counts all final tokens, including the prompt. Lengths that include the bonus token say so.
+Position ``t`` counts from the prompt's first token. A *committed length* counts all final tokens, including the prompt.
+Lengths that include the bonus token say so.
 """
 
 from collections.abc import Mapping
@@ -24,40 +24,31 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to complete. An API call with ``n`` choices makes n requests with different seeds.
-
-    ``chain`` fixes the drafters, nearest to the target last. None: the router chooses; (): the target alone.
-    """
+    """One sequence to complete. An API call with ``n`` choices makes n requests with different seeds."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     arrival_s: float
     slo: Slo = Slo()
-    chain: tuple[str, ...] | None = None
+    chain: tuple[str, ...] | None = None  # drafters, nearest to the target last; None: the router chooses; (): none
 
     @property
     def teaches(self) -> bool:
-        """Whether its acceptance is evidence about drafters. It is not for a request that disables drafting or forces its
-        tokens; whoever estimates acceptance skips those."""
+        """Whether its acceptance is evidence about drafters: not if it disables drafting or forces its tokens."""
         return self.chain != () and not self.sampling.dictates
 
 
 @record
 class Proposal:
-    """Draft tokens that extend the first ``base_len`` committed tokens of a request.
-
-    A late proposal is cut to the part ahead of the commits if it agrees with them, and dropped otherwise.
-    ``confidences[i]`` is the drafter's probability that token i is accepted, given that the tokens before it are.
-    ``unfinished``: the drafter stopped at its budget or out of time, and could continue.
-    """
+    """Draft tokens that extend the first ``base_len`` committed tokens of a request."""
 
     request_id: str
     base_len: int
     token_ids: tuple[int, ...]
-    confidences: tuple[float, ...]
+    confidences: tuple[float, ...]  # the drafter's probability that each token is accepted if those before it are
     drafter: str
-    unfinished: bool = False
+    unfinished: bool = False  # the drafter stopped at its budget or out of time, and could continue
 
 
 class FinishReason(StrEnum):
@@ -74,6 +65,7 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token, logprob), most probable first
+    rank: int | None = None  # 1: the most probable token; of prompt tokens only
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,38 +79,32 @@ class Prefill:
 
 @record
 class Commit:
-    """Tokens that became final in one round: the accepted draft tokens, then the bonus token.
-
-    ``num_accepted`` of ``num_proposed`` verified draft tokens were accepted. ``drafter`` made the proposal at hand,
-    even if it was empty or not verified. ``len(token_ids)`` is the accepted length with the bonus token, or less where
-    the sequence ended inside it. ``error`` is the reason of ERROR and OVERLOADED. ``prefill`` comes with the first
-    tokens of a request.
-    """
+    """Tokens that became final in one round: the accepted draft tokens, then the bonus token, unless the sequence ended."""
 
     request_id: str
     base_len: int
     token_ids: tuple[int, ...]
-    num_proposed: int = 0
-    num_accepted: int = 0
-    drafter: str | None = None
+    num_proposed: int = 0  # verified draft tokens
+    num_accepted: int = 0  # of them
+    drafter: str | None = None  # of the proposal at hand, even if it was empty or not verified
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
-    error: str | None = None
-    prefill: Prefill | None = None
+    error: str | None = None  # the reason of ERROR and OVERLOADED
+    prefill: Prefill | None = None  # with the first tokens of a request
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens, from the second on; before other commits
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingTable:
     """The router's decisions, published every slot; each round reads the newest.
 
-    A chain names drafters, nearest to the target last; () is the target alone. ``defaults`` serve requests that the
-    router has not seen, round-robin. ``scorers`` keep in step, in their spare time, with requests that others draft for
-    (SPIN's fast switching), and report counterfactual scores.
+    A chain names drafters, nearest to the target last; () is the target alone. ``scorers`` keep in step, in their spare
+    time, with requests that others draft for (SPIN's fast switching), and report counterfactual scores.
     """
 
     version: int
     chains: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    defaults: tuple[tuple[str, ...], ...] = ((),)
+    defaults: tuple[tuple[str, ...], ...] = ((),)  # round-robin, for requests that the router has not seen
     scorers: tuple[str, ...] = ()
 
 

@@ -17,19 +17,24 @@ logger = logging.getLogger(__name__)
 AUTO, INT8, BFLOAT16, FLOAT32 = "auto", "int8", "bfloat16", "float32"
 
 
-def choose_dtype(dtype: str, device: str, *, allows_int8: bool = False) -> str:
-    """``dtype``, or for auto the fastest on ``device`` (cpu or cuda). Logs each choice once per process."""
+def choose_dtype(dtype: str, device: str, *, allows_int8: bool = False, engine: str = "native") -> str:
+    """``dtype``, or for auto the fastest on ``device`` (cpu or cuda). Logs each choice once per process.
+
+    Args:
+        engine: of the target; vllm computes with torch's products, not with our kernels.
+    """
     if dtype != AUTO:
         return dtype
+    fault = kernels_fault() if engine == "native" else f"{engine} does not use them"
     if device == "cuda":
         chosen, reason = BFLOAT16, "it is on a GPU"
-    elif (fault := kernels_fault()) is None:
+    elif fault is None:
         chosen = INT8 if allows_int8 else BFLOAT16
         reason = f"compiled kernels read half of the bytes of {BFLOAT16 if allows_int8 else FLOAT32}"
     elif cpu_level().has_bf16_products:
-        chosen, reason = BFLOAT16, f"oneDNN multiplies in bfloat16 here, and kernels are not available: {fault}"
+        chosen, reason = BFLOAT16, f"oneDNN multiplies in bfloat16 here, without our kernels: {fault}"
     else:
-        chosen, reason = FLOAT32, f"products in bfloat16 are slow here, and kernels are not available: {fault}"
+        chosen, reason = FLOAT32, f"products in bfloat16 are slow here, without our kernels: {fault}"
     _log(chosen, reason, "trained drafters" if allows_int8 else "models")
     return chosen
 
@@ -52,7 +57,9 @@ def held_dtype(dtype: str) -> str:
 def resolve_dtypes(config: Config) -> Config:
     """A resolved configuration with the dtypes of target and drafters chosen. Idempotent. The launcher chooses for all
     nodes, so that replicas on CPUs of different levels compute in the same dtype."""
-    target = config.target.model_copy(update={"dtype": choose_dtype(config.target.dtype, config.target.device)})
+    target = config.target.model_copy(
+        update={"dtype": choose_dtype(config.target.dtype, config.target.device, engine=config.target.engine)}
+    )
     drafters = tuple(
         one.model_copy(update={"options": _with_dtype(one.options, one.device)}) if one.has_model else one
         for one in config.drafters

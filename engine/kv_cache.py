@@ -42,7 +42,7 @@ def num_blocks_for(config: DecoderConfig, num_bytes: int, dtype: torch.dtype, bl
     """Blocks that fit into ``num_bytes``. Raises InvalidField: not even one does."""
     block_bytes = block_len * config.kv_bytes_per_token(dtype.itemsize)
     if num_bytes < block_bytes:
-        raise InvalidField("kv_cache_bytes", num_bytes, f"must hold at least one block: one takes {block_bytes} bytes")
+        raise InvalidField("kv_cache_gb", num_bytes / 2**30, f"must hold at least one block of {block_bytes} bytes")
     return num_bytes // block_bytes
 
 

@@ -248,6 +248,8 @@ class TargetLoop:
     def _commit(self, spans: Iterable[SpanInput], outcomes: Iterable[SpanOutcome], now_s: float) -> list[Commit]:
         commits = []
         for span, outcome in zip(spans, outcomes, strict=True):
+            if outcome.prompt_logprobs:
+                self._gateways.publish(self._sequences.prompt_commits(outcome))
             commit = self._sequences.apply(span, outcome)
             if commit is None:
                 continue

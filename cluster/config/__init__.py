@@ -1,8 +1,7 @@
-"""The configuration file: its sections and their defaults.
+"""The configuration file: its sections and their defaults, which suit a laptop and need no trained drafters.
 
-The defaults suit a laptop: SmolLM2-135M-Instruct and drafters that need no training, on one machine. `outrider` adds
-the trained drafters that come with the model (`drafters.shipped`). Sections are frozen. "auto" is replaced once, in a
-new Config: by `cluster.resolve.resolve`, and for dtypes by `engine.dtypes.resolve_dtypes`.
+`outrider` adds the trained drafters that come with the model (`drafters.shipped`). "auto" is replaced once, in a new
+Config: by `cluster.resolve.resolve`, and for dtypes by `engine.dtypes.resolve_dtypes`.
 """
 
 from cluster.config.drafters import (

@@ -52,13 +52,9 @@ class ModelOptions(Section):
 
 
 class LayersOptions(Section):
-    """A few layers of the target, trained to continue as it does, with a head over its frequent tokens.
+    """A few layers of the target, trained to continue as it does, with a head over its frequent tokens (`outrider train`).
 
-    A folder of `outrider train`: config.json, and model.safetensors with the layers, the final norm and the token ids
-    of the head. Embedding and head are rows of the target, read from its folder.
-
-    ``dtype`` int8: on a CPU, products of int8 weights with 16-bit activations, which read half of the bytes and add
-    about 0.7% of noise; bfloat16 elsewhere. It does not depend on the stored dtype.
+    ``dtype`` int8: on a CPU, int8 weights with 16-bit activations, about 0.7% of noise; bfloat16 elsewhere.
     """
 
     kind: Literal["layers"] = "layers"
@@ -67,16 +63,12 @@ class LayersOptions(Section):
     target: str = Field(default="auto", min_length=1)  # its model, as in the section model; auto: the served one
     dtype: DrafterDtype = "auto"
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.125
-    # Drafting stops when the survival probability of the whole draft falls below this. Two layers with a head of 16 thousand
-    # tokens cost 0.13 one-row steps of SmolLM2-135M per token, in which it decodes about 0.25 tokens itself.
+    # Drafting stops when the survival probability of the whole draft falls below this.
     min_survival: Annotated[float, Field(ge=0, lt=1)] = 0.25
 
 
 class DSparkOptions(Section):
-    """A block drafter on the target's hidden states (DSpark). Runs in the target's process, on its device.
-
-    A folder of `outrider train`, or a released DeepSpec checkpoint. ``dtype`` as in ``LayersOptions``.
-    """
+    """A block drafter on the target's hidden states (DSpark): of `outrider train`, or a released DeepSpec checkpoint."""
 
     kind: Literal["dspark"] = "dspark"
     traits: ClassVar[Traits] = Traits(has_model=True, reads_hidden_states=True)
@@ -98,16 +90,12 @@ class TableOptions(Section):
 
 
 class CascadeOptions(Section):
-    """Selects the most promising of several drafters per request and round, and queries expensive ones only if it pays.
-
-    Lookups are queried in every round, may continue another member's draft, and are scored whether used or not. The
-    gain of querying a model is learned over all requests and for each.
-    """
+    """Selects the most promising of several drafters per request and round, and queries expensive ones only if it pays."""
 
     kind: Literal["cascade"] = "cascade"
     members: Annotated[tuple["DrafterOptions", ...], Field(min_length=1, max_length=16)]  # cheapest first
-    # Initial cost of a draft of each member, in one-row steps of the target, until it is measured. Members with cost 0 are
-    # always queried. None: 0 for lookups, 0.15 for dspark, 0.35 for layers, 1 for other models.
+    # Initial cost of each member's draft, in one-row steps of the target; those with cost 0 are always queried. None: 0 for
+    # lookups, 0.15 for dspark, 0.35 for layers, 1 for other models.
     costs: tuple[Annotated[float, Field(ge=0, le=100)], ...] | None = None
 
     @property
@@ -119,12 +107,11 @@ class CascadeOptions(Section):
 
     @model_validator(mode="after")
     def _costs_fit(self) -> Self:
-        if self.costs is not None and len(self.costs) != len(self.members):
-            raise ValueError(
-                f"costs must hold one number for each of the {len(self.members)} members, got {len(self.costs)}"
-            )
-        if self.costs is not None and list(self.costs) != sorted(self.costs):
-            raise ValueError(f"costs must ascend: the cheapest member comes first, got {list(self.costs)}")
+        costs, num_members = self.costs, len(self.members)
+        if costs is not None and len(costs) != num_members:
+            raise ValueError(f"costs must hold one number for each of the {num_members} members, got {len(costs)}")
+        if costs is not None and list(costs) != sorted(costs):
+            raise ValueError(f"costs must ascend: the cheapest member comes first, got {list(costs)}")
         return self
 
 
@@ -151,8 +138,7 @@ class DrafterConfig(Section):
     capacity: Count = DEFAULT_CAPACITY  # concurrent requests of one replica
     max_draft_len: Annotated[int, Field(ge=1, le=64)] = DEFAULT_DRAFT_LEN  # tokens of one proposal
     ahead_len: Annotated[int, Field(ge=0, le=64)] = 0  # tokens drafted ahead of an unverified proposal
-    # Maximum share of its time spent on requests of other drafters: keeping in step, so that it can take them over at once,
-    # and scoring what it would have drafted. 0: none.
+    # Maximum share of its time for requests of other drafters: to keep in step, and to score what it would have drafted.
     spare_share: Fraction = 0.1
     replicas: Count = 1
     device: Device = "auto"
@@ -174,26 +160,16 @@ class DrafterConfig(Section):
     def _device_fits(self) -> Self:
         if self.device == "cuda" and not self.has_model:
             raise ValueError(f"device must be cpu or auto for a drafter of kind {self.options.kind}, got 'cuda'")
-        if (self.device == "cpu" or not self.has_model) and self.resources.gpus not in ("auto", 0):
-            raise ValueError(f"resources.gpus must be 0 for a drafter on a CPU, got {self.resources.gpus}")
-        if self.device == "cuda" and self.resources.gpus == 0:
-            raise ValueError("resources.gpus must be greater than 0 on device cuda, got 0: leave it out for one GPU")
+        self.resources.check_device(self.device if self.has_model else "cpu")
         if self.is_colocated and self.load == "lazy":
             raise ValueError("load must not be lazy for a drafter in the target's process: it is made with the target")
         if self.is_colocated and self.replicas != 1:
-            raise ValueError(
-                f"replicas must be 1 for a drafter that runs in the target's process (kind dspark, or one with such a "
-                f"member), got {self.replicas}: each target replica has its own"
-            )
+            raise ValueError(f"replicas must be 1 for a drafter in the target's process, got {self.replicas}")
         return self
 
 
 def default_pool(table: TableOptions | None = None, *models: DrafterOptions) -> tuple[DrafterConfig, ...]:
-    """The pool of a file that names no drafters: a cascade of lookups, a table and ``models``.
-
-    Two lookups in processes of their own draft while the target computes, and serve requests if the cascade is lost.
-    More drafters would cost memory and processor time for what the cascade already provides.
-    """
+    """A cascade of lookups, a table and ``models``, and two lookups that draft while the target computes."""
     cascade = CascadeOptions(members=(NgramOptions(), SuffixOptions(), table or TableOptions(), *models))
     return (
         DrafterConfig(name="cascade", options=cascade),

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cluster import strict_yaml
 from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig
@@ -23,7 +23,7 @@ class ModelConfig(Section):
 class TargetConfig(Section):
     """The verifying engine and its replicas."""
 
-    engine: Literal["native"] = "native"
+    engine: Literal["native", "vllm"] = "native"  # vllm: in an environment of its own (`make setup-vllm`)
     dtype: Dtype = "auto"
     device: Device = "auto"
     replicas: Count = 1
@@ -39,27 +39,29 @@ class TargetConfig(Section):
 
     @field_validator("tensor_parallel")
     @classmethod
-    def _one_rank(cls, num_ranks: int) -> int:
+    def _one_rank(cls, num_ranks: int, info: ValidationInfo) -> int:
         if num_ranks > 1:
+            engine = info.data.get("engine", "native")
             raise ValueError(
-                f"must be 1, got {num_ranks}: the native engine runs each replica on one GPU; set target.replicas instead"
+                f"must be 1, got {num_ranks}: the {engine} engine runs each replica on one GPU; set target.replicas instead"
             )
         return num_ranks
 
+    @field_validator("block_len")
+    @classmethod
+    def _block_fits_engine(cls, block_len: int, info: ValidationInfo) -> int:
+        if info.data.get("engine") == "vllm" and block_len % 32:
+            raise ValueError(f"must be 32 or 64 on the vllm engine, got {block_len}")
+        return block_len
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.device == "cpu" and self.resources.gpus not in ("auto", 0):
-            raise ValueError(f"resources.gpus must be 0 on device cpu, got {self.resources.gpus}")
-        if self.device == "cuda" and self.resources.gpus == 0:
-            raise ValueError("resources.gpus must be greater than 0 on device cuda, got 0: leave it out for one GPU")
+        self.resources.check_device(self.device)
         return self
 
 
 class MemoryConfig(Section):
-    """Memory for drafters outside of the targets' processes. A drafter without room waits until others are unloaded.
-
-    None: the machine's memory, less the targets' and a reserve.
-    """
+    """Memory for drafters outside of the targets' processes. None: the machine's, less the targets' and a reserve."""
 
     cpu_gb: Annotated[float, Field(gt=0, le=65536)] | None = None  # per machine, for drafters on CPUs
     gpu_gb: Annotated[float, Field(gt=0, le=4096)] | None = None  # per GPU of drafters
@@ -164,8 +166,7 @@ class Config(Section):
     supervision: SupervisionConfig = SupervisionConfig()
 
     def proposers_of(self, name: str) -> tuple[DrafterConfig, ...]:
-        """Drafters that may draft for another in its process, smallest first: those before it in a fixed chain, or in the
-        file if the policy makes chains."""
+        """Drafters that may draft for another in its process, smallest first: those before it in the chain or the file."""
         by_name = {drafter.name: drafter for drafter in self.drafters}
         policy = self.router.policy
         if not by_name[name].options.traits.can_verify:
@@ -180,19 +181,18 @@ class Config(Section):
     def _check_chain(self, chain: tuple[str, ...]) -> None:
         """Of a fixed policy."""
         by_name = {drafter.name: drafter for drafter in self.drafters}
+        if unknown := [name for name in chain if name not in by_name]:
+            known = ", ".join(by_name) or "there are none"
+            raise ValueError(f"router.policy.chain: must name drafters ({known}), got {unknown[0]!r}")
         if len(chain) > 3 or len(set(chain)) < len(chain):
             raise ValueError(f"router.policy.chain: must name at most three drafters, each once, got {list(chain)}")
         for name in chain[1:]:
             if not by_name[name].options.traits.can_verify:
-                raise ValueError(
-                    f"router.policy.chain: {name} must be of kind model or layers to verify what another proposes, got "
-                    f"{by_name[name].options.kind}"
-                )
+                kind = by_name[name].options.kind
+                raise ValueError(f"router.policy.chain: {name} must be of kind model or layers to verify drafts, got {kind}")
         for name in chain[:-1]:
             if by_name[name].is_colocated:
-                raise ValueError(
-                    f"router.policy.chain: {name} reads the target's hidden states, so that it cannot run beside {chain[-1]}"
-                )
+                raise ValueError(f"router.policy.chain: {name} runs in the target's process, not beside {chain[-1]}")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -202,21 +202,12 @@ class Config(Section):
             raise ValueError(f"drafters: names must differ, {', '.join(twice)} is used more than once")
         policy = self.router.policy
         if isinstance(policy, FixedPolicy) and policy.chain is not None:
-            unknown = [name for name in policy.chain if name not in names]
-            if unknown:
-                raise ValueError(
-                    f"router.policy.chain: must name drafters ({', '.join(names) or 'there are none'}), got {unknown[0]!r}"
-                )
             self._check_chain(policy.chain)
         return self
 
 
 def load(path: str | Path) -> Config:
-    """Reads the configuration from a file.
-
-    Raises:
-        cluster.strict_yaml.ConfigError: names the file, and each problem's line, key, value and remedy.
-    """
+    """Reads a file. Raises ``cluster.strict_yaml.ConfigError`` with each problem's line, key, value and remedy."""
     return strict_yaml.read(Path(path), Config)
 
 

@@ -45,9 +45,8 @@ class LbssPolicy(Section):
     @model_validator(mode="after")
     def _whole_chunks(self) -> Self:
         if self.exploration_slots % self.chunk_slots:
-            raise ValueError(
-                f"exploration_slots ({self.exploration_slots}) must be a multiple of chunk_slots ({self.chunk_slots})"
-            )
+            slots = f"exploration_slots ({self.exploration_slots})"
+            raise ValueError(f"{slots} must be a multiple of chunk_slots ({self.chunk_slots})")
         return self
 
 
@@ -67,10 +66,7 @@ class HedgePolicy(Section):
 
 
 class ChainPolicy(Section):
-    """SpecRouter: for each request the chain of models with the least expected time per token.
-
-    List drafters from small to large. The process of each drafter that can verify also loads those before it.
-    """
+    """SpecRouter: for each request the chain with the least expected time per token. List drafters from small to large."""
 
     kind: Literal["chain"] = "chain"
     max_levels: Annotated[int, Field(ge=2, le=4)] = 4  # models of a chain, the target included

@@ -45,3 +45,10 @@ class Resources(Section):
         if self.gpus != "auto" and self.gpus > 1 and self.gpus != int(self.gpus):
             raise ValueError(f"gpus must be a whole number, or a fraction below 1 to share one, got {self.gpus}")
         return self
+
+    def check_device(self, device: Device) -> None:
+        """Raises ValueError if the GPUs do not fit the device."""
+        if device == "cpu" and self.gpus not in ("auto", 0):
+            raise ValueError(f"resources.gpus must be 0 on device cpu, got {self.gpus}")
+        if device == "cuda" and self.gpus == 0:
+            raise ValueError("resources.gpus must be greater than 0 on device cuda, got 0: leave it out for one GPU")

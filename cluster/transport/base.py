@@ -12,36 +12,31 @@ from cluster.messages import Hello, Message
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a link and of a listener; both ends of a link should use the same.
-
-    ``silence_s`` must exceed several heartbeats, because a process that holds the GIL sends none.
-    """
+    """Limits of a link and of a listener, alike at both ends."""
 
     max_message_bytes: int = 16 * 2**20
     queue_len: int = 64  # messages waiting to be sent
     handshake_s: float = 5.0  # deadline for the peer's Hello
     heartbeat_s: float = 1.0  # period of pings on an idle link
-    silence_s: float = 6.0  # silence after which a connected peer is down
+    silence_s: float = 6.0  # after which a peer is down; several heartbeats, since a process that holds the GIL sends none
     max_links: int = 256  # per listener
 
 
 class Link(Protocol):
     """One end of a stream. Thread-safe.
 
-    ``peer`` is the verified Hello of the other end. Messages arrive in order and at most once. A link that breaks loses
-    the messages in flight, and the protocol above resyncs.
+    Messages arrive in order and at most once. A link that breaks loses those in flight; the protocol above resyncs.
     """
 
     @property
-    def peer(self) -> Hello: ...
+    def peer(self) -> Hello:
+        """The verified Hello of the other end."""
 
     def send(self, message: Message) -> None:
         """Queues a message without waiting.
 
-        Raises:
-            LinkClosed: either end has closed the link.
-            LinkFull: the send queue is full; the message was dropped.
-            WireError: a value is outside its range, or the message is too large. Links within a process accept it.
+        Raises LinkClosed; LinkFull, and drops the message; or WireError if a value is outside its range, or the message too
+        large (not within a process).
         """
 
     def close(self) -> None:
@@ -81,8 +76,7 @@ Event = LinkUp | LinkDown | Received
 class Mailbox:
     """A bounded, thread-safe inbox for the events of any number of links.
 
-    ``put`` refuses messages when it is full, which pushes back to the sender. It always accepts ``LinkUp`` and
-    ``LinkDown``, of which each link has one.
+    A full one refuses messages, which pushes back to the sender, but no ``LinkUp`` or ``LinkDown``.
     """
 
     def __init__(self, capacity: int = 4096) -> None:
@@ -93,8 +87,7 @@ class Mailbox:
         self._ready = threading.Condition()
 
     def put(self, event: Event, on_room: Callable[[], None] | None = None) -> bool:
-        """Returns False if the mailbox is full and did not take the event, which is then a message. ``on_room`` is called
-        once after the next drain, on the draining thread; it must be quick and may put again."""
+        """Whether it took the event. Else ``on_room`` is called once after the next drain, on the draining thread."""
         with self._ready:
             if isinstance(event, Received) and len(self._events) >= self._capacity:
                 if on_room is not None:

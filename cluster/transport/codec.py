@@ -1,8 +1,7 @@
 """Encodes frames as bytes and back: the dataclasses of ``cluster.messages`` as the protobuf of ``wire.proto``.
 
-A dataclass and its protobuf message name their fields alike, so both directions follow from the dataclass's types
-(``codec_fields``). A new field needs a line in the dataclass and one in ``wire.proto``. Python works per request, never per
-token: the protobuf runtime converts token ids and confidences as packed columns.
+Both name their fields alike, so the conversion follows from the dataclass's types (``codec_fields``); a new field needs a
+line in each. Python works per request, never per token: protobuf converts token ids and confidences as packed columns.
 """
 
 from collections.abc import Callable
@@ -26,22 +25,12 @@ _KINDS: dict[str, type] = {
     "commit_round": CommitRound,
 }
 _encode_hello, _decode_hello = encoder_of(Hello), decoder_of(Hello)
-
-
-def _encode_greeting(greeting: Greeting) -> dict[str, Any]:
-    return _encode_hello(greeting.hello) | {"nonce": greeting.nonce, "proof": greeting.proof}
-
-
-def _decode_greeting(hello: wire.Hello) -> Greeting:
-    return Greeting(_decode_hello(hello), hello.nonce, hello.proof)
-
-
 _ENCODERS: dict[type, tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    Greeting: ("hello", _encode_greeting),
+    Greeting: ("hello", lambda one: _encode_hello(one.hello) | {"nonce": one.nonce, "proof": one.proof}),
     **{cls: (kind, encoder_of(cls)) for kind, cls in _KINDS.items()},
 }
 _DECODERS: dict[str, Callable[[Any], Frame]] = {
-    "hello": _decode_greeting,
+    "hello": lambda hello: Greeting(_decode_hello(hello), hello.nonce, hello.proof),
     **{kind: decoder_of(cls) for kind, cls in _KINDS.items()},
 }
 
@@ -73,7 +62,6 @@ def encode_message(message: Message, max_bytes: int) -> bytes:
     """As ``encode``, for a link that takes at most ``max_bytes``."""
     data = encode(message)
     if len(data) > max_bytes:
-        raise WireError(
-            f"a {type(message).__name__} of {len(data)} bytes cannot be sent: the link takes at most {max_bytes}"
-        )
+        name = type(message).__name__
+        raise WireError(f"a {name} of {len(data)} bytes cannot be sent: the link takes at most {max_bytes}")
     return data

@@ -33,9 +33,9 @@ Decode = Callable[[Any], Any]  # a message to its dataclass
 def encoder_of(cls: type) -> Encode:
     hints = get_type_hints(cls)
     split = [(field.name, _SPLIT[cls, field.name][0]) for field in fields(cls) if (cls, field.name) in _SPLIT]
-    converters = {field.name: _converter(hints[field.name]) for field in fields(cls) if (cls, field.name) not in _SPLIT}
-    plain = [name for name, convert in converters.items() if convert is None]
-    converted = [(name, convert) for name, convert in converters.items() if convert is not None]
+    own = [(field.name, _converter(hints[field.name])) for field in fields(cls) if (cls, field.name) not in _SPLIT]
+    plain = [name for name, convert in own if convert is None]
+    converted = [(name, convert) for name, convert in own if convert is not None]
 
     def encode(message: Any) -> dict[str, Any]:
         encoded = {name: getattr(message, name) for name in plain}
@@ -99,31 +99,12 @@ def _kind_of(hint: Any) -> tuple[bool, type]:
     return get_origin(hint) is tuple, inner
 
 
-def _read_bias(sampling: wire.SamplingParams) -> tuple[tuple[int, float], ...]:
-    return tuple(zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True))
-
-
 def _split_bias(bias: tuple[tuple[int, float], ...]) -> dict[str, Any]:
     token_ids, values = zip(*bias, strict=True) if bias else ((), ())
     return {"logit_bias_token_ids": token_ids, "logit_bias_values": values}
 
 
-def _read_slo(request: wire.Request) -> Slo:
-    ttft_s = request.ttft_s if request.HasField("ttft_s") else None
-    return Slo(ttft_s, request.tpot_s if request.HasField("tpot_s") else None)
-
-
-def _read_chain(request: wire.Request) -> tuple[str, ...] | None:
-    return tuple(request.chain.drafters) if request.HasField("chain") else None
-
-
-_FINISH_OF: dict[int, FinishReason | None] = {
-    wire.NOT_FINISHED: None,
-    **{wire.FinishReason.Value(reason.name): reason for reason in FinishReason},
-}
-
-
-def _split_logprobs(logprobs: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+def _split_logprobs(logprobs: tuple[TokenLogprobs, ...], name: str) -> dict[str, Any]:
     """As columns, so that no message is made per token."""
     if not logprobs:
         return {}
@@ -134,30 +115,47 @@ def _split_logprobs(logprobs: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
         "num_top": [len(token.top) for token in logprobs],
         "top_token_ids": token_ids,
         "top_logprobs": values,
+        "ranks": [token.rank for token in logprobs if token.rank is not None],
     }
-    return {"logprobs": columns}
+    return {name: columns}
 
 
-def _read_logprobs(commit: wire.Commit) -> tuple[TokenLogprobs, ...]:
-    if not commit.HasField("logprobs"):
-        return ()
-    logprobs = commit.logprobs
+def _read_logprobs(logprobs: wire.Logprobs) -> tuple[TokenLogprobs, ...]:
     if sum(logprobs.num_top) != len(logprobs.top_token_ids):
         raise WireError("the columns of a commit's log-probabilities differ in length")
     pairs: Iterator[tuple[int, float]] = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
-    return tuple(
-        TokenLogprobs(chosen, tuple(islice(pairs, num_top)))
-        for chosen, num_top in zip(logprobs.chosen, logprobs.num_top, strict=True)
-    )
+    ranks = logprobs.ranks or [None] * len(logprobs.chosen)
+    if not len(logprobs.chosen) == len(logprobs.num_top) == len(ranks):
+        raise WireError("the columns of a commit's log-probabilities differ in length")
+    columns = zip(logprobs.chosen, logprobs.num_top, ranks, strict=True)
+    return tuple(TokenLogprobs(chosen, tuple(islice(pairs, num_top)), rank) for chosen, num_top, rank in columns)
 
+
+_FINISH_OF = {wire.NOT_FINISHED: None} | {wire.FinishReason.Value(reason.name): reason for reason in FinishReason}
 
 # By class and field: the keyword arguments that its value becomes, and the value from the message.
 _SPLIT: dict[tuple[type, str], tuple[Encode, Decode]] = {
     (Hello, "token"): (lambda _: {}, lambda _: ""),  # never sent
-    (SamplingParams, "logit_bias"): (_split_bias, _read_bias),
-    (Request, "slo"): (lambda slo: {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}, _read_slo),
-    (Request, "chain"): (lambda names: {} if names is None else {"chain": {"drafters": names}}, _read_chain),
-    (Commit, "logprobs"): (_split_logprobs, _read_logprobs),
+    (SamplingParams, "logit_bias"): (
+        _split_bias,
+        lambda sampling: tuple(zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)),
+    ),
+    (Request, "slo"): (
+        lambda slo: {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
+        lambda request: Slo(*[getattr(request, s) if request.HasField(s) else None for s in ("ttft_s", "tpot_s")]),
+    ),
+    (Request, "chain"): (
+        lambda names: {} if names is None else {"chain": {"drafters": names}},
+        lambda request: tuple(request.chain.drafters) if request.HasField("chain") else None,
+    ),
+    (Commit, "logprobs"): (
+        lambda logprobs: _split_logprobs(logprobs, "logprobs"),
+        lambda commit: _read_logprobs(commit.logprobs) if commit.HasField("logprobs") else (),
+    ),
+    (Commit, "prompt_logprobs"): (
+        lambda logprobs: _split_logprobs(logprobs, "prompt_logprobs"),
+        lambda commit: _read_logprobs(commit.prompt_logprobs) if commit.HasField("prompt_logprobs") else (),
+    ),
     (Commit, "finish"): (
         lambda reason: {} if reason is None else {"finish": reason.name},
         lambda commit: _FINISH_OF[commit.finish],

@@ -1,11 +1,11 @@
-"""Selects the transport by the scheme of an address.
+"""Selects the transport by the scheme of an address. Any thread may call; links need no event loop.
 
-    memory://NAME        within a process; messages are not encoded, so size limits do not apply
-    unix:///PATH         within a node
-    grpc://HOST:PORT     between nodes; port 0 picks a free port, which the listener's address names
-
-Any thread may call these functions. Links need no event loop.
+memory://NAME        within a process; messages are not encoded, so size limits do not apply
+unix:///PATH         within a node
+grpc://HOST:PORT     between nodes; port 0 picks a free port, which the listener's address names
 """
+
+from typing import Any
 
 from cluster.errors import InvalidField
 from cluster.messages import Hello
@@ -16,51 +16,25 @@ LOCAL = LocalNetwork()
 
 
 def listen(address: str, mailbox: Mailbox, hello: Hello, limits: Limits | None = None) -> Listener:
-    """Accepts links at an address. Each is announced to the mailbox by LinkUp after both ends have verified each other.
+    """Accepts links, each of which is announced to the mailbox by LinkUp when both ends have verified each other.
 
     Raises:
         InvalidField: the address is malformed, cannot be used here, or is in use.
     """
-    limits = limits or Limits()
-    match address.partition("://")[0]:
-        case "memory":
-            return LOCAL.listen(address, mailbox, hello, limits)
-        case "unix":
-            from cluster.transport.unix import UnixListener
-
-            return UnixListener(address, mailbox, hello, limits)
-        case "grpc":
-            from cluster.transport.rpc import RpcListener  # imports gRPC
-
-            return RpcListener(address, mailbox, hello, limits)
-        case _:
-            raise _unknown(address)
+    listener: Listener = _transport(address).listen(address, mailbox, hello, limits or Limits())
+    return listener
 
 
 def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float = 5.0, limits: Limits | None = None) -> Link:
-    """Connects to a listener. Waits at most ``deadline_s`` for the handshake; LinkUp is then in the mailbox.
-
-    Does not wait for a listener to appear.
+    """Connects to a present listener. Waits at most ``deadline_s`` for the handshake; LinkUp is then in the mailbox.
 
     Raises:
         InvalidField: the address is malformed.
         IncompatibleTokenizer: vocabularies or tokenizers differ.
         LinkClosed: nobody listens, the peer refused for another reason, or the deadline passed.
     """
-    limits = limits or Limits()
-    match address.partition("://")[0]:
-        case "memory":
-            return LOCAL.connect(address, mailbox, hello, deadline_s, limits)
-        case "unix":
-            from cluster.transport import unix
-
-            return unix.connect(address, mailbox, hello, deadline_s, limits)
-        case "grpc":
-            from cluster.transport import rpc
-
-            return rpc.connect(address, mailbox, hello, deadline_s, limits)
-        case _:
-            raise _unknown(address)
+    link: Link = _transport(address).connect(address, mailbox, hello, deadline_s, limits or Limits())
+    return link
 
 
 def as_seen_from_elsewhere(address: str, host: str) -> str:
@@ -72,5 +46,17 @@ def as_seen_from_elsewhere(address: str, host: str) -> str:
     return address
 
 
-def _unknown(address: str) -> InvalidField:
-    return InvalidField("address", address, "must be memory://NAME, unix:///PATH or grpc://HOST:PORT")
+def _transport(address: str) -> Any:
+    """What has ``listen`` and ``connect``: a network or a module."""
+    match address.partition("://")[0]:
+        case "memory":
+            return LOCAL
+        case "unix":
+            from cluster.transport import unix
+
+            return unix
+        case "grpc":
+            from cluster.transport import rpc  # imports gRPC
+
+            return rpc
+    raise InvalidField("address", address, "must be memory://NAME, unix:///PATH or grpc://HOST:PORT")

@@ -1,8 +1,7 @@
 """Verification of the peer, by each end before its LinkUp.
 
-Both ends prove that they know the cluster's secret without sending it. Each sends a fresh nonce, and an HMAC-SHA256
-under the secret over its side, both nonces and both hellos. A recorded proof fits no other link, because the nonces
-differ; a proof cannot be reflected, because the sides differ. Hellos and later messages are not encrypted.
+Both ends prove that they know the cluster's secret by an HMAC-SHA256 under it, over their side, both fresh nonces (against
+replay; the side is against reflection) and both hellos. Hellos and later messages are not encrypted.
 """
 
 import hashlib
@@ -48,25 +47,20 @@ def same_secret(own: Hello, peer: Hello) -> bool:
     return hmac.compare_digest(own.token.encode(), peer.token.encode())
 
 
-def first_refusal(own: Hello, peer: Greeting) -> Refusal | None:
-    """Why a peer is refused before it proves anything: its version or nonce is wrong."""
-    if own.protocol_version != peer.hello.protocol_version:
-        return Refusal(
-            f"{peer.hello.role} {peer.hello.name!r} speaks protocol version {peer.hello.protocol_version}, "
-            f"{own.role} {own.name!r} version {own.protocol_version}: run the same release on both"
-        )
-    if len(peer.nonce) != NONCE_BYTES:
-        return Refusal(f"the nonce must have {NONCE_BYTES} bytes, got {len(peer.nonce)}")
-    return None
+def version_refusal(own: Hello, peer: Hello) -> Refusal | None:
+    """Checked first: the proofs of another version may differ."""
+    if own.protocol_version == peer.protocol_version:
+        return None
+    return Refusal(
+        f"{peer.role} {peer.name!r} speaks protocol version {peer.protocol_version}, "
+        f"{own.role} {own.name!r} version {own.protocol_version}: run the same release on both"
+    )
 
 
-def wrong_secret(own: Hello, peer: Hello) -> Refusal:
-    """The message contains neither secret."""
-    return Refusal(f"the cluster token of {peer.role} {peer.name!r} is not the one of {own.role} {own.name!r}")
-
-
-def refusal(own: Hello, peer: Hello) -> Refusal | None:
-    """Why ``own`` refuses ``peer``, which knows the secret; None if it does not."""
+def refusal(own: Hello, peer: Hello, has_proved: bool) -> Refusal | None:
+    """Why ``own`` refuses ``peer``; ``has_proved``: the peer knows the secret. The message contains no secret."""
+    if not has_proved:
+        return Refusal(f"the cluster token of {peer.role} {peer.name!r} is not the one of {own.role} {own.name!r}")
     if (own.role is Role.TARGET) == (peer.role is Role.TARGET):
         return Refusal(f"a {peer.role} ({peer.name!r}) cannot link with a {own.role} ({own.name!r}): one must be a target")
     if Role.GATEWAY in (own.role, peer.role):
@@ -88,11 +82,5 @@ def refusal(own: Hello, peer: Hello) -> Refusal | None:
 
 def _parts(greeting: Greeting) -> tuple[bytes, ...]:
     hello = greeting.hello
-    said = (
-        str(hello.protocol_version),
-        hello.role,
-        hello.name,
-        str(hello.vocab_size),
-        hello.tokenizer_fingerprint,
-    )
+    said = (str(hello.protocol_version), hello.role, hello.name, str(hello.vocab_size), hello.tokenizer_fingerprint)
     return (greeting.nonce, *(one.encode() for one in said))

@@ -11,43 +11,38 @@ from dataclasses import replace
 from cluster.errors import InvalidField, LinkClosed, LinkFull
 from cluster.messages import Hello, Message
 from cluster.transport.base import Event, Limits, LinkDown, LinkUp, Mailbox, Received
-from cluster.transport.codec import encode_message
-from cluster.transport.handshake import first_refusal, greeting, refusal, same_secret, wrong_secret
+from cluster.transport.handshake import refusal, same_secret, version_refusal
 
 SCHEME = "memory://"
 
 
 class MemoryLink:
-    """One end. Holds the messages that its owner's full mailbox refused, as a socket's buffer would. ``queue_len`` bounds
-    them together with those in flight."""
+    """One end. Holds what its owner's full mailbox refused; ``queue_len`` bounds that together with messages in flight."""
 
     def __init__(self, network: "LocalNetwork", mailbox: Mailbox, own: Hello, peer: Hello, limits: Limits) -> None:
         self.own = own
-        self._peer = peer
+        self.peer = peer
         self._network = network
         self._mailbox = mailbox
-        self._limits = limits
+        self.limits = limits
         self._lock = threading.Lock()
         self._arrived: deque[Event] = deque()  # refused by the full mailbox, oldest first
-        self._num_under_way = 0
         self._closed: str | None = None  # the reason
         self.other: MemoryLink  # set by the network
         self.on_closed: Callable[[], None] = lambda: None
 
-    @property
-    def peer(self) -> Hello:
-        return self._peer
-
     def send(self, message: Message) -> None:
-        if self._network.encodes:
-            encode_message(message, self._limits.max_message_bytes)
         if self._closed is not None:
-            raise LinkClosed(f"the link to {self._peer.role} {self._peer.name!r} is closed: {self._closed}")
-        self.other.reserve()
+            raise LinkClosed(f"the link to {self.peer.role} {self.peer.name!r} is closed: {self._closed}")
         self._network.carry(self.other, message)
 
     def close(self) -> None:
-        if self.shut("closed here"):
+        with self._lock:
+            was_open = self._closed is None
+            self._closed = self._closed or "closed here"
+            self._arrived.clear()
+        self.on_closed()
+        if was_open:
             self._network.carry_end(self.other, f"{self.own.role} {self.own.name!r} closed the link")
 
     def open(self) -> None:
@@ -56,26 +51,18 @@ class MemoryLink:
             self._mailbox.put(LinkUp(self))
             self.other._mailbox.put(LinkUp(self.other))
 
-    def reserve(self) -> None:
-        """Raises LinkFull if too many messages to this end are in flight or wait for its owner."""
-        with self._lock:
-            if self._num_under_way + len(self._arrived) >= self._limits.queue_len:
-                raise LinkFull(
-                    f"{self.own.role} {self.own.name!r} reads too slowly: {self._limits.queue_len} messages wait for it"
-                )
-            self._num_under_way += 1
+    def check_room(self, num_in_flight: int = 0) -> None:
+        """Raises LinkFull if too many messages are in flight or wait for this end's owner."""
+        queue_len = self.limits.queue_len
+        if num_in_flight + len(self._arrived) >= queue_len:
+            raise LinkFull(f"{self.own.role} {self.own.name!r} reads too slowly: {queue_len} messages wait for it")
 
     def arrive(self, message: Message) -> None:
-        """Delivers a message whose place was reserved."""
+        """Raises LinkFull as ``check_room``."""
         with self._lock:
-            self._num_under_way -= 1
+            self.check_room()
             if self._closed is None:
                 self._take(Received(self, message))
-
-    def lose(self) -> None:
-        """Frees the place of a message that was lost."""
-        with self._lock:
-            self._num_under_way -= 1
 
     def end(self, reason: str) -> None:
         """The other end has closed: LinkDown follows the waiting messages."""
@@ -85,15 +72,6 @@ class MemoryLink:
             self._take(LinkDown(self, reason))
             self._closed = reason
         self.on_closed()
-
-    def shut(self, reason: str) -> bool:
-        """Closed by its owner, which gets no further event. Returns whether it was open."""
-        with self._lock:
-            was_open = self._closed is None
-            self._closed = self._closed or reason
-            self._arrived.clear()
-        self.on_closed()
-        return was_open
 
     def _take(self, event: Event) -> None:
         if self._arrived or not self._mailbox.put(event, self._on_room):
@@ -108,15 +86,11 @@ class MemoryLink:
 class MemoryListener:
     def __init__(self, network: "LocalNetwork", address: str, mailbox: Mailbox, hello: Hello, limits: Limits) -> None:
         self._network = network
-        self._address = address
+        self.address = address
         self.mailbox = mailbox
         self.hello = hello
         self.limits = limits
         self.links: dict[MemoryLink, None] = {}
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     def close(self) -> None:
         self._network.forget(self)
@@ -125,15 +99,9 @@ class MemoryListener:
 
 
 class LocalNetwork:
-    """The listeners of a process by address. Delivers messages at once.
+    """The listeners of a process by address. Delivers messages at once."""
 
-    Args:
-        encodes: encode messages as a real link does, only to refuse what it would refuse. For tests: it costs a tenth or
-            more of a target's time between two passes.
-    """
-
-    def __init__(self, encodes: bool = False) -> None:
-        self.encodes = encodes
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._listeners: dict[str, MemoryListener] = {}
 
@@ -156,15 +124,14 @@ class LocalNetwork:
             listener = self._listeners.get(address)
             if listener is None:
                 raise LinkClosed(f"nobody listens at {address}")
-            if not same_secret(listener.hello, hello):
-                raise wrong_secret(listener.hello, hello).error(address)
-            refused = first_refusal(listener.hello, greeting(hello)) or refusal(listener.hello, hello)
+            own = listener.hello
+            refused = version_refusal(own, hello) or refusal(own, hello, same_secret(own, hello))
             if refused is not None:
                 raise refused.error(address)
             if len(listener.links) >= listener.limits.max_links:
                 raise LinkClosed(f"{address} takes no more than {listener.limits.max_links} links")
-            near = MemoryLink(self, mailbox, hello, replace(listener.hello, token=""), limits or Limits())
-            far = MemoryLink(self, listener.mailbox, listener.hello, replace(hello, token=""), listener.limits)
+            near = MemoryLink(self, mailbox, hello, replace(own, token=""), limits or Limits())
+            far = MemoryLink(self, listener.mailbox, own, replace(hello, token=""), listener.limits)
             near.other, far.other = far, near
             listener.links[far] = None
             far.on_closed = lambda: listener.links.pop(far, None)
@@ -172,7 +139,6 @@ class LocalNetwork:
         return near
 
     def carry(self, to: MemoryLink, message: Message) -> None:
-        """Delivers a message to an end that has reserved its place."""
         to.arrive(message)
 
     def carry_end(self, to: MemoryLink, reason: str) -> None:

@@ -1,12 +1,10 @@
 """Links between nodes: ``grpc://host:port``. One method, a bidirectional stream of frames.
 
-Each link has a reading and a writing thread, and no event loop: gRPC's asyncio interface is no faster for one message
-per round, and conflicts with other users of it in the process, such as Ray Serve. If the reader stops, gRPC's flow
-control stops the writer at the other end.
+Each link has a reading and a writing thread: gRPC's asyncio interface is no faster for one message per round, and
+conflicts with its other users in the process, such as Ray Serve. gRPC's flow control stops a writer whose reader stops.
 
 A frame travels in pieces of at most ``PIECE_BYTES``, whose first byte says whether it is the last. gRPC buffers a whole
-message before any check, with one limit for the stream's life: small pieces keep that limit low, so that an
-unauthenticated peer cannot occupy much memory.
+message before any check; small pieces bound what an unauthenticated peer can occupy.
 """
 
 import logging
@@ -163,6 +161,8 @@ def _reason(error: grpc.RpcError) -> str:
 
 
 class RpcListener:
+    """As ``cluster.transport.factory.listen``."""
+
     def __init__(self, address: str, mailbox: Mailbox, hello: Hello, limits: Limits) -> None:
         host, port = _host_and_port(address)
         self._mailbox = mailbox
@@ -180,12 +180,8 @@ class RpcListener:
             port = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
             raise InvalidField("address", address, "cannot be bound: the port is taken, or the host is another") from error
-        self._address = f"{SCHEME}{host}:{port}"
+        self.address = f"{SCHEME}{host}:{port}"
         self._server.start()
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     def close(self) -> None:
         with self._lock:
@@ -196,18 +192,18 @@ class RpcListener:
         for link in links:
             link.close()
         if not self._server.stop(None).wait(_STOP_S):
-            _log.warning("the gRPC server at %s has not stopped within %g s", self._address, _STOP_S)
+            _log.warning("the gRPC server at %s has not stopped within %g s", self.address, _STOP_S)
 
     def _serve(self, incoming: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Serves one stream, on a thread of its own that writes what this yields."""
         pipe = _Pipe(self._limits)
         pipe.stop = context.cancel
-        link = pipe.link = StreamLink(pipe, self._hello, self._mailbox, self._limits, self._address, accepts=True)
+        link = pipe.link = StreamLink(pipe, self._hello, self._mailbox, self._limits, self.address, accepts=True)
         with self._lock:
             if self._is_closed:
                 return
             self._links[link] = None
-        link.on_closed = lambda: self._forget(link)
+        link.on_closed = lambda: self._links.pop(link, None)
         if not context.add_callback(pipe.finish):
             link.lost("the connection broke")
             return
@@ -218,14 +214,9 @@ class RpcListener:
             return
         yield from pipe.written()
 
-    def _forget(self, link: StreamLink) -> None:
-        with self._lock:
-            self._links.pop(link, None)
-
 
 class _ThreadPerStream(Executor):
-    """A thread for each stream, for the life of the stream; ``max_links`` bounds them. Daemon threads, so that a process
-    that leaves a link open can exit."""
+    """A daemon thread for each stream, so that a process that leaves a link open can exit; ``max_links`` bounds them."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -245,6 +236,9 @@ class _ThreadPerStream(Executor):
         return future
 
 
+listen = RpcListener
+
+
 def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, limits: Limits) -> StreamLink:
     """As ``cluster.transport.factory.connect``."""
     host, port = _host_and_port(address)
@@ -253,17 +247,11 @@ def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, lim
     except (OSError, RuntimeError) as error:  # probably no descriptor or thread is left
         raise LinkClosed(f"no link to {address}: {error}") from error
     pipe = _Pipe(limits)
-    pipe.stop = channel.close
+    pipe.stop = channel.close  # also cancels the call
     link = pipe.link = StreamLink(pipe, hello, mailbox, limits, address, accepts=False)
     try:
         link.greet()
         call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(pipe.written())
-
-        def stop() -> None:
-            call.cancel()
-            channel.close()
-
-        pipe.stop = stop
         call.add_callback(pipe.finish)
         pipe.start_reading(call)
         link.wait_up(deadline_s)
@@ -280,8 +268,8 @@ def _host_and_port(address: str) -> tuple[str, int]:
     try:
         parts = urlsplit(address)
         host, port = parts.netloc.rpartition(":")[0], parts.port
-    except ValueError as error:
-        raise InvalidField("address", address, f"must be {SCHEME}HOST:PORT") from error
-    if parts.scheme != "grpc" or not host or port is None or parts.path or parts.query or parts.fragment:
-        raise InvalidField("address", address, f"must be {SCHEME}HOST:PORT")
-    return host, port
+        if parts.scheme == "grpc" and host and port is not None and not (parts.path or parts.query or parts.fragment):
+            return host, port
+    except ValueError:
+        pass  # refused below
+    raise InvalidField("address", address, f"must be {SCHEME}HOST:PORT")

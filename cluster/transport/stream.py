@@ -22,7 +22,7 @@ from cluster.messages import Hello, Message
 from cluster.transport.base import Limits, LinkDown, LinkUp, Mailbox, Received
 from cluster.transport.codec import decode, encode, encode_message
 from cluster.transport.frames import Greeting, Ping, Refusal, Welcome
-from cluster.transport.handshake import Side, first_refusal, greeting, proof, proves, refusal, wrong_secret
+from cluster.transport.handshake import NONCE_BYTES, Side, greeting, proof, proves, refusal, version_refusal
 
 # Maximum frame size before the handshake ends; bounds what an unauthenticated peer can occupy.
 MAX_HANDSHAKE_BYTES = 4 * 2**10
@@ -88,7 +88,6 @@ class StreamLink:
 
     @property
     def max_frame_bytes(self) -> int:
-        """Limit on the next frame."""
         return self._limits.max_message_bytes if self._state is _State.UP else MAX_HANDSHAKE_BYTES
 
     def send(self, message: Message) -> None:
@@ -106,20 +105,14 @@ class StreamLink:
         self._say(self._greeting)
 
     def wait_up(self, deadline_s: float) -> None:
-        """Waits for the end of the handshake, at the connecting end.
-
-        Raises:
-            IncompatibleTokenizer, LinkClosed: as ``cluster.transport.factory.connect``.
-        """
+        """Waits for the end of the handshake, at the connecting end; raises as ``cluster.transport.factory.connect``."""
         if not self.settled.wait(deadline_s):
             self.lost(f"no Hello within {deadline_s:g} s")
-        error = self._error
-        if error is not None:
+        if (error := self._error) is not None:
             raise error
 
     def on_frame(self, frame: bytes) -> bool:
-        """Handles a frame. Returns False if the mailbox was full: the message is kept, and the pipe must deliver no frame
-        until ``resume``."""
+        """Handles a frame. False: the mailbox was full; the message is kept, and no frame may follow until ``resume``."""
         try:
             content = decode(frame, self.max_frame_bytes)
         except WireError as error:
@@ -150,28 +143,24 @@ class StreamLink:
         self._pipe.close()
 
     def _on_greeting(self, peer: Greeting) -> None:
-        refused = first_refusal(self._own, peer)
+        refused = version_refusal(self._own, peer.hello)
+        if refused is None and len(peer.nonce) != NONCE_BYTES:
+            refused = Refusal(f"the nonce must have {NONCE_BYTES} bytes, got {len(peer.nonce)}")
         if refused is not None:
             self._refuse(refused)
             return
-        self._peer_greeting = peer
+        self._peer_greeting, mine = peer, self._greeting
         if not self._accepts:
-            self._answer_accepting(peer)
+            if self._admits(peer, peer.proof, Side.ACCEPTING, connecting=mine, accepting=peer):
+                self._say(Welcome(proof(self._own.token, Side.CONNECTING, connecting=mine, accepting=peer)))
+                self._up()
             return
         with self._lock:
             if self._state is _State.DOWN:
                 return
             self._state = _State.CONFIRMING
-        mine = self._greeting
         self._greeting = replace(mine, proof=proof(self._own.token, Side.ACCEPTING, connecting=peer, accepting=mine))
         self._say(self._greeting)
-
-    def _answer_accepting(self, peer: Greeting) -> None:
-        """Connecting end: checks the acceptor's proof, then sends its own."""
-        mine = self._greeting
-        if self._admits(peer, peer.proof, Side.ACCEPTING, connecting=mine, accepting=peer):
-            self._say(Welcome(proof(self._own.token, Side.CONNECTING, connecting=mine, accepting=peer)))
-            self._up()
 
     def _on_welcome(self, welcome: Welcome) -> None:
         peer = self._peer_greeting
@@ -181,9 +170,7 @@ class StreamLink:
 
     def _admits(self, peer: Greeting, given: bytes, side: Side, connecting: Greeting, accepting: Greeting) -> bool:
         """Checks the proof of ``side``, the peer's, and its Hello; refuses the link if one is wrong."""
-        refused: Refusal | None = wrong_secret(self._own, peer.hello)
-        if proves(given, self._own.token, side, connecting, accepting):
-            refused = refusal(self._own, peer.hello)
+        refused = refusal(self._own, peer.hello, proves(given, self._own.token, side, connecting, accepting))
         if refused is not None:
             self._refuse(refused)
             return False

@@ -28,8 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Connection:
-    """The ``Pipe`` of one link. All methods but ``write``, ``resume``, ``finish`` and ``close`` run on the reactor's
-    thread."""
+    """The ``Pipe`` of one link. Other methods than the Pipe's run on the reactor's thread."""
 
     def __init__(self, io: reactor.Reactor, sock: socket.socket, limits: Limits) -> None:
         self.link: StreamLink
@@ -131,23 +130,20 @@ class _Connection:
         self._watch()
 
     def _flush(self) -> None:
-        reason = None
-        with self._lock:
-            try:
+        try:
+            with self._lock:
                 while self._unwritten:
                     rest = self._unwritten[0][self._sock.send(self._unwritten[0]) :]
                     if rest:
                         self._unwritten[0] = rest
                         break
                     self._unwritten.popleft()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                reason = f"it broke: {error}"
-        if reason is not None:
-            self.link.lost(reason)
-        else:
-            self._watch()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.link.lost(f"it broke: {error}")
+            return
+        self._watch()
 
     def _watch(self) -> None:
         if self._is_closed:
@@ -183,12 +179,13 @@ class _Connection:
             self._unwritten.clear()
             self._sock.close()
         self._incoming.clear()
-        reactor.release(self._io)
 
 
 class UnixListener:
+    """As ``cluster.transport.factory.listen``."""
+
     def __init__(self, address: str, mailbox: Mailbox, hello: Hello, limits: Limits) -> None:
-        self._address = address
+        self.address = address
         self._mailbox = mailbox
         self._hello = hello
         self._limits = limits
@@ -198,12 +195,8 @@ class UnixListener:
         self._sock.setblocking(False)
         self._links: dict[StreamLink, None] = {}
         self._is_closed = False
-        self._io = reactor.acquire()
+        self._io = reactor.running()
         self._io.call(lambda: self._io.watch(self._sock, reactor.READ, self))
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     def close(self) -> None:
         if not self._is_closed:
@@ -218,32 +211,33 @@ class UnixListener:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:  # probably no file descriptor is left: retry later
-                _log.error("no link can be accepted at %s: %s", self._address, error)
+                _log.error("no link can be accepted at %s: %s", self.address, error)
                 self._io.watch(self._sock, 0, self)
                 self._io.call_later(self._limits.heartbeat_s, self._accept_again)
                 return
             if len(self._links) >= self._limits.max_links:
-                _log.warning("a link at %s was dropped: there are %d already", self._address, len(self._links))
+                _log.warning("a link at %s was dropped: there are %d already", self.address, len(self._links))
                 sock.close()
             else:
                 self._accept(sock)
 
     def fail(self, reason: str) -> None:
-        _log.error("%s accepts no more links: %s", self._address, reason)
+        _log.error("%s accepts no more links: %s", self.address, reason)
         self._is_closed = True
         self._sock.close()
 
     def _accept(self, sock: socket.socket) -> None:
         """Needs no further file descriptor, since the reactor is running."""
         sock.setblocking(False)
-        link = _link(sock, self._hello, self._mailbox, self._limits, self._address, accepts=True)
+        link = _link(sock, self._hello, self._mailbox, self._limits, self.address, accepts=True)
         self._links[link] = None
         link.on_closed = lambda: self._links.pop(link, None)
-        self._io.call_later(self._limits.handshake_s, lambda: self._expire(link))
 
-    def _expire(self, link: StreamLink) -> None:
-        if not link.settled.is_set():
-            link.lost(f"no Hello within {self._limits.handshake_s:g} s")
+        def expire() -> None:
+            if not link.settled.is_set():
+                link.lost(f"no Hello within {self._limits.handshake_s:g} s")
+
+        self._io.call_later(self._limits.handshake_s, expire)
 
     def _accept_again(self) -> None:
         if not self._is_closed:
@@ -254,7 +248,9 @@ class UnixListener:
         self._sock.close()
         for link in list(self._links):
             link.close()
-        reactor.release(self._io)
+
+
+listen = UnixListener
 
 
 def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, limits: Limits) -> StreamLink:
@@ -281,7 +277,7 @@ def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, lim
 
 
 def _link(sock: socket.socket, hello: Hello, mailbox: Mailbox, limits: Limits, address: str, accepts: bool) -> StreamLink:
-    io = reactor.acquire()
+    io = reactor.running()
     connection = _Connection(io, sock, limits)
     connection.link = StreamLink(connection, hello, mailbox, limits, address, accepts)
     io.call(connection.start)

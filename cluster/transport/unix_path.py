@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cluster.errors import InvalidField
-from cluster.private_folder import NotPrivate, make_private
+from cluster.private_folder import make_private
 
 SCHEME = "unix://"
 _MAX_PATH_BYTES = 107  # sun_path holds 108 with the terminating zero
@@ -20,22 +20,16 @@ def path_of(address: str) -> Path:
     path = address.removeprefix(SCHEME)
     if path == address or not path.startswith("/") or path.endswith("/") or "\0" in path:
         raise InvalidField("address", address, f"must be {SCHEME}/PATH, an absolute path of a socket")
-    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-        raise InvalidField(
-            "address",
-            address,
-            f"the path has {len(os.fsencode(path))} bytes, at most {_MAX_PATH_BYTES} fit: choose a shorter folder",
-        )
+    if (num_bytes := len(os.fsencode(path))) > _MAX_PATH_BYTES:
+        reason = f"the path has {num_bytes} bytes, at most {_MAX_PATH_BYTES} fit: choose a shorter folder"
+        raise InvalidField("address", address, reason)
     return Path(path)
 
 
 def bind(address: str, path: Path) -> tuple[socket.socket, int]:
-    """A socket bound at ``path``, accessible to its owner only, and the file's inode.
+    """A socket bound at ``path``, accessible to its owner only, and the file's inode. Replaces one that nobody listens at.
 
-    Makes the folder if necessary. Replaces a socket that nobody listens at.
-
-    Raises:
-        InvalidField: other users may enter the folder, the address is in use, or the file system refuses.
+    Raises InvalidField if other users may enter the folder, the address is in use, or the file system refuses.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -45,15 +39,11 @@ def bind(address: str, path: Path) -> tuple[socket.socket, int]:
             sock.bind(str(path))
             path.chmod(0o600)
             return sock, path.stat().st_ino
-    except NotPrivate as error:
+    except (OSError, InvalidField) as error:
         sock.close()
-        raise InvalidField("address", address, str(error)) from error
-    except OSError as error:
-        sock.close()
+        if isinstance(error, InvalidField):
+            raise
         raise InvalidField("address", address, f"cannot be bound: {error.strerror or error}") from error
-    except InvalidField:
-        sock.close()
-        raise
 
 
 def remove(path: Path, inode: int) -> None:

@@ -8,10 +8,12 @@ import heapq
 import itertools
 import random
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 
 from cluster.errors import InvalidField, LinkFull
 from cluster.messages import Message
+from cluster.transport.codec import encode_message
 from cluster.transport.memory import LocalNetwork, MemoryLink
 
 
@@ -37,6 +39,14 @@ class Faults:
                 raise InvalidField(name, getattr(self, name), "must lie between 0 and 1")
 
 
+class EncodingNetwork(LocalNetwork):
+    """Refuses what a real link would."""
+
+    def carry(self, to: MemoryLink, message: Message) -> None:
+        encode_message(message, to.other.limits.max_message_bytes)
+        super().carry(to, message)
+
+
 class MemoryNetwork(LocalNetwork):
     """Delivers what is due when ``deliver_until`` moves the clock. Not thread-safe.
 
@@ -45,11 +55,12 @@ class MemoryNetwork(LocalNetwork):
     """
 
     def __init__(self, rng: random.Random, faults: Faults | None = None, now_s: float = 0.0) -> None:
-        super().__init__(encodes=True)
+        super().__init__()
         self.faults = faults or Faults()
         self.now_s = now_s
         self._rng = rng
         self._sequence = itertools.count()  # what is due at the same time arrives in the order of sending
+        self._num_in_flight: Counter[MemoryLink] = Counter()
         self._under_way: list[tuple[float, int, MemoryLink, Message | str]] = []  # a heap; str: the link's end, and why
         self._last_due_s: weakref.WeakKeyDictionary[MemoryLink, float] = weakref.WeakKeyDictionary()
         self._broken: weakref.WeakSet[MemoryLink] = weakref.WeakSet()
@@ -68,10 +79,10 @@ class MemoryNetwork(LocalNetwork):
             num_delivered += 1
             if isinstance(what, str):
                 to.end(what)
-            elif to in self._broken:
-                to.lose()
             else:
-                to.arrive(what)
+                self._num_in_flight[to] -= 1
+                if to not in self._broken:
+                    to.arrive(what)
         self.now_s = max(self.now_s, now_s)
         return num_delivered
 
@@ -83,6 +94,8 @@ class MemoryNetwork(LocalNetwork):
                 self._send_off(end, f"the link to {end.peer.role} {end.peer.name!r} was cut", overtakes=True)
 
     def carry(self, to: MemoryLink, message: Message) -> None:
+        encode_message(message, to.other.limits.max_message_bytes)  # refuses what a real link would
+        to.check_room(self._num_in_flight[to])
         faults, chance = self.faults, self._rng.random
         # Every message draws the same number of times, so that changing one probability leaves the other draws alone.
         is_cut, is_dropped = chance() < faults.cut, chance() < faults.drop
@@ -90,12 +103,11 @@ class MemoryNetwork(LocalNetwork):
         if is_cut:
             self.cut(to)
         if to in self._broken or is_dropped:
-            to.lose()
             return
         self._send_off(to, message, overtakes)
         if is_doubled:
             try:
-                to.reserve()
+                to.check_room(self._num_in_flight[to])
             except LinkFull:
                 return  # no room for a second copy
             self._send_off(to, message, overtakes)
@@ -109,4 +121,6 @@ class MemoryNetwork(LocalNetwork):
         if not overtakes:
             due_s = max(due_s, self._last_due_s.get(to, due_s))
             self._last_due_s[to] = due_s
+        if not isinstance(what, str):
+            self._num_in_flight[to] += 1
         heapq.heappush(self._under_way, (due_s, next(self._sequence), to, what))

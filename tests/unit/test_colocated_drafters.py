@@ -276,7 +276,7 @@ def test_placed_with_the_target(target: Path, folder: Path) -> None:
     assert resolve(resolved, NODES) == resolved
     assert [drafter.is_colocated for drafter in resolved.drafters] == [True, True, False]
     assert [group.name for group in place(resolved, NODES).groups] == ["target-0", "drafter-ngram"]
-    with pytest.raises(ValueError, match="replicas must be 1 for a drafter that runs in the target's process"):
+    with pytest.raises(ValueError, match="replicas must be 1 for a drafter in the target's process"):
         DrafterConfig(name="dspark", options=options(folder), replicas=2)
 
 

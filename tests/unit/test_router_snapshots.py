@@ -17,7 +17,7 @@ from cluster.config import (
     RouterConfig,
     SuffixOptions,
 )
-from cluster.state import Document, MemoryStateStore, StateUnavailable
+from cluster.state import Document, StateUnavailable
 from cluster.state_file import FileStateStore
 from router.assignment import (
     AssignmentPolicy,
@@ -27,9 +27,9 @@ from router.assignment import (
 )
 from router.policies import build_policy
 from router.router import SlotReport
+from tests.support.memory_store import MemoryStateStore
 
 EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
-
 
 OTHER = DrafterConfig(name="suffix", options=SuffixOptions())
 

@@ -1,0 +1,58 @@
+"""Calibration of a trained drafter: fitted on held-out drafts, and judged on drafts that it was not fitted on."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafters.replay import Round
+from profiler.calibration import FILE, Records, Scaling, fit_isotonic, fit_temperatures, quality, save_scaling
+from profiler.reliability import plot_reliability
+from training.corpus import TargetAnswer
+
+DIAGRAM = "reliability.png"
+Halves = tuple[Sequence[Round], Sequence[Round]]
+
+
+def in_halves(answers: Sequence[TargetAnswer]) -> tuple[list[TargetAnswer], list[TargetAnswer]]:
+    """Divides by prompt; the second half is empty if there is only one."""
+    second = set(sorted({answer.key for answer in answers})[1::2])  # hashes, so in random order
+    return [a for a in answers if a.key not in second], [a for a in answers if a.key in second]
+
+
+def calibrate(halves: Halves, folder: Path) -> dict[str, float]:
+    """Writes the calibration, fitted on both halves, and its reliability diagram.
+
+    Returns ``records``, the number of drafts, and as far as these suffice ``ece_*`` and ``auroc_*`` of the original
+    confidences (``before``), calibrated ones (``after``) and ``isotonic`` maps, each half judged with the other's fit.
+    """
+    records = Records.of([(one.confidences, one.num_accepted) for half in halves for one in half])
+    in_first = np.arange(len(records)) < len(halves[0])
+    predicted = {
+        "before": np.asarray(np.cumprod(records.confidences, axis=1), np.float64),
+        "after": _cross_validated(records, in_first, fit_temperatures),
+        "isotonic": _cross_validated(records, in_first, fit_isotonic),
+    }
+    figures: dict[str, float] = {"records": len(records)}
+    for name, survival in predicted.items():
+        found = quality(survival, records)
+        figures |= {} if found.ece is None else {f"ece_{name}": found.ece}
+        figures |= {} if found.auroc is None else {f"auroc_{name}": found.auroc}
+    save_scaling(fit_temperatures(records), folder / FILE, **figures)
+    reached = np.arange(records.max_len) < records.num_verified[:, None]
+    outcomes = np.arange(records.max_len) < records.num_accepted[:, None]
+    curves = [(name, survival[reached], outcomes[reached]) for name, survival in predicted.items()]
+    plot_reliability(curves, folder / DIAGRAM, "survival of prefixes, all positions")
+    return figures
+
+
+def _cross_validated(
+    records: Records, in_first: NDArray[np.bool_], fit: Callable[[Records], Scaling]
+) -> NDArray[np.float64]:
+    """(N, K) survival of each half by the fit on the other."""
+    survival = np.empty(records.confidences.shape)
+    for judged in (in_first, ~in_first):
+        others = Records(records.confidences[~judged], records.num_verified[~judged], records.num_accepted[~judged])
+        survival[judged] = fit(others).survival(records.confidences[judged])
+    return survival

@@ -1,0 +1,177 @@
+"""Training data: given and self-written prompts, and the target's answers, one line of JSON each."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import InvalidField
+
+MIN_PROMPT_CHARS = 8
+MAX_PROMPT_CHARS = 4000
+EVALUATION_FOLDER = "prompts"  # evaluation sets in the data folder, never trained on
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPrompt:
+    domain: str
+    prompt: str
+    sources: tuple[str, ...] = ()  # fingerprints of the prompts that it was composed of
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPrompt:
+    """An attempt of the target to write a prompt; ``prompt`` is None if it is unusable."""
+
+    index: int
+    domain: str
+    prompt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetAnswer:
+    """One dialogue turn as token ids: the prompt with its chat template, and the target's answer."""
+
+    key: str  # fingerprint of the prompt
+    domain: str
+    temperature: float
+    seed: int
+    prompt_token_ids: tuple[int, ...]
+    answer_token_ids: tuple[int, ...]
+    sources: tuple[str, ...] = ()  # keys of the prompts that it was composed of
+
+    @property
+    def name(self) -> str:
+        return f"{self.key} {self.temperature}"
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.prompt_token_ids + self.answer_token_ids
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+def append(path: Path, record: TargetAnswer | WrittenPrompt) -> None:
+    line = json.dumps(asdict(record), ensure_ascii=False, separators=(",", ":")) + "\n"
+    with path.open("ab") as file:
+        file.write(line.encode())
+
+
+def repair(path: Path) -> None:
+    """Truncates an unfinished last line."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def read_written(paths: Iterable[Path]) -> Iterator[WrittenPrompt]:
+    return (WrittenPrompt(**record) for record in _records(paths))
+
+
+def read_answers(paths: Iterable[Path]) -> Iterator[TargetAnswer]:
+    for record in _records(paths):
+        lists = {name: tuple(record.get(name, ())) for name in ("prompt_token_ids", "answer_token_ids", "sources")}
+        yield TargetAnswer(**record | lists)
+
+
+def read_given(paths: Sequence[Path], data_folder: Path | None) -> list[GivenPrompt]:
+    """The prompts of JSONL files: a ``prompt`` on each line, and optionally a ``domain`` (default: the file's name).
+
+    Args:
+        data_folder: its ``prompts`` are the evaluation sets; None: there are none here.
+
+    Raises:
+        InvalidField: a file is an evaluation set or not of this format; names the file and line.
+    """
+    prompts = []
+    held_back = None if data_folder is None else (data_folder / EVALUATION_FOLDER).resolve()
+    for path in paths:
+        if held_back is not None and path.resolve().is_relative_to(held_back):
+            reason = f"lies in {held_back}, the evaluation sets: training on them would invalidate measured acceptance"
+            raise InvalidField("prompts", str(path), f"{reason}; give other prompts, or none")
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also cut at U+2028
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidField("prompts", str(path), f"cannot be read as UTF-8 text ({error})") from error
+        prompts += [_given(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
+    return prompts
+
+
+def evaluation_fingerprints(data_folder: Path | None) -> frozenset[str]:
+    """Fingerprints of all evaluation prompts, to exclude copies of them."""
+    if data_folder is None:
+        return frozenset()
+    paths = sorted((data_folder / EVALUATION_FOLDER).glob("*.jsonl"))
+    return frozenset(fingerprint(str(record.get("prompt", ""))) for record in _records(paths))
+
+
+def is_usable(prompt: str) -> bool:
+    """Whether a prompt is worth an answer: not too short, too long or repetitive."""
+    text = prompt.strip()
+    if not MIN_PROMPT_CHARS <= len(text) <= MAX_PROMPT_CHARS or "<|" in text or "\ufffd" in text:
+        return False
+    words = re.findall(r"\w+", text)
+    return len(words) < 20 or len(set(words)) > 0.25 * len(words)
+
+
+def fingerprint(prompt: str) -> str:
+    """A hash that ignores case, spacing and punctuation."""
+    plain = " ".join(re.findall(r"\w+", prompt.lower())) or prompt
+    return hashlib.blake2b(plain.encode(), digest_size=12).hexdigest()
+
+
+def hold_out(
+    answers: Sequence[TargetAnswer], share: float, at_least: int = 1
+) -> tuple[list[TargetAnswer], list[TargetAnswer]]:
+    """Answers to train on and answers to evaluate on, divided by prompt; no text is in both.
+
+    Of the prompts that are not composed, ``share`` is held out: at least one, and ``at_least`` as far as these are a third
+    at most. Composed prompts with a held-out source are evaluated on up to the same share; the rest is unused.
+    """
+    keys = sorted({answer.key for answer in answers if not answer.sources})  # hashes, so in random order
+    held = set(keys[: max(1, round(share * len(keys)), min(at_least, len(keys) // 3))])
+    composed = {answer.key: answer.sources for answer in answers if answer.sources}
+    tainted = sorted(key for key, sources in composed.items() if not held.isdisjoint(sources))
+    evaluated = held | set(tainted[: round(len(held) / len(keys) * len(composed))])
+    excluded = held.union(tainted)
+    return [a for a in answers if a.key not in excluded], [a for a in answers if a.key in evaluated]
+
+
+def packed(answers: Iterable[TargetAnswer], max_tokens: int) -> Iterator[list[TargetAnswer]]:
+    """Consecutive answers, together at most ``max_tokens`` long; a longer one alone."""
+    part: list[TargetAnswer] = []
+    num_tokens = 0
+    for answer in answers:
+        if part and num_tokens + len(answer.token_ids) > max_tokens:
+            yield part
+            part, num_tokens = [], 0
+        part.append(answer)
+        num_tokens += len(answer.token_ids)
+    if part:
+        yield part
+
+
+def _given(line: str, path: Path, number: int) -> GivenPrompt:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InvalidField("prompts", f"{path}:{number}", f"is not JSON ({error.msg})") from error
+    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+        raise InvalidField("prompts", f"{path}:{number}", 'must be an object with a text "prompt"')
+    return GivenPrompt(str(record.get("domain", path.stem)), record["prompt"])
+
+
+def _records(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        if not path.exists():
+            continue
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):  # the last line may be unfinished
+                    yield json.loads(line)

@@ -1,0 +1,160 @@
+"""Training of a DSpark drafter: its losses, its initialisation, and its storage."""
+
+import copy
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from drafters.dspark.checkpoint import load_network, new_network, save_network
+from drafters.dspark.config import DSparkConfig
+from drafters.dspark.network import AnchorInput, DSparkNetwork, output_rows
+from engine.models.int8 import quantise
+from training.batches import AnswerBatch
+from training.frozen import FrozenTarget
+from training.losses import Losses, TargetDistribution, distillation, position_weights
+from training.recipe import STORED
+from training.regression import Samples, regress
+
+
+class DSparkStudent(nn.Module):
+    """The network over features standardised by ``mean`` and ``std``, fp32 [feature_size]; a saved network folds these into
+    its weights."""
+
+    mean: Tensor
+    std: Tensor
+    output_rows: Tensor
+    weights: Tensor
+
+    def __init__(self, config: DSparkConfig, target: FrozenTarget, mean: Tensor, std: Tensor) -> None:
+        super().__init__()
+        self.config = config
+        self._target = target
+        self.network = new_network(config, target.rows).train()
+        vocabulary = None if config.draft_token_ids is None else torch.tensor(config.draft_token_ids)
+        rows = output_rows(vocabulary, config.shape.vocab_size, outside=-1)
+        for name, buffer in (("mean", mean), ("std", std), ("output_rows", rows)):
+            self.register_buffer(name, buffer, persistent=False)
+        self.register_buffer("weights", position_weights(config.block_size), persistent=False)
+
+    def standardised(self, features: Tensor) -> Tensor:
+        return (features.float() - self.mean) / self.std
+
+    def forward(self, batch: AnswerBatch, progress: float) -> Losses:
+        """Losses of all blocks; ``acceptance`` is [A, batch.block_len], NaN behind the end of a sequence."""
+        block = batch.block_len
+        rows = batch.anchors[:, None] + torch.arange(block, device=batch.anchors.device)  # whose next token is predicted
+        has_truth = rows + 1 < batch.ends[:, None]
+        last = len(batch.token_ids) - 1
+        known = rows.clamp_max(last)
+        hidden = self.network(self.standardised(batch.features), batch.token_ids, batch.lens, batch.anchors, block)
+        previous = batch.token_ids[known]
+        latents = self.network.latents(hidden, previous)
+        confidence = self.network.confidence_logits(hidden, previous) if self.config.has_confidence else None
+        wanted = known[has_truth]
+        losses = distillation(
+            self.network.logits(hidden[has_truth], None if latents is None else latents[has_truth]),
+            TargetDistribution.at(batch.features, batch.normalisers, wanted, self.network.lm_head.weight),
+            self.output_rows[batch.token_ids[(wanted + 1).clamp_max(last)]],
+            self.weights[:block].expand_as(rows)[has_truth],
+            progress,
+            None if confidence is None else confidence[has_truth],
+        )
+        acceptance = torch.full(rows.shape, torch.nan, device=rows.device)
+        acceptance[has_truth] = losses.acceptance
+        return replace(losses, acceptance=acceptance)
+
+    @torch.no_grad()
+    def initialise(self, batches: Iterable[AnswerBatch]) -> None:
+        """Starts as the best linear predictor of the target's final hidden states. The layers are copies of the target's
+        last ones with output projections of zero."""
+        network = self.network
+        num_target = self.config.num_target_layers
+        self._target.copy_layers(network.layers, range(num_target - len(network.layers), num_target), network.norm)
+        for layer in network.layers:
+            nn.init.zeros_(layer.get_submodule("self_attn.o_proj").get_parameter("weight"))
+            nn.init.zeros_(layer.get_submodule("mlp.down_proj").get_parameter("weight"))
+        last: list[AnswerBatch] = []
+
+        def samples() -> Iterable[Samples]:
+            for batch in batches:
+                last[:] = [batch]
+                yield self._samples(batch)
+
+        regress(network, samples(), self.output_rows)
+        network.norm.weight.mul_(self._prediction_size(last[0]))
+
+    @torch.no_grad()
+    def begin_with(self, folder: Path) -> None:
+        """Starts as a saved drafter of the same configuration. Raises ModelUnavailable."""
+        self.network.load_state_dict(load_network(folder, self._target.rows).state_dict())
+        self._unfold()
+
+    @torch.no_grad()
+    def save(self, folder: Path) -> None:
+        network = self._folded(copy.deepcopy(self.network))
+        shape = json.loads((self._target.folder / "config.json").read_text())
+        save_network(network, folder, shape, STORED)
+
+    def _prediction_size(self, batch: AnswerBatch) -> float:
+        """Mean size of the predictions relative to the states: the final norm would scale all of them to full size."""
+        features = self.standardised(batch.features)
+        has_context = _has_context(batch, batch.anchors)
+        x = self.network.block_inputs(features, batch.token_ids, batch.anchors, has_context, self.config.block_size)
+        return float(x.square().mean(-1).sqrt().mean())
+
+    def _samples(self, batch: AnswerBatch) -> Samples:
+        """Regression samples of whole blocks: from the features before the anchor (or 0) and its embedding to the hidden
+        states before the final norm's weights, less the network's own inputs."""
+        block = self.config.block_size
+        network = self.network
+        anchors = batch.anchors[batch.anchors + block < batch.ends]
+        rows = anchors[:, None] + torch.arange(block, device=anchors.device)
+        wanted = batch.features[rows, -self.config.shape.hidden_size :].float() / network.norm.weight
+        embedded = network.embed_tokens(batch.token_ids[rows])
+        own = network.embed_tokens.weight[self.config.mask_token_id].expand_as(embedded).clone()
+        own[:, 0] = embedded[:, 0]
+        before = self.standardised(batch.features[(anchors - 1).clamp_min(0)]) * _has_context(batch, anchors)[:, None]
+        return torch.cat([before, embedded[:, 0]], dim=-1), embedded, wanted - own
+
+    def _folded(self, network: DSparkNetwork) -> DSparkNetwork:
+        """Rewrites a network over standardised features as one over raw ones. Weights are rounded as stored before the means
+        are taken out: some means are large, and would turn rounding into an error of the bias."""
+        fc, anchor_input = network.fc, network.anchor_input
+        fc.weight.copy_(quantise(fc.weight / self.std, uneven=True).dequantised())
+        fc.bias.sub_(fc.weight @ self.mean)
+        if anchor_input is not None:
+            first = _feature_map(anchor_input)
+            first.weight[:, : len(self.std)] /= self.std
+            first.weight.copy_(quantise(first.weight, uneven=True).dequantised())
+            anchor_input.maps.bias.sub_(self._mean_input(anchor_input))
+        return network
+
+    def _unfold(self) -> None:
+        """The inverse of ``_folded`` for a loaded, hence rounded, network, with this run's standardisation."""
+        fc, anchor_input = self.network.fc, self.network.anchor_input
+        fc.bias.add_(fc.weight @ self.mean)
+        fc.weight *= self.std
+        if anchor_input is not None:
+            anchor_input.maps.bias.add_(self._mean_input(anchor_input))
+            _feature_map(anchor_input).weight[:, : len(self.std)] *= self.std
+
+    def _mean_input(self, anchor_input: AnchorInput) -> Tensor:
+        """What the features' means add to the block's inputs, with maps over raw features."""
+        first = _feature_map(anchor_input)
+        shift = first.weight[:, : len(self.mean)] @ self.mean
+        return shift if first is anchor_input.maps else quantise(anchor_input.maps.weight).dequantised() @ shift
+
+
+def _feature_map(anchor_input: AnchorInput) -> nn.Linear:
+    """The matrix whose first columns read the features."""
+    return anchor_input.reduce if isinstance(anchor_input.reduce, nn.Linear) else anchor_input.maps
+
+
+def _has_context(batch: AnswerBatch, anchors: Tensor) -> Tensor:
+    """Whether a token stands before each anchor in its sequence, bool [A]."""
+    starts = torch.tensor([0, *batch.lens[:-1]], device=anchors.device).cumsum(0)
+    return ~torch.isin(anchors, starts)

@@ -1,0 +1,137 @@
+"""The options of `outrider train`, and what follows from them for a target."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cluster.errors import InvalidField
+from drafters.dspark.config import DSparkConfig, MarkovKind
+from engine.models.config import DecoderConfig
+from engine.models.int8 import WeightsKind
+from training.batches import BatchPlan
+from training.output_dir import check_apart
+
+DrafterKind = Literal["dspark", "layers", "table"]
+KINDS: tuple[DrafterKind, ...] = ("dspark", "layers", "table")
+HeadKind = Literal["markov", "gated", "rnn"]
+HEADS: dict[HeadKind, MarkovKind] = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}  # names in config.json
+STORED: WeightsKind = "int8"  # matrices of a trained drafter
+PERSISTENCE = 0.45  # of a block in training (see BatchPlan): somewhat above the acceptance per position
+HELD_OUT = 0.08  # of the prompts
+MIN_HELD_OUT, MAX_HELD_OUT = 8, 80  # prompts
+_CHOICES = {
+    "drafter": KINDS,
+    "head": tuple(HEADS),
+    "dtype": ("bfloat16", "float32"),  # of the target; int8 would teach its rounding errors
+    "device": ("auto", "cpu", "cuda"),  # CUDA_VISIBLE_DEVICES selects the GPU
+}
+_MINIMA = {"num_tokens": 1, "num_prompts": 0, "num_epochs": 1, "num_layers": 1, "vocabulary": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    model: str
+    drafter: DrafterKind
+    out: Path
+    work: Path
+    prompts: tuple[Path, ...] = ()
+    num_prompts: int = 2000  # self-written
+    num_tokens: int = 1_000_000  # of answers
+    max_answer_tokens: int = 192
+    num_epochs: int = 4
+    learning_rate: float = 2.5e-4
+    num_layers: int = 2
+    block_size: int = 7
+    vocabulary: int = 16384
+    head: HeadKind = "markov"  # the sequential head of dspark
+    markov_rank: int = 128
+    anchor_rank: int = 512
+    budget_minutes: float | None = None  # for writing and training together
+    checkpoint_minutes: float = 5.0
+    quick: bool = False
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "bfloat16"
+    begin_with: Path | None = None  # folder of a trained drafter, or name of a shipped one, whose shape is kept
+    asked: frozenset[str] = frozenset()  # fields that were given explicitly, perhaps with their default
+    data_folder: Path | None = None  # its ``prompts`` are the evaluation sets, never trained on
+
+    def __post_init__(self) -> None:
+        for field, choices in _CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise InvalidField(field, getattr(self, field), f"must be one of {', '.join(choices)}")
+        for field, low in _MINIMA.items():
+            if getattr(self, field) < low:
+                raise InvalidField(field, getattr(self, field), f"must be at least {low}")
+        check_apart(self.out, self.work)
+        for field in ("learning_rate", "budget_minutes"):
+            if (value := getattr(self, field)) is not None and value <= 0:
+                raise InvalidField(field, value, "must be more than 0")
+        if self.begin_with is not None and self.drafter != "dspark":
+            raise InvalidField("begin_with", self.begin_with.name, f"is for dspark drafters, not for {self.drafter}")
+        if not self.prompts and not self.num_prompts:
+            raise InvalidField("num_prompts", 0, "must be more than 0 if no prompts are given")
+
+    def resolved(self) -> "TrainOptions":
+        """With ``quick``: every step at a size that takes minutes on a CPU."""
+        if not self.quick:
+            return self
+        limits = {"num_prompts": 48, "num_tokens": 6000, "max_answer_tokens": 64}
+        if self.begin_with is None:
+            limits |= {"num_layers": 1, "vocabulary": 4096, "markov_rank": 64, "anchor_rank": 128}
+        smaller: dict[str, Any] = {name: min(getattr(self, name), limit) for name, limit in limits.items()}
+        return replace(self, num_epochs=2, **smaller)
+
+    def seconds(self) -> tuple[float | None, float | None, float | None]:
+        """The time for prompts, answers and training; None: no limit. A twentieth of the budget is left for evaluation."""
+        if self.budget_minutes is None:
+            return None, None, None
+        total = 60.0 * self.budget_minutes
+        prompts = 0.08 if self.num_prompts else 0.0
+        return prompts * total, (0.45 - prompts) * total, 0.5 * total
+
+
+def batch_plan(options: TrainOptions, device: torch.device) -> BatchPlan:
+    """Positions of one answer are similar, so a batch takes a few from each of many answers."""
+    on_gpu = device.type == "cuda"
+    if options.drafter == "dspark":
+        max_rows, max_positions = (16384, 8192) if on_gpu else (4096, 900)
+        return BatchPlan(max_rows, max_positions, options.block_size, PERSISTENCE)
+    return BatchPlan(16384, 8192) if on_gpu else BatchPlan(1024, 512)
+
+
+def feature_layers(num_layers: int) -> tuple[int, ...]:
+    """The target's layers after one third, after two thirds, and the last."""
+    return tuple(sorted({max(0, num_layers // 3 - 1), max(0, 2 * num_layers // 3 - 1), num_layers - 1}))
+
+
+def kept_layers(num_target: int, num_own: int) -> tuple[int, ...]:
+    """The target's layers that a drafter starts from: the first ones and, from three on, the last."""
+    if not 1 <= num_own <= num_target:
+        raise InvalidField("num_layers", num_own, f"must lie between 1 and the target's {num_target}")
+    return tuple(range(num_own)) if num_own < 3 else (*range(num_own - 1), num_target - 1)
+
+
+def dspark_config(options: TrainOptions, target: DecoderConfig, vocabulary: Tensor | None, fingerprint: str) -> DSparkConfig:
+    layers = feature_layers(target.num_layers)
+    num_in = (len(layers) + 1) * target.hidden_size
+    return DSparkConfig(
+        shape=target.truncated(options.num_layers),
+        num_target_layers=target.num_layers,
+        block_size=options.block_size,
+        mask_token_id=0,
+        target_layer_ids=layers,
+        markov_rank=min(options.markov_rank, target.hidden_size),
+        markov_kind=HEADS[options.head],
+        has_confidence=True,
+        confidence_with_markov=True,
+        shares_embedding=True,
+        draft_token_ids=None if vocabulary is None else tuple(vocabulary.tolist()),
+        fc_bias=True,
+        anchor_input=True,
+        anchor_input_rank=options.anchor_rank if options.anchor_rank < num_in else None,
+        tokenizer_fingerprint=fingerprint,
+    )

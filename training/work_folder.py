@@ -1,0 +1,89 @@
+"""The work folder of training: which steps are done, with which settings, and how much time they took. It survives kills."""
+
+import fcntl
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from cluster.errors import InvalidField
+from engine.models.weights import write_atomically
+
+FILE = "manifest.json"
+_FORMAT = 1
+_SAVE_SPENT_S = 5.0  # between saves of the time spent: at most this much is lost in a kill
+
+
+class WorkFolder:
+    """``identity``: what all of its content depends on; ``writes``: True in one process only. Raises InvalidField if the
+    folder belongs to another target or seed, or to another version."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any], writes: bool = True) -> None:
+        self.path = path
+        self._writes = writes
+        path.mkdir(parents=True, exist_ok=True)
+        self.identity = dict(identity)
+        self._content = self._read()
+
+    def begin(self, step: str, settings: Mapping[str, Any]) -> bool:
+        """Returns whether the step can resume: it began before with the same settings."""
+        entry = self._content["steps"].get(step)
+        same = entry is not None and entry["settings"] == dict(settings)
+        if not same:
+            self._content["steps"][step] = {"settings": dict(settings), "done": False, "spent_s": 0.0}
+            self._write()
+        return same
+
+    def finish(self, step: str) -> None:
+        self._content["steps"][step]["done"] = True
+        self._write()
+
+    def deadline(self, step: str, seconds: float | None) -> Callable[[], bool]:
+        """Whether the time of a begun step is over, counted over all runs. A step that was done before gets no more."""
+        if seconds is None:
+            return lambda: False
+        entry = self._content["steps"][step]
+        saved_s = monotonic()
+        began_s = saved_s - entry["spent_s"]
+        end_s = began_s + (0.0 if entry["done"] else seconds)
+
+        def is_over() -> bool:
+            nonlocal saved_s
+            now_s = monotonic()
+            if now_s - saved_s >= _SAVE_SPENT_S or now_s >= end_s:
+                entry["spent_s"], saved_s = now_s - began_s, now_s
+                self._write()
+            return now_s >= end_s
+
+        return is_over
+
+    def _read(self) -> dict[str, Any]:
+        file = self.path / FILE
+        if not file.exists():
+            return {"format": _FORMAT, "identity": self.identity, "steps": {}}
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        known = content.get("identity", {})
+        differing = [key for key, value in self.identity.items() if known.get(key) != value]
+        if content.get("format") != _FORMAT or differing:
+            reason = f"was begun with another {', '.join(differing) or 'version'}: choose another folder"
+            raise InvalidField("work", str(self.path), reason)
+        return content
+
+    def _write(self) -> None:
+        if self._writes:
+            text = json.dumps(self._content, indent=1) + "\n"
+            write_atomically(self.path / FILE, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Locks a work folder for this process. Raises InvalidField if another run holds the lock."""
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidField("work", str(path), "is in use by another run: wait, or choose another folder") from None
+        yield
