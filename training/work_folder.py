@@ -17,8 +17,7 @@ _SAVE_SPENT_S = 5.0  # between saves of the time spent: at most this much is los
 
 
 class WorkFolder:
-    """``identity``: what all of its content depends on; ``writes``: True in one process only. Raises InvalidField if the
-    folder belongs to another target or seed, or to another version."""
+    """``identity``: what its content depends on; ``writes``: in one process only. Raises InvalidField if that differs."""
 
     def __init__(self, path: Path, identity: Mapping[str, Any], writes: bool = True) -> None:
         self.path = path
