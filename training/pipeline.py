@@ -1,7 +1,5 @@
-"""``outrider train``: prompts, answers, distillation, evaluation, and the drafter's folder, in steps that resume.
-
-A step with changed settings starts anew, but generated text is always kept.
-"""
+"""``outrider train``: prompts, answers, distillation, evaluation, and the drafter's folder, in steps that resume. A step
+with changed settings starts anew, but generated text is always kept."""
 
 import hashlib
 import shutil
@@ -140,8 +138,6 @@ def _write_answers(
 
 @dataclass
 class _Run:
-    """From answers to the drafter's folder."""
-
     options: TrainOptions
     world: World
     reporter: Reporter

@@ -62,7 +62,6 @@ class Share:
         return -(-total // self.num)
 
     def attempts(self, num_prompts: int) -> range:
-        """The indices of its prompt attempts."""
         return range(self.rank, _MAX_ATTEMPTS * num_prompts, self.num)
 
     def of(self, names: Iterable[str]) -> list[str]:
@@ -229,12 +228,10 @@ class Writer:
         tell: Tell,
         expired: Expired,
     ) -> None:
-        """Generates the missing items in order until ``progress`` reaches ``size``.
+        """Generates the missing items in order until ``progress`` reaches ``size``; ``max_useful`` bounds those in flight.
 
-        Args:
-            max_useful: items that may be needed at most, which bounds those in flight: surplus ones are not used.
-            request: of an item, with its arrival time; None: it is stored already, with size 0.
-            store: stores what was generated, and returns the item and its size.
+        ``request``: of an item and its arrival time; None: it is stored already, with size 0. ``store`` stores what was
+        generated, and returns the item and its size.
         """
         num_written = progress.size
         tell(num_written)
