@@ -31,9 +31,8 @@ logger = logging.getLogger(__name__)
 SUPERVISOR = "supervisor"
 ROUTER = "router"
 KILL_DEADLINE_S = 10.0
-# Threads of an actor, and those of its blocking methods by concurrency group. A blocking call whose caller has died keeps
-# its thread until it returns, and must not block health checks.
-NUM_THREADS = 6
+NUM_THREADS = 6  # of an actor
+# Those of its blocking methods, by concurrency group: one whose caller has died must not block health checks.
 BLOCKING = {"start": 1, "wait_end": 4}
 
 
@@ -113,9 +112,8 @@ class RaySpawner:
 
     async def target(self, name: str) -> Process:
         d = self._deployment
-        options = self._placed(name, 0)
         args = (d.config, name, d.target_address(name), d.token, ray.util.get_node_ip_address)
-        return self._get_or_create(TargetActor, name, options, *args)
+        return self._get_or_create(TargetActor, name, self._placed(name, 0), *args)
 
     async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process:
         d = self._deployment

@@ -1,8 +1,5 @@
-"""The target's hidden states, kept for feature-conditioned drafters.
-
-They share the block tables and slots of the KV cache and are written by the pass that computes the position, so the ledger
-handles their rollback, prefix sharing, eviction and preemption.
-"""
+"""The target's hidden states, kept for feature-conditioned drafters, in the slots of the KV cache: so the block ledger
+handles their rollback, prefix sharing, eviction and preemption."""
 
 from collections.abc import Sequence
 
@@ -47,7 +44,12 @@ class HiddenStateCache:
                 for span in spans
                 for position in range(span.base_len, span.base_len + len(span.token_ids))
             ]  # faster than arrays for spans of a few rows
-            self._rows.index_copy_(0, to_device(np.array(slots), self._rows.device), features)
+            self.write_slots(to_device(np.array(slots), self._rows.device), features)
+
+    def write_slots(self, slots: torch.Tensor, features: torch.Tensor) -> None:
+        """As ``write``, for the slots [rows] of the KV cache."""
+        if self._rows is not None:
+            self._rows.index_copy_(0, slots, features)
 
     def read(self, block_table: NDArray[np.int32], start: int, stop: int) -> torch.Tensor:
         """A copy of positions ``start`` .. ``stop`` - 1 of the sequence: [stop - start, len(layers) * hidden]."""

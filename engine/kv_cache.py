@@ -14,11 +14,8 @@ BLOCK_LEN = 32  # tokens: two vectors of 16 keys on a CPU, half a tile on a GPU
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """Keys and values of all layers.
-
-    Position ``t`` of a sequence lies in block ``block_table[t // block_len]`` at ``t % block_len``. Keys are stored
-    transposed within a block, so that the scores of neighbouring positions are computed in neighbouring lanes.
-    """
+    """Keys and values of all layers. Position ``t`` of a sequence lies in block ``block_table[t // block_len]`` at ``t %
+    block_len``. Keys are transposed within a block, so that scores of neighbouring positions are in neighbouring lanes."""
 
     keys: torch.Tensor  # [layers, num_blocks, kv_heads, head_dim, block_len]
     values: torch.Tensor  # [layers, num_blocks, kv_heads, block_len, head_dim]

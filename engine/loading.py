@@ -1,6 +1,7 @@
 """Loads the target of a configuration, with its cost model."""
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import torch
 
@@ -15,8 +16,8 @@ from engine.factory import load_target as load_native
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
-from engine.native import NativeTarget
 from engine.pass_timing import measure_cost, warm_up
+from engine.target import LoadedTarget
 from profiler.hardware import cpu_name
 from profiler.online_cost import OnlineCost
 from profiler.profile import Identity, Profile, ProfiledCost
@@ -26,15 +27,13 @@ from router.cost_model import ROWS, TableCost
 
 def load_target(
     config: Config, feature_layers: Sequence[int] = (), profile: Profile | None = None, remembers: bool = False
-) -> tuple[NativeTarget, ModelInfo, OnlineCost]:
-    """The target of a resolved configuration, the description of its model, and its cost model.
+) -> tuple[LoadedTarget, ModelInfo, OnlineCost]:
+    """The target of a resolved configuration, the description of its model, and its cost model. Raises as ``load_engine``.
 
     Args:
-        feature_layers: as of ``NativeTarget``.
+        feature_layers: layers whose hidden states are kept for drafters in this process.
         profile: a stored profile (``stored_profile``); without one, costs are measured now, in seconds.
         remembers: store measured costs in the configured state store, and reuse those of earlier starts.
-
-    Raises ModelUnavailable, InvalidField: as ``load_engine``.
     """
     engine, info = load_engine(config, feature_layers)
     if profile is not None:
@@ -43,23 +42,20 @@ def load_target(
     return engine, info, OnlineCost(_remembered_cost(config, engine) if remembers else measure_cost(engine))
 
 
-def _remembered_cost(config: Config, engine: NativeTarget) -> TableCost:
+def _remembered_cost(config: Config, engine: LoadedTarget) -> TableCost:
     """Costs of an earlier start, or else measured now and stored."""
-    store = open_store(config.cluster.state, config.cluster.namespace)
-    try:
-        memory = CostMemory(store, identity_of(config), type(engine.model.ops).__name__)
-        known = memory.recall()
-        if known is not None:
+    with closing(open_store(config.cluster.state, config.cluster.namespace)) as store:
+        memory = CostMemory(store, identity_of(config), engine.operators)
+        cost = memory.recall()
+        if cost is not None:
             _warm_up(config, engine)
-            return known
-        cost = measure_cost(engine)
-        memory.keep(cost)
+        else:
+            cost = measure_cost(engine)
+            memory.keep(cost)
         return cost
-    finally:
-        store.close()
 
 
-def _warm_up(config: Config, engine: NativeTarget) -> None:
+def _warm_up(config: Config, engine: LoadedTarget) -> None:
     """Warms up a target whose costs are known. On a GPU every pass size compiles kernels and captures its own graph."""
     warm_up(engine, ROWS if config.target.device == "cuda" else (1, 8))
 
@@ -67,11 +63,8 @@ def _warm_up(config: Config, engine: NativeTarget) -> None:
 def stored_profile(config: Config) -> Profile | None:
     """The stored `outrider profile` of a resolved configuration on this machine. None if there is no usable one; the log
     says why an existing one is unusable."""
-    store = open_store(config.cluster.state, config.cluster.namespace)
-    try:
+    with closing(open_store(config.cluster.state, config.cluster.namespace)) as store:
         return usable_profile(store, identity_of(config))
-    finally:
-        store.close()
 
 
 def identity_of(config: Config) -> Identity:
@@ -85,9 +78,9 @@ def identity_of(config: Config) -> Identity:
     return Identity.of(config, f"{cpu_name()} as {level.name}" if level.is_lowered else cpu_name())
 
 
-def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[NativeTarget, ModelInfo]:
+def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[LoadedTarget, ModelInfo]:
     """As ``load_target``, without the cost model. Raises ModelUnavailable: missing, half-written or unsupported; one line
-    that says which; InvalidField: the KV cache cannot hold one sequence of the longest kind."""
+    that says which; InvalidField: the KV cache cannot hold one sequence of the longest kind; vLLM is missing, or another."""
     target = config.target
     folder = ensure_model(config.model.name)
     model = load_config(folder)
@@ -98,6 +91,10 @@ def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[Nat
         eos_token_ids=model.eos_token_ids,
         tokenizer_fingerprint=fingerprint(folder),
     )
+    if target.engine == "vllm":
+        from engine.vllm.loading import load_vllm
+
+        return load_vllm(folder, model, target, info, feature_layers), info
     engine = load_native(
         folder,
         dtype=target.dtype,

@@ -1,22 +1,24 @@
 """The native target: a model, a paged KV cache, and the ledger of its blocks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from cluster.errors import InvalidField
-from cluster.types import Request
+from cluster.types import Request, TokenLogprobs
 from engine.acceptance import verdict
 from engine.batch_layout import PackedSpan
 from engine.device import to_device
 from engine.forward import CausalModel
 from engine.hidden_states import HiddenStateCache
 from engine.kv_blocks import BlockLedger
-from engine.sampling import Sampler, SampleSpan, SamplingState
+from engine.prompt_logprobs import prompt_logprobs
+from engine.sampling import SampleSpan, SamplingState
 from engine.target import SpanInput, SpanOutcome
+from engine.tensor_parallel.sampling import sampler_of
 from router.plan import Capacity
 
 
@@ -32,7 +34,7 @@ class NativeLimits:
 
 
 class NativeTarget:
-    """``engine.target.TargetEngine`` over a ``CausalModel``, in this process. ``feature_layers``: layers whose hidden states
+    """``engine.target.LoadedTarget`` over a ``CausalModel``, in this process. ``feature_layers``: layers whose hidden states
     are kept for drafters in this process (``read_hidden_states``).
 
     Raises InvalidField: the limits contradict the model or each other, or the model has no such layers.
@@ -52,13 +54,16 @@ class NativeTarget:
         self._cache = model.new_cache(num_blocks, block_len)
         self._features = HiddenStateCache(model.config, feature_layers, num_blocks, block_len, model.dtype, model.device)
         self._ledger = BlockLedger(num_blocks, block_len, prefix_cache)
-        vocab_size = model.config.vocab_size
-        self._sampler = Sampler(vocab_size, model.config.eos_token_ids, model.ops.gumbel_argmax(np.arange(vocab_size)))
+        self._sampler = sampler_of(model)
         self._states: dict[str, SamplingState] = {}
+        self._scored: dict[str, Request] = {}  # those that ask for log-probabilities of their prompts
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         state = SamplingState(request.sampling, token_ids, len(request.prompt_token_ids))
-        computed_len = self._ledger.open(request.id, token_ids)
+        wants_prompt = request.sampling.prompt_logprobs is not None
+        computed_len = self._ledger.open(request.id, () if wants_prompt else token_ids)  # rows in the cache have no logits
+        if wants_prompt:
+            self._scored[request.id] = request
         self._states[request.id] = state
         return computed_len
 
@@ -84,6 +89,7 @@ class NativeTarget:
     def release(self, request_id: str) -> None:
         if self._states.pop(request_id, None) is not None:
             self._ledger.release(request_id)
+            self._scored.pop(request_id, None)
 
     @property
     def model(self) -> CausalModel:
@@ -93,13 +99,18 @@ class NativeTarget:
     def feature_layers(self) -> tuple[int, ...]:
         return self._features.layers
 
-    def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
-        """Hidden states after ``feature_layers``, concatenated, at committed positions start .. stop - 1. The first n - 1 of
-        n committed tokens are computed, unless the request is in prefill or was preempted.
+    @property
+    def embedding(self) -> torch.Tensor:
+        return self._model.embedding
 
-        Returns [stop - start, len(feature_layers) * hidden] in the model's dtype. Raises LookupError: not all of them are
-        computed, or the request is not held.
-        """
+    @property
+    def operators(self) -> str:
+        return type(self._model.ops).__name__
+
+    def close(self) -> None:
+        """It started nothing."""
+
+    def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
         computed_len = self._ledger.computed_len(request_id) if request_id in self._ledger else 0
         if not 0 <= start <= stop <= computed_len:
             raise LookupError(f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, computed")
@@ -127,6 +138,29 @@ class NativeTarget:
         packed = [PackedSpan(span.base_len, span.token_ids, self._ledger.block_table(span.request_id)) for span in spans]
         hidden, features = self._model.forward_with_hidden_states(packed, self._cache, self._features.layers)
         self._features.write(packed, features)
+        scores = self._prompt_logprobs(spans, hidden) if self._scored else {}
+        outcomes = self._sample(spans, hidden)
+        return [
+            replace(outcome, prompt_logprobs=scores[span.request_id], scored_from=span.base_len + 1)
+            if span.request_id in scores
+            else outcome
+            for span, outcome in zip(spans, outcomes, strict=True)
+        ]
+
+    def _prompt_logprobs(self, spans: Sequence[SpanInput], hidden: torch.Tensor) -> dict[str, tuple[TokenLogprobs, ...]]:
+        ends = np.cumsum([len(span.token_ids) for span in spans]).tolist()
+        return {
+            span.request_id: prompt_logprobs(
+                self._scored[span.request_id], span, hidden[end - len(span.token_ids) : end], self._whole_logits
+            )
+            for span, end in zip(spans, ends, strict=True)
+            if span.request_id in self._scored
+        }
+
+    def _whole_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._sampler.gathered(self._model.logits(hidden))
+
+    def _sample(self, spans: Sequence[SpanInput], hidden: torch.Tensor) -> list[SpanOutcome]:
         sampled = [span for span in spans if span.samples]
         if not sampled:
             return [SpanOutcome(span.request_id, (), 0) for span in spans]

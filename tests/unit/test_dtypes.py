@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, level = request.param
-    dtypes._chosen.cache_clear()
+    dtypes._log.cache_clear()
     monkeypatch.setattr(dtypes, "kernels_fault", lambda: None if compiler else "no C compiler found")
     monkeypatch.setattr(dtypes, "cpu_level", lambda: CpuLevel(level, level))
 
@@ -62,6 +62,16 @@ def test_auto_is_the_fastest_that_keeps_the_targets_weights(
     said = [record.getMessage() for record in caplog.records]
     assert all(f"is {one}" in message for one, message in zip((of_target, of_drafter), said, strict=True))
     assert choose_dtype("float32", device) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [(("/usr/bin/cc", AVX2), "float32"), (("/usr/bin/cc", AVX512_BF16), "bfloat16")],
+    indirect=["machine"],
+    ids=str,
+)
+def test_vllm_computes_without_our_kernels(machine: None, expected: str) -> None:
+    assert choose_dtype("auto", "cpu", engine="vllm") == expected
 
 
 @pytest.mark.parametrize("machine", [("/usr/bin/cc", AVX2)], indirect=True)
@@ -124,7 +134,7 @@ def test_a_compiler_without_a_cache_folder_makes_no_kernels() -> None:
     environment.pop("OUTRIDER_HOME", None)
     done = subprocess.run([sys.executable, "-c", CHOICES], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.stdout.split() == ["float32"] * 3, done.stderr
-    assert "kernels are not available: the library tile_sizes cannot be built or loaded: " in done.stderr
+    assert "without our kernels: the library tile_sizes cannot be built or loaded: " in done.stderr
     assert "/proc/none" in done.stderr
 
 
