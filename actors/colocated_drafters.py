@@ -15,7 +15,7 @@ from drafters.registry import feature_layers, make_drafter
 from drafters.sessions import SessionLimits
 from engine.loading import load_target
 from engine.models.prepare import ensure_model
-from engine.native import NativeTarget
+from engine.target import LoadedTarget
 from profiler.online_cost import OnlineCost
 from profiler.profile import Profile, with_measured_costs
 from router.assignment import member_name
@@ -32,7 +32,7 @@ class ColocatedDrafter:
 
 def load_with_colocated(
     config: Config, profile: Profile | None = None, remembers: bool = False
-) -> tuple[NativeTarget, ModelInfo, OnlineCost, list[ColocatedDrafter]]:
+) -> tuple[LoadedTarget, ModelInfo, OnlineCost, list[ColocatedDrafter]]:
     """The target of a resolved configuration, as ``engine.loading.load_target``, and the drafters in its process.
 
     ``profile`` has the measured costs of cascades' members. Raises OutriderError if a model is missing or does not fit.

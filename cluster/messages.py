@@ -7,7 +7,7 @@ from cluster.fast_dataclass import record
 from cluster.sampling_params import SamplingParams
 from cluster.types import Commit, Proposal, Request
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Role(StrEnum):

@@ -4,6 +4,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from cluster.errors import InvalidField
+from cluster.grammar import Grammar
 
 MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
@@ -37,11 +38,16 @@ class SamplingParams:
     seed: int = field(default_factory=lambda: secrets.randbits(64))  # of the sampling noise; random by default
     top_logprobs: int | None = None  # None: no log-probabilities; 0: the chosen token's only
     allowed_token_ids: tuple[int, ...] = ()  # (): all tokens
+    grammar: Grammar | None = None  # of the output; its end ends the request, also with ignore_eos or before min_tokens
 
     @property
     def dictates(self) -> bool:
-        """Whether the caller forces tokens, by a list of allowed tokens or a large bias."""
-        return bool(self.allowed_token_ids) or any(bias >= DICTATING_BIAS for _, bias in self.logit_bias)
+        """Whether the caller forces tokens, by a grammar, a list of allowed tokens or a large bias."""
+        return (
+            self.grammar is not None
+            or bool(self.allowed_token_ids)
+            or any(bias >= DICTATING_BIAS for _, bias in self.logit_bias)
+        )
 
     def __post_init__(self) -> None:
         _within("max_tokens", self.max_tokens, 1, 2**31 - 1)

@@ -64,8 +64,11 @@ ModelName = Annotated[
 
 def _configuration(file: Path | None, model: str | None = None) -> "Config":
     from cluster.config import Config, load
+    from engine.vllm.version import require_vllm
 
     config = load(file) if file is not None else Config()
+    if config.target.engine == "vllm":
+        require_vllm()
     if model is None:
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"name": model})})

@@ -18,8 +18,7 @@ from drafters.dspark.host import Host
 from drafters.registry import Site, feature_layers, make
 from engine.loading import identity_of, load_engine
 from engine.models.prepare import ensure_model
-from engine.native import NativeTarget
-from engine.target import SpanInput, TargetEngine
+from engine.target import LoadedTarget, SpanInput, TargetEngine
 from engine.target_probe import TargetProbe
 from profiler.interleaved import Timing, TimingBudget, time_interleaved
 from profiler.latency import MIN_POINTS, Kind
@@ -95,7 +94,7 @@ def _trip(times_s: Sequence[float]) -> Trip:
 class _ProfileBench:
     """The timed work, by surface and point."""
 
-    def __init__(self, config: Config, engine: NativeTarget, model: ModelInfo) -> None:
+    def __init__(self, config: Config, engine: LoadedTarget, model: ModelInfo) -> None:
         threads = config.target.resources.threads
         self.threads = torch.get_num_threads() if threads == "auto" else threads
         self._config, self._engine, self._model = config, engine, model

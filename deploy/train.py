@@ -9,15 +9,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from drafters.shipped import find_drafter
-from drafters.training.distributed import join_world
-from drafters.training.pipeline import Result, train
-from drafters.training.recipe import TrainOptions
-from drafters.training.work_folder import exclusive
 from engine.cpu_setup import configure_cpu
+from training.distributed import join_world
+from training.pipeline import Result, train
+from training.recipe import TrainOptions
+from training.work_folder import exclusive
 
 
 class _Bars:
-    """``drafters.training.pipeline.Reporter``: one progress bar per step."""
+    """``training.pipeline.Reporter``: one progress bar per step."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -40,7 +40,7 @@ def run(
     begin_with: str | None = None,
     **fields: Any,
 ) -> None:
-    """Fields that are None have their default. Raises as ``drafters.training.pipeline.train``."""
+    """Fields that are None have their default. Raises as ``training.pipeline.train``."""
     configure_cpu()
     given = {name: value for name, value in fields.items() if value is not None}
     out = out.expanduser().absolute()

@@ -22,10 +22,8 @@ def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def verdict(request_id: str, drafts: Sequence[int], chosen: "Chosen") -> SpanOutcome:
-    """Verifies ``drafts`` by the tokens that the target chose at each of the len(drafts) + 1 rows.
-
-    A row that could not be sampled is an error only if it is reached, not behind a rejected draft token.
-    """
+    """Verifies ``drafts`` by the tokens that the target chose at each of the len(drafts) + 1 rows. A row that could not be
+    sampled is an error only if it is reached, not behind a rejected draft token."""
     num_accepted = common_prefix_len(drafts, chosen.token_ids)
     num_tokens = min(num_accepted + 1, len(chosen.token_ids))
     return SpanOutcome(

@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class PackedSpan:
-    """Consecutive tokens of one sequence. Positions before ``base_len`` are in the cache already.
-
-    ``block_table`` (int32) covers positions 0 .. base_len + len(token_ids).
-    """
+    """Consecutive tokens of one sequence. Positions before ``base_len`` are in the cache already. ``block_table`` (int32)
+    covers positions 0 .. base_len + len(token_ids)."""
 
     base_len: int
     token_ids: Sequence[int]
@@ -46,12 +44,8 @@ class Layout:
 
 
 def lay_out(spans: Sequence[PackedSpan], block_len: int, inverse_frequencies: torch.Tensor, device: torch.device) -> Layout:
-    """The layout of a pass on ``device``. A GPU gets it in one asynchronous copy.
-
-    Args:
-        spans: at least one, each of at least one token.
-        inverse_frequencies: fp32 [head_dim / 2], on the CPU.
-    """
+    """The layout of a pass on ``device``. A GPU gets it in one asynchronous copy. ``spans``: at least one, each of at least
+    one token. ``inverse_frequencies``: fp32 [head_dim / 2], on the CPU."""
     if device.type == "cpu":
         return _on_host(spans, block_len, inverse_frequencies)
     host = pack(spans, block_len, inverse_frequencies, device)

@@ -25,8 +25,7 @@ class ColocatedDrafters:
     """Steps the loops, and decides for each batch size whether a drafter is queried: its drafts must save more time than
     they take. A drafter that is not queried is sent nothing; what it must be sent waits in its outbox.
 
-    Args:
-        clock: monotonic, in seconds.
+    ``clock``: monotonic, in seconds.
     """
 
     def __init__(self, loops: Sequence[ColocatedLoop], clock: Callable[[], float]) -> None:
@@ -64,9 +63,8 @@ class ColocatedDrafters:
             gate.note_rest(self._batch, seconds)
 
     def draft(self, now_s: float, is_idle: bool, follows_pass: bool) -> tuple[float, list[tuple[str, str]]]:
-        """Lets each queried drafter read what was sent to it, and draft.
-
-        Returns the seconds that it took, and the name and the error of each drafter that failed: it is left out from now on.
+        """Lets each queried drafter read what was sent to it, and draft. Returns the seconds that it took, and the name and
+        the error of each drafter that failed: it is left out from now on.
 
         Args:
             is_idle: no request is live: every drafter reads its mail.

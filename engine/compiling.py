@@ -41,9 +41,8 @@ def load_compiled(
     level: CpuLevel | None = None,
     keeps_gil: bool = False,
 ) -> ctypes.CDLL:
-    """The library of ``sources``, compiled if the cache has none for this CPU level, compiler and C library.
-
-    A cached library that is incomplete or does not load is removed and compiled again, once.
+    """The library of ``sources``, compiled if the cache has none for this CPU level, compiler and C library. A cached
+    library that is incomplete or does not load is removed and compiled again, once.
 
     Args:
         name: prefix of the file name.
@@ -54,9 +53,8 @@ def load_compiled(
         keeps_gil: keep the GIL during calls, for functions of microseconds, since reacquiring it waits
             for a thread switch.
 
-    Raises:
-        NoCompiler: no compiler is there, it failed, the library does not load, or others may write to the cache folder.
-        InvalidField: ``OUTRIDER_CPU`` names no level of this machine.
+    Raises NoCompiler: no compiler is there, it failed, the library does not load, or others may write to the cache folder;
+    InvalidField: ``OUTRIDER_CPU`` names no level of this machine.
     """
     level = level or cpu_level()
     all_flags = (*level.compiler_flags, *_FLAGS, *flags)
@@ -90,10 +88,7 @@ def find_compiler() -> tuple[str, ...] | None:
 
 def kernels_fault() -> str | None:
     """Why the kernels cannot be compiled or loaded here; None if they can. Tried with a small file, once in a process.
-
-    Raises:
-        InvalidField: ``OUTRIDER_CPU`` names no level of this machine.
-    """
+    Raises InvalidField: ``OUTRIDER_CPU`` names no level of this machine."""
     compiler = find_compiler()
     return _no_compiler() if compiler is None else _trial_fault(compiler)
 

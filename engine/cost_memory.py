@@ -38,10 +38,7 @@ class _Stored(Section):
 
 class CostMemory:
     """Costs of one target on this machine with this version of the engine. An unusable store is logged and counts as empty.
-
-    Args:
-        operators: name of the operators' class; without kernels a pass costs several times as much.
-    """
+    ``operators``: name of the operators' class; without kernels a pass costs several times as much."""
 
     def __init__(self, store: StateStore, identity: Identity, operators: str) -> None:
         self._store = store

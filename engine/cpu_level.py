@@ -47,11 +47,8 @@ class CpuLevel:
 
     @property
     def has_bf16_products(self) -> bool:
-        """Whether torch and oneDNN multiply in bf16 at full speed.
-
-        Below AVX-512 BF16 ``F.linear`` in bf16 takes about ten times as long as in fp32, and below AVX-512
-        ``mkldnn._reorder_linear_weight`` refuses bf16.
-        """
+        """Whether torch and oneDNN multiply in bf16 at full speed. Below AVX-512 BF16 ``F.linear`` in bf16 takes about ten
+        times as long as in fp32, and below AVX-512 ``mkldnn._reorder_linear_weight`` refuses bf16."""
         return self.includes(AVX512_BF16)
 
     def includes(self, level: str) -> bool:
@@ -77,11 +74,8 @@ class CpuLevel:
 
 
 def cpu_level() -> CpuLevel:
-    """The level in force: the machine's own, or what ``OUTRIDER_CPU`` lowers it to. Reads the variable at each call.
-
-    Raises:
-        InvalidField: the variable names no level, or one above the machine's own.
-    """
+    """The level in force: the machine's own, or what ``OUTRIDER_CPU`` lowers it to. Reads the variable at each call. Raises
+    InvalidField: the variable names no level, or one above the machine's own."""
     machine = machine_level()
     name = os.environ.get(VARIABLE) or AUTO
     if name == AUTO:
@@ -105,12 +99,7 @@ def machine_level() -> str:
 
 
 def level_of(architecture: str, features: frozenset[str]) -> str:
-    """The highest level of a CPU.
-
-    Args:
-        architecture: as ``platform.machine`` names it.
-        features: under Linux's names.
-    """
+    """The highest level of a CPU. ``architecture``: as ``platform.machine`` names it. ``features``: under Linux's names."""
     if architecture.lower() in _ARM_MACHINES:
         return NEON  # part of every 64-bit ARM CPU
     highest = GENERIC

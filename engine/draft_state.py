@@ -14,11 +14,8 @@ MAX_AWAITED = 8
 
 @dataclass(slots=True, eq=False)
 class DraftState:
-    """All writes go through the methods; the fields may be read.
-
-    Args:
-        token_ids: the committed tokens, shared with the sequence, which extends them.
-    """
+    """All writes go through the methods; the fields may be read. ``token_ids``: the committed tokens, shared with the
+    sequence, which extends them."""
 
     token_ids: list[int]
     prompt_len: int
@@ -36,10 +33,8 @@ class DraftState:
     # ---- who drafts, and how far
 
     def switch(self, chain: Chain) -> bool:
-        """Sets a new chain. Returns whether the last drafter changed.
-
-        The proposal is dropped only then: it does not depend on the drafters before the last.
-        """
+        """Sets a new chain. Returns whether the last drafter changed. The proposal is dropped only then: it does not depend
+        on the drafters before the last."""
         drafter = chain[-1] if chain else None
         moved = drafter != self.drafter
         self.chain, self.drafter = chain, drafter
@@ -97,10 +92,8 @@ class DraftState:
     # ---- proposals
 
     def offer(self, proposal: Proposal) -> bool:
-        """Takes a sound proposal (`cluster.message_checks`) of the request's drafter. Returns whether it was taken.
-
-        A late proposal is cut to its uncommitted part if the tokens committed meanwhile agree with it, else refused.
-        """
+        """Takes a sound proposal (`cluster.message_checks`) of the request's drafter. Returns whether it was taken. A late
+        proposal is cut to its uncommitted part if the tokens committed meanwhile agree with it, else refused."""
         if proposal.drafter != self.drafter:
             return False
         lag = len(self.token_ids) - proposal.base_len
@@ -121,10 +114,8 @@ class DraftState:
         self.survival = survival
 
     def judge(self, committed: tuple[int, ...]) -> str | None:
-        """Compares the present proposal with the tokens committed by a pass, and keeps its uncommitted part.
-
-        Returns the drafter of the proposal; None without one. ``committed`` is () if the pass failed.
-        """
+        """Compares the present proposal with the tokens committed by a pass, and keeps its uncommitted part. Returns the
+        drafter of the proposal; None without one. ``committed`` is () if the pass failed."""
         proposal, self.proposal = self.proposal, None
         if proposal is None or not committed:
             self.judgement = None

@@ -20,10 +20,7 @@ logger = logging.getLogger(__name__)
 
 class DrafterSessions:
     """Not thread-safe: the round owns it. A request whose drafter is not linked is decoded plainly until it is.
-
-    Args:
-        proposers: for each drafter, those that may ride ahead of it in its process; it may report on them.
-    """
+    ``proposers``: for each drafter, those that may ride ahead of it in its process; it may report on them."""
 
     def __init__(
         self,
@@ -95,12 +92,10 @@ class DrafterSessions:
     def receive(
         self, link: Link, message: ProposalRound, now_s: float, unread_since_s: float | None = None
     ) -> tuple[str, ...]:
-        """Takes the sound message (`cluster.message_checks`) of a known link.
+        """Takes the sound message (`cluster.message_checks`) of a known link. Returns its faults: parts that contradict what
+        the drafter was sent, and were ignored.
 
-        Returns its faults: parts that contradict what the drafter was sent, and were ignored.
-
-        Args:
-            unread_since_s: when mail was last read before; None: the message has come just now.
+        ``unread_since_s``: when mail was last read before; None: the message has come just now.
         """
         name = link.peer.name
         outbox, stats = self._outboxes[name], self._telemetry.drafter(name)

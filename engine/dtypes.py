@@ -19,20 +19,24 @@ logger = logging.getLogger(__name__)
 AUTO, INT8, BFLOAT16, FLOAT32 = "auto", "int8", "bfloat16", "float32"
 
 
-def choose_dtype(dtype: str, device: str, *, allows_int8: bool = False) -> str:
-    """``dtype``, or for auto the fastest on ``device`` (cpu or cuda). Logs each choice once per process."""
+def choose_dtype(dtype: str, device: str, *, allows_int8: bool = False, engine: str = "native") -> str:
+    """``dtype``, or for auto the fastest on ``device`` (cpu or cuda). Logs each choice once per process.
+
+    Args:
+        engine: of the target; vllm computes with torch's products, not with our kernels.
+    """
     if dtype != AUTO:
         return dtype
     if device == "cuda":
         return _chosen(BFLOAT16, "it is on a GPU", allows_int8)
-    fault = kernels_fault()
+    fault = kernels_fault() if engine == "native" else f"{engine} computes"
     if fault is None:
         if allows_int8:
             return _chosen(INT8, "compiled kernels read half of the bytes of bfloat16", allows_int8)
         return _chosen(BFLOAT16, "compiled kernels read half of the bytes of float32", allows_int8)
     if cpu_level().has_bf16_products:
-        return _chosen(BFLOAT16, f"oneDNN multiplies in bfloat16 here, and kernels are not available: {fault}", allows_int8)
-    return _chosen(FLOAT32, f"products in bfloat16 are slow here, and kernels are not available: {fault}", allows_int8)
+        return _chosen(BFLOAT16, f"oneDNN multiplies in bfloat16 here, and our kernels are not used: {fault}", allows_int8)
+    return _chosen(FLOAT32, f"products in bfloat16 are slow here, and our kernels are not used: {fault}", allows_int8)
 
 
 @cache
@@ -48,8 +52,7 @@ def held_dtype(dtype: str) -> str:
     Without C kernels torch computes the products: it has none with int8 weights, and below AVX-512 BF16 those in bf16 are
     about ten times slower than in fp32, so weights are held in fp32 there.
 
-    Raises:
-        InvalidField: ``OUTRIDER_CPU`` names no level of this machine.
+    Raises InvalidField: ``OUTRIDER_CPU`` names no level of this machine.
     """
     if dtype == "float32":
         return dtype
@@ -59,11 +62,11 @@ def held_dtype(dtype: str) -> str:
 
 
 def resolve_dtypes(config: Config) -> Config:
-    """A resolved configuration with the dtypes of target and drafters chosen. Idempotent.
-
-    The launcher chooses for all nodes, so that replicas on CPUs of different levels compute in the same dtype.
-    """
-    target = config.target.model_copy(update={"dtype": choose_dtype(config.target.dtype, config.target.device)})
+    """A resolved configuration with the dtypes of target and drafters chosen. Idempotent. The launcher chooses for all
+    nodes, so that replicas on CPUs of different levels compute in the same dtype."""
+    target = config.target.model_copy(
+        update={"dtype": choose_dtype(config.target.dtype, config.target.device, engine=config.target.engine)}
+    )
     drafters = tuple(
         one.model_copy(update={"options": _with_dtype(one.options, one.device)}) if one.has_model else one
         for one in config.drafters

@@ -18,6 +18,9 @@ from engine.models.config import DecoderConfig, load_config
 from engine.models.weights import Weights, open_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.ops import Ops, TorchOps
+from engine.tensor_parallel.leader import LeadingTarget
+from engine.tensor_parallel.ranks import ModelRanks, RankGroup
+from engine.tensor_parallel.sharding import shard_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +57,14 @@ def _cuda_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device, b
         from engine.cuda.compile_check import KernelsUnavailable, try_out
         from engine.cuda.ops import CudaOps
     except ImportError as error:
-        return _plain_on_gpu(config, dtype, f"Triton cannot be imported ({error})")
-    ops = CudaOps(config, dtype)
-    try:
-        try_out(ops, config, dtype, device, block_len)
-    except KernelsUnavailable as error:
-        return _plain_on_gpu(config, dtype, str(error))
-    return ops
-
-
-def _plain_on_gpu(config: DecoderConfig, dtype: torch.dtype, why: str) -> Ops:
+        why = f"Triton cannot be imported ({error})"
+    else:
+        ops = CudaOps(config, dtype)
+        try:
+            try_out(ops, config, dtype, device, block_len)
+            return ops
+        except KernelsUnavailable as error:
+            why = str(error)
     logger.warning("the GPU runs plain torch operators without CUDA graphs, which are several times slower: %s", why)
     return TorchOps(config, dtype)
 
@@ -74,38 +75,39 @@ def load_model(
     device: str = "cpu",
     num_layers: int | None = None,
     block_len: int = BLOCK_LEN,
+    ranks: RankGroup | None = None,
 ) -> CausalModel:
-    """Loads the model of a Hugging Face folder; with ``num_layers`` only its first layers.
-
-    Raises:
-        ModelUnavailable: missing, half-written or unsupported; one line that says which.
-    """
+    """Loads the model of a Hugging Face folder; with ``num_layers`` only its first layers, with ``ranks`` the shard of this
+    rank. Raises ModelUnavailable: missing, half-written or unsupported; InvalidField: too many ranks; one line that says
+    which."""
     config = load_config(folder)
     if num_layers is not None:
         config = config.truncated(num_layers)
     dtype = choose_dtype(dtype, device)
-    with open_weights(folder, config, DTYPES[dtype]) as weights:
-        return build_model(config, weights, dtype, device, block_len)
+    of_rank = None if ranks is None else ModelRanks(ranks, shard_of(config, ranks.rank, ranks.num_ranks))
+    with open_weights(folder, config, DTYPES[dtype], None if of_rank is None else of_rank.shard) as weights:
+        return build_model(config, weights, dtype, device, block_len, of_rank)
 
 
-def build_model(config: DecoderConfig, weights: Weights, dtype: str, device: str, block_len: int = BLOCK_LEN) -> CausalModel:
-    """Builds a model from weights.
-
-    Raises:
-        InvalidField: the device is a GPU, and there is none.
-    """
+def build_model(
+    config: DecoderConfig,
+    weights: Weights,
+    dtype: str,
+    device: str,
+    block_len: int = BLOCK_LEN,
+    ranks: ModelRanks | None = None,
+) -> CausalModel:
+    """Builds a model from weights. Raises InvalidField: the device is a GPU, and there is none."""
     require(device)
     at, kind = torch.device(device), DTYPES[dtype]
-    ops = make_ops(config, kind, at, int8=dtype == "int8", block_len=block_len)
-    return _model_class(at, ops)(config, weights, ops, kind, at)
-
-
-def _model_class(device: torch.device, ops: Ops) -> type[CausalModel]:
-    if device.type != "cuda" or isinstance(ops, TorchOps):  # plain torch reads lengths back, which no graph can capture
-        return CausalModel
+    own = config if ranks is None else ranks.shard.config_of(config)
+    ops = make_ops(own, kind, at, int8=dtype == "int8", block_len=block_len)
+    # Plain torch reads lengths back, which no graph can capture. Graphs with collectives of several ranks are not tested.
+    if at.type != "cuda" or isinstance(ops, TorchOps) or ranks is not None:
+        return CausalModel(config, weights, ops, kind, at, ranks)
     from engine.cuda.graphs import GraphedModel
 
-    return GraphedModel
+    return GraphedModel(config, weights, ops, kind, at)
 
 
 def load_target(
@@ -118,21 +120,26 @@ def load_target(
     max_num_sequences: int = 64,
     max_pass_tokens: int = 512,
     max_model_len: int = 2048,
-    prefix_cache: bool = True,
     feature_layers: Sequence[int] = (),
+    ranks: RankGroup | None = None,
 ) -> NativeTarget:
-    """A native target for the model of a Hugging Face folder. ``max_model_len`` is capped at the model's.
+    """A native target for the model of a Hugging Face folder. ``max_model_len`` is capped at the model's. Raises as
+    ``load_model`` and ``NativeTarget``.
 
-    Raises:
-        ModelUnavailable: missing, half-written or unsupported; one line that says which.
-        InvalidField: the KV cache cannot hold a sequence of ``max_model_len`` tokens; or there are no such layers.
+    Args:
+        kv_cache_bytes: of one rank.
+        ranks: the processes that compute it; rank 0 gets a ``LeadingTarget``, the others follow it (``follow``).
     """
-    model = load_model(folder, dtype, device, block_len=block_len)
+    model = load_model(folder, dtype, device, block_len=block_len, ranks=ranks)
+    # All ranks have as many blocks as fit the cache of the first one, which holds the most heads.
+    largest = model.config if ranks is None else shard_of(model.config, 0, ranks.num_ranks).config_of(model.config)
     limits = NativeLimits(
-        num_blocks=num_blocks_for(model.config, kv_cache_bytes, model.dtype, block_len),
+        num_blocks=num_blocks_for(largest, kv_cache_bytes, model.dtype, block_len),
         block_len=block_len,
         max_num_sequences=max_num_sequences,
         max_pass_tokens=max_pass_tokens,
         max_model_len=min(max_model_len, model.config.max_len),
     )
-    return NativeTarget(model, limits, prefix_cache, feature_layers)
+    if ranks is not None and ranks.rank == 0:
+        return LeadingTarget(model, limits, folder, ranks, feature_layers)
+    return NativeTarget(model, limits, feature_layers=feature_layers)

@@ -1,11 +1,8 @@
-"""The forward pass over spans of different sequences and lengths, packed into one batch of rows.
-
-Prefill and decode are not distinguished. A pass begins, runs layer by layer and finishes; its state is accessible between
-layers, for hidden states and for early exit of rows.
-"""
+"""The forward pass over spans of different sequences and lengths, packed into one batch of rows. Prefill and decode are not
+distinguished."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +14,9 @@ from engine.liveness import PASSES
 from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.models.weights import LayerWeights, LinearWeight, Weights
 from engine.ops import HeadNorms, Linear, Ops
+from engine.tensor_parallel.ranks import ModelRanks
 
-__all__ = ["CausalModel", "PackedSpan", "Pass"]
+__all__ = ["CausalModel", "PackedSpan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,42 +41,34 @@ class DecoderLayer:
         attends: Layout,
     ) -> torch.Tensor:
         """Adds ``delta`` and the attention to ``residual`` in place. Returns the feed-forward output, still to be added.
-
-        Args:
-            kv: keys and values of the layer's cache.
-            attends: the layout of the attention.
-        """
+        ``kv``: keys and values of the layer's cache. ``attends``: the layout of the attention."""
         qkv = self.qkv(ops.add_norm(residual, delta, self.input_norm))
         queries = ops.rotate_and_store(qkv, self.head_norms, layout, *kv)
         attended = self.out(ops.attention(queries, attends, *kv))
         return self.down(ops.gate(self.gate_up(ops.add_norm(residual, attended, self.post_norm))))
 
 
-@dataclass(slots=True)
-class Pass:
-    """State of a pass. The output of the layers so far is ``residual + delta``."""
-
-    layout: Layout
-    cache: KvCache
-    residual: torch.Tensor  # fp32 [rows, hidden]
-    delta: torch.Tensor | None = None  # dtype [rows, hidden]; added by the next norm
-    taps: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> its output, fp32 [rows, hidden]
-
-
 class CausalModel:
     """A decoder of the Llama family over a paged KV cache. Immutable; not thread-safe, since its operators own buffers.
 
     Args:
-        config: the model's shape.
-        weights: read once, by the constructor.
-        ops: operators for this shape and dtype.
+        config: shape of the whole model.
+        weights, ops: of the rank's shard, if the model is one rank of several.
         dtype: of weights, products and KV cache.
+        ranks: computes sums over the ranks; they make the same passes in step.
     """
 
     def __init__(
-        self, config: DecoderConfig, weights: Weights, ops: Ops, dtype: torch.dtype, device: torch.device | None = None
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        ranks: ModelRanks | None = None,
     ) -> None:
         self.config = config
+        self.ranks = ranks
         self.dtype = dtype
         self.device = device or torch.device("cpu")
         self._ops = ops
@@ -96,7 +86,7 @@ class CausalModel:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """[vocab, hidden], in the dtype or a narrower one."""
+        """[vocab, hidden], in the dtype or a narrower one; of one rank, its shard."""
         return self._embedding
 
     @property
@@ -105,7 +95,8 @@ class CausalModel:
         return [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self._layers]
 
     def new_cache(self, num_blocks: int, block_len: int = BLOCK_LEN) -> KvCache:
-        return KvCache.allocate(self.config, num_blocks, self.dtype, self.device, block_len)
+        config = self.config if self.ranks is None else self.ranks.shard.config_of(self.config)
+        return KvCache.allocate(config, num_blocks, self.dtype, self.device, block_len)
 
     def warm_up(self, cache: KvCache) -> None:
         """Prepares small passes over ``cache``; does nothing on a CPU."""
@@ -116,12 +107,10 @@ class CausalModel:
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[PackedSpan], cache: KvCache) -> torch.Tensor:
-        """Computes all spans and writes their keys and values to ``cache``.
+        """Computes all spans and writes their keys and values to ``cache``. Two spans of a pass may share only blocks that
+        lie wholly before both base_lens.
 
-        Two spans of a pass may share only blocks that lie wholly before both base_lens.
-
-        Returns:
-            The final hidden states, [rows, hidden] in the dtype, rows in the order of the spans.
+        Returns the final hidden states, [rows, hidden] in the dtype, rows in the order of the spans.
         """
         return self.forward_with_hidden_states(spans, cache, ())[0]
 
@@ -129,51 +118,43 @@ class CausalModel:
     def forward_with_hidden_states(
         self, spans: Sequence[PackedSpan], cache: KvCache, layers: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``forward``, with the hidden states after ``layers``: [rows, len(layers) * hidden], in the dtype.
-
-        -1 is the embedding, i is transformers' ``hidden_states[i + 1]``, so the last layer's is taken after the final norm.
-        """
+        """As ``forward``, with the hidden states after ``layers``: [rows, len(layers) * hidden], in the dtype. -1 is the
+        embedding, i is transformers' ``hidden_states[i + 1]``, so the last layer's is taken after the final norm."""
         return self._pass(self.lay_out(spans, cache.block_len), cache, layers)
 
     def _pass(self, layout: Layout, cache: KvCache, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        state = self.enter(layout, cache)
-        if -1 in layers:
-            state.taps[-1] = state.residual.clone()  # the layers add to it in place
-        self.run_layers(state, 0, self.config.num_layers, frozenset(layers))
-        hidden = self.finish(state)
+        residual = self._embed(layout.token_ids).float()  # fp32; a layer's output is residual + delta
+        delta: torch.Tensor | None = None
+        kept = {-1: residual.clone()} if -1 in layers else {}  # the layers add to the residual in place
+        for index, layer in enumerate(self._layers):
+            PASSES.advanced()
+            kv = cache.keys[index], cache.values[index]
+            delta = layer.run(self._ops, layout, residual, delta, kv, attends=layout)
+            if index in layers:
+                kept[index] = residual + delta
+        PASSES.advanced()
+        hidden = self._ops.add_norm(residual, delta, self._final_norm)
         if not layers:
             return hidden, hidden.new_empty(len(hidden), 0)
-        state.taps[self.config.num_layers - 1] = hidden
-        return hidden, torch.cat([state.taps[layer].to(self.dtype) for layer in layers], dim=-1)
+        kept[len(self._layers) - 1] = hidden
+        return hidden, torch.cat([kept[layer].to(self.dtype) for layer in layers], dim=-1)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The head applied to rows of final hidden states: [n, hidden] -> [n, vocab], in the dtype."""
+        """The head applied to rows of final hidden states: [n, hidden] -> [n, vocab], in the dtype; of one rank, the columns
+        of its shard."""
         return self._head(hidden)
 
     def lay_out(self, spans: Sequence[PackedSpan], block_len: int) -> Layout:
         return lay_out(spans, block_len, self._inverse_frequencies, self.device)
 
-    def enter(self, layout: Layout, cache: KvCache) -> Pass:
-        """Begins a pass over a given layout."""
-        return Pass(layout, cache, F.embedding(layout.token_ids, self._embedding).float())
-
-    @torch.inference_mode()
-    def run_layers(self, state: Pass, start: int, stop: int, taps: frozenset[int] = frozenset()) -> None:
-        """Runs layers ``start`` .. ``stop`` - 1; outputs of those in ``taps`` are kept in ``state.taps``."""
-        layout = state.layout
-        for index in range(start, stop):
-            PASSES.advanced()
-            kv = state.cache.keys[index], state.cache.values[index]
-            state.delta = self._layers[index].run(self._ops, layout, state.residual, state.delta, kv, attends=layout)
-            if index in taps:
-                state.taps[index] = state.residual + state.delta
-
-    @torch.inference_mode()
-    def finish(self, state: Pass) -> torch.Tensor:
-        """The final norm: [rows, hidden] in the dtype."""
-        PASSES.advanced()
-        return self._ops.add_norm(state.residual, state.delta, self._final_norm)
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.ranks is None:
+            return F.embedding(token_ids, self._embedding)
+        own = self.ranks.shard.token_ids
+        is_own = (token_ids >= own.start) & (token_ids < own.stop)
+        rows = F.embedding(torch.where(is_own, token_ids - own.start, 0), self._embedding)
+        return self.ranks.group.all_reduce(rows * is_own[:, None])
 
     def _prepare(self, layer: LayerWeights) -> DecoderLayer:
         def linear(weight: LinearWeight) -> Linear:
@@ -183,12 +164,8 @@ class CausalModel:
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm.to(self.device), layer.k_norm.to(self.device))
-        return DecoderLayer(
-            input_norm=layer.input_norm.to(self.device),
-            qkv=linear(layer.qkv),
-            head_norms=norms,
-            out=linear(layer.out),
-            post_norm=layer.post_norm.to(self.device),
-            gate_up=linear(layer.gate_up),
-            down=linear(layer.down),
-        )
+        input_norm, post_norm = layer.input_norm.to(self.device), layer.post_norm.to(self.device)
+        qkv, out, gate_up, down = (linear(weight) for weight in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        if self.ranks is not None:
+            out, down = self.ranks.summed(out), self.ranks.summed(down)
+        return DecoderLayer(input_norm, qkv, norms, out, post_norm, gate_up, down)

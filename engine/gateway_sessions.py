@@ -11,11 +11,7 @@ from engine.outbox import GatewayOutbox
 
 @dataclass(slots=True)
 class GatewaySessions:
-    """Not thread-safe: owned by the round.
-
-    Args:
-        end: called for each request whose gateway is gone or aborts it.
-    """
+    """Not thread-safe: owned by the round. ``end``: called for each request whose gateway is gone or aborts it."""
 
     end: Callable[[str], None]
     _outboxes: dict[Link, GatewayOutbox] = field(default_factory=dict)

@@ -18,14 +18,8 @@ from engine.models.config import DecoderConfig
 
 
 class HiddenStateCache:
-    """Hidden states after chosen layers, one row per slot of a KV cache.
-
-    Args:
-        layers: ascending, as of ``CausalModel.forward_with_hidden_states``.
-
-    Raises:
-        InvalidField: the model has no such layers, or they do not ascend.
-    """
+    """Hidden states after chosen layers, one row per slot of a KV cache. ``layers``: ascending, as of
+    ``CausalModel.forward_with_hidden_states``. Raises InvalidField: the model has no such layers, or they do not ascend."""
 
     def __init__(
         self,
@@ -53,7 +47,12 @@ class HiddenStateCache:
                 for span in spans
                 for position in range(span.base_len, span.base_len + len(span.token_ids))
             ]  # faster than arrays for spans of a few rows
-            self._rows.index_copy_(0, to_device(np.array(slots), self._rows.device), features)
+            self.write_slots(to_device(np.array(slots), self._rows.device), features)
+
+    def write_slots(self, slots: torch.Tensor, features: torch.Tensor) -> None:
+        """As ``write``, for the slots [rows] of the KV cache."""
+        if self._rows is not None:
+            self._rows.index_copy_(0, slots, features)
 
     def read(self, block_table: NDArray[np.int32], start: int, stop: int) -> torch.Tensor:
         """A copy of positions ``start`` .. ``stop`` - 1 of the sequence: [stop - start, len(layers) * hidden]."""

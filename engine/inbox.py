@@ -12,11 +12,8 @@ from engine.telemetry import Telemetry
 
 
 class TargetInbox:
-    """Drops the unsound parts of messages, and closes the links of peers that send too many of them.
-
-    Args:
-        submit: called with each new request and the link that it came by.
-    """
+    """Drops the unsound parts of messages, and closes the links of peers that send too many of them. ``submit``: called with
+    each new request and the link that it came by."""
 
     def __init__(
         self,

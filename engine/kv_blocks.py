@@ -88,13 +88,10 @@ class BlockLedger:
         return request_id in self._sequences
 
     def open(self, request_id: str, token_ids: Sequence[int]) -> int:
-        """Registers a sequence that begins with ``token_ids``.
+        """Registers a sequence that begins with ``token_ids``. Returns the number of its tokens in cached full blocks, which
+        it now shares: at most len - 1, since the last token must be computed to predict the next.
 
-        Returns the number of its tokens in cached full blocks, which it now shares: at most len - 1, since the last token
-        must be computed to predict the next.
-
-        Raises:
-            LedgerMisuse: the request is open.
+        Raises LedgerMisuse: the request is open.
         """
         if request_id in self._sequences:
             raise LedgerMisuse(f"request {request_id!r} is already open: release it first")
@@ -114,12 +111,8 @@ class BlockLedger:
         return sequence.computed_len
 
     def speculate(self, request_id: str, token_ids: Sequence[int]) -> Checkpoint:
-        """Reserve blocks for ``token_ids`` at computed_len.
-
-        Raises:
-            OutOfBlocks: more blocks are needed than are free; nothing changed.
-            LedgerMisuse: unknown request, no tokens, or a checkpoint is open.
-        """
+        """Reserve blocks for ``token_ids`` at computed_len. Raises OutOfBlocks: more blocks are needed than are free;
+        nothing changed; LedgerMisuse: unknown request, no tokens, or a checkpoint is open."""
         return self.speculate_all({request_id: token_ids})[request_id]
 
     def speculate_all(self, spans: Mapping[str, Sequence[int]]) -> dict[str, Checkpoint]:
@@ -145,11 +138,8 @@ class BlockLedger:
         return checkpoints
 
     def commit(self, checkpoint: Checkpoint, num_tokens: int) -> None:
-        """Makes the first ``num_tokens`` of the checkpoint final and rolls back the rest.
-
-        Raises:
-            LedgerMisuse: the checkpoint was committed, its request was released, or it has fewer tokens.
-        """
+        """Makes the first ``num_tokens`` of the checkpoint final and rolls back the rest. Raises LedgerMisuse: the
+        checkpoint was committed, its request was released, or it has fewer tokens."""
         sequence = self._speculating(checkpoint)
         if not 0 <= num_tokens <= len(checkpoint.token_ids):
             raise LedgerMisuse(
@@ -168,9 +158,8 @@ class BlockLedger:
         """Replaces the tokens of an open checkpoint at the same base_len. Positions keep their blocks, so the computed part
         of a common prefix stays valid.
 
-        Raises:
-            OutOfBlocks: more blocks are needed than are free; nothing changed.
-            LedgerMisuse: the checkpoint is not open, or ``token_ids`` is empty.
+        Raises OutOfBlocks: more blocks are needed than are free; nothing changed; LedgerMisuse: the checkpoint is not open,
+        or ``token_ids`` is empty.
         """
         sequence = self._speculating(checkpoint)
         request_id = checkpoint.request_id
@@ -187,11 +176,8 @@ class BlockLedger:
         return sequence.checkpoint
 
     def release(self, request_id: str) -> None:
-        """Releases all blocks of a request and its open checkpoint. Full blocks stay cached until evicted.
-
-        Raises:
-            LedgerMisuse: unknown request.
-        """
+        """Releases all blocks of a request and its open checkpoint. Full blocks stay cached until evicted. Raises
+        LedgerMisuse: unknown request."""
         sequence = self._get(request_id)
         del self._sequences[request_id]
         while sequence.num_blocks:  # from the end, so that a prefix is evicted after what follows it

@@ -42,11 +42,7 @@ class KvCache:
 
 
 def num_blocks_for(config: DecoderConfig, num_bytes: int, dtype: torch.dtype, block_len: int = BLOCK_LEN) -> int:
-    """Blocks that fit into ``num_bytes``.
-
-    Raises:
-        InvalidField: not even one does.
-    """
+    """Blocks that fit into ``num_bytes``. Raises InvalidField: not even one does."""
     block_bytes = block_len * config.kv_bytes_per_token(dtype.itemsize)
     if num_bytes < block_bytes:
         raise InvalidField("kv_cache_bytes", num_bytes, f"must hold at least one block: one takes {block_bytes} bytes")
@@ -54,10 +50,8 @@ def num_blocks_for(config: DecoderConfig, num_bytes: int, dtype: torch.dtype, bl
 
 
 def cache_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed tensor; on a CPU in huge pages where the system has them, since blocks are scattered over many pages.
-
-    All pages are written once here, so that no pass pays for page faults (0.4 ms each).
-    """
+    """A zeroed tensor; on a CPU in huge pages where the system has them, since blocks are scattered over many pages. All
+    pages are written once here, so that no pass pays for page faults (0.4 ms each)."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -15,27 +15,26 @@ from engine.factory import load_target as load_native
 from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
-from engine.native import NativeTarget
-from engine.pass_timing import ROWS, measure_cost, warm_up
+from engine.pass_timing import measure_cost, warm_up
+from engine.target import LoadedTarget
 from profiler.hardware import cpu_name
 from profiler.online_cost import OnlineCost
 from profiler.profile import Identity, Profile, ProfiledCost
 from profiler.profile_store import usable_profile
-from router.cost_model import TableCost
+from router.cost_model import ROWS, TableCost
 
 
 def load_target(
     config: Config, feature_layers: Sequence[int] = (), profile: Profile | None = None, remembers: bool = False
-) -> tuple[NativeTarget, ModelInfo, OnlineCost]:
+) -> tuple[LoadedTarget, ModelInfo, OnlineCost]:
     """The target of a resolved configuration, the description of its model, and its cost model.
 
     Args:
-        feature_layers: as of ``NativeTarget``.
+        feature_layers: layers whose hidden states are kept for drafters in this process.
         profile: a stored profile (``stored_profile``); without one, costs are measured now, in seconds.
         remembers: store measured costs in the configured state store, and reuse those of earlier starts.
 
-    Raises:
-        ModelUnavailable, InvalidField: as ``load_engine``.
+    Raises ModelUnavailable, InvalidField: as ``load_engine``.
     """
     engine, info = load_engine(config, feature_layers)
     if profile is not None:
@@ -44,11 +43,11 @@ def load_target(
     return engine, info, OnlineCost(_remembered_cost(config, engine) if remembers else measure_cost(engine))
 
 
-def _remembered_cost(config: Config, engine: NativeTarget) -> TableCost:
+def _remembered_cost(config: Config, engine: LoadedTarget) -> TableCost:
     """Costs of an earlier start, or else measured now and stored."""
     store = open_store(config.cluster.state, config.cluster.namespace)
     try:
-        memory = CostMemory(store, identity_of(config), type(engine.model.ops).__name__)
+        memory = CostMemory(store, identity_of(config), engine.operators)
         known = memory.recall()
         if known is not None:
             _warm_up(config, engine)
@@ -60,15 +59,14 @@ def _remembered_cost(config: Config, engine: NativeTarget) -> TableCost:
         store.close()
 
 
-def _warm_up(config: Config, engine: NativeTarget) -> None:
+def _warm_up(config: Config, engine: LoadedTarget) -> None:
     """Warms up a target whose costs are known. On a GPU every pass size compiles kernels and captures its own graph."""
     warm_up(engine, ROWS if config.target.device == "cuda" else (1, 8))
 
 
 def stored_profile(config: Config) -> Profile | None:
-    """The stored `outrider profile` of a resolved configuration on this machine. None if there is no usable one;
-    the log says why an existing one is unusable.
-    """
+    """The stored `outrider profile` of a resolved configuration on this machine. None if there is no usable one; the log
+    says why an existing one is unusable."""
     store = open_store(config.cluster.state, config.cluster.namespace)
     try:
         return usable_profile(store, identity_of(config))
@@ -77,11 +75,8 @@ def stored_profile(config: Config) -> Profile | None:
 
 
 def identity_of(config: Config) -> Identity:
-    """The key of the target's profile on this machine at its CPU level.
-
-    Raises:
-        InvalidField: the target's device is a GPU, and there is none.
-    """
+    """The key of the target's profile on this machine at its CPU level. Raises InvalidField: the target's device is a GPU,
+    and there is none."""
     config = resolve_dtypes(config)
     require(config.target.device)
     if config.target.device == "cuda":
@@ -90,13 +85,9 @@ def identity_of(config: Config) -> Identity:
     return Identity.of(config, f"{cpu_name()} as {level.name}" if level.is_lowered else cpu_name())
 
 
-def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[NativeTarget, ModelInfo]:
-    """As ``load_target``, without the cost model.
-
-    Raises:
-        ModelUnavailable: missing, half-written or unsupported; one line that says which.
-        InvalidField: the KV cache cannot hold one sequence of the longest kind.
-    """
+def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[LoadedTarget, ModelInfo]:
+    """As ``load_target``, without the cost model. Raises ModelUnavailable: missing, half-written or unsupported; one line
+    that says which; InvalidField: the KV cache cannot hold one sequence of the longest kind; vLLM is missing, or another."""
     target = config.target
     folder = ensure_model(config.model.name)
     model = load_config(folder)
@@ -107,6 +98,10 @@ def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[Nat
         eos_token_ids=model.eos_token_ids,
         tokenizer_fingerprint=fingerprint(folder),
     )
+    if target.engine == "vllm":
+        from engine.vllm.loading import load_vllm
+
+        return load_vllm(folder, model, target, info, feature_layers), info
     engine = load_native(
         folder,
         dtype=target.dtype,

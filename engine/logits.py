@@ -44,9 +44,7 @@ class TokenCounts:
         self, draft_ids: Sequence[int], num_rows: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]:
         """Tokens (K,), how often each was generated before each row (num_rows, K), and whether it occurred (num_rows, K).
-
-        The last row follows all drafts, each earlier row one draft less.
-        """
+        The last row follows all drafts, each earlier row one draft less."""
         num_known = len(self._slots)
         new_ids = list(dict.fromkeys(token_id for token_id in draft_ids if token_id not in self._slots))
         columns = {token_id: num_known + i for i, token_id in enumerate(new_ids)}
@@ -74,27 +72,33 @@ class Edits:
     allowed_ids: NDArray[np.int64] | None = None  # only these may be chosen; None: all
 
 
-def edit(x: Tensor, edits: Edits) -> None:
-    """Edits the rows of one span, x (num_rows, V) float32, in place."""
+def edit(x: Tensor, edits: Edits, first_id: int = 0) -> None:
+    """Edits the rows of one span, x (num_rows, V) float32, in place. ``first_id``: the token of the first column, where x
+    holds a part of the vocabulary."""
     sampling = edits.sampling
+
+    def columns(token_ids: NDArray[np.int64], *values: NDArray[Any]) -> list[Tensor]:
+        """The tokens' columns of x, and their parts of ``values`` (..., K)."""
+        found = token_ids - first_id
+        inside = (found >= 0) & (found < x.shape[1])
+        return [to_device(array[..., inside], x.device) for array in (found, *values)]
+
     if edits.counts is not None:
-        ids, num_generated, occurred = (
-            to_device(array, x.device) for array in edits.counts.with_drafts(edits.draft_ids, len(x))
-        )
+        ids, num_generated, occurred = columns(*edits.counts.with_drafts(edits.draft_ids, len(x)))
         values = x[:, ids]
         repeated = torch.where(values < 0, values * sampling.repetition_penalty, values / sampling.repetition_penalty)
         values = torch.where(occurred, repeated, values)
         x[:, ids] = values - sampling.frequency_penalty * num_generated - sampling.presence_penalty * (num_generated > 0)
     if edits.bias is not None:
-        token_ids, added = (to_device(array, x.device) for array in edits.bias)
-        x[:, token_ids] += added
+        ids, added = columns(*edits.bias)
+        x[:, ids] += added
     if edits.allowed_ids is not None:
-        allowed_ids = to_device(edits.allowed_ids, x.device)
-        allowed = x[:, allowed_ids]
+        (ids,) = columns(edits.allowed_ids)
+        allowed = x[:, ids]
         x.fill_(-torch.inf)
-        x[:, allowed_ids] = allowed
+        x[:, ids] = allowed
     if edits.num_masked_rows:
-        x[: edits.num_masked_rows, to_device(np.array(edits.masked_ids), x.device)] = -torch.inf
+        x[: edits.num_masked_rows, columns(np.array(edits.masked_ids))[0]] = -torch.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +137,8 @@ def _select(where: NDArray[np.bool_], limits: NDArray[Any], x: Tensor) -> Iterat
 
 
 def _nucleus_floor(z: Tensor, wanted: Tensor) -> Tensor:
-    """The least z of the smallest set of most probable tokens whose sum of exp(z) is at least ``wanted``, (R,).
-
-    Sorts the _NUM_LIKELY largest first, and all tokens only in rows where those do not suffice.
-    """
+    """The least z of the smallest set of most probable tokens whose sum of exp(z) is at least ``wanted``, (R,). Sorts the
+    _NUM_LIKELY largest first, and all tokens only in rows where those do not suffice."""
     floor = torch.empty_like(z[:, 0])
     open_rows = torch.arange(len(z), device=z.device)
     for num in (_NUM_LIKELY, z.shape[-1]):

@@ -14,9 +14,10 @@ from engine.batch_layout import PackedSpan
 from engine.device import to_device
 from engine.forward import CausalModel
 from engine.hidden_states import HiddenStateCache
-from engine.kv_blocks import BlockLedger, Checkpoint
-from engine.sampling import Sampler, SampleSpan, SamplingState
+from engine.kv_blocks import BlockLedger
+from engine.sampling import SampleSpan, SamplingState
 from engine.target import SpanInput, SpanOutcome
+from engine.tensor_parallel.sampling import sampler_of
 from router.plan import Capacity
 
 
@@ -32,42 +33,27 @@ class NativeLimits:
 
 
 class NativeTarget:
-    """``engine.target.TargetEngine`` over a ``CausalModel``, in this process.
+    """``engine.target.LoadedTarget`` over a ``CausalModel``, in this process. ``feature_layers``: layers whose hidden states
+    are kept for drafters in this process (``read_hidden_states``).
 
-    Args:
-        feature_layers: layers whose hidden states are kept for drafters in this process (``read_hidden_states``).
-
-    Raises:
-        InvalidField: the limits contradict the model or each other, or the model has no such layers.
+    Raises InvalidField: the limits contradict the model or each other, or the model has no such layers.
     """
 
     def __init__(
-        self,
-        model: CausalModel,
-        limits: NativeLimits,
-        prefix_cache: bool = True,
-        feature_layers: Sequence[int] = (),
+        self, model: CausalModel, limits: NativeLimits, prefix_cache: bool = True, feature_layers: Sequence[int] = ()
     ) -> None:
-        if not 1 <= limits.max_model_len <= model.config.max_len:
-            raise InvalidField(
-                "max_model_len", limits.max_model_len, f"must lie between 1 and the model's {model.config.max_len}"
-            )
-        if limits.num_blocks * limits.block_len < limits.max_model_len:
-            raise InvalidField(
-                "max_model_len",
-                limits.max_model_len,
-                f"a KV cache of {limits.num_blocks} blocks of {limits.block_len} tokens cannot hold one sequence of "
-                f"{limits.max_model_len} tokens: enlarge kv_cache_gb or lower max_model_len",
-            )
+        num_blocks, block_len, max_len = limits.num_blocks, limits.block_len, limits.max_model_len
+        if not 1 <= max_len <= model.config.max_len:
+            raise InvalidField("max_model_len", max_len, f"must lie between 1 and the model's {model.config.max_len}")
+        if num_blocks * block_len < max_len:
+            reason = f"a KV cache of {num_blocks} blocks of {block_len} tokens cannot hold one sequence of {max_len} tokens"
+            raise InvalidField("max_model_len", max_len, f"{reason}: enlarge kv_cache_gb or lower max_model_len")
         self._model = model
         self._limits = limits
-        self._cache = model.new_cache(limits.num_blocks, limits.block_len)
-        self._features = HiddenStateCache(
-            model.config, feature_layers, limits.num_blocks, limits.block_len, model.dtype, model.device
-        )
-        self._ledger = BlockLedger(limits.num_blocks, limits.block_len, prefix_cache)
-        vocab_size = model.config.vocab_size
-        self._sampler = Sampler(vocab_size, model.config.eos_token_ids, model.ops.gumbel_argmax(np.arange(vocab_size)))
+        self._cache = model.new_cache(num_blocks, block_len)
+        self._features = HiddenStateCache(model.config, feature_layers, num_blocks, block_len, model.dtype, model.device)
+        self._ledger = BlockLedger(num_blocks, block_len, prefix_cache)
+        self._sampler = sampler_of(model)
         self._states: dict[str, SamplingState] = {}
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
@@ -89,8 +75,10 @@ class NativeTarget:
             for checkpoint in checkpoints.values():
                 self._ledger.commit(checkpoint, 0)
             raise
-        for span, outcome in zip(spans, outcomes, strict=True):
-            self._commit(span, outcome, checkpoints[span.request_id])
+        for span, outcome in zip(spans, outcomes, strict=True):  # without the bonus token: the next pass computes its keys
+            num_kept = len(span.token_ids) - span.num_drafts + outcome.num_accepted
+            self._ledger.commit(checkpoints[span.request_id], num_kept)
+            self._states[span.request_id].extend(outcome.token_ids)
         return outcomes
 
     def release(self, request_id: str) -> None:
@@ -105,34 +93,27 @@ class NativeTarget:
     def feature_layers(self) -> tuple[int, ...]:
         return self._features.layers
 
+    @property
+    def embedding(self) -> torch.Tensor:
+        return self._model.embedding
+
+    @property
+    def operators(self) -> str:
+        return type(self._model.ops).__name__
+
+    def close(self) -> None:
+        """It started nothing."""
+
     def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
-        """Hidden states after ``feature_layers``, concatenated, at committed positions start .. stop - 1.
-
-        The first n - 1 of n committed tokens are computed, unless the request is in prefill or was preempted.
-
-        Returns:
-            [stop - start, len(feature_layers) * hidden] in the model's dtype.
-
-        Raises:
-            LookupError: not all of them are computed, or the request is not held.
-        """
         computed_len = self._ledger.computed_len(request_id) if request_id in self._ledger else 0
         if not 0 <= start <= stop <= computed_len:
-            raise LookupError(
-                f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, the computed ones"
-            )
+            raise LookupError(f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, computed")
         return self._features.read(self._ledger.block_table(request_id), start, stop)
 
     def capacity(self) -> Capacity:
-        limits = self._limits
-        return Capacity(
-            block_len=limits.block_len,
-            num_blocks=limits.num_blocks,
-            num_free_blocks=self._ledger.num_free_blocks,
-            max_num_sequences=limits.max_num_sequences,
-            max_pass_tokens=limits.max_pass_tokens,
-            max_model_len=limits.max_model_len,
-        )
+        limits, num_free = self._limits, self._ledger.num_free_blocks
+        most = limits.max_num_sequences, limits.max_pass_tokens, limits.max_model_len
+        return Capacity(limits.block_len, limits.num_blocks, num_free, *most)
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
@@ -143,9 +124,7 @@ class NativeTarget:
         """Raises ValueError for a span that contradicts the ledger, which is a bug of the caller."""
         computed_len = self._ledger.computed_len(span.request_id)
         if span.base_len != computed_len:
-            raise ValueError(
-                f"span of {span.request_id!r} starts at {span.base_len}, but {computed_len} tokens are computed"
-            )
+            raise ValueError(f"span of {span.request_id!r} starts at {span.base_len}; {computed_len} tokens are computed")
         if not 0 <= span.num_drafts < len(span.token_ids) or (span.num_drafts and not span.samples):
             raise ValueError(f"span of {span.request_id!r}: {span.num_drafts} drafts in {len(span.token_ids)} tokens")
 
@@ -160,19 +139,13 @@ class NativeTarget:
             hidden = hidden[to_device(_sampled_rows(spans), hidden.device)]
         logits = self._model.logits(hidden)
         chosen = self._sampler.choose(
-            logits,
-            [SampleSpan(self._states[span.request_id], _drafts(span), span.num_drafts + 1) for span in sampled],
+            logits, [SampleSpan(self._states[span.request_id], _drafts(span), span.num_drafts + 1) for span in sampled]
         )
-        verdicts = {
-            span.request_id: verdict(span.request_id, _drafts(span), choice)
-            for span, choice in zip(sampled, chosen, strict=True)
-        }
-        return [verdicts.get(span.request_id) or SpanOutcome(span.request_id, (), 0) for span in spans]
-
-    def _commit(self, span: SpanInput, outcome: SpanOutcome, checkpoint: Checkpoint) -> None:
-        """Commits the span without its bonus token, whose keys the next pass computes."""
-        self._ledger.commit(checkpoint, len(span.token_ids) - span.num_drafts + outcome.num_accepted)
-        self._states[span.request_id].extend(outcome.token_ids)
+        choices = iter(chosen)
+        return [
+            verdict(span.request_id, _drafts(span), next(choices)) if span.samples else SpanOutcome(span.request_id, (), 0)
+            for span in spans
+        ]
 
 
 def _drafts(span: SpanInput) -> tuple[int, ...]:

@@ -62,10 +62,8 @@ class HeadNorms:
 
 
 class Ops(Protocol):
-    """Operators on one device for one model shape and dtype. The residual stream is fp32, products are in the dtype.
-
-    Not thread-safe; a returned tensor may be overwritten by the next call of the same operator.
-    """
+    """Operators on one device for one model shape and dtype. The residual stream is fp32, products are in the dtype. Not
+    thread-safe; a returned tensor may be overwritten by the next call of the same operator."""
 
     def linear(self, weight: LinearWeight) -> Linear:
         """The product with ``weight``, whose layout may change: keep no other reference to it."""
@@ -82,10 +80,8 @@ class Ops(Protocol):
     def rotate_and_store(
         self, qkv: torch.Tensor, norms: HeadNorms | None, layout: Layout, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Rotates queries and keys, writes keys and values of all rows to the cache of one layer.
-
-        Returns the queries, scaled by head_dim ** -0.5, [rows, heads, head_dim].
-        """
+        """Rotates queries and keys, writes keys and values of all rows to the cache of one layer. Returns the queries,
+        scaled by head_dim ** -0.5, [rows, heads, head_dim]."""
 
     def attention(self, queries: torch.Tensor, layout: Layout, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Causal grouped-query attention of all rows to the cache of one layer: [rows, heads * head_dim]."""

@@ -146,11 +146,8 @@ class GatewayOutbox:
 
 
 def _send(link: Link, message: DraftRound | CommitRound, num_pending: int, max_pending: int) -> bool:
-    """Returns False if the link is full: what is pending stays.
-
-    Raises:
-        LinkClosed: the peer is gone, or more than ``max_pending`` are pending, or the message cannot be sent.
-    """
+    """Returns False if the link is full: what is pending stays. Raises LinkClosed: the peer is gone, or more than
+    ``max_pending`` are pending, or the message cannot be sent."""
     try:
         link.send(message)
         return True

@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 
 from engine.target import TargetEngine
 from engine.target_probe import TargetProbe
-from router.cost_model import TableCost, monotone
+from router.cost_model import ROWS, TableCost, monotone
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # extrapolated beyond
 _CONTEXT_LEN = 512
 _NUM_CONTEXTS = 2
 _NUM_REPEATS = 5
@@ -20,10 +19,7 @@ def measure_cost(target: TargetEngine, clock: Callable[[], float] = time.monoton
     """Measures step time over rows and per token of context on ``target``, which must hold no request.
 
     Takes the minimum of several repeats, since disturbances only add time. A slow machine measures fewer rows and less
-    context, as far as BUDGET_S allows for each.
-
-    Args:
-        clock: of the budget.
+    context, as far as BUDGET_S allows for each. ``clock``: of the budget.
     """
     start_s = clock()
     capacity, probe = target.capacity(), TargetProbe(target, _WallTime())
@@ -46,10 +42,8 @@ def measure_cost(target: TargetEngine, clock: Callable[[], float] = time.monoton
 
 
 def warm_up(target: TargetEngine, sizes: Sequence[int] = ROWS) -> None:
-    """Runs one pass of each size, in rows, so that kernels, graphs and buffers exist before the first request.
-
-    ``target`` must hold no request. ``measure_cost`` does this too.
-    """
+    """Runs one pass of each size, in rows, so that kernels, graphs and buffers exist before the first request. ``target``
+    must hold no request. ``measure_cost`` does this too."""
     capacity, probe = target.capacity(), TargetProbe(target, _WallTime())
     for num_rows in sizes:
         if num_rows <= min(capacity.max_pass_tokens, capacity.max_model_len):

@@ -10,10 +10,8 @@ from router.plan import Capacity
 def refusal(
     request: Request, sequences: Sequences, model: ModelInfo, capacity: Capacity, max_waiting: int, draining: bool
 ) -> Commit | None:
-    """The only commit of a request that is refused, with the reason; None: it is taken.
-
-    The gateway has validated the request. This checks what only the target knows, and what would do harm.
-    """
+    """The only commit of a request that is refused, with the reason; None: it is taken. The gateway has validated the
+    request. This checks what only the target knows, and what would do harm."""
 
     def refuse(finish: FinishReason, error: str) -> Commit:
         return Commit(request.id, len(request.prompt_token_ids), (), finish=finish, error=error)

@@ -189,11 +189,7 @@ class TargetLoop:
         return PendingPass(plan, now_s)
 
     def execute(self, begun: PendingPass) -> Sequence[SpanOutcome]:
-        """Preempts, admits and computes as planned.
-
-        Raises:
-            OutOfBlocks: one request alone does not fit.
-        """
+        """Preempts, admits and computes as planned. Raises OutOfBlocks: one request alone does not fit."""
         begun.pass_began_s = self._clock()
         for request_id in begun.plan.preempted:
             self._preempt(self._sequences[request_id])

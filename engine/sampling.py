@@ -28,12 +28,8 @@ from engine.ops import GumbelArgmax
 
 
 class SamplingState:
-    """Everything but the logits that a request's next token depends on. One per request.
-
-    Args:
-        token_ids: the prompt, then the committed output.
-        prompt_len: number of prompt tokens among them.
-    """
+    """Everything but the logits that a request's next token depends on. One per request. ``token_ids``: the prompt, then the
+    committed output. ``prompt_len``: number of prompt tokens among them."""
 
     def __init__(self, sampling: SamplingParams, token_ids: Sequence[int], prompt_len: int) -> None:
         if not 0 <= prompt_len <= len(token_ids):
@@ -78,10 +74,8 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """The last ``num_rows`` of a request's len(drafts) + 1 rows of logits.
-
-    Row i of all of them predicts position len(state) + i after the history of the state and drafts[:i].
-    """
+    """The last ``num_rows`` of a request's len(drafts) + 1 rows of logits. Row i predicts position len(state) + i after the
+    state's history and drafts[:i]."""
 
     state: SamplingState
     drafts: tuple[int, ...]
@@ -99,11 +93,8 @@ class SampleSpan:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Tokens chosen for the rows of one span.
-
-    ``error``: the row after these has no choice, because all tokens are masked or its logits are not finite. It ends the
-    request if that row is reached, and is ignored behind a rejected draft token (``engine.acceptance``).
-    """
+    """Tokens chosen for the rows of one span. ``error``: the row after these has no choice: all tokens are masked, or its
+    logits are not finite. The error counts only if that row is reached (``engine.acceptance``)."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # if requested
@@ -112,65 +103,74 @@ class Chosen:
 
 
 class Sampler:
-    """Chooses tokens. Stateless: the state of a request comes with its span.
+    """Chooses tokens. Stateless: the state of a request comes with its span. All token ids must be below ``vocab_size``
+    (``cluster.message_checks`` checks requests and proposals).
 
-    All token ids must be below ``vocab_size`` (``cluster.message_checks`` checks requests and proposals).
-
-    Args:
-        kernel: chooses among all tokens, on the device and in the dtype of the logits; None: plain torch.
+    ``kernel``: chooses among all tokens, on the device and in the dtype of the logits; None: plain torch. ``token_ids``: of
+    the columns of the logits, where they are a part of the vocabulary.
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], kernel: GumbelArgmax | None = None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        kernel: GumbelArgmax | None = None,
+        token_ids: range | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
+        self.token_ids = token_ids or range(vocab_size)
         self.eos_token_ids = tuple(eos_token_ids)
         self._kernel = kernel
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, spans: Sequence[SampleSpan], want_confidences: bool = False) -> list[Chosen]:
-        """One ``Chosen`` per span.
+        """One ``Chosen`` per span. Raises ValueError: the rows or columns do not fit the spans or the vocabulary.
 
         Args:
-            logits: (sum of num_rows, V or more) of any floating type on any device, in the order of the spans. They are not
-                modified; columns past the vocabulary (padding) are ignored.
-            want_confidences: fill ``Chosen.confidences`` with probabilities under the sampled distribution (temperature 1
-                for greedy requests).
-
-        Raises:
-            ValueError: the rows or columns do not fit the spans or the vocabulary.
+            logits: (sum of num_rows, V or more), in the order of the spans; not modified. Columns past the vocabulary
+                (padding) are ignored.
+            want_confidences: fill ``Chosen.confidences``, temperature 1 for greedy requests.
         """
-        ends = list(accumulate((span.num_rows for span in spans), initial=0))
-        if logits.dim() != 2 or len(logits) != ends[-1] or logits.shape[1] < self.vocab_size:
-            raise ValueError(f"logits {tuple(logits.shape)} do not fit {ends[-1]} rows of {self.vocab_size} tokens")
+        members, picks = self.candidates(logits, spans, want_confidences)
         logits = logits[:, : self.vocab_size]
+        logprobs = _raw_logprobs(logits, members, picks)
+        return chosen_of(members, picks, logprobs)
+
+    def candidates(
+        self, logits: Tensor, spans: Sequence[SampleSpan], want_confidences: bool = False
+    ) -> tuple[list["SpanRows"], "Picks"]:
+        """The best of ``token_ids`` at each row. Raises ValueError as ``choose``."""
+        ends = list(accumulate((span.num_rows for span in spans), initial=0))
+        num_tokens = len(self.token_ids)
+        if logits.dim() != 2 or len(logits) != ends[-1] or logits.shape[1] < num_tokens:
+            raise ValueError(f"logits {tuple(logits.shape)} do not fit {ends[-1]} rows of {num_tokens} tokens")
+        logits = logits[:, :num_tokens]
         members = [self._member(span, start) for span, start in zip(spans, ends, strict=False)]
-        picks = _Picks(np.full(ends[-1], self.vocab_size), np.full(ends[-1], np.nan), np.zeros(ends[-1]))
+        is_part = num_tokens < self.vocab_size
+        picks = Picks.empty(ends[-1], self.token_ids, want_confidences, want_logits=is_part)
         kernel = None if want_confidences else self._kernel
         for edited in (False, True):
             for noisy in (False, True) if kernel is None else (None,):
-                alike = [m for m in members if m.is_edited == edited and noisy in (None, m.is_noisy)]
+                alike = [m for m in members if (m.edits is not None) == edited and noisy in (None, m.is_noisy)]
                 if alike:
-                    _pick(logits, alike, picks, want_confidences, kernel)
-        logprobs = _raw_logprobs(logits, members, picks)
-        if not logprobs and not want_confidences and np.isfinite(picks.highest).all():
-            token_ids = picks.token_ids.tolist()
-            return [Chosen(tuple(token_ids[member.rows])) for member in members]
-        return [_chosen(member, picks, logprobs, want_confidences) for member in members]
+                    _pick(logits, alike, picks, kernel)
+        return members, picks
 
-    def _member(self, span: SampleSpan, start: int) -> "_SpanRows":
+    def _member(self, span: SampleSpan, start: int) -> "SpanRows":
         state, sampling = span.state, span.state.sampling
         masked_ids = sampling.stop_token_ids if sampling.ignore_eos else (*self.eos_token_ids, *sampling.stop_token_ids)
         masked_ids = tuple(token_id for token_id in masked_ids if token_id < self.vocab_size)
-        num_masked_rows = min(span.num_rows, max(0, sampling.min_tokens - state.num_generated - span.num_before))
-        if not masked_ids:
-            num_masked_rows = 0
+        num_masked_rows = 0
+        if masked_ids:
+            num_masked_rows = min(span.num_rows, max(0, sampling.min_tokens - state.num_generated - span.num_before))
         edits = None
         if sampling.edits_logits or num_masked_rows:
             edits = Edits(sampling, state.counts, state.bias, span.drafts, masked_ids, num_masked_rows, state.allowed_ids)
-        return _SpanRows(span, slice(start, start + span.num_rows), edits)
+        return SpanRows(span, slice(start, start + span.num_rows), edits)
 
 
 @dataclass(frozen=True, slots=True)
-class _SpanRows:
+class SpanRows:
     """A span, its rows of the logits, and their edits."""
 
     span: SampleSpan
@@ -178,26 +178,29 @@ class _SpanRows:
     edits: Edits | None
 
     @property
-    def is_edited(self) -> bool:
-        return self.edits is not None
-
-    @property
     def is_noisy(self) -> bool:
         return self.span.state.sampling.temperature > 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Picks:
-    """Per row, (N,): the token, the largest logit (not finite: no choice), and the token's probability."""
+class Picks:
+    """Per row, (N,): the token, and the largest logit (not finite: no choice); on request, the token's probability, and its
+    logit after the edits. ``offered``: the tokens of the columns."""
 
+    offered: range
     token_ids: NDArray[np.int64]
     highest: NDArray[np.float64]
-    confidences: NDArray[np.float64]
+    confidences: NDArray[np.float64] | None
+    logits: NDArray[np.float64] | None
+
+    @staticmethod
+    def empty(num_rows: int, offered: range, want_confidences: bool, want_logits: bool) -> "Picks":
+        void, nan = np.full(num_rows, offered.stop), np.full(num_rows, np.nan)
+        confidences, logits = np.zeros(num_rows), np.full(num_rows, -np.inf)
+        return Picks(offered, void, nan, confidences if want_confidences else None, logits if want_logits else None)
 
 
-def _pick(
-    logits: Tensor, members: Sequence[_SpanRows], picks: _Picks, want_confidences: bool, kernel: GumbelArgmax | None
-) -> None:
+def _pick(logits: Tensor, members: Sequence[SpanRows], picks: Picks, kernel: GumbelArgmax | None) -> None:
     """Chooses for the rows of one group and writes ``picks``. The kernel takes rows with and without noise together."""
     is_all = sum(member.span.num_rows for member in members) == len(logits)
     rows: slice | NDArray[np.int64] = slice(None)
@@ -205,54 +208,61 @@ def _pick(
     if not is_all:
         rows = np.concatenate([np.arange(member.rows.start, member.rows.stop) for member in members])
         x = logits[to_device(rows, logits.device)]
-    if members[0].is_edited:
+    if members[0].edits is not None:
         x = x.to(torch.float32, copy=is_all)
-        start = 0
-        for member in members:
-            end = start + member.span.num_rows
+        for own_rows, member in zip(x.split([member.span.num_rows for member in members]), members, strict=True):
             if member.edits is not None:
-                edit(x[start:end], member.edits)
-            start = end
+                edit(own_rows, member.edits, picks.offered.start)
     if kernel is not None:
         picks.token_ids[rows], picks.highest[rows] = _by_kernel(x, members, kernel)
+        if picks.logits is not None:
+            chosen = torch.from_numpy(picks.token_ids[rows] - picks.offered.start)
+            picks.logits[rows] = _logits_of(x, chosen).numpy()
         return
     at = peaks(x)
     temperatures = torch.ones_like(at.rows)
     floor = None
     if members[0].is_noisy:
-        temperatures = to_device(_temperatures(members), x.device)
+        temperatures = to_device(temperatures_of(members), x.device)
         floor = floors(x, at, temperatures, _filters(members))
-        token_ids = gumbel_argmax(x, at, temperatures, floor, to_device(_keys(members), x.device))
+        token_ids = gumbel_argmax(x, at, temperatures, floor, to_device(keys_of(members), x.device), picks.offered.start)
     else:
         token_ids = greedy(x, at)
-    columns = [token_ids.double(), at.rows.double()]
-    if want_confidences:
+    columns = [token_ids.double() + picks.offered.start, at.rows.double()]
+    if picks.confidences is not None:
         columns.append(probabilities(x, at, temperatures, floor, token_ids).double())
-    found = torch.stack(columns).cpu().numpy()  # one copy from the device for the whole group
-    picks.token_ids[rows] = found[0]
-    picks.highest[rows] = found[1]
-    if want_confidences:
-        picks.confidences[rows] = found[2]
+    if picks.logits is not None:
+        columns.append(_logits_of(x, token_ids).double())
+    found = iter(torch.stack(columns).cpu().numpy())  # one copy from the device for the whole group
+    picks.token_ids[rows], picks.highest[rows] = next(found), next(found)
+    for wanted in (picks.confidences, picks.logits):
+        if wanted is not None:
+            wanted[rows] = next(found)
+
+
+def _logits_of(x: Tensor, columns: Tensor) -> Tensor:
+    """Of one column per row, (R,). A row without a choice may name none that exists."""
+    return x.gather(1, columns.clamp(0, x.shape[-1] - 1)[:, None]).squeeze(1)
 
 
 def _by_kernel(
-    x: Tensor, members: Sequence[_SpanRows], kernel: GumbelArgmax
+    x: Tensor, members: Sequence[SpanRows], kernel: GumbelArgmax
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    temperatures = _temperatures(members)
+    temperatures = temperatures_of(members)
     if not temperatures.any():
         return kernel(x, np.zeros(len(x), np.int64), temperatures)
     floor = None
     if any(member.is_noisy and member.span.state.is_filtered for member in members):
         tempered = torch.from_numpy(np.where(temperatures > 0, temperatures, np.float32(1.0)))
         floor = floors(x, peaks(x), tempered, _filters(members)).numpy()
-    return kernel(x, _keys(members), temperatures, floor)
+    return kernel(x, keys_of(members), temperatures, floor)
 
 
-def _temperatures(members: Sequence[_SpanRows]) -> NDArray[np.float32]:
+def temperatures_of(members: Sequence[SpanRows]) -> NDArray[np.float32]:
     return _by_row(members, lambda s: s.temperature, np.float32)
 
 
-def _filters(members: Sequence[_SpanRows]) -> Filters:
+def _filters(members: Sequence[SpanRows]) -> Filters:
     return Filters(
         _by_row(members, lambda s: s.top_k or 2**31, np.int64),
         _by_row(members, lambda s: s.top_p, np.float64),
@@ -260,19 +270,19 @@ def _filters(members: Sequence[_SpanRows]) -> Filters:
     )
 
 
-def _by_row(members: Sequence[_SpanRows], value: Callable[[SamplingParams], Any], dtype: type) -> NDArray[Any]:
+def _by_row(members: Sequence[SpanRows], value: Callable[[SamplingParams], Any], dtype: type) -> NDArray[Any]:
     return np.repeat(
         np.array([value(member.span.state.sampling) for member in members], dtype), [m.span.num_rows for m in members]
     )
 
 
-def _keys(members: Sequence[_SpanRows]) -> NDArray[np.int64]:
+def keys_of(members: Sequence[SpanRows]) -> NDArray[np.int64]:
     firsts = [len(member.span.state) + member.span.num_before for member in members]
     positions = np.concatenate([np.arange(n, n + m.span.num_rows) for n, m in zip(firsts, members, strict=True)])
     return noise_keys(_by_row(members, lambda s: s.seed, np.uint64), positions)
 
 
-def _raw_logprobs(logits: Tensor, members: Sequence[_SpanRows], picks: _Picks) -> dict[int, TokenLogprobs]:
+def _raw_logprobs(logits: Tensor, members: Sequence[SpanRows], picks: Picks) -> dict[int, TokenLogprobs]:
     """Logprobs by row, where requested."""
     asking = [(m, m.span.state.sampling.top_logprobs) for m in members]
     num_top = {row: num for m, num in asking if num is not None for row in range(m.rows.start, m.rows.stop)}
@@ -291,18 +301,23 @@ def _raw_logprobs(logits: Tensor, members: Sequence[_SpanRows], picks: _Picks) -
     }
 
 
-def _chosen(member: _SpanRows, picks: _Picks, logprobs: dict[int, TokenLogprobs], want_confidences: bool) -> Chosen:
+def chosen_of(members: Sequence[SpanRows], picks: Picks, logprobs: dict[int, TokenLogprobs]) -> list[Chosen]:
+    """One ``Chosen`` per span."""
+    if not logprobs and picks.confidences is None and np.isfinite(picks.highest).all():
+        token_ids = picks.token_ids.tolist()
+        return [Chosen(tuple(token_ids[member.rows])) for member in members]
+    return [_chosen(member, picks, logprobs) for member in members]
+
+
+def _chosen(member: SpanRows, picks: Picks, logprobs: dict[int, TokenLogprobs]) -> Chosen:
     rows = range(member.rows.start, member.rows.stop)
-    error = None
-    for i, row in enumerate(rows):
-        if not np.isfinite(picks.highest[row]):
-            position = len(member.span.state) + member.span.num_before + i
-            why = "every token is masked" if picks.highest[row] == -np.inf else f"its logits hold {picks.highest[row]}"
-            error, rows = f"no token can be chosen at position {position}: {why}", rows[:i]
-            break
-    return Chosen(
-        tuple(int(picks.token_ids[row]) for row in rows),
-        tuple(logprobs[row] for row in rows if row in logprobs),
-        tuple(float(picks.confidences[row]) for row in rows) if want_confidences else (),
-        error,
-    )
+    highest, error = picks.highest[member.rows], None
+    if not np.isfinite(highest).all():
+        i = int(np.isfinite(highest).argmin())
+        position = len(member.span.state) + member.span.num_before + i
+        why = "every token is masked" if highest[i] == -np.inf else f"its logits hold {highest[i]}"
+        error, rows = f"no token can be chosen at position {position}: {why}", rows[:i]
+    kept = slice(rows.start, rows.stop)
+    confidences = () if picks.confidences is None else tuple(picks.confidences[kept].tolist())
+    of_rows = tuple(logprobs[row] for row in rows if row in logprobs)
+    return Chosen(tuple(picks.token_ids[kept].tolist()), of_rows, confidences, error)

@@ -135,10 +135,8 @@ class Sequences:
         return SpanInput(span.request_id, start, (*token_ids[start:], *drafts), len(drafts))
 
     def apply(self, span: SpanInput, outcome: SpanOutcome) -> Commit | None:
-        """Commits the tokens that a pass found and judges the proposal. None for a prefill chunk.
-
-        Tokens beyond a stop token or ``max_tokens`` are cut off: plain decoding would never have computed them.
-        """
+        """Commits the tokens that a pass found and judges the proposal. None for a prefill chunk. Tokens beyond a stop token
+        or ``max_tokens`` are cut off: plain decoding would never have computed them."""
         sequence = self._live[span.request_id]
         base_len = len(sequence.token_ids)
         if outcome.error is not None:

@@ -1,11 +1,14 @@
 """The interface between the round and the engine that computes the target's tokens."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cluster.fast_dataclass import record
 from cluster.types import Request, TokenLogprobs
 from router.plan import Capacity
+
+if TYPE_CHECKING:  # drafters without a model import this module, and no torch
+    from torch import Tensor
 
 
 @record
@@ -43,24 +46,17 @@ class SpanOutcome:
 
 
 class TargetEngine(Protocol):
-    """Computes the target's tokens. Not thread-safe: the round owns it.
-
-    The token at a position depends on (target, prompt, parameters, seed) alone (DESIGN idea 1): not on drafts, the batch
-    or preemptions.
-    """
+    """Computes the target's tokens. Not thread-safe: the round owns it. The token at a position depends on (target, prompt,
+    parameters, seed) alone (DESIGN idea 1): not on drafts, the batch or preemptions. An engine may schedule for itself,
+    compute less than the spans ask for, or preempt: its outcomes tell what it computed."""
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
-        """Admits a request whose committed tokens are ``token_ids`` (more than the prompt after a preemption).
-
-        Returns how many of them the prefix cache holds: at most len - 1.
-        """
+        """Admits a request whose committed tokens are ``token_ids`` (more than the prompt after a preemption). Returns how
+        many of them the prefix cache holds: at most len - 1."""
 
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         """One packed pass. Rolls back rejected draft tokens, and returns when the device has finished: callers time it.
-
-        Raises:
-            OutOfBlocks: the spans need more blocks than are free; nothing was computed.
-        """
+        Raises OutOfBlocks: the spans need more blocks than are free; nothing was computed."""
 
     def release(self, request_id: str) -> None:
         """Frees the KV blocks of a finished, aborted or preempted request. Unknown requests are ignored."""
@@ -69,3 +65,34 @@ class TargetEngine(Protocol):
 
     def check_integrity(self) -> None:
         """Raises AssertionError when blocks and sequences disagree."""
+
+
+class FeatureSource(Protocol):
+    """What drafters in the target's process read of it."""
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers whose hidden states are kept, ascending; -1: the embedding's output."""
+
+    @property
+    def embedding(self) -> "Tensor":
+        """[vocabulary, hidden], on the target's device and in its dtype."""
+
+    def read_hidden_states(self, request_id: str, start: int, stop: int) -> "Tensor":
+        """Hidden states after ``feature_layers``, concatenated, at committed positions start .. stop - 1. The first n - 1 of
+        n committed tokens are computed, unless the request is in prefill or was preempted.
+
+        Returns [stop - start, len(feature_layers) * hidden] in the target's dtype. Raises LookupError: not all of them are
+        computed, or the request is not held.
+        """
+
+
+class LoadedTarget(TargetEngine, FeatureSource, Protocol):
+    """The target of a configuration file, by whichever engine."""
+
+    @property
+    def operators(self) -> str:
+        """Name of what computes it: measured costs hold for one name."""
+
+    def close(self) -> None:
+        """Ends the processes and threads that it started, if any."""

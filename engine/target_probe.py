@@ -7,25 +7,22 @@ from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from engine.target import SpanInput, TargetEngine
 from profiler.stopwatch import Stopwatch
+from router.cost_model import ROWS
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 CONTEXTS = (0, 512, 2048, 8192, 32768)
 CHUNKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _ROWS_PER_SEQUENCE = 2  # between a decode step (1) and a verification (a few)
 _CACHE_SHARE = 4  # the measured context is at most this part of the cache, so that it stays cached between passes
 
 _LAST = 2  # a token that occurs in no context
+_MORE_ROWS = (1024, 2048, 4096, 8192)
 
 Grid = list[tuple[int, int]]
 
 
 class TargetProbe:
     """``target`` must hold no request, and holds none between two passes. Contexts are computed outside the measured time,
-    and once where the target caches prefixes.
-
-    Args:
-        max_rows: per pass; larger passes are extrapolated.
-    """
+    and once where the target caches prefixes. ``max_rows``: per pass; larger passes are extrapolated."""
 
     def __init__(self, target: TargetEngine, stopwatch: Stopwatch, max_rows: int | None = None) -> None:
         self._target = target
@@ -38,7 +35,7 @@ class TargetProbe:
     def pass_grid(self) -> Grid:
         """The measurable pairs (rows, context)."""
         most = self._capacity.num_blocks * self._capacity.block_len // _CACHE_SHARE
-        rows = [rows for rows in ROWS if rows <= self._max_rows]
+        rows = [rows for rows in (*ROWS, *_MORE_ROWS) if rows <= self._max_rows]
         return [
             (num_rows, context)
             for context in CONTEXTS

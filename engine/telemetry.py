@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from cluster import messages
 from cluster.messages import LevelReport
 from cluster.types import Commit
-from router.assignment import NO_POSITIONS, Observation, Positions, ScoreCounts
+from router.assignment import NO_POSITIONS, Observation, Positions, ScoreCounts, count_draft
 from router.estimates.decayed import ema
 from router.estimates.drafter_stats import DrafterStats, Judgement
 
@@ -29,30 +29,10 @@ class _Tally:
     num_reached: list[int] = field(default_factory=list)
     num_right: list[int] = field(default_factory=list)
 
-    def judged(self, num_right: int, failed: bool) -> None:
-        """As ``Positions.plus``."""
-        reached, right = self.num_reached, self.num_right
-        while len(reached) < num_right + failed:
-            reached.append(0)
-            right.append(0)
-        for i in range(num_right):
-            reached[i] += 1
-            right[i] += 1
-        if failed:
-            reached[num_right] += 1
-
     def observation(self, request_id: str, drafter: str) -> Observation:
-        return Observation(
-            request_id,
-            drafter,
-            self.num_rounds,
-            self.num_proposed,
-            self.num_accepted,
-            self.num_committed,
-            self.elapsed_s,
-            Positions(tuple(self.num_reached), tuple(self.num_right)),
-            self.num_missed,
-        )
+        counts = self.num_rounds, self.num_proposed, self.num_accepted, self.num_committed
+        positions = Positions(tuple(self.num_reached), tuple(self.num_right))
+        return Observation(request_id, drafter, *counts, self.elapsed_s, positions, self.num_missed)
 
 
 @dataclass(slots=True)
@@ -169,4 +149,4 @@ class Telemetry:
             tally.num_missed += missed
             if judgement is not None:
                 failed = judgement.failed(len(commit.token_ids), draft_len, ended=commit.finish is not None)
-                tally.judged(judgement.num_right, failed)
+                count_draft(tally.num_reached, tally.num_right, judgement.num_right, failed)

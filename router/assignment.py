@@ -56,10 +56,8 @@ class PoolMember:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A live request as the router sees it. Requests with a fixed chain are not shown.
-
-    One without committed tokens stands for requests to come: its chain is the default.
-    """
+    """A live request as the router sees it. Requests with a fixed chain are not shown. One without committed tokens stands
+    for requests to come: its chain is the default."""
 
     request_id: str
     prompt_len: int
@@ -76,12 +74,10 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Per draft position, given that all before it were right: how often it was reached, and how often right.
-
-    A draft that its drafter ended has reached the position behind it and was wrong there. One ended by its maximum
-    length or the end of the committed tokens has not. So the counts describe the drafter's knowledge, however little
-    was verified. A draft that a row price ended (`drafters.protocol.Demand`) counts as ended by its drafter.
-    """
+    """Per draft position, given that all before it were right: how often it was reached, and how often right. A draft that
+    its drafter ended, by itself or by a row price (`drafters.protocol.Demand`), was wrong at the position behind it; one
+    ended by its maximum length or the end of the committed tokens has not reached that position. So little verification does
+    not bias the counts."""
 
     num_reached: tuple[int, ...] = ()
     num_right: tuple[int, ...] = ()
@@ -89,26 +85,29 @@ class Positions:
     def plus(self, num_right: int, failed: bool) -> "Positions":
         """Adds a draft: ``num_right`` right tokens, then a wrong one (``failed``) or none."""
         reached, right = list(self.num_reached), list(self.num_right)
-        new = [0] * (num_right + failed - len(reached))
-        reached += new
-        right += new
-        for i in range(num_right):
-            reached[i] += 1
-            right[i] += 1
-        if failed:
-            reached[num_right] += 1
+        count_draft(reached, right, num_right, failed)
         return Positions(tuple(reached), tuple(right))
 
 
 NO_POSITIONS = Positions()
 
 
+def count_draft(reached: list[int], right: list[int], num_right: int, failed: bool) -> None:
+    """`Positions.plus` in place."""
+    new = [0] * (num_right + failed - len(reached))
+    reached += new
+    right += new
+    for i in range(num_right):
+        reached[i] += 1
+        right[i] += 1
+    if failed:
+        reached[num_right] += 1
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A drafter's work for one request in the last slot, summed over ``num_rounds`` verifications.
-
-    Requests that teach nothing (`cluster.types.Request.teaches`) yield neither observations nor scores.
-    """
+    """A drafter's work for one request in the last slot, summed over ``num_rounds`` verifications. Requests that teach
+    nothing (`cluster.types.Request.teaches`) yield neither observations nor scores."""
 
     request_id: str
     drafter: str

@@ -1,8 +1,7 @@
 """Whether a drafter that shares the target's time drafts in a round.
 
-The target waits while such a drafter drafts, so its drafts must save more time than they cost. Accepted tokens save plain
-decoding; draft rows lengthen the pass; proposals add handling to the round. All three are measured per octave of batch
-sizes.
+The target waits meanwhile, so drafts must save more time than they cost: accepted tokens save plain decoding, draft rows
+lengthen the pass, proposals add handling to the round. All three are measured per octave of batch sizes.
 """
 
 from router.cost_model import CostModel
@@ -80,7 +79,6 @@ class BreakEvenGate:
 
 def saved_s(num_sequences: int, num_verified: int, num_accepted: int, num_context: int, cost: CostModel) -> float:
     """Time that drafts saved in a pass over so many sequences: the plain passes that their accepted tokens would have taken,
-    less what verifying them added to this one.
-    """
+    less what verifying them added to this one."""
     plain_s = cost.step_s(num_sequences, num_context)
     return num_accepted * plain_s / num_sequences - (cost.step_s(num_sequences + num_verified, num_context) - plain_s)

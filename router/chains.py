@@ -1,8 +1,8 @@
 """Predicted time per token of chains of models, and the fastest chain that a pool allows (SpecRouter).
 
 In a chain [M_1, ..., M_n, target] (`drafters.model`), M_j's draft is what M_j alone would draft. M_{j-1} proposes up to
-w_{j-1} tokens of it, one pass of M_j verifies those and adds one token, until the draft has the requested length. So the
-models below M_n change the cost of a draft, never its tokens:
+w_{j-1} tokens of it; one pass of M_j verifies those and adds one token. So the models below M_n change the cost of a draft,
+never its tokens:
 
     T_eff = (C_n(w_n) + T_target(B (f_n w_n + 1))) / (1 + sum over k <= w_n of S_k)     seconds per token of a request
 
@@ -10,53 +10,42 @@ models below M_n change the cost of a draft, never its tokens:
     C_j(m) = sum over its passes of C_{j-1}(min(w_{j-1}, left - 1)) + T_j(rows), left falling by accepted + 1 with each
 
 S_k: probability that the first k tokens of M_n's draft are the target's. T_j(rows): a pass of M_j over one row per
-unfinished request of the batch B plus one per proposed token. f_j: share of the requested tokens of M_j for which the level
-above has rows; drafting is charged in full.
+unfinished request of the batch B plus one per proposed token. f_j: share of M_j's requested tokens that get rows above it.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import accumulate, combinations
+from operator import mul
 
 from router.assignment import TARGET_ONLY, Chain
-from router.cost_model import CostModel, TableCost
+from router.cost_model import ROWS, CostModel, TableCost
 
 MAX_LEVELS = 4  # of models in a chain, the target included
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # at which a target's pass times are reported
 PROPOSAL_LEN = 4  # most tokens that a level requests from the one below at a time
 
 
 def pass_times(cost: CostModel, num_context: int = 0) -> tuple[tuple[int, float], ...]:
     """(rows, seconds) of a target's passes with ``num_context`` tokens of context."""
-    return tuple((rows, cost.step_s(rows, num_context)) for rows in _ROWS)
+    return tuple((rows, cost.step_s(rows, num_context)) for rows in ROWS)
 
 
 @dataclass(frozen=True)
 class Level:
-    """A drafter in a chain.
-
-    ``acceptance[i]``: probability that token i of its draft is right for the level above, given those before it; the
-    last value holds further on. ``window``: tokens that the level above requests. ``fill``: share of those that it
-    verifies, since lookups are often silent and not every row pays.
-    """
+    """A drafter in a chain."""
 
     drafter: str
     passes: TableCost
-    window: int
+    window: int  # tokens that the level above requests
+    # By position: probability that the token is right for the level above, given those before it; the last value holds on.
     acceptance: tuple[float, ...]
-    fill: float = 1.0
+    fill: float = 1.0  # share of the window that the level above verifies: lookups are often silent
 
     def __post_init__(self) -> None:
-        if (
-            self.window < 1
-            or not 0.0 <= self.fill <= 1.0
-            or not self.acceptance
-            or not all(0.0 <= a <= 1.0 for a in self.acceptance)
-        ):
-            raise ValueError(
-                f"{self.drafter}: invalid window {self.window}, acceptance {self.acceptance} or fill {self.fill}"
-            )
+        shares = (self.fill, *self.acceptance)
+        if self.window < 1 or not self.acceptance or not all(0.0 <= share <= 1.0 for share in shares):
+            raise ValueError(f"{self.drafter}: invalid window {self.window}, acceptance or fill {shares}")
 
     def at(self, position: int) -> float:
         return self.acceptance[min(position, len(self.acceptance) - 1)]
@@ -64,10 +53,7 @@ class Level:
     @cached_property
     def survival(self) -> tuple[float, ...]:
         """Probability that the first k tokens of its draft are right, for k from 0 to its window."""
-        found = [1.0]
-        for position in range(self.window):
-            found.append(found[-1] * self.at(position))
-        return tuple(found)
+        return tuple(accumulate(map(self.at, range(self.window)), mul, initial=1.0))
 
     def num_right(self, num_tokens: int) -> list[float]:
         """Distribution of the number of accepted tokens of ``num_tokens``."""
@@ -77,11 +63,10 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One round of a batch. ``num_passes``: expected passes per level; the target's is the last, and 1."""
+    """One round of a batch."""
 
     round_s: float
     num_tokens: float  # of a request and round, the bonus token included
-    num_passes: tuple[float, ...]
 
     @property
     def per_token_s(self) -> float:
@@ -89,47 +74,33 @@ class Prediction:
 
 
 def predict(levels: Sequence[Level], target: TableCost, batch: int = 1) -> Prediction:
-    """Expected time per token of a chain, smallest model first, for a batch of independent requests.
-
-    Exact if pass times are affine in rows, accepted lengths follow the levels, and every level drafts all that is
-    requested. A batch is drafted until its last request is done. Other pass times are evaluated at the expected rows.
-    """
-    num_passes = [0.0] * len(levels)
-    window = levels[-1].window if levels else 0
-    drafting_s = 0.0
-    if levels:
-        drafting_s = _draft_s(levels, [0.0] * window + [1.0], batch, 1.0, num_passes)
-    num_tokens = sum(levels[-1].survival) if levels else 1.0
-    num_rows = window * levels[-1].fill + 1.0 if levels else 1.0
-    return Prediction(drafting_s + target.at(batch * num_rows), num_tokens, (*num_passes, 1.0))
+    """Expected time of a round of a chain, smallest model first, for a batch of independent requests. Exact if pass times
+    are affine in rows, accepted lengths follow the levels, and every level drafts all that is requested."""
+    if not levels:
+        return Prediction(target.at(batch), 1.0)
+    last = levels[-1]
+    drafting_s = _draft_s(levels, [0.0] * last.window + [1.0], batch)
+    return Prediction(drafting_s + target.at(batch * (last.window * last.fill + 1.0)), sum(last.survival))
 
 
-def _draft_s(levels: Sequence[Level], lens: list[float], batch: int, weight: float, num_passes: list[float]) -> float:
-    """Seconds of a batch of drafts by the last of ``levels``, whose lengths have the distribution ``lens``.
-
-    Adds ``weight`` times the passes to ``num_passes``.
-    """
-    level = levels[-1]
-    i = len(levels) - 1
-    total_s = 0.0
-    if i == 0:
+def _draft_s(levels: Sequence[Level], lens: list[float], batch: int) -> float:
+    """Seconds of a batch of drafts by the last of ``levels``, whose lengths have the distribution ``lens``."""
+    level, total_s = levels[-1], 0.0
+    if len(levels) == 1:
         for step in range(1, len(lens)):
             any_left, num_left = _left(sum(lens[step:]), batch)
             total_s += any_left * level.passes.at(num_left)
-            num_passes[0] += weight * any_left
         return total_s
-    below = levels[i - 1]
-    left = list(lens)
+    below, left = levels[-2], list(lens)
     while (alive := sum(left[1:])) > 1e-9:
         any_left, num_left = _left(alive, batch)
         asked = [0.0] * (below.window + 1)
         for missing, share in enumerate(left):
             asked[min(below.window, max(0, missing - 1))] += share
         if sum(asked[1:]) > 0.0:
-            total_s += _draft_s(levels[:i], asked, batch, weight, num_passes)
+            total_s += _draft_s(levels[:-1], asked, batch)
         rows = num_left * (1.0 + below.fill * sum(m * share for m, share in enumerate(asked)) / alive)
         total_s += any_left * level.passes.at(rows)
-        num_passes[i] += weight * any_left
         left = _after(left, below)
     return total_s
 
@@ -153,10 +124,8 @@ def _after(left: list[float], below: Level) -> list[float]:
 
 
 def candidates(drafters: Sequence[str], verifiers: Iterable[str], max_levels: int = MAX_LEVELS) -> list[Chain]:
-    """Every chain of up to ``max_levels`` models, target included, shortest first; drafters keep this order.
-
-    All but the first drafter of a chain must be among ``verifiers``.
-    """
+    """Every chain of up to ``max_levels`` models, target included, shortest first; drafters keep this order. All but the
+    first drafter of a chain must be among ``verifiers``."""
     can_verify = frozenset(verifiers)
     return [
         chain

@@ -3,7 +3,10 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol, Self
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # of the passes that are measured and reported; extrapolated beyond
 
 
 class CostModel(Protocol):
@@ -38,9 +41,7 @@ class TargetOnly:
 @dataclass(frozen=True, slots=True)
 class TableCost(TargetOnly):
     """A monotone table of step time over rows, linear between its points and beyond its ends, plus a linear context term.
-
-    ``rows`` ascend strictly; ``step_s_at`` holds their seconds at no context.
-    """
+    ``rows`` ascend strictly; ``step_s_at`` holds their seconds at no context."""
 
     rows: tuple[int, ...]
     step_s_at: tuple[float, ...]
@@ -67,12 +68,8 @@ class TableCost(TargetOnly):
 
 def monotone(points: Sequence[tuple[int, float]], per_context_s: float = 0.0) -> TableCost:
     """A TableCost from measured (rows, seconds): sorted, and never falling (the running maximum)."""
-    rows: list[int] = []
-    seconds: list[float] = []
-    for num_rows, step_s in sorted(points):
-        rows.append(num_rows)
-        seconds.append(max(step_s, seconds[-1]) if seconds else step_s)
-    return TableCost(tuple(rows), tuple(seconds), per_context_s)
+    rows, seconds = zip(*sorted(points), strict=True)
+    return TableCost(rows, tuple(accumulate(seconds, max)), per_context_s)
 
 
 def relative_draft_cost(cost: CostModel, drafter: str, draft_len: int) -> float | None:

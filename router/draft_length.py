@@ -14,11 +14,8 @@ _MEMORY = 64.0  # rounds that the decode rate averages
 
 
 class DraftLengths:
-    """The default rule: the drafter's longest proposal; the row price ends drafts that do not pay.
-
-    Args:
-        max_lens: the longest proposal of each configured drafter.
-    """
+    """The default rule: the drafter's longest proposal; the row price ends drafts that do not pay. ``max_lens``: the longest
+    proposal of each configured drafter."""
 
     def __init__(self, max_lens: Mapping[str, int] | None = None) -> None:
         self._max_lens = dict(max_lens or {})
@@ -75,10 +72,8 @@ class DecodeRate:
 
 
 def row_price(tokens_per_s: float | None, num_rows: int, num_context: int, cost: CostModel) -> float:
-    """Tokens that could be decoded in the time of one row more, or of the last one, from 0 to 1.
-
-    A draft token less likely to survive than this is not worth its row. At a knee of the cost the cheaper side counts.
-    """
+    """Tokens that could be decoded in the time of one row more, or of the last one, from 0 to 1. A draft token less likely
+    to survive than this is not worth its row. At a knee of the cost the cheaper side counts."""
     if tokens_per_s is None:
         return 0.0
     here_s = cost.step_s(num_rows, num_context)

@@ -10,11 +10,7 @@ MIN_HOLD_STEPS = 0.05
 
 
 def held_until(
-    decoding: Iterable[SequenceView],
-    drafters: Mapping[str, DrafterView],
-    max_hold_s: float,
-    cost: CostModel,
-    now_s: float,
+    decoding: Iterable[SequenceView], drafters: Mapping[str, DrafterView], max_hold_s: float, cost: CostModel, now_s: float
 ) -> dict[str, float]:
     """Which requests wait for their proposal, and until when: at most the time that its accepted tokens would save."""
     held = {}

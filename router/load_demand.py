@@ -10,10 +10,8 @@ from router.policies.free_capacity import FreeCapacity
 def settle(
     chains: Mapping[str, Chain], requests: Sequence[RequestView], pool: Sequence[PoolMember], absent: frozenset[str]
 ) -> tuple[dict[str, Chain], dict[str, int]]:
-    """Replaces chains of ``absent`` members; returns the chains, and the live requests assigned to each absent member.
-
-    A request assigned to an absent member stays where it is, or goes to the drafter with the largest free share.
-    """
+    """Replaces chains of ``absent`` members; returns the chains, and the live requests assigned to each absent member. A
+    request assigned to an absent member stays where it is, or goes to the drafter with the largest free share."""
     unserved = [r for r in requests if absent.intersection(chains.get(r.request_id, TARGET_ONLY))] if absent else []
     if not unserved:
         return dict(chains), {}

@@ -1,8 +1,7 @@
 """Plans a target pass: which sequences are computed, how much of each proposal is verified, which requests are held.
 
 A sequence is held for its proposal no longer than the proposal is worth, and a pass starts without it as soon as waiting
-costs more than splitting the batch (`router/draft_wait.py`). This rule gives SPIN's pipeline and PEARL-style drafting
-ahead, and survives a dead drafter.
+costs more than splitting the batch (`router/draft_wait.py`): SPIN's pipeline and PEARL-style drafting ahead in one rule.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -101,10 +100,7 @@ class StepPlanner:
 
 def max_chunk_len(num_tokens: int, num_context: int, cost: CostModel) -> int:
     """The most of ``num_tokens`` prompt tokens that add at most MAX_CHUNK_S to a pass of one row; at least MIN_CHUNK_LEN.
-
-    Args:
-        num_context: tokens that are attended to, summed over the sequences.
-    """
+    ``num_context``: tokens that are attended to, summed over the sequences."""
     low, high = min(MIN_CHUNK_LEN, num_tokens), num_tokens
     limit_s = cost.prefill_s(1, num_context) + MAX_CHUNK_S
     while low < high:  # more rows never make a pass faster

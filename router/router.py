@@ -52,11 +52,7 @@ class Router:
     """
 
     def __init__(
-        self,
-        policy: AssignmentPolicy,
-        pool: Sequence[PoolMember],
-        watch: DriftDetector | None = None,
-        in_step: bool = False,
+        self, policy: AssignmentPolicy, pool: Sequence[PoolMember], watch: DriftDetector | None = None, in_step: bool = False
     ) -> None:
         self._policy = policy
         self._in_step = in_step

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cluster import strict_yaml
 from cluster.config.drafters import DEFAULT_DRAFTERS, DrafterConfig
@@ -23,7 +23,7 @@ class ModelConfig(Section):
 class TargetConfig(Section):
     """The verifying engine and its replicas."""
 
-    engine: Literal["native"] = "native"
+    engine: Literal["native", "vllm"] = "native"  # vllm: in an environment of its own (`make setup-vllm`)
     dtype: Dtype = "auto"
     device: Device = "auto"
     replicas: Count = 1
@@ -39,12 +39,20 @@ class TargetConfig(Section):
 
     @field_validator("tensor_parallel")
     @classmethod
-    def _one_rank(cls, num_ranks: int) -> int:
+    def _one_rank(cls, num_ranks: int, info: ValidationInfo) -> int:
         if num_ranks > 1:
+            engine = info.data.get("engine", "native")
             raise ValueError(
-                f"must be 1, got {num_ranks}: the native engine runs each replica on one GPU; set target.replicas instead"
+                f"must be 1, got {num_ranks}: the {engine} engine runs each replica on one GPU; set target.replicas instead"
             )
         return num_ranks
+
+    @field_validator("block_len")
+    @classmethod
+    def _block_fits_engine(cls, block_len: int, info: ValidationInfo) -> int:
+        if info.data.get("engine") == "vllm" and block_len % 32:
+            raise ValueError(f"must be 32 or 64 on the vllm engine, got {block_len}")
+        return block_len
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

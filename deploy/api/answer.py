@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from deploy.api.choice import Choice, Delta
 from deploy.api.draft_counts import DraftingCounts
@@ -26,30 +25,15 @@ class Envelope:
         self._head = encode_json(fields)[:-1]
         self._usage_in_chunks = usage_in_chunks  # as in OpenAI's API: null in all chunks but the last
 
-    def document(self, choices: Sequence[object], usage: object, outrider: object, root: Mapping[str, object]) -> bytes:
-        """The answer of a call that does not stream. ``root``: additional fields."""
-        tail = f'"choices":{encode_json(choices)},"usage":{encode_json(usage)},"outrider":{encode_json(outrider)}'
-        return f"{self._head},{tail}{_fields(root)}}}".encode()
+    def document(self, fields: Mapping[str, object]) -> bytes:
+        """A JSON object of the common fields and ``fields``."""
+        return f"{self._head},{encode_json(fields)[1:]}".encode()
 
-    def event(
-        self,
-        choices: Sequence[object],
-        *,
-        usage: object = None,
-        outrider: object = None,
-        root: Mapping[str, object] = MappingProxyType({}),
-    ) -> bytes:
-        """One server-sent event."""
-        tail = f'"choices":{encode_json(choices)}'
-        if self._usage_in_chunks:
-            tail += f',"usage":{encode_json(usage)}'
-        if outrider is not None:
-            tail += f',"outrider":{encode_json(outrider)}'
-        return f"data: {self._head},{tail}{_fields(root)}}}\n\n".encode()
-
-
-def _fields(root: Mapping[str, object]) -> str:
-    return "".join(f",{encode_json(name)}:{encode_json(value)}" for name, value in root.items())
+    def event(self, choices: Sequence[object], *, usage: object = None, **fields: object) -> bytes:
+        """One server-sent event. ``fields``: additional ones of its chunk; those that are None are left out."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        usages = {"usage": usage} if self._usage_in_chunks else {}
+        return b"data: " + self.document({"choices": choices, **usages, **given}) + b"\n\n"
 
 
 def usage_of(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, object]:
@@ -66,7 +50,7 @@ def usage_of(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, obj
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": counts.num_accepted,
-            "rejected_prediction_tokens": counts.num_rejected,
+            "rejected_prediction_tokens": counts.num_proposed - counts.num_accepted,
         },
     }
 

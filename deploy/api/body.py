@@ -83,11 +83,8 @@ class BodyReader:
 
 
 def parse_body(body: bytes, model: type[Model], *, strict: bool) -> tuple[Model, tuple[str, ...]]:
-    """Parses strict JSON (UTF-8, no NaN or Infinity, bounded nesting). Returns the fields and the paths of unknown fields,
-    which ``strict`` refuses.
-
-    Raises:
-        ApiError: 400, naming the first wrong field.
+    """The fields of strict JSON (UTF-8, no NaN or Infinity, bounded nesting), and the paths of unknown fields, which
+    ``strict`` refuses. Raises ApiError (400), naming the first wrong field.
     """
     try:
         text = body.decode("utf-8")

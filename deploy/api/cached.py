@@ -15,26 +15,17 @@ class Cached(Generic[T]):
         self._ask = ask
         self._ttl_s = ttl_s
         self._query: asyncio.Task[T] | None = None
-        self._cached_s = 0.0  # monotonic
+        self._fresh_until_s = 0.0  # monotonic
 
     async def get(self) -> T:
         """Raises what ``ask`` raises. Cancelling a caller does not cancel the query."""
-        if self._query is None or (self._query.done() and not self._is_fresh(self._query)):
+        if self._query is None or (self._query.done() and time.monotonic() >= self._fresh_until_s):
             self._query = asyncio.create_task(self._answer())
-            self._query.add_done_callback(_retrieve)
+            # Retrieves the exception: asyncio would log it if no caller waits.
+            self._query.add_done_callback(lambda query: query.cancelled() or query.exception())
         return await asyncio.shield(self._query)
-
-    def _is_fresh(self, query: "asyncio.Task[T]") -> bool:
-        failed = query.cancelled() or query.exception() is not None
-        return not failed and time.monotonic() < self._cached_s + self._ttl_s
 
     async def _answer(self) -> T:
         answer = await self._ask()
-        self._cached_s = time.monotonic()
+        self._fresh_until_s = time.monotonic() + self._ttl_s
         return answer
-
-
-def _retrieve(task: "asyncio.Task[T]") -> None:
-    """Marks the exception as retrieved: asyncio would log it if no caller waits."""
-    if not task.cancelled():
-        task.exception()

@@ -98,7 +98,7 @@ class CallResponse(Response):
             outrider["segments"] = [segments_json(delta) for delta in deltas]
         usage = usage_of(call.num_prompt_tokens, call.choices)
         root = {**call.format.root(call.choices), **metrics_of(call.choices)}
-        body = call.envelope.document(choices, usage, outrider, root)
+        body = call.envelope.document({"choices": choices, "usage": usage, "outrider": outrider, **root})
         return Response(body, media_type="application/json")
 
     async def _send_events(self, stream: EventStream, generation: Generation) -> None:
@@ -109,7 +109,7 @@ class CallResponse(Response):
             if not stream.started:
                 openings = [call.format.opening(choice) for choice in call.choices]
                 root = call.format.root(call.choices)
-                events += [call.envelope.event([opening], root=root) for opening in openings if opening is not None]
+                events += [call.envelope.event([opening], **root) for opening in openings if opening is not None]
             for choice, delta in batch:
                 num_unfinished -= delta.finish is not None
                 outrider: dict[str, object] = {}
@@ -122,8 +122,8 @@ class CallResponse(Response):
         last = DONE
         if call.include_usage:
             usage = usage_of(call.num_prompt_tokens, call.choices)
-            root = metrics_of(call.choices)
-            last = call.envelope.event([], usage=usage, outrider=self._acceptance(), root=root) + DONE
+            fields = {"outrider": self._acceptance(), **metrics_of(call.choices)}
+            last = call.envelope.event([], usage=usage, **fields) + DONE
         await _within(_STALL_S, stream.end(last))
 
     async def _send_error(self, stream: EventStream, error: ApiError) -> None:

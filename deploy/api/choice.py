@@ -18,10 +18,7 @@ class EngineFailed(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class OutputToken:
-    """A token of the answer and its characters ``start`` to ``end`` of the choice's text.
-
-    A character that spans several tokens belongs to the last of them.
-    """
+    """A token and its characters ``start`` to ``end`` of the choice's text; a character belongs to its last token."""
 
     id: int
     start: int
@@ -51,21 +48,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Which tokens become text, and what is reported beside it.
+    """Which tokens become text, and what is reported beside it."""
 
-    Args:
-        details: keep tokens, for log-probabilities and drafted segments.
-        token_ids: report the ids of generated tokens.
-        skip_special_tokens: special tokens add no text.
-        include_stop: the stop string or token is part of the text.
-        echo: text put before the answer.
-    """
-
-    details: bool = False
-    token_ids: bool = False
-    skip_special_tokens: bool = True
-    include_stop: bool = False
-    echo: str | None = None
+    details: bool = False  # keep tokens, for log-probabilities and drafted segments
+    token_ids: bool = False  # report the ids of generated tokens
+    skip_special_tokens: bool = True  # they add no text
+    include_stop: bool = False  # the stop string or token is part of the text
+    echo: str | None = None  # text put before the answer
 
 
 class Observer(Protocol):
@@ -78,9 +67,7 @@ class Observer(Protocol):
 class Choice:
     """Detokenizes, applies stop strings, and counts. Text is released as soon as no stop string can start in it.
 
-    Args:
-        counts_prompt: whether this choice is the first of its prompt; prompt tokens are counted once.
-        observer: called for each commit.
+    ``counts_prompt``: whether this choice is the first of its prompt; prompt tokens are counted once.
     """
 
     def __init__(
@@ -132,21 +119,20 @@ class Choice:
                 raise LinkClosed("the request was aborted")
         self.prefill = commit.prefill or self.prefill
         num_before = self.num_tokens
-        for i in range(len(commit.token_ids)):
+        for i, token_id in enumerate(commit.token_ids, start=1):
             self.num_tokens += 1
-            is_last = i + 1 == len(commit.token_ids)
-            ends = is_last and commit.finish is FinishReason.STOP and commit.token_ids[i] in self._end_ids
+            is_last = i == len(commit.token_ids)
+            ends = is_last and commit.finish is FinishReason.STOP and token_id in self._end_ids
             if ends and not self.options.include_stop:
                 break  # counted, but not part of the text
-            self._append(commit, i)
+            self._append(commit, i - 1)
             if self._stops.matched:
                 self.finish = FinishReason.STOP
                 break
         if self.num_tokens > num_before:
             num_needed = self.num_tokens - num_before
             self.counts.record(commit, num_needed)
-            if self.options.token_ids:
-                self._new_ids.extend(commit.token_ids[:num_needed])
+            self._new_ids.extend(commit.token_ids[:num_needed] if self.options.token_ids else ())
             if self._observer is not None:
                 gap_s = None if self.last_token_s is None else now_s - self.last_token_s
                 self._observer.on_tokens(commit, num_needed, gap_s)

@@ -6,7 +6,7 @@ positions in both renderings agree.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,13 +41,15 @@ class ControlTokens:
         return tuple(match.span() for match in self._pattern.finditer(text))
 
     def prompt(self, template: ChatTemplate, messages: Sequence[Message], options: TemplateOptions) -> ChatPrompt:
-        """Renders the messages and finds the template's own control tokens.
-
-        Raises:
-            InvalidField: the template rejects the messages, or makes control tokens from their text.
-        """
+        """The messages' prompt. Raises InvalidField: the template rejects them, or makes control tokens of their text."""
         text = template.render(messages, options)
-        strings = list(_strings(messages, options))
+        strings: list[str] = []
+
+        def note(string: str) -> str:
+            strings.append(string)
+            return string
+
+        _rewrite(messages, options, note)
         if not any(self._edge.search(string) for string in strings):
             return ChatPrompt(text)
         hide, show = self._mask([text, *strings])
@@ -58,9 +60,8 @@ class ControlTokens:
         # The template depends on the messages' text: mask complete spellings only.
         names = [masked[begin:end] for begin, end in own]
         if any(self._pattern.search(string) for string in strings):
-            masked = template.render(
-                *_rewrite(messages, options, lambda string: self._pattern.sub(lambda m: m[0].translate(hide), string))
-            )
+            hidden = _rewrite(messages, options, lambda string: self._pattern.sub(lambda m: m[0].translate(hide), string))
+            masked = template.render(*hidden)
             text, own = masked.translate(show), self.spans(masked)
         else:
             own = self.spans(text)
@@ -78,31 +79,12 @@ class ControlTokens:
         return {ord(edge): mask for edge, mask in pairs}, {ord(mask): edge for edge, mask in pairs}
 
 
-def _strings(messages: Sequence[Message], options: TemplateOptions) -> Iterator[str]:
-    """Every string of the caller that a template can print: all but roles and variable names, which templates compare."""
-    for message in messages:
-        yield from (item for name, item in message.items() if name != "role")
-    for item in options.variables.values():
-        yield from _strings_in(item)
-
-
-def _strings_in(value: object) -> Iterator[str]:
-    match value:
-        case str():
-            yield value
-        case Mapping():
-            for name, item in value.items():
-                yield from _strings_in(name)
-                yield from _strings_in(item)
-        case list() | tuple():
-            for item in value:
-                yield from _strings_in(item)
-
-
 def _rewrite(
     messages: Sequence[Message], options: TemplateOptions, change: Callable[[str], str]
 ) -> tuple[list[Message], TemplateOptions]:
-    """Messages and variables with ``change`` applied to every string of ``_strings``."""
+    """Applies ``change`` to every string of the caller that a template can print: all but roles and variable names, which
+    templates compare.
+    """
 
     def rewritten(value: Any) -> Any:
         match value:
@@ -114,7 +96,7 @@ def _rewrite(
                 return [rewritten(item) for item in value]
         return value
 
-    changed: list[Mapping[str, str]] = [
+    changed: list[Message] = [
         {name: item if name == "role" else change(item) for name, item in one.items()} for one in messages
     ]
     return changed, replace(options, variables={name: rewritten(item) for name, item in options.variables.items()})

@@ -1,5 +1,6 @@
 """Drafting counts of a call."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from cluster.types import Commit
@@ -16,8 +17,7 @@ class DraftingCounts:
     num_tokens: int = 0
     num_proposed: int = 0
     num_accepted: int = 0
-    # By draft length: the number of passes that accepted 0, 1, 2, ... of its tokens.
-    histograms: dict[int, list[int]] = field(default_factory=dict)
+    drafts: Counter[tuple[int, int]] = field(default_factory=Counter)  # by draft length and number of accepted tokens
     by_drafter: "dict[str, DraftingCounts]" = field(default_factory=dict)
 
     def record(self, commit: Commit, num_needed: int) -> None:
@@ -25,17 +25,14 @@ class DraftingCounts:
         num_accepted = min(commit.num_accepted, num_needed)
         self._add(1, num_needed, commit.num_proposed, num_accepted)
         if commit.num_proposed:
-            self._histogram(commit.num_proposed)[num_accepted] += 1
-        if commit.drafter is not None and commit.num_proposed:
-            counts = self.by_drafter.setdefault(commit.drafter, DraftingCounts())
-            counts._add(1, num_needed, commit.num_proposed, num_accepted)
+            self.drafts[commit.num_proposed, num_accepted] += 1
+            if commit.drafter is not None:
+                counts = self.by_drafter.setdefault(commit.drafter, DraftingCounts())
+                counts._add(1, num_needed, commit.num_proposed, num_accepted)
 
     def merge(self, other: "DraftingCounts") -> None:
         self._add(other.num_rounds, other.num_tokens, other.num_proposed, other.num_accepted)
-        for num_proposed, histogram in other.histograms.items():
-            mine = self._histogram(num_proposed)
-            for num_accepted, num_steps in enumerate(histogram):
-                mine[num_accepted] += num_steps
+        self.drafts.update(other.drafts)
         for name, counts in other.by_drafter.items():
             self.by_drafter.setdefault(name, DraftingCounts()).merge(counts)
 
@@ -45,39 +42,21 @@ class DraftingCounts:
         self.num_proposed += num_proposed
         self.num_accepted += num_accepted
 
-    def _histogram(self, num_proposed: int) -> list[int]:
-        return self.histograms.setdefault(num_proposed, [0] * (num_proposed + 1))
-
-    @property
-    def num_rejected(self) -> int:
-        return self.num_proposed - self.num_accepted
-
-    @property
-    def mean_accepted_len(self) -> float | None:
-        """Tokens per target pass, with the bonus token. None before the first pass."""
-        return self.num_tokens / self.num_rounds if self.num_rounds else None
-
     def as_json(self) -> dict[str, object]:
         """The ``acceptance`` object of an answer."""
-        body = self._figures()
-        body["drafters"] = {name: counts._figures() for name, counts in self.by_drafter.items()}
-        return body
+        drafters = {name: counts._figures() for name, counts in self.by_drafter.items()}
+        return {**self._figures(), "drafters": drafters}
 
     def speculative_decoding(self) -> dict[str, object]:
         """vLLM's object of that name. A step is a pass that verified drafts; ``num_spec_tokens`` is the longest draft."""
-        num_spec_tokens = max(self.histograms, default=0)
-        accepted = [0] * (num_spec_tokens + 1)
-        for histogram in self.histograms.values():
-            for num_accepted, num_steps in enumerate(histogram):
-                accepted[num_accepted] += num_steps
-        num_steps = sum(accepted)
+        draft_lens = sorted({draft_len for draft_len, _ in self.drafts})
+        num_spec_tokens = max(draft_lens, default=0)
+        num_steps = self.drafts.total()
         return {
             "mean_acceptance_length": 1 + self.num_accepted / num_steps if num_steps else 1.0,
             "draft_acceptance_rate": self.num_accepted / self.num_proposed if self.num_proposed else 0.0,
-            "acceptance_histogram": accepted,
-            "acceptance_histogram_by_draft_length": {
-                str(num_proposed): self.histograms[num_proposed] for num_proposed in sorted(self.histograms)
-            },
+            "acceptance_histogram": [sum(self.drafts[k, i] for k in draft_lens) for i in range(num_spec_tokens + 1)],
+            "acceptance_histogram_by_draft_length": {str(k): [self.drafts[k, i] for i in range(k + 1)] for k in draft_lens},
             "num_spec_steps": num_steps,
             "num_accepted_draft_tokens": self.num_accepted,
             "num_draft_tokens": self.num_proposed,
@@ -85,10 +64,10 @@ class DraftingCounts:
         }
 
     def _figures(self) -> dict[str, object]:
-        mean = self.mean_accepted_len
+        mean = self.num_tokens / self.num_rounds if self.num_rounds else None  # with the bonus token
         return {
             "num_rounds": self.num_rounds,
             "num_proposed": self.num_proposed,
             "num_accepted": self.num_accepted,
-            "mean_accepted_len": None if mean is None else round(mean, 4),  # with the bonus token
+            "mean_accepted_len": None if mean is None else round(mean, 4),
         }

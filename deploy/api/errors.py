@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -136,13 +135,7 @@ def install_handlers(app: FastAPI, retry_after_s: float) -> None:
         message = f"{status.phrase}: {request.method} {shorten(request.url.path)}"
         return ApiError(status, message, code=code, headers=error.headers).response()
 
-    def validation_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        return bad_request(".".join(map(str, first["loc"])), first["msg"]).response()
-
     app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(RequestValidationError, validation_error)
 
 
 def _retry_after(seconds: float) -> dict[str, str]:

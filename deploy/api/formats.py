@@ -8,15 +8,29 @@ from deploy.api.tokenizer import Tokenizer
 _LOWEST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
-class ChatFormat:
+class _Format:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def _logprobs_of(self, tokens: Sequence[OutputToken]) -> dict[str, object]:
+        raise NotImplementedError
+
+    def _ending(self, choice: Choice, delta: Delta) -> dict[str, object]:
+        """The fields after the text of a choice or chunk."""
+        asked = choice.request.sampling.top_logprobs is not None
+        return {
+            "logprobs": self._logprobs_of(delta.tokens) if asked else None,
+            "finish_reason": delta.finish,
+            **({"token_ids": delta.token_ids} if choice.options.token_ids else {}),
+        }
+
+
+class ChatFormat(_Format):
     """OpenAI's chat format."""
 
     id_prefix = "chatcmpl"
     kind = "chat.completion"  # of a whole answer
     chunk_kind = "chat.completion.chunk"
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
 
     def opening(self, choice: Choice) -> dict[str, object] | None:
         """The first chunk of a choice's stream, if there is one before its text."""
@@ -28,27 +42,15 @@ class ChatFormat:
         return _prompt_token_ids(choices[0])
 
     def chunk(self, choice: Choice, delta: Delta) -> dict[str, object]:
-        return {
-            "index": choice.index,
-            "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": self._logprobs(choice, delta),
-            "finish_reason": delta.finish,
-            **_token_ids(choice, delta),
-        }
+        content = {"content": delta.text} if delta.text else {}
+        return {"index": choice.index, "delta": content, **self._ending(choice, delta)}
 
     def whole(self, choice: Choice, delta: Delta) -> dict[str, object]:
-        return {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
-            "logprobs": self._logprobs(choice, delta),
-            "finish_reason": delta.finish,
-            **_token_ids(choice, delta),
-        }
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"index": choice.index, "message": message, **self._ending(choice, delta)}
 
-    def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, object] | None:
-        if choice.request.sampling.top_logprobs is None:
-            return None
-        return {"content": [self._token(token) for token in delta.tokens], "refusal": None}
+    def _logprobs_of(self, tokens: Sequence[OutputToken]) -> dict[str, object]:
+        return {"content": [self._token(token) for token in tokens], "refusal": None}
 
     def _token(self, token: OutputToken) -> dict[str, object]:
         logprob = None if token.logprobs is None else token.logprobs.logprob
@@ -67,15 +69,12 @@ class ChatFormat:
         }
 
 
-class CompletionFormat:
+class CompletionFormat(_Format):
     """OpenAI's legacy format: parallel lists, and a mapping from token to log-probability per position."""
 
     id_prefix = "cmpl"
     kind = "text_completion"
     chunk_kind = "text_completion"
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
 
     def opening(self, choice: Choice) -> dict[str, object] | None:
         prompt_token_ids = _prompt_token_ids(choice)
@@ -88,22 +87,13 @@ class CompletionFormat:
         return {}
 
     def chunk(self, choice: Choice, delta: Delta) -> dict[str, object]:
-        return {
-            "index": choice.index,
-            "text": delta.text,
-            "logprobs": self._logprobs(choice, delta),
-            "finish_reason": delta.finish,
-            **_token_ids(choice, delta),
-        }
+        return {"index": choice.index, "text": delta.text, **self._ending(choice, delta)}
 
     def whole(self, choice: Choice, delta: Delta) -> dict[str, object]:
         echo = choice.options.echo or ""
         return {**self.chunk(choice, delta), "text": echo + delta.text, **_prompt_token_ids(choice)}
 
-    def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, object] | None:
-        if choice.request.sampling.top_logprobs is None:
-            return None
-        tokens = delta.tokens
+    def _logprobs_of(self, tokens: Sequence[OutputToken]) -> dict[str, object]:
         return {
             "tokens": [self._name(token.id) for token in tokens],
             "token_logprobs": [None if t.logprobs is None else _finite(t.logprobs.logprob) for t in tokens],
@@ -128,10 +118,6 @@ class CompletionFormat:
 
 
 AnswerFormat = ChatFormat | CompletionFormat
-
-
-def _token_ids(choice: Choice, delta: Delta) -> dict[str, object]:
-    return {"token_ids": delta.token_ids} if choice.options.token_ids else {}
 
 
 def _prompt_token_ids(choice: Choice) -> dict[str, object]:

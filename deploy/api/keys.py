@@ -21,8 +21,7 @@ class ApiKeys:
     """SHA-256 digests of the keys in a file; the keys themselves are neither kept nor logged."""
 
     def __init__(self, digests: Mapping[str, bytes]) -> None:
-        """``digests``: by a name for logs."""
-        self._digests = dict(digests)
+        self._digests = dict(digests)  # by a name for logs
 
     @classmethod
     def from_file(cls, path: Path) -> "ApiKeys":
@@ -55,11 +54,8 @@ class ApiKeys:
     def name_of(self, key: str) -> str | None:
         """The key's name. Compares with every key in constant time, against timing attacks."""
         presented = hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).digest()
-        found = None
-        for name, digest in self._digests.items():
-            if hmac.compare_digest(presented, digest):
-                found = name
-        return found
+        found = [name for name, digest in self._digests.items() if hmac.compare_digest(presented, digest)]
+        return found[-1] if found else None
 
     def check(self, authorization: str | None) -> None:
         """Raises ApiError (401) if the ``Authorization`` header has no known key."""

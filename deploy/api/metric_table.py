@@ -1,6 +1,6 @@
 """The metrics of ``/metrics`` in one table, with the names that vLLM's dashboards use for them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -20,10 +20,11 @@ class Metric:
     """One metric.
 
     Args:
-        name: without the suffix ``_total`` of counters.
+        name: without the prefix ``outrider_``, and without the suffix ``_total`` of counters.
         text: its description, a sentence.
         read: reads it from the cluster's status; None: this process counts it.
-        vllm: vLLM's names for it, each with the labels that it keeps beside ``model_name``. Other labels are aggregated.
+        vllm: vLLM's names for it, without the prefix ``vllm:``, each with the labels that it keeps beside ``model_name``.
+            Other labels are aggregated.
         mean: aggregate by the mean, else by the sum.
     """
 
@@ -41,19 +42,15 @@ def _counter(name: str, text: str, *vllm: str, labels: tuple[str, ...] = ()) -> 
     return Metric(name, "counter", text, labels, vllm=dict.fromkeys(vllm, ()))
 
 
-def _seconds(name: str, text: str, *vllm: str, buckets: tuple[float, ...] = _CALL) -> Metric:
+def _histogram(name: str, text: str, *vllm: str, buckets: tuple[float, ...] = _CALL) -> Metric:
     return Metric(name, "histogram", text, buckets=buckets, vllm=dict.fromkeys(vllm, ()))
-
-
-def _tokens(name: str, text: str, *vllm: str) -> Metric:
-    return Metric(name, "histogram", text, buckets=_COUNT, vllm=dict.fromkeys(vllm, ()))
 
 
 def _target(name: str, text: str, value: Callable[[TargetStatus], float], *vllm: str, mean: bool = False) -> Metric:
     def read(status: ClusterStatus) -> Reading:
         return [((target.name,), float(value(target))) for target in status.targets]
 
-    return Metric(name, "gauge", text, ("target",), read=read, vllm=dict.fromkeys(vllm, ()), mean=mean)
+    return Metric(f"target_{name}", "gauge", text, ("target",), read=read, vllm=dict.fromkeys(vllm, ()), mean=mean)
 
 
 def _drafter(name: str, kind: Kind, text: str, value: Callable[[DrafterStatus], float | None]) -> Metric:
@@ -61,190 +58,154 @@ def _drafter(name: str, kind: Kind, text: str, value: Callable[[DrafterStatus], 
         values = [((drafter.name,), value(drafter)) for drafter in status.drafters]
         return [(labels, float(number)) for labels, number in values if number is not None]
 
-    return Metric(name, kind, text, ("drafter",), read=read)
+    return Metric(f"drafter_{name}", kind, text, ("drafter",), read=read)
 
 
 def _memory(status: ClusterStatus) -> Reading:
-    return [
-        ((one.name, one.device), float(one.num_bytes))
-        for one in status.drafters
-        if one.device is not None and one.num_bytes is not None
-    ]
+    return [((d.name, d.device), float(d.num_bytes)) for d in status.drafters if d.device and d.num_bytes is not None]
 
 
 def _kv_usage(target: TargetStatus) -> float:
     return 1 - target.num_free_blocks / target.num_blocks if target.num_blocks else 0.0
 
 
-_REQUESTS: Sequence[Metric] = (
-    _counter("outrider_requests", "HTTP requests that were answered.", labels=("endpoint", "status")),
-    Metric("outrider_requests_in_flight", "gauge", "HTTP requests in progress."),
-    Metric("outrider_requests_queued", "gauge", "HTTP requests waiting for admission in this process."),
+METRICS = (
+    _counter("requests", "HTTP requests that were answered.", labels=("endpoint", "status")),
+    Metric("requests_in_flight", "gauge", "HTTP requests in progress."),
+    Metric("requests_queued", "gauge", "HTTP requests waiting for admission in this process."),
     Metric(
-        "outrider_choices_finished",
+        "choices_finished",
         "counter",
         "Choices that ended, by reason; abort: the client disconnected or the deadline passed.",
         ("finished_reason",),
-        vllm={"vllm:request_success": ("finished_reason",)},
+        vllm={"request_success": ("finished_reason",)},
     ),
-)
-_TOKENS: Sequence[Metric] = (
-    _counter("outrider_prompt_tokens", "Prompt tokens.", "vllm:prompt_tokens"),
-    _counter("outrider_completion_tokens", "Generated tokens.", "vllm:generation_tokens"),
+    # Tokens.
+    _counter("prompt_tokens", "Prompt tokens.", "prompt_tokens"),
+    _counter("completion_tokens", "Generated tokens.", "generation_tokens"),
     _counter(
-        "outrider_prefix_cache_queries",
+        "prefix_cache_queries",
         "Prompt tokens looked up in the prefix cache.",
-        "vllm:prefix_cache_queries",
-        "vllm:gpu_prefix_cache_queries",
+        "prefix_cache_queries",
+        "gpu_prefix_cache_queries",
     ),
     _counter(
-        "outrider_prefix_cache_hits",
+        "prefix_cache_hits",
         "Prompt tokens found in the prefix cache.",
-        "vllm:prefix_cache_hits",
-        "vllm:gpu_prefix_cache_hits",
+        "prefix_cache_hits",
+        "gpu_prefix_cache_hits",
     ),
-    _tokens("outrider_choice_prompt_tokens", "Prompt tokens of a finished choice.", "vllm:request_prompt_tokens"),
-    _tokens("outrider_choice_completion_tokens", "Generated tokens of a finished choice.", "vllm:request_generation_tokens"),
-    _tokens(
-        "outrider_choice_max_tokens",
+    _histogram("choice_prompt_tokens", "Prompt tokens of a finished choice.", "request_prompt_tokens", buckets=_COUNT),
+    _histogram(
+        "choice_completion_tokens",
+        "Generated tokens of a finished choice.",
+        "request_generation_tokens",
+        buckets=_COUNT,
+    ),
+    _histogram(
+        "choice_max_tokens",
         "Limit on the generated tokens of a finished choice.",
-        "vllm:request_params_max_tokens",
-        "vllm:request_max_num_generation_tokens",
+        "request_params_max_tokens",
+        "request_max_num_generation_tokens",
+        buckets=_COUNT,
     ),
-)
-_DRAFTING: Sequence[Metric] = (
-    _counter("outrider_prediction_tokens_accepted", "Draft tokens that are part of answers.", labels=("drafter",)),
-    _counter("outrider_prediction_tokens_rejected", "Draft tokens verified and rejected.", labels=("drafter",)),
-    _counter("outrider_drafts_verified", "Drafts verified: one per request and pass.", "vllm:spec_decode_num_drafts"),
+    # Drafting.
+    _counter("prediction_tokens_accepted", "Draft tokens that are part of answers.", labels=("drafter",)),
+    _counter("prediction_tokens_rejected", "Draft tokens verified and rejected.", labels=("drafter",)),
+    _counter("drafts_verified", "Drafts verified: one per request and pass.", "spec_decode_num_drafts"),
     _counter(
-        "outrider_draft_tokens_verified",
+        "draft_tokens_verified",
         "Draft tokens verified, by position in the draft from 0.",
-        "vllm:spec_decode_num_draft_tokens",
+        "spec_decode_num_draft_tokens",
         labels=("position",),
     ),
     Metric(
-        "outrider_draft_tokens_accepted",
+        "draft_tokens_accepted",
         "counter",
         "Draft tokens accepted, by position in the draft from 0.",
         ("position",),
-        vllm={"vllm:spec_decode_num_accepted_tokens": (), "vllm:spec_decode_num_accepted_tokens_per_pos": ("position",)},
+        vllm={"spec_decode_num_accepted_tokens": (), "spec_decode_num_accepted_tokens_per_pos": ("position",)},
     ),
-)
-_TIMES: Sequence[Metric] = (
-    _seconds("outrider_queue_seconds", "Time that a call waited for admission in this process."),
-    _seconds("outrider_ttft_seconds", "Time to the first token of a choice.", "vllm:time_to_first_token_seconds"),
-    _seconds(
-        "outrider_inter_token_seconds",
+    # Times.
+    _histogram("queue_seconds", "Time that a call waited for admission in this process."),
+    _histogram("ttft_seconds", "Time to the first token of a choice.", "time_to_first_token_seconds"),
+    _histogram(
+        "inter_token_seconds",
         "Time between the target's passes that yielded tokens of a choice.",
-        "vllm:inter_token_latency_seconds",
-        "vllm:time_per_output_token_seconds",
+        "inter_token_latency_seconds",
+        "time_per_output_token_seconds",
         buckets=_TOKEN,
     ),
-    _seconds(
-        "outrider_tpot_seconds",
+    _histogram(
+        "tpot_seconds",
         "Mean time per token of a choice after the first.",
-        "vllm:request_time_per_output_token_seconds",
+        "request_time_per_output_token_seconds",
         buckets=_TOKEN,
     ),
-    _seconds("outrider_e2e_seconds", "Time to the last token of a finished choice.", "vllm:e2e_request_latency_seconds"),
-    _seconds(
-        "outrider_choice_queue_seconds",
-        "Time until a target began to compute the choice.",
-        "vllm:request_queue_time_seconds",
+    _histogram("e2e_seconds", "Time to the last token of a finished choice.", "e2e_request_latency_seconds"),
+    _histogram("choice_queue_seconds", "Time until a target began to compute the choice.", "request_queue_time_seconds"),
+    _histogram(
+        "prefill_seconds", "Time from the start of a choice's first pass to its first token.", "request_prefill_time_seconds"
     ),
-    _seconds(
-        "outrider_prefill_seconds",
-        "Time from the start of a choice's first pass to its first token.",
-        "vllm:request_prefill_time_seconds",
-    ),
-    _seconds(
-        "outrider_decode_seconds",
-        "Time from a choice's first token to its last.",
-        "vllm:request_decode_time_seconds",
-    ),
-    _seconds(
-        "outrider_inference_seconds",
+    _histogram("decode_seconds", "Time from a choice's first token to its last.", "request_decode_time_seconds"),
+    _histogram(
+        "inference_seconds",
         "Time from the start of a choice's first pass to its last token.",
-        "vllm:request_inference_time_seconds",
+        "request_inference_time_seconds",
     ),
-)
-_TARGETS: Sequence[Metric] = (
+    # Targets.
     Metric(
-        "outrider_routing_table_version",
+        "routing_table_version",
         "gauge",
         "Version of the newest routing table.",
         read=lambda status: [((), float(status.table_version))],
     ),
-    _target("outrider_target_ready", "1 if the target accepts requests, else 0.", lambda target: target.state == "ready"),
-    _target(
-        "outrider_target_running",
-        "Requests in the target's batch.",
-        lambda target: target.num_running,
-        "vllm:num_requests_running",
-    ),
-    _target(
-        "outrider_target_waiting",
-        "Requests waiting for the target's batch.",
-        lambda target: target.num_waiting,
-        "vllm:num_requests_waiting",
-    ),
+    _target("ready", "1 if the target accepts requests, else 0.", lambda t: t.state == "ready"),
+    _target("running", "Requests in the target's batch.", lambda t: t.num_running, "num_requests_running"),
+    _target("waiting", "Requests waiting for the target's batch.", lambda t: t.num_waiting, "num_requests_waiting"),
     replace(
         _target(
-            "outrider_target_preemptions",
+            "preemptions",
             "Requests whose KV cache was freed for older requests, to be computed again.",
-            lambda target: target.num_preempted,
-            "vllm:num_preemptions",
+            lambda t: t.num_preempted,
+            "num_preemptions",
         ),
         kind="counter",
     ),
-    _target("outrider_target_blocks", "Blocks of the KV cache.", lambda target: target.num_blocks),
-    _target("outrider_target_free_blocks", "Free blocks of the KV cache.", lambda target: target.num_free_blocks),
+    _target("blocks", "Blocks of the KV cache.", lambda t: t.num_blocks),
+    _target("free_blocks", "Free blocks of the KV cache.", lambda t: t.num_free_blocks),
     _target(
-        "outrider_target_kv_usage_ratio",
+        "kv_usage_ratio",
         "Share of the KV cache's blocks in use, from 0 to 1.",
         _kv_usage,
-        "vllm:kv_cache_usage_perc",
-        "vllm:gpu_cache_usage_perc",
+        "kv_cache_usage_perc",
+        "gpu_cache_usage_perc",
         mean=True,
     ),
-    _target(
-        "outrider_target_tokens_per_second",
-        "Tokens that the target committed in its last busy second.",
-        lambda target: target.tokens_per_s,
-    ),
-    _target(
-        "outrider_target_step_seconds",
-        "Moving average of the time of the target's round.",
-        lambda target: target.step_ms / 1000,
-    ),
-)
-_DRAFTERS: Sequence[Metric] = (
-    _drafter("outrider_drafter_ready", "gauge", "1 if the drafter is ready, else 0.", lambda d: d.state == "ready"),
-    _drafter("outrider_drafter_requests", "gauge", "Requests that the drafter drafts for.", lambda d: d.num_requests),
-    _drafter("outrider_drafter_verified", "counter", "Draft tokens of the drafter verified.", lambda d: d.num_proposed),
-    _drafter("outrider_drafter_accepted", "counter", "Draft tokens of the drafter accepted.", lambda d: d.num_accepted),
-    _drafter("outrider_drafter_restarts", "counter", "Restarts of the drafter's process.", lambda d: d.num_restarts),
+    _target("tokens_per_second", "Tokens that the target committed in its last busy second.", lambda t: t.tokens_per_s),
+    _target("step_seconds", "Moving average of the time of the target's round.", lambda t: t.step_ms / 1000),
+    # Drafters.
+    _drafter("ready", "gauge", "1 if the drafter is ready, else 0.", lambda d: d.state == "ready"),
+    _drafter("requests", "gauge", "Requests that the drafter drafts for.", lambda d: d.num_requests),
+    _drafter("verified", "counter", "Draft tokens of the drafter verified.", lambda d: d.num_proposed),
+    _drafter("accepted", "counter", "Draft tokens of the drafter accepted.", lambda d: d.num_accepted),
+    _drafter("restarts", "counter", "Restarts of the drafter's process.", lambda d: d.num_restarts),
     Metric(
-        "outrider_drafter_memory_bytes",
+        "drafter_memory_bytes",
         "gauge",
         "Predicted memory of the drafter on its device.",
         ("drafter", "device"),
         read=_memory,
     ),
-    _drafter("outrider_drafter_loads", "counter", "Loads of the drafter into memory.", lambda d: d.num_loads),
-    _drafter("outrider_drafter_evictions", "counter", "Evictions of the drafter from memory.", lambda d: d.num_evictions),
+    _drafter("loads", "counter", "Loads of the drafter into memory.", lambda d: d.num_loads),
+    _drafter("evictions", "counter", "Evictions of the drafter from memory.", lambda d: d.num_evictions),
     _drafter(
-        "outrider_drafter_fallbacks",
-        "counter",
-        "Loads of the drafter on a CPU because its GPU had no room.",
-        lambda d: d.num_fallbacks,
+        "fallbacks", "counter", "Loads of the drafter on a CPU because its GPU had no room.", lambda d: d.num_fallbacks
     ),
     _drafter(
-        "outrider_drafter_reply_seconds",
+        "reply_seconds",
         "gauge",
         "Moving average of the drafter's reply time.",
         lambda d: None if d.reply_ms is None else d.reply_ms / 1000,
     ),
 )
-
-METRICS: Sequence[Metric] = (*_REQUESTS, *_TOKENS, *_DRAFTING, *_TIMES, *_TARGETS, *_DRAFTERS)

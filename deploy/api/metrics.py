@@ -1,6 +1,8 @@
 """``/metrics`` for Prometheus: the rows of ``metric_table``, under their own names and vLLM's."""
 
 from collections.abc import Iterable
+from functools import cache
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -12,82 +14,74 @@ from cluster.types import Commit, FinishReason
 from deploy.api.choice import Choice
 from deploy.api.metric_table import METRICS, Metric
 
+_OWN: dict[str, Any] = {"namespace": "outrider", "registry": None}
+
 
 class Metrics:
     """Has its own registry, so that a process can have several apps. ``deadline_s``: time limit of a call."""
 
     def __init__(self, deadline_s: float) -> None:
-        self._counters = {row.name: Counter(row.name, row.text, row.labels, registry=None) for row in _held("counter")}
-        self._gauges = {row.name: Gauge(row.name, row.text, row.labels, registry=None) for row in _held("gauge")}
+        self._counters = {row.name: Counter(row.name, row.text, row.labels, **_OWN) for row in _held("counter")}
+        self._gauges = {row.name: Gauge(row.name, row.text, row.labels, **_OWN) for row in _held("gauge")}
         self._histograms = {
-            row.name: Histogram(row.name, row.text, row.labels, buckets=_buckets(row, deadline_s), registry=None)
+            row.name: Histogram(row.name, row.text, row.labels, buckets=_buckets(row, deadline_s), **_OWN)
             for row in _held("histogram")
         }
-        self.requests = self._counters["outrider_requests"]
-        self.in_flight = self._gauges["outrider_requests_in_flight"]
-        self.queued = self._gauges["outrider_requests_queued"]
-        self.prompt_tokens = self._counters["outrider_prompt_tokens"]
-        self.queue_s = self._histograms["outrider_queue_seconds"]
-        self._completion_tokens = self._counters["outrider_completion_tokens"]
-        self._drafts = self._counters["outrider_drafts_verified"]
-        self._inter_token_s = self._histograms["outrider_inter_token_seconds"]
-        self._verified_at: list[Counter] = []  # by position in the draft
-        self._accepted_at: list[Counter] = []
-        self._by_drafter: dict[str, tuple[Counter, Counter]] = {}
+        self.requests = self._counters["requests"]
+        self.in_flight = self._gauges["requests_in_flight"]
+        self.queued = self._gauges["requests_queued"]
+        self.prompt_tokens = self._counters["prompt_tokens"]
+        self.queue_s = self._histograms["queue_seconds"]
+        # Cached, because looking up a labelled counter is slow.
+        self._labelled = cache(lambda name, label: self._counters[name].labels(label))
         for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR):
-            self._counters["outrider_choices_finished"].labels(reason.value)  # rates need an initial zero
+            self._counters["choices_finished"].labels(reason.value)  # rates need an initial zero
         self._registry = CollectorRegistry()
         self._exported = _Exported(self._counters | self._gauges | self._histograms)
         self._registry.register(self._exported)
 
     def on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
         """As ``deploy.api.choice.Observer``."""
-        self._completion_tokens.inc(num_needed)
+        self._counters["completion_tokens"].inc(num_needed)
         if gap_s is not None:
-            self._inter_token_s.observe(gap_s)
+            self._observe("inter_token_seconds", gap_s)
         if commit.prefill is not None:
-            self._counters["outrider_prefix_cache_queries"].inc(commit.base_len)
-            self._counters["outrider_prefix_cache_hits"].inc(commit.prefill.num_cached_tokens)
+            self._counters["prefix_cache_queries"].inc(commit.base_len)
+            self._counters["prefix_cache_hits"].inc(commit.prefill.num_cached_tokens)
         if not commit.num_proposed:
             return
         num_accepted = min(commit.num_accepted, num_needed)
-        self._drafts.inc()
-        while len(self._verified_at) < commit.num_proposed:
-            position = str(len(self._verified_at))
-            self._verified_at.append(self._counters["outrider_draft_tokens_verified"].labels(position))
-            self._accepted_at.append(self._counters["outrider_draft_tokens_accepted"].labels(position))
-        for counter in self._verified_at[: commit.num_proposed]:
-            counter.inc()
-        for counter in self._accepted_at[:num_accepted]:
-            counter.inc()
+        self._counters["drafts_verified"].inc()
+        for position in range(commit.num_proposed):
+            self._labelled("draft_tokens_verified", position).inc()
+            self._labelled("draft_tokens_accepted", position).inc(position < num_accepted)
         if commit.drafter is not None:
-            accepted, rejected = self._of_drafter(commit.drafter)
-            accepted.inc(num_accepted)
-            rejected.inc(commit.num_proposed - num_accepted)
+            self._labelled("prediction_tokens_accepted", commit.drafter).inc(num_accepted)
+            self._labelled("prediction_tokens_rejected", commit.drafter).inc(commit.num_proposed - num_accepted)
 
     def record_choice(self, choice: Choice, arrival_s: float) -> None:
         """Counts a choice that ended. ``arrival_s``: of the call, monotonic."""
         first_s, last_s = choice.first_token_s, choice.last_token_s
         if choice.finish is not None or choice.failed or first_s is not None:
             reason = FinishReason.ERROR if choice.failed else choice.finish or FinishReason.ABORT
-            self._counters["outrider_choices_finished"].labels(reason.value).inc()
+            self._counters["choices_finished"].labels(reason.value).inc()
         if first_s is None or last_s is None:
             return
-        self._observe("outrider_ttft_seconds", first_s - arrival_s)
+        self._observe("ttft_seconds", first_s - arrival_s)
         if choice.num_tokens > 1:
-            self._observe("outrider_tpot_seconds", (last_s - first_s) / (choice.num_tokens - 1))
+            self._observe("tpot_seconds", (last_s - first_s) / (choice.num_tokens - 1))
         if choice.finish is None:
             return
-        self._observe("outrider_e2e_seconds", last_s - arrival_s)
-        self._observe("outrider_decode_seconds", last_s - first_s)
-        self._observe("outrider_choice_prompt_tokens", len(choice.request.prompt_token_ids))
-        self._observe("outrider_choice_completion_tokens", choice.num_tokens)
-        self._observe("outrider_choice_max_tokens", choice.request.sampling.max_tokens)
+        self._observe("e2e_seconds", last_s - arrival_s)
+        self._observe("decode_seconds", last_s - first_s)
+        self._observe("choice_prompt_tokens", len(choice.request.prompt_token_ids))
+        self._observe("choice_completion_tokens", choice.num_tokens)
+        self._observe("choice_max_tokens", choice.request.sampling.max_tokens)
         if choice.prefill is not None:
             prefill_s = choice.prefill.prefill_s
-            self._observe("outrider_prefill_seconds", prefill_s)
-            self._observe("outrider_inference_seconds", prefill_s + last_s - first_s)
-            self._observe("outrider_choice_queue_seconds", max(0.0, first_s - arrival_s - prefill_s))
+            self._observe("prefill_seconds", prefill_s)
+            self._observe("inference_seconds", prefill_s + last_s - first_s)
+            self._observe("choice_queue_seconds", max(0.0, first_s - arrival_s - prefill_s))
 
     def render(self, status: ClusterStatus | None) -> bytes:
         """Prometheus' text format. ``status`` None: the cluster does not answer, and its metrics are left out."""
@@ -95,15 +89,6 @@ class Metrics:
         if status is not None:
             self._exported.model = status.model
         return generate_latest(self._registry)
-
-    def _of_drafter(self, name: str) -> tuple[Counter, Counter]:
-        """Counters of accepted and rejected tokens; cached, because looking up a labelled counter is slow."""
-        if name not in self._by_drafter:
-            self._by_drafter[name] = (
-                self._counters["outrider_prediction_tokens_accepted"].labels(name),
-                self._counters["outrider_prediction_tokens_rejected"].labels(name),
-            )
-        return self._by_drafter[name]
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
@@ -144,7 +129,7 @@ class _Exported(Collector):
                 yield family
         elif self.status is not None:
             kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
-            family = kind(row.name, row.text, labels=row.labels)
+            family = kind(f"outrider_{row.name}", row.text, labels=row.labels)
             for labels, value in row.read(self.status):
                 family.add_metric(labels, value)
             yield family
@@ -152,7 +137,7 @@ class _Exported(Collector):
 
 def _alias(family: Family, row: Metric, name: str, kept: tuple[str, ...], model: str) -> Family:
     """The family under another name, with the labels ``model_name`` and ``kept``."""
-    alias = Family(name, row.text, family.type)
+    alias = Family(f"vllm:{name}", row.text, family.type)
     values: dict[tuple[str, tuple[tuple[str, str], ...]], list[float]] = {}
     for sample in family.samples:
         labels = {label: value for label, value in sample.labels.items() if label in (*kept, "le")}
@@ -162,5 +147,5 @@ def _alias(family: Family, row: Metric, name: str, kept: tuple[str, ...], model:
         values["_total", ()] = [0.0]  # rates need an initial zero count
     for (suffix, pairs), numbers in values.items():
         value = sum(numbers) / (len(numbers) if row.mean else 1)
-        alias.add_sample(name + suffix, {"model_name": model, **dict(pairs)}, value)
+        alias.add_sample(alias.name + suffix, {"model_name": model, **dict(pairs)}, value)
     return alias

@@ -19,8 +19,6 @@ SPARE_CALLS = 64
 # Neither counted nor refused: probes, scrapes and documentation, which an overloaded server must still answer.
 _UNLIMITED = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs"})
 _VALID_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-
-
 WARNING_HEADER = "x-outrider-warning"
 _MAX_NAMED = 8
 
@@ -31,10 +29,7 @@ def note_ignored(scope: Scope, paths: Sequence[str]) -> None:
 
 
 class Boundary:
-    """ASGI middleware. The id is in ``scope["state"]["request_id"]`` and in the response header ``x-request-id``.
-
-    The client's ``x-request-id`` is used if it is one value of at most 128 letters, digits, and ``._:-``.
-    """
+    """ASGI middleware. The id, the client's ``x-request-id`` if valid, is in ``scope["state"]["request_id"]``."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, settings: ApiSettings) -> None:
         self._app = app

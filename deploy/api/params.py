@@ -5,7 +5,6 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TypeVar
 
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.errors import InvalidField
@@ -15,23 +14,23 @@ from deploy.api.errors import ApiError, bad_request, nearest, shorten
 from deploy.api.schema import ChatRequest, CompletionRequest, GenerationFields
 from deploy.api.settings import ApiSettings
 
-T = TypeVar("T")
-
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+# Fields whose names and defaults are those of SamplingParams.
+_UNCHANGED = {
+    *("temperature", "top_k", "top_p", "min_p", "min_tokens", "ignore_eos"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     token_ids: tuple[int, ...]
     field: str  # path of the caller's field, for errors
+    echo: str | None = None  # text put before the answer
 
 
 def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, settings: ApiSettings) -> None:
-    """Checks that need no tokenization.
-
-    Raises:
-        ApiError: 404 for an unknown model, else 400.
-    """
+    """Checks that need no tokenization. Raises ApiError: 404 for an unknown model, else 400."""
     check_model(fields.model, info)
     n = fields.n or 1
     if n > settings.max_n:
@@ -63,29 +62,17 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
 def check_model(name: str | None, info: ModelInfo) -> None:
     """Raises ApiError (404) for another model than the served one; None is the served one."""
     if name is not None and name != info.name:
-        raise unknown_model(name, info, "model")
+        message = f"model: {shorten(name)} is not served here; this server has {info.name!r}"
+        raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 
 
-def unknown_model(name: str, info: ModelInfo, param: str) -> ApiError:
-    return ApiError(
-        HTTPStatus.NOT_FOUND,
-        f"{param}: {shorten(name)} is not served here; this server has {info.name!r}",
-        param=param,
-        code="model_not_found",
-    )
+def max_prompt_tokens(info: ModelInfo) -> int:
+    """The longest possible prompt, with room for one token."""
+    return info.max_model_len - 1
 
 
-def max_prompt_tokens(info: ModelInfo, settings: ApiSettings) -> int:
-    """The longest prompt that this server accepts, with room for one token."""
-    room = info.max_model_len - 1
-    return room if settings.max_prompt_tokens is None else min(room, settings.max_prompt_tokens)
-
-
-def prompt_too_long(field: str, num_tokens: str, info: ModelInfo, settings: ApiSettings) -> ApiError:
+def prompt_too_long(field: str, num_tokens: str, info: ModelInfo) -> ApiError:
     """``num_tokens``: a number, or a lower bound in words for a text that was not tokenized to its end."""
-    if max_prompt_tokens(info, settings) < info.max_model_len - 1:
-        reason = f"has {num_tokens} tokens; this server takes at most {settings.max_prompt_tokens}"
-        return bad_request(field, reason, "prompt_too_long")
     return bad_request(
         field,
         f"has {num_tokens} tokens, which leaves no room for an answer in the model's context of {info.max_model_len} tokens",
@@ -93,13 +80,12 @@ def prompt_too_long(field: str, num_tokens: str, info: ModelInfo, settings: ApiS
     )
 
 
-def check_prompt(prompt: Prompt, info: ModelInfo, settings: ApiSettings) -> None:
+def check_prompt(prompt: Prompt, info: ModelInfo) -> None:
     """Raises ApiError (400) for a prompt that is empty, too long, or has ids outside the vocabulary."""
-    num_tokens = len(prompt.token_ids)
-    if num_tokens == 0:
+    if not prompt.token_ids:
         raise bad_request(prompt.field, "must hold at least one token")
-    if num_tokens > max_prompt_tokens(info, settings):
-        raise prompt_too_long(prompt.field, str(num_tokens), info, settings)
+    if len(prompt.token_ids) > max_prompt_tokens(info):
+        raise prompt_too_long(prompt.field, str(len(prompt.token_ids)), info)
     check_tokens(prompt.field, prompt.token_ids, info)
 
 
@@ -120,23 +106,13 @@ def make_requests(
     info: ModelInfo,
     settings: ApiSettings,
 ) -> list[Request]:
-    """``n`` requests per prompt, in the order of the answer's choices.
-
-    The seed of choice i of a prompt does not depend on other prompts of the call, so results are reproducible.
-    """
+    """``n`` requests per prompt, in the order of the answer's choices. Their seeds do not depend on other prompts."""
     requests: list[Request] = []
     for prompt in prompts:
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & MAX_SEED
         for i in range(fields.n or 1):
-            requests.append(
-                Request(
-                    id=f"{call_id}-{len(requests)}",
-                    prompt_token_ids=prompt.token_ids,
-                    sampling=sampling_params(fields, prompt, choice_seed(seed, i), info, settings),
-                    arrival_s=arrival_s,
-                    chain=chain,
-                )
-            )
+            sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings)
+            requests.append(Request(f"{call_id}-{len(requests)}", prompt.token_ids, sampling, arrival_s, chain=chain))
     return requests
 
 
@@ -151,11 +127,7 @@ def choice_seed(seed: int, index: int) -> int:
 def sampling_params(
     fields: GenerationFields, prompt: Prompt, seed: int, info: ModelInfo, settings: ApiSettings
 ) -> SamplingParams:
-    """The caller's parameters, with OpenAI's defaults.
-
-    Raises:
-        ApiError: 400 for a value out of range, or more tokens than fit the context.
-    """
+    """The caller's parameters. Raises ApiError or InvalidField: a value is out of range, or exceeds the context."""
     room = info.max_model_len - len(prompt.token_ids)
     limit_field, max_tokens = _token_limit(fields, room, settings)
     if max_tokens > room:
@@ -168,21 +140,13 @@ def sampling_params(
     try:
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=_or(fields.temperature, 1.0),
-            top_k=fields.top_k,
-            top_p=_or(fields.top_p, 1.0),
-            min_p=_or(fields.min_p, 0.0),
-            repetition_penalty=_or(fields.repetition_penalty, 1.0),
-            presence_penalty=_or(fields.presence_penalty, 0.0),
-            frequency_penalty=_or(fields.frequency_penalty, 0.0),
             logit_bias=_logit_bias(fields, info),
             stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
             stop_token_ids=tuple(fields.stop_token_ids or ()),
-            min_tokens=_or(fields.min_tokens, 0),
-            ignore_eos=bool(fields.ignore_eos),
             seed=seed,
             top_logprobs=_top_logprobs(fields),
             allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+            **fields.model_dump(include=_UNCHANGED, exclude_none=True),
         )
     except InvalidField as error:
         field = limit_field if error.field == "max_tokens" else error.field
@@ -190,11 +154,7 @@ def sampling_params(
 
 
 async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[ClusterStatus]]) -> tuple[str, ...] | None:
-    """``Request.chain`` of the field ``drafting``. Queries the cluster's drafters only if one is named.
-
-    Raises:
-        ApiError: 400 for an unknown drafter or an impossible chain.
-    """
+    """``Request.chain`` of the field ``drafting``. Raises ApiError (400) for an unknown drafter or an impossible chain."""
     if drafting is None or drafting == "auto":
         return None
     if drafting == "off":
@@ -264,7 +224,3 @@ def _logit_bias(fields: GenerationFields, info: ModelInfo) -> tuple[tuple[int, f
 
 def _outside_vocabulary(param: str, token_id: int, info: ModelInfo) -> ApiError:
     return bad_request(param, f"{token_id} is not a token id; the largest is {info.vocab_size - 1}")
-
-
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value

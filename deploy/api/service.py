@@ -29,6 +29,7 @@ from deploy.api.metrics import Metrics
 from deploy.api.params import (
     Prompt,
     check_call,
+    check_model,
     check_prompt,
     make_requests,
     max_prompt_tokens,
@@ -72,21 +73,24 @@ class Service:
         return self._info
 
     async def status(self) -> ClusterStatus:
-        """Status of the cluster, at most ``status_ttl_s`` old."""
+        """State of the targets and drafters."""
         return await self._status.get()
 
     async def chat(self, request: Request) -> Response:
+        """Answers a conversation."""
         arrival_s = time.monotonic()
         fields = await self._bodies.read(request, ChatRequest)
         info = await self.info()
         check_call(fields, 1, info, self._settings)
         messages = [message.for_template() for message in fields.messages]
-        limit = max_prompt_tokens(info, self._settings)
+        limit = max_prompt_tokens(info)
         encoding = self._tokenizer.encode_chat(messages, fields.template_options(), max_tokens=limit)
         prompt = await self._encoded(encoding, "messages", info)
+        check_prompt(prompt, info)
         return await self._call(request, fields, [prompt], self._chat_format, arrival_s)
 
     async def completions(self, request: Request) -> Response:
+        """Continues a text."""
         arrival_s = time.monotonic()
         fields = await self._bodies.read(request, CompletionRequest)
         given = fields.prompts()
@@ -95,30 +99,29 @@ class Service:
         encode = partial(
             self._tokenizer.encode,
             add_special_tokens=fields.add_special_tokens is not False,
-            max_tokens=max_prompt_tokens(info, self._settings),
+            max_tokens=max_prompt_tokens(info),
         )
-        prompts = [
-            await self._encoded(encode(one), field, info) if isinstance(one, str) else Prompt(tuple(one), field)
-            for field, one in given.items()
-        ]
-        echoes: Sequence[str] = ()
-        if fields.echo:
-            for prompt in prompts:
-                check_prompt(prompt, info, self._settings)
-            echoes = [one if isinstance(one, str) else self._tokenizer.text_of(one) for one in given.values()]
-        return await self._call(request, fields, prompts, self._completion_format, arrival_s, echoes)
+        prompts = []
+        for field, one in given.items():
+            prompt = await self._encoded(encode(one), field, info) if isinstance(one, str) else Prompt(tuple(one), field)
+            check_prompt(prompt, info)
+            if fields.echo:
+                prompt = replace(prompt, echo=one if isinstance(one, str) else self._tokenizer.text_of(one))
+            prompts.append(prompt)
+        return await self._call(request, fields, prompts, self._completion_format, arrival_s)
 
     async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text or of a conversation."""
         arrival_s = time.monotonic()
         fields = await self._bodies.read(request, TokenizeRequest)
-        info = await self.info()
-        return await self._in_time(request, arrival_s, tokenize(fields, self._tokenizer, info, self._settings))
+        work = tokenize(fields, self._tokenizer, await self.info(), self._settings)
+        return await self._in_time(request, arrival_s, work)
 
     async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
         arrival_s = time.monotonic()
         fields = await self._bodies.read(request, DetokenizeRequest)
-        info = await self.info()
-        return await self._in_time(request, arrival_s, detokenize(fields, self._tokenizer, info))
+        return await self._in_time(request, arrival_s, detokenize(fields, self._tokenizer, await self.info()))
 
     async def _in_time(self, request: Request, arrival_s: float, work: Awaitable[T]) -> T:
         """Awaits ``work`` until the call's deadline or until its client disconnects."""
@@ -133,12 +136,16 @@ class Service:
         try:
             return Prompt(await encoding, field)
         except TextTooLong as error:
-            raise prompt_too_long(field, f"more than {error.num_tokens}", info, self._settings) from error
+            raise prompt_too_long(field, f"more than {error.num_tokens}", info) from error
 
     async def models(self) -> dict[str, object]:
-        return {"object": "list", "data": [self.describe(await self.info())]}
+        """The served model, as a list."""
+        return {"object": "list", "data": [await self.model((await self.info()).name)]}
 
-    def describe(self, info: ModelInfo) -> dict[str, object]:
+    async def model(self, name: str) -> dict[str, object]:
+        """The served model."""
+        info = await self.info()
+        check_model(name, info)
         return {
             "id": info.name,
             "object": "model",
@@ -148,7 +155,7 @@ class Service:
         }
 
     async def health(self) -> dict[str, object]:
-        """Raises LinkClosed if no target is ready or linked."""
+        """200 if a target is ready, else 503 with the reason."""
         status = await self.status()
         if not any(target.state == "ready" for target in status.targets):
             states = ", ".join(f"{target.name} is {target.state}" for target in status.targets)
@@ -165,10 +172,9 @@ class Service:
     async def render_metrics(self) -> bytes:
         self.metrics.queued.set(self._admission.num_queued)
         try:
-            status = await self.status()
+            return self.metrics.render(await self.status())
         except LinkClosed:
             return self.metrics.render(None)
-        return self.metrics.render(status)
 
     async def _call(
         self,
@@ -177,12 +183,8 @@ class Service:
         prompts: Sequence[Prompt],
         form: AnswerFormat,
         arrival_s: float,
-        echoes: Sequence[str] = (),
     ) -> Response:
-        """``echoes``: texts of the prompts, to put before the answers."""
         info = await self.info()
-        for prompt in prompts:
-            check_prompt(prompt, info, self._settings)
         call_id = f"{form.id_prefix}-{secrets.token_hex(16)}"
         requests = make_requests(
             fields,
@@ -206,7 +208,7 @@ class Service:
                 one,
                 self._tokenizer,
                 info,
-                replace(options, echo=echoes[i // n]) if echoes else options,
+                replace(options, echo=prompts[i // n].echo),
                 counts_prompt=i % n == 0,
                 observer=self.metrics,
             )

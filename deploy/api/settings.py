@@ -16,7 +16,6 @@ class ApiSettings:
     api_keys_file: Path | None = _DEFAULTS.api_keys_file  # None: no key is asked for
     max_request_bytes: int = _DEFAULTS.max_body_bytes
     max_held_bytes: int = 64 * 2**20  # of all bodies being read
-    max_prompt_tokens: int | None = None  # None: bounded by the model's context
     max_concurrent: int = _DEFAULTS.max_concurrent_requests  # sequences running at once
     max_queued: int = _DEFAULTS.max_queued_requests  # calls waiting for admission
     max_n: int = _DEFAULTS.max_choices

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -18,17 +19,22 @@ from drafters.shipped import check_trained_for, find_drafter
 from engine.dtypes import choose_dtype
 from engine.factory import DTYPES
 from engine.kv_cache import num_blocks_for
+from engine.models.config import DecoderConfig, load_config
 from engine.models.weights import open_weights
-from engine.native import NativeTarget
+from engine.target import FeatureSource
 from profiler.calibration import FILE, load_scaling
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Host:
     """The target in whose process a drafter is made."""
 
-    engine: NativeTarget
+    engine: FeatureSource
     folder: Path  # of the target's model
+
+    @cached_property
+    def config(self) -> DecoderConfig:
+        return load_config(self.folder)
 
 
 class HostFeatures:
@@ -38,18 +44,18 @@ class HostFeatures:
         InvalidField: the target does not keep the hidden states of ``layers``.
     """
 
-    def __init__(self, engine: NativeTarget, layers: Sequence[int]) -> None:
+    def __init__(self, engine: FeatureSource, layers: Sequence[int]) -> None:
         missing = sorted(set(layers) - set(engine.feature_layers))
         if missing:
             raise InvalidField(
                 "feature_layers", list(engine.feature_layers), f"must hold {missing}, which the drafter reads"
             )
         self._engine = engine
-        width = engine.model.config.hidden_size
+        width = engine.embedding.shape[1]
         self._columns: Tensor | None = None
         if tuple(layers) != engine.feature_layers:
             starts = torch.tensor([engine.feature_layers.index(layer) * width for layer in layers])
-            self._columns = (starts[:, None] + torch.arange(width)).flatten().to(engine.model.device)
+            self._columns = (starts[:, None] + torch.arange(width)).flatten().to(engine.embedding.device)
 
     def read_hidden_states(self, request_id: str, start: int, stop: int) -> Tensor:
         rows = self._engine.read_hidden_states(request_id_of(request_id), start, stop)
@@ -66,8 +72,8 @@ def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSpark
     """
     folder = find_drafter(options.path)
     config = load_dspark_config(folder)
-    model = host.engine.model
-    dtype = choose_dtype(options.dtype, model.device.type, allows_int8=True)
+    device = host.engine.embedding.device
+    dtype = choose_dtype(options.dtype, device.type, allows_int8=True)
     _check_fits(folder, config, target, host)
     try:
         num_blocks = num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), DTYPES[dtype])
@@ -79,7 +85,7 @@ def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSpark
         _rows(host) if config.shares_embedding else None,
         dtype,
         target,
-        model.device,
+        device,
         HostFeatures(host.engine, config.target_layer_ids),
         num_blocks=num_blocks,
         scaling=load_scaling(fitted) if fitted.is_file() else None,
@@ -88,7 +94,7 @@ def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSpark
 
 
 def _check_fits(folder: Path, config: DSparkConfig, target: ModelInfo, host: Host) -> None:
-    served = host.engine.model.config
+    served = host.config
     own = (config.num_target_layers, config.shape.hidden_size, config.shape.vocab_size)
     if own != (served.num_layers, served.hidden_size, served.vocab_size):
         raise ModelUnavailable(
@@ -100,8 +106,8 @@ def _check_fits(folder: Path, config: DSparkConfig, target: ModelInfo, host: Hos
 
 def _rows(host: Host) -> TargetRows:
     """The target's embedding in memory, and its head: the same, or read again, since the loaded one is packed."""
-    model = host.engine.model
-    if model.config.tied_embeddings:
-        return TargetRows(model.embedding, model.embedding)
-    with open_weights(host.folder, model.config, model.dtype) as weights:
-        return TargetRows(model.embedding, weights.head().to(model.device, copy=True))
+    embedding = host.engine.embedding
+    if host.config.tied_embeddings:
+        return TargetRows(embedding, embedding)
+    with open_weights(host.folder, host.config, embedding.dtype) as weights:
+        return TargetRows(embedding, weights.head().to(embedding.device, copy=True))

@@ -20,10 +20,8 @@ class _Bf16Product(ctypes.Structure):
 
 
 class Bf16Linear:
-    """``engine.ops.Linear``. A row's result is bit-identical whatever else is in the batch.
-
-    docs/measurements/decode.md compares it with oneDNN in fp32 and bf16 at each CPU level.
-    """
+    """``engine.ops.Linear``. A row's result is bit-identical whatever else is in the batch. docs/measurements/decode.md
+    compares it with oneDNN in fp32 and bf16 at each CPU level."""
 
     def __init__(self, library: ctypes.CDLL, weight: LinearWeight) -> None:
         self._function = library.bf16_product

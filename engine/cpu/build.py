@@ -22,11 +22,8 @@ _OPENMP_RUNTIMES = ("libgomp", "libiomp5", "libomp")
 
 
 def load_library(dtype: torch.dtype, folder: Path | None = None) -> ctypes.CDLL:
-    """The kernels for activations and KV cache of ``dtype``.
-
-    Raises:
-        NoCompiler: no compiler is there, it failed, or the library does not load.
-    """
+    """The kernels for activations and KV cache of ``dtype``. Raises NoCompiler: no compiler is there, it failed, or the
+    library does not load."""
     runtime, compiler = _openmp_runtime(), find_compiler()
     flags = [f"-DELEM_BF16={int(dtype == torch.bfloat16)}"]
     is_clang = compiler is not None and "clang" in compiler_version(compiler)

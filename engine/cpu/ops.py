@@ -35,9 +35,8 @@ class CpuOps:
         int8: quantise weights to int8, which halves the bytes read.
         folder: of the compiled kernels.
 
-    Raises:
-        NoCompiler: the kernels cannot be built here.
-        ValueError: a head dimension or dtype without kernels; see ``supports``.
+    Raises NoCompiler: the kernels cannot be built here; ValueError: a head dimension or dtype without kernels; see
+    ``supports``.
     """
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, *, int8: bool = False, folder: Path | None = None) -> None:

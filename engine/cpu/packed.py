@@ -13,10 +13,8 @@ _PACKED_FOR_ROWS = 32  # oneDNN's layout for so many rows is as fast for one
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which torch multiplies values of ``dtype``.
-
-    fp32 for bfloat16 on a CPU below AVX-512 BF16, where products in bfloat16 take about ten times as long.
-    """
+    """The dtype in which torch multiplies values of ``dtype``. fp32 for bfloat16 on a CPU below AVX-512 BF16, where products
+    in bfloat16 take about ten times as long."""
     is_slow = dtype == torch.bfloat16 and device.type == "cpu" and not cpu_level().has_bf16_products
     return torch.float32 if is_slow else dtype
 

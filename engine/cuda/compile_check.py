@@ -23,11 +23,8 @@ class KernelsUnavailable(Exception):
 
 
 def try_out(ops: Ops, config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> None:
-    """Calls each operator with small inputs on ``device``.
-
-    Raises:
-        KernelsUnavailable: a kernel cannot be compiled or launched. An error of the device itself is raised as it is.
-    """
+    """Calls each operator with small inputs on ``device``. Raises KernelsUnavailable: a kernel cannot be compiled or
+    launched. An error of the device itself is raised as it is."""
     try:
         _run_all(ops, config, dtype, device, block_len)
         synchronize(device)

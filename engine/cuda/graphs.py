@@ -37,10 +37,8 @@ class _Captured:
 
 
 class GraphedModel(CausalModel):
-    """A ``CausalModel`` whose passes of at most 32 rows are replayed from graphs, captured when first needed.
-
-    What ``forward`` returns is overwritten by its next call.
-    """
+    """A ``CausalModel`` whose passes of at most 32 rows are replayed from graphs, captured when first needed. What
+    ``forward`` returns is overwritten by its next call."""
 
     def __init__(
         self, config: DecoderConfig, weights: Weights, ops: Ops, dtype: torch.dtype, device: torch.device | None = None
@@ -92,10 +90,8 @@ class GraphedModel(CausalModel):
 
 
 def record(compute: Callable[[], Outputs], device: torch.device, pool: Any) -> tuple[torch.cuda.CUDAGraph, Outputs]:
-    """Captures what ``compute`` launches; returns the graph and the tensors that a replay writes.
-
-    Other threads may use the device meanwhile: the capture restricts only its own thread.
-    """
+    """Captures what ``compute`` launches; returns the graph and the tensors that a replay writes. Other threads may use the
+    device meanwhile: the capture restricts only its own thread."""
     stream = torch.cuda.Stream(device)
     with _CAPTURING:
         stream.wait_stream(torch.cuda.current_stream(device))

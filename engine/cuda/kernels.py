@@ -112,11 +112,8 @@ def attention_kernel(
     TILE: tl.constexpr,  # queries of a program, counted in (row, head of the group) order
     WIDTH: tl.constexpr,  # head_dim, rounded up to a power of two
 ):
-    """One program a span, KV head and tile of queries; online softmax over blocks (arXiv 2205.14135).
-
-    Positions from ``seen_len`` on may hold stale values of an earlier owner of the block. They are not loaded, as 0 * NaN is
-    NaN.
-    """
+    """One program a span, KV head and tile of queries; online softmax over blocks (arXiv 2205.14135). Positions from
+    ``seen_len`` on may hold stale values of an earlier owner of the block. They are not loaded, as 0 * NaN is NaN."""
     span = tl.program_id(0)
     kv_head = tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS

@@ -31,11 +31,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 
 class CudaOps:
-    """``engine.ops.Ops`` on the device of its tensors. They must be contiguous; head_dim must be even.
-
-    Args:
-        launch: how kernels are launched; a check without a GPU compiles them instead.
-    """
+    """``engine.ops.Ops`` on the device of its tensors. They must be contiguous; head_dim must be even. ``launch``: how
+    kernels are launched; a check without a GPU compiles them instead."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, launch: Launch = launch) -> None:
         self._config = config

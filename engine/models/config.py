@@ -66,11 +66,7 @@ class DecoderConfig:
         return self.num_kv_heads * self.head_dim
 
     def truncated(self, num_layers: int) -> "DecoderConfig":
-        """The same model with only its first ``num_layers`` layers.
-
-        Raises:
-            ModelUnavailable: it does not have so many.
-        """
+        """The same model with only its first ``num_layers`` layers. Raises ModelUnavailable: it does not have so many."""
         if not 1 <= num_layers <= self.num_layers:
             raise ModelUnavailable(f"num_layers must lie between 1 and the model's {self.num_layers}, got {num_layers}")
         return replace(self, num_layers=num_layers)
@@ -81,11 +77,8 @@ class DecoderConfig:
 
 
 def load_config(folder: Path) -> DecoderConfig:
-    """The configuration of the model in ``folder``.
-
-    Raises:
-        ModelUnavailable: no folder, no ``config.json``, or a model that is not supported; one line that says which.
-    """
+    """The configuration of the model in ``folder``. Raises ModelUnavailable: no folder, no ``config.json``, or a model that
+    is not supported; one line that says which."""
     if not folder.is_dir():
         raise ModelUnavailable(f"no model at {folder}: not a folder; prepare one with `outrider models`")
     raw = _read_json(folder / "config.json")
@@ -100,11 +93,7 @@ def load_config(folder: Path) -> DecoderConfig:
 
 def parse_config(raw: Mapping[str, Any], eos: int | list[int] | None = None) -> DecoderConfig:
     """``raw`` is a parsed ``config.json``; ``eos`` overrides its end-of-sequence tokens, as ``generation_config.json`` may.
-
-    Raises:
-        ModelUnavailable: the computation it describes is not supported.
-        KeyError: a necessary field is missing.
-    """
+    Raises ModelUnavailable: the computation it describes is not supported; KeyError: a necessary field is missing."""
     kind = raw["model_type"]
     if kind not in ARCHITECTURES:
         raise ModelUnavailable(f"model_type {kind!r} is not supported; supported are {', '.join(ARCHITECTURES)}")

@@ -10,10 +10,8 @@ from pathlib import Path
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Writes bf16 safetensors, configuration, tokenizer and chat template.
-
-    transformers undoes the quantization and llama.cpp's order of the rotary dimensions.
-    """
+    """Writes bf16 safetensors, configuration, tokenizer and chat template. transformers undoes the quantization and
+    llama.cpp's order of the rotary dimensions."""
     _say(0.0, "importing transformers")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -23,11 +21,7 @@ def convert(source: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=file, local_files_only=True)
     _say(0.35, "restoring the weights")
     model = AutoModelForCausalLM.from_pretrained(
-        parent,
-        gguf_file=file,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.bfloat16,
-        local_files_only=True,
+        parent, gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16, local_files_only=True
     )
     _say(0.95, "writing the weights")
     tokenizer.model_max_length = model.config.max_position_embeddings

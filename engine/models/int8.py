@@ -38,11 +38,7 @@ class Int8Matrix:
 
 
 def quantise(weight: Tensor, *, uneven: bool = False) -> Int8Matrix:
-    """The nearest int8 form of a matrix [out, in].
-
-    Args:
-        uneven: the sizes of its inputs differ much, see above.
-    """
+    """The nearest int8 form of a matrix [out, in]. ``uneven``: the sizes of its inputs differ much, see above."""
     weight = weight.detach().float()
     columns = None
     if uneven:
@@ -58,11 +54,7 @@ def quantise(weight: Tensor, *, uneven: bool = False) -> Int8Matrix:
 
 def stored(tensors: Mapping[str, Tensor], kind: WeightsKind, is_uneven: Callable[[str], bool]) -> dict[str, Tensor]:
     """The tensors as stored in a file, by name. Tensors of integers are unchanged, others than matrices are bfloat16.
-
-    Args:
-        kind: of matrices; fp32 applies to all tensors.
-        is_uneven: by the name of a matrix, as of ``quantise``.
-    """
+    ``kind``: of matrices; fp32 applies to all tensors. ``is_uneven``: by the name of a matrix, as of ``quantise``."""
     written = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu()

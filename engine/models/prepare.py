@@ -89,11 +89,8 @@ def model_folder(name: str) -> Path:
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """The complete Hugging Face folder of a prepared model, or of a path. Quick: reads no weights.
-
-    Raises:
-        ModelUnavailable: not prepared, missing, half-written or of an unsupported kind.
-    """
+    """The complete Hugging Face folder of a prepared model, or of a path. Quick: reads no weights. Raises ModelUnavailable:
+    not prepared, missing, half-written or of an unsupported kind."""
     if name_or_path not in CATALOGUE:
         if os.sep not in name_or_path and not Path(name_or_path).exists():
             known = ", ".join(CATALOGUE)
@@ -124,12 +121,10 @@ def state_of(name: str) -> ModelState:
 
 
 def ensure_model(name_or_path: str, progress: Progress = no_progress) -> Path:
-    """Like ``resolve_model``, but prepares a missing model of the catalogue and checks every byte of an existing one.
+    """Like ``resolve_model``, but prepares a missing model of the catalogue and checks every byte of an existing one. A
+    damaged model is converted again. Of several processes one converts and the others wait.
 
-    A damaged model is converted again. Of several processes one converts and the others wait.
-
-    Raises:
-        ModelUnavailable: as ``resolve_model``; or the source package is missing, or the disk is too full to convert.
+    Raises ModelUnavailable: as ``resolve_model``; or the source package is missing, or the disk is too full to convert.
     """
     if name_or_path not in CATALOGUE:
         return resolve_model(name_or_path)
@@ -147,11 +142,8 @@ def ensure_model(name_or_path: str, progress: Progress = no_progress) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Checks that a Hugging Face folder can be served, by its configuration and the headers of its weights.
-
-    Raises:
-        ModelUnavailable: names the file and what is wrong with it.
-    """
+    """Checks that a Hugging Face folder can be served, by its configuration and the headers of its weights. Raises
+    ModelUnavailable: names the file and what is wrong with it."""
     load_config(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ModelUnavailable(f"{folder / 'tokenizer.json'} is missing: save the model's fast tokenizer into the folder")
@@ -207,11 +199,8 @@ def _convert_into(folder: Path, model: WheelModel, progress: Progress) -> None:
 
 
 def _convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
-    """Converts in a child process (``engine.models.gguf``).
-
-    Raises:
-        ModelUnavailable: it failed; quotes the last line of its stderr.
-    """
+    """Converts in a child process (``engine.models.gguf``). Raises ModelUnavailable: it failed; quotes the last line of its
+    stderr."""
     command = [sys.executable, "-m", "engine.models.gguf", str(source), str(folder)]
     quiet = {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     with tempfile.TemporaryFile("w+") as errors:

@@ -10,21 +10,20 @@ _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
 }
 
 
-def prepare_environment(kv_cache_bytes: int) -> None:
-    """Before vLLM is imported; what the user has set is kept.
+def prepare_environment() -> None:
+    """Before vLLM is imported; what the user has set is kept. A second call does nothing.
 
     Raises:
         InvalidField: vLLM is missing or of another version.
-        RuntimeError: it is imported already.
+        RuntimeError: it was imported before the first call.
     """
     require_vllm()
-    if "vllm" in sys.modules:
+    if "vllm" in sys.modules and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("vLLM was imported before its environment was set")
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_bytes / 2**30)))

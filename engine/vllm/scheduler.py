@@ -14,6 +14,7 @@ class PlannedScheduler(Scheduler):
     """Schedules the spans of ``plan``. Blocks, prefix cache and preemption stay vLLM's own."""
 
     running: list[Any]
+    waiting: Any
     max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -24,15 +25,20 @@ class PlannedScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         plan, before = self.plan, list(self.running)
-        planned = [request for request in before if request.request_id in plan]
+        by_name = {request.request_id: request for request in before}
+        planned = [by_name[name] for name in plan if name in by_name]  # decodes first, as planned
         self._set_drafts()
         self.running = list(planned)  # vLLM knows no hold of a running request: it does not see the others
+        unplanned = [request for request in self.waiting if request.request_id not in plan]
+        self.waiting.remove_requests(unplanned)  # a token of theirs would be lost
         num_tokens = sum(len(span.token_ids) for span in plan.values())
         self.max_num_scheduled_tokens = min(num_tokens, self._max_tokens)
         try:
             output = super().schedule(throttle_prefills)
         finally:
             self.max_num_scheduled_tokens = self._max_tokens
+            for request in unplanned:
+                self.waiting.add_request(request)
             left, known = set(map(id, self.running)), set(map(id, before))
             admitted = [request for request in self.running if id(request) not in known]
             hidden = set(map(id, before)) - set(map(id, planned))

@@ -4,7 +4,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -16,7 +19,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from cluster.types import Request
 from engine.target import SpanInput, SpanOutcome
 from engine.vllm.scheduler import PlannedScheduler
-from engine.vllm.worker import EXTRA_ARG, RequestSampling
+from engine.vllm.version import VERSION
+from engine.vllm.worker import EXTRA_ARG, FEATURE_LAYERS, ExactRunner, RequestSampling
 from router.plan import Capacity
 
 MAX_DRAFT_LEN = 16  # slots that vLLM reserves per request; longer drafts are cut
@@ -31,13 +35,16 @@ class VllmLimits:
     max_num_sequences: int
     max_pass_tokens: int
     block_len: int
-    num_blocks: int
+    kv_cache_bytes: int  # one block of it holds padding
     tensor_parallel: int = 1
 
 
 class VllmTarget:
-    """Admits and computes what the round plans. The outcomes tell what ran: vLLM may compute less, or preempt, and verifies
-    no drafts of a request in the pass that admits it.
+    """``engine.target.LoadedTarget``. Admits and computes what the round plans. The outcomes tell what ran: vLLM may compute
+    less, or preempt, and verifies no drafts of a request in the pass that admits it.
+
+    An exception in ``execute`` leaves vLLM's scheduler between two states. From then on nothing can be computed: the process
+    must end.
 
     Eager mode: compiled, vLLM 0.32 answers wrongly in bfloat16 on a CPU. The environment of the process must have been set
     by `engine.vllm.environment` before vLLM was imported.
@@ -45,9 +52,12 @@ class VllmTarget:
     Args:
         folder: of a Hugging Face model.
         eos_token_ids: of the model.
+        feature_layers: layers whose hidden states are kept for drafters in this process (``read_hidden_states``).
     """
 
-    def __init__(self, folder: Path, limits: VllmLimits, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, folder: Path, limits: VllmLimits, eos_token_ids: Sequence[int], feature_layers: Sequence[int] = ()
+    ) -> None:
         arguments = EngineArgs(
             model=str(folder),
             dtype=limits.dtype,
@@ -55,12 +65,13 @@ class VllmTarget:
             max_num_seqs=limits.max_num_sequences,
             max_num_batched_tokens=max(limits.max_pass_tokens, limits.max_num_sequences * (1 + MAX_DRAFT_LEN)),
             block_size=limits.block_len,
-            num_gpu_blocks_override=limits.num_blocks + 1,  # vLLM keeps one for padding
+            kv_cache_memory_bytes=limits.kv_cache_bytes,
             skip_tokenizer_init=True,
             tensor_parallel_size=limits.tensor_parallel,
             enforce_eager=True,
             async_scheduling=False,
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             worker_cls="engine.vllm.worker.Worker",
             scheduler_cls="engine.vllm.scheduler.PlannedScheduler",
             speculative_config={
@@ -68,6 +79,7 @@ class VllmTarget:
                 "model": "engine.vllm.worker.NoProposer",
                 "num_speculative_tokens": MAX_DRAFT_LEN,
             },
+            additional_config={FEATURE_LAYERS: list(feature_layers)},
         )
         config = arguments.create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
@@ -77,6 +89,7 @@ class VllmTarget:
         self._eos_token_ids = tuple(eos_token_ids)
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._num_idle_blocks = self._pool.get_num_free_blocks()
+        self._has_failed = False
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         """vLLM takes all committed tokens for the prompt. It never ends a request: the round does."""
@@ -107,6 +120,15 @@ class VllmTarget:
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         if not spans:
             return []
+        if self._has_failed:
+            raise RuntimeError("vLLM's engine computes nothing after an error")
+        try:
+            return self._execute(spans)
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def _execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         scheduler, executor = self._scheduler, self._core.model_executor
         scheduler.plan = {span.request_id: _cut(span) for span in spans}
         scheduled: SchedulerOutput = scheduler.schedule()
@@ -127,7 +149,7 @@ class VllmTarget:
         return outcomes
 
     def release(self, request_id: str) -> None:
-        if request_id in self._scheduler.requests:
+        if request_id in self._scheduler.requests and not self._has_failed:
             self._core.abort_requests([request_id])
 
     def capacity(self) -> Capacity:
@@ -148,8 +170,36 @@ class VllmTarget:
             free = self._pool.get_num_free_blocks()
             assert free == self._num_idle_blocks, f"{self._num_idle_blocks - free} blocks are held by nobody"
 
+    @property
+    def operators(self) -> str:
+        return f"vLLM {VERSION}"
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self._runner.features.layers
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        return self._runner.embedding
+
+    def read_hidden_states(self, request_id: str, start: int, stop: int) -> torch.Tensor:
+        computed_len = self._computed_len(request_id)
+        if not 0 <= start <= stop <= computed_len:
+            raise LookupError(
+                f"{request_id!r}: positions {start} to {stop} are not in 0 to {computed_len}, the computed ones"
+            )
+        (block_table,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+        return self._runner.features.read(np.array(block_table, np.int32), start, stop)
+
     def close(self) -> None:
         self._core.shutdown()
+
+    @property
+    def _runner(self) -> ExactRunner:
+        worker: Any = self._core.model_executor.driver_worker
+        runner = worker.worker.model_runner
+        assert isinstance(runner, ExactRunner)
+        return runner
 
     def _computed_len(self, request_id: str) -> int:
         request = self._scheduler.requests.get(request_id)

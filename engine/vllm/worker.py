@@ -5,6 +5,7 @@ same gathered logits and so chooses the same tokens.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from cluster.sampling_params import SamplingParams
 from engine.acceptance import verdict
+from engine.hidden_states import HiddenStateCache
+from engine.models.config import load_config
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from engine.target import SpanOutcome
 
 EXTRA_ARG = "outrider"  # of vLLM's sampling parameters: a `RequestSampling`
+FEATURE_LAYERS = "outrider_feature_layers"  # of vLLM's additional configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +46,51 @@ class NoProposer:
 
 
 class ExactRunner(CPUModelRunner):
-    """Chooses the target's token at each row, and accepts the drafts that equal it."""
+    """Chooses the target's token at each row, and accepts the drafts that equal it. Keeps hidden states for drafters, in the
+    slots of vLLM's KV cache: so its prefix cache and preemption cover them."""
+
+    features: HiddenStateCache
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._model_shape = load_config(Path(self.model_config.model))
+        self._feature_layers: tuple[int, ...] = tuple(self.vllm_config.additional_config[FEATURE_LAYERS])
+        # vLLM's i means before layer i. The last layer's states are taken after the final norm, as vLLM returns them anyway.
+        self._aux_layers = tuple(layer + 1 for layer in self._feature_layers if layer + 1 < self._model_shape.num_layers)
+        self.use_aux_hidden_state_outputs = bool(self._aux_layers)
         self._states: dict[str, SamplingState] = {}
         self._outcomes: dict[str, SpanOutcome] = {}
         self._samplers: dict[tuple[int, ...], Sampler] = {}
 
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+        (group,) = kv_cache_config.kv_cache_groups
+        block_len, num_blocks = group.kv_cache_spec.block_size, kv_cache_config.num_blocks
+        self.features = HiddenStateCache(
+            self._model_shape, self._feature_layers, num_blocks, block_len, self.dtype, self.device
+        )
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[vocabulary, hidden]"""
+        weight: torch.Tensor = self.model.get_parameter("model.embed_tokens.weight")
+        return weight.detach()[: self._model_shape.vocab_size]
+
+    def _setup_eagle3_aux_hidden_state_outputs(self) -> None:
+        if self._aux_layers:
+            self.model.set_aux_hidden_state_layers(self._aux_layers)
+
+    def _keep_features(self, state: Any) -> None:
+        num_rows = state.scheduler_output.total_num_scheduled_tokens
+        found = dict(zip(self._aux_layers, state.aux_hidden_states or (), strict=True))
+        rows = [found.get(layer + 1, state.hidden_states)[:num_rows] for layer in self._feature_layers]
+        slots = self.input_batch.block_table[0].slot_mapping.gpu[:num_rows]
+        self.features.write_slots(slots, torch.cat(rows, -1))
+
     def sample_tokens(self, grammar_output: Any) -> Any:
         self._outcomes = {}
+        if self._feature_layers and self.execute_model_state is not None:
+            self._keep_features(self.execute_model_state)
         output = super().sample_tokens(grammar_output)
         if output is not None:
             output.outrider = self._outcomes

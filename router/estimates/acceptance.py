@@ -1,7 +1,6 @@
 """The acceptance model: by drafter, draft position, request and domain (cluster of prompts and context length).
 
-A request's own rates are shrunk towards those of its domain, these towards the drafter's, and these towards the mean of all
-drafters. The result is the expected length of a round, the bonus token included:
+A request's rates are shrunk towards its domain's, these towards the drafter's, these towards the mean of all drafters:
 
     L = 1 + s sum over k < draft_len of a_0 a_1 ... a_k        a: acceptance by position, s: share of drafts in time
 """

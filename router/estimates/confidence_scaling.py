@@ -7,8 +7,7 @@ from router.estimates.decayed import retained
 from router.matching import Floats
 
 _UNCHANGED = np.array([1.0, 0.0])  # slope, offset
-_DEVIATIONS = (0.3, 0.5)  # prior standard deviations
-_BEFORE = np.array([_DEVIATIONS[0] ** -2.0, 0.0, _DEVIATIONS[1] ** -2.0])  # prior precision, a matrix as in ``_product``
+_BEFORE = np.diag([0.3**-2.0, 0.5**-2.0])  # prior precision, from standard deviations
 _LEAST_SLOPE = 0.05  # keeps the order of confidences
 _NUM_STEPS = 3
 _MARGIN = 1e-3
@@ -22,12 +21,11 @@ def num_due(num_known: int, num_first: int) -> int:
 
 class OnlineScaling:
     """c -> sigmoid(a_k logit(c) + b_k) at each of ``num_positions`` positions (Platt scaling), by Bayesian logistic
-    regression with a Gaussian prior around the identity. Old tokens fade; ``memory`` tokens per position are
-    remembered."""
+    regression with a Gaussian prior around the identity. Old tokens fade; ``memory`` tokens per position are remembered."""
 
     def __init__(self, num_positions: int, memory: float) -> None:
         self._memory = memory
-        self._precision = np.tile(_BEFORE, (num_positions, 1))
+        self._precision = np.tile(_BEFORE, (num_positions, 1, 1))
         self._lines = np.tile(_UNCHANGED, (num_positions, 1))
 
     def __call__(self, confidences: Floats, positions: NDArray[np.intp]) -> Floats:
@@ -43,34 +41,20 @@ class OnlineScaling:
         def sums(values: Floats) -> Floats:
             return np.asarray(np.bincount(positions, values, len(at)), np.float64)
 
-        kept = retained(num.astype(np.float64), self._memory)
-        precision = kept[:, None] * self._precision[at] + (1.0 - kept)[:, None] * _BEFORE
-        weighed = _product(kept[:, None] * self._precision[at], self._lines[at])
-        weighed += (1.0 - kept)[:, None] * _product(_BEFORE, _UNCHANGED)
+        kept = retained(num.astype(np.float64), self._memory)[:, None, None]
+        former, prior = kept * self._precision[at], (1.0 - kept) * _BEFORE
         surprise = np.where(is_right, 0.5, -0.5)
-        weighed += np.stack([sums(surprise * logits), sums(surprise)], axis=-1)
+        weighed = former @ self._lines[at, :, None] + prior @ _UNCHANGED[:, None]
+        weighed += np.stack([sums(surprise * logits), sums(surprise)], axis=-1)[..., None]
         lines = self._lines[at]
         for _ in range(_NUM_STEPS):
             curvature = _bound(lines[positions, 0] * logits + lines[positions, 1])
-            sloped = curvature * logits
-            bounded = precision + np.stack([sums(sloped * logits), sums(sloped), sums(curvature)], axis=-1)
-            lines = _solved(bounded, weighed)
+            sloped, squares = sums(curvature * logits), sums(curvature * logits * logits)
+            added = np.stack([squares, sloped, sloped, sums(curvature)], axis=-1).reshape(-1, 2, 2)
+            bounded = former + prior + added
+            lines = np.linalg.solve(bounded, weighed)[..., 0]
         lines[:, 0] = np.maximum(lines[:, 0], _LEAST_SLOPE)
         self._lines[at], self._precision[at] = lines, bounded
-
-
-def _product(matrix: Floats, vector: Floats) -> Floats:
-    """Symmetric matrices (..., 3), stored as elements 00, 01 and 11, times vectors (..., 2)."""
-    a, b, c = matrix[..., 0], matrix[..., 1], matrix[..., 2]
-    x, y = vector[..., 0], vector[..., 1]
-    return np.stack([a * x + b * y, b * x + c * y], axis=-1)
-
-
-def _solved(matrix: Floats, vector: Floats) -> Floats:
-    """x of matrix x = vector, for positive definite matrices stored as in ``_product``."""
-    a, b, c = matrix[..., 0], matrix[..., 1], matrix[..., 2]
-    inverse = np.stack([c, -b, a], axis=-1) / (a * c - b * b)[..., None]
-    return _product(inverse, vector)
 
 
 def _bound(logits: Floats) -> Floats:

@@ -29,10 +29,8 @@ FillSums = dict[str, tuple[_Sum, _Sum]]
 
 
 class OnTimeRates(DecayedSums[str]):
-    """Share of rounds in which a drafter's draft arrives in time: a late draft is not wrong, but useless.
-
-    Sums by drafter: rounds that could have had a draft, and those that had one.
-    """
+    """Share of rounds in which a drafter's draft arrives in time: a late draft is not wrong, but useless. Sums by drafter:
+    rounds that could have had a draft, and those that had one."""
 
     def observe(self, observations: Iterable[Observation]) -> None:
         new = dict.fromkeys(self.sums, (0.0, 0.0))
@@ -52,10 +50,8 @@ class OnTimeRates(DecayedSums[str]):
 
 
 class FillRates(DecayedSums[str]):
-    """Share of a drafter's longest draft that is verified: lookups are often silent, and not every row pays.
-
-    Sums by drafter: drafts in time, and their verified tokens.
-    """
+    """Share of a drafter's longest draft that is verified: lookups are often silent, and not every row pays. Sums by
+    drafter: drafts in time, and their verified tokens."""
 
     def observe(self, observations: Iterable[Observation]) -> None:
         for seen in observations:

@@ -14,10 +14,8 @@ MIN_RECORDS = 64  # verified drafts before calibrated confidences are used
 
 @record
 class Judgement:
-    """The verdict on a proposal: the first ``num_right`` of ``num_judged`` draft tokens are what was committed.
-
-    Unverified tokens count too: the bonus token tells whether the draft token in its place was right.
-    """
+    """The verdict on a proposal: the first ``num_right`` of ``num_judged`` draft tokens are what was committed. Unverified
+    tokens count too: the bonus token tells whether the draft token in its place was right."""
 
     drafter: str
     confidences: tuple[float, ...]  # of the tokens that were judged
@@ -29,9 +27,8 @@ class Judgement:
         return len(self.confidences)
 
     def failed(self, num_committed: int, draft_len: int, ended: bool) -> bool:
-        """Whether the position behind the right tokens counts as reached: the draft was wrong there, or its drafter
-        stopped although more was wanted. At the end of a request and behind ``draft_len`` tokens nothing more is
-        wanted."""
+        """Whether the position behind the right tokens counts as reached: the draft was wrong there, or its drafter stopped
+        although more was wanted. At the end of a request and behind ``draft_len`` tokens nothing more is wanted."""
         silent = not ended and not self.unfinished and self.num_right < min(num_committed, draft_len)
         return self.num_right < self.num_judged or silent
 

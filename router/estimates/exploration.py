@@ -8,10 +8,8 @@ LONGEST_PAUSE = 512
 
 @dataclass(slots=True)
 class Pause:
-    """Counts rounds (or slots) without a drafter until the next trial; the pause doubles with each trial that fails.
-
-    Without trials an estimate of zero could never recover.
-    """
+    """Counts rounds (or slots) without a drafter until the next trial; the pause doubles with each trial that fails. Without
+    trials an estimate of zero could never recover."""
 
     first: int = FIRST_PAUSE
     longest: int = LONGEST_PAUSE

@@ -1,7 +1,6 @@
 """Measured over predicted time per token, by chain.
 
-Predictions assume a device per model and one shared pass for all requests; models may share cores, requests with
-different chains share no pass, and holds expire. The ratio counts as far as it exceeds chance
+Predictions assume a device per model and one shared pass for all requests. The ratio counts as far as it exceeds chance
 (`router.estimates.round_times`), separately for slots in which all requests had one chain.
 """
 
@@ -50,10 +49,7 @@ class DrafterChoice:
 
     def choose(self, names: Sequence[str], per_token_s: Floats, places: Sequence[int], spread_overrun: float) -> Choice:
         """The choice for this slot; kept for TRIAL_SLOTS while available. Each is judged by where it would seat requests.
-
-        Args:
-            per_token_s: (requests, names); infinite where unavailable.
-        """
+        ``per_token_s``: (requests, names); infinite where unavailable."""
         self._num_slots += 1
         rates: dict[Choice, float] = {}
         each = range(len(per_token_s))

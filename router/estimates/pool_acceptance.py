@@ -29,13 +29,8 @@ class _Counts(BaseModel):
 
 
 class PoolAcceptance:
-    """Memory is constant for a pool. Not thread-safe.
-
-    Args:
-        num_clusters: of prompts.
-        strength: drafts that the coarser estimate counts as in the finer one.
-        memory: drafts that each estimate remembers.
-    """
+    """Memory is constant for a pool. Not thread-safe. ``strength``: drafts that the coarser estimate counts as in the finer
+    one. ``memory``: drafts that each estimate remembers."""
 
     def __init__(self, num_clusters: int, strength: float, memory: float) -> None:
         self._num_clusters = num_clusters

@@ -103,9 +103,7 @@ class RequestAcceptance:
 
     def draw_explorers(self, rows: Ints, num_rounds: Floats, config: HedgePolicy) -> tuple[Ints, Ints]:
         """Requests that explore, and their drafters: the least observed one, if it has hardly more rounds than the prior.
-
-        Placeholders never explore, since many requests would follow them.
-        """
+        Placeholders never explore, since many requests would follow them."""
         least = num_rounds.argmin(axis=1)
         unknown = (num_rounds.min(axis=1) < 2.0 * config.request_rounds) & (self._context[rows] > 0)
         tries = np.flatnonzero(unknown & (self._random.random(len(num_rounds)) < config.exploration))
@@ -114,12 +112,8 @@ class RequestAcceptance:
     def expected_lens(
         self, rows: Ints, columns: Ints, prior: Floats, strength: float, draft_lens: Sequence[int]
     ) -> tuple[Floats, Floats]:
-        """Tokens of a round, bonus token included, and the rounds behind this; both (requests, drafters).
-
-        Args:
-            prior: (drafters, 1 + clusters, contexts, positions), of `PoolAcceptance.means`.
-            strength: rounds that the prior counts as.
-        """
+        """Tokens of a round, bonus token included, and the rounds behind this; both (requests, drafters). ``prior``: of
+        `PoolAcceptance.means`; it counts as ``strength`` rounds."""
         self._widen(int(columns.max()) + 1)
         context = np.searchsorted(CONTEXT_LENS, self._context[rows], side="right")
         kind = (self._cluster[rows] + 1) * prior.shape[2] + context

@@ -1,7 +1,7 @@
 """Seconds of a round if all requests were with one drafter.
 
-The requests of a target share its passes, and rounds vary more by prompts than by drafting, so raw means per drafter
-mislead. Instead
+The requests of a target share its passes, and prompts lengthen rounds more than drafting does, so means per drafter mislead.
+Instead
 
     T_j = shortest + s_j d_j + (M_j - base - s_j d_j) max(0, 1 - (3 e_j / (M_j - base - s_j d_j))^2)
 
@@ -9,7 +9,7 @@ mislead. Instead
 - M_j: mean of j's rounds; e_j: its standard error. A deviation from the profile counts as far as it exceeds chance.
 - base: mean round without drafts; shortest: mean of the shortest slots, which had no prompts.
 
-The profiled time of drafting in the target's process is subtracted from each slot and charged to these drafters alone.
+The profiled time of drafting in the target's process is charged to these drafters alone.
 """
 
 from collections import deque
@@ -116,13 +116,9 @@ class RoundTimes:
     def of(
         self, members: Sequence[PoolMember], copies: Sequence[int], shares: Floats, users: Floats, num_requests: int
     ) -> Floats:
-        """Seconds of a round with each drafter; in units of a plain round where nothing was measured.
-
-        Args:
-            copies: replicas of each that draft at once.
-            shares: share of rounds with a draft, of each.
-            users: requests with each, of ``num_requests``; they share the time of a drafter in the target's process.
-        """
+        """Seconds of a round with each drafter; in units of a plain round where nothing was measured. ``copies``: replicas
+        that draft at once. ``shares``: of rounds with a draft. ``users``: requests with each, of ``num_requests``, which
+        share the time of a drafter in the target's process."""
         names = [drafter_of(member.name) for member in members]
         self._members, self._copies = dict(zip(names, members, strict=True)), dict(zip(names, copies, strict=True))
         known = [self._rounds.rounds(name) for name in names]

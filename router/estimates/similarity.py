@@ -1,9 +1,8 @@
 """Agreement between models of a chain, learned from verifications.
 
-SpecRouter's SimScore (equations 5 and 6) is 1 - TV, where TV is the total variation of two models' distributions. Here only
-tokens travel, drawn with the same noise (DESIGN idea 1), and their rate of agreement gives the same information: it lies
-between the proved bound (1 - TV) / (1 + TV) and 1 - TV, which no coupling exceeds. With SmolLM2-135M it was 0.97 s, 0.91 s
-and 0.88 s at s = 1 - TV of 0.9, 0.55 and 0.4.
+SpecRouter's SimScore (equations 5 and 6) is 1 - TV, TV being the total variation of two models' distributions. Here tokens
+travel, drawn with the same noise (DESIGN idea 1). Their rate of agreement lies between (1 - TV) / (1 + TV) and 1 - TV; with
+SmolLM2-135M it was 0.97 s, 0.91 s and 0.88 s at s = 1 - TV of 0.9, 0.55 and 0.4.
 """
 
 from collections.abc import Sequence
@@ -20,11 +19,8 @@ _Pair = tuple[str, str]
 
 
 def prior_agreement(lower: Rates, upper: Rates) -> Rates:
-    """Prior agreement of two drafters, from how often each agrees with the target.
-
-    By the triangle inequality their TV lies between the difference and the sum of those to the target; the midpoint is the
-    larger of the two, so the similarity is the smaller.
-    """
+    """Prior agreement of two drafters, from how often each agrees with the target: by the triangle inequality their TV lies
+    between the difference and the sum of those to the target, whose midpoint is the larger of the two."""
     return tuple(map(min, lower, upper))
 
 
@@ -61,8 +57,7 @@ class Similarities:
 
 class Depths:
     """Maximum length of chains that end at each drafter: one less after an error or lack of memory, down to 0, and one more
-    after a calm period.
-    """
+    after a calm period."""
 
     def __init__(self, most: int, calm_slots: int) -> None:
         self._most = most

@@ -18,16 +18,7 @@ from pydantic import Field, JsonValue
 
 from cluster.config import ChainPolicy
 from cluster.messages import LevelReport
-from router.assignment import (
-    TARGET_ONLY,
-    Chain,
-    Observation,
-    PoolMember,
-    RequestView,
-    ScoreCounts,
-    drafter_of,
-    lessons,
-)
+from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, ScoreCounts, drafter_of, lessons
 from router.chains import PROPOSAL_LEN, Level, candidates, fastest, predict
 from router.cost_model import TableCost
 from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
@@ -134,12 +125,9 @@ class ModelChains:
         return chains
 
     def _compare_times(self, requests: Sequence[RequestView]) -> None:
-        """Compares measured with predicted seconds per token of requests that stayed with their chain.
-
-        Prompts computed in the slot lengthen all rounds: their time is subtracted, down to the prediction at most. Nothing
-        decays in slots without comparisons, except where all requests were with the target alone, which could otherwise
-        never be left.
-        """
+        """Compares measured with predicted seconds per token of requests that stayed with their chain. The time of prompts
+        in the slot is subtracted, down to the prediction at most. Without a comparison nothing decays, except where all
+        requests were with the target alone, which could otherwise never be left."""
         observations, self._observations = self._observations, []
         decoding = {request.request_id: request.prompt_len for request in requests if _is_decoding(request)}
         prompts_s = sum(self._prompt_s(num) for request_id, num in decoding.items() if request_id not in self._decoding)
@@ -167,9 +155,8 @@ class ModelChains:
         alone_s: Floats,
         spread_s: Floats,
     ) -> None:
-        """Records predictions for requests that stay where they are. New ones are still catching up; those without a
-        first token share no pass yet.
-        """
+        """Records predictions for requests that stay where they are. New ones are still catching up; those without a first
+        token share no pass yet."""
         live = {r.request_id: _drafters_of(chains[r.request_id]) for r in requests if _is_decoding(r)}
         with_one = len(set(live.values())) == 1
         self._predicted_for = next(iter(live.values())) if with_one else SPREAD
@@ -223,9 +210,8 @@ class ModelChains:
             self._round_s[last] = round_s[(*below, last)]
 
     def _per_token_s(self, rows: Ints, drafters: Sequence[PoolMember], batch: int) -> Floats:
-        """(requests, drafters) seconds per token with the fastest chain below each. A round whose draft is late is a
-        plain one: one token, and no longer, as `router.planner` bounds holds.
-        """
+        """(requests, drafters) seconds per token with the fastest chain below each. A round whose draft is late is a plain
+        one: one token, and no longer, as `router.planner` bounds holds."""
         if not drafters:
             return np.zeros((len(rows), 0))
         names = [drafter_of(member.name) for member in drafters]

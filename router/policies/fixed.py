@@ -8,10 +8,8 @@ from router.policies.free_capacity import FreeCapacity
 
 
 class Fixed(NothingLearned):
-    """Learns nothing. Correctly seated requests stay; the others take the remaining places in their order.
-
-    A chain runs in the process of its last drafter: only that one needs a place, the others only to be open.
-    """
+    """Learns nothing. Correctly seated requests stay; the others take the remaining places in their order. A chain runs in
+    the process of its last drafter: only that one needs a place, the others only to be open."""
 
     def __init__(self, config: FixedPolicy) -> None:
         self._chain = config.chain

@@ -6,10 +6,8 @@ from router.assignment import TARGET_ONLY, Chain, PoolMember, RequestView, draft
 
 
 class FreeCapacity:
-    """Free places of open members, by drafter; replicas of a drafter are interchangeable.
-
-    ``drafters`` are those with an open member, in the order of the pool, and ``members`` the first open member of each.
-    """
+    """Free places of open members, by drafter; replicas of a drafter are interchangeable. ``drafters`` are those with an
+    open member, in the order of the pool, and ``members`` the first open member of each."""
 
     def __init__(self, pool: Sequence[PoolMember]) -> None:
         self._free: dict[str, int] = {}
@@ -29,10 +27,8 @@ class FreeCapacity:
         return sum([member.num_targets for member in self._replicas[drafter]])
 
     def seat_all(self, assigned: Iterable[tuple[RequestView, str]]) -> dict[str, Chain]:
-        """A place for each request at its drafter. Requests that stay at their replica are seated first.
-
-        No drafter may be assigned more requests than it has free places.
-        """
+        """A place for each request at its drafter. Requests that stay at their replica are seated first. No drafter may be
+        assigned more requests than it has free places."""
         chains: dict[str, Chain] = {}
         movers = []
         for request, drafter in assigned:

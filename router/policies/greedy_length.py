@@ -15,10 +15,7 @@ HISTORY_LEN = 512  # prompts whose lengths say what is short
 
 class GreedyLength(NothingLearned):
     """Drafters in order of size, each as wide as its capacity; a request goes to the drafter at its prompt's rank among
-    recent prompts, else to the nearest with a free place, the smaller of two.
-
-    A placed request stays although ranks move.
-    """
+    recent prompts, else to the nearest with a free place, the smaller of two. A placed request stays although ranks move."""
 
     def __init__(self, config: GreedyLengthPolicy) -> None:
         self._lengths: deque[int] = deque(maxlen=HISTORY_LEN)

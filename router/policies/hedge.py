@@ -1,8 +1,5 @@
-"""`hedge`: exponential weights over drafters with full information, matched under capacity (the default).
-
-Hedge (Freund and Schapire) over drafters, as in "Not-a-Bandit" (arXiv 2510.20064): drafters in step with a request are
-judged by every round, without exploration.
-"""
+"""`hedge`: exponential weights over drafters with full information, matched under capacity (the default). As in
+"Not-a-Bandit" (arXiv 2510.20064), drafters in step with a request are judged by every round, without exploration."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -11,16 +8,7 @@ import numpy as np
 from pydantic import Field, JsonValue
 
 from cluster.config import HedgePolicy
-from router.assignment import (
-    TARGET_ONLY,
-    Chain,
-    Observation,
-    PoolMember,
-    RequestView,
-    ScoreCounts,
-    drafter_of,
-    lessons,
-)
+from router.assignment import TARGET_ONLY, Chain, Observation, PoolMember, RequestView, ScoreCounts, drafter_of, lessons
 from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
 from router.estimates.round_times import RoundTimes, shares_target
 from router.matching import NOWHERE, Floats, Ints, match
@@ -44,15 +32,14 @@ class Hedge:
 
         v_ij = (1 + s_j (L_ij - 1) + G_ij / (eta n_ij)) / T_j
 
-    - L_ij: expected tokens of a round with a draft, from i's own drafts and scores by position, shrunk towards j's means for
-      similar prompts (cluster and context length) and for all requests (`router.estimates.acceptance`).
+    - L_ij: expected tokens of a round with a draft (`router.estimates.acceptance`); n_ij: the rounds behind it.
     - s_j: share of rounds in which j's draft is in time (`router.estimates.draft_shares`).
     - T_j: seconds of a round if all requests were with j (`router.estimates.round_times`).
-    - G_ij: a Gumbel draw fixed for the life of i; n_ij: the rounds behind L_ij.
+    - G_ij: a Gumbel draw fixed for the life of i.
 
-    With drafts in time, i goes to j with probability proportional to exp(eta n_ij L_ij), which is Hedge; with scarce places
-    it is Hedge's perturbed leader (Kalai and Vempala). Without scores, a small share of requests explores for a slot the
-    drafter that they have seen least.
+    With drafts in time, i goes to j with probability proportional to exp(eta n_ij L_ij) (Hedge of Freund and Schapire); with
+    scarce places this is Hedge's perturbed leader (Kalai and Vempala). Without scores, a small share of requests explores
+    for a slot the drafter that they have seen least.
 
     v is raised by the hysteresis where i is, and lowered elsewhere by the cost of catching up, spread over ``payback_s``.
     The matching maximises the sum of v (`router.matching`), starting from the prices of the last slot.
@@ -102,8 +89,7 @@ class Hedge:
     @staticmethod
     def _best_left(values: Floats, prices: Floats, room: FreeCapacity) -> Chain:
         """The best drafter with a free place, for requests to come. Prices count, since those requests would pay them
-        too.
-        """
+        too."""
         for j in np.argsort(prices - values, kind="stable").tolist():
             seat = room.seat(room.drafters[j], TARGET_ONLY)
             if seat is not None:
@@ -133,9 +119,8 @@ class Hedge:
         return gains
 
     def _round_s(self, room: FreeCapacity, shares: Floats, tokens: Floats) -> Floats:
-        """Seconds of a round with each. Time drafted in the target's process is shared by the requests with that drafter:
-        by all at first, then by those who prefer it at that price, until their number stops falling.
-        """
+        """Seconds of a round with each. Time drafted in the target's process is shared by the requests with that drafter: by
+        all at first, then by those who prefer it at that price, until their number stops falling."""
         copies = [room.num_copies(drafter) for drafter in room.drafters]
         num_requests = max(1, len(tokens))
         users = np.full(len(room.members), float(num_requests))

@@ -17,12 +17,12 @@ from cluster.client import EngineClient
 from cluster.errors import LinkClosed, Overloaded
 from cluster.types import ModelInfo, Request, TokenLogprobs
 from deploy.api.app import create_app
-from deploy.api.scripted import ScriptedClient, Step
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from engine.telemetry import Telemetry
 from router.cost_model import TableCost
 from tests.support.api import finishing, listening, model_info, token_ids, tokenizer
+from tests.support.scripted import ScriptedClient, Step
 from tests.support.waiting import eventually
 
 PROMPT = "Name three large cities, and say in one sentence what each of them is known for."

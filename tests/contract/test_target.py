@@ -47,10 +47,12 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[TargetEngin
         pytest.skip("vLLM is not in this environment: make test-vllm")
     from engine.vllm.environment import prepare_environment
 
-    prepare_environment(2**30)
+    prepare_environment()
+    from engine.models.config import load_config
     from engine.vllm.target import VllmLimits, VllmTarget
 
-    limits = VllmLimits("float32", MAX_MODEL_LEN, 8, 256, BLOCK_LEN, NUM_BLOCKS)
+    kv_cache_bytes = (NUM_BLOCKS + 1) * BLOCK_LEN * load_config(folder).kv_bytes_per_token(4)
+    limits = VllmLimits("float32", MAX_MODEL_LEN, 8, 256, BLOCK_LEN, kv_cache_bytes)
     target = VllmTarget(folder, limits, (EOS,))
     yield target
     target.close()

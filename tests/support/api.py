@@ -21,9 +21,9 @@ from tokenizers.trainers import BpeTrainer
 from cluster.types import Commit, FinishReason, ModelInfo, Request
 from deploy.api.app import create_app
 from deploy.api.chat_template import ChatTemplate
-from deploy.api.scripted import ScriptedClient, Step, spell
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
+from tests.support.scripted import ScriptedClient, Step, spell
 
 MODEL = "scripted"
 MAX_MODEL_LEN = 256

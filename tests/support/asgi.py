@@ -9,7 +9,6 @@ from fastapi import FastAPI
 
 from cluster.types import Request
 from deploy.api.app import create_app
-from deploy.api.scripted import ScriptedClient, Step, spell
 from deploy.api.settings import ApiSettings
 from tests.support.api import (
     model_info,
@@ -17,6 +16,7 @@ from tests.support.api import (
     token_ids,
     tokenizer,
 )
+from tests.support.scripted import ScriptedClient, Step, spell
 
 CHAT = "/v1/chat/completions"
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from drafters.training.corpus import TargetAnswer
+from training.corpus import TargetAnswer
 
 
 def answer(key: str, prompt: int, length: int, temperature: float = 0.0) -> TargetAnswer:

@@ -10,7 +10,6 @@ from cluster.types import Request
 from deploy.api.admission import Admission
 from deploy.api.errors import ApiError
 from deploy.api.middleware import SPARE_CALLS
-from deploy.api.scripted import Step
 from deploy.api.settings import ApiSettings
 from tests.support.api import (
     chat_body,
@@ -19,6 +18,7 @@ from tests.support.api import (
     token_ids,
 )
 from tests.support.asgi import CHAT, Caller
+from tests.support.scripted import Step
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize", "/detokenize"])

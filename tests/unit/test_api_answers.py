@@ -10,8 +10,8 @@ from pydantic import TypeAdapter
 
 from cluster.client import ClusterStatus
 from cluster.types import Request, TokenLogprobs
-from deploy.api.scripted import Step
 from tests.support.api import MODEL, chat_body, completion_body, events, finishing, saying, serving, token_ids, tokenizer
+from tests.support.scripted import Step
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT = "the answer is naïve ❤️🎉, or another"

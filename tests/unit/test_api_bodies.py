@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.support.api import (
-    MODEL,
     chat_body,
     serving,
 )
@@ -34,12 +33,6 @@ async def test_a_large_body_is_refused_while_it_is_read(declared: bool) -> None:
         assert sent < 1_000_000
         assert (await http.post(CHAT, json=chat_body())).status_code == 200
         assert len(cluster.requests) == 1
-
-
-async def test_a_prompt_longer_than_the_server_wants() -> None:
-    async with serving(max_prompt_tokens=5) as (http, _):
-        response = await http.post("/v1/completions", json={"model": MODEL, "prompt": [1] * 6})
-        assert (response.status_code, response.json()["error"]["code"]) == (400, "prompt_too_long")
 
 
 async def test_bodies_may_not_fill_the_memory_together() -> None:

@@ -14,7 +14,6 @@ import deploy.api.call
 from cluster.types import Request
 from deploy.api.app import create_app
 from deploy.api.chat_template import ChatTemplate
-from deploy.api.scripted import ScriptedClient, Step, spell
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 from tests.support.api import (
@@ -30,6 +29,7 @@ from tests.support.api import (
     tokenizer,
 )
 from tests.support.asgi import CHAT, Caller, answering
+from tests.support.scripted import ScriptedClient, Step, spell
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -9,7 +9,6 @@ import pytest
 from cluster.errors import LinkClosed, Overloaded
 from cluster.types import Commit, FinishReason, Request
 from deploy.api.cached import Cached
-from deploy.api.scripted import Step
 from tests.support.api import (
     chat_body,
     events,
@@ -17,6 +16,7 @@ from tests.support.api import (
     serving,
 )
 from tests.support.asgi import CHAT, Caller, answering
+from tests.support.scripted import Step
 
 
 @pytest.mark.parametrize("stream", [False, True])

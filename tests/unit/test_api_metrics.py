@@ -12,8 +12,8 @@ from cluster.errors import LinkClosed
 from cluster.types import Commit, FinishReason, Prefill, Request
 from deploy.api.metric_table import METRICS
 from deploy.api.metrics import Metrics
-from deploy.api.scripted import Step
 from tests.support.api import chat_body, finishing, serving, token_ids
+from tests.support.scripted import Step
 
 CHAT = "/v1/chat/completions"
 

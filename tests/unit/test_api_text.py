@@ -232,7 +232,7 @@ def test_drafts_behind_a_stop_string_were_not_needed() -> None:
     assert choice.finish is FinishReason.STOP
     assert choice.num_tokens < len(ids)
     assert choice.counts.num_accepted == choice.num_tokens
-    assert choice.counts.num_rejected == len(ids) - choice.num_tokens
+    assert choice.counts.num_proposed - choice.counts.num_accepted == len(ids) - choice.num_tokens
 
 
 def test_without_details_nothing_is_kept_of_the_tokens() -> None:

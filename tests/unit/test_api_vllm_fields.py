@@ -8,7 +8,6 @@ import pytest
 
 from cluster.sampling_params import SamplingParams
 from cluster.types import Prefill, Request, TokenLogprobs
-from deploy.api.scripted import Step
 from tests.support.api import (
     MODEL,
     chat_body,
@@ -21,6 +20,7 @@ from tests.support.api import (
     token_ids,
     tokenizer,
 )
+from tests.support.scripted import Step
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT = "the answer is forty-two"

@@ -13,11 +13,11 @@ from rich.console import Console
 from cluster.errors import LinkClosed
 from cluster.types import Request
 from deploy.api.app import create_app
-from deploy.api.scripted import ScriptedClient, Step, spell
 from deploy.api.settings import ApiSettings
 from deploy.chat import Terminal, printable
 from deploy.chat_client import ChatFailed, Conversation, connect, served_model
 from tests.support.api import listening, model_info, saying, token_ids, tokenizer
+from tests.support.scripted import ScriptedClient, Step, spell
 from tests.support.terminal import COLUMNS, on_terminal
 
 Script = Callable[[Request], Iterable[Step]]

@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import BENCHES
 from deploy.cli import app
+from engine.vllm import version as vllm_version
 
 COMMANDS = ("serve", "config", "chat", "status", "bench", "models", "train")
 HEAVY = ("torch", "ray", "transformers", "fastapi", "openai", "numpy", "pydantic")
@@ -59,3 +62,23 @@ def test_without_a_server_one_line_says_so(command: str) -> None:
     assert refused.exit_code == 1
     assert refused.stderr.startswith("outrider: ")
     assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [({}, "is not installed in this environment"), ({"vllm": "0.31.1"}, "this environment has 0.31.1")],
+)
+def test_a_file_that_asks_for_vllm_is_refused_without_the_right_one(
+    installed: dict[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(vllm_version, "version", found)
+    (tmp_path / "outrider.yaml").write_text("target: {engine: vllm}")
+    refused = CliRunner().invoke(app, ["config", str(tmp_path / "outrider.yaml")])
+    assert refused.exit_code == 1
+    assert "target.engine" in refused.stderr
+    assert words in refused.stderr

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.training.composed_prompts import compose
-from drafters.training.corpus import MAX_PROMPT_CHARS, GivenPrompt, WrittenPrompt, append, fingerprint, is_usable
-from drafters.training.frozen import FrozenTarget
-from drafters.training.writing import ANSWER_TEMPERATURES, Writer
+from training.composed_prompts import compose
+from training.corpus import MAX_PROMPT_CHARS, GivenPrompt, WrittenPrompt, append, fingerprint, is_usable
+from training.frozen import FrozenTarget
+from training.writing import ANSWER_TEMPERATURES, Writer
 
 LONGEST_PASSAGE = 1999
 COMPOSED = ("math_multilingual", "rag", "translation")

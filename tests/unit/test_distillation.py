@@ -9,19 +9,19 @@ import torch
 
 from cluster.errors import InvalidField
 from drafters.dspark.heads import GatedMarkovHead, RecurrentHead
-from drafters.training.batches import AnswerBatch, BatchPlan, assemble
-from drafters.training.corpus import TargetAnswer
-from drafters.training.distil import Distillation, Schedule
-from drafters.training.distributed import World
-from drafters.training.dspark_student import DSparkStudent
-from drafters.training.evaluation import standardisation
-from drafters.training.feature_cache import InMemory
-from drafters.training.frozen import FrozenTarget
-from drafters.training.hidden_states import HiddenStateReader
-from drafters.training.layers_student import LayersStudent
-from drafters.training.recipe import HEADS, HeadKind, TrainOptions, dspark_config
-from drafters.training.regression import Moments
-from drafters.training.warm_start import warm_start
+from training.batches import AnswerBatch, BatchPlan, assemble
+from training.corpus import TargetAnswer
+from training.distil import Distillation, Schedule
+from training.distributed import World
+from training.dspark_student import DSparkStudent
+from training.evaluation import standardisation
+from training.feature_cache import InMemory
+from training.frozen import FrozenTarget
+from training.hidden_states import HiddenStateReader
+from training.layers_student import LayersStudent
+from training.recipe import HEADS, HeadKind, TrainOptions, dspark_config
+from training.regression import Moments
+from training.warm_start import warm_start
 
 pytestmark = pytest.mark.slow
 

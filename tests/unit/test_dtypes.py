@@ -64,6 +64,16 @@ def test_auto_is_the_fastest_that_keeps_the_targets_weights(
     assert choose_dtype("float32", device) == "float32"
 
 
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [(("/usr/bin/cc", AVX2), "float32"), (("/usr/bin/cc", AVX512_BF16), "bfloat16")],
+    indirect=["machine"],
+    ids=str,
+)
+def test_vllm_computes_without_our_kernels(machine: None, expected: str) -> None:
+    assert choose_dtype("auto", "cpu", engine="vllm") == expected
+
+
 @pytest.mark.parametrize("machine", [("/usr/bin/cc", AVX2)], indirect=True)
 def test_a_launcher_chooses_for_target_and_drafters_at_any_depth(machine: None) -> None:
     model = ModelOptions(model="m")
@@ -124,7 +134,7 @@ def test_a_compiler_without_a_cache_folder_makes_no_kernels() -> None:
     environment.pop("OUTRIDER_HOME", None)
     done = subprocess.run([sys.executable, "-c", CHOICES], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.stdout.split() == ["float32"] * 3, done.stderr
-    assert "kernels are not available: the library tile_sizes cannot be built or loaded: " in done.stderr
+    assert "our kernels are not used: the library tile_sizes cannot be built or loaded: " in done.stderr
     assert "/proc/none" in done.stderr
 
 

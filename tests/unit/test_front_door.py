@@ -12,11 +12,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.client import ClusterStatus
 from cluster.types import Request
 from deploy.api.app import create_app
-from deploy.api.scripted import ScriptedClient, Step, spell
 from deploy.api.settings import ApiSettings
 from tests.support import wire
 from tests.support.api import MODEL, chat_body, finishing, listening, model_info, token_ids, tokenizer
 from tests.support.haproxy import behind_haproxy
+from tests.support.scripted import ScriptedClient, Step, spell
 from tests.support.waiting import eventually
 
 CHAT = "/v1/chat/completions"

@@ -14,8 +14,9 @@ from cluster.types import Request
 from engine.factory import load_model
 from engine.forward import CausalModel, PackedSpan
 from engine.native import NativeLimits, NativeTarget
-from engine.pass_timing import ROWS, measure_cost
+from engine.pass_timing import measure_cost
 from engine.target import SpanInput, SpanOutcome
+from router.cost_model import ROWS
 from tests.support.families import write_family
 
 LIMITS = NativeLimits(num_blocks=40, block_len=16, max_num_sequences=8, max_pass_tokens=128, max_model_len=200)
@@ -207,7 +208,7 @@ def test_prefill_chunks_and_verify_spans_share_a_pass(model: CausalModel, target
 
 def test_spans_that_contradict_the_ledger_are_refused(target: NativeTarget) -> None:
     caller = Caller(target, request("a", SAMPLINGS["greedy"]))
-    with pytest.raises(ValueError, match="starts at 3, but 0 tokens are computed"):
+    with pytest.raises(ValueError, match="starts at 3; 0 tokens are computed"):
         target.execute([SpanInput("a", 3, (1, 2))])
     with pytest.raises(ValueError, match="2 drafts in 2 tokens"):
         target.execute([SpanInput("a", 0, (1, 2), num_drafts=2)])

@@ -17,11 +17,11 @@ from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
 from cluster.errors import LinkClosed
 from deploy import status as status_module
 from deploy.api.app import create_app
-from deploy.api.scripted import ScriptedClient
 from deploy.api.settings import ApiSettings
 from deploy.cli import app
 from deploy.status import PATH, StatusUnavailable, fetch, render, watch
 from tests.support.api import listening, model_info, saying, tokenizer
+from tests.support.scripted import ScriptedClient
 from tests.support.terminal import COLUMNS, on_terminal
 
 STATUS = ClusterStatus(

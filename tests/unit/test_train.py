@@ -20,14 +20,14 @@ from deploy.cli import app
 from drafters.shipped import kind_of
 from drafters.table import FILE as TABLE_FILE
 from drafters.table import FrequencyTable
-from drafters.training.distributed import World
-from drafters.training.pipeline import Result, train
-from drafters.training.recipe import KINDS, DrafterKind, HeadKind, TrainOptions
-from drafters.training.work_folder import WorkFolder, exclusive
 from engine.models.config import load_config
 from engine.models.tokenizer import fingerprint
 from tests.support.waiting import DEADLINE_S
 from tests.support.word_model import write_wordy_model
+from training.distributed import World
+from training.pipeline import Result, train
+from training.recipe import KINDS, DrafterKind, HeadKind, TrainOptions
+from training.work_folder import WorkFolder, exclusive
 
 pytestmark = pytest.mark.slow
 

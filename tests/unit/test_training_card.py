@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from drafters.training.card import CARD, CardData, write_card
-from drafters.training.corpus import TargetAnswer
-from drafters.training.evaluation import Acceptance
-from drafters.training.recipe import DrafterKind, TrainOptions
+from training.card import CARD, CardData, write_card
+from training.corpus import TargetAnswer
+from training.evaluation import Acceptance
+from training.recipe import DrafterKind, TrainOptions
 
 
 def card(folder: Path, drafter: DrafterKind, learned: list[TargetAnswer], **options: Any) -> str:

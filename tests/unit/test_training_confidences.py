@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from drafters.replay import Round
-from drafters.training.confidences import DIAGRAM, calibrate, in_halves
-from drafters.training.corpus import TargetAnswer
 from profiler.calibration import FILE, TemperatureScaling, load_scaling
+from training.confidences import DIAGRAM, calibrate, in_halves
+from training.corpus import TargetAnswer
 
 
 def boastful(num: int, seed: int) -> list[Round]:

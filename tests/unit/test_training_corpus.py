@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cluster.errors import InvalidField
-from drafters.training.corpus import (
+from tests.support.random_answers import answer
+from training.corpus import (
     WrittenPrompt,
     append,
     fingerprint,
@@ -20,9 +21,8 @@ from drafters.training.corpus import (
     read_written,
     repair,
 )
-from drafters.training.frozen import FrozenTarget
-from drafters.training.writing import Share, Writer
-from tests.support.random_answers import answer
+from training.frozen import FrozenTarget
+from training.writing import Share, Writer
 
 CPU = torch.device("cpu")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.training.batches import BatchPlan, assemble, epoch
-from drafters.training.corpus import TargetAnswer
-from drafters.training.feature_cache import InMemory, OnDisk
-from drafters.training.frozen import FrozenTarget
-from drafters.training.hidden_states import HiddenStateReader
 from tests.support.random_answers import answer
+from training.batches import BatchPlan, assemble, epoch
+from training.corpus import TargetAnswer
+from training.feature_cache import InMemory, OnDisk
+from training.frozen import FrozenTarget
+from training.hidden_states import HiddenStateReader
 
 CPU = torch.device("cpu")
 

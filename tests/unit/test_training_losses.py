@@ -7,8 +7,8 @@ import torch
 
 from drafters.dspark.network import output_rows
 from drafters.replay import Round
-from drafters.training.evaluation import acceptance
-from drafters.training.losses import TargetDistribution, distillation, position_weights
+from training.evaluation import acceptance
+from training.losses import TargetDistribution, distillation, position_weights
 
 
 def distribution(logits: torch.Tensor) -> TargetDistribution:

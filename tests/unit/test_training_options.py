@@ -14,15 +14,15 @@ from cluster.errors import GenerationFailed, InvalidField
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
 from deploy.cli import app
-from drafters.training import writing
-from drafters.training.distributed import join_world
-from drafters.training.frozen import WRITING_COST, FrozenTarget
-from drafters.training.pipeline import train
-from drafters.training.recipe import TrainOptions
-from drafters.training.writing import AnswerTask, Writer
 from engine.offline import generate
 from tests.support.word_model import write_wordy_model
 from tests.unit.test_train import HERE, Silent, options
+from training import writing
+from training.distributed import join_world
+from training.frozen import WRITING_COST, FrozenTarget
+from training.pipeline import train
+from training.recipe import TrainOptions
+from training.writing import AnswerTask, Writer
 
 CPU = torch.device("cpu")
 ASKED = TrainOptions("m", "dspark", Path("out"), Path("work"))

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.training import work_folder
-from drafters.training.batches import BatchPlan
-from drafters.training.distil import Distillation, Schedule
-from drafters.training.feature_cache import InMemory
-from drafters.training.frozen import FrozenTarget
-from drafters.training.hidden_states import HiddenStateReader
-from drafters.training.layers_student import LayersStudent
-from drafters.training.pipeline import train
-from drafters.training.work_folder import WorkFolder
 from tests.support.word_model import write_wordy_model
 from tests.unit.test_train import HERE, Silent, options
+from training import work_folder
+from training.batches import BatchPlan
+from training.distil import Distillation, Schedule
+from training.feature_cache import InMemory
+from training.frozen import FrozenTarget
+from training.hidden_states import HiddenStateReader
+from training.layers_student import LayersStudent
+from training.pipeline import train
+from training.work_folder import WorkFolder
 
 pytestmark = pytest.mark.slow
 

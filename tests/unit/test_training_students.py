@@ -10,19 +10,19 @@ import torch
 from cluster.errors import InvalidField, ModelUnavailable
 from drafters.dspark.checkpoint import load_network
 from drafters.layers import load_layers
-from drafters.training.batches import BatchPlan, assemble
-from drafters.training.corpus import TargetAnswer
-from drafters.training.dspark_student import DSparkStudent
-from drafters.training.evaluation import standardisation
-from drafters.training.feature_cache import InMemory
-from drafters.training.frozen import FrozenTarget
-from drafters.training.hidden_states import HiddenStateReader
-from drafters.training.layers_student import LayersStudent
-from drafters.training.recipe import TrainOptions, dspark_config, feature_layers, kept_layers
-from drafters.training.vocabulary import choose_vocabulary, coverage
-from drafters.training.warm_start import warm_start
 from engine.batch_layout import PackedSpan
 from tests.support.random_answers import answer
+from training.batches import BatchPlan, assemble
+from training.corpus import TargetAnswer
+from training.dspark_student import DSparkStudent
+from training.evaluation import standardisation
+from training.feature_cache import InMemory
+from training.frozen import FrozenTarget
+from training.hidden_states import HiddenStateReader
+from training.layers_student import LayersStudent
+from training.recipe import TrainOptions, dspark_config, feature_layers, kept_layers
+from training.vocabulary import choose_vocabulary, coverage
+from training.warm_start import warm_start
 
 CPU = torch.device("cpu")
 

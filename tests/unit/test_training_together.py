@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from drafters.shipped import kind_of
-from drafters.training.feature_cache import delete_partial_files
-from drafters.training.frozen import writing_limits
 from tests.support.word_model import write_wordy_model
+from training.feature_cache import delete_partial_files
+from training.frozen import writing_limits
 
 pytestmark = pytest.mark.slow
 
@@ -19,9 +19,9 @@ ONE = """
 import hashlib, sys
 from pathlib import Path
 import torch
-from drafters.training import distil
-from drafters.training.distributed import join_world
-from drafters.training.pipeline import train
+from training import distil
+from training.distributed import join_world
+from training.pipeline import train
 from tests.unit.test_train import Silent, options
 
 class Told(distil.Distillation):
@@ -31,7 +31,7 @@ class Told(distil.Distillation):
         digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()
         Path(sys.argv[2], f"told-{world.rank}").write_text(f"{digest} {self.progress.step} {self.num_steps}")
 
-from drafters.training import pipeline
+from training import pipeline
 pipeline.Distillation = Told
 asked = options(Path(sys.argv[1]), Path(sys.argv[2]), num_prompts=60, num_tokens=2400, num_epochs=2)
 with join_world("cpu") as world:

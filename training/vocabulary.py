@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from drafters.training.corpus import TargetAnswer
+from training.corpus import TargetAnswer
 
 
 def choose_vocabulary(

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from cluster.errors import InvalidField
 from drafters.dspark.config import DSparkConfig, MarkovKind
-from drafters.training.batches import BatchPlan
-from drafters.training.output_dir import check_apart
 from engine.models.config import DecoderConfig
 from engine.models.int8 import WeightsKind
+from training.batches import BatchPlan
+from training.output_dir import check_apart
 
 DrafterKind = Literal["dspark", "layers", "table"]
 KINDS: tuple[DrafterKind, ...] = ("dspark", "layers", "table")
@@ -34,7 +34,7 @@ _MINIMA = {"num_tokens": 1, "num_prompts": 0, "num_epochs": 1, "num_layers": 1, 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
     """With ``budget_minutes`` the amount of generated data depends on the machine's speed. With ``begin_with`` the drafter
-    keeps the shape of that drafter (``drafters.training.warm_start``)."""
+    keeps the shape of that drafter (``training.warm_start``)."""
 
     model: str
     drafter: DrafterKind

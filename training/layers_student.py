@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from drafters.dspark.network import output_rows
 from drafters.layers import save_layers
-from drafters.training.batches import AnswerBatch
-from drafters.training.frozen import FrozenTarget
-from drafters.training.losses import Losses, TargetDistribution, distillation
-from drafters.training.recipe import STORED
+from training.batches import AnswerBatch
+from training.frozen import FrozenTarget
+from training.losses import Losses, TargetDistribution, distillation
+from training.recipe import STORED
 
 
 class LayersStudent(nn.Module):

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafters.training.batches import BatchPlan, assemble, epoch
-from drafters.training.corpus import TargetAnswer
-from drafters.training.distributed import World
-from drafters.training.hidden_states import HiddenStateReader
-from drafters.training.losses import Losses
 from engine.models.weights import write_atomically
+from training.batches import BatchPlan, assemble, epoch
+from training.corpus import TargetAnswer
+from training.distributed import World
+from training.hidden_states import HiddenStateReader
+from training.losses import Losses
 
 _FORMAT = 1
 _BETAS = (0.9, 0.95)

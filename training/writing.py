@@ -16,8 +16,9 @@ from pathlib import Path
 from cluster.errors import GenerationFailed
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
-from drafters.training.composed_prompts import compose
-from drafters.training.corpus import (
+from engine.offline import generate
+from training.composed_prompts import compose
+from training.corpus import (
     GivenPrompt,
     TargetAnswer,
     WrittenPrompt,
@@ -28,10 +29,9 @@ from drafters.training.corpus import (
     read_written,
     repair,
 )
-from drafters.training.frozen import WRITING_COST, FrozenTarget
-from drafters.training.progress import Name, OrderedProgress
-from drafters.training.starters import STARTERS, Starters
-from engine.offline import generate
+from training.frozen import WRITING_COST, FrozenTarget
+from training.progress import Name, OrderedProgress
+from training.starters import STARTERS, Starters
 
 Tell = Callable[[float], None]  # called with the prompts or tokens written so far
 Expired = Callable[[], bool]  # whether the time of this step is over

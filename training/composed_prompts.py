@@ -6,7 +6,7 @@ A small target writes no usable text for such a task itself; given or self-writt
 import random
 from collections.abc import Callable, Sequence
 
-from drafters.training.corpus import MAX_PROMPT_CHARS, GivenPrompt, fingerprint
+from training.corpus import MAX_PROMPT_CHARS, GivenPrompt, fingerprint
 
 _LANGUAGES = ("German", "French", "Spanish", "Italian", "Portuguese", "Russian", "Chinese", "Japanese")
 _TRANSLATIONS = (

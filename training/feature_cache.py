@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafters.training.corpus import TargetAnswer
+from training.corpus import TargetAnswer
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drafters.training.confidences import DIAGRAM
-from drafters.training.corpus import TargetAnswer
-from drafters.training.evaluation import Acceptance
-from drafters.training.recipe import TrainOptions
 from engine.models.prepare import CATALOGUE
+from training.confidences import DIAGRAM
+from training.corpus import TargetAnswer
+from training.evaluation import Acceptance
+from training.recipe import TrainOptions
 
 CARD, FIGURES = "README.md", "evaluation.json"
 
@@ -36,7 +36,7 @@ class CardData:
     trained: Sequence[Acceptance]
     untrained: Sequence[Acceptance]
     recipe: dict[str, Any]
-    confidences: Mapping[str, float]  # of ``drafters.training.confidences.calibrate``; empty without calibration
+    confidences: Mapping[str, float]  # of ``training.confidences.calibrate``; empty without calibration
 
 
 def write_card(folder: Path, data: CardData) -> None:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from drafters.dspark.checkpoint import load_network, new_network, save_network
 from drafters.dspark.config import DSparkConfig
 from drafters.dspark.network import AnchorInput, DSparkNetwork, output_rows
-from drafters.training.batches import AnswerBatch
-from drafters.training.frozen import FrozenTarget
-from drafters.training.losses import Losses, TargetDistribution, distillation, position_weights
-from drafters.training.recipe import STORED
-from drafters.training.regression import Samples, regress
 from engine.models.int8 import quantise
+from training.batches import AnswerBatch
+from training.frozen import FrozenTarget
+from training.losses import Losses, TargetDistribution, distillation, position_weights
+from training.recipe import STORED
+from training.regression import Samples, regress
 
 
 class DSparkStudent(nn.Module):

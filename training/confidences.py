@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafters.replay import Round
-from drafters.training.corpus import TargetAnswer
 from profiler.calibration import FILE, Records, Scaling, fit_isotonic, fit_temperatures, quality, save_scaling
 from profiler.reliability import plot_reliability
+from training.corpus import TargetAnswer
 
 DIAGRAM = "reliability.png"
 Halves = tuple[Sequence[Round], Sequence[Round]]

@@ -6,9 +6,9 @@ from typing import Any
 from cluster.errors import InvalidField
 from drafters.dspark.config import DSparkConfig, load_dspark_config
 from drafters.shipped import find_drafter, kind_of
-from drafters.training.frozen import FrozenTarget
-from drafters.training.recipe import HEADS, TrainOptions, feature_layers
 from engine.models.config import DecoderConfig
+from training.frozen import FrozenTarget
+from training.recipe import HEADS, TrainOptions, feature_layers
 
 
 def warm_start(options: TrainOptions, target: FrozenTarget) -> TrainOptions:

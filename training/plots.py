@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drafters.training.distil import CurvePoint
-from drafters.training.evaluation import Acceptance
+from training.distil import CurvePoint
+from training.evaluation import Acceptance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

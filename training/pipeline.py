@@ -19,21 +19,24 @@ from drafters.dspark.config import load_dspark_config
 from drafters.shipped import kind_of
 from drafters.table import FILE as TABLE_FILE
 from drafters.table import count_frequencies
-from drafters.training.batches import AnswerBatch, assemble, epoch
-from drafters.training.card import CardData, write_card
-from drafters.training.confidences import Halves, calibrate, in_halves
-from drafters.training.corpus import GivenPrompt, TargetAnswer, evaluation_fingerprints, hold_out, read_given
-from drafters.training.distil import CurvePoint, Distillation, Schedule
-from drafters.training.distributed import World
-from drafters.training.dspark_student import DSparkStudent
-from drafters.training.evaluation import DRAFT_LENS, Acceptance, acceptance, evaluate, standardisation
-from drafters.training.feature_cache import FeatureCache, InMemory, OnDisk, delete_partial_files
-from drafters.training.frozen import FrozenTarget, free_memory
-from drafters.training.hidden_states import HiddenStateReader
-from drafters.training.layers_student import LayersStudent
-from drafters.training.output_dir import check_replaceable, replace_folder
-from drafters.training.plots import plot_acceptance, plot_losses
-from drafters.training.recipe import (
+from engine.cpu.packed import product_dtype
+from engine.models.identity import model_fingerprint
+from engine.models.prepare import ensure_model
+from training.batches import AnswerBatch, assemble, epoch
+from training.card import CardData, write_card
+from training.confidences import Halves, calibrate, in_halves
+from training.corpus import GivenPrompt, TargetAnswer, evaluation_fingerprints, hold_out, read_given
+from training.distil import CurvePoint, Distillation, Schedule
+from training.distributed import World
+from training.dspark_student import DSparkStudent
+from training.evaluation import DRAFT_LENS, Acceptance, acceptance, evaluate, standardisation
+from training.feature_cache import FeatureCache, InMemory, OnDisk, delete_partial_files
+from training.frozen import FrozenTarget, free_memory
+from training.hidden_states import HiddenStateReader
+from training.layers_student import LayersStudent
+from training.output_dir import check_replaceable, replace_folder
+from training.plots import plot_acceptance, plot_losses
+from training.recipe import (
     HELD_OUT,
     MAX_HELD_OUT,
     MIN_HELD_OUT,
@@ -43,13 +46,10 @@ from drafters.training.recipe import (
     feature_layers,
     kept_layers,
 )
-from drafters.training.vocabulary import choose_vocabulary, coverage
-from drafters.training.warm_start import warm_start
-from drafters.training.work_folder import WorkFolder
-from drafters.training.writing import Share, Writer
-from engine.cpu.packed import product_dtype
-from engine.models.identity import model_fingerprint
-from engine.models.prepare import ensure_model
+from training.vocabulary import choose_vocabulary, coverage
+from training.warm_start import warm_start
+from training.work_folder import WorkFolder
+from training.writing import Share, Writer
 
 MAX_TABLE_CONTEXTS = 400_000
 MAX_REGRESSION_ROWS = 300_000

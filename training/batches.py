@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.training.corpus import TargetAnswer, packed
-from drafters.training.hidden_states import HiddenStateReader
+from training.corpus import TargetAnswer, packed
+from training.hidden_states import HiddenStateReader
 
 
 @dataclass(frozen=True, slots=True)

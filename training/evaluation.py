@@ -15,10 +15,10 @@ from drafters.protocol import Drafter
 from drafters.registry import Site, make
 from drafters.replay import Recording, Round, replay
 from drafters.shipped import kind_of
-from drafters.training.corpus import TargetAnswer
-from drafters.training.frozen import FrozenTarget
-from drafters.training.hidden_states import HiddenStateReader
 from engine.dtypes import choose_dtype
+from training.corpus import TargetAnswer
+from training.frozen import FrozenTarget
+from training.hidden_states import HiddenStateReader
 
 DRAFT_LENS = (4, 7)
 _CACHE_BLOCKS = 512

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drafters.training.corpus import TargetAnswer, packed
-from drafters.training.feature_cache import FeatureCache, HiddenStates
-from drafters.training.frozen import FrozenTarget
 from engine.batch_layout import PackedSpan
 from engine.kv_cache import KvCache
+from training.corpus import TargetAnswer, packed
+from training.feature_cache import FeatureCache, HiddenStates
+from training.frozen import FrozenTarget
 
 _BLOCK_LEN = 32
 _HEAD_ROWS = {"cpu": 64, "cuda": 1024}  # of full-vocabulary logits at once; on a CPU they must fit its cache

@@ -1,0 +1,134 @@
+"""Splits an answer's text into content, reasoning and tool calls, as the text arrives.
+
+The parts do not depend on how the text is split: text that may begin a marker is held back until it is decided.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Content of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """Tool call ``index`` of the answer begins."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More of the arguments' JSON text of tool call ``index``."""
+
+    index: int
+    text: str
+
+
+Part = Text | Reasoning | CallStart | Arguments
+
+
+class PartParser(Protocol):
+    def feed(self, text: str) -> list[Part]: ...
+
+    def end(self) -> list[Part]:
+        """What was held back, at the end of the answer."""
+
+
+class PlainText:
+    """A parser for answers without tool calls."""
+
+    def feed(self, text: str) -> list[Part]:
+        return [Text(text)] if text else []
+
+    def end(self) -> list[Part]:
+        return []
+
+
+class AnswerParser:
+    """Reasoning first, then what ``tools`` finds in the rest. Whitespace around reasoning is dropped.
+
+    Args:
+        markers: the beginning and the end of reasoning; None: no reasoning is looked for.
+        is_open: the prompt opened the reasoning, so that the answer begins in it.
+    """
+
+    def __init__(self, tools: PartParser, markers: tuple[str, str] | None, *, is_open: bool = False) -> None:
+        self._tools = tools
+        self._begin, self._end = markers or ("", "")
+        self._state = "content" if markers is None else "reasoning" if is_open else "start"
+        self._held = ""
+        self._is_blank = True  # nothing but whitespace so far, in this state
+        self._after_reasoning = False
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._state == "reasoning"
+
+    def feed(self, text: str) -> list[Part]:
+        self._held += text
+        parts: list[Part] = []
+        if self._state == "start":
+            started = self._held.lstrip()
+            if started.startswith(self._begin):
+                self._state, self._held = "reasoning", started[len(self._begin) :]
+            elif not self._begin.startswith(started):
+                self._state = "content"
+        if self._state == "reasoning":
+            found = self._held.find(self._end)
+            released = self._held[:found].rstrip() if found >= 0 else releasable(self._held, self._end)
+            self._held = self._held[found + len(self._end) :] if found >= 0 else self._held[len(released) :]
+            if self._is_blank:
+                released = released.lstrip()
+            if released:
+                self._is_blank = False
+                parts.append(Reasoning(released))
+            if found >= 0:
+                self._state, self._is_blank, self._after_reasoning = "content", True, True
+        if self._state == "content":
+            rest, self._held = self._held, ""
+            if self._after_reasoning and self._is_blank:
+                rest = rest.lstrip()
+                self._is_blank = not rest
+            parts += self._tools.feed(rest)
+        return parts
+
+    def end(self) -> list[Part]:
+        held, self._held = self._held, ""
+        if self._state == "reasoning":
+            held = held.lstrip() if self._is_blank else held
+            return [Reasoning(held)] if held else []
+        return [*self._tools.feed(held), *self._tools.end()]
+
+
+def releasable(text: str, marker: str) -> str:
+    """``text`` without the longest end that may begin ``marker``, and without the whitespace before that."""
+    num_held = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+    return text[: len(text) - num_held].rstrip()
+
+
+def merged(parts: Iterable[Part]) -> list[Part]:
+    """Adjacent parts of one kind as one."""
+    joined: list[Part] = []
+    for part in parts:
+        match part, joined[-1] if joined else None:
+            case Text(), Text(text):
+                joined[-1] = Text(text + part.text)
+            case Reasoning(), Reasoning(text):
+                joined[-1] = Reasoning(text + part.text)
+            case Arguments(index), Arguments(last, text) if index == last:
+                joined[-1] = Arguments(index, text + part.text)
+            case _:
+                joined.append(part)
+    return joined
