@@ -36,12 +36,8 @@ def load_with_colocated(
 ) -> tuple[LoadedTarget, ModelInfo, OnlineCost, list[ColocatedDrafter]]:
     """Loads the target of a resolved configuration, as ``engine.loading.load_target``, and the drafters in its process.
 
-    Args:
-        profile: cascades take the measured costs of their members from it.
-        ranks: as of ``load_target``.
-
-    Raises:
-        OutriderError: a model is missing or does not fit; names it.
+    ``profile`` has the measured costs of cascades' members. Raises OutriderError if a model is missing or does not fit.
+    ``ranks``: as of ``load_target``.
     """
     measured = config if profile is None else with_measured_costs(config, profile)
     drafters = tuple(drafter for drafter in measured.drafters if drafter.is_colocated)

@@ -32,9 +32,8 @@ logger = logging.getLogger(__name__)
 SUPERVISOR = "supervisor"
 ROUTER = "router"
 KILL_DEADLINE_S = 10.0
-# Threads of an actor, and those of its blocking methods by concurrency group. A blocking call whose caller has died keeps
-# its thread until it returns, and must not block health checks.
-NUM_THREADS = 6
+NUM_THREADS = 6  # of an actor
+# Those of its blocking methods, by concurrency group: one whose caller has died must not block health checks.
 BLOCKING = {"start": 1, "wait_end": 4}
 
 

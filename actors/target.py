@@ -141,13 +141,13 @@ class TargetActor(LoopActor):
         status, requests = self._loop.status(), self._loop.requests()
         return SlotReport(
             requests=requests,
-            observations=self._loop.take_observations(),
+            observations=self._loop.telemetry.take_observations(),
             table_version=status.table_version,
             drafters=tuple(name for name, _ in status.followed),
             draft_costs=self._draft_costs(),
             member_costs=self._member_costs,
-            scores=self._loop.take_scores(),
-            levels=self._loop.take_levels(),
+            scores=self._loop.telemetry.take_scores(),
+            levels=self._loop.telemetry.take_levels(),
             target_passes=pass_times(self._cost, sum(request.committed_len for request in requests)),
         )
 

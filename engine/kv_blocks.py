@@ -4,12 +4,12 @@
     | committed, in the cache   | speculated: computed by the pass under way, not final |
     | full blocks: may be shared, never written again | tail block: this sequence's own |
 
-``speculate`` reserves blocks for the tokens that a pass computes; ``commit`` keeps the first of them. Committing fewer is
-the rollback: the computed length does not move over the rest, and blocks that hold nothing else are freed at once.
+``speculate`` reserves blocks for the tokens that a pass computes; ``commit`` keeps the first of them and frees blocks that
+hold nothing else, which is the rollback.
 
-A fully committed block is registered under a 128-bit chained digest of its tokens and of all tokens before it, so equal
-digests mean equal prefixes. After its last holder releases it, it stays cached and counts as free. Eviction takes the least
-recently used block first, and a sequence's last blocks before its first, when no empty block is left.
+A full committed block is registered under a 128-bit chained digest of its tokens and all before it. After its last holder
+releases it, it stays cached and counts as free. When no empty block is left, the least recently used one is evicted, and a
+sequence's last blocks before its first.
 """
 
 from array import array
@@ -62,13 +62,8 @@ class _Sequence:
 
 
 class BlockLedger:
-    """The blocks of one KV cache. Not thread-safe.
-
-    Args:
-        num_blocks: blocks in the cache, numbered from 0.
-        block_len: tokens per block.
-        prefix_cache: share full blocks between sequences with equal prefixes, and keep them after their release.
-    """
+    """The blocks of one KV cache. Not thread-safe. ``prefix_cache``: share full blocks between sequences with equal
+    prefixes, and keep them after their release."""
 
     def __init__(self, num_blocks: int, block_len: int, prefix_cache: bool = True) -> None:
         if num_blocks < 1 or block_len < 1:
@@ -89,10 +84,7 @@ class BlockLedger:
 
     def open(self, request_id: str, token_ids: Sequence[int]) -> int:
         """Registers a sequence that begins with ``token_ids``. Returns the number of its tokens in cached full blocks, which
-        it now shares: at most len - 1, since the last token must be computed to predict the next.
-
-        Raises LedgerMisuse: the request is open.
-        """
+        it now shares: at most len - 1, since the last token must be computed. Raises LedgerMisuse: the request is open."""
         if request_id in self._sequences:
             raise LedgerMisuse(f"request {request_id!r} is already open: release it first")
         sequence = _Sequence(0, np.zeros(8, np.int32), 0, _ROOT)
@@ -155,12 +147,8 @@ class BlockLedger:
             self._drop_block(sequence.pop())
 
     def revise(self, checkpoint: Checkpoint, token_ids: Sequence[int]) -> Checkpoint:
-        """Replaces the tokens of an open checkpoint at the same base_len. Positions keep their blocks, so the computed part
-        of a common prefix stays valid.
-
-        Raises OutOfBlocks: more blocks are needed than are free; nothing changed; LedgerMisuse: the checkpoint is not open,
-        or ``token_ids`` is empty.
-        """
+        """Replaces the tokens of an open checkpoint. Positions keep their blocks, so the computed part of a common prefix
+        stays valid. Raises OutOfBlocks, LedgerMisuse: as ``speculate``, or the checkpoint is not open; nothing changed."""
         sequence = self._speculating(checkpoint)
         request_id = checkpoint.request_id
         if not token_ids:

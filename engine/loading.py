@@ -1,6 +1,7 @@
 """Loads the target of a configuration, with its cost model."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,13 @@ def load_target(
     remembers: bool = False,
     ranks: RankGroup | None = None,
 ) -> tuple[LoadedTarget, ModelInfo, OnlineCost]:
-    """The target of a resolved configuration, the description of its model, and its cost model.
+    """The target of a resolved configuration, the description of its model, and its cost model. Raises as ``load_engine``.
 
     Args:
         feature_layers: layers whose hidden states are kept for drafters in this process.
         profile: a stored profile (``stored_profile``); without one, costs are measured now, in seconds.
         remembers: store measured costs in the configured state store, and reuse those of earlier starts.
         ranks: of which this process is rank 0; None: the other ranks of a tensor parallel target are started here.
-
-    Raises ModelUnavailable, InvalidField: as ``load_engine``.
     """
     engine, info = load_engine(config, feature_layers, ranks)
     if profile is not None:
@@ -55,18 +54,15 @@ def load_target(
 
 def _remembered_cost(config: Config, engine: LoadedTarget) -> TableCost:
     """Costs of an earlier start, or else measured now and stored."""
-    store = open_store(config.cluster.state, config.cluster.namespace)
-    try:
+    with closing(open_store(config.cluster.state, config.cluster.namespace)) as store:
         memory = CostMemory(store, identity_of(config), engine.operators)
-        known = memory.recall()
-        if known is not None:
+        cost = memory.recall()
+        if cost is not None:
             _warm_up(config, engine)
-            return known
-        cost = measure_cost(engine)
-        memory.keep(cost)
+        else:
+            cost = measure_cost(engine)
+            memory.keep(cost)
         return cost
-    finally:
-        store.close()
 
 
 def _warm_up(config: Config, engine: LoadedTarget) -> None:
@@ -77,11 +73,8 @@ def _warm_up(config: Config, engine: LoadedTarget) -> None:
 def stored_profile(config: Config) -> Profile | None:
     """The stored `outrider profile` of a resolved configuration on this machine. None if there is no usable one; the log
     says why an existing one is unusable."""
-    store = open_store(config.cluster.state, config.cluster.namespace)
-    try:
+    with closing(open_store(config.cluster.state, config.cluster.namespace)) as store:
         return usable_profile(store, identity_of(config))
-    finally:
-        store.close()
 
 
 def identity_of(config: Config) -> Identity:

@@ -1,20 +1,21 @@
 """The native target: a model, a paged KV cache, and the ledger of its blocks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from cluster.errors import InvalidField
-from cluster.types import Request
+from cluster.types import Request, TokenLogprobs
 from engine.acceptance import verdict
 from engine.batch_layout import PackedSpan
 from engine.device import to_device
 from engine.forward import CausalModel
 from engine.hidden_states import HiddenStateCache
 from engine.kv_blocks import BlockLedger
+from engine.prompt_logprobs import prompt_logprobs
 from engine.sampling import SampleSpan, SamplingState
 from engine.target import SpanInput, SpanOutcome
 from engine.tensor_parallel.sampling import sampler_of
@@ -55,10 +56,14 @@ class NativeTarget:
         self._ledger = BlockLedger(num_blocks, block_len, prefix_cache)
         self._sampler = sampler_of(model)
         self._states: dict[str, SamplingState] = {}
+        self._scored: dict[str, Request] = {}  # those that ask for log-probabilities of their prompts
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         state = SamplingState(request.sampling, token_ids, len(request.prompt_token_ids))
-        computed_len = self._ledger.open(request.id, token_ids)
+        wants_prompt = request.sampling.prompt_logprobs is not None
+        computed_len = self._ledger.open(request.id, () if wants_prompt else token_ids)  # rows in the cache have no logits
+        if wants_prompt:
+            self._scored[request.id] = request
         self._states[request.id] = state
         return computed_len
 
@@ -84,6 +89,7 @@ class NativeTarget:
     def release(self, request_id: str) -> None:
         if self._states.pop(request_id, None) is not None:
             self._ledger.release(request_id)
+            self._scored.pop(request_id, None)
 
     @property
     def model(self) -> CausalModel:
@@ -132,6 +138,29 @@ class NativeTarget:
         packed = [PackedSpan(span.base_len, span.token_ids, self._ledger.block_table(span.request_id)) for span in spans]
         hidden, features = self._model.forward_with_hidden_states(packed, self._cache, self._features.layers)
         self._features.write(packed, features)
+        scores = self._prompt_logprobs(spans, hidden) if self._scored else {}
+        outcomes = self._sample(spans, hidden)
+        return [
+            replace(outcome, prompt_logprobs=scores[span.request_id], scored_from=span.base_len + 1)
+            if span.request_id in scores
+            else outcome
+            for span, outcome in zip(spans, outcomes, strict=True)
+        ]
+
+    def _prompt_logprobs(self, spans: Sequence[SpanInput], hidden: torch.Tensor) -> dict[str, tuple[TokenLogprobs, ...]]:
+        ends = np.cumsum([len(span.token_ids) for span in spans]).tolist()
+        return {
+            span.request_id: prompt_logprobs(
+                self._scored[span.request_id], span, hidden[end - len(span.token_ids) : end], self._whole_logits
+            )
+            for span, end in zip(spans, ends, strict=True)
+            if span.request_id in self._scored
+        }
+
+    def _whole_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._sampler.gathered(self._model.logits(hidden))
+
+    def _sample(self, spans: Sequence[SpanInput], hidden: torch.Tensor) -> list[SpanOutcome]:
         sampled = [span for span in spans if span.samples]
         if not sampled:
             return [SpanOutcome(span.request_id, (), 0) for span in spans]

@@ -20,10 +20,8 @@ def generate(
     engine: TargetEngine, model: ModelInfo, cost: CostModel, requests: Iterable[Request | None], max_in_flight: int = 256
 ) -> Iterator[tuple[Request, tuple[int, ...]]]:
     """Yields each request with its output as it finishes. ``requests`` is read only as capacity becomes free. A None means
-    that no request is ready: it is polled again after the next pass. With no live request it ends generation.
-
-    Raises GenerationFailed: the target refused a request, or failed on it; says why.
-    """
+    that no request is ready: it is polled again after the next pass. With no live request it ends generation. Raises
+    GenerationFailed: the target refused a request, or failed on it."""
     network, mailbox, inbox = LocalNetwork(), Mailbox(), Mailbox(capacity=2**20)
     loop = TargetLoop(engine, model, mailbox, cost, time.monotonic, max_waiting=max_in_flight)
     listener = network.listen(_ADDRESS, mailbox, Hello(Role.TARGET, "target", model.vocab_size, ""))

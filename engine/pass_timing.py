@@ -16,11 +16,8 @@ _MIN_POINTS = 3
 
 
 def measure_cost(target: TargetEngine, clock: Callable[[], float] = time.monotonic) -> TableCost:
-    """Measures step time over rows and per token of context on ``target``, which must hold no request.
-
-    Takes the minimum of several repeats, since disturbances only add time. A slow machine measures fewer rows and less
-    context, as far as BUDGET_S allows for each. ``clock``: of the budget.
-    """
+    """Measures step time over rows and per token of context on ``target``, which must hold no request. Takes the minimum of
+    several repeats, since disturbances only add time. A slow machine measures as much as BUDGET_S allows."""
     start_s = clock()
     capacity, probe = target.capacity(), TargetProbe(target, _WallTime())
     points: list[tuple[int, float]] = []

@@ -9,6 +9,8 @@ from engine.target import SpanInput, SpanOutcome
 from router.plan import SequenceView, Span
 from router.prompt_features import prompt_features
 
+MAX_SCORED = 1024  # prompt tokens whose log-probabilities one commit holds
+
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
@@ -24,6 +26,7 @@ class LiveSequence:
     admitted_s: float | None = None  # when its first pass began; None: still queued
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache held then
     finish: FinishReason | None = None
+    num_prompt_logprobs: int = 0  # prompt tokens whose log-probabilities are published
 
     # Derived from the request; each round reads them several times.
     prompt_len: int = field(init=False)
@@ -133,6 +136,16 @@ class Sequences:
             return SpanInput(span.request_id, start, tuple(token_ids[start:]))
         drafts = proposal.token_ids[: span.num_verify]
         return SpanInput(span.request_id, start, (*token_ids[start:], *drafts), len(drafts))
+
+    def prompt_commits(self, outcome: SpanOutcome) -> list[Commit]:
+        """Log-probabilities of prompt tokens that are not published yet: a pass after a preemption computes some again."""
+        sequence = self._live[outcome.request_id]
+        new = outcome.prompt_logprobs[sequence.num_prompt_logprobs + 1 - outcome.scored_from :]
+        sequence.num_prompt_logprobs += len(new)
+        return [
+            Commit(outcome.request_id, sequence.prompt_len, (), prompt_logprobs=new[start : start + MAX_SCORED])
+            for start in range(0, len(new), MAX_SCORED)
+        ]
 
     def apply(self, span: SpanInput, outcome: SpanOutcome) -> Commit | None:
         """Commits the tokens that a pass found and judges the proposal. None for a prefill chunk. Tokens beyond a stop token

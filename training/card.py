@@ -20,10 +20,7 @@ _KINDS = {
     "layers": "a few layers of the target, autoregressive",
     "table": "a table of the target's continuations of the last few tokens",
 }
-_DISTILLED = (
-    "Distilled with the target frozen: 0.1 cross entropy + 0.9 total variation, which replaces KL divergence over the "
-    "first 30%"
-)
+_DISTILLED = "Distilled: 0.1 cross entropy + 0.9 total variation, which replaces KL divergence over the first 30%"
 _STORED = "Weights are a moving average, stored as int8 with a scale per row."
 
 
@@ -85,11 +82,9 @@ def _figures(data: CardData) -> str:
 
 
 def _confidences(data: CardData) -> str:
-    def figure(name: str) -> str:
-        return f"{data.confidences[name]:.3f}" if name in data.confidences else ""
-
+    figures = {name: f"{value:.3f}" for name, value in data.confidences.items()}
     shares = [
-        f"| {title} | {figure(f'ece_{key}')} | {figure(f'auroc_{key}')} |"
+        f"| {title} | {figures.get(f'ece_{key}', '')} | {figures.get(f'auroc_{key}', '')} |"
         for key, title in (("before", "uncalibrated"), ("after", "calibrated"), ("isotonic", "isotonic maps"))
     ]
     lines = [
@@ -116,9 +111,8 @@ def _training(data: CardData) -> str:
         if options.drafter == "dspark":
             asked |= {"block": options.block_size, "head": options.head}
         asked |= {"epochs": options.num_epochs, "learning rate": options.learning_rate}
-    start = "a ridge regression of the target's final hidden states"
-    if options.begin_with is not None:
-        start = f"the drafter {options.begin_with.name}"
+    begin_with = options.begin_with
+    start = f"the drafter {begin_with.name}" if begin_with else "a ridge regression of the target's final hidden states"
     how = {
         "dspark": f"{_DISTILLED}, and the confidence head on the expected acceptance (DSpark, equations 8 to 12). "
         f"Initialised from {start}. {_STORED}",
@@ -151,8 +145,7 @@ def _data(data: CardData) -> str:
 
 
 def _limits(data: CardData) -> str:
-    known = CATALOGUE.get(data.target)
-    origin = data.target if known is None else known.summary
+    origin = CATALOGUE[data.target].summary if data.target in CATALOGUE else data.target
     return (
         "## Licence and limits\n\n"
         f"Derived from {origin} and its answers: the target's licence applies. Acceptance is lower for subjects and "

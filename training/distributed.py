@@ -49,14 +49,9 @@ class World:
 
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
-    """The processes started by torchrun (``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``), or this one alone. They use NCCL on
-    GPUs, gloo elsewhere.
+    """The processes started by torchrun (``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``), or this one alone.
 
-    Args:
-        device: auto, cpu or cuda; auto takes a GPU if there is one.
-
-    Raises:
-        InvalidField: cuda without a usable GPU.
+    ``device``: auto, cpu or cuda; auto takes a GPU if there is one. Raises InvalidField for cuda without a usable GPU.
     """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cuda" and not torch.cuda.is_available():

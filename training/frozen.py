@@ -39,11 +39,7 @@ class WritingLimits:
 
 
 def writing_limits(free_bytes: int | None) -> WritingLimits:
-    """A CPU gains nothing beyond 128 rows a pass, a large GPU gains up to a thousand if it has the memory.
-
-    Args:
-        free_bytes: of the GPU, beside the weights; None: no GPU.
-    """
+    """A CPU gains nothing beyond 128 rows a pass, a GPU up to a thousand. ``free_bytes``: of the GPU, if there is one."""
     if free_bytes is None:
         return WritingLimits(max_in_flight=96, max_pass_tokens=512, kv_cache_gb=1.5)
     kv_cache_gb = min(_MAX_CACHE_GB, _CACHE_SHARE * free_bytes / 2**30)
@@ -60,11 +56,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 class FrozenTarget:
-    """Loaded once: writing and reading share the weights.
-
-    Raises:
-        ModelUnavailable: missing, half-written or unsupported.
-    """
+    """Loaded once: writing and reading share the weights. Raises ModelUnavailable."""
 
     def __init__(self, folder: Path, *, device: torch.device, dtype: str, max_model_len: int) -> None:
         self.folder = folder
@@ -96,11 +88,8 @@ class FrozenTarget:
 
     @torch.no_grad()
     def copy_layers(self, layers: Iterable[nn.Module], indices: Sequence[int], norm: nn.Module) -> None:
-        """Copies layers ``indices`` and the final norm into modules with Hugging Face's parameter names.
-
-        Raises:
-            ModelUnavailable: a tensor is missing or has another shape.
-        """
+        """Copies layers ``indices`` and the final norm into modules with Hugging Face's parameter names. Raises
+        ModelUnavailable."""
         with ExitStack() as stack:
             source = SafetensorsFolder(self.folder, stack)
             prefixes = [*(f"model.layers.{index}." for index in indices), "model.norm."]

@@ -1,8 +1,5 @@
-"""Distillation losses (DSpark, equations 8 to 12), also over a reduced vocabulary.
-
-Target probability outside the drafter's vocabulary cannot be drafted: it counts as lost in the total variation and in the
-acceptance that the confidence head learns.
-"""
+"""Distillation losses (DSpark, equations 8 to 12). Target probability outside a reduced vocabulary counts as lost in total
+variation and acceptance."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,6 @@
 """``outrider train``: prompts, answers, distillation, evaluation, and the drafter's folder, in steps that resume.
 
-The manifest of the work folder records finished steps. An interrupted step resumes from its lines in files or its
-checkpoint. A step with changed settings starts anew, but generated text is always kept.
+A step with changed settings starts anew, but generated text is always kept.
 """
 
 import hashlib
@@ -30,7 +29,7 @@ from training.distil import CurvePoint, Distillation, Schedule
 from training.distributed import World
 from training.dspark_student import DSparkStudent
 from training.evaluation import DRAFT_LENS, Acceptance, acceptance, evaluate, standardisation
-from training.feature_cache import FeatureCache, InMemory, OnDisk, delete_partial_files
+from training.feature_cache import InMemory, OnDisk, delete_partial_files
 from training.frozen import FrozenTarget, free_memory
 from training.hidden_states import HiddenStateReader
 from training.layers_student import LayersStudent
@@ -85,9 +84,8 @@ def train(options: TrainOptions, world: World, reporter: Reporter) -> Result | N
     """Runs the pipeline. The first process returns the result, others None.
 
     Raises:
-        InvalidField: contradicting options, evaluation prompts, the work folder of another run, an output folder that must
-            not be replaced.
-        ModelUnavailable: the target is missing or not supported.
+        InvalidField: the options contradict each other, the files or the folders.
+        ModelUnavailable: the target or the drafter to begin with is missing or not supported.
     """
     options = options.resolved()
     check_replaceable(options.out)
@@ -165,12 +163,12 @@ class _Run:
         layers = feature_layers(target.model.config.num_layers)
         kind = world.device.type
         free_bytes = free_memory(world.device)
-        cache: FeatureCache
-        if free_bytes is not None:
-            cache = InMemory(min(MAX_CACHE_BYTES[kind], int(CACHE_SHARE * free_bytes)))
-        else:
-            weights = f"{work.identity['weights']} {work.identity['dtype']}"
-            cache = OnDisk(work.path / "readings", layers, weights, MAX_CACHE_BYTES[kind], world.size)
+        weights = f"{work.identity['weights']} {work.identity['dtype']}"
+        cache = (
+            OnDisk(work.path / "readings", layers, weights, MAX_CACHE_BYTES[kind], world.size)
+            if free_bytes is None
+            else InMemory(min(MAX_CACHE_BYTES[kind], int(CACHE_SHARE * free_bytes)))
+        )
         self._reader = HiddenStateReader(target, layers, cache, MAX_PASS_TOKENS[kind])
         self._folder = work.path / options.out.name  # of intermediate drafters and the checkpoint
         self._folder.mkdir(exist_ok=True)
@@ -181,8 +179,8 @@ class _Run:
         tell = self.reporter.step("counting", 1)
         info = self.target.info
         table = count_frequencies(((answer.token_ids, answer.prompt_len) for answer in self.learned), MAX_TABLE_CONTEXTS)
-        table = replace(table, vocab_size=info.vocab_size, tokenizer_fingerprint=info.tokenizer_fingerprint)
-        table.save(self._folder / TABLE_FILE)
+        fingerprint = info.tokenizer_fingerprint
+        replace(table, vocab_size=info.vocab_size, tokenizer_fingerprint=fingerprint).save(self._folder / TABLE_FILE)
         tell(1)
         return self._finish(self._folder, None, [], {})
 
@@ -218,7 +216,7 @@ class _Run:
             evaluate=lambda: self._evaluate_checkpoint(student, latest),
         )
         if not training.restore() and self._initial is None:
-            self._initialise(student)
+            student.initialise(self._regression_batches())  # every process from the same answers
         progress = training.progress
         if not progress.done:
             training.run(self.reporter.step("training", 1.0))
@@ -270,13 +268,6 @@ class _Run:
             student.begin_with(options.begin_with)
         return student
 
-    def _initialise(self, student: DSparkStudent | LayersStudent) -> None:
-        """Deterministic: every process initialises from the same answers."""
-        if isinstance(student, LayersStudent):
-            student.initialise()
-        else:
-            student.initialise(self._regression_batches())
-
     def _regression_batches(self) -> Iterator[AnswerBatch]:
         total = min(MAX_REGRESSION_ROWS, sum(len(a.token_ids) for a in self.learned))
         tell = self.reporter.step("regression", total)
@@ -302,11 +293,8 @@ class _Run:
         return acceptance(rounds, DRAFT_LENS[-1], 0.0).accepted_len
 
     def _finish(self, folder: Path, untrained: Path | None, points: Sequence[CurvePoint], recipe: dict[str, Any]) -> Result:
-        """Evaluates, calibrates, and replaces the output folder.
-
-        The calibration is for the lowest temperature: serving does not distinguish temperatures, and at higher ones fewer
-        drafts survive.
-        """
+        """Evaluates, calibrates for the lowest temperature (at higher ones fewer drafts survive), and replaces the output
+        folder."""
         folders = [f for f in (folder, untrained) if f is not None]
         temperatures = sorted({answer.temperature for answer in self.held_out})
         cases = [(f, t, n) for f in folders for t in temperatures for n in DRAFT_LENS]

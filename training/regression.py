@@ -1,8 +1,5 @@
-"""Initialisation of a DSpark drafter by ridge regression of the target's final hidden states.
-
-The inputs are the features before the anchor, the anchor's embedding and, through the sequential head, the token before
-each position.
-"""
+"""Initialisation of a DSpark drafter by ridge regression of the target's final hidden states on the features before the
+anchor, the anchor's embedding and, through the sequential head, the token before each position."""
 
 from collections.abc import Iterable
 
@@ -22,11 +19,8 @@ Samples = tuple[Tensor, Tensor, Tensor]
 
 @torch.no_grad()
 def regress(network: DSparkNetwork, samples: Iterable[Samples], output_rows: Tensor) -> None:
-    """Sets the anchor's input and the sequential head to the best linear predictor.
-
-    Args:
-        output_rows: of each token the row of the head, -1 if it has none.
-    """
+    """Sets the anchor's input and the sequential head to the best linear predictor. ``output_rows``: the row of the head of
+    each token, or -1."""
     moments = Moments(network.config)
     for x, embedded, wanted in samples:
         moments.add(x, embedded, wanted)
@@ -77,11 +71,8 @@ class Moments:
         return (maps - of_previous @ previous).float(), previous.float()
 
     def root(self) -> Tensor:
-        """A square root of the second moments of x, fp32: it turns changes of the maps into changes of predictions.
-
-        With few positions the matrix is singular, and rounding leaves negative eigenvalues: the smallest ridge that makes
-        it positive definite is added.
-        """
+        """A square root of the second moments of x, fp32: it turns changes of the maps into changes of predictions. The
+        smallest ridge that makes the matrix positive definite is added."""
         eye = self.xx.diagonal().mean() * torch.eye(len(self.xx), dtype=torch.float64)
         for ridge in (1e-6, 1e-5, 1e-4, 1e-3):
             factor, failed = torch.linalg.cholesky_ex(self.xx + ridge * eye)
@@ -134,11 +125,8 @@ def _set_sequential(network: DSparkNetwork, head: MarkovHead, previous_map: Tens
 
 
 def _pass_through(head: RecurrentHead) -> None:
-    """Makes the bias nearly that of a Markov head.
-
-    The state averages the block's tokens, each with half the weight of the next, and is not read yet. Each dimension of
-    W_1 is scaled to size 1, so that int8 rounding of W_o's rows is not dominated by its part.
-    """
+    """Makes the bias nearly that of a Markov head. The state averages the block's tokens and is not read yet. Each dimension
+    of W_1 is scaled to size 1, so that it does not dominate int8 rounding of W_o's rows."""
     rank = head.rank
     size = head.markov_w1.weight.square().mean(0).sqrt().clamp_min(1e-6)
     head.markov_w1.weight.div_(size)

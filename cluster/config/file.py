@@ -58,10 +58,7 @@ class TargetConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Memory for drafters outside of the targets' processes. A drafter without room waits until others are unloaded.
-
-    None: the machine's memory, less the targets' and a reserve.
-    """
+    """Memory for drafters outside of the targets' processes. None: the machine's, less the targets' and a reserve."""
 
     cpu_gb: Annotated[float, Field(gt=0, le=65536)] | None = None  # per machine, for drafters on CPUs
     gpu_gb: Annotated[float, Field(gt=0, le=4096)] | None = None  # per GPU of drafters

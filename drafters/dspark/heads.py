@@ -1,7 +1,5 @@
-"""DSpark's sequential heads and confidence head (the paper's equations 4 to 8), which follow the parallel stage.
-
-A sequential head turns the token before a position into a latent u of r numbers; the bias of the position's logits is
-W_2 u.
+"""DSpark's sequential heads and confidence head (equations 4 to 8). A sequential head turns the token before a position into
+a latent u; the bias of the position's logits is W_2 u.
 
 Shapes: latents and embeddings of previous tokens [..., r], hidden states of the backbone after its final norm [..., d].
 """

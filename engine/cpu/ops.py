@@ -29,15 +29,8 @@ class AttentionShape(ctypes.Structure):
 
 
 class CpuOps:
-    """``engine.ops.Ops`` for bfloat16 or float32. Tensors must be contiguous.
-
-    Args:
-        int8: quantise weights to int8, which halves the bytes read.
-        folder: of the compiled kernels.
-
-    Raises NoCompiler: the kernels cannot be built here; ValueError: a head dimension or dtype without kernels; see
-    ``supports``.
-    """
+    """``engine.ops.Ops`` for bfloat16 or float32. Tensors must be contiguous. ``int8``: quantise weights. ``folder``: of the
+    compiled kernels. Raises NoCompiler: the kernels cannot be built here; ValueError: not ``supports``."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, *, int8: bool = False, folder: Path | None = None) -> None:
         if not self.supports(config, dtype):

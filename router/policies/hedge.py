@@ -100,7 +100,7 @@ class Hedge:
         """(requests, drafters): value of a place above plain decoding."""
         own, columns = self._acceptance.requests, self._acceptance.columns(room.drafters)
         lens, num_rounds = self._acceptance.expected_lens(rows, room.members)
-        shares = self._acceptance.on_time_shares(room.drafters)
+        shares = self._acceptance.on_time.shares(room.drafters)
         lens = 1.0 + shares * (lens - 1.0)
         noise = own.noise(rows, columns) / (self._config.learning_rate * num_rounds)
         here = self._here(requests, pool, room)

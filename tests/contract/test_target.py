@@ -164,6 +164,29 @@ def test_logprobs_are_those_without_drafts(engine: TargetEngine) -> None:
         assert all(row.logprob < 0 for row in a)
 
 
+def test_logprobs_of_a_prompt_are_those_of_generating_it(engine: TargetEngine) -> None:
+    asked = prompts("written")
+    plain = play(engine, asked, sampled(list(asked), 0.7, top_logprobs=3))
+    again = {f"read-{i}": [*asked[name], *plain.outputs[name]] for i, name in enumerate(asked)}
+    rng = random.Random(3)
+    read = play(
+        engine,
+        again,
+        sampled(list(again), 0.0, prompt_logprobs=3),
+        preempts=lambda name, number: rng.random() < 0.1,
+        chunk_len=25,
+    )
+    assert set(read.num_cached.values()) == {0}, "rows in the prefix cache have no logits"
+    for (name, prompt), found in zip(asked.items(), read.prompt_logprobs.values(), strict=True):
+        assert len(found) == len(prompt) + NUM_NEW - 1
+        a, b = plain.logprobs[name], found[len(prompt) - 1 :]
+        assert [[token for token, _ in row.top] for row in a] == [[token for token, _ in row.top] for row in b]
+        np.testing.assert_allclose([row.logprob for row in a], [row.logprob for row in b], atol=1e-4)
+        for token, row in zip(plain.outputs[name], b, strict=True):
+            tops = [top for top, _ in row.top]
+            assert row.rank == 1 + tops.index(token) if token in tops else row.rank is not None and row.rank > 3
+
+
 def test_a_preempted_request_goes_on_with_the_same_tokens(engine: TargetEngine) -> None:
     asked = prompts("kept")
     plain = play(engine, asked, sampled(list(asked), 0.8))
