@@ -13,6 +13,7 @@ from scipy import stats
 
 from cluster.sampling_params import SamplingParams
 from engine.target import TargetEngine
+from tests.support.local_target import local_target
 from tests.support.target_driver import Drafts, Played, play
 from tests.support.tiny_model import write_tiny_model
 from tests.support.vllm_engine import BLOCK_LEN, MAX_MODEL_LEN, NUM_BLOCKS, make_vllm
@@ -27,8 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", hidden_size=128)
 
 
-@pytest.fixture(scope="module", params=["native", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(scope="module", params=["native", "native-2-ranks", pytest.param("vllm", marks=pytest.mark.vllm)])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[TargetEngine]:
+    if request.param == "native-2-ranks":
+        with local_target(folder, NUM_BLOCKS, BLOCK_LEN, 8, 256, MAX_MODEL_LEN) as ranks:
+            yield ranks.engine
+        return
     if request.param == "native":
         from engine.factory import build_model
         from engine.models.config import load_config
