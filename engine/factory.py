@@ -1,7 +1,7 @@
 """Chooses operators by device. Vendors' packages are imported only here."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -123,13 +123,15 @@ def load_target(
     max_model_len: int = 2048,
     feature_layers: Sequence[int] = (),
     ranks: RankGroup | None = None,
+    end_ranks: Callable[[], None] = lambda: None,
 ) -> NativeTarget:
     """A native target for the model of a Hugging Face folder. ``max_model_len`` is capped at the model's. Raises as
     ``load_model`` and ``NativeTarget``.
 
     Args:
         kv_cache_bytes: of one rank.
-        ranks: the processes that compute it; rank 0 gets a ``LeadingTarget``, the others follow it (``follow``).
+        ranks: the processes that compute it; rank 0 gets a ``LeadingTarget``, the others follow it (``Follower``).
+        end_ranks: as of ``LeadingTarget``.
     """
     model = load_model(folder, dtype, device, block_len=block_len, ranks=ranks)
     # All ranks have as many blocks as fit the cache of the first one, which holds the most heads.
@@ -143,5 +145,5 @@ def load_target(
     )
     grammars = known_grammars(folder, model.config.vocab_size, model.config.eos_token_ids)
     if ranks is not None and ranks.rank == 0:
-        return LeadingTarget(model, limits, folder, ranks, feature_layers, grammars)
+        return LeadingTarget(model, limits, folder, ranks, feature_layers, end_ranks, grammars)
     return NativeTarget(model, limits, feature_layers=feature_layers, grammars=grammars)

@@ -1,10 +1,8 @@
 """Logits processing: edits of single values (``edit``), and thresholds below which no token may be chosen (``floors``).
 
 The order is: penalties, logit bias, allowed tokens, the masks of min_tokens and of a grammar, temperature, top-k, top-p,
-min-p. Edits touch only the values that they change.
-
-Top-k, top-p and min-p keep the most probable tokens, so each is a floor on the tempered logits z. Equally probable tokens
-are kept or dropped together, so the result depends on the logits alone and not on a sort order.
+min-p. The last three are floors on the tempered logits z. Equally probable tokens are kept or dropped together, so the
+result depends on the logits alone and not on a sort order.
 """
 
 from collections.abc import Iterator, Sequence

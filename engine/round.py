@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cluster.errors import OutOfBlocks
-from cluster.messages import LevelReport
 from cluster.transport.base import Link, Mailbox
 from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
 from engine.colocated import ColocatedDrafters, ColocatedLoop
@@ -22,7 +21,7 @@ from engine.request_checks import refusal
 from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry
-from router.assignment import Observation, RequestView, ScoreCounts
+from router.assignment import RequestView
 from router.cost_model import CostModel
 from router.draft_length import DraftLengths
 from router.plan import StepPlan
@@ -51,13 +50,13 @@ class PendingPass:
 class TargetLoop:
     """Owns a target, its sequences, and its ends of the links to drafters and gateways.
 
-    One thread calls ``step`` (``run`` does); any thread may call ``publish_table``, ``drain``, ``status``, ``requests``,
-    ``take_observations``, ``take_scores`` and ``take_levels``. A simulation on a virtual clock calls the parts of ``step``
-    itself: ``begin`` and ``execute`` when a round begins, ``finish`` and ``draft`` when its pass has taken its time.
+    One thread calls ``step`` (``run`` does); any thread may call the methods before ``run``, and the ``take_`` methods of
+    ``telemetry``. A simulation on a virtual clock
+    calls the parts of ``step`` itself: ``begin`` and ``execute`` when a round begins, ``finish`` and ``draft`` when its pass
+    has taken its time.
 
     Args:
         clock: monotonic, in seconds; read when a pass begins and ends, and around what colocated drafters do.
-        draft_lengths: how far to draft for each request.
         colocated: drafters linked to ``mailbox`` as any others, stepped at the end of each round on this thread: then what
             they read of the engine is what is committed, and their proposals are there before the next round.
         proposers: for each drafter, those that may ride ahead of it in its process; it may report on them.
@@ -119,27 +118,13 @@ class TargetLoop:
 
     def requests(self) -> tuple[RequestView, ...]:
         """The live requests whose chain the router may choose."""
-        return tuple(
-            [
-                RequestView(s.request.id, s.prompt_len, len(s.token_ids), s.draft.chain, s.features)
-                for s in self._sequences.snapshot()
-                if s.request.chain is None
-            ]
-        )
+        routed = [s for s in self._sequences.snapshot() if s.request.chain is None]
+        return tuple([RequestView(s.request.id, s.prompt_len, len(s.token_ids), s.draft.chain, s.features) for s in routed])
 
     def named(self) -> dict[str, int]:
         """How many live requests chose each drafter themselves, linked or not."""
         drafters = [s.draft.drafter for s in self._sequences.snapshot() if s.request.chain]
         return Counter(drafter for drafter in drafters if drafter is not None)
-
-    def take_observations(self) -> tuple[Observation, ...]:
-        return self.telemetry.take_observations()
-
-    def take_scores(self) -> tuple[ScoreCounts, ...]:
-        return self.telemetry.take_scores()
-
-    def take_levels(self) -> tuple[LevelReport, ...]:
-        return self.telemetry.take_levels()
 
     # ---- the loop's own thread
 
@@ -164,9 +149,8 @@ class TargetLoop:
     def fail_all(self, reason: str) -> None:
         """Ends every live request with an error. While no other thread runs the loop."""
         sequences = self._sequences.snapshot()
-        self._gateways.publish(
-            [Commit(s.request.id, len(s.token_ids), (), finish=FinishReason.ERROR, error=reason) for s in sequences]
-        )
+        failed = FinishReason.ERROR
+        self._gateways.publish([Commit(s.request.id, len(s.token_ids), (), finish=failed, error=reason) for s in sequences])
         for sequence in sequences:
             self._end(sequence.request.id)
         self._flush()
@@ -253,8 +237,8 @@ class TargetLoop:
         if refused is not None:
             self._gateways.refuse(link, refused)
             return
-        sequence = self._sequences.add(request, now_s)
         self._gateways.add(link, request.id)
+        sequence = self._sequences.add(request, now_s)
         self._drafters.assign(sequence)
         if request.sampling.grammar is not None and self._grammars is not None:
             sequence.awaits_grammar = True
@@ -291,6 +275,8 @@ class TargetLoop:
     def _commit(self, spans: Iterable[SpanInput], outcomes: Iterable[SpanOutcome], now_s: float) -> list[Commit]:
         commits = []
         for span, outcome in zip(spans, outcomes, strict=True):
+            if outcome.prompt_logprobs:
+                self._gateways.publish(self._sequences.prompt_commits(outcome))
             commit = self._sequences.apply(span, outcome)
             if commit is None:
                 continue
@@ -317,9 +303,5 @@ class TargetLoop:
         self._drafters.flush()
         self._gateways.flush()
         num_running = self._sequences.num_running
-        self._status = LoopStatus(
-            num_running=num_running,
-            num_waiting=len(self._sequences) - num_running,
-            table_version=self._drafters.table.version,
-            draining=self._draining,
-        )
+        num_waiting = len(self._sequences) - num_running
+        self._status = LoopStatus(num_running, num_waiting, self._drafters.table.version, self._draining)

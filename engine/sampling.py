@@ -152,6 +152,10 @@ class Sampler:
         logprobs = _raw_logprobs(logits, members, picks)
         return chosen_of(members, picks, logprobs)
 
+    def gathered(self, logits: Tensor) -> Tensor:
+        """The logits of the whole vocabulary, (rows, V)."""
+        return logits[:, : self.vocab_size]
+
     def candidates(
         self, logits: Tensor, spans: Sequence[SampleSpan], want_confidences: bool = False
     ) -> tuple[list["SpanRows"], "Picks"]:
@@ -239,7 +243,7 @@ def _pick(logits: Tensor, members: Sequence[SpanRows], picks: Picks, kernel: Gum
         picks.token_ids[rows], picks.highest[rows] = _by_kernel(x, members, kernel)
         if picks.logits is not None:
             chosen = torch.from_numpy(picks.token_ids[rows] - picks.offered.start)
-            picks.logits[rows] = _logits_of(x, chosen).numpy()
+            picks.logits[rows] = _logits_of(x, chosen).double().numpy()
         return
     at = peaks(x)
     temperatures = torch.ones_like(at.rows)
@@ -311,16 +315,26 @@ def _raw_logprobs(logits: Tensor, members: Sequence[SpanRows], picks: Picks) -> 
     if not num_top:
         return {}
     rows = np.fromiter(num_top, np.int64)
-    raw = logits[to_device(rows, logits.device)].float()
+    found = token_logprobs(logits[to_device(rows, logits.device)], picks.token_ids[rows], list(num_top.values()))
+    return dict(zip(num_top, found, strict=True))
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: NDArray[np.int64], num_top: Sequence[int], *, ranked: bool = False
+) -> list[TokenLogprobs]:
+    """Raw log-probabilities of ``token_ids`` (R,) under logits (R, V), each with its ``num_top`` most probable tokens."""
+    raw = logits.float()
     norm = raw.logsumexp(-1, keepdim=True)
-    tokens = to_device(picks.token_ids[rows], raw.device).clamp_max(raw.shape[-1] - 1)
-    own = (raw.gather(1, tokens[:, None]) - norm).squeeze(1).tolist()
-    top = raw.topk(min(max(num_top.values()), raw.shape[-1]))
+    tokens = to_device(token_ids, raw.device).clamp_max(raw.shape[-1] - 1)
+    chosen = raw.gather(1, tokens[:, None])
+    ranks = (1 + (raw > chosen).sum(-1)).tolist() if ranked else [None] * len(raw)
+    own = (chosen - norm).squeeze(1).tolist()
+    top = raw.topk(min(max(num_top), raw.shape[-1]))
     top_ids, top_values = top.indices.tolist(), (top.values - norm).tolist()
-    return {
-        row: TokenLogprobs(own[i], tuple(zip(top_ids[i][:num], top_values[i][:num], strict=True)))
-        for i, (row, num) in enumerate(num_top.items())
-    }
+    return [
+        TokenLogprobs(own[i], tuple(zip(top_ids[i][:num], top_values[i][:num], strict=True)), ranks[i])
+        for i, num in enumerate(num_top)
+    ]
 
 
 def end_in_time(members: Sequence[SpanRows], token_ids: NDArray[np.int64]) -> None:

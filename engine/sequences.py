@@ -10,6 +10,8 @@ from engine.target import SpanInput, SpanOutcome
 from router.plan import SequenceView, Span
 from router.prompt_features import prompt_features
 
+MAX_SCORED = 1024  # prompt tokens whose log-probabilities one commit holds
+
 if TYPE_CHECKING:
     from engine.grammar.compiling import CompiledGrammar
 
@@ -29,6 +31,7 @@ class LiveSequence:
     awaits_grammar: bool = False  # it is compiled now; until then the request is not planned
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache held then
     finish: FinishReason | None = None
+    num_prompt_logprobs: int = 0  # prompt tokens whose log-probabilities are published
 
     # Derived from the request; each round reads them several times.
     prompt_len: int = field(init=False)
@@ -145,6 +148,16 @@ class Sequences:
             return SpanInput(span.request_id, start, tuple(token_ids[start:]))
         drafts = proposal.token_ids[: span.num_verify]
         return SpanInput(span.request_id, start, (*token_ids[start:], *drafts), len(drafts))
+
+    def prompt_commits(self, outcome: SpanOutcome) -> list[Commit]:
+        """Log-probabilities of prompt tokens that are not published yet: a pass after a preemption computes some again."""
+        sequence = self._live[outcome.request_id]
+        new = outcome.prompt_logprobs[sequence.num_prompt_logprobs + 1 - outcome.scored_from :]
+        sequence.num_prompt_logprobs += len(new)
+        return [
+            Commit(outcome.request_id, sequence.prompt_len, (), prompt_logprobs=new[start : start + MAX_SCORED])
+            for start in range(0, len(new), MAX_SCORED)
+        ]
 
     def apply(self, span: SpanInput, outcome: SpanOutcome) -> Commit | None:
         """Commits the tokens that a pass found and judges the proposal. None for a prefill chunk. Tokens beyond a stop token

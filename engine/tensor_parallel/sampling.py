@@ -82,10 +82,13 @@ class ShardedSampler:
         return [chosen[i] for i in range(len(spans))]
 
     def _over_rows(self, logits: Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
+        return self._whole.choose(self.gathered(logits), spans)
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """The logits of all ranks, (rows, V). All ranks call this for the same rows."""
         padded = torch.nn.functional.pad(logits, (0, max(self._widths) - logits.shape[1]))
         parts = self._ranks.gather(padded)
-        whole = torch.cat([part[:, :width] for part, width in zip(parts, self._widths, strict=True)], dim=-1)
-        return self._whole.choose(whole, spans)
+        return torch.cat([part[:, :width] for part, width in zip(parts, self._widths, strict=True)], dim=-1)
 
     def _over_candidates(self, logits: Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
         members, picks = self._own.candidates(logits, spans)
