@@ -10,6 +10,7 @@ It rewrites the configuration that Ray Serve 2.60 generates, and then executes H
 - Headers and paths that control Ray Serve are blocked.
 
 Clients reach a TCP frontend, whose filter (`haproxy.lua`) replaces the error pages of HAProxy's HTTP parser.
+The wrapper needs only the standard library.
 """
 
 import ctypes
