@@ -14,7 +14,9 @@ from deploy.local_ray import LaunchError, check_port, prepare_environment, run_f
 from deploy.memory import check_memory
 from deploy.stop import Stop, Stopped, stoppable
 from engine.cpu_setup import configure_cpu
+from engine.models.config import load_config
 from engine.models.prepare import ensure_model
+from engine.tensor_parallel.sharding import check_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ def serve(config: Config) -> None:
         if config.api.api_keys_file is not None:
             ApiKeys.from_file(config.api.api_keys_file)  # refused here rather than in the API's process
         model_folder = ensure_model(config.model.name)
+        check_ranks(load_config(model_folder), config.target.tensor_parallel)
         check_memory(config)
         with run_folder() as folder:
             if config.cluster.ray_address is None:

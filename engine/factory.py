@@ -1,7 +1,7 @@
 """Chooses operators by device. Vendors' packages are imported only here."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -122,13 +122,15 @@ def load_target(
     max_model_len: int = 2048,
     feature_layers: Sequence[int] = (),
     ranks: RankGroup | None = None,
+    end_ranks: Callable[[], None] = lambda: None,
 ) -> NativeTarget:
     """A native target for the model of a Hugging Face folder. ``max_model_len`` is capped at the model's. Raises as
     ``load_model`` and ``NativeTarget``.
 
     Args:
         kv_cache_bytes: of one rank.
-        ranks: the processes that compute it; rank 0 gets a ``LeadingTarget``, the others follow it (``follow``).
+        ranks: the processes that compute it; rank 0 gets a ``LeadingTarget``, the others follow it (``Follower``).
+        end_ranks: as of ``LeadingTarget``.
     """
     model = load_model(folder, dtype, device, block_len=block_len, ranks=ranks)
     # All ranks have as many blocks as fit the cache of the first one, which holds the most heads.
@@ -141,5 +143,5 @@ def load_target(
         max_model_len=min(max_model_len, model.config.max_len),
     )
     if ranks is not None and ranks.rank == 0:
-        return LeadingTarget(model, limits, folder, ranks, feature_layers)
+        return LeadingTarget(model, limits, folder, ranks, feature_layers, end_ranks)
     return NativeTarget(model, limits, feature_layers=feature_layers)

@@ -166,13 +166,11 @@ class NativeTarget:
             return [SpanOutcome(span.request_id, (), 0) for span in spans]
         if sum(span.num_drafts + 1 for span in sampled) < len(hidden):
             hidden = hidden[to_device(_sampled_rows(spans), hidden.device)]
-        logits = self._model.logits(hidden)
-        chosen = self._sampler.choose(
-            logits, [SampleSpan(self._states[span.request_id], _drafts(span), span.num_drafts + 1) for span in sampled]
-        )
-        choices = iter(chosen)
+        logits, states = self._model.logits(hidden), self._states
+        asked = [SampleSpan(states[span.request_id], _drafts(span), span.num_drafts + 1) for span in sampled]
+        chosen = iter(self._sampler.choose(logits, asked))
         return [
-            verdict(span.request_id, _drafts(span), next(choices)) if span.samples else SpanOutcome(span.request_id, (), 0)
+            verdict(span.request_id, _drafts(span), next(chosen)) if span.samples else SpanOutcome(span.request_id, (), 0)
             for span in spans
         ]
 

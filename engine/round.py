@@ -141,9 +141,8 @@ class TargetLoop:
     def fail_all(self, reason: str) -> None:
         """Ends every live request with an error. While no other thread runs the loop."""
         sequences = self._sequences.snapshot()
-        self._gateways.publish(
-            [Commit(s.request.id, len(s.token_ids), (), finish=FinishReason.ERROR, error=reason) for s in sequences]
-        )
+        failed = FinishReason.ERROR
+        self._gateways.publish([Commit(s.request.id, len(s.token_ids), (), finish=failed, error=reason) for s in sequences])
         for sequence in sequences:
             self._end(sequence.request.id)
         self._flush()

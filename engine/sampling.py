@@ -221,7 +221,7 @@ def _pick(logits: Tensor, members: Sequence[SpanRows], picks: Picks, kernel: Gum
         picks.token_ids[rows], picks.highest[rows] = _by_kernel(x, members, kernel)
         if picks.logits is not None:
             chosen = torch.from_numpy(picks.token_ids[rows] - picks.offered.start)
-            picks.logits[rows] = _logits_of(x, chosen).numpy()
+            picks.logits[rows] = _logits_of(x, chosen).double().numpy()
         return
     at = peaks(x)
     temperatures = torch.ones_like(at.rows)
