@@ -59,8 +59,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, str]], options: TemplateOptions) -> str:
         """The prompt's text, up to where the assistant's answer starts or continues.
 
-        Raises:
-            InvalidField: the template rejects the messages, or does not write the final message that is to be continued.
+        Raises InvalidField: the template rejects the messages, or does not write the final message to be continued.
         """
         if options.continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END}]

@@ -63,11 +63,7 @@ class Tokenizer:
         return cls(fast, load_chat_template(folder))
 
     async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int) -> tuple[int, ...]:
-        """Token ids of ``text``. Long texts are encoded in a thread.
-
-        Raises:
-            TextTooLong: far more than ``max_tokens``. Results that are slightly longer are returned.
-        """
+        """Token ids of ``text``. Raises TextTooLong: far more than ``max_tokens``; slightly longer results are returned."""
         if len(text) <= _INLINE_CHARS:
             return self._encode(text, add_special_tokens, max_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens, max_tokens)
@@ -77,9 +73,7 @@ class Tokenizer:
     ) -> tuple[int, ...]:
         """Token ids of a conversation. Only the template makes special tokens; a message that spells one is text.
 
-        Raises:
-            InvalidField: the model has no chat template, or its template rejects the messages.
-            TextTooLong: as ``encode``.
+        Raises InvalidField: the model has no chat template, or it rejects the messages; TextTooLong as ``encode``.
         """
         # Variables of unknown size are rendered in the thread.
         num_chars = sum(len(value) for message in messages for value in message.values())
