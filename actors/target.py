@@ -113,6 +113,7 @@ class TargetActor(LoopActor):
             draft_lengths=DraftLengths.of(config),
             colocated=[drafter.loop for drafter in colocated],
             proposers={one.name: [below.name for below in config.proposers_of(one.name)] for one in config.drafters},
+            grammars=self._engine.grammars,
         )
         hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
         link_colocated(colocated, self._mailbox, hello)

@@ -1,7 +1,5 @@
 """Upper bound of a drafter's memory, from its configuration and the headers of its files, for admission before loading.
 
-    total = process + weights in memory + KV cache + state of each request
-
 Weights count in the dtype that they are held in (``engine.dtypes.held_dtype``): int8 with a scale per row, the head apart
 from the embedding even if they are one in the file. No torch.
 """
@@ -64,10 +62,8 @@ class Footprint:
 def footprint(
     config: DrafterConfig, device: str, max_model_len: int, proposers: Sequence[DrafterConfig] = (), target: str = "auto"
 ) -> Footprint:
-    """Of one replica in its own process on ``device``, cpu or cuda, with its proposers.
-
-    ``target`` is the served model, for drafters that share its rows. Raises ModelUnavailable.
-    """
+    """Of one replica in its own process on ``device``, cpu or cuda, with its proposers. ``target`` is the served model, for
+    drafters that share its rows. Raises ModelUnavailable."""
     on_gpu = device == "cuda"
     # With spare time it also follows up to four times as many requests that others draft for.
     num_tokens = (5 if config.spare_share else 1) * config.capacity * max_model_len

@@ -13,6 +13,7 @@ from engine.cpu_setup import configure_cpu
 from engine.device import require
 from engine.dtypes import choose_dtype
 from engine.forward import CausalModel
+from engine.grammar.compiling import known_grammars
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.config import DecoderConfig, load_config
 from engine.models.weights import Weights, open_weights
@@ -142,6 +143,7 @@ def load_target(
         max_pass_tokens=max_pass_tokens,
         max_model_len=min(max_model_len, model.config.max_len),
     )
+    grammars = known_grammars(folder, model.config.vocab_size, model.config.eos_token_ids)
     if ranks is not None and ranks.rank == 0:
-        return LeadingTarget(model, limits, folder, ranks, feature_layers, end_ranks)
-    return NativeTarget(model, limits, feature_layers=feature_layers)
+        return LeadingTarget(model, limits, folder, ranks, feature_layers, end_ranks, grammars)
+    return NativeTarget(model, limits, feature_layers=feature_layers, grammars=grammars)

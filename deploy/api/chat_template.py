@@ -79,11 +79,7 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """``chat_template.jinja`` of a Hugging Face folder, else the template in ``tokenizer_config.json``, else None.
-
-    Raises:
-        ModelUnavailable: a file is invalid.
-    """
+    """From ``chat_template.jinja``, else ``tokenizer_config.json``, else None. Raises ModelUnavailable: invalid files."""
     config_path = folder / "tokenizer_config.json"
     try:
         config: dict[str, Any] = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
@@ -115,8 +111,7 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    # Jinja's own filter escapes HTML.
+def _to_json(value: object, indent: int | None = None) -> str:  # Jinja's own filter escapes HTML
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -1,8 +1,8 @@
 """One choice of an answer: turns commits into text."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from cluster.errors import LinkClosed, OutriderError, Overloaded
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request, TokenLogprobs
@@ -57,11 +57,8 @@ class OutputOptions:
     echo: str | None = None  # text put before the answer
 
 
-class Observer(Protocol):
-    """Receives token counts, for metrics."""
-
-    def on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
-        """``num_needed``: tokens of ``commit`` in the answer; ``gap_s``: time since the previous ones, None at first."""
+# For metrics: a commit, how many of its tokens are in the answer, and the seconds since the previous ones (None at first).
+OnTokens = Callable[[Commit, int, float | None], None]
 
 
 class Choice:
@@ -79,7 +76,7 @@ class Choice:
         options: OutputOptions,
         *,
         counts_prompt: bool = True,
-        observer: Observer | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> None:
         self.index = index
         self.request = request
@@ -94,7 +91,7 @@ class Choice:
         self.last_token_s: float | None = None
         sampling = request.sampling
         self._end_ids = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else info.eos_token_ids)
-        self._observer = observer
+        self._on_tokens = on_tokens
         self._new_ids: list[int] = []
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
         self._stops = StopMatcher(sampling.stop, include=options.include_stop)
@@ -106,8 +103,7 @@ class Choice:
     def absorb(self, commit: Commit, now_s: float) -> None:
         """Adds the next commit. Sets ``finish`` if it completes the answer, by the engine or by a stop string.
 
-        Raises:
-            EngineFailed, Overloaded, LinkClosed: the engine ended the request without completing it.
+        Raises EngineFailed, Overloaded or LinkClosed: the engine ended the request without completing it.
         """
         match commit.finish:
             case FinishReason.ERROR:
@@ -133,9 +129,9 @@ class Choice:
             num_needed = self.num_tokens - num_before
             self.counts.record(commit, num_needed)
             self._new_ids.extend(commit.token_ids[:num_needed] if self.options.token_ids else ())
-            if self._observer is not None:
+            if self._on_tokens is not None:
                 gap_s = None if self.last_token_s is None else now_s - self.last_token_s
-                self._observer.on_tokens(commit, num_needed, gap_s)
+                self._on_tokens(commit, num_needed, gap_s)
             self.first_token_s = now_s if self.first_token_s is None else self.first_token_s
             self.last_token_s = now_s
         if self.finish is None and commit.finish is not None:

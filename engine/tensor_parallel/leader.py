@@ -11,6 +11,7 @@ from cluster.errors import RankLost
 from cluster.messages import Open
 from cluster.types import Request
 from engine.forward import CausalModel
+from engine.grammar.compiling import Grammars
 from engine.models.weights import open_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.target import SpanInput, SpanOutcome
@@ -37,8 +38,9 @@ class LeadingTarget(NativeTarget):
         ranks: RankGroup,
         feature_layers: Sequence[int] = (),
         end_ranks: Callable[[], None] = lambda: None,
+        grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(model, limits, feature_layers=feature_layers)
+        super().__init__(model, limits, feature_layers=feature_layers, grammars=grammars)
         self._folder = folder
         self._ranks = ranks
         self._end_ranks = end_ranks

@@ -6,7 +6,6 @@ vLLM's part runs in vLLM's environment: `make test-vllm`.
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,10 @@ from engine.target import TargetEngine
 from tests.support.local_target import load_two_ranks
 from tests.support.target_driver import Drafts, Played, play
 from tests.support.tiny_model import write_tiny_model
+from tests.support.vllm_engine import BLOCK_LEN, MAX_MODEL_LEN, NUM_BLOCKS, make_vllm
 
-BLOCK_LEN, NUM_BLOCKS, MAX_MODEL_LEN = 32, 24, 512  # vLLM takes multiples of 32 on a CPU
 NUM_NEW = 24
-VOCAB, EOS = 257, 256
+VOCAB = 257
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +48,7 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[TargetEngin
             model = build_model(config, weights, "float32", "cpu", BLOCK_LEN)
         yield NativeTarget(model, NativeLimits(NUM_BLOCKS, BLOCK_LEN, 8, 256, MAX_MODEL_LEN))
         return
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not in this environment: make test-vllm")
-    from engine.vllm.environment import prepare_environment
-
-    prepare_environment()
-    from engine.models.config import load_config
-    from engine.vllm.target import VllmLimits, VllmTarget
-
-    kv_cache_bytes = (NUM_BLOCKS + 1) * BLOCK_LEN * load_config(folder).kv_bytes_per_token(4)
-    limits = VllmLimits("float32", MAX_MODEL_LEN, 8, 256, BLOCK_LEN, kv_cache_bytes)
-    target = VllmTarget(folder, limits, (EOS,))
+    target = make_vllm(folder)
     yield target
     target.close()
 
