@@ -67,6 +67,8 @@ def _follow(
 ) -> None:
     configure_cpu()
     torch.set_num_threads(threads)
+    if options["device"] == "cuda":
+        torch.cuda.set_device(rank)
     ranks = join(meet(address, start_s), rank, num_ranks, options["device"], HOST)
     engine = load_target(folder, **options, ranks=ranks)
     ranks.wait_ready(start_s)
