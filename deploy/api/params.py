@@ -8,6 +8,7 @@ from http import HTTPStatus
 
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.errors import InvalidField
+from cluster.grammar import Grammar
 from cluster.sampling_params import MAX_SEED, SamplingParams
 from cluster.types import ModelInfo, Request
 from deploy.api.errors import ApiError, bad_request, nearest, shorten
@@ -100,13 +101,14 @@ def make_requests(
     arrival_s: float,
     info: ModelInfo,
     settings: ApiSettings,
+    grammar: Grammar | None = None,
 ) -> list[Request]:
     """``n`` requests per prompt, in the order of the answer's choices. Their seeds do not depend on other prompts."""
     requests: list[Request] = []
     for prompt in prompts:
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & MAX_SEED
         for i in range(fields.n or 1):
-            sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings)
+            sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings, grammar)
             requests.append(Request(f"{call_id}-{len(requests)}", prompt.token_ids, sampling, arrival_s, chain=chain))
     return requests
 
@@ -120,7 +122,12 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def sampling_params(
-    fields: GenerationFields, prompt: Prompt, seed: int, info: ModelInfo, settings: ApiSettings
+    fields: GenerationFields,
+    prompt: Prompt,
+    seed: int,
+    info: ModelInfo,
+    settings: ApiSettings,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """The caller's parameters. Raises ApiError or InvalidField: a value is out of range, or exceeds the context."""
     room = info.max_model_len - len(prompt.token_ids)
@@ -138,6 +145,7 @@ def sampling_params(
             seed=seed,
             top_logprobs=_top_logprobs(fields),
             allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+            grammar=grammar,
             **fields.model_dump(include=_UNCHANGED, exclude_none=True),
         )
     except InvalidField as error:

@@ -76,6 +76,38 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = None  # ignored: chunks are never padded
 
 
+_Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+
+
+class JsonSchemaFormat(_Strict):
+    name: str | None = None  # ignored, as are the next and the last: the schema is always enforced
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """OpenAI's field, and vLLM's type ``structural_tag``."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Any] | None = None  # of a structural tag
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's field. Whitespace is always as json.dumps writes it."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: _Choices | None = None
+    grammar: str | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: Annotated[Any, _only()] = None
+
+
 class GenerationFields(_Strict):
     """Common fields of chat and completions. ``SamplingParams`` checks the ranges that are not bounded here."""
 
@@ -104,16 +136,19 @@ class GenerationFields(_Strict):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
 
+    # Structured output (`deploy.api.structured`): at most one of these.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: str | None = None
+
     # vLLM's fields that are not supported, each with the values that disable it.
     bad_words: Annotated[Any, _only([])] = None
     priority: Annotated[Any, _only(0)] = None
     prompt_logprobs: Annotated[Any, _only(False)] = None
     logits_processors: Annotated[Any, _only([])] = None
-    structured_outputs: Annotated[Any, _only()] = None
-    guided_json: Annotated[Any, _only()] = None
-    guided_regex: Annotated[Any, _only()] = None
-    guided_choice: Annotated[Any, _only()] = None
-    guided_grammar: Annotated[Any, _only()] = None
     use_beam_search: Annotated[Any, _only(False)] = None
     length_penalty: Annotated[Any, _only(1.0, 1)] = None
     truncate_prompt_tokens: Annotated[Any, _only()] = None
@@ -206,7 +241,6 @@ class ChatRequest(GenerationFields, _ChatFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     parallel_tool_calls: bool | None = None  # ignored: it has no effect without tools
-    response_format: Annotated[Any, _only({"type": "text"})] = None
     tool_choice: Annotated[Any, _only("none")] = None  # before the tools, which it disables
     tools: Annotated[Any, AfterValidator(_without_tools)] = None
     functions: Annotated[Any, _only([])] = None

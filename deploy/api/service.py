@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from cluster.client import ClusterStatus, EngineClient
 from cluster.errors import LinkClosed
+from cluster.grammar import Grammar
 from cluster.types import ModelInfo
 from deploy.api.admission import Admission
 from deploy.api.answer import Envelope
@@ -21,9 +22,10 @@ from deploy.api.body import BodyReader
 from deploy.api.cached import Cached
 from deploy.api.call import Call, CallResponse
 from deploy.api.choice import Choice, OutputOptions
-from deploy.api.errors import timed_out
+from deploy.api.errors import bad_request, timed_out
 from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
 from deploy.api.generation import unless_disconnected
+from deploy.api.grammar_checker import GrammarChecker
 from deploy.api.keys import ApiKeys
 from deploy.api.metrics import Metrics
 from deploy.api.params import (
@@ -38,6 +40,7 @@ from deploy.api.params import (
 )
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
 from deploy.api.settings import ApiSettings
+from deploy.api.structured import grammar_of
 from deploy.api.tokenization import detokenize, tokenize
 from deploy.api.tokenizer import TextTooLong, Tokenizer
 
@@ -58,6 +61,7 @@ class Service:
         self._chat_format = ChatFormat(tokenizer)
         self._completion_format = CompletionFormat(tokenizer)
         self._status = Cached(lambda: self._ask(self._client.status()), settings.status_ttl_s)
+        self._grammars: GrammarChecker | None = None
         self._info: ModelInfo | None = None
         self._started_s = int(time.time())
 
@@ -176,6 +180,7 @@ class Service:
         self, request: Request, fields: GenerationFields, prompts: Sequence[Prompt], form: AnswerFormat
     ) -> Response:
         info = await self.info()
+        grammar = None if (asked := grammar_of(fields)) is None else await self._checked(*asked, info)
         call_id = f"{form.id_prefix}-{secrets.token_hex(16)}"
         requests = make_requests(
             fields,
@@ -185,6 +190,7 @@ class Service:
             arrival_s=request.state.arrival_s,
             info=info,
             settings=self._settings,
+            grammar=grammar,
         )
         options = OutputOptions(
             details=bool(fields.drafting_details) or requests[0].sampling.top_logprobs is not None,
@@ -219,6 +225,15 @@ class Service:
             drafting_details=bool(fields.drafting_details),
         )
         return CallResponse(call, self._client, self._admission, self.metrics, self._settings)
+
+    async def _checked(self, field: str, grammar: Grammar, info: ModelInfo) -> Grammar:
+        """Raises ApiError: 400 naming ``field`` for a grammar that cannot be enforced, 429 with too many to check."""
+        if self._grammars is None:
+            if self._tokenizer.folder is None:
+                raise bad_request(field, "is not supported: the tokenizer was not loaded from a folder")
+            self._grammars = GrammarChecker(self._tokenizer.folder, info, self._settings.retry_after_s)
+        await self._grammars.check(field, grammar)
+        return grammar
 
     async def _ask(self, question: Awaitable[T]) -> T:
         try:

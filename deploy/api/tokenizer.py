@@ -38,9 +38,10 @@ class TextTooLong(OutriderError):
 class Tokenizer:
     """The served model's tokenizer. Immutable, so threads can share it."""
 
-    def __init__(self, fast: FastTokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(self, fast: FastTokenizer, chat_template: ChatTemplate | None, folder: Path | None = None) -> None:
         fast.no_truncation()
         fast.no_padding()
+        self.folder = folder
         self._fast = fast
         added = fast.get_added_tokens_decoder()
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
@@ -60,7 +61,7 @@ class Tokenizer:
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:
             raise ModelUnavailable(f"{path} cannot be read: {error}") from error
-        return cls(fast, load_chat_template(folder))
+        return cls(fast, load_chat_template(folder), folder)
 
     async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int) -> tuple[int, ...]:
         """Token ids of ``text``. Raises TextTooLong: far more than ``max_tokens``; slightly longer results are returned."""
