@@ -35,11 +35,13 @@ from deploy.api.params import (
     max_prompt_tokens,
     parse_drafting,
     prompt_too_long,
+    wants_prompt_only,
 )
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenization import detokenize, tokenize
 from deploy.api.tokenizer import TextTooLong, Tokenizer
+from deploy.api.tools import AnswerForm
 
 T = TypeVar("T")
 
@@ -55,6 +57,7 @@ class Service:
         self._keys = None if settings.api_keys_file is None else ApiKeys.from_file(settings.api_keys_file)
         self._bodies = BodyReader(settings)
         self._admission = Admission(settings)
+        self._form = AnswerForm.of(tokenizer, settings)
         self._chat_format = ChatFormat(tokenizer)
         self._completion_format = CompletionFormat(tokenizer)
         self._status = Cached(lambda: self._ask(self._client.status()), settings.status_ttl_s)
@@ -82,12 +85,20 @@ class Service:
         fields = await self._bodies.read(request, ChatRequest)
         info = await self.info()
         check_call(fields, 1, info, self._settings)
+        use = self._form.use_of(fields)
         messages = [message.for_template() for message in fields.messages]
         limit = max_prompt_tokens(info)
         encoding = self._tokenizer.encode_chat(messages, fields.template_options(), max_tokens=limit)
         prompt = await self._encoded(encoding, "messages", info)
         check_prompt(prompt, info)
-        return await self._call(request, fields, [prompt], self._chat_format, arrival_s)
+        opening = self._form.opening(self._tokenizer, prompt.token_ids)
+        prompt = replace(prompt, grammar=self._form.grammar(use, opening, None))
+        options = OutputOptions(
+            new_parser=self._form.new_parser(use, opening),
+            shown=frozenset(self._form.marker_ids.values()) if use.tools or opening != "answer" else (),
+            short_ids=self._form.calls == "mistral",
+        )
+        return await self._call(request, fields, [prompt], self._chat_format, arrival_s, options)
 
     async def completions(self, request: Request) -> Response:
         """Continues a text."""
@@ -108,7 +119,7 @@ class Service:
             if fields.echo:
                 prompt = replace(prompt, echo=one if isinstance(one, str) else self._tokenizer.text_of(one))
             prompts.append(prompt)
-        return await self._call(request, fields, prompts, self._completion_format, arrival_s)
+        return await self._call(request, fields, prompts, self._completion_format, arrival_s, OutputOptions())
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or of a conversation."""
@@ -183,6 +194,7 @@ class Service:
         prompts: Sequence[Prompt],
         form: AnswerFormat,
         arrival_s: float,
+        options: OutputOptions,
     ) -> Response:
         info = await self.info()
         call_id = f"{form.id_prefix}-{secrets.token_hex(16)}"
@@ -195,11 +207,14 @@ class Service:
             info=info,
             settings=self._settings,
         )
-        options = OutputOptions(
+        options = replace(
+            options,
             details=bool(fields.drafting_details) or requests[0].sampling.top_logprobs is not None,
             token_ids=bool(fields.return_token_ids),
             skip_special_tokens=fields.skip_special_tokens is not False,
             include_stop=bool(fields.include_stop_str_in_output),
+            prompt_logprobs=fields.prompt_logprobs is not None,
+            is_prompt_only=wants_prompt_only(fields),
         )
         n = fields.n or 1
         choices = [
