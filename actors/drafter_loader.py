@@ -18,7 +18,7 @@ SILENT = "silent"  # state of a target that should be ready and does not answer
 
 
 class DrafterProcesses(Protocol):
-    """Starts and ends the drafters' processes: the supervisor."""
+    """The supervisor."""
 
     async def reports(self) -> Sequence[TargetReport]: ...
 

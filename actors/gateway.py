@@ -67,7 +67,6 @@ class LinkClient:
         return await self._status()
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Addresses of the targets."""
         self._mailbox.set_addresses(addresses)
 
     def wait_linked(self, timeout_s: float, num_targets: int = 1) -> bool:
@@ -140,8 +139,8 @@ class LinkClient:
                 return
             if stream.link in self._links:
                 self._links[stream.link] -= 1
-            if abort and stream.link in self._links:
-                self._aborts.setdefault(stream.link, set()).add(request_id)
+                if abort:
+                    self._aborts.setdefault(stream.link, set()).add(request_id)
         if abort:
             self._send_aborts()
 
@@ -190,8 +189,7 @@ class LinkClient:
                 case Received(link, _) if link not in self._links:
                     pass  # the link was dropped before this message was read
                 case Received(link, CommitRound(commits)):
-                    faults = self._dispatch(link, commits)
-                    if faults:
+                    if faults := self._dispatch(link, commits):
                         self._inspection.note(link, faults)
                     if self._inspection.must_go(link):
                         self._drop_link(link, "it sent too many unsound messages")
@@ -199,8 +197,7 @@ class LinkClient:
                     self._drop_link(link, f"it sent a {type(message).__name__}, which a gateway does not accept")
 
     def _dispatch(self, link: Link, commits: Sequence[Commit]) -> list[str]:
-        """Delivers the commits of a round with one wake-up per event loop. Streams with an invalid commit end with an error.
-        Returns the faults."""
+        """Delivers commits with one wake-up per event loop; an invalid one ends its stream. Returns the faults."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Commit | Exception]]] = {}
         faults: list[str] = []
         with self._lock:

@@ -13,25 +13,21 @@ from engine.gc_freeze import freeze_startup_objects
 logger = logging.getLogger(__name__)
 
 STOP_DEADLINE_S = 5.0
-# Longest single wait for a loop's end. It bounds how long a call of a dead caller occupies a thread of the actor.
-WAIT_END_S = 10.0
+WAIT_END_S = 10.0  # bounds how long a call of a dead caller occupies a thread of the actor
+
+Action = Callable[[], None]
 
 
 class LoopThread:
     """Runs a loop until it is stopped or fails. Every method may be called from any thread.
 
     Args:
-        run: the loop; it returns soon after its event is set and ``wake`` is called.
-        wake: interrupts the loop's wait.
+        run: the loop; it returns soon after its event is set and ``wake``, which interrupts its wait, is called.
         on_end: called on the loop's thread when the loop has ended or failed.
     """
 
     def __init__(
-        self,
-        name: str,
-        run: Callable[[threading.Event], None],
-        wake: Callable[[], None],
-        on_end: Callable[[], None] = lambda: None,
+        self, name: str, run: Callable[[threading.Event], None], wake: Action, on_end: Action = lambda: None
     ) -> None:
         self._name, self._run_loop, self._wake, self._on_end = name, run, wake, on_end
         self._stop = threading.Event()
@@ -106,7 +102,6 @@ class LoopActor(ABC):
         return self._thread.wait_end(max(0.0, end_s - time.monotonic()))
 
     def stop(self) -> None:
-        """Ends the loop."""
         if self._thread is not None:
             self._thread.stop()
 

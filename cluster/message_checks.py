@@ -68,7 +68,7 @@ class Inspection:
         logger.warning("%s: dropped %d parts of a message from %s: %s", self._reader, len(faults), peer, faults[0])
 
     def must_go(self, link: Link) -> bool:
-        """Whether the link has carried MAX_UNSOUND invalid messages, so that its owner should close it."""
+        """Whether the link has carried MAX_UNSOUND invalid messages: its owner should close it."""
         return self._counts.get(link, 0) >= MAX_UNSOUND
 
     def forget(self, link: Link) -> None:
@@ -169,13 +169,10 @@ def request_fault(request: Request, vocab_size: int) -> str | None:
 
 
 def sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
-    if not _known(sampling.stop_token_ids, vocab_size):
-        return f"a stop token lies outside the vocabulary of {vocab_size}"
-    if not _known([token for token, _ in sampling.logit_bias], vocab_size):
-        return f"a token with a bias lies outside the vocabulary of {vocab_size}"
-    if not _known(sampling.allowed_token_ids or (), vocab_size):
-        return f"an allowed token lies outside the vocabulary of {vocab_size}"
-    return None
+    biased = [token for token, _ in sampling.logit_bias]
+    kinds = {"a stop": sampling.stop_token_ids, "a biased": biased, "an allowed": sampling.allowed_token_ids}
+    wrong = next((kind for kind, token_ids in kinds.items() if not _known(token_ids, vocab_size)), None)
+    return f"{wrong} token lies outside the vocabulary of {vocab_size}" if wrong else None
 
 
 def id_fault(request_id: str) -> str | None:

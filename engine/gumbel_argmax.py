@@ -1,8 +1,7 @@
 """Gumbel-argmax over logits, evaluated for few blocks of the vocabulary.
 
-A row of logits is read once, for the maximum of each block of 64 tokens. The argmax lies in the block with the largest
-maximum. With noise, a block whose largest logit plus largest noise (``engine.noise.block_max``) is below a score already
-seen cannot win and is skipped.
+A row of logits is read once, for the maximum of each block of 64 tokens. With noise, a block whose largest logit plus
+largest noise (``engine.noise.block_max``) is below a score already seen cannot win and is skipped.
 
 Shapes: logits x (R, V) of any floating type; block maxima (R, B), B = ceil(V / 64).
 """

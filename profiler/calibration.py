@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,14 +30,11 @@ _NEXT_SPREAD = (0.1, 0.05)
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """N verified drafts of up to K tokens.
+    """N verified drafts of up to K tokens."""
 
-    Shapes: confidences (N, K), conditional and arbitrary beyond num_verified; num_verified (N,); num_accepted (N,).
-    """
-
-    confidences: Floats
-    num_verified: NDArray[np.int64]
-    num_accepted: NDArray[np.int64]
+    confidences: Floats  # (N, K), conditional; arbitrary beyond num_verified
+    num_verified: NDArray[np.int64]  # (N,)
+    num_accepted: NDArray[np.int64]  # (N,)
 
     @classmethod
     def of(cls, drafts: Sequence[tuple[Sequence[float], int]]) -> "Records":
@@ -73,13 +69,6 @@ class Records:
         return self.num_accepted > position
 
 
-class Scaling(Protocol):
-    """A fitted calibration. Pure; preserves the order of confidences at each position."""
-
-    def survival(self, confidences: ArrayLike) -> Floats:
-        """(N, K) conditional confidences to (N, K) survival probabilities, which never rise along a row."""
-
-
 @dataclass(frozen=True, slots=True)
 class TemperatureScaling:
     """c -> sigmoid(logit(c) / T_k + b_k), with a temperature and offset per position; further positions use the last."""
@@ -96,6 +85,7 @@ class TemperatureScaling:
         return tuple(self._scaled(np.asarray(confidences, np.float64), first).tolist())
 
     def survival(self, confidences: ArrayLike) -> Floats:
+        """(N, K) conditional confidences to (N, K) survival probabilities, which never rise along a row."""
         return np.asarray(np.cumprod(self._scaled(np.asarray(confidences, np.float64), 0), axis=-1), np.float64)
 
     def _scaled(self, confidences: Floats, first: int) -> Floats:
@@ -120,6 +110,9 @@ class IsotonicScaling:
         return np.asarray(np.minimum.accumulate(out, axis=-1), np.float64)
 
 
+Scaling = TemperatureScaling | IsotonicScaling  # pure; preserves the order of confidences at each position
+
+
 def fit_temperatures(records: Records) -> TemperatureScaling:
     """Sequential temperature scaling (DSpark, section 3.2.1): position by position, on drafts that are right up to there.
 
@@ -138,9 +131,8 @@ def fit_temperatures(records: Records) -> TemperatureScaling:
         before = _most_probable(logit(records.confidences[tried, k], _MARGIN), records.survived(k)[tried], before, spread)
         found.append(before)
         spread = _NEXT_SPREAD
-    if not found:
-        return TemperatureScaling()
-    return TemperatureScaling(tuple(float(np.exp(log_t)) for log_t, _ in found), tuple(offset for _, offset in found))
+    log_ts, offsets = zip(*found, strict=True) if found else ((0.0,), (0.0,))
+    return TemperatureScaling(tuple(np.exp(log_ts).tolist()), offsets)
 
 
 def _most_probable(
@@ -200,7 +192,7 @@ def quality(survival: ArrayLike, records: Records) -> Quality:
 
 
 def save_scaling(scaling: TemperatureScaling, path: Path, **figures: float) -> None:
-    """Writes JSON. ``figures`` (ECE, AUROC, number of records) are stored for readers."""
+    """Writes JSON, with ``figures`` (ECE, AUROC, number of records) for readers."""
     content = {"format": _FORMAT, "temperatures": scaling.temperatures, "offsets": scaling.offsets, "figures": figures}
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 

@@ -27,14 +27,11 @@ Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Kind(StrEnum):
-    """The two counts of a surface.
+    """The two counts of a surface."""
 
-    ``PASS``: rows, context tokens. ``DRAFT``: batch, draft length. ``CATCH_UP``: tokens, unused.
-    """
-
-    PASS = "pass"
-    DRAFT = "draft"
-    CATCH_UP = "catch_up"
+    PASS = "pass"  # rows, context tokens
+    DRAFT = "draft"  # batch, draft length
+    CATCH_UP = "catch_up"  # tokens, unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +97,8 @@ class MonotoneTable:
         values = np.array(self.seconds)
         if values.shape != (len(self.xs), len(self.ys)):
             raise ValueError(f"a table of {values.shape} does not fit {len(self.xs)} times {len(self.ys)} lines")
-        for lines in (self.xs, self.ys):
-            if any(a >= b for a, b in pairwise(lines)):
-                raise ValueError(f"the lines of a table must ascend strictly, got {list(lines)}")
+        if any(a >= b for lines in (self.xs, self.ys) for a, b in pairwise(lines)):
+            raise ValueError(f"the lines of a table must ascend strictly, got {list(self.xs)} and {list(self.ys)}")
         if (np.diff(values, axis=0) < 0).any() or (np.diff(values, axis=1) < 0).any():
             raise ValueError("the values of a table must never fall")
 
@@ -198,16 +194,14 @@ def fit_piecewise(points: Sequence[LatencyPoint]) -> Piecewise:
 def fit_table(points: Sequence[LatencyPoint]) -> MonotoneTable:
     """The nearest monotone table in log space, since errors of durations are relative.
 
-    A missing cell is interpolated from its neighbours along both axes. Without neighbours on both sides, a bilinear fit
-    extrapolates from the measured cells.
+    A missing cell is interpolated along both axes, or, without neighbours on both sides, extrapolated by a bilinear fit.
     """
     xs, ys = sorted({p.x for p in points}), sorted({p.y for p in points})
     values = np.full((len(xs), len(ys)), np.nan)
     for point in points:
         values[xs.index(point.x), ys.index(point.y)] = point.seconds
     filled = _filled(values, np.array(xs, float), np.array(ys, float))
-    weights = np.where(np.isnan(values), 1e-3, 1.0)
-    smooth = np.exp(_monotone(np.log(filled), weights))
+    smooth = np.exp(_monotone(np.log(filled), weights=np.where(np.isnan(values), 1e-3, 1.0)))
     smooth = np.maximum.accumulate(np.maximum.accumulate(smooth, axis=0), axis=1)  # removes rounding errors
     return MonotoneTable(tuple(xs), tuple(ys), tuple(map(tuple, smooth.tolist())))
 

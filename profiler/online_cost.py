@@ -5,7 +5,7 @@ Serving differs from a profile by a factor that depends little on the context an
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import exp, log
 
 from router.cost_model import CostModel, TableCost
@@ -74,8 +74,7 @@ class OnlineCost:
     def __init__(self, base: CostModel, knots: Sequence[int] = OCTAVES) -> None:
         self._base = base
         self._knots = tuple(knots)
-        self._log_ratio = [0.0] * len(knots)
-        self._num = [0] * len(knots)
+        self._log_ratio, self._num = [0.0] * len(knots), [0] * len(knots)
         self._freshness = [0.0] * len(knots)  # of the ratios
         self._tests = [PageHinkley() for _ in knots]
         self._slice: tuple[int, TableCost] | None = None  # the corrected table at a context
@@ -144,16 +143,13 @@ class OnlineCost:
         return sum(num_rows * num_rows >= low * high for low, high in pairwise(self._knots))
 
     def _mean(self) -> float:
-        """Mean over the ranges, weighted by their number of remembered passes and their freshness."""
+        """Over the ranges, weighted by remembered passes and freshness."""
         weights = [min(num, 1.0 / WEIGHT) * known for num, known in zip(self._num, self._freshness, strict=True)]
         total = sum(weights)
         return sum(w * r for w, r in zip(weights, self._log_ratio, strict=True)) / total if total else 0.0
 
     def _corrected(self, num_context: int) -> TableCost:
         """The table over rows at a context, since it is read for many numbers of rows."""
-        mean = self._mean()
-        seconds: list[float] = []
-        for at, knot in enumerate(self._knots):
-            corrected = self._base.step_s(knot, num_context) * exp(self._known(at, mean))
-            seconds.append(max(corrected, seconds[-1]) if seconds else corrected)
-        return TableCost(self._knots, tuple(seconds))
+        mean, base = self._mean(), self._base
+        seconds = [base.step_s(knot, num_context) * exp(self._known(at, mean)) for at, knot in enumerate(self._knots)]
+        return TableCost(self._knots, tuple(accumulate(seconds, max)))

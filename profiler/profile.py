@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
@@ -194,10 +195,9 @@ class ProfiledCost:
 
     def __init__(self, profile: Profile, config: Config) -> None:
         self._step, self._prefill = profile.step.fit, profile.prefill.fit
-        threads = profile.identity.threads
         self._drafters: dict[str, list[DrafterProfile]] = {}
         for drafter in config.drafters:
-            keys = [part.key for part in parts_of_drafter(drafter, threads)]
+            keys = [part.key for part in parts_of_drafter(drafter, profile.identity.threads)]
             if all(key in profile.drafters for key in keys):
                 self._drafters[drafter.name] = [profile.drafters[key] for key in keys]
 
@@ -238,12 +238,11 @@ def _with_costs(drafter: DrafterConfig, profile: Profile) -> DrafterConfig:
     if len(parts) != len(options.members) or any(part.key not in profile.drafters for part in parts):
         return drafter
     one_row_s = profile.step.fit.at(1, 0)
-    costs: list[float] = []
-    for part in parts:
-        draft_s = profile.drafters[part.key].draft.fit.at(1, drafter.max_draft_len)
-        cost = min(100.0, draft_s / one_row_s) if part.options.traits.has_model else 0.0
-        costs.append(max(cost, costs[-1]) if costs else cost)
-    return drafter.model_copy(update={"options": options.model_copy(update={"costs": tuple(costs)})})
+    drafts_s = [profile.drafters[part.key].draft.fit.at(1, part.draft_len) for part in parts]
+    has_model = [part.options.traits.has_model for part in parts]
+    costs = [min(100.0, one / one_row_s) if has else 0.0 for one, has in zip(drafts_s, has_model, strict=True)]
+    ascending = tuple(accumulate(costs, max))  # as a cascade requires
+    return drafter.model_copy(update={"options": options.model_copy(update={"costs": ascending})})
 
 
 def _digest(value: JsonValue) -> str:

@@ -88,11 +88,7 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """``chat_template.jinja`` of a Hugging Face folder, else the template in ``tokenizer_config.json``, else None.
-
-    Raises:
-        ModelUnavailable: a file is invalid.
-    """
+    """From ``chat_template.jinja``, else ``tokenizer_config.json``, else None. Raises ModelUnavailable: invalid files."""
     config_path = folder / "tokenizer_config.json"
     try:
         config: dict[str, Any] = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
@@ -125,8 +121,7 @@ class _GenerationBlock(Extension):
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)  # Jinja's own filter escapes HTML
 
 
 def _raise(message: str) -> NoReturn:

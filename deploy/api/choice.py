@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from cluster.errors import LinkClosed, OutriderError, Overloaded
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request, TokenLogprobs
@@ -65,11 +64,8 @@ class OutputOptions:
     is_prompt_only: bool = False  # max_tokens was 0, which is computed as 1: the token is no part of the answer
 
 
-class Observer(Protocol):
-    """Receives token counts, for metrics."""
-
-    def on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
-        """``num_needed``: tokens of ``commit`` in the answer; ``gap_s``: time since the previous ones, None at first."""
+# For metrics: a commit, how many of its tokens are in the answer, and the seconds since the previous ones (None at first).
+OnTokens = Callable[[Commit, int, float | None], None]
 
 
 class Choice:
@@ -87,7 +83,7 @@ class Choice:
         options: OutputOptions,
         *,
         counts_prompt: bool = True,
-        observer: Observer | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> None:
         self.index = index
         self.request = request
@@ -105,7 +101,7 @@ class Choice:
         self.last_token_s: float | None = None
         sampling = request.sampling
         self._end_ids = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else info.eos_token_ids)
-        self._observer = observer
+        self._on_tokens = on_tokens
         self._new_ids: list[int] = []
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens, shown=options.shown)
         self._parser = None if options.new_parser is None else options.new_parser()
@@ -119,8 +115,7 @@ class Choice:
     def absorb(self, commit: Commit, now_s: float) -> None:
         """Adds the next commit. Sets ``finish`` if it completes the answer, by the engine or by a stop string.
 
-        Raises:
-            EngineFailed, Overloaded, LinkClosed: the engine ended the request without completing it.
+        Raises EngineFailed, Overloaded or LinkClosed: the engine ended the request without completing it.
         """
         match commit.finish:
             case FinishReason.ERROR:
@@ -152,9 +147,9 @@ class Choice:
             num_needed = self.num_tokens - num_before
             self.counts.record(commit, num_needed)
             self._new_ids.extend(commit.token_ids[:num_needed] if self.options.token_ids else ())
-            if self._observer is not None:
+            if self._on_tokens is not None:
                 gap_s = None if self.last_token_s is None else now_s - self.last_token_s
-                self._observer.on_tokens(commit, num_needed, gap_s)
+                self._on_tokens(commit, num_needed, gap_s)
             self.first_token_s = now_s if self.first_token_s is None else self.first_token_s
             self.last_token_s = now_s
         if self.finish is None and commit.finish is not None:

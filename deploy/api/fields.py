@@ -1,6 +1,6 @@
 """What all request bodies share: strict models, and fields that are known but not supported."""
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator
 from pydantic_core import PydanticCustomError
 
 
@@ -21,5 +21,10 @@ def only(*allowed: object, advice: str = "is not supported yet; leave it out") -
     return BeforeValidator(check)
 
 
-def text_or_parts(value: object) -> str | None:
-    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
+def text_or(lists: str, message: str) -> Discriminator:
+    """Between a string, tagged <text>, and a list with the tag ``lists``."""
+
+    def form(value: object) -> str | None:
+        return "<text>" if isinstance(value, str) else lists if isinstance(value, list) else None
+
+    return Discriminator(form, custom_error_type="form", custom_error_message=message)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from deploy.api.fields import Strict, only, text_or_parts
+from deploy.api.fields import Strict, only, text_or
 
 MAX_TOOLS = 128
 
@@ -20,7 +20,7 @@ class ContentPart(Strict):
 
 _Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(min_length=1), Tag("<parts>")],
-    Discriminator(text_or_parts, custom_error_type="form", custom_error_message="must be a string or a list of text parts"),
+    text_or("<parts>", "must be a string or a list of text parts"),
 ]
 
 

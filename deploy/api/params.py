@@ -38,11 +38,8 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
     if n > settings.max_n:
         raise bad_request("n", f"must be at most {settings.max_n} on this server, got {n}")
     if n * num_prompts > settings.max_sequences:
-        raise bad_request(
-            "prompt",
-            f"{num_prompts} prompts times n = {n} make {n * num_prompts} sequences; this server takes at most"
-            f" {settings.max_sequences} in one call",
-        )
+        made = f"{num_prompts} prompts times n = {n} make {n * num_prompts} sequences"
+        raise bad_request("prompt", f"{made}; this server takes at most {settings.max_sequences} in one call")
     if fields.prompt_logprobs is not None and fields.stream:
         raise bad_request("prompt_logprobs", "is not available with stream = true")
     if fields.stream_options is not None and not fields.stream:
@@ -77,11 +74,9 @@ def max_prompt_tokens(info: ModelInfo) -> int:
 
 def prompt_too_long(field: str, num_tokens: str, info: ModelInfo) -> ApiError:
     """``num_tokens``: a number, or a lower bound in words for a text that was not tokenized to its end."""
-    return bad_request(
-        field,
-        f"has {num_tokens} tokens, which leaves no room for an answer in the model's context of {info.max_model_len} tokens",
-        "context_length_exceeded",
-    )
+    context = f"the model's context of {info.max_model_len} tokens"
+    message = f"has {num_tokens} tokens, which leaves no room for an answer in {context}"
+    return bad_request(field, message, "context_length_exceeded")
 
 
 def check_prompt(prompt: Prompt, info: ModelInfo) -> None:
@@ -135,12 +130,9 @@ def sampling_params(
     room = info.max_model_len - len(prompt.token_ids)
     limit_field, max_tokens = _token_limit(fields, room, settings)
     if max_tokens > room:
-        raise bad_request(
-            limit_field,
-            f"{len(prompt.token_ids)} tokens of prompt and {shorten(max_tokens)} of output exceed the model's context"
-            f" of {info.max_model_len} tokens",
-            "context_length_exceeded",
-        )
+        asked = f"{len(prompt.token_ids)} tokens of prompt and {shorten(max_tokens)} of output"
+        message = f"{asked} exceed the model's context of {info.max_model_len} tokens"
+        raise bad_request(limit_field, message, "context_length_exceeded")
     try:
         return SamplingParams(
             max_tokens=max_tokens,
@@ -169,11 +161,9 @@ async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[Cl
     chain = tuple(name.strip() for name in drafting.split(">"))
     for name in chain:
         if name not in drafters:
-            raise bad_request(
-                "drafting",
-                f"{shorten(name)} is not a drafter of this server{nearest(name, drafters)}"
-                f" ('auto', 'off', {', '.join(map(repr, sorted(drafters))) or 'no drafters'})",
-            )
+            known = ", ".join(map(repr, sorted(drafters))) or "no drafters"
+            message = f"{shorten(name)} is not a drafter of this server{nearest(name, drafters)} ('auto', 'off', {known})"
+            raise bad_request("drafting", message)
     _check_chain(chain, drafters)
     return chain
 
@@ -208,13 +198,9 @@ def _token_limit(fields: GenerationFields, room: int, settings: ApiSettings) -> 
 
 
 def _top_logprobs(fields: GenerationFields) -> int | None:
-    match fields:
-        case ChatRequest():
-            return (fields.top_logprobs or 0) if fields.logprobs else None
-        case CompletionRequest():
-            return fields.logprobs
-        case _:
-            return None
+    if isinstance(fields, ChatRequest):
+        return (fields.top_logprobs or 0) if fields.logprobs else None
+    return fields.logprobs if isinstance(fields, CompletionRequest) else None
 
 
 def wants_prompt_only(fields: GenerationFields) -> bool:

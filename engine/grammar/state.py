@@ -1,11 +1,17 @@
 """Where the output of one request stands in its grammar."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from xgrammar import GrammarMatcher
 
-from engine.grammar.compiling import CompiledGrammar
+if TYPE_CHECKING:
+    from engine.grammar.compiling import CompiledGrammar
+
+
+MAX_FORCED_BYTES = 128  # of one proposal
 
 
 class GrammarState:
@@ -15,7 +21,7 @@ class GrammarState:
         token_ids: the output so far.
     """
 
-    def __init__(self, grammar: CompiledGrammar, token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, grammar: "CompiledGrammar", token_ids: Sequence[int] = ()) -> None:
         self.grammar = grammar
         self._matcher = GrammarMatcher(grammar.compiled)
         self.advance(token_ids)
@@ -26,13 +32,13 @@ class GrammarState:
         return bool(self._matcher.is_terminated())
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Follows committed tokens.
+        """Follows committed tokens. What comes behind the end is ignored.
 
         Raises:
             ValueError: the grammar does not allow them, which is a bug: the masks do not allow them either.
         """
         num = self._accept(token_ids)
-        if num < len(token_ids):
+        if num < len(token_ids) and not self.has_ended:
             raise ValueError(f"token {token_ids[num]} does not fit the grammar of the request")
 
     def num_valid(self, draft_ids: Sequence[int]) -> int:
@@ -66,15 +72,35 @@ class GrammarState:
         self._matcher.rollback(num_accepted)
         return masks
 
+    def forced(self) -> list[int]:
+        """The tokens of the text that the grammar leaves no choice about, as the tokenizer splits it, with the end."""
+        vocabulary, matcher, text = self.grammar.vocabulary, self._matcher.fork(), bytearray()
+        masks = vocabulary.new_masks(1)
+        mask, end = masks[0].numpy(), list[int]()
+        while len(text) < MAX_FORCED_BYTES and not matcher.is_terminated():
+            matcher.fill_next_token_bitmask(masks)
+            allowed, may_end = vocabulary.allowed_bytes(mask), vocabulary.allows_end(mask)
+            if may_end and not len(allowed):
+                end = [vocabulary.eos_token_ids[0]]
+                break
+            if may_end or len(allowed) != 1:
+                break
+            byte = bytes(allowed.astype(np.uint8))
+            matcher.accept_string(byte)
+            text += byte
+        return vocabulary.usual_tokens_of(text.decode(errors="ignore")) + end if text or end else []
+
     def fork(self) -> GrammarMatcher:
         """A matcher of its own at this place."""
         return self._matcher.fork()
 
     def _accept(self, token_ids: Sequence[int]) -> int:
         """How many were accepted. The matcher has followed them."""
-        matcher = self._matcher
+        matcher, vocabulary = self._matcher, self.grammar.vocabulary
         for i, token_id in enumerate(token_ids):
-            if matcher.is_terminated() or not matcher.accept_token(token_id):
+            # xgrammar logs a warning for each token that it is asked for after the end, and for each special one.
+            is_possible = not matcher.is_terminated() and (vocabulary.token_bytes[token_id] or vocabulary.ends(token_id))
+            if not is_possible or not matcher.accept_token(token_id):
                 return i
         return len(token_ids)
 

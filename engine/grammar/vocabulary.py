@@ -43,6 +43,9 @@ class GrammarVocabulary:
         self._eos_words = np.array([token_id // 32 for token_id in eos_token_ids])
         self._eos_bits = np.array([token_id % 32 for token_id in eos_token_ids], np.int32)
 
+    def ends(self, token_id: int) -> bool:
+        return token_id in self.eos_token_ids
+
     def new_masks(self, num_rows: int) -> torch.Tensor:
         """Masks that allow all tokens, (num_rows, ceil(size / 32)) int32: bit i of word w is token 32 w + i."""
         return torch.full((num_rows, -(-self.size // 32)), -1, dtype=torch.int32)

@@ -17,6 +17,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 
 from cluster.types import Request, TokenLogprobs
+from engine.grammar.compiling import known_grammars
 from engine.target import SpanInput, SpanOutcome
 from engine.vllm.scheduler import PlannedScheduler
 from engine.vllm.version import VERSION
@@ -90,6 +91,7 @@ class VllmTarget:
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._num_idle_blocks = self._pool.get_num_free_blocks()
         self._has_failed = False
+        self.grammars = known_grammars(folder, config.model_config.get_vocab_size(), self._eos_token_ids)
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         """vLLM takes all committed tokens for the prompt. It never ends a request: the round does."""

@@ -55,29 +55,26 @@ class Similarities:
         return (num_proposed + strength * prior) / (num_asked + strength)
 
 
-class Depths:
+class ChainLenLimits:
     """Maximum length of chains that end at each drafter: one less after an error or lack of memory, down to 0, and one more
-    after a calm period."""
+    after ``recovery_slots`` without any."""
 
-    def __init__(self, most: int, calm_slots: int) -> None:
+    def __init__(self, most: int, recovery_slots: int) -> None:
         self._most = most
-        self._calm_slots = calm_slots
-        self._depth: dict[str, int] = {}
-        self._calm: dict[str, int] = {}
+        self._recovery_slots = recovery_slots
+        self._limits: dict[str, tuple[int, int]] = {}  # drafter -> its limit, and slots since it changed
 
-    def trouble(self, drafter: str, depth: int) -> None:
-        """A chain of ``depth`` drafters failed."""
-        self._depth[drafter] = max(0, min(self.of(drafter), depth) - 1)
-        self._calm[drafter] = 0
+    def note_failure(self, drafter: str, chain_len: int) -> None:
+        """A chain of ``chain_len`` drafters failed."""
+        self._limits[drafter] = max(0, min(self.of(drafter), chain_len) - 1), 0
 
-    def next_slot(self, troubled: Sequence[str] = ()) -> None:
-        for drafter in [one for one in self._depth if one not in troubled]:
-            self._calm[drafter] += 1
-            if self._calm[drafter] >= self._calm_slots:
-                self._depth[drafter] += 1
-                self._calm[drafter] = 0
-                if self._depth[drafter] >= self._most:
-                    del self._depth[drafter], self._calm[drafter]
+    def next_slot(self, failed: Sequence[str] = ()) -> None:
+        for drafter in [one for one in self._limits if one not in failed]:
+            limit, num_slots = self._limits[drafter]
+            is_over = num_slots + 1 >= self._recovery_slots
+            self._limits[drafter] = (limit + 1, 0) if is_over else (limit, num_slots + 1)
+            if self.of(drafter) >= self._most:
+                del self._limits[drafter]
 
     def of(self, drafter: str) -> int:
-        return self._depth.get(drafter, self._most)
+        return self._limits.get(drafter, (self._most, 0))[0]

@@ -78,10 +78,8 @@ class Hedge:
             matching = match(values[live], capacity, prices, MAX_CYCLES)
             self._prices = dict(zip(room.drafters, matching.prices.tolist(), strict=True))
             places = matching.place.tolist()
-            requests_live = [request for request in requests if not request.is_placeholder]
-            chains |= room.seat_all(
-                (r, room.drafters[j]) for r, j in zip(requests_live, places, strict=True) if j != NOWHERE
-            )
+            pairs = zip([request for request in requests if not request.is_placeholder], places, strict=True)
+            chains |= room.seat_all((request, room.drafters[j]) for request, j in pairs if j != NOWHERE)
             for i in np.flatnonzero(~live).tolist():
                 chains[requests[i].request_id] = self._best_left(values[i], matching.prices, room)
         return chains
@@ -100,7 +98,7 @@ class Hedge:
         """(requests, drafters): value of a place above plain decoding."""
         own, columns = self._acceptance.requests, self._acceptance.columns(room.drafters)
         lens, num_rounds = self._acceptance.expected_lens(rows, room.members)
-        shares = self._acceptance.on_time_shares(room.drafters)
+        shares = self._acceptance.on_time.shares(room.drafters)
         lens = 1.0 + shares * (lens - 1.0)
         noise = own.noise(rows, columns) / (self._config.learning_rate * num_rounds)
         here = self._here(requests, pool, room)
