@@ -27,8 +27,8 @@ class ApiSettings:
     status_ttl_s: float = 1.0  # how long the cluster's status is cached
     retry_after_s: float = 1.0  # Retry-After of 429 and 503
     unknown_fields: Literal["warn", "refuse"] = _DEFAULTS.unknown_fields
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = _DEFAULTS.tool_call_parser
-    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = _DEFAULTS.reasoning_parser
+    tool_call_parser: Literal["none", "hermes", "llama3_json", "mistral"] | None = _DEFAULTS.tool_call_parser
+    reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] | None = _DEFAULTS.reasoning_parser
     cors_origins: tuple[str, ...] = _DEFAULTS.cors_origins  # web pages that may read answers; "*": all
 
     @classmethod

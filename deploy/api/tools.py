@@ -61,9 +61,9 @@ class AnswerForm:
         calls = settings.tool_call_parser
         reasoning = settings.reasoning_parser
         return cls(
-            calls=None if calls == "none" else _form_in(template) if calls == "auto" else calls,
+            calls=None if calls == "none" else _form_in(template) if calls is None else calls,
             with_args="[ARGS]" in source,
-            thinks=REASONING[1] in source if reasoning == "auto" else reasoning != "none",
+            thinks=REASONING[1] in source if reasoning is None else reasoning != "none",
             always=reasoning == "deepseek_r1",
             marker_ids={marker: i for marker in _MARKERS if (i := tokenizer.special_id(marker)) is not None},
         )
