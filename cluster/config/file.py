@@ -94,6 +94,9 @@ class ApiConfig(Section):
     max_choices: Annotated[int, Field(ge=1, le=128)] = 16  # n of one call
     request_deadline_s: Seconds = 600
     unknown_fields: Literal["warn", "refuse"] = "warn"  # warn: ignored, and named in a header
+    # The form of tool calls, and of reasoning before an answer. None: as the model's chat template writes them.
+    tool_call_parser: Literal["none", "hermes", "llama3_json", "mistral"] | None = None
+    reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] | None = None
     cors_origins: tuple[Origin, ...] = ()  # allowed CORS origins, such as https://chat.example; "*": all
 
 

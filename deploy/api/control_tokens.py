@@ -13,7 +13,7 @@ from typing import Any
 from cluster.errors import InvalidField
 from deploy.api.chat_template import ChatTemplate, TemplateOptions
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 # Unicode noncharacters, which occur in no text. The first one (U+FDD0) marks the end of a final message.
 _MASKS = [chr(code) for code in range(0xFDD1, 0xFDF0)]
@@ -95,6 +95,7 @@ def _rewrite(
         return value
 
     changed: list[Message] = [
-        {name: item if name == "role" else change(item) for name, item in one.items()} for one in messages
+        {name: item if name == "role" else rewritten(item) for name, item in one.items()} for one in messages
     ]
-    return changed, replace(options, variables={name: rewritten(item) for name, item in options.variables.items()})
+    variables = {name: rewritten(item) for name, item in options.variables.items()}
+    return changed, replace(options, variables=variables, tools=rewritten(options.tools))
