@@ -23,19 +23,16 @@ def cluster_status(
     drafters: every member of the pool, by name.
     members: the members that have a process of their own.
     """
-    counts: dict[str, list[DrafterCounts]] = {name: [] for name in drafters}
-    for one in (one for report in reports for one in report.drafters):
-        counts.setdefault(one.name, []).append(one)
-    leaving = draining | models.retiring
+    leaving, statuses = draining | models.retiring, []
+    for name, drafter in drafters.items():
+        counts = [one for report in reports for one in report.drafters if one.name == name]
+        statuses.append(_drafter(config, name, drafter, members.get(name), counts, models, name in leaving))
     return ClusterStatus(
         model=model,
         policy=config.router.policy.kind,
         table_version=max((report.table_version for report in reports), default=0),
         targets=tuple(report.status for report in reports),
-        drafters=tuple(
-            _drafter(config, name, one, members.get(name), counts[name], models, name in leaving)
-            for name, one in drafters.items()
-        ),
+        drafters=tuple(statuses),
         notes=tuple(notes),
     )
 

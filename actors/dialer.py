@@ -32,9 +32,9 @@ class _Peer:
 
 
 class Dialer:
-    """Owned by the thread that drains the mailbox. That thread reports lost links (``link_lost``) and calls ``tick``.
+    """Owned by the thread that drains the mailbox, which reports lost links (``link_lost``) and calls ``tick``.
 
-    Dialling waits for the peer's Hello, so it runs on threads of its own. The new link arrives in the mailbox as a LinkUp.
+    Dialling waits for the peer's Hello, so it runs on other threads; the new link arrives in the mailbox as a LinkUp.
     """
 
     def __init__(self, mailbox: Mailbox, hello: Hello) -> None:
@@ -86,7 +86,7 @@ class Dialer:
         try:
             peer.dialling = self._threads.submit(connect, address, self._mailbox, self._hello, DIAL_DEADLINE_S)
         except RuntimeError as error:
-            # The executor queues a dial before it starts a thread. A new one drops the dial that would otherwise run later.
+            # The executor has queued the dial before it failed to start a thread: a new one drops it.
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = _new_executor()
             self._dial_failed(address, peer, error, now_s)

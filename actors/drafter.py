@@ -1,9 +1,7 @@
 """The process of a drafter: its DrafterLoop on a thread, and links to every target replica."""
 
-import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from actors.mailbox import DialingMailbox
@@ -16,13 +14,7 @@ from drafters.sessions import SessionLimits
 from engine.cpu_setup import configure_cpu
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterInfo:
-    name: str
-    pid: int
-
-
-class DrafterActor(LoopActor[DrafterInfo]):
+class DrafterActor(LoopActor):
     """Every method may be called from any thread. Processes of lookup drafters stay small: they import no torch.
 
     ``start`` fails when the drafter cannot be made or has another tokenizer than the target.
@@ -45,8 +37,8 @@ class DrafterActor(LoopActor[DrafterInfo]):
         self._proposers = tuple(proposers)
         self._name = name
         self._target = target
-        self._mailbox = DialingMailbox(Hello(Role.DRAFTER, name, target.vocab_size, target.tokenizer_fingerprint, token))
-        self._mailbox.set_addresses(addresses)
+        hello = Hello(Role.DRAFTER, name, target.vocab_size, target.tokenizer_fingerprint, token)
+        self._mailbox = DialingMailbox(hello, addresses)
 
     def _start_loop(self) -> LoopThread:
         config = self._config
@@ -56,24 +48,13 @@ class DrafterActor(LoopActor[DrafterInfo]):
         from drafters.registry import make_drafter
         from engine.threads import in_own_thread
 
-        limits = SessionLimits(
-            capacity=config.capacity,
-            max_draft_len=config.max_draft_len,
-            max_shadows=4 * config.capacity if config.spare_share else 0,
-        )
+        limits = SessionLimits(config.capacity, config.max_draft_len, 4 * config.capacity if config.spare_share else 0)
         drafter = in_own_thread(lambda: make_drafter(config, self._target, proposers=self._proposers))
         loop = DrafterLoop(
             self._name, drafter, self._mailbox, limits, ahead_len=config.ahead_len, spare_share=config.spare_share
         )
-        return LoopThread(
-            f"drafter {self._name}",
-            partial(loop.run, clock=time.monotonic),
-            self._mailbox.wake,
-            on_end=self._mailbox.close,
-        )
-
-    def _info(self) -> DrafterInfo:
-        return DrafterInfo(self._name, os.getpid())
+        run = partial(loop.run, clock=time.monotonic)
+        return LoopThread(f"drafter {self._name}", run, self._mailbox.wake, on_end=self._mailbox.close)
 
     def stalled_s(self) -> float:
         return self._mailbox.stalled_s()

@@ -18,7 +18,7 @@ SILENT = "silent"  # state of a target that should be ready and does not answer
 
 
 class DrafterProcesses(Protocol):
-    """Starts and ends the drafters' processes: the supervisor."""
+    """The supervisor."""
 
     async def reports(self) -> Sequence[TargetReport]: ...
 
@@ -70,7 +70,7 @@ class DrafterLoader:
             num_wanting.update(report.named)
             num_requests.update({one.name: one.num_requests for one in report.drafters})
         demands = {name: LoadDemand(num_requests[name], num_wanting[name]) for name in self.models.num_loads}
-        moves = self.models.look(demands, time.monotonic())
+        moves = self.models.update(demands, time.monotonic())
         for name in moves.evict:
             logger.info("evicting %s from memory", name)
             await processes.unload(name)

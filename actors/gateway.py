@@ -3,12 +3,10 @@
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from actors.dialer import Dialer
-from actors.mailbox import MonitoredMailbox
+from actors.mailbox import DialingMailbox
 from cluster.client import ClusterStatus
 from cluster.errors import LinkClosed, LinkFull, OutriderError, Overloaded
 from cluster.message_checks import Inspection, commit_fault
@@ -20,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
 IDLE_WAIT_S = 1.0
-MAX_STALLED_S = 30.0  # the thread drains its mailbox every second even if it is empty
+MAX_STALLED_S = 30.0  # the thread drains its mailbox every second
 
 
 @dataclass(slots=True, eq=False)
@@ -50,10 +48,8 @@ class LinkClient:
     ) -> None:
         self._model = model
         self._status = status
-        self._mailbox = MonitoredMailbox()
         hello = Hello(Role.GATEWAY, name, model.vocab_size, model.tokenizer_fingerprint, token)
-        self._dialer = Dialer(self._mailbox, hello)
-        self._addresses: tuple[str, ...] = tuple(addresses)
+        self._mailbox = DialingMailbox(hello, addresses)
         self._lock = threading.Lock()  # guards the fields below, shared by the client's thread and the callers' loops
         self._links: dict[Link, int] = {}  # open links and the number of requests on each
         self._streams: dict[str, _Stream] = {}
@@ -71,9 +67,7 @@ class LinkClient:
         return await self._status()
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Addresses of the targets."""
-        self._addresses = tuple(addresses)
-        self._mailbox.wake()
+        self._mailbox.set_addresses(addresses)
 
     def wait_linked(self, timeout_s: float, num_targets: int = 1) -> bool:
         """Waits for links to ``num_targets`` targets. False after the timeout."""
@@ -131,11 +125,10 @@ class LinkClient:
                 self._links[link] += 1
         try:
             link.send(SubmitRound(submits=(request,)))
-        except LinkFull as full:
+        except OutriderError as error:
             self._forget(request.id, abort=False)
-            raise Overloaded(f"the target reads too slowly: {full}", RETRY_AFTER_S) from full
-        except OutriderError:
-            self._forget(request.id, abort=False)
+            if isinstance(error, LinkFull):
+                raise Overloaded(f"the target reads too slowly: {error}", RETRY_AFTER_S) from error
             raise
         return stream
 
@@ -146,8 +139,8 @@ class LinkClient:
                 return
             if stream.link in self._links:
                 self._links[stream.link] -= 1
-            if abort and stream.link in self._links:
-                self._aborts.setdefault(stream.link, set()).add(request_id)
+                if abort:
+                    self._aborts.setdefault(stream.link, set()).add(request_id)
         if abort:
             self._send_aborts()
 
@@ -175,15 +168,11 @@ class LinkClient:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                self._dialer.set_addresses(self._addresses)
-                now_s = time.monotonic()
-                due_s = self._dialer.tick(now_s)
-                wait_s = IDLE_WAIT_S if due_s is None else max(0.0, due_s - now_s)
-                self._mailbox.wait(min(wait_s, IDLE_WAIT_S))
                 self._handle_events()
                 self._send_aborts()
+                self._mailbox.wait(IDLE_WAIT_S)
         finally:
-            self._dialer.close()
+            self._mailbox.close()
             for link in tuple(self._links):
                 link.close()
                 self._link_down(link, "this gateway stops")
@@ -196,13 +185,11 @@ class LinkClient:
                         self._links.setdefault(link, 0)
                         self._links_changed.notify_all()
                 case LinkDown(link, reason):
-                    self._dialer.link_lost(link, time.monotonic())
                     self._link_down(link, reason)
                 case Received(link, _) if link not in self._links:
                     pass  # the link was dropped before this message was read
                 case Received(link, CommitRound(commits)):
-                    faults = self._dispatch(link, commits)
-                    if faults:
+                    if faults := self._dispatch(link, commits):
                         self._inspection.note(link, faults)
                     if self._inspection.must_go(link):
                         self._drop_link(link, "it sent too many unsound messages")
@@ -210,8 +197,7 @@ class LinkClient:
                     self._drop_link(link, f"it sent a {type(message).__name__}, which a gateway does not accept")
 
     def _dispatch(self, link: Link, commits: Sequence[Commit]) -> list[str]:
-        """Delivers the commits of a round with one wake-up per event loop. Streams with an invalid commit end with an error.
-        Returns the faults."""
+        """Delivers commits with one wake-up per event loop; an invalid one ends its stream. Returns the faults."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Commit | Exception]]] = {}
         faults: list[str] = []
         with self._lock:
@@ -232,8 +218,7 @@ class LinkClient:
         return faults
 
     def _drop_link(self, link: Link, reason: str) -> None:
-        link.close()
-        self._dialer.link_lost(link, time.monotonic())
+        self._mailbox.drop(link)
         self._link_down(link, reason)
 
     def _link_down(self, link: Link, reason: str) -> None:

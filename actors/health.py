@@ -12,11 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 async def start(process: Process, timeout_s: float) -> Any:
-    """Starts the process, which loads its model, and returns its info.
-
-    Raises:
-        ProcessEnded: it ended, or was not ready in time.
-    """
+    """Starts the process, which loads its model. Raises ProcessEnded if it ended, or was not ready in time."""
     try:
         async with asyncio.timeout(timeout_s):
             return await process.call("start")

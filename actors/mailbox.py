@@ -5,15 +5,12 @@ from collections.abc import Sequence
 
 from actors.dialer import Dialer
 from cluster.messages import Hello
-from cluster.transport.base import Event, LinkDown, Mailbox
+from cluster.transport.base import Event, Link, LinkDown, Mailbox
 from engine.liveness import PASSES
 
 
 class MonitoredMailbox(Mailbox):
-    """Measures the time since its loop last made progress, so that a hung loop is found although its process answers.
-
-    Progress is a drain, or a finished layer of the pass in progress (`engine.liveness`).
-    """
+    """Measures the time since its loop's last progress: a drain, or a finished layer of a pass (`engine.liveness`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,10 +28,11 @@ class MonitoredMailbox(Mailbox):
 class DialingMailbox(MonitoredMailbox):
     """A mailbox that also keeps links: each drain notes lost links and dials those due, on the loop's own thread."""
 
-    def __init__(self, hello: Hello) -> None:
+    def __init__(self, hello: Hello, addresses: Sequence[str] = ()) -> None:
         super().__init__()
         self._dialer = Dialer(self, hello)
-        self._addresses: tuple[str, ...] = ()
+        self._addresses = tuple(addresses)
+        self._dial_at_s: float | None = None
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Addresses of the targets. May be called from any thread."""
@@ -48,8 +46,18 @@ class DialingMailbox(MonitoredMailbox):
             if isinstance(event, LinkDown):
                 self._dialer.link_lost(event.link, now_s)
         self._dialer.set_addresses(self._addresses)
-        self._dialer.tick(now_s)
+        self._dial_at_s = self._dialer.tick(now_s)
         return events
+
+    def wait(self, timeout_s: float) -> bool:
+        """Ends early when a dial is due."""
+        due_s = timeout_s if self._dial_at_s is None else max(0.0, self._dial_at_s - time.monotonic())
+        return super().wait(min(timeout_s, due_s))
+
+    def drop(self, link: Link) -> None:
+        """Closes a link, on the loop's thread; dials again later."""
+        link.close()
+        self._dialer.link_lost(link, time.monotonic())
 
     def close(self) -> None:
         self._dialer.close()

@@ -1,10 +1,11 @@
 """Predicted memory of each drafter and the memory limits of its devices: the tenants of a `ModelPool`."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from cluster.config import Config, DrafterConfig
+from cluster.config import Config
 from cluster.errors import ModelUnavailable
 from cluster.inventory import Inventory
 from cluster.placement import Bundle, PlacementPlan, drafter_name, target_name
@@ -30,11 +31,7 @@ class MemoryBudget:
 
 
 def memory_budget(config: Config, plan: PlacementPlan, inventory: Inventory) -> MemoryBudget:
-    """The budget of a resolved configuration placed by ``plan``. A drafter whose files are not on this machine counts as 0.
-
-    Raises:
-        InvalidField: a drafter does not fit its device; gives both sizes.
-    """
+    """Of a placed configuration; drafters whose files are elsewhere count as 0. Raises InvalidField if one does not fit."""
     tenants = tuple(_tenants(config, plan))
     limits = _limits(config, plan, inventory)
     check_fits(tenants, limits)
@@ -47,9 +44,9 @@ def _tenants(config: Config, plan: PlacementPlan) -> Iterable[Tenant]:
             continue
         bundles = plan.group(drafter_name(drafter.name)).bundles
         on_gpu = drafter.device == "cuda"
-        proposers = config.proposers_of(drafter.name)
-        size = _footprint(config, drafter, str(drafter.device), proposers)
-        slow = _footprint(config, drafter, "cpu", proposers) if on_gpu else Footprint()
+        more = (config.model.max_model_len, config.proposers_of(drafter.name), config.model.name)
+        size = _known(drafter.name, footprint, drafter, str(drafter.device), *more)
+        slow = _known(drafter.name, footprint, drafter, "cpu", *more) if on_gpu else Footprint()
         # Evicting a drafter without a model would free almost nothing.
         stay = Stay.PINNED if drafter.load == "start" and not drafter.has_model else Stay(drafter.load)
         for replica, bundle in enumerate(bundles):
@@ -64,11 +61,11 @@ def _tenants(config: Config, plan: PlacementPlan) -> Iterable[Tenant]:
             )
 
 
-def _footprint(config: Config, drafter: DrafterConfig, device: str, proposers: Sequence[DrafterConfig] = ()) -> Footprint:
+def _known(name: str, predict: Callable[..., Footprint], *args: Any) -> Footprint:
     try:
-        return footprint(drafter, device, config.model.max_model_len, proposers, config.model.name)
+        return predict(*args)
     except ModelUnavailable as missing:
-        logger.warning("the memory of %s is unknown: %s", drafter.name, missing)
+        logger.warning("the memory of %s is unknown: %s", name, missing)
         return Footprint()
 
 
@@ -81,15 +78,11 @@ def _limits(config: Config, plan: PlacementPlan, inventory: Inventory) -> dict[s
             targets = _target_bytes(config, plan, node.name)
             limits[_cpu(node.name)] = max(0, int(node.memory_bytes * (1 - RESERVE)) - targets - CONTROL_BYTES)
     gpu_bytes = {node.name: node.gpu_bytes for node in inventory.nodes}
-    for group in plan.groups:
-        for bundle in group.bundles:
-            own = gpu_bytes.get(bundle.node)
-            if bundle.gpu is None:
-                continue
-            if config.memory.gpu_gb is not None:
-                limits[_gpu(bundle)] = int(config.memory.gpu_gb * GB)
-            elif own is not None:
-                limits[_gpu(bundle)] = int(own * (1 - RESERVE))
+    for bundle in (bundle for group in plan.groups for bundle in group.bundles if bundle.gpu is not None):
+        if config.memory.gpu_gb is not None:
+            limits[_gpu(bundle)] = int(config.memory.gpu_gb * GB)
+        elif (own := gpu_bytes.get(bundle.node)) is not None:
+            limits[_gpu(bundle)] = int(own * (1 - RESERVE))
     return limits
 
 
@@ -97,13 +90,9 @@ def _target_bytes(config: Config, plan: PlacementPlan, node: str) -> int:
     """Memory of the targets on a machine's CPUs."""
     if config.target.device != "cpu":
         return 0
-    try:
-        one = target_footprint(config).total
-    except ModelUnavailable as missing:
-        logger.warning("the memory of the target is unknown: %s", missing)
-        return 0
     replicas = [plan.group(target_name(replica)) for replica in range(config.target.replicas)]
-    return one * sum(bundle.node == node for group in replicas for bundle in group.bundles)
+    num_here = sum(bundle.node == node for group in replicas for bundle in group.bundles)
+    return num_here * _known("the target", target_footprint, config).total
 
 
 def _cpu(node: str) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from actors.drafter import DrafterActor
 from actors.memory_budget import MemoryBudget
-from actors.processes import Directory, Process, ProcessEnded
+from actors.processes import Process, ProcessEnded
+from actors.rank import RankActor, RankProcesses
 from actors.router import ModelChainScheduler, RouterActor
 from actors.supervisor import Supervisor
 from actors.target import TargetActor
-from cluster.client import ClusterStatus
 from cluster.config import Config, DrafterConfig
 from cluster.errors import OutriderError
 from cluster.placement import drafter_name, target_name
@@ -31,9 +32,8 @@ logger = logging.getLogger(__name__)
 SUPERVISOR = "supervisor"
 ROUTER = "router"
 KILL_DEADLINE_S = 10.0
-# Threads of an actor, and those of its blocking methods by concurrency group. A blocking call whose caller has died keeps
-# its thread until it returns, and must not block health checks.
-NUM_THREADS = 6
+NUM_THREADS = 6  # of an actor
+# Those of its blocking methods, by concurrency group: one whose caller has died must not block health checks.
 BLOCKING = {"start": 1, "wait_end": 4}
 
 
@@ -103,10 +103,9 @@ def death_cause(error: RayActorError) -> str:
 
 
 class RaySpawner:
-    """`actors.processes.Spawner`: named actors in the deployment's namespace, placed in its placement groups.
+    """`actors.processes.Spawner`: named actors in the deployment's namespace and placement groups.
 
-    They are detached: they outlive the supervisor, and the next one finds them by name. They end with their placement
-    groups, which belong to the launcher. The router runs in the group of a target.
+    They are detached: they end with their placement groups, which belong to the launcher, not with the supervisor.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -114,9 +113,19 @@ class RaySpawner:
 
     async def target(self, name: str) -> Process:
         d = self._deployment
-        options = self._placed(name, 0)
-        args = (d.config, name, d.target_address(name), d.token, ray.util.get_node_ip_address)
-        return self._get_or_create(TargetActor, name, options, *args)
+        host = ray.util.get_node_ip_address
+        num_ranks = d.config.target.tensor_parallel if d.config.target.engine == "native" else 1
+        names = [name, *(f"{name}/{rank}" for rank in range(1, num_ranks))]
+        found = [process for one in names if (process := _find(one)) is not None]
+        if 0 < len(found) < num_ranks:  # the ranks live and die together
+            await asyncio.gather(*(process.kill() for process in found))
+        args = (d.config, name, d.target_address(name), d.token, host)
+        first = self._get_or_create(TargetActor, name, self._placed(name, 0), *args)
+        others = [
+            self._get_or_create(RankActor, names[rank], self._placed(name, rank), d.config, rank, host)
+            for rank in range(1, num_ranks)
+        ]
+        return RankProcesses(first, others) if others else first
 
     async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process:
         d = self._deployment
@@ -126,11 +135,9 @@ class RaySpawner:
         return self._get_or_create(DrafterActor, drafter_name(name), options, *args)
 
     async def end_drafter(self, name: str) -> None:
-        try:
-            handle = ray.get_actor(drafter_name(name))
-        except ValueError:
-            return
-        await RayProcess(handle).kill()
+        process = _find(drafter_name(name))
+        if process is not None:
+            await process.kill()
 
     async def router(self) -> Process:
         from router.estimates.drift import DriftDetector
@@ -164,10 +171,14 @@ class RaySpawner:
         }
 
     def _get_or_create(self, kind: type, name: str, options: dict[str, Any], *args: Any) -> Process:
-        try:
-            return RayProcess(ray.get_actor(name))
-        except ValueError:  # there is no such actor
-            return RayProcess(_actor(kind, name=name, lifetime="detached", **options).remote(*args))
+        return _find(name) or RayProcess(_actor(kind, name=name, lifetime="detached", **options).remote(*args))
+
+
+def _find(name: str) -> Process | None:
+    try:
+        return RayProcess(ray.get_actor(name))
+    except ValueError:  # there is no such actor
+        return None
 
 
 def _actor(kind: type, **options: Any) -> Any:
@@ -185,11 +196,12 @@ class RayTargets:
         self._handles: dict[str, Any] = {}
 
     def reports(self, deadline_s: float) -> list[SlotReport]:
-        self._find_targets()
+        for name in self._names:
+            if name not in self._handles:
+                with suppress(ValueError):  # not started yet, or being restarted
+                    self._handles[name] = ray.get_actor(name)
         pending = {handle.slot_report.remote(): name for name, handle in self._handles.items()}
-        if not pending:
-            return []
-        answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=deadline_s)
+        answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=deadline_s) if pending else ([], [])
         reports = []
         for answer in answered:
             try:
@@ -208,44 +220,15 @@ class RayTargets:
         for handle in self._handles.values():
             handle.publish_table.remote(table)
 
-    def _find_targets(self) -> None:
-        for name in self._names:
-            if name not in self._handles:
-                try:
-                    self._handles[name] = ray.get_actor(name)
-                except ValueError:
-                    continue  # not started yet, or being restarted
-
 
 class PoolSupervisor(Supervisor):
-    """The Supervisor as an asyncio actor, which Ray restarts; it then finds the processes by name and continues.
-
-    Tasks need the actor's event loop, so the first call starts the supervisor, not the constructor.
-    """
+    """The Supervisor as an asyncio actor, which Ray restarts; it then finds the processes by name and continues."""
 
     def __init__(self, deployment: Deployment) -> None:
         super().__init__(deployment.config, RaySpawner(deployment), deployment.budget)
-        self._is_started = False
-
-    async def ready(self) -> Directory:
-        self._ensure_started()
-        return await super().ready()
-
-    async def directory(self, known: Directory) -> Directory:
-        self._ensure_started()
-        return await super().directory(known)
-
-    async def status(self) -> ClusterStatus:
-        self._ensure_started()
-        return await super().status()
 
     def pids(self) -> dict[str, int]:
         return super().pids() | {SUPERVISOR: os.getpid()}
-
-    def _ensure_started(self) -> None:
-        if not self._is_started:
-            self._is_started = True
-            self.start()
 
 
 def start_supervisor(deployment: Deployment) -> Any:

@@ -8,18 +8,15 @@ from cluster.config import SupervisionConfig
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """``at_s``: when to restart. ``quarantined``: it failed too often."""
-
     at_s: float
-    quarantined: bool
+    quarantined: bool = False  # it failed too often
 
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Restart policy of one process. Pure: time comes in as data.
+    """Restart policy of one process. Pure. Failures older than the window are forgotten.
 
-    Failures older than the window are forgotten. Only drafters are quarantined (``may_quarantine``): the service works
-    without them. Targets are restarted for ever, at the longest pause.
+    Only drafters are quarantined (``may_quarantine``): the service works without them.
     """
 
     config: SupervisionConfig
@@ -28,7 +25,7 @@ class RestartPolicy:
     _failures_s: deque[float] = field(default_factory=deque)
 
     def failed(self, now_s: float) -> Restart:
-        """The process ended or did not start. Says when to restart it."""
+        """The process ended or did not start."""
         config = self.config
         self.num_restarts += 1
         while self._failures_s and self._failures_s[0] <= now_s - config.quarantine_window_s:
@@ -39,8 +36,7 @@ class RestartPolicy:
             self._failures_s.clear()
             return Restart(now_s + config.quarantine_s, quarantined=True)
         if num_recent == 1:
-            return Restart(now_s, quarantined=False)
-        # Larger exponents would overflow a float; these reach any bound.
-        doublings = min(num_recent - 2, 30)
+            return Restart(now_s)
+        doublings = min(num_recent - 2, 30)  # more would overflow a float; these reach any bound
         pause_ms = min(config.restart_backoff_ms * 2**doublings, config.max_restart_backoff_ms)
-        return Restart(now_s + pause_ms / 1e3, quarantined=False)
+        return Restart(now_s + pause_ms / 1e3)

@@ -3,12 +3,10 @@
 It is off the data path: while it is down, targets keep serving with the last table.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -30,17 +28,8 @@ class Targets(Protocol):
         """Sends the table to all targets without waiting."""
 
 
-@dataclass(frozen=True, slots=True)
-class RouterInfo:
-    pid: int
-
-
-class RouterActor(LoopActor[RouterInfo]):
-    """Runs a Router against the targets, slot by slot, on a thread.
-
-    Args:
-        remembers: keep what the policy learns in the configured state store, and restore it at the start.
-    """
+class RouterActor(LoopActor):
+    """Runs a Router against the targets, slot by slot. ``remembers``: the configured state store keeps what it learns."""
 
     def __init__(self, config: Config, router: Router, targets: Targets, remembers: bool = False) -> None:
         super().__init__()
@@ -58,9 +47,6 @@ class RouterActor(LoopActor[RouterInfo]):
             state = self._config.cluster
             self._memory = RouterMemory(open_store(state.state, state.namespace), self._config)
         return LoopThread("router", partial(self.run, clock=time.monotonic), self._wake.set, on_end=self._close_memory)
-
-    def _info(self) -> RouterInfo:
-        return RouterInfo(os.getpid())
 
     def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
         if self._memory is not None:

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 
 from pydantic import JsonValue
 
@@ -18,21 +17,11 @@ SAVE_PERIOD_S = 10.0
 RECALL_S = 1.0  # longest wait of the first slot for the store
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """Result of one access to the store; ``fault``: why it cannot be used."""
-
-    fault: str | None
-    is_read: bool = False
-    document: Document | None = None
-    saved: JsonValue = None
-
-
 class RouterMemory:
-    """Called by the router's thread, which never waits for the store after the first slot: a thread of its own accesses it.
+    """Called by the router's thread, which waits for the store in the first slot only: another thread accesses it.
 
-    An unavailable store is logged once and tried again every period; routing continues, and ``fault`` holds the reason. A
-    stored snapshot is read before it is overwritten. If it arrives late, only a policy that has learned nothing restores it.
+    An unavailable store is logged once and tried again every period; ``fault`` holds the reason. A stored snapshot is read
+    before it is overwritten. If it arrives late, only a policy that has learned nothing restores it.
     """
 
     def __init__(self, store: StateStore, config: Config) -> None:
@@ -41,7 +30,8 @@ class RouterMemory:
         model = hashlib.sha256(config.model.name.encode()).hexdigest()[:16]
         self._key = f"router/{config.router.policy.kind}/{model}"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="router-memory")
-        self._exchange: Future[_Exchange] | None = None
+        self._exchange: Future[str | None] | None = None  # under way; its result is the fault
+        # The store's thread sets these during an exchange.
         self._is_read = False
         self._document: Document | None = None  # read, not restored yet
         self._saved: JsonValue = None
@@ -87,27 +77,27 @@ class RouterMemory:
         self._thread.shutdown(wait=True)
         self._store.close()
 
-    def _access(self, snapshot: JsonValue) -> _Exchange:
+    def _access(self, snapshot: JsonValue) -> str | None:
         """Writes ``snapshot``; without one, reads the stored one and probes whether the store can be written."""
         try:
             if snapshot is not None:
                 self._store.put(self._key, snapshot)
-                return _Exchange(None, saved=snapshot)
-            document = None if self._is_read else self._store.get(self._key)
-            return _Exchange(state_fault(self._store), is_read=True, document=document)
+                self._saved = snapshot
+                return None
+            if not self._is_read:
+                self._document, self._is_read = self._store.get(self._key), True
+            return state_fault(self._store)
         except (StateUnavailable, InvalidField) as error:
-            return _Exchange(str(error))
+            return str(error)
 
     def _collect(self) -> None:
-        if self._exchange is None or not self._exchange.done():
-            return
-        done, self._exchange = self._exchange.result(), None
-        self._is_read |= done.is_read
-        self._document = done.document or self._document
-        self._saved = done.saved or self._saved
-        self._report(done.fault)
+        if self._exchange is not None and self._exchange.done():
+            fault, self._exchange = self._exchange.result(), None
+            self._report(fault)
 
     def _restore(self, policy: AssignmentPolicy) -> None:
+        if self._exchange is not None:
+            return
         document, self._document = self._document, None
         if document is None or policy.snapshot():
             return
@@ -121,7 +111,7 @@ class RouterMemory:
         known, self.fault = self.fault, None
         if fault is not None:
             self.fault = f"the state store cannot be used, what is learned is not kept: {fault}"
-        if self.fault is not None and known is None:
-            logger.warning("%s; it is tried again every %g s", self.fault, SAVE_PERIOD_S)
-        if self.fault is None and known is not None:
+            if known is None:
+                logger.warning("%s; it is tried again every %g s", self.fault, SAVE_PERIOD_S)
+        elif known is not None:
             logger.info("the state store can be used again")

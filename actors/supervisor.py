@@ -7,16 +7,17 @@ import secrets
 import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from actors import health
 from actors.cluster_status import cluster_status
-from actors.drafter import DrafterInfo
 from actors.drafter_loader import SILENT, DrafterLoader
 from actors.memory_budget import MemoryBudget
 from actors.processes import Directory, ManagedProcess, Process, ProcessEnded, ProcessPool, ProcessState, Spawner
 from actors.restarts import RestartPolicy
 from actors.target import TargetInfo, TargetReport
+from actors.worker import ProcessInfo
 from cluster.client import ClusterStatus, TargetStatus
 from cluster.config import Config
 from cluster.errors import InvalidField
@@ -58,40 +59,37 @@ class Supervisor:
     # ---- called by the deployment
 
     def start(self) -> None:
-        """Starts the targets; drafters and router follow as soon as one target is ready."""
+        """Starts the targets; drafters and router follow as soon as one is ready. Idempotent."""
+        if self._pool.targets:
+            return
         for replica in range(self._config.target.replicas):
             name = f"target-{replica}"
-            member = ManagedProcess(
-                name,
-                lambda name=name: self._spawner.target(name),  # type: ignore[misc]
-                self._target_ready,
-                RestartPolicy(self._config.supervision, may_quarantine=False),
-                timeout_factor=TARGET_TIMEOUT_FACTOR,
-            )
+            restarts = RestartPolicy(self._config.supervision, may_quarantine=False)
+            spawn = partial(self._spawner.target, name)
+            member = ManagedProcess(name, spawn, self._target_ready, restarts, TARGET_TIMEOUT_FACTOR)
             self._pool.targets[name] = member
             self._starting_targets.add(name)
             self._supervise(member)
 
     async def ready(self) -> Directory:
-        """Waits until every target is ready or has failed to start; each start has a deadline.
-
-        Failed targets are restarted; ``reasons`` describes them.
+        """Waits until every target is ready or has failed to start; ``reasons`` says why.
 
         Raises:
-            ProcessEnded: a target ended before any was ready; says why.
+            ProcessEnded: a target ended before any was ready.
         """
-        while self._starting_targets or self._failed_start is not None:
-            if self._failed_start is not None:
-                raise ProcessEnded(self._failed_start)
+        self.start()
+        while self._starting_targets and self._failed_start is None:
             await self._wait_change()
+        if self._failed_start is not None:
+            raise ProcessEnded(self._failed_start)
         return self._directory
 
     async def directory(self, known: Directory) -> Directory:
-        """Waits for a directory other than ``known``; returns ``known`` after DIRECTORY_WAIT_S, which bounds the call of a
-        dead caller.
+        """Waits for a directory other than ``known``; returns ``known`` after DIRECTORY_WAIT_S.
 
         A restarted supervisor returns none before it has found all targets again: callers would close the other links.
         """
+        self.start()
         try:
             async with asyncio.timeout(DIRECTORY_WAIT_S):
                 while self._starting_targets or self._directory.model is None or self._directory == known:
@@ -105,7 +103,8 @@ class Supervisor:
         return {m.name: m.reason for m in self._pool.all() if m.reason is not None and m.state is not ProcessState.READY}
 
     async def status(self) -> ClusterStatus:
-        """The cluster's status. Processes that do not answer within their deadline count as silent."""
+        """Processes that do not answer within their deadline count as silent."""
+        self.start()
         reports, notes = await asyncio.gather(self.reports(), self._call_router("notes", deadline_s=REPORT_DEADLINE_S))
         model = self._directory.model
         name = model.name if model is not None else self._config.model.name
@@ -114,25 +113,17 @@ class Supervisor:
 
     def pids(self) -> dict[str, int]:
         """Process ids of the ready processes, by name."""
-        return {
-            m.name: m.pid
-            for m in self._pool.all()
-            if m.pid is not None and m.state in (ProcessState.READY, ProcessState.DRAINING)
-        }
+        return {m.name: m.pid for m in self._pool.all() if m.pid is not None and m.state is ProcessState.READY}
 
     async def set_draining(self, name: str, draining: bool) -> None:
-        """A draining drafter gets no requests; those it has are reassigned in the next slot.
-
-        Raises:
-            InvalidField: there is no such drafter.
-        """
+        """A draining drafter gets no requests; those it has are reassigned in the next slot. Raises InvalidField."""
         if name not in self._drafters:
             raise InvalidField("drafter", name, f"must be one of {', '.join(self._drafters) or 'none: the pool is empty'}")
         (self._draining.add if draining else self._draining.discard)(name)
         await self.pool_changed()
 
     async def drain(self, deadline_s: float) -> bool:
-        """Targets accept no more requests. Returns whether all running requests ended within the deadline."""
+        """Targets accept no more requests. Returns whether all running ones ended within the deadline."""
         targets = [m.process for m in self._pool.targets.values() if m.process is not None]
         end_s = time.monotonic() + deadline_s
         await asyncio.gather(*(self._call(process, "drain", deadline_s=deadline_s) for process in targets))
@@ -144,7 +135,6 @@ class Supervisor:
         return False
 
     async def stop(self) -> None:
-        """Stops all processes, and kills them."""
         self._stopping = True
         for task in self._tasks:
             task.cancel()
@@ -174,9 +164,7 @@ class Supervisor:
             await self._failed(member, reason)
 
     async def _started(self, member: ManagedProcess, info: Any) -> None:
-        member.pid = info.pid
-        member.state = ProcessState.READY
-        member.reason = None
+        member.state, member.pid, member.reason = ProcessState.READY, info.pid, None
         logger.info("%s is ready (process %d)", member.name, info.pid)
         await member.on_ready(member, info)
         await self._notify()
@@ -210,9 +198,8 @@ class Supervisor:
     async def _target_ready(self, member: ManagedProcess, info: TargetInfo) -> None:
         self._addresses[info.name] = info.address
         addresses = tuple(self._addresses[name] for name in sorted(self._addresses))
-        self._directory = replace(
-            self._directory, version=self._directory.version + 1, model=info.model, addresses=addresses
-        )
+        version = self._directory.version + 1
+        self._directory = replace(self._directory, version=version, model=info.model, addresses=addresses)
         self._starting_targets.discard(member.name)
         await self._send_addresses()
         if self._pool.router is None:
@@ -243,7 +230,7 @@ class Supervisor:
         if self._loader.models.tenants:
             self._create_task(self._loader.run(self, self._config.router.slot_ms / 1e3), "load and evict drafters")
 
-    async def _drafter_ready(self, member: ManagedProcess, info: DrafterInfo) -> None:
+    async def _drafter_ready(self, member: ManagedProcess, info: ProcessInfo) -> None:
         """A drafter that an earlier supervisor started may have outdated addresses."""
         if not self._starting_targets and member.process is not None:
             await self._call(member.process, "set_addresses", self._directory.addresses)
@@ -319,15 +306,15 @@ class Supervisor:
     def _create_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """A task that runs until ``stop``; an exception that ends it is logged as a defect."""
         task = asyncio.ensure_future(work)
-        task.set_name(name)
         self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-        return task
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s failed", task.get_name(), exc_info=error)
+        def done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.error("%s failed", name, exc_info=error)
+
+        task.add_done_callback(done)
+        return task
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -4,9 +4,11 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from actors.mailbox import MonitoredMailbox
-from actors.worker import LoopActor, LoopThread, set_threads
+from actors.rank import host_of_ranks, rendezvous
+from actors.worker import LoopActor, LoopThread, ProcessInfo, set_threads
 from cluster.client import TargetStatus
 from cluster.config import Config
 from cluster.messages import Hello, Role
@@ -15,15 +17,18 @@ from engine.cpu_setup import configure_cpu
 from router.chains import pass_times
 from router.router import SlotReport
 
+if TYPE_CHECKING:
+    from engine.tensor_parallel.group import Rendezvous
+    from engine.tensor_parallel.ranks import RankGroup
+
 
 @dataclass(frozen=True, slots=True)
-class TargetInfo:
+class TargetInfo(ProcessInfo):
     """What other processes need to link to a target."""
 
     name: str
     address: str
     model: ModelInfo
-    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +53,8 @@ class TargetReport:
     named: Mapping[str, int] = field(default_factory=dict)  # requests that name the drafter in `drafting`
 
 
-class TargetActor(LoopActor[TargetInfo]):
-    """Every method may be called from any thread; ``report`` and ``drain`` only after ``start``.
-
-    ``start`` loads the model and fails if it cannot be served as configured. It imports torch after the variables that
-    OpenMP reads are set.
+class TargetActor(LoopActor):
+    """Every method may be called from any thread; ``report`` and ``drain`` only after ``start``, which loads the model.
 
     Args:
         node_host: returns the host at which other nodes reach this one, for an ``address`` of all interfaces.
@@ -62,12 +64,23 @@ class TargetActor(LoopActor[TargetInfo]):
         self, config: Config, name: str, address: str, token: str, node_host: Callable[[], str] = lambda: "127.0.0.1"
     ) -> None:
         super().__init__()
-        self._config = config
-        self._name = name
-        self._address = address
-        self._token = token
-        self._node_host = node_host
+        self._config, self._name, self._address, self._token, self._node_host = config, name, address, token, node_host
         self._mailbox = MonitoredMailbox()
+        self._rendezvous: Rendezvous | None = None  # of a target of several ranks
+
+    def rendezvous(self) -> str:
+        """Where the other ranks of this target join it, before ``start``."""
+        if self._rendezvous is None:
+            self._rendezvous = rendezvous(self._config, self._node_host)
+        return self._rendezvous.address
+
+    def _join_ranks(self) -> "RankGroup | None":
+        if self._rendezvous is None:
+            return None
+        from engine.tensor_parallel.group import join
+
+        target, host = self._config.target, host_of_ranks(self._config, self._node_host)
+        return join(self._rendezvous.store, 0, target.tensor_parallel, str(target.device), host)
 
     def _start_loop(self) -> LoopThread:
         config, name = self._config, self._name
@@ -84,7 +97,7 @@ class TargetActor(LoopActor[TargetInfo]):
         from router.policies import member_costs
 
         self._engine, self._model, cost, colocated = in_own_thread(
-            lambda: load_with_colocated(config, stored_profile(config), remembers=True)
+            lambda: load_with_colocated(config, stored_profile(config), True, self._join_ranks())
         )
         self._draft_costs: Callable[[], Mapping[str, float]] = lambda: pool_costs(config, cost)
         self._member_costs = member_costs(config, cost)
@@ -100,6 +113,7 @@ class TargetActor(LoopActor[TargetInfo]):
             draft_lengths=DraftLengths.of(config),
             colocated=[drafter.loop for drafter in colocated],
             proposers={one.name: [below.name for below in config.proposers_of(one.name)] for one in config.drafters},
+            grammars=self._engine.grammars,
         )
         hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
         link_colocated(colocated, self._mailbox, hello)
@@ -111,14 +125,13 @@ class TargetActor(LoopActor[TargetInfo]):
         from cluster.transport.factory import as_seen_from_elsewhere
 
         address = as_seen_from_elsewhere(self._listener.address, self._node_host())
-        return TargetInfo(self._name, address, self._model, os.getpid())
+        return TargetInfo(os.getpid(), self._name, address, self._model)
 
     def stalled_s(self) -> float:
-        """As `MonitoredMailbox.stalled_s`."""
         return self._mailbox.stalled_s()
 
     def publish_table(self, table: RoutingTable) -> None:
-        """Dropped before ``start`` has ended. The next report then tells the router that this target lacks the table."""
+        """Dropped before ``start`` has ended; the next report tells the router."""
         if self.is_started:
             self._loop.publish_table(table)
 
@@ -126,17 +139,16 @@ class TargetActor(LoopActor[TargetInfo]):
         """None before ``start`` has ended: the router finds this actor by name while it loads its model."""
         if not self.is_started:
             return None
-        status = self._loop.status()
-        requests = self._loop.requests()
+        status, requests = self._loop.status(), self._loop.requests()
         return SlotReport(
             requests=requests,
-            observations=self._loop.take_observations(),
+            observations=self._loop.telemetry.take_observations(),
             table_version=status.table_version,
             drafters=tuple(name for name, _ in status.followed),
             draft_costs=self._draft_costs(),
             member_costs=self._member_costs,
-            scores=self._loop.take_scores(),
-            levels=self._loop.take_levels(),
+            scores=self._loop.telemetry.take_scores(),
+            levels=self._loop.telemetry.take_levels(),
             target_passes=pass_times(self._cost, sum(request.committed_len for request in requests)),
         )
 
@@ -157,15 +169,8 @@ class TargetActor(LoopActor[TargetInfo]):
                 num_preempted=telemetry.num_preempted,
             ),
             drafters=tuple(
-                DrafterCounts(
-                    name,
-                    followed.get(name, 0),
-                    stats.num_proposed,
-                    stats.num_accepted,
-                    stats.reply_s,
-                    stats.num_unsound,
-                )
-                for name, stats in tuple(telemetry.drafters.items())
+                DrafterCounts(name, followed.get(name, 0), one.num_proposed, one.num_accepted, one.reply_s, one.num_unsound)
+                for name, one in tuple(telemetry.drafters.items())
             ),
             table_version=status.table_version,
             named=self._loop.named(),

@@ -6,39 +6,30 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from dataclasses import dataclass
 
 from engine.gc_freeze import freeze_startup_objects
 
 logger = logging.getLogger(__name__)
 
 STOP_DEADLINE_S = 5.0
-# Longest single wait for a loop's end. It bounds how long a call of a dead caller occupies a thread of the actor.
-WAIT_END_S = 10.0
+WAIT_END_S = 10.0  # bounds how long a call of a dead caller occupies a thread of the actor
 
-Info = TypeVar("Info")
+Action = Callable[[], None]
 
 
 class LoopThread:
     """Runs a loop until it is stopped or fails. Every method may be called from any thread.
 
     Args:
-        run: the loop; it returns soon after its event is set and ``wake`` is called.
-        wake: interrupts the loop's wait.
+        run: the loop; it returns soon after its event is set and ``wake``, which interrupts its wait, is called.
         on_end: called on the loop's thread when the loop has ended or failed.
     """
 
     def __init__(
-        self,
-        name: str,
-        run: Callable[[threading.Event], None],
-        wake: Callable[[], None],
-        on_end: Callable[[], None] = lambda: None,
+        self, name: str, run: Callable[[threading.Event], None], wake: Action, on_end: Action = lambda: None
     ) -> None:
-        self._name = name
-        self._run_loop = run
-        self._wake = wake
-        self._on_end = on_end
+        self._name, self._run_loop, self._wake, self._on_end = name, run, wake, on_end
         self._stop = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -68,21 +59,23 @@ class LoopThread:
         self._thread.join(STOP_DEADLINE_S)
 
 
-class LoopActor(ABC, Generic[Info]):
-    """An actor that runs a loop. Its constructor cannot fail: work that can fail is done by ``start``, whose error reaches
-    the caller unchanged, unlike a constructor's, which Ray wraps into the report of the actor's death."""
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """What the supervisor needs to know of a started process."""
+
+    pid: int
+
+
+class LoopActor(ABC):
+    """An actor that runs a loop. What can fail is done by ``start``: Ray would wrap a constructor's error."""
 
     def __init__(self) -> None:
         self._starting = threading.Lock()
         self._started = threading.Event()
         self._thread: LoopThread | None = None
 
-    def start(self) -> Info:
-        """Starts the loop on the first call. Returns what other processes need to know.
-
-        Raises:
-            OutriderError: it cannot run as configured; says why.
-        """
+    def start(self) -> ProcessInfo:
+        """Starts the loop on the first call. Raises OutriderError if it cannot run as configured."""
         with self._starting:
             if self._thread is None:
                 self._thread = self._start_loop()
@@ -97,8 +90,8 @@ class LoopActor(ABC, Generic[Info]):
     @abstractmethod
     def _start_loop(self) -> LoopThread: ...
 
-    @abstractmethod
-    def _info(self) -> Info: ...
+    def _info(self) -> ProcessInfo:
+        return ProcessInfo(os.getpid())
 
     def wait_end(self, timeout_s: float = WAIT_END_S) -> str | None:
         """Blocks until the loop has been started and has ended. Returns the reason, or None after the timeout."""
@@ -109,16 +102,12 @@ class LoopActor(ABC, Generic[Info]):
         return self._thread.wait_end(max(0.0, end_s - time.monotonic()))
 
     def stop(self) -> None:
-        """Ends the loop."""
         if self._thread is not None:
             self._thread.stop()
 
 
 def set_threads(num_threads: int | str) -> None:
-    """Sets the threads of this process's matrix products. Call it before torch is imported: OpenMP reads its variables then.
-
-    Waiting threads sleep instead of spinning, which would take CPU time from other processes of the machine.
-    """
+    """Sets the threads of matrix products, before torch is imported, which reads the variables. Waiting threads sleep."""
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -65,11 +65,9 @@ class HttpTarget:
     port: int
     model: str
 
-    async def ask(self, ask: LoadRequest, on_piece: Callable[[int], None] = lambda number: None) -> TimedAnswer:
-        """A streamed completion. Errors and broken streams are recorded in the answer. ``on_piece`` gets the number of
-        pieces so far."""
-        answer = TimedAnswer(time.monotonic())
-        body = {
+    def body(self, ask: LoadRequest) -> dict[str, Any]:
+        """Of `/v1/completions`."""
+        return {
             "model": self.model,
             "prompt": list(ask.prompt_token_ids),
             "max_tokens": ask.max_tokens,
@@ -80,8 +78,13 @@ class HttpTarget:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+
+    async def ask(self, ask: LoadRequest, on_piece: Callable[[int], None] = lambda number: None) -> TimedAnswer:
+        """A streamed completion. Errors and broken streams are recorded in the answer. ``on_piece`` gets the number of
+        pieces so far."""
+        answer = TimedAnswer(time.monotonic())
         try:
-            response = await post_json(self.host, self.port, "/v1/completions", body, on_piece)
+            response = await post_json(self.host, self.port, "/v1/completions", self.body(ask), on_piece)
         except (OSError, BrokenResponse) as error:
             answer.error = f"{type(error).__name__}: {error}"
             return answer

@@ -46,7 +46,7 @@ def round_python_ms(num_requests: int, num_rounds: int, cost: CostModel) -> floa
                 times_s.append(time.thread_time() - start_s)
             assert report.executed
             if number % ROUNDS_PER_SLOT == 0:
-                rounds.loop.take_observations()
+                rounds.loop.telemetry.take_observations()
     finally:
         gc.enable()
     assert rounds.num_accepted > num_requests * num_rounds, "the drafts were not used"

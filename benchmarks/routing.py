@@ -32,7 +32,7 @@ from cluster.resolve import resolve
 from deploy.profile_command import here
 from profiler.profile import ProfiledCost
 from router.cost_model import CostModel
-from router.planner import PlannerSettings, StepPlanner
+from router.planner import StepPlanner
 from simulator.agreement import SimulatedRequest
 from simulator.plots import Panel, plot
 from simulator.policy_comparison import Contest, compete, endless, regret
@@ -167,14 +167,13 @@ def cluster(configs: Sequence[DrafterConfig], cost: CostModel) -> ClusterSpec:
     drafters = tuple(
         DrafterSpec(c.name, c.capacity, c.max_draft_len, c.ahead_len, c.replicas, c.is_colocated) for c in configs
     )
-    settings = PlannerSettings.of(config)
     return ClusterSpec(
         cost,
         PackedPass(cost),
         DraftByCost(cost),
         limits,
         drafters,
-        lambda: StepPlanner(settings),
+        lambda: StepPlanner.of(config),
         slot_s=config.router.slot_ms / 1e3,
     )
 
@@ -186,7 +185,7 @@ def draw(curves: dict[str, tuple[np.ndarray, np.ndarray]], picture: Path) -> Non
             Panel("regret", series, x="seconds", y="tokens missed"),
             Panel("regret, time in logarithm", series, x="seconds", y="tokens missed", log_x=True),
         ],
-        "policies against the best drafter of each request",
+        "simulated: policies against the best drafter of each request",
         picture,
     )
 

@@ -13,7 +13,7 @@ from benchmarks.pool import pool
 from benchmarks.prompts import choose_prompts
 from benchmarks.report import BenchOptions, Cell, Table
 from cluster.config import DrafterConfig
-from drafters.counterfactual import Scorer, Shadow
+from drafters.counterfactual import Shadow, score_shadows
 from drafters.protocol import Demand, Drafter
 from drafters.replay import Recording, replay
 from engine.acceptance import common_prefix_len
@@ -78,12 +78,12 @@ def _follow(drafter: Drafter, answer: Recording, commits: Sequence[int]) -> list
     drafter.open(answer.name, prompt, len(prompt), answer.sampling)
     drafter.extend(answer.name, output[:1])
     shadow = Shadow(answer.name, answer.name, len(prompt) + 1, DRAFT_LEN, len(prompt) + len(output))
-    scorer, found, done = Scorer(drafter), [], 1
+    found, done = [], 1
     for num_tokens in commits:
         shadow.commit(output[done : done + num_tokens])
         done += num_tokens
         while shadow.pending:
-            found += [score.num_matched + 1 for _, score in scorer.work([shadow])]
+            found += [score.num_matched + 1 for _, score in score_shadows(drafter, [shadow])]
     drafter.release(answer.name)
     return found
 

@@ -101,7 +101,7 @@ class _Loop:
     def reports(self, deadline_s: float) -> list[SlotReport]:
         status = self._loop.status()
         drafters = tuple(name for name, _ in status.followed)
-        return [SlotReport(self._loop.requests(), self._loop.take_observations(), status.table_version, drafters)]
+        return [SlotReport(self._loop.requests(), self._loop.telemetry.take_observations(), status.table_version, drafters)]
 
     def publish(self, table: RoutingTable) -> None:
         self._loop.publish_table(table)

@@ -31,10 +31,14 @@ class ServerProcess:
 
     Args:
         environment: of the process; by default this process's.
+        python: the interpreter of the server's environment; by default this process's.
     """
 
-    def __init__(self, config: Config, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, config: Config, environment: Mapping[str, str] | None = None, python: Path = Path(sys.executable)
+    ) -> None:
         self.config = config
+        self._python = python
         self._environment = dict(os.environ if environment is None else environment)
         self.url = f"http://{config.api.host}:{config.api.port}"
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-bench-")
@@ -53,7 +57,7 @@ class ServerProcess:
         file = Path(self._folder.name) / "outrider.yaml"
         file.write_text(show(self.config), encoding="utf-8")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "deploy.cli", "serve", str(file)],
+            [str(self._python), "-m", "deploy.cli", "serve", str(file)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,

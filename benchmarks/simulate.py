@@ -60,7 +60,7 @@ def run(
     study = simulated(path, console, quick, data)
     picture = picture or Path(f"outrider-{path.stem}.png")
     if study.panels:
-        plot(study.panels, path.stem, picture)
+        plot(study.panels, f"simulated: {path.stem}", picture)
     result = BenchResult(
         f"simulate {path.stem}",
         study.figures,

@@ -65,9 +65,7 @@ class EngineClient(Protocol):
     def generate(self, request: Request) -> AsyncIterator[Commit]:
         """The request's commits in order; the last has a finish reason. Closing the iterator aborts the request.
 
-        Raises:
-            Overloaded: no target accepts requests now.
-            LinkClosed: no target is reachable, or it was lost during the request.
+        Raises Overloaded if no target accepts requests now, LinkClosed if none is reachable or it is lost.
         """
 
     async def status(self) -> ClusterStatus:

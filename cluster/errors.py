@@ -54,5 +54,9 @@ class WireError(OutriderError):
     """Bytes from a link are no message, or a message does not fit a link."""
 
 
+class RankLost(OutriderError):
+    """Another rank of a tensor parallel target ended, or does not answer."""
+
+
 class OutOfBlocks(OutriderError):
     """The KV cache has no free block."""

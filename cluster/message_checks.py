@@ -68,7 +68,7 @@ class Inspection:
         logger.warning("%s: dropped %d parts of a message from %s: %s", self._reader, len(faults), peer, faults[0])
 
     def must_go(self, link: Link) -> bool:
-        """Whether the link has carried MAX_UNSOUND invalid messages, so that its owner should close it."""
+        """Whether the link has carried MAX_UNSOUND invalid messages: its owner should close it."""
         return self._counts.get(link, 0) >= MAX_UNSOUND
 
     def forget(self, link: Link) -> None:
@@ -141,12 +141,13 @@ def commit_fault(commit: Commit, vocab_size: int) -> str | None:
         return f"a commit of tokens outside the vocabulary of {vocab_size}"
     if commit.prefill is not None and not all(isfinite(time) for time in (commit.prefill.queue_s, commit.prefill.prefill_s)):
         return f"a commit with {commit.prefill.queue_s} seconds in the queue and {commit.prefill.prefill_s} of prefill"
-    if not commit.token_ids and commit.finish is None:
+    if not commit.token_ids and commit.finish is None and not commit.prompt_logprobs:
         return "a commit of nothing"
-    if commit.logprobs:
-        tops = [top for one in commit.logprobs for top in one.top]
-        values = (*(one.logprob for one in commit.logprobs), *(value for _, value in tops))
-        if len(commit.logprobs) != len(commit.token_ids) or any(isnan(value) for value in values):
+    if commit.logprobs or commit.prompt_logprobs:
+        logprobs = (*commit.logprobs, *commit.prompt_logprobs)
+        tops = [top for one in logprobs for top in one.top]
+        values = (*(one.logprob for one in logprobs), *(value for _, value in tops))
+        if len(commit.logprobs) not in (0, len(commit.token_ids)) or any(isnan(value) for value in values):
             return f"a commit of {len(commit.token_ids)} tokens with {len(commit.logprobs)} log-probabilities"
         if not _known([token for token, _ in tops], vocab_size):
             return f"log-probabilities of tokens outside the vocabulary of {vocab_size}"
@@ -168,13 +169,10 @@ def request_fault(request: Request, vocab_size: int) -> str | None:
 
 
 def sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
-    if not _known(sampling.stop_token_ids, vocab_size):
-        return f"a stop token lies outside the vocabulary of {vocab_size}"
-    if not _known([token for token, _ in sampling.logit_bias], vocab_size):
-        return f"a token with a bias lies outside the vocabulary of {vocab_size}"
-    if not _known(sampling.allowed_token_ids or (), vocab_size):
-        return f"an allowed token lies outside the vocabulary of {vocab_size}"
-    return None
+    biased = [token for token, _ in sampling.logit_bias]
+    kinds = {"a stop": sampling.stop_token_ids, "a biased": biased, "an allowed": sampling.allowed_token_ids}
+    wrong = next((kind for kind, token_ids in kinds.items() if not _known(token_ids, vocab_size)), None)
+    return f"{wrong} token lies outside the vocabulary of {vocab_size}" if wrong else None
 
 
 def id_fault(request_id: str) -> str | None:

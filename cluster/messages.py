@@ -7,7 +7,7 @@ from cluster.fast_dataclass import record
 from cluster.sampling_params import SamplingParams
 from cluster.types import Commit, Proposal, Request
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Role(StrEnum):
@@ -18,16 +18,13 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Identity of one end of a link. A different version, tokenizer or secret refuses the link, with a reason.
-
-    ``token``: the cluster's shared secret, which is never sent; empty in a peer's Hello.
-    """
+    """Identity of one end of a link. A different version, tokenizer or secret refuses the link, with a reason."""
 
     role: Role
     name: str
     vocab_size: int
     tokenizer_fingerprint: str
-    token: str = field(default="", repr=False, compare=False)
+    token: str = field(default="", repr=False, compare=False)  # the cluster's secret: never sent, empty in a peer's Hello
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -62,15 +59,12 @@ class Budget:
 
 @record
 class DraftRound:
-    """Target to drafter, once per round. ``budgets`` holds changes only.
-
-    The drafter requests a resync if the request is unknown, or an Extend does not start at its known length.
-    """
+    """Target to drafter, once per round. An unknown request, or an Extend at another than its length, causes a resync."""
 
     table_version: int
     opens: tuple[Open, ...] = ()
     extends: tuple[Extend, ...] = ()
-    budgets: tuple[Budget, ...] = ()
+    budgets: tuple[Budget, ...] = ()  # changes only
     releases: tuple[str, ...] = ()
 
 
@@ -86,17 +80,13 @@ class DraftScore:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Verification by one level of a chain of the drafts of the level below.
-
-    Position i was reached, all before it being right, ``num_reached[i]`` times, and right ``num_right[i]`` times.
-    ``num_asked`` tokens were requested, ``num_proposed`` of them proposed.
-    """
+    """Verification by one level of a chain of the drafts of the level below."""
 
     proposer: str
-    num_reached: tuple[int, ...]
-    num_right: tuple[int, ...]
-    num_asked: int = 0
-    num_proposed: int = 0
+    num_reached: tuple[int, ...]  # by position of a draft: how often all before it were right
+    num_right: tuple[int, ...]  # and it, too
+    num_asked: int = 0  # tokens requested
+    num_proposed: int = 0  # of them
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from cluster.errors import InvalidField
+from cluster.grammar import Grammar
 
 MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
@@ -13,19 +14,12 @@ MAX_ALLOWED_TOKENS = 4096
 DICTATING_BIAS = 20.0  # nats: exceeds the differences among a target's plausible tokens
 
 
-def _fresh_seed() -> int:
-    return secrets.randbits(64)
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of a request. With the target and the prompt they determine the output.
 
     Penalties follow the OpenAI API (presence, frequency: over generated tokens) and Hugging Face (repetition: over
     prompt and generated tokens). Penalties, bias, temperature, top-k, top-p and min-p apply in that order.
-
-    Raises:
-        InvalidField: names the field whose value is outside its range.
     """
 
     max_tokens: int
@@ -41,14 +35,20 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # matched on tokens; the token itself is committed
     min_tokens: int = 0  # before this many, stop tokens and EOS are masked
     ignore_eos: bool = False
-    seed: int = field(default_factory=_fresh_seed)  # of the sampling noise; random by default
+    seed: int = field(default_factory=lambda: secrets.randbits(64))  # of the sampling noise; random by default
     top_logprobs: int | None = None  # None: no log-probabilities; 0: the chosen token's only
     allowed_token_ids: tuple[int, ...] = ()  # (): all tokens
+    prompt_logprobs: int | None = None  # as top_logprobs, of each prompt token but the first
+    grammar: Grammar | None = None  # of the output; its end ends the request, also with ignore_eos or before min_tokens
 
     @property
     def dictates(self) -> bool:
-        """Whether the caller forces tokens, by a list of allowed tokens or a large bias."""
-        return bool(self.allowed_token_ids) or any(bias >= DICTATING_BIAS for _, bias in self.logit_bias)
+        """Whether the caller forces tokens, by a grammar, a list of allowed tokens or a large bias."""
+        return (
+            self.grammar is not None
+            or bool(self.allowed_token_ids)
+            or any(bias >= DICTATING_BIAS for _, bias in self.logit_bias)
+        )
 
     def __post_init__(self) -> None:
         _within("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -74,11 +74,12 @@ class SamplingParams:
             raise InvalidField("min_tokens", self.min_tokens, f"must lie between 0 and max_tokens ({self.max_tokens})")
         _within("seed", self.seed, 0, MAX_SEED)
         if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
-            raise InvalidField(
-                "allowed_token_ids", len(self.allowed_token_ids), f"must have at most {MAX_ALLOWED_TOKENS} tokens"
-            )
+            reason = f"must have at most {MAX_ALLOWED_TOKENS} tokens"
+            raise InvalidField("allowed_token_ids", len(self.allowed_token_ids), reason)
         if self.top_logprobs is not None:
             _within("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
 
     @property
     def has_penalties(self) -> bool:

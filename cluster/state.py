@@ -39,9 +39,9 @@ class Document:
 
 
 class StateStore(Protocol):
-    """Thread-safe; processes may share it. Keys are short paths such as ``profile/smollm2-135m/cpu``.
+    """Thread-safe; processes may share it. Methods may raise StateUnavailable, and InvalidField for an unsound key.
 
-    Every method may raise StateUnavailable, and InvalidField for a key that is too long or has other characters.
+    Keys are short paths such as ``profile/smollm2-135m/cpu``.
     """
 
     def get(self, key: str) -> Document | None: ...
@@ -49,11 +49,8 @@ class StateStore(Protocol):
     def put(self, key: str, value: JsonValue, expected_version: int | None = None) -> int:
         """Writes a whole document and returns its version: 1 for a new key.
 
-        With ``expected_version`` only if the document has that version; 0: it does not exist.
-
-        Raises:
-            StateConflict: it has another version; nothing was written.
-            InvalidField: the value is not JSON, or larger than MAX_DOCUMENT_BYTES.
+        Raises StateConflict, and writes nothing, unless the document has ``expected_version`` (0: it does not exist), and
+        InvalidField if the value is not JSON or larger than MAX_DOCUMENT_BYTES.
         """
 
     def delete(self, key: str) -> None:
@@ -67,10 +64,7 @@ class StateStore(Protocol):
 
 
 def open_store(config: StateConfig, namespace: str) -> StateStore:
-    """The store of a resolved configuration; namespaces are separate.
-
-    Does no I/O: an unusable folder or unreachable Redis shows at the first call.
-    """
+    """The store of a resolved configuration. Does no I/O: an unusable store shows at the first call."""
     if isinstance(config, FileStateConfig):
         from cluster.state_file import FileStateStore
 

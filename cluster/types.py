@@ -24,17 +24,14 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to complete. An API call with ``n`` choices makes n requests with different seeds.
-
-    ``chain`` fixes the drafters, nearest to the target last. None: the router chooses; (): the target alone.
-    """
+    """One sequence to complete. An API call with ``n`` choices makes n requests with different seeds."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     arrival_s: float
     slo: Slo = Slo()
-    chain: tuple[str, ...] | None = None
+    chain: tuple[str, ...] | None = None  # drafters, nearest to the target last; None: the router chooses; (): none
 
     @property
     def teaches(self) -> bool:
@@ -44,18 +41,14 @@ class Request:
 
 @record
 class Proposal:
-    """Draft tokens that extend the first ``base_len`` committed tokens of a request.
-
-    ``confidences[i]``: the drafter's probability that token i is accepted, given that those before it are.
-    ``unfinished``: the drafter stopped at its budget or out of time, and could continue.
-    """
+    """Draft tokens that extend the first ``base_len`` committed tokens of a request."""
 
     request_id: str
     base_len: int
     token_ids: tuple[int, ...]
-    confidences: tuple[float, ...]
+    confidences: tuple[float, ...]  # the drafter's probability that each token is accepted if those before it are
     drafter: str
-    unfinished: bool = False
+    unfinished: bool = False  # the drafter stopped at its budget or out of time, and could continue
 
 
 class FinishReason(StrEnum):
@@ -72,6 +65,7 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token, logprob), most probable first
+    rank: int | None = None  # 1: the most probable token; of prompt tokens only
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +91,7 @@ class Commit:
     finish: FinishReason | None = None
     error: str | None = None  # the reason of ERROR and OVERLOADED
     prefill: Prefill | None = None  # with the first tokens of a request
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens, from the second on; before other commits
 
 
 @dataclass(frozen=True, slots=True)

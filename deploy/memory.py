@@ -15,8 +15,7 @@ def check_memory(config: Config) -> None:
     """Checks targets on this machine's CPU; GPUs and other machines are unknown at this point.
 
     Raises:
-        LaunchError: Ray and the targets, with their caches and colocated drafters, need more than the free memory of the
-            machine or of this process's control group.
+        LaunchError: Ray and the targets need more than the free memory of the machine or of the control group.
         ModelUnavailable: a drafter's files are missing or unsupported.
     """
     target = config.target

@@ -1,9 +1,8 @@
 """A cascade: per request and round, the most promising draft of several drafters. Expensive members are queried only when
 that pays.
 
-Everything is learned from committed tokens. Every draft is scored against them, whether used or not (full information): this
-calibrates each member's confidences, the corrections by agreement, and the marginal gain of an expensive member. A draft may
-be empty: that round is a plain decode, so large batches do not lose.
+Every draft is scored against the committed tokens, whether used or not: this calibrates each member's confidences, the
+corrections by agreement, and the marginal gain of an expensive member.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,26 +25,16 @@ _RATE_WEIGHT = 0.01  # weight of the newest round in the tokens per step
 
 @dataclass(frozen=True, slots=True)
 class CascadeMember:
-    """A drafter of the cascade. ``cost``: prior cost of one draft, in one-row steps of the target (nearly 0 for a
-    lookup), until measured.
-
-    ``splices``: cheap enough to be queried again behind another member's draft. A member of cost 0 is queried every time.
-    """
-
     name: str
     drafter: Drafter
-    cost: float
-    splices: bool = False
+    cost: float  # prior cost of one draft, in one-row steps of the target; 0: queried every time
+    splices: bool = False  # queried again behind another member's draft
 
 
 @dataclass(frozen=True, slots=True)
 class _ModelQuery:
-    """A query of an expensive member. ``before``, ``best``: the best draft without and with it; ``before`` None: there was
-    no other draft.
-    """
-
     draft: MemberDraft
-    before: MemberDraft | None
+    before: MemberDraft | None  # the best draft without it, if there is one
     best: MemberDraft
 
 
@@ -72,14 +61,8 @@ class CascadeDrafter:
     """Members from cheapest to most expensive; all follow every request.
 
     An expensive member is queried for the requests of a batch for which the expected added tokens, less the cost of their
-    rows, together exceed what the whole batch would decode in that time (the rule that maximises long-run tokens per
-    second). Lookups extend a draft at its end, and replace the rest of a model's draft where they promise more.
-
-    Args:
-        clock: in seconds, only differences count; measures the members' costs. None: costs as configured.
-
-    Raises:
-        InvalidField: their costs do not ascend.
+    rows, together exceed what the whole batch would decode in that time (this maximises long-run tokens per second).
+    ``clock``, in seconds, measures the members' costs; None: as configured. Raises InvalidField if these do not ascend.
     """
 
     capabilities = Capabilities()
@@ -124,7 +107,10 @@ class CascadeDrafter:
             chosen = self._choose(member, demands, expected_lens)
             if not chosen:
                 continue
-            drafts = self._query(member, [demands[i] for i in chosen])
+            start_s = self._clock() if self._clock is not None else 0.0
+            drafts = self._members[member].drafter.propose([demands[i] for i in chosen])
+            if self._clock is not None:
+                self._costs.note_drafts(member, len(chosen), self._clock() - start_s)
             expected_lens = expected_lens or [0.0] * len(demands)
             for i, draft in zip(chosen, drafts, strict=True):
                 own, before = self._ensemble.calibrate(i, member, draft), rounds[i].best
@@ -150,18 +136,8 @@ class CascadeDrafter:
         for drafter in self._followers:
             drafter.check_integrity()
 
-    def _query(self, member: int, demands: Sequence[Demand]) -> list[Draft]:
-        """Drafts of an expensive member; learns their time."""
-        drafter = self._members[member].drafter
-        if self._clock is None:
-            return drafter.propose(demands)
-        start_s = self._clock()
-        drafts = drafter.propose(demands)
-        self._costs.note_drafts(member, len(demands), self._clock() - start_s)
-        return drafts
-
     def _choose(self, member: int, demands: Sequence[Demand], expected_lens: Sequence[float]) -> Sequence[int]:
-        """Demands that a member is queried for. ``expected_lens``: of the best draft so far, for each demand."""
+        """Demands that a member is queried for. ``expected_lens``: of the best draft so far."""
         if not expected_lens:
             return range(len(demands))
         rate = len(demands) * self._tokens_per_round / self._cost_per_round  # of the batch, in tokens per plain round
@@ -172,16 +148,14 @@ class CascadeDrafter:
     def _best_drafts(self, demands: Sequence[Demand], rounds: Sequence[_CascadeRound]) -> list[Draft]:
         expensive = [best if (best := round_.best) and best.member >= self._num_free else None for round_ in rounds]
         free = iter(self._ensemble.best_drafts([place for place, best in enumerate(expensive) if best is None]))
-        drafts = []
-        for place, (demand, round_, best) in enumerate(zip(demands, rounds, expensive, strict=True)):
-            draft = next(free)[1] if best is None else self._ensemble.spliced(place, best)
-            drafts.append(draft)
+        for demand, round_ in zip(demands, rounds, strict=True):
             if not demand.ahead:
                 self._sessions[demand.request_id].round = round_
-        return drafts
+        return [
+            next(free)[1] if best is None else self._ensemble.spliced(place, best) for place, best in enumerate(expensive)
+        ]
 
     def _learn(self, session: _CascadeSession, round_: _CascadeRound, token_ids: Sequence[int]) -> None:
-        """Learns the tokens that expensive members added."""
         for query in round_.queries:
             self._ensemble.learn(query.draft, token_ids)
             if query.before is not None:
@@ -193,7 +167,6 @@ class CascadeDrafter:
 
 
 def _ensemble(members: Sequence[CascadeMember], num_free: int) -> PlainEnsemble | NativeEnsemble:
-    """In C if all free members are in C."""
     survival, consensus = [OnlineSurvival() for _ in members], Consensus(len(members), num_free)
     free = [member.drafter for member in members[:num_free]]
     lookups = [lookup for drafter in free if (lookup := drafter.capabilities.lookup) is not None]

@@ -1,19 +1,14 @@
-"""Corrects the survival of drafts by their agreement.
-
-A calibrated confidence is the rate at which a drafter is right. Given other drafts of the same round that rate changes:
-tokens that several drafters found independently are right more often, and of two different tokens at least one is wrong. The
-correction per token is learned from verification.
-"""
+"""Corrects the survival of drafts by their agreement: tokens that several drafters found are right more often."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.acceptance import common_prefix_len
 from router.estimates.confidence_scaling import OnlineScaling, num_due
-from router.matching import Floats
 
 _MAX_REFERENCES = 4  # drafts that others are compared with; each triples the number of cases
 _MEMORY = 500.0  # tokens of a case that count
@@ -26,17 +21,13 @@ _MISSING, _SAME, _OTHER = range(3)  # a reference has no token there, the same o
 
 @dataclass(frozen=True, slots=True)
 class ComparedDraft:
-    """One draft. ``conditional``: confidence of each token, given those before it; ``cases``: its comparison with the
-    references; ``survival``: of its prefixes, corrected.
-    """
-
-    conditional: tuple[float, ...]
-    cases: tuple[int, ...]
-    survival: tuple[float, ...]
+    conditional: tuple[float, ...]  # confidence of each token, given those before it
+    cases: tuple[int, ...]  # comparison of each token with the references
+    survival: tuple[float, ...]  # of the prefixes, corrected
 
 
 class Consensus:
-    """The first drafters are the references: they draft for every request, and all drafts are compared with theirs.
+    """The first drafters are the references, with whose drafts all are compared.
 
     A case is a drafter, whether the token is the first of its draft, and what each reference drafted. Each case has its own
     slope and offset for the log odds (``OnlineScaling``), starting at 1 and 0.
@@ -60,13 +51,7 @@ class Consensus:
     def compare(
         self, drafter: int, token_ids: Sequence[int], survival: Sequence[float], references: Sequence[tuple[int, ...]]
     ) -> ComparedDraft:
-        """Compares a draft.
-
-        Args:
-            drafter: its index; the references come first.
-            survival: of the draft's prefixes, never rising.
-            references: their drafts, its own among them if it is one.
-        """
+        """Compares a draft, whose prefixes have ``survival``, with those of the references, its own perhaps among them."""
         if not token_ids:
             return ComparedDraft((), (), ())
         cases = self._cases(drafter, token_ids, references)
@@ -90,26 +75,20 @@ class Consensus:
     def learn_due(self) -> None:
         """Learns from the recorded tokens, once there are enough."""
         if self.num_until_due <= 0:
-            self.learn(*self._take_pending())
+            self.learn()
 
-    def learn(self, cases: NDArray[np.intp], conditional: Floats, was_right: NDArray[np.bool_]) -> None:
-        """Learns from tokens, each [n]: case, confidence, and whether it was right; and from the recorded ones."""
-        if self._pending:
-            pending = self._take_pending()
-            cases, conditional, was_right = (
-                np.concatenate(pair) for pair in zip(pending, (cases, conditional, was_right), strict=True)
-            )
+    def learn(self, *tokens: NDArray[Any]) -> None:
+        """Learns from the recorded tokens and from others: cases, confidences and whether they were right, each [n]."""
+        pending = [np.array(column) for column in zip(*self._pending, strict=True)]
+        self._pending.clear()
+        both = [columns for columns in (pending, tokens) if columns]
+        cases, conditional, was_right = (np.concatenate(columns) for columns in zip(*both, strict=True))
         self._num_records += len(cases)
         self._scaling.learn(conditional, cases, was_right)
         changed = np.unique(cases)
         self.table[changed] = self._scaling(_GRID, changed[:, None])
         for case in changed.tolist():
             self._maps.pop(case, None)
-
-    def _take_pending(self) -> tuple[NDArray[np.intp], Floats, NDArray[np.bool_]]:
-        cases, conditional, was_right = (np.array(column) for column in zip(*self._pending, strict=True))
-        self._pending.clear()
-        return cases, conditional, was_right
 
     def _cases(self, drafter: int, token_ids: Sequence[int], references: Sequence[tuple[int, ...]]) -> list[int]:
         """Case of each token. A reference that differed before counts as missing behind that token."""

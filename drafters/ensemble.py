@@ -1,6 +1,4 @@
-"""The free members of a cascade, queried together: calibration of their drafts by agreement, the best draft, and
-splicing. Everything is learned from committed tokens.
-"""
+"""The free members of a cascade, queried together: calibration of their drafts by agreement, the best draft, splicing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,17 +67,13 @@ def best_of(drafts: Sequence[MemberDraft]) -> MemberDraft:
 
 @dataclass(slots=True)
 class _LookupDrafts:
-    """The free members' drafts for one demand."""
-
     demand: Demand
     token_ids: tuple[tuple[int, ...], ...] = ()
     drafts: list[MemberDraft] = field(default_factory=list)
 
 
 class PlainEnsemble:
-    """The free members, in Python. They follow every request and learn from committed tokens.
-
-    ``place`` is the index of a demand in the last query.
+    """The free members, in Python. ``place`` is the index of a demand in the last query.
 
     Args:
         free: the members of cost 0, which are the first of all.
@@ -125,9 +119,7 @@ class PlainEnsemble:
             drafter.check_integrity()
 
     def query(self, demands: Sequence[Demand]) -> list[float]:
-        """Queries the free members. Returns the expected tokens of the best draft for each demand; empty without such
-        members. Drafts for demands without ``ahead`` are learned from when their tokens are committed.
-        """
+        """Queries the free members. Returns the expected tokens of the best draft for each demand; empty without members."""
         self._queries = [_LookupDrafts(demand) for demand in demands]
         drafts = [drafter.propose(demands) for drafter in self._free]
         for place, query in enumerate(self._queries):
@@ -139,19 +131,16 @@ class PlainEnsemble:
         return [best_of(query.drafts).expected_len for query in self._queries] if self._free else []
 
     def best(self, place: int) -> MemberDraft:
-        """The most promising of the free members' drafts."""
         return best_of(self._queries[place].drafts)
 
     def calibrate(self, place: int, member: int, draft: Draft) -> MemberDraft:
-        """Calibrates a member's draft by its agreement with the free ones."""
         query = self._queries[place]
-        survival, price = self._survival[member], query.demand.row_price
-        return MemberDraft.of(member, draft, survival, self._consensus, query.token_ids, price)
+        own = self._survival[member]
+        return MemberDraft.of(member, draft, own, self._consensus, query.token_ids, query.demand.row_price)
 
     def best_drafts(self, places: Sequence[int]) -> list[tuple[int, Draft]]:
         """For each place: the free member with the best draft, and that draft with its splices."""
-        best = [self.best(place) for place in places]
-        return [(draft.member, self.spliced(place, draft)) for place, draft in zip(places, best, strict=True)]
+        return [(draft.member, self.spliced(place, draft)) for place in places for draft in (self.best(place),)]
 
     def spliced(self, place: int, draft: MemberDraft) -> Draft:
         """A draft that lookups extend at its end; they replace the rest of a model's draft where they promise more."""
@@ -164,7 +153,6 @@ class PlainEnsemble:
         return Draft(demand.request_id, token_ids[:kept], confidences)
 
     def learn(self, draft: MemberDraft, token_ids: Sequence[int]) -> None:
-        """Learns how far an expensive member's draft was right."""
         draft.record(token_ids, self._survival[draft.member], self._consensus)
         self._consensus.learn_due()
 

@@ -1,13 +1,11 @@
 """Upper bound of a drafter's memory, from its configuration and the headers of its files, for admission before loading.
 
-    total = process + weights in memory + KV cache + state of each request
-
 Weights count in the dtype that they are held in (``engine.dtypes.held_dtype``): int8 with a scale per row, the head apart
 from the embedding even if they are one in the file. No torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
 
@@ -56,53 +54,39 @@ class Footprint:
     def total(self) -> int:
         return self.weight_bytes + self.cache_bytes + self.request_bytes + self.process_bytes
 
-    def plus(self, other: "Footprint") -> "Footprint":
+    def __add__(self, other: "Footprint") -> "Footprint":
         return Footprint(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Footprint)))
 
 
 def footprint(
     config: DrafterConfig, device: str, max_model_len: int, proposers: Sequence[DrafterConfig] = (), target: str = "auto"
 ) -> Footprint:
-    """Of one replica in its own process, with its proposers.
-
-    Args:
-        device: cpu or cuda.
-        max_model_len: of a request.
-        target: the served model, for drafters that share its rows.
-
-    Raises:
-        ModelUnavailable: its files are missing, half-written or unsupported.
-    """
+    """Of one replica in its own process on ``device``, cpu or cuda, with its proposers. ``target`` is the served model, for
+    drafters that share its rows. Raises ModelUnavailable."""
     on_gpu = device == "cuda"
     # With spare time it also follows up to four times as many requests that others draft for.
     num_tokens = (5 if config.spare_share else 1) * config.capacity * max_model_len
     total = Footprint(process_bytes=CUDA_BYTES if on_gpu else PROCESS_BYTES + (TORCH_BYTES if config.has_model else 0))
-    for one in (config, *proposers):
-        found = _of(one.options, on_gpu, num_tokens, target)
-        total = total.plus(Footprint(found.stored_bytes, found.weight_bytes, found.cache_bytes) if on_gpu else found)
-    return total
+    total = sum((_of(one.options, on_gpu, num_tokens, target) for one in (config, *proposers)), total)
+    return replace(total, request_bytes=0) if on_gpu else total
 
 
 def target_footprint(config: Config) -> Footprint:
     """Of one target replica on a CPU, with its colocated drafters and a row of hidden states per token of the KV cache.
-
-    Raises:
-        ModelUnavailable: the model or a drafter is missing, half-written or unsupported.
-    """
+    Raises ModelUnavailable."""
     from drafters.registry import feature_layers
     from engine.models.prepare import resolve_model
 
     target, max_model_len = config.target, config.model.max_model_len
     options = ModelOptions(model=config.model.name, dtype=target.dtype, kv_cache_gb=target.kv_cache_gb)
     own = DrafterConfig(name="target", options=options, capacity=target.max_num_sequences, spare_share=0)
-    total = footprint(own, "cpu", max_model_len)
     colocated = [drafter for drafter in config.drafters if drafter.is_colocated]
-    for drafter in colocated:
-        total = total.plus(_of(drafter.options, False, drafter.capacity * max_model_len, config.model.name))
+    parts = (_of(one.options, False, one.capacity * max_model_len, config.model.name) for one in colocated)
+    total = sum(parts, footprint(own, "cpu", max_model_len))
     model, element = load_config(resolve_model(config.model.name)), max(2, _element(target.dtype, on_gpu=False))
     num_tokens = int(target.kv_cache_gb * 2**30) // model.kv_bytes_per_token(element)
     kept = len(feature_layers(colocated)) * model.hidden_size * element * num_tokens
-    return total.plus(Footprint(cache_bytes=kept))
+    return total + Footprint(cache_bytes=kept)
 
 
 def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> Footprint:
@@ -114,36 +98,25 @@ def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> 
             shared_bytes = options.max_shared_tokens * AUTOMATON_BYTES
             return Footprint(cache_bytes=shared_bytes, request_bytes=num_tokens * AUTOMATON_BYTES)
         case TableOptions():
-            return _table(options, num_tokens)
+            stored = 0 if options.path is None else _table_bytes(options.path)
+            cache_bytes = options.max_learned * LEARNED_BYTES + (LOOKUP_CACHE_BYTES if options.path is not None else 0)
+            # Keys hardly shrink, so there are at most so many contexts.
+            return Footprint(stored, stored // 8 * COUNTED_BYTES, cache_bytes, num_tokens * TOKEN_BYTES)
         case CascadeOptions():
-            total = Footprint()
-            for member in options.members:
-                total = total.plus(_of(member, on_gpu, num_tokens, target))
-            return total
+            return sum((_of(member, on_gpu, num_tokens, target) for member in options.members), Footprint())
         case ModelOptions() | LayersOptions() | DSparkOptions():
-            return Footprint(
-                *_weights(options, on_gpu, target),
-                cache_bytes=int(options.kv_cache_gb * 2**30),
-                request_bytes=num_tokens * TOKEN_BYTES,
-            )
+            cache_bytes = int(options.kv_cache_gb * 2**30)
+            return Footprint(*_weights(options, on_gpu, target), cache_bytes, request_bytes=num_tokens * TOKEN_BYTES)
 
 
-def _table(options: TableOptions, num_tokens: int) -> Footprint:
+def _table_bytes(name_or_path: str) -> int:
     from drafters.shipped import find_table
 
-    stored = 0
-    if options.path is not None:
-        path = find_table(options.path)
-        try:
-            stored = path.stat().st_size
-        except OSError as error:
-            raise ModelUnavailable(f"{path} cannot be read ({error.strerror})") from error
-    return Footprint(
-        stored,
-        weight_bytes=stored // 8 * COUNTED_BYTES,  # keys hardly shrink: at most so many contexts
-        cache_bytes=options.max_learned * LEARNED_BYTES + (LOOKUP_CACHE_BYTES if options.path is not None else 0),
-        request_bytes=num_tokens * TOKEN_BYTES,
-    )
+    path = find_table(name_or_path)
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ModelUnavailable(f"{path} cannot be read ({error.strerror})") from error
 
 
 def _weights(options: ModelOptions | LayersOptions | DSparkOptions, on_gpu: bool, target: str) -> tuple[int, int]:
@@ -155,7 +128,8 @@ def _weights(options: ModelOptions | LayersOptions | DSparkOptions, on_gpu: bool
     shapes = _shapes(folder)
     if isinstance(options, ModelOptions):
         num_layers = load_config(folder).num_layers if options.num_layers is None else options.num_layers
-        shapes = {name: shape for name, shape in shapes.items() if _layer(name) < num_layers}
+        left_out = {name for name in shapes if name.startswith("model.layers.") and int(name.split(".")[2]) >= num_layers}
+        shapes = {name: shape for name, shape in shapes.items() if name not in left_out}
         shapes.setdefault(_HEAD, shapes.get(_EMBEDDING, (0, 0)))
     elif isinstance(options, LayersOptions):
         config = load_config(folder)
@@ -174,12 +148,6 @@ def _weights(options: ModelOptions | LayersOptions | DSparkOptions, on_gpu: bool
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")), held
 
 
-def _layer(name: str) -> int:
-    """The layer of a tensor; -1: of none."""
-    prefix, _, rest = name.partition("layers.")
-    return int(rest.partition(".")[0]) if rest and prefix == "model." else -1
-
-
 def _element(dtype: str, on_gpu: bool, *, allows_int8: bool = False) -> int:
     """Bytes of a weight. int8 products exist on a CPU only; elsewhere such weights are bfloat16."""
     dtype = choose_dtype(dtype, "cuda" if on_gpu else "cpu", allows_int8=allows_int8)
@@ -189,11 +157,7 @@ def _element(dtype: str, on_gpu: bool, *, allows_int8: bool = False) -> int:
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor in the safetensors files of a folder.
-
-    Raises:
-        ModelUnavailable: one is not a safetensors file.
-    """
+    """Shape of each tensor in the safetensors files of a folder. Raises ModelUnavailable."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:

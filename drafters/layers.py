@@ -2,12 +2,11 @@
 
 A folder holds ``config.json`` (the target's, with fewer layers and the fingerprint of its tokenizer) and
 ``model.safetensors``: layers and final norm under their Hugging Face names, and ``draft_token_ids``, the ascending int64
-token ids of a reduced head (the whole head without it). Embedding and head are frozen in training and read from the target's
-folder. The head is most of the cost: SmolLM2-135M's 49 thousand rows cost more than two layers.
+token ids of a reduced head (the whole head without it). Embedding and head are the target's.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from engine.forward import CausalModel
 from engine.models.config import load_config
 from engine.models.int8 import WeightsKind, stored
 from engine.models.tokenizer import fingerprint
-from engine.models.weights import SINGLE, LayerWeights, SafetensorsFolder, TensorWeights, write_atomically
+from engine.models.weights import SINGLE, SafetensorsFolder, TensorWeights, write_atomically
 
 ARCHITECTURE = "OutriderLayersDrafter"
 TOKEN_IDS = "draft_token_ids"
@@ -31,12 +30,8 @@ _SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def load_layers(folder: Path, target_folder: Path, dtype: str, device: str) -> tuple[CausalModel, Tensor | None]:
-    """The drafter's model, and the token ids of its logits; None: all.
-
-    Raises:
-        ModelUnavailable: missing, half-written, unsupported, or of another shape than the target.
-        IncompatibleTokenizer: trained for another target.
-    """
+    """The drafter's model, and the token ids of its logits; None: all. Raises ModelUnavailable, and IncompatibleTokenizer if
+    it was trained for another target."""
     config, target = load_config(folder), load_config(target_folder)
     if (config.vocab_size, config.hidden_size) != (target.vocab_size, target.hidden_size):
         raise ModelUnavailable(
@@ -54,18 +49,14 @@ def load_layers(folder: Path, target_folder: Path, dtype: str, device: str) -> t
 
 
 def save_layers(
-    folder: Path,
-    target_folder: Path,
-    tensors: Mapping[str, Tensor],
-    token_ids: Tensor | None,
-    weights: WeightsKind = "bf16",
+    folder: Path, target_folder: Path, tensors: Mapping[str, Tensor], token_ids: Tensor | None, weights: WeightsKind = "bf16"
 ) -> None:
     """Writes a folder for ``load_layers``. Each file is replaced atomically.
 
     Args:
         tensors: by Hugging Face name, layers counted from 0; rows of embedding and head are omitted.
         token_ids: of the reduced head, ascending; None: the whole head.
-        weights: int8 stores matrices so, the rest in bfloat16: half the size (``engine.models.int8``).
+        weights: of matrices (``engine.models.int8``); the rest is bfloat16.
     """
     own = {name: tensor for name, tensor in tensors.items() if name not in _SHARED}
     kept = stored(own, weights, lambda name: False)
@@ -88,16 +79,8 @@ class _SharedRows:
     """``engine.models.weights.Weights``: layers and norm of the drafter, rows of the target."""
 
     def __init__(self, own: TensorWeights, target: TensorWeights, token_ids: Tensor | None) -> None:
-        self._own, self._target, self._token_ids = own, target, token_ids
-
-    def embedding(self) -> Tensor:
-        return self._target.embedding()
-
-    def layers(self) -> Iterator[LayerWeights]:
-        return self._own.layers()
-
-    def final_norm(self) -> Tensor:
-        return self._own.final_norm()
+        self._target, self._token_ids = target, token_ids
+        self.layers, self.final_norm, self.embedding = own.layers, own.final_norm, target.embedding
 
     def head(self) -> Tensor:
         head = self._target.head()

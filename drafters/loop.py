@@ -3,13 +3,13 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum, auto
+from typing import Literal
 
 from cluster.errors import LinkClosed, LinkFull
 from cluster.messages import LevelReport, ProposalRound
 from cluster.transport.base import LinkDown, Mailbox
 from cluster.types import Proposal
-from drafters.counterfactual import Scorer
+from drafters.counterfactual import score_shadows
 from drafters.protocol import Demand, Drafter
 from drafters.session import Session, TargetPeer
 from drafters.sessions import SessionLimits, TargetSessions
@@ -21,14 +21,8 @@ REPORT_PERIOD_S = 0.1  # of level reports and scores; the router reads them once
 MAX_WAIT_S = 0.25  # run() checks its stop event at least this often
 
 
-class Begun(Enum):
-    """What the first half of a step did."""
-
-    NOTHING = auto()
-    ANSWERED = auto()  # it took no time of the drafter
-    DRAFTED = auto()  # ``finish`` sends the proposals
-    DRAFTED_AHEAD = auto()
-    SCORED = auto()
+# What the first half of a step did. ``answered`` took no time of the drafter; the proposals of ``drafted`` are not sent yet.
+StepWork = Literal["nothing", "answered", "drafted", "drafted ahead", "scored"]
 
 
 class DrafterLoop:
@@ -36,20 +30,17 @@ class DrafterLoop:
 
     A step does the first of these that there is to do, so that messages never wait for more than one batch:
 
-    1. Send what needs no draft: drafted tokens that a commit confirmed, empty proposals for requests that get no draft,
-       resyncs. An empty proposal is sent so that the target need not wait for one.
+    1. Send what needs no draft: drafted tokens that a commit confirmed, resyncs, and empty proposals, for which the target
+       need not wait.
     2. Draft one batch for the requests without a proposal.
-    3. Draft ahead for requests whose proposal is being verified, if ``ahead_len`` is not 0.
+    3. Draft ahead for requests whose proposal is being verified.
     4. Score requests that other drafters drive.
 
-    A simulation on a virtual clock calls the halves of ``step`` itself: ``begin``, and ``finish`` when the drafter has taken
-    its time.
+    A simulation on a virtual clock calls the halves of ``step`` itself: ``begin`` and, when the time has passed, ``finish``.
 
     Args:
-        ahead_len: tokens drafted beyond the last proposal while it is verified (PEARL's post-verify). Worthwhile where
-            drafting takes time; 0 for lookups.
-        spare_share: maximum share of time for keeping in step with requests that others draft for and scoring them; without
-            ``run``, all time that nothing else needs.
+        ahead_len: tokens drafted beyond the last proposal while it is verified (PEARL's post-verify); 0 for lookups.
+        spare_share: maximum share of time for scoring requests that others draft for.
     """
 
     def __init__(
@@ -70,20 +61,15 @@ class DrafterLoop:
         self._ahead_chunk = max(1, ahead_len // 4)  # per batch: messages wait for it, and a chain verifies it in one pass
         self._next_report_s = self._next_scores_s = self._next_spare_s = 0.0
         self._spare_share = spare_share
-        self._scorer = Scorer(drafter)
 
     def step(self, now_s: float) -> bool:
-        """Returns whether there was anything to do beside reading messages: if so, call again at once.
+        """Drafts at most one batch and sends at most one message per link. Returns whether there was anything to do beside
+        reading messages: if so, call again at once. Exceptions of the drafter propagate."""
+        work = self.begin(now_s)
+        self.finish(work, now_s, now_s)
+        return work != "nothing"
 
-        Drafts at most one batch and sends at most one message per link. Exceptions of the drafter propagate: its owner
-        restarts it, and the targets decode plainly meanwhile.
-        """
-        begun = self.begin(now_s)
-        self.finish(begun, now_s, now_s)
-        return begun is not Begun.NOTHING
-
-    def begin(self, now_s: float) -> Begun:
-        """The first half of a step: all before the draft or score is complete."""
+    def begin(self, now_s: float) -> StepWork:
         self._read_messages(now_s)
         self.sessions.expire(now_s)
         resyncs = self.sessions.due_resyncs(now_s)
@@ -91,21 +77,26 @@ class DrafterLoop:
         ready = [one for one in unanswered if self._is_ready(one[1])]
         if ready or resyncs or self.sessions.refusing():
             self._send_proposals(ready, resyncs, now_s)
-            return Begun.ANSWERED
+            return "answered"
         if unanswered:
             self._draft([(session, session.draft_len - len(session.ahead)) for _, session in unanswered])
-            return Begun.DRAFTED
-        if self._ahead_len and self._draft(list(self._drafts_ahead())):
-            return Begun.DRAFTED_AHEAD
-        return Begun.SCORED if self._score(now_s) else Begun.NOTHING
+            return "drafted"
+        if self._ahead_len and (ahead := list(self._drafts_ahead())):
+            self._draft(ahead)
+            return "drafted ahead"
+        return "scored" if self._score(now_s) else "nothing"
 
-    def finish(self, begun: Begun, began_s: float, now_s: float) -> None:
+    def finish(self, work: StepWork, began_s: float, now_s: float) -> None:
         """The second half of a step that began at ``began_s``: sends proposals and scores."""
-        if begun is Begun.DRAFTED:
+        if work == "drafted":
             self._read_messages(now_s)  # commits that came meanwhile make some drafts stale
-            unanswered = self.sessions.unanswered()
-            self._send_proposals([one for one in unanswered if _can_answer(one[1])], {}, now_s)
-        elif begun is Begun.SCORED:
+            found = [
+                (peer, session)
+                for peer, session in self.sessions.unanswered()
+                if session.ahead or session.exhausted or not session.draft_len
+            ]
+            self._send_proposals(found, {}, now_s)
+        elif work == "scored":
             self._next_spare_s = now_s + (now_s - began_s) * (1.0 / self._spare_share - 1.0)
             if self._next_scores_s <= now_s:
                 self._next_scores_s = now_s + REPORT_PERIOD_S
@@ -116,13 +107,13 @@ class DrafterLoop:
         """Steps until ``stop`` is set; wake the mailbox then. ``clock`` is monotonic, in seconds."""
         while not stop.is_set():
             start_s = clock()
-            begun = self.begin(start_s)
-            if begun is Begun.NOTHING:
-                due_s = self.next_due_s()
-                wait_s = MAX_WAIT_S if due_s is None else min(MAX_WAIT_S, due_s - clock())
-                self._mailbox.wait(max(0.0, wait_s))
+            work = self.begin(start_s)
+            if work != "nothing":
+                self.finish(work, start_s, clock())
                 continue
-            self.finish(begun, start_s, clock())
+            due_s = self.next_due_s()
+            wait_s = MAX_WAIT_S if due_s is None else min(MAX_WAIT_S, due_s - clock())
+            self._mailbox.wait(max(0.0, wait_s))
 
     def next_due_s(self) -> float | None:
         """When a step has something to do without a message; None: never."""
@@ -132,7 +123,6 @@ class DrafterLoop:
         return due_s
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the state of the loop or the drafter is inconsistent."""
         self.sessions.check_integrity()
         self._drafter.check_integrity()
 
@@ -143,20 +133,18 @@ class DrafterLoop:
             self._mailbox.put(LinkDown(self.sessions.unlinked.pop(), "it sent too many unsound messages"))
 
     def _is_ready(self, session: Session) -> bool:
-        """Whether a proposal can be sent without drafting. With drafting ahead any tokens will do: the target verifies them
-        while the next are drafted.
-        """
+        """Whether a proposal can be sent without drafting. With drafting ahead any tokens will do."""
         return len(session.ahead) >= session.draft_len or (self._ahead_len > 0 and bool(session.ahead))
 
     def _score(self, now_s: float) -> bool:
-        """One piece of scoring, if scoring has had less than its share of time. Returns whether there was any."""
+        """Scores once, if scoring has had less than its share of time. Returns whether it did."""
         unscored = self.sessions.unscored
         if not unscored or not self._spare_share or now_s < self._next_spare_s:
             return False
         shadows = [shadow for _, shadow in unscored.values()]
         for peer, shadow in unscored.values():
             shadow.row_price = peer.row_price
-        for key, score in self._scorer.work(shadows):
+        for key, score in score_shadows(self._drafter, shadows):
             unscored[key][0].scores.append(score)
         for shadow in shadows:
             if not shadow.pending:
@@ -172,29 +160,24 @@ class DrafterLoop:
                 if num_tokens > 0:
                     yield session, num_tokens
 
-    def _draft(self, batch: Sequence[tuple[Session, int]]) -> bool:
-        """Drafts one batch. Returns whether there was anything to draft."""
-        if not batch:
-            return False
+    def _draft(self, batch: Sequence[tuple[Session, int]]) -> None:
         demands = [Demand(session.key, num_tokens, tuple(session.ahead), session.row_price) for session, num_tokens in batch]
         for (session, num_tokens), draft in zip(batch, self._drafter.propose(demands), strict=True):
             session.ahead.extend(draft.token_ids)
             session.confidences.extend(draft.confidences)
             session.exhausted = len(draft.token_ids) < num_tokens
-        return True
 
     def _send_proposals(
         self, sessions: Sequence[tuple[TargetPeer, Session]], resyncs: Mapping[int, Sequence[str]], now_s: float
     ) -> None:
-        """One message to each peer with proposals, refusals or resyncs."""
         by_peer: dict[int, list[Session]] = {}
         for peer, session in sessions:
             by_peer.setdefault(id(peer.link), []).append(session)
         for number in dict.fromkeys([*by_peer, *resyncs, *self.sessions.refusing()]):
             peer = self.sessions.peers[number]
             proposals = [self._proposal(session) for session in by_peer.get(number, ())]
-            if peer.refusals:
-                proposals += [Proposal(one, length, (), (), self.name) for one, length in peer.take_refusals().items()]
+            proposals += [Proposal(one, length, (), (), self.name) for one, length in peer.refusals.items()]
+            peer.refusals.clear()
             self._send(peer, tuple(proposals), tuple(resyncs.get(number, ())), now_s)
 
     def _take_levels(self, now_s: float) -> tuple[LevelReport, ...]:
@@ -219,7 +202,7 @@ class DrafterLoop:
 
     def _send(self, peer: TargetPeer, proposals: tuple[Proposal, ...], resyncs: tuple[str, ...], now_s: float) -> None:
         """One message, with the peer's scores; none if it would be empty."""
-        scores = peer.take_scores()
+        scores, peer.scores = tuple(peer.scores), []
         if not (proposals or resyncs or scores):
             return
         message = ProposalRound(peer.table_version, proposals, scores, resyncs, self._take_levels(now_s))
@@ -230,8 +213,3 @@ class DrafterLoop:
             logger.warning("drafter %s: %s reads too slowly, dropped a message to it", self.name, peer.link.peer.name)
         except LinkClosed:
             self.sessions.drop_link(peer.link)
-
-
-def _can_answer(session: Session) -> bool:
-    """Whether there is anything to send, or nothing to wait for."""
-    return bool(session.ahead) or session.exhausted or not session.draft_len

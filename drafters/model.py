@@ -1,13 +1,11 @@
-"""Drafting with any causal model of the target's vocabulary, token by token for all requests at once; alone, or as the
-verifier of what smaller drafters propose (a chain).
-"""
+"""Drafting with a causal model, token by token for all requests at once; alone, or as the verifier of a chain."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.messages import LevelReport, Verified
 from cluster.sampling_params import SamplingParams
-from drafters.protocol import Capabilities, Demand, Draft, Drafter, Stopping
+from drafters.protocol import Capabilities, Demand, Draft, Drafter
 from drafters.small_model import Question, SmallModel
 from engine.acceptance import common_prefix_len
 from engine.sampling import Chosen
@@ -32,21 +30,15 @@ class _PartialDraft:
 
 
 class ModelDrafter:
-    """Samples the model's continuation with the target's noise and parameters; the target as its own drafter is always
-    right.
+    """Samples the model's continuation with the target's noise and parameters.
 
-    With ``proposers`` it is a chain: the smaller drafter of a request proposes, the model verifies. Proposed tokens that
-    equal the model's own choices are right, and the model's next token comes free. So a chain saves passes and changes no
-    draft. All requests share the model's passes, whatever their proposers.
+    With ``proposers`` it is a chain: the smaller drafter of a request proposes, the model verifies. A proposed token is
+    right if it equals the model's choice: a chain saves passes and changes no draft. All requests share the model's passes.
 
     Args:
         proposers: by pool name; a proposer with proposers may be verified in turn.
-        proposal_len: maximum tokens of one proposal.
-        min_confidence: a draft ends before a token of lower confidence; 0 drafts the whole demand.
-        min_survival: a draft ends after the token that takes its survival below this: a further token would cost a pass and
-            hardly ever be reached.
-        scaling: calibrates the returned confidences, by position behind the last commit, tokens drafted ahead included.
-            Drafts end by uncalibrated confidences.
+        min_survival: of uncalibrated confidences; a draft ends after the token that takes its survival below this.
+        scaling: calibrates the returned confidences, by position behind the last commit.
         clock: times the passes of a chain; None: they are not timed.
     """
 
@@ -56,7 +48,6 @@ class ModelDrafter:
         proposers: Mapping[str, Drafter] | None = None,
         *,
         proposal_len: int = PROPOSAL_LEN,
-        min_confidence: float = 0.0,
         min_survival: float = 0.0,
         scaling: TemperatureScaling | None = None,
         clock: Callable[[], float] | None = None,
@@ -64,7 +55,7 @@ class ModelDrafter:
         self._model = model
         self._proposers = dict(proposers or {})
         self._proposal_len = proposal_len
-        self.stopping = Stopping(min_confidence, min_survival)
+        self.min_survival = min_survival
         self._scaling = scaling
         self._clock = clock
         self._proposers_of: dict[str, tuple[str, ...]] = {}  # by request, smallest first
@@ -107,12 +98,8 @@ class ModelDrafter:
         self._model.extend(request_id, token_ids)
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
-        """Drafts of a batch, in parts that the model's cache holds at once.
-
-        A demand beyond the model's length is cut. A request with much missing context (a long prompt, just opened) gets an
-        empty draft until it has caught up, one pass per batch, so that others need not wait. A request with tokens unknown
-        to the model gets none.
-        """
+        """As ``Drafter.propose``. Drafts of a request with much missing context are empty until it has caught up, one pass
+        per batch; those of a request with tokens unknown to the model always."""
         drafts = [_PartialDraft(demand, self._draft_len(demand)) for demand in demands]
         wanted = [draft for draft in drafts if draft.num_missing]
         questions = [Question(draft.demand.request_id, draft.ahead) for draft in wanted]
@@ -136,13 +123,13 @@ class ModelDrafter:
         self._model.release(request_id)
 
     def take_levels(self, name: str) -> list[LevelReport]:
-        num_lost = self._model.num_lost - self._num_lost
-        verified = tuple(
-            Verified(proposer, positions.num_reached, positions.num_right, *self._num_proposed[proposer])
-            for proposer, positions in self._positions.items()
-        )
         reports = []
         if self._num_passes:
+            num_lost = self._model.num_lost - self._num_lost
+            verified = tuple(
+                Verified(proposer, positions.num_reached, positions.num_right, *self._num_proposed[proposer])
+                for proposer, positions in self._positions.items()
+            )
             reports.append(LevelReport(name, self._num_passes, self._num_rows, self._busy_s, num_lost, verified))
         self._num_passes = self._num_rows = 0
         self._num_lost, self._busy_s = self._model.num_lost, 0.0
@@ -159,10 +146,9 @@ class ModelDrafter:
 
     def _proposer_of(self, request_id: str) -> Drafter | None:
         proposers = self._proposers_of.get(request_id)
-        return None if proposers is None else self._proposers[proposers[-1]]
+        return self._proposers[proposers[-1]] if proposers else None
 
     def _leave(self, request_id: str) -> None:
-        """Removes the proposers of a request."""
         proposer = self._proposer_of(request_id)
         if proposer is not None:
             proposer.release(request_id)
@@ -182,7 +168,7 @@ class ModelDrafter:
         return Draft(draft.demand.request_id, tuple(draft.token_ids), confidences)
 
     def _draft_round(self, part: Sequence[_PartialDraft]) -> None:
-        """One batch per proposer, then one pass of the model, which adds the last token of a draft itself."""
+        """One batch per proposer, then one pass of the model."""
         proposed = self._proposals(part) if self._proposers_of else {}
         questions = [
             Question(draft.demand.request_id, draft.ahead, proposed.get(draft.demand.request_id, ())) for draft in part
@@ -209,7 +195,6 @@ class ModelDrafter:
         }
 
     def _choose(self, questions: Sequence[Question]) -> list[Chosen]:
-        """One pass of the model."""
         num_rows = self._model.num_rows
         start_s = self._clock() if self._clock is not None else 0.0
         answers = self._model.choose(questions)
@@ -225,17 +210,15 @@ class ModelDrafter:
         self._num_proposed[proposer] = demanded_before + num_demanded, proposed_before + num_proposed
 
     def _add(self, draft: _PartialDraft, chosen: Chosen, num_tokens: int) -> None:
-        """Appends up to ``num_tokens`` chosen tokens, until the draft is complete, the request ends, or it stops."""
+        """Appends up to ``num_tokens`` chosen tokens, until the draft is complete."""
         if not chosen.token_ids:  # every token is masked there, and the target will find the same
             draft.num_missing = 0
         for token_id, confidence in zip(chosen.token_ids[:num_tokens], chosen.confidences, strict=False):
-            if confidence < self.stopping.min_confidence:
-                draft.num_missing = 0
             if not draft.num_missing:
                 break
             draft.token_ids.append(token_id)
             draft.confidences.append(confidence)
             draft.num_missing -= 1
             draft.survival *= confidence
-            if draft.survival < self.stopping.min_survival or self._model.ends(draft.demand.request_id, token_id):
+            if draft.survival < self.min_survival or self._model.ends(draft.demand.request_id, token_id):
                 draft.num_missing = 0

@@ -11,33 +11,33 @@ from drafters.protocol import Capabilities, Demand, Draft
 
 _NUM_PLACES = 4  # positions in a draft with hit rates of their own; later ones share the last
 _FIRST_PRIOR, _LATER_PRIOR = 0.3, 0.8
+_MEMORY = 500.0  # trials
 
 
 @dataclass(slots=True)
 class HitRate:
-    """A decayed rate with a prior of ``weight`` trials and a half-life of about 350 trials."""
+    """A decayed rate with a prior of ``weight`` trials, and without numpy."""
 
-    rate: float
+    value: float
     weight: float = 8.0
 
-    _LIMIT = 500.0  # trials that the rate remembers at most
-
     def record(self, hit: bool) -> None:
-        self.weight = min(self.weight + 1.0, self._LIMIT)
-        self.rate += (float(hit) - self.rate) / self.weight
+        self.weight = min(self.weight + 1.0, _MEMORY)
+        self.value += (float(hit) - self.value) / self.weight
+
+
+_Guess = tuple[int, HitRate | None]  # a token, and its hit rate if it was drafted here
 
 
 class _NgramText:
-    """The tokens of one request with an n-gram index; a look-up takes constant time.
-
-    ``_next`` maps every n-gram of a length in ``match_lens`` to the position after its last occurrence. An n-gram is indexed
-    when its next token comes, so the end of the text never finds itself.
+    """The tokens of one request, and the position after the last occurrence of each n-gram of a length in ``match_lens``,
+    the longest first. An n-gram is indexed when its next token comes, so the end of the text never finds itself.
     """
 
     def __init__(self, token_ids: Sequence[int], match_lens: range) -> None:
         self.token_ids: list[int] = []
-        self.guess: list[tuple[int, HitRate | None]] = []  # drafted beyond the text, and the hit rate of each
-        self._lens = match_lens  # the longest first
+        self.guesses: list[_Guess] = []  # drafted beyond the text
+        self._lens = match_lens
         self._next: dict[tuple[int, ...], int] = {}
         self.extend(token_ids)
 
@@ -69,11 +69,9 @@ class _NgramText:
 class NgramDrafter:
     """Copies what followed the last ``max_match_len`` down to ``min_match_len`` tokens at their last joint occurrence.
 
-    A copy that reaches the end of the text continues in itself, so a loop is drafted at any length. Memory: at most one
-    index entry, about 150 bytes, per match length and token of the followed requests.
-
-    The confidence of a token is the hit rate of its match length and position in the draft, over all requests: the first
-    token of a copied draft is uncertain, later ones mostly follow; beyond that the match length matters.
+    A copy that reaches the end of the text continues in itself, so a loop is drafted at any length. The confidence of a
+    token is the hit rate of its match length and position in the draft, over all requests. Memory: about 150 bytes per match
+    length and token of the followed requests.
     """
 
     kind = "ngram"
@@ -93,8 +91,15 @@ class NgramDrafter:
         self._texts[request_id] = _NgramText(token_ids, self._match_lens)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Every committed token at a drafted position is a trial, up to the first wrong one."""
         text = self._texts[request_id]
-        self._learn(text, token_ids)
+        for token_id, (guessed, rate) in zip(token_ids, text.guesses, strict=False):
+            if rate is not None:
+                rate.record(token_id == guessed)
+            if token_id != guessed:
+                text.guesses.clear()
+                break
+        del text.guesses[: len(token_ids)]
         text.extend(token_ids)
 
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
@@ -119,32 +124,17 @@ class NgramDrafter:
             period = len(source)  # at least one: an n-gram is indexed when a token follows it
             source = [source[i % period] for i in range(demand.num_tokens)]
         rates = [self._rates[match_len, 0]]
-        survival = rates[0].rate
+        survival = rates[0].value
         for place in range(1, demand.num_tokens):
             rate = self._rates[match_len, min(place, _NUM_PLACES - 1)]
-            survival *= rate.rate
+            survival *= rate.value
             if survival < demand.least_survival:
                 break
             rates.append(rate)
         token_ids = tuple(source[: len(rates)])
-        text.guess = [*_trials_of(text.guess, demand.ahead), *zip(token_ids, rates, strict=True)]
-        return Draft(demand.request_id, token_ids, tuple(rate.rate for rate in rates))
-
-    def _learn(self, text: _NgramText, token_ids: Sequence[int]) -> None:
-        """Every committed token at a drafted position is a trial, up to the first wrong one."""
-        for token_id, (guessed, rate) in zip(token_ids, text.guess, strict=False):
-            if rate is not None:
-                rate.record(token_id == guessed)
-            if token_id != guessed:
-                text.guess.clear()
-                return
-        del text.guess[: len(token_ids)]
-
-
-def _trials_of(guess: Sequence[tuple[int, HitRate | None]], ahead: Sequence[int]) -> list[tuple[int, HitRate | None]]:
-    """Guesses for the tokens of ``ahead``: trials if they were drafted here."""
-    kept: list[tuple[int, HitRate | None]] = []
-    for i, token_id in enumerate(ahead):
-        known = guess[i] if i < len(guess) and guess[i][0] == token_id else (token_id, None)
-        kept.append(known)
-    return kept
+        before: list[_Guess] = [(token_id, None) for token_id in demand.ahead]
+        for i, guess in enumerate(text.guesses[: len(before)]):
+            if guess[0] == before[i][0]:
+                before[i] = guess
+        text.guesses = [*before, *zip(token_ids, rates, strict=True)]
+        return Draft(demand.request_id, token_ids, tuple(rate.value for rate in rates))

@@ -15,23 +15,16 @@ PRICE_SHARE = 0.5  # share of a price, since prices and confidences are estimate
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A request for ``num_tokens`` draft tokens after the committed tokens of a request and ``ahead``: unverified tokens
-    that the drafter proposed before (drafting ahead), or that its chain's verifier chose.
-
-    ``row_price``: cost of verifying one more token, in tokens. A token less likely to survive is not verified and need not
-    be drafted.
-    """
+    """Up to ``num_tokens`` draft tokens are wanted after the committed tokens of a request and ``ahead``."""
 
     request_id: str
     num_tokens: int
-    ahead: tuple[int, ...] = ()
-    row_price: float = 0.0
+    ahead: tuple[int, ...] = ()  # unverified: proposed before (drafting ahead), or chosen by the chain's verifier
+    row_price: float = 0.0  # cost of verifying one more token, in tokens: less likely ones need not be drafted
 
     @property
     def least_survival(self) -> float:
-        """Survival below which lookups and cascades end a draft; lookups always keep the first token. Model drafters do not
-        read it: they end a draft by ``Stopping``.
-        """
+        """Survival below which lookups and cascades end a draft; lookups always keep the first token."""
         return PRICE_SHARE * self.row_price
 
 
@@ -54,10 +47,10 @@ class Capabilities:
 
 
 class Drafter(Protocol):
-    """Proposes continuations. Not thread-safe: its loop owns it.
+    """Proposes continuations. Not thread-safe.
 
-    Drafting never changes the output, so a drafter may be wrong, slow or gone, but must not return tokens outside the
-    vocabulary. With a request's sampling parameters and seed it samples with the target's noise (idea 1).
+    It may be wrong, slow or gone, but must not return tokens outside the vocabulary. With a request's sampling parameters
+    and seed it samples with the target's noise (DESIGN idea 1).
     """
 
     @property
@@ -79,30 +72,18 @@ class Drafter(Protocol):
         """Raises AssertionError if the drafter's state is inconsistent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """When a token-by-token drafter ends a draft early: before a token of lower confidence, or after a token that takes
-    the draft's survival below the minimum.
-    """
-
-    min_confidence: float = 0.0
-    min_survival: float = 0.0
-
-
-NEVER = Stopping()
-
-
 class TokenByToken(Protocol):
     """One pass over several tokens yields what the drafter would have drafted at each of them."""
 
     @property
-    def stopping(self) -> Stopping: ...
+    def min_survival(self) -> float:
+        """A draft ends after the token that takes its survival below this."""
 
     def choose_at_each(self, demands: Sequence[Demand], max_rows: int) -> list[Draft | None]:
-        """What it would draft in place of each token of ``ahead``, given those before it; ``extend`` with them follows.
+        """What it would draft in place of each token of ``ahead``; ``extend`` with them follows.
 
-        One pass of about ``max_rows`` rows at most, which evicts no cache. None: the request is not in step yet, and part of
-        the missing tokens was computed. Fewer tokens than ``ahead``: no answer is possible.
+        One pass of about ``max_rows`` rows at most, which evicts no cache. None: only part of the missing tokens was
+        computed. Fewer tokens than ``ahead``: no answer is possible.
         """
 
 
@@ -110,10 +91,8 @@ class ChainVerifier(Protocol):
     """Verifies proposals of smaller drafters, per request. Its drafts stay the same and take less time."""
 
     def set_proposers(self, request_id: str, proposers: Sequence[str]) -> bool:
-        """Sets the proposers of a followed request, smallest first, from the next draft on; () removes them.
-
-        Returns whether it has these proposers; if not, it drafts alone.
-        """
+        """Sets the proposers of a followed request, smallest first, from the next draft on; () removes them. Returns whether
+        it has these proposers; if not, it drafts alone."""
 
     def take_levels(self, name: str) -> list[LevelReport]:
         """Reports of this drafter, named ``name``, and of the models below since the last call."""

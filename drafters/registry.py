@@ -52,11 +52,10 @@ def make_drafter(
     Args:
         host: the target's process, for a colocated drafter.
         clock: times the members of a cascade or chain; None where no target waits for drafts.
-        proposers: possible levels of a chain below it, smallest first, each of which may have those before it. All are made
-            on its device.
+        proposers: possible levels of a chain below it, smallest first, each of which may have those before it.
 
     Raises:
-        IncompatibleTokenizer: its token ids differ from the target's; says how.
+        IncompatibleTokenizer: its token ids differ from the target's.
         ModelUnavailable: its model is missing, half-written or unsupported.
         InvalidField: an option is out of range, or its KV cache holds nothing.
     """
@@ -72,11 +71,7 @@ def make(options: DrafterOptions, site: Site) -> Drafter:
 
 
 def feature_layers(drafters: Sequence[DrafterConfig]) -> tuple[int, ...]:
-    """The target's layers whose hidden states some drafter reads, ascending.
-
-    Raises:
-        ModelUnavailable: a drafter is missing or not supported.
-    """
+    """The target's layers whose hidden states some drafter reads, ascending. Raises ModelUnavailable."""
     from drafters.dspark.config import load_dspark_config
     from drafters.shipped import find_drafter
 
@@ -86,9 +81,7 @@ def feature_layers(drafters: Sequence[DrafterConfig]) -> tuple[int, ...]:
 
 
 def check_tokenizer(folder: Path, target: ModelInfo) -> None:
-    """Raises IncompatibleTokenizer unless the model in ``folder`` has the target's token ids; describes the difference if
-    the target's folder is on this machine.
-    """
+    """Raises IncompatibleTokenizer unless the model in ``folder`` has the target's token ids."""
     from engine.models.prepare import resolve_model
     from engine.models.tokenizer import difference, read_vocabulary
 
@@ -158,13 +151,9 @@ def _make_model(options: ModelOptions | LayersOptions, site: Site) -> Drafter:
         folder = ensure_model(options.model)
         check_tokenizer(folder, site.target)
         model = load_model(folder, options.dtype, site.device, options.num_layers)
-    try:
-        num_blocks = num_blocks_for(model.config, int(options.kv_cache_gb * 2**30), model.dtype)
-    except ValueError as error:
-        raise InvalidField("kv_cache_gb", options.kv_cache_gb, str(error)) from error
     small = SmallModel(
         model,
-        num_blocks=num_blocks,
+        num_blocks=num_blocks_for(model.config, int(options.kv_cache_gb * 2**30), model.dtype),
         vocab_size=site.target.vocab_size,
         eos_token_ids=site.target.eos_token_ids,
         output_ids=output_ids,

@@ -1,7 +1,4 @@
-"""Accepted lengths of a drafter on recorded outputs of the target.
-
-The output does not depend on drafting (DESIGN idea 1), so this is exact and needs no pass of the target.
-"""
+"""Accepted lengths of a drafter on recorded outputs of the target: exact (DESIGN idea 1), and without its passes."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -46,10 +43,7 @@ class ReplayTarget(Protocol):
 def replay(
     drafter: Drafter, recordings: Sequence[Recording], draft_len: int, batch: int = 16, behind: ReplayTarget | None = None
 ) -> Iterator[Round]:
-    """Replays the recordings in order, ``batch`` at once; every draft of up to ``draft_len`` tokens is verified whole.
-
-    The last token of an answer needs no draft.
-    """
+    """Replays the recordings in order, ``batch`` at once; every draft of up to ``draft_len`` tokens is verified whole."""
     waiting = deque(recording for recording in recordings if len(recording.output_token_ids) > 1)
     live: list[tuple[Recording, int]] = []  # with the committed tokens; the first comes with the prompt's own pass
     while waiting or live:

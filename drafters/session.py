@@ -1,9 +1,6 @@
-"""A drafter's view of a request, kept correct by messages that may be lost, duplicated, late or reordered.
+"""A drafter's view of a request, kept correct by messages that may be lost, duplicated, late or reordered."""
 
-Pure bookkeeping: no drafter, link or clock.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -18,13 +15,12 @@ def key_of(link_number: int, request_id: str) -> str:
 
 
 def request_id_of(key: str) -> str:
-    """The target's id of a key."""
     return key.partition("/")[2]
 
 
 @dataclass(slots=True)
 class Session:
-    """A request as its drafter follows it, with the tokens drafted beyond the committed ones.
+    """A request as its drafter follows it.
 
     0 ............ committed_len ............ + num_sent ............ + len(ahead)
     | token_ids    | ahead, proposed          | ahead, not yet sent   |
@@ -67,8 +63,8 @@ class Session:
         self.answered = False
         self.exhausted = self.exhausted and bool(self.ahead)
 
-    def stop_drafting(self, max_draft_len: int) -> None:
-        """Makes it a shadow, scored with drafts of up to ``max_draft_len`` tokens."""
+    def make_shadow(self, max_draft_len: int) -> None:
+        """Scores it from now on, with drafts of up to ``max_draft_len`` tokens."""
         self.ahead.clear()
         self.confidences.clear()
         self.num_sent, self.answered, self.budget = 0, False, 0
@@ -76,20 +72,15 @@ class Session:
 
 
 class ExtendOutcome(Enum):
-    """Outcome of comparing received tokens with the known ones."""
-
     APPLIED = auto()  # possibly none is new
     GAP = auto()  # tokens before them are missing: the request must be opened again
     CONFLICT = auto()  # they contradict the known ones: the request must be forgotten and opened again
 
 
 def reconcile(known: Sequence[int], base_len: int, token_ids: Sequence[int]) -> tuple[ExtendOutcome, Sequence[int]]:
-    """Compares tokens at ``base_len`` with the known ones; returns the outcome and the new tokens.
-
-    Committed tokens never change, so tokens that are all known and agree are a duplicate or late, and harmless.
-    """
+    """Compares committed tokens at ``base_len`` with the known ones; returns the outcome and the new tokens."""
     known_len = len(known)
-    if base_len > known_len or base_len < 0:
+    if base_len > known_len:
         return ExtendOutcome.GAP, ()
     overlap = min(known_len - base_len, len(token_ids))
     if list(known[base_len : base_len + overlap]) != list(token_ids[:overlap]):
@@ -105,47 +96,40 @@ class _Resync:
 
 
 class Resyncs:
-    """Requests that must be opened again, and when to ask their target for it, again if need be: messages may be lost.
+    """Requests that their target must open again, and when to ask it.
 
-    The pause doubles with every attempt. After ``max_attempts`` the request is given up: its target does not know it any
-    more. A request beyond ``capacity`` is not added; its next Extend tries again.
+    The pause doubles with every attempt. After ``max_attempts`` the request is given up. A request beyond ``capacity`` is
+    not added; its next Extend tries again.
     """
 
     def __init__(self, pause_s: float, max_attempts: int, capacity: int) -> None:
         self._pause_s = pause_s
         self._max_attempts = max_attempts
         self._capacity = capacity
-        self._pending: dict[str, _Resync] = {}
+        self.pending: dict[str, _Resync] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._pending
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._pending)
+        return request_id in self.pending
 
     def request(self, request_id: str, min_len: int, now_s: float) -> None:
-        pending = self._pending.get(request_id)
+        pending = self.pending.get(request_id)
         if pending is not None:
             pending.min_len = max(pending.min_len, min_len)
-        elif len(self._pending) < self._capacity:
-            self._pending[request_id] = _Resync(min_len, now_s)
+        elif len(self.pending) < self._capacity:
+            self.pending[request_id] = _Resync(min_len, now_s)
 
     def update(self, request_id: str, known_len: int) -> None:
-        """Ends the resync if enough of the request is known."""
-        pending = self._pending.get(request_id)
+        pending = self.pending.get(request_id)
         if pending is not None and known_len >= pending.min_len:
-            del self._pending[request_id]
+            del self.pending[request_id]
 
     def drop(self, request_id: str) -> None:
-        self._pending.pop(request_id, None)
+        self.pending.pop(request_id, None)
 
     def take_due(self, now_s: float) -> tuple[list[str], list[str]]:
         """Requests to ask for now, and those given up."""
         due, given_up = [], []
-        for request_id, pending in self._pending.items():
+        for request_id, pending in self.pending.items():
             if pending.due_s > now_s:
                 continue
             if pending.num_attempts >= self._max_attempts:
@@ -155,11 +139,11 @@ class Resyncs:
             pending.num_attempts += 1
             due.append(request_id)
         for request_id in given_up:
-            del self._pending[request_id]
+            del self.pending[request_id]
         return due, given_up
 
     def next_due_s(self) -> float | None:
-        return min((pending.due_s for pending in self._pending.values()), default=None)
+        return min((pending.due_s for pending in self.pending.values()), default=None)
 
 
 @dataclass(slots=True)
@@ -177,15 +161,11 @@ class TargetPeer:
     refused: dict[str, float] = field(default_factory=dict)  # without capacity: time of the last message, oldest first
     refusals: dict[str, int] = field(default_factory=dict)  # unsent empty proposals: committed length that they answer
 
+    def forget(self, request_id: str) -> None:
+        for others in (self.ignored, self.refused, self.refusals):
+            others.pop(request_id, None)
+
     @property
     def has_pending(self) -> bool:
         """Whether there are refusals or resyncs to send, or requests that wait for capacity."""
-        return bool(self.refusals or self.refused or self.resyncs)
-
-    def take_scores(self) -> tuple[DraftScore, ...]:
-        scores, self.scores = tuple(self.scores), []
-        return scores
-
-    def take_refusals(self) -> dict[str, int]:
-        refusals, self.refusals = self.refusals, {}
-        return refusals
+        return bool(self.refusals or self.refused or self.resyncs.pending)

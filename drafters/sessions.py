@@ -21,18 +21,14 @@ MAX_IGNORED = 4096
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Limits. Counts are of requests, over all links.
-
-    ``resync_s``: time until an unanswered resync is repeated; doubles with each of ``max_resyncs`` attempts. ``idle_s``:
-    time after which a silent request is dropped, since its release may be lost; if it lives, its next Extend brings it back.
-    """
+    """Limits. Counts are of requests, over all links."""
 
     capacity: int = DEFAULT_CAPACITY
     max_draft_len: int = DEFAULT_DRAFT_LEN  # of a proposal; a Budget may ask for less
     max_shadows: int = 4 * DEFAULT_CAPACITY  # requests that others draft for and that are kept in step; 0: none
-    resync_s: float = 0.25
+    resync_s: float = 0.25  # until an unanswered resync is repeated; doubles with each attempt
     max_resyncs: int = 6
-    idle_s: float = 60.0
+    idle_s: float = 60.0  # until a silent request is dropped, as its release may be lost; its next Extend reopens it
 
 
 class TargetSessions:
@@ -41,9 +37,8 @@ class TargetSessions:
     def __init__(self, name: str, drafter: Drafter, limits: SessionLimits) -> None:
         self.peers: dict[int, TargetPeer] = {}  # by id(link): links are compared by identity
         self.unlinked: list[Link] = []  # closed after MAX_UNSOUND unsound messages
-        # A step reads these, not all sessions of all targets.
         self.unscored: dict[str, tuple[TargetPeer, Shadow]] = {}  # shadows with unscored tokens, by key
-        self._unanswered: dict[str, tuple[TargetPeer, Session]] = {}  # without a proposal for their committed length, by key
+        self._unanswered: dict[str, tuple[TargetPeer, Session]] = {}  # without a proposal for their committed length
         self._pending: dict[int, TargetPeer] = {}  # peers with ``has_pending``, by key of ``peers``
         self._num_sessions = 0
         self.num_shadows = 0
@@ -57,12 +52,7 @@ class TargetSessions:
 
     @property
     def num_drafted(self) -> int:
-        """Requests that it drafts for."""
         return self._num_sessions - self.num_shadows
-
-    @property
-    def num_refused(self) -> int:
-        return sum([len(peer.refused) for peer in self._pending.values()])
 
     def refusing(self) -> list[int]:
         """The peers that refusals are to be sent to."""
@@ -77,7 +67,6 @@ class TargetSessions:
         ]
 
     def mark_answered(self, session: Session) -> None:
-        """Records that a proposal for the committed length is sent."""
         session.answered = True
         self._unanswered.pop(session.key, None)
 
@@ -142,12 +131,10 @@ class TargetSessions:
         return due
 
     def next_due_s(self) -> float | None:
-        """When the next resync is due."""
         due = [due_s for peer in self._pending.values() if (due_s := peer.resyncs.next_due_s()) is not None]
         return min(due, default=None)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the sessions are inconsistent."""
         assert self.num_drafted <= self._limits.capacity, "more requests are followed than the capacity"
         sessions = [session for peer in self.peers.values() for session in peer.sessions.values()]
         assert self._num_sessions == len(sessions), "sessions were miscounted"
@@ -190,9 +177,6 @@ class TargetSessions:
 
     def _open(self, peer: TargetPeer, opening: Open, now_s: float) -> None:
         request_id = opening.request_id
-        if not opening.token_ids:
-            logger.warning("drafter %s: ignored an opening of %s without tokens", self._name, request_id)
-            return
         session = peer.sessions.get(request_id)
         if session is not None:
             outcome, new = reconcile(session.token_ids, 0, opening.token_ids)
@@ -211,20 +195,18 @@ class TargetSessions:
         if self.num_shadows >= self._limits.max_shadows:
             self._ignore(peer, opening.request_id)
         else:
-            self._stop_drafting(self._new_session(peer, opening, now_s))
+            self._make_shadow(self._new_session(peer, opening, now_s))
 
     @staticmethod
     def _ignore(peer: TargetPeer, request_id: str) -> None:
-        peer.refused.pop(request_id, None)
-        peer.refusals.pop(request_id, None)
+        peer.forget(request_id)
         peer.ignored[request_id] = None
         if len(peer.ignored) > MAX_IGNORED:
             del peer.ignored[next(iter(peer.ignored))]
 
     def _new_session(self, peer: TargetPeer, opening: Open, now_s: float) -> Session:
         request_id = opening.request_id
-        for others in (peer.ignored, peer.refused, peer.refusals):
-            others.pop(request_id, None)
+        peer.forget(request_id)
         session = Session(
             key=key_of(peer.number, request_id),
             request_id=request_id,
@@ -290,11 +272,11 @@ class TargetSessions:
         peer.resyncs.update(session.request_id, session.committed_len)
 
     def _set_budget(self, peer: TargetPeer, budget: Budget, now_s: float) -> None:
-        """A budget of 0 makes a session a shadow: another drafter drives the request from now on."""
+        """A budget of 0 makes a session a shadow."""
         request_id = budget.request_id
         peer.row_price = budget.row_price
         session = peer.sessions.get(request_id)
-        num_tokens = max(0, min(budget.num_tokens, self._limits.max_draft_len))
+        num_tokens = min(budget.num_tokens, self._limits.max_draft_len)
         if session is None:
             if num_tokens and request_id in peer.ignored:
                 del peer.ignored[request_id]
@@ -314,12 +296,12 @@ class TargetSessions:
                 self._close(peer, request_id)
                 self._ignore(peer, request_id)
                 return
-            self._stop_drafting(session)
+            self._make_shadow(session)
         session.budget, session.row_price = num_tokens, budget.row_price
 
-    def _stop_drafting(self, session: Session) -> None:
-        """Another drafter drives the request: the session becomes a shadow."""
-        session.stop_drafting(self._limits.max_draft_len)
+    def _make_shadow(self, session: Session) -> None:
+        """Another drafter drives the request from now on."""
+        session.make_shadow(self._limits.max_draft_len)
         self.num_shadows += 1
         self._unanswered.pop(session.key, None)
 
@@ -329,9 +311,8 @@ class TargetSessions:
             self._drafter.extend(session.key, shadow.skip())
 
     def _refuse(self, peer: TargetPeer, request_id: str, committed_len: int, now_s: float) -> None:
-        """Refuses a request without capacity. Each commit is answered with an empty proposal: else the target would hold the
-        request for a proposal that never comes, and count that as response time.
-        """
+        """Refuses a request without capacity. Each commit is answered with an empty proposal, so that the target does not
+        wait for one."""
         if not self._refusal_logged:
             self._refusal_logged = True
             logger.warning("drafter %s is at its capacity of %d requests", self._name, self._limits.capacity)
@@ -351,13 +332,14 @@ class TargetSessions:
 
     def _num_resyncing(self) -> int:
         """Requests without a session that were asked for: they will need capacity."""
-        return sum(1 for peer in self._pending.values() for request_id in peer.resyncs if request_id not in peer.sessions)
+        return sum(
+            1 for peer in self._pending.values() for request_id in peer.resyncs.pending if request_id not in peer.sessions
+        )
 
     def _release(self, peer: TargetPeer, request_id: str) -> None:
         self._close(peer, request_id)
         peer.resyncs.drop(request_id)
-        for others in (peer.ignored, peer.refused, peer.refusals):
-            others.pop(request_id, None)
+        peer.forget(request_id)
 
     def _close(self, peer: TargetPeer, request_id: str) -> None:
         session = peer.sessions.pop(request_id, None)

@@ -4,60 +4,46 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from cluster.config import (
-    Config,
-    DrafterOptions,
-    DSparkOptions,
-    LayersOptions,
-    ModelConfig,
-    TableOptions,
-    default_pool,
-)
+from cluster.config import Config, DrafterOptions, DSparkOptions, LayersOptions, ModelConfig, TableOptions, default_pool
 from cluster.errors import IncompatibleTokenizer, ModelUnavailable
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "drafters"
 _TABLE = "table.npz"  # as drafters.table.FILE
 MODEL = ModelConfig().name  # that they were trained for
 
-_OPTIONS: Mapping[str, Callable[[str], DrafterOptions]] = {
-    "table": lambda name: TableOptions(path=name),
-    "layers": lambda name: LayersOptions(path=name),
-    "dspark": lambda name: DSparkOptions(path=name),
+_OPTIONS: Mapping[str, Callable[..., DrafterOptions]] = {
+    "table": TableOptions,
+    "layers": LayersOptions,
+    "dspark": DSparkOptions,
 }
 
 
 def with_shipped(config: Config) -> Config:
-    """The configuration; without drafters in it, and for the embedded model, the default pool with the shipped table and
-    block drafter in its cascade.
-    """
+    """Adds the shipped table and block drafter to the default pool, if the configuration is for the embedded model and names
+    no drafters."""
     shipped = shipped_options(config.model.name).values()
     if "drafters" in config.model_fields_set or not shipped:
         return config
-    tables = [options for options in shipped if isinstance(options, TableOptions)]
+    table = next((options for options in shipped if isinstance(options, TableOptions)), None)
     blocks = [options for options in shipped if isinstance(options, DSparkOptions)]
-    return config.model_copy(update={"drafters": default_pool(next(iter(tables), None), *blocks[:1])})
+    return config.model_copy(update={"drafters": default_pool(table, *blocks[:1])})
 
 
 def shipped_options(model: str) -> dict[str, DrafterOptions]:
-    """The shipped drafters for ``model`` by name, ascending, as a configuration would name them."""
+    """Options of the shipped drafters for ``model`` by name, ascending."""
     if model != MODEL:
         return {}
-    return {name: _OPTIONS[kind](name) for name in shipped_names() if (kind := kind_of(FOLDER / name)) is not None}
+    return {name: _OPTIONS[kind](path=name) for name in shipped_names() if (kind := kind_of(FOLDER / name)) is not None}
 
 
 def shipped_names() -> tuple[str, ...]:
-    """Names of the shipped drafters, ascending."""
     if not FOLDER.is_dir():
         return ()
     return tuple(sorted(path.name for path in FOLDER.iterdir() if kind_of(path) is not None))
 
 
 def find_drafter(name_or_path: str) -> Path:
-    """The folder or file of a trained drafter: a shipped one by name, any other by path.
-
-    Raises:
-        ModelUnavailable: there is none; names those that exist.
-    """
+    """The folder or file of a trained drafter: a shipped one by name, any other by path. Raises ModelUnavailable."""
     places = [FOLDER / name_or_path] if name_or_path == Path(name_or_path).name else []
     for path in (*places, Path(name_or_path).expanduser().absolute()):
         if path.exists():
@@ -73,12 +59,8 @@ def find_table(name_or_path: str) -> Path:
 
 
 def check_trained_for(drafter: str, recorded: str | None, fingerprint: str, target: str) -> None:
-    """Raises IncompatibleTokenizer if ``recorded``, the tokenizer that a trained drafter was made for, is not the target's.
-
-    Args:
-        drafter, target: for the message.
-        recorded: fingerprint; None: unknown.
-    """
+    """Raises IncompatibleTokenizer if the tokenizer that a drafter was trained for, ``recorded`` (None: unknown), is not the
+    target's. ``drafter`` and ``target`` are for the message."""
     if recorded not in (None, fingerprint):
         raise IncompatibleTokenizer(
             f"{drafter} was trained for a target with another tokenizer than that of {target}: "

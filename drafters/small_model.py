@@ -1,5 +1,4 @@
-"""A causal model in step with requests: its choice at any position, for the cost of the rows not computed yet. The base of
-model drafters and chains."""
+"""A causal model in step with requests: its choice at any position, for the cost of the rows not computed yet."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 
 from cluster.sampling_params import SamplingParams
+from drafters.cache_sharing import evict, parts_that_fit
 from drafters.reduced_vocab import ReducedHead
 from engine.acceptance import common_prefix_len
 from engine.device import to_device
@@ -41,24 +41,18 @@ class _ModelSession:
 
 
 class SmallModel:
-    """Not thread-safe: its drafter owns it.
+    """Not thread-safe.
 
-    The ledger describes the cache of a request: positions 0 .. computed_len are committed, an open checkpoint holds what was
-    computed beyond. Before each pass the checkpoint is cut back to the common prefix with the tokens at hand, so a confirmed
-    draft is never recomputed, and a rejected one costs nothing. When blocks run out, the least recently queried request
-    loses its cache and is recomputed at its next query.
-
-    A target may have more embedding rows than a model with the same tokenizer. A request with such a token is followed but
-    must not be queried (``can_read``).
+    In the ledger, positions 0 .. computed_len of a request are committed, and an open checkpoint holds what was computed
+    beyond. Before each pass the checkpoint is cut back to the common prefix with the tokens at hand, so a confirmed draft is
+    never recomputed. When blocks run out, the least recently queried request loses its cache and is recomputed later.
+    A request with a token beyond the model's embedding, which a target may have, must not be queried (``can_read``).
 
     Args:
-        model: weights and operators.
         num_blocks: of the KV cache.
         vocab_size: of the target; tokens that may be chosen.
-        eos_token_ids: the target's.
         max_pass_rows: maximum tokens of a pass that only catches up.
-        output_ids: the ascending token ids of the model's logits (on the CPU, int64), if its head is smaller than the
-            vocabulary. Others are never drafted.
+        output_ids: the ascending token ids of a reduced head's logits (on the CPU, int64); None: all.
     """
 
     def __init__(
@@ -78,7 +72,8 @@ class SmallModel:
         self._sampler = Sampler(min(vocab_size, model.config.vocab_size), eos_token_ids)
         self._head = None
         if output_ids is not None:
-            self._head = ReducedHead(output_ids.to(model.device), model.config.vocab_size, self._sampler)
+            kernel = model.ops.gumbel_argmax(output_ids.numpy())
+            self._head = ReducedHead(output_ids.to(model.device), model.config.vocab_size, self._sampler, kernel)
         self._max_pass_rows = max_pass_rows
         self._num_known = model.config.vocab_size
         self._sessions: OrderedDict[str, _ModelSession] = OrderedDict()  # least recently queried first
@@ -88,13 +83,19 @@ class SmallModel:
 
     @property
     def max_len(self) -> int:
-        """Positions that the model supports."""
         return min(self._model.config.max_len, self._ledger.num_blocks * self._ledger.block_len)
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         """Follows a request; a followed one is reset, keeping the shared prefix of its cache."""
         self.release(request_id)
-        known = self._known_parameters(sampling)
+        num_known = self._sampler.vocab_size
+        # Drafts use no log-probabilities, and the target may have ids that this model has not.
+        known = replace(
+            sampling,
+            top_logprobs=None,
+            logit_bias=tuple((token_id, bias) for token_id, bias in sampling.logit_bias if token_id < num_known),
+            allowed_token_ids=tuple(token_id for token_id in sampling.allowed_token_ids if token_id < num_known),
+        )
         is_readable = len(self.readable(token_ids)) == len(token_ids) and bool(known.allowed_token_ids) == bool(
             sampling.allowed_token_ids
         )
@@ -105,16 +106,6 @@ class SmallModel:
         session.token_ids.extend(token_ids)
         session.state.extend(token_ids)
         session.is_readable &= len(self.readable(token_ids)) == len(token_ids)
-
-    def _known_parameters(self, sampling: SamplingParams) -> SamplingParams:
-        """Without log-probabilities, which drafts do not use, and without ids that the target has and this model has not."""
-        num_known = self._sampler.vocab_size
-        return replace(
-            sampling,
-            top_logprobs=None,
-            logit_bias=tuple((token_id, bias) for token_id, bias in sampling.logit_bias if token_id < num_known),
-            allowed_token_ids=tuple(token_id for token_id in sampling.allowed_token_ids if token_id < num_known),
-        )
 
     def opening(self, request_id: str) -> tuple[tuple[int, ...], int, SamplingParams]:
         """Arguments of `open` for the request as it is now: tokens, prompt length, sampling."""
@@ -137,43 +128,22 @@ class SmallModel:
         return len(self._sessions[request_id].token_ids)
 
     def ends(self, request_id: str, token_id: int) -> bool:
-        """Whether the request ends with ``token_id``."""
         sampling = self._sessions[request_id].state.sampling
         ends = token_id in self._sampler.eos_token_ids and not sampling.ignore_eos
         return ends or token_id in sampling.stop_token_ids
 
     def parts(self, wanted: Sequence[tuple[Question, int]]) -> Iterator[list[int]]:
-        """Divides a batch into parts that the cache holds at once, and makes room for each in turn.
-
-        Args:
-            wanted: questions about distinct requests, with the maximum tokens to be computed beyond ``ahead``.
-
-        Yields:
-            Indices into ``wanted``. Questions beyond ``max_len`` are in no part.
-        """
-        part: list[int] = []
-        num_blocks = 0
-        for i, (question, num_tokens) in enumerate(wanted):
-            length = self._given_len(question) + num_tokens
-            if length > self.max_len:
-                continue
-            needed = -(-length // self._ledger.block_len)
-            if part and num_blocks + needed > self._ledger.num_blocks:
-                self._make_room([wanted[j] for j in part])
-                yield part
-                part, num_blocks = [], 0
-            part.append(i)
-            num_blocks += needed
-        if part:
-            self._make_room([wanted[j] for j in part])
+        """Divides questions about distinct requests, with the maximum tokens beyond ``ahead``, into parts that the cache
+        holds at once, and makes room for each in turn. Yields indices, except of questions beyond ``max_len``."""
+        lens = [self._given_len(question) + num_tokens for question, num_tokens in wanted]
+        fitting = [i for i, length in enumerate(lens) if length <= self.max_len]
+        for part in parts_that_fit(fitting, lambda i: lens[i], self._ledger):
+            self._make_room([wanted[i] for i in part])
             yield part
 
     def catch_up(self, questions: Sequence[Question]) -> list[bool]:
         """Computes what is missing before the questions, in one pass of at most ``max_pass_rows``, least missing first.
-
-        Returns whether each question can now be answered for the cost of its own rows and a few more. Of the others a
-        part was computed, so one long prompt does not delay the batch.
-        """
+        Returns whether each question can now be answered without another such pass."""
         missing = [self._align(question) for question in questions]
         if sum(missing) <= self._max_pass_rows:
             return [True] * len(questions)  # choose computes them in the pass of the answers
@@ -182,11 +152,8 @@ class SmallModel:
         return [num_missing == 0 for num_missing in missing]
 
     def choose_within(self, questions: Sequence[Question], max_rows: int) -> list[Chosen | None]:
-        """As ``choose``, in spare time: one pass of at most ``max_rows`` rows, or of the longest question's, in free
-        blocks only.
-
-        None: tokens before the question are missing, of which a part was computed. No tokens: no free blocks.
-        """
+        """As ``choose``, in one pass of at most ``max_rows`` rows, or of the longest question's, in free blocks only. None:
+        only part of the tokens before the question was computed. No tokens: no free blocks."""
         found: list[Chosen | None] = [None] * len(questions)
         ready: list[int] = []
         catching_up: tuple[Question, int] | None = None
@@ -213,10 +180,7 @@ class SmallModel:
         return found
 
     def choose(self, questions: Sequence[Question]) -> list[Chosen]:
-        """One packed pass for all questions, each of another request, which must fit the cache (``parts``).
-
-        Larger catch-up is computed before, in as many passes as needed.
-        """
+        """One packed pass for all questions, which are about distinct requests and must fit the cache (``parts``)."""
         missing = [self._align(question) for question in questions]
         while sum(missing) > self._max_pass_rows:
             self._catch_up_pass(questions, missing, range(len(questions)))
@@ -233,7 +197,6 @@ class SmallModel:
         return self._sampler.choose(logits, spans_to_sample, want_confidences=True)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if blocks and requests disagree."""
         self._ledger.check_integrity()
         for request_id, session in self._sessions.items():
             assert len(session.state) == len(session.token_ids), f"{request_id!r}: sampling state out of step"
@@ -254,21 +217,13 @@ class SmallModel:
             self._align(question)
             missing = self._given_len(question) + num_tokens - self._ledger.computed_len(question.request_id)
             needed += self._ledger.num_blocks_needed(question.request_id, missing)
-        inside = {question.request_id for question, _ in part}
-        for request_id, session in self._sessions.items():
-            if needed <= self._ledger.num_free_blocks:
-                break
-            if request_id in self._ledger and request_id not in inside:
-                self._ledger.release(request_id)
-                session.checkpoint = None
-                self.num_lost += 1
+        for request_id in evict(self._ledger, self._sessions, needed, {question.request_id for question, _ in part}):
+            self._sessions[request_id].checkpoint = None
+            self.num_lost += 1
 
     def _align(self, question: Question) -> int:
-        """Cuts the cache back to the common prefix with the tokens before the question, except the last, whose row
-        answers.
-
-        Returns the number of missing tokens between.
-        """
+        """Cuts the cache back to the common prefix with the tokens before the question, except the last, whose row answers.
+        Returns the number of missing tokens between."""
         request_id = question.request_id
         session = self._sessions[request_id]
         if request_id not in self._ledger:
@@ -304,7 +259,7 @@ class SmallModel:
         return PackedSpan(base_len, token_ids, self._ledger.block_table(request_id))
 
     def _catch_up_pass(self, questions: Sequence[Question], missing: list[int], order: Iterable[int]) -> None:
-        """One pass of at most ``max_pass_rows`` missing rows, in this order; takes them off ``missing``."""
+        """One pass of at most ``max_pass_rows`` missing rows, in this order; subtracts them from ``missing``."""
         rows_left, spans = self._max_pass_rows, []
         for i in order:
             num_rows = min(missing[i], rows_left)

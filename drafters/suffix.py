@@ -5,8 +5,8 @@ After SuffixDecoding (arXiv 2411.04975), on suffix automata, which need no depth
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 from cluster.sampling_params import SamplingParams
 from drafters.protocol import Capabilities, Demand, Draft
@@ -15,17 +15,12 @@ from drafters.suffix_automaton import ROOT, SuffixAutomaton
 _NUM_SEGMENTS = 4  # of the shared memory, which drops one at a time
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
+class _Match(NamedTuple):
     """A match of the end of a text: its last ``match_len`` tokens are among the substrings of ``state``."""
 
     automaton: SuffixAutomaton
     state: int
     match_len: int
-
-    def after(self, token_ids: Sequence[int]) -> "_Match":
-        """The longest match of the text extended by ``token_ids``."""
-        return _Match(self.automaton, *self.automaton.walk(self.state, self.match_len, token_ids))
 
 
 class _SuffixText:
@@ -33,15 +28,10 @@ class _SuffixText:
 
     def __init__(self, token_ids: Sequence[int], max_len: int) -> None:
         self._max_len = max_len
-        self._opened_len = len(token_ids)
+        self.opened_len = len(token_ids)
         self.token_ids = list(token_ids)
         self.automaton = SuffixAutomaton()
         self.automaton.extend(self.token_ids[-max_len // 2 :])
-
-    @property
-    def new_output(self) -> list[int]:
-        """Output since the request was opened; the shared memory has the rest of a reopened request."""
-        return self.token_ids[self._opened_len :]
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
@@ -51,9 +41,9 @@ class _SuffixText:
             self.automaton.extend(self.token_ids[-self._max_len // 2 :])
 
     def match(self, ahead: Sequence[int]) -> _Match:
-        """The earlier occurrence of the end of the text: the suffix link of the whole text."""
+        """The earlier occurrence of the end of the text, which is the suffix link of the whole text, and ``ahead``."""
         state = self.automaton.suffix(self.automaton.last) or ROOT
-        return _Match(self.automaton, state, self.automaton.substring_len(state)).after(ahead)
+        return _Match(self.automaton, *self.automaton.walk(state, self.automaton.substring_len(state), ahead))
 
 
 class _SharedMemory:
@@ -64,9 +54,7 @@ class _SharedMemory:
         self._segments: deque[SuffixAutomaton] = deque(maxlen=_NUM_SEGMENTS)
 
     def add(self, token_ids: Sequence[int]) -> None:
-        if not self._segment_len:
-            return
-        for start in range(0, len(token_ids), self._segment_len):
+        for start in range(0, len(token_ids), self._segment_len) if self._segment_len else ():
             part = token_ids[start : start + self._segment_len]
             if not self._segments or self._segments[-1].num_tokens + len(part) > self._segment_len:
                 self._segments.append(SuffixAutomaton())
@@ -76,7 +64,7 @@ class _SharedMemory:
     def match(self, tail: Sequence[int]) -> _Match | None:
         """The longest matching suffix of ``tail``, in the newest segment that has it."""
         matches = [_longest_suffix(segment, tail) for segment in reversed(self._segments)]
-        return max(matches, key=lambda match: match.match_len, default=None)
+        return max(matches, key=attrgetter("match_len"), default=None)
 
     def check_integrity(self) -> None:
         for segment in self._segments:
@@ -88,30 +76,23 @@ def _longest_suffix(automaton: SuffixAutomaton, tail: Sequence[int]) -> _Match:
     """The longest suffix of ``tail`` that occurs, searched in increasingly long suffixes, since it is mostly short."""
     num = 2
     while True:
-        match = _Match(automaton, ROOT, 0).after(tail[-num:])
-        if match.match_len < num:
-            return match
+        state, match_len = automaton.walk(ROOT, 0, tail[-num:])
+        if match_len < num:
+            return _Match(automaton, state, match_len)
         num *= 2
 
 
 class SuffixDrafter:
-    """Follows the most frequent continuation of the longest match, token by token, in the request's own text or in recent
-    answers, whichever promises more; stops where the draft would likely be wrong.
+    """Follows the most frequent continuation of the longest match, in the request's own text or in recent answers.
 
     A token's confidence is its share of the continuations, c / (total + doubt / match length): one occurrence after a short
     match means little. With the default doubt, confidences from 0.4 up agreed with the accepted share within 0.05 on
-    SmolLM2-135M's answers to 44 prompts of eight kinds.
-
-    Memory: an automaton takes about 140 bytes per token of natural text and at most 450 (two states, one with a dict of
-    transitions). So the shared memory is bounded by 450 x max_shared_tokens bytes, and each request by 450 x request_tokens,
-    3.7 MB, plus 8 to 36 bytes per token for its list.
+    SmolLM2-135M's answers. An automaton takes about 140 bytes per token of natural text, and at most 450.
 
     Args:
         max_match_len: maximum match length in other answers; a request's own text has none.
-        max_shared_tokens: tokens remembered of finished answers; 0: none.
-        min_match_len: shorter matches do not count.
+        max_shared_tokens: tokens remembered of finished answers.
         min_survival: a draft ends before the probability that all of it is right falls below this.
-        doubt: see above; larger means less confident.
         request_tokens: a request remembers between half of this and all of it.
     """
 
@@ -129,10 +110,8 @@ class SuffixDrafter:
         request_tokens: int = 8192,
     ) -> None:
         self.settings = (max_match_len, max_shared_tokens, min_match_len, min_survival, doubt, request_tokens)
-        self._min_match_len = min_match_len
-        self._max_match_len = max_match_len
-        self._min_survival = min_survival
-        self._doubt = doubt
+        self._min_match_len, self._max_match_len = min_match_len, max_match_len
+        self._min_survival, self._doubt = min_survival, doubt
         self._request_tokens = request_tokens
         self._shared = _SharedMemory(max_shared_tokens)
         self._texts: dict[str, _SuffixText] = {}
@@ -149,7 +128,7 @@ class SuffixDrafter:
     def release(self, request_id: str) -> None:
         text = self._texts.pop(request_id, None)
         if text is not None:
-            self._shared.add(text.new_output)
+            self._shared.add(text.token_ids[text.opened_len :])  # a reopened request gave its former output before
 
     def check_integrity(self) -> None:
         self._shared.check_integrity()
@@ -162,12 +141,11 @@ class SuffixDrafter:
         num_tail = self._max_match_len
         tail = [*text.token_ids[-num_tail:], *demand.ahead][-num_tail:]
         matches = (text.match(demand.ahead), self._shared.match(tail))
-        drafts = [self._follow(match, demand) for match in matches if match is not None]
-        return max(drafts, key=itemgetter(0))[1]
+        return max((self._follow(match, demand) for match in matches if match is not None), key=itemgetter(0))[1]
 
     def _follow(self, match: _Match, demand: Demand) -> tuple[float, Draft]:
         """The expected tokens of a draft behind a match, and the draft."""
-        automaton, state, match_len = match.automaton, match.state, match.match_len
+        automaton, state, match_len = match
         token_ids: list[int] = []
         confidences: list[float] = []
         survival, expected_len, least = 1.0, 0.0, self._min_survival

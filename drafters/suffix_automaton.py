@@ -15,17 +15,14 @@ from collections.abc import Iterable, Iterator
 ROOT = 0
 _NONE = -1  # inside the arrays only: no link (the root's), no transition
 
-# Counting walks the suffix links of every new place. A text in a tight loop has as many as it is long; there the longest
-# contexts decide and the counts of the shortest hardly matter, so the walk stops after this many.
+# Counting walks the suffix links of every new place, of which a text in a tight loop has as many as it is long. There the
+# counts of short contexts hardly matter.
 _MAX_COUNTED_LINKS = 64
 
 
 class SuffixAutomaton:
-    """At most 2 states and 3 transitions per token (Blumer et al.).
-
-    Most states have a single transition; it lies in the arrays, and only states with more have a dict. That makes about
-    140 bytes per token of natural text, a fifth of what a dict per state takes, and at most 450 of any.
-    """
+    """At most 2 states and 3 transitions per token (Blumer et al.). Only states with several transitions have a dict: that
+    makes about 140 bytes per token of natural text, and at most 450."""
 
     def __init__(self) -> None:
         self._len = array("i", [0])
@@ -38,7 +35,6 @@ class SuffixAutomaton:
         self.num_tokens = 0
 
     def begin(self) -> None:
-        """Begins a new text."""
         self.last = ROOT
 
     def extend(self, token_ids: Iterable[int]) -> None:
@@ -57,7 +53,6 @@ class SuffixAutomaton:
         return None if state == ROOT else self._link[state]
 
     def substring_len(self, state: int) -> int:
-        """Length of the longest substring of a state."""
         return self._len[state]
 
     def count(self, state: int) -> int:
@@ -71,46 +66,27 @@ class SuffixAutomaton:
             yield from self._more.get(state, {}).items()
 
     def walk(self, state: int, match_len: int, token_ids: Iterable[int]) -> tuple[int, int]:
-        """The state and length of the longest suffix that occurs, of a text that is extended by ``token_ids``.
-
-        Args:
-            state, match_len: the same before them.
-        """
-        first, following, more, link = self._token, self._next, self._more, self._link
+        """The state and length of the longest suffix that occurs of a text, from those before its last ``token_ids``."""
         for token_id in token_ids:
-            while True:
-                if first[state] == token_id:
-                    state, match_len = following[state], match_len + 1
-                    break
-                others = more.get(state)
-                follower = None if others is None else others.get(token_id)
-                if follower is not None:
-                    state, match_len = follower, match_len + 1
-                    break
-                if state == ROOT:
-                    break
-                state = link[state]
+            while (follower := self.step(state, token_id)) is None and state != ROOT:
+                state = self._link[state]
                 match_len = self._len[state]
+            if follower is not None:
+                state, match_len = follower, match_len + 1
         return state, match_len
 
     def likeliest(self, state: int) -> tuple[int, int, int, int]:
         """The most frequent next token, of equals the newest: (token, its state, its count, count of all next tokens). The
         last is 0 if there is none."""
-        token_id, follower, count = self._token[state], self._next[state], self._count
-        if token_id == _NONE:
-            return _NONE, _NONE, 0, 0
-        most = total = count[follower]
-        others = self._more.get(state)
-        if others is not None:
-            for other_id, other in others.items():
-                num = count[other]
-                total += num
-                if num >= most:
-                    most, token_id, follower = num, other_id, other
-        return token_id, follower, most, total
+        best_id, best, most, total = _NONE, _NONE, 0, 0
+        for token_id, follower in self.followers(state):
+            num = self._count[follower]
+            total += num
+            if num >= most:
+                most, best_id, best = num, token_id, follower
+        return best_id, best, most, total
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if it is not a suffix automaton."""
         assert len(self._len) <= max(2, 2 * self.num_tokens) + 1, "more states than a suffix automaton may have"
         for state in range(1, len(self._len)):
             link = self._link[state]
@@ -132,9 +108,7 @@ class SuffixAutomaton:
             while walker != _NONE and (follower := self.step(walker, token_id)) is None:
                 self._set(walker, token_id, current)
                 walker = self._link[walker]
-            if walker == _NONE:
-                self._link[current] = ROOT
-            else:
+            if walker != _NONE:
                 assert follower is not None
                 exact = self._len[follower] == self._len[walker] + 1
                 self._link[current] = follower if exact else self._split(walker, token_id, follower)
@@ -143,25 +117,20 @@ class SuffixAutomaton:
     def _split(self, state: int, token_id: int, follower: int) -> int:
         """Splits ``follower``: the substrings of ``state`` extended by a token, and their suffixes, also end elsewhere."""
         clone = self._add(self._len[state] + 1)
-        self._link[clone] = self._link[follower]
-        self._count[clone] = self._count[follower]
-        self._token[clone] = self._token[follower]
-        self._next[clone] = self._next[follower]
+        for column in (self._link, self._count, self._token, self._next):
+            column[clone] = column[follower]
         if follower in self._more:
             self._more[clone] = dict(self._more[follower])
         self._link[follower] = clone
-        walker = state
-        while walker != _NONE and self.step(walker, token_id) == follower:
-            self._set(walker, token_id, clone)
-            walker = self._link[walker]
+        while state != _NONE and self.step(state, token_id) == follower:
+            self._set(state, token_id, clone)
+            state = self._link[state]
         return clone
 
     def _add(self, length: int) -> int:
-        self._len.append(length)
-        self._link.append(ROOT)
-        self._count.append(0)
-        self._token.append(_NONE)
-        self._next.append(_NONE)
+        columns = (self._len, self._link, self._count, self._token, self._next)
+        for column, value in zip(columns, (length, ROOT, 0, _NONE, _NONE), strict=True):
+            column.append(value)
         return len(self._len) - 1
 
     def _set(self, state: int, token_id: int, follower: int) -> None:
@@ -172,10 +141,9 @@ class SuffixAutomaton:
             self._more.setdefault(state, {})[token_id] = follower
 
     def _count_place(self, state: int) -> None:
-        count, link = self._count, self._link
         for _ in range(_MAX_COUNTED_LINKS):
             if state == ROOT:
                 break
-            count[state] += 1
-            state = link[state]
-        count[ROOT] += 1
+            self._count[state] += 1
+            state = self._link[state]
+        self._count[ROOT] += 1

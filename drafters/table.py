@@ -1,7 +1,4 @@
-"""A frequency table of the target's outputs: its likeliest next tokens after the last few tokens.
-
-One table serves all requests, is bounded, needs no model, and keeps learning from committed tokens. No torch.
-"""
+"""A frequency table of the target's likeliest next tokens after the last few, which keeps learning. No torch."""
 
 import math
 from bisect import bisect_left
@@ -36,9 +33,7 @@ Context = tuple[int, ...]  # the last few tokens
 
 
 def context_key(context: Sequence[int]) -> int:
-    """A 64-bit hash of a context. Two of a million contexts collide with probability 3e-8, except contexts that begin
-    with the token whose id is their length, which share the key of the context behind it.
-    """
+    """A 64-bit hash. A context that begins with the token whose id is its length shares the key of the context behind it."""
     key = len(context)
     for token_id in context:
         key = ((key ^ token_id) * _HASH) & _MASK
@@ -48,17 +43,12 @@ def context_key(context: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FrequencyTable:
-    """N contexts with their likeliest next tokens; immutable.
+    """N contexts with their likeliest next tokens; immutable."""
 
-    Shapes: keys (N,) uint64 ascending; token_ids (N, 4) int32, likeliest first; probabilities (N, 4) float32, 0 where a
-    context has fewer. ``vocab_size`` and ``tokenizer_fingerprint`` are those of its target (as in
-    ``cluster.types.ModelInfo``); None: not recorded.
-    """
-
-    keys: NDArray[np.uint64]
-    token_ids: NDArray[np.int32]
-    probabilities: NDArray[np.float32]
-    vocab_size: int | None = None
+    keys: NDArray[np.uint64]  # (N,) ascending
+    token_ids: NDArray[np.int32]  # (N, 4), likeliest first
+    probabilities: NDArray[np.float32]  # (N, 4), 0 where a context has fewer
+    vocab_size: int | None = None  # of its target; None: not recorded
     tokenizer_fingerprint: str | None = None
 
     def __len__(self) -> int:
@@ -84,9 +74,7 @@ class FrequencyTable:
             )
 
     def save(self, path: Path) -> None:
-        """Probabilities are stored in steps of 1/255; vocabularies beyond 65536 tokens take four bytes a token instead of
-        two.
-        """
+        """Probabilities are stored in steps of 1/255."""
         narrow = int(self.token_ids.max(initial=0)) < 2**16
         arrays: dict[str, NDArray[Any]] = {
             "format": np.array(_FORMAT),
@@ -94,10 +82,8 @@ class FrequencyTable:
             "token_ids": self.token_ids.astype(np.uint16 if narrow else np.int32),
             "probabilities": np.rint(self.probabilities * 255).astype(np.uint8),
         }
-        if self.vocab_size is not None:
-            arrays["vocab_size"] = np.array(self.vocab_size)
-        if self.tokenizer_fingerprint is not None:
-            arrays["tokenizer_fingerprint"] = np.array(self.tokenizer_fingerprint)
+        target = {"vocab_size": self.vocab_size, "tokenizer_fingerprint": self.tokenizer_fingerprint}
+        arrays |= {name: np.array(value) for name, value in target.items() if value is not None}
         np.savez_compressed(path, allow_pickle=False, **arrays)
 
     @classmethod
@@ -122,7 +108,6 @@ class FrequencyTable:
         return table
 
     def _damage(self) -> str | None:
-        """What is wrong with the table, if it is damaged."""
         shape = (self.keys.size, NUM_CANDIDATES)
         if self.keys.ndim != 1 or self.token_ids.shape != shape or self.probabilities.shape != shape:
             return "its arrays disagree"
@@ -142,9 +127,8 @@ EMPTY = FrequencyTable(np.zeros(0, np.uint64), np.zeros((0, 4), np.int32), np.ze
 def count_frequencies(texts: Iterable[tuple[Sequence[int], int]], max_contexts: int, doubt: float = 1.0) -> FrequencyTable:
     """Counts what followed each context in ``texts``: (tokens, length of the prompt, which is not predicted).
 
-    The shares of a context are shrunk towards those of the context one token shorter, which counts as ``doubt`` occurrences
-    (a Dirichlet prior): p_n(v) = (c(v) + doubt * p_(n-1)(v)) / (total + doubt). Of the contexts seen at least twice, the
-    ``max_contexts`` most frequent are kept.
+    The context one token shorter is a Dirichlet prior of ``doubt`` occurrences: p_n(v) = (c(v) + doubt * p_(n-1)(v)) /
+    (total + doubt). Of the contexts seen at least twice, the ``max_contexts`` most frequent are kept.
     """
     counts: defaultdict[Context, Counter[int]] = defaultdict(Counter)
     for token_ids, prompt_len in texts:
@@ -186,8 +170,6 @@ class _TableSession:
 
 @dataclass(slots=True)
 class _Learned:
-    """Decayed counts of what followed a context since the start."""
-
     shares: dict[int, float] = field(default_factory=dict)
     total: float = 0.0
 
@@ -207,11 +189,9 @@ _UNKNOWN_WEIGHT = 1.0  # of the doubt in a context that is not in the counted ta
 
 
 class TableDrafter:
-    """Drafts what the target output after the same last tokens before, with the target's noise, so that sampled tokens are
-    drafted too.
+    """Drafts what the target output after the same last tokens before, sampled with the target's noise.
 
     Args:
-        table: counted before; tokens learned while serving are added.
         max_learned: maximum learned contexts, about 570 bytes each; the least recently used is evicted. 0: none.
         min_confidence: a draft ends before a less probable token.
     """
@@ -233,7 +213,7 @@ class TableDrafter:
 
     @property
     def settings(self) -> tuple[float, ...]:
-        """Contexts of the table and the addresses of its arrays; max_learned, min_confidence."""
+        """As of ``drafters.native.lookup.Lookup``."""
         at = [one.ctypes.data for one in self._arrays]
         return len(self._arrays[0]), *at, self._max_learned, self._min_confidence
 
@@ -260,7 +240,6 @@ class TableDrafter:
         assert all(0 < len(one.tail) <= CONTEXT_LENS[0] for one in self._sessions.values()), "a tail of the wrong length"
 
     def _learn(self, text: Sequence[int], position: int) -> None:
-        """Learns the token at a position."""
         for n in CONTEXT_LENS[:-1]:  # single tokens have too many continuations
             if n <= position:
                 context = tuple(text[position - n : position])
@@ -295,7 +274,6 @@ class TableDrafter:
         return Draft(demand.request_id, tuple(token_ids), tuple(confidences))
 
     def _candidates(self, text: Sequence[int]) -> list[tuple[int, float]]:
-        """(token, probability) after the longest known context."""
         for n in CONTEXT_LENS:
             if n > len(text):
                 continue

@@ -23,10 +23,7 @@ class ColocatedLoop(Protocol):
 
 class ColocatedDrafters:
     """Steps the loops, and decides for each batch size whether a drafter is queried: its drafts must save more time than
-    they take. A drafter that is not queried is sent nothing; what it must be sent waits in its outbox.
-
-    ``clock``: monotonic, in seconds.
-    """
+    they take. What must be sent to a drafter that is not queried waits in its outbox."""
 
     def __init__(self, loops: Sequence[ColocatedLoop], clock: Callable[[], float]) -> None:
         self._loops = list(loops)
@@ -63,13 +60,9 @@ class ColocatedDrafters:
             gate.note_rest(self._batch, seconds)
 
     def draft(self, now_s: float, is_idle: bool, follows_pass: bool) -> tuple[float, list[tuple[str, str]]]:
-        """Lets each queried drafter read what was sent to it, and draft. Returns the seconds that it took, and the name and
-        the error of each drafter that failed: it is left out from now on.
-
-        Args:
-            is_idle: no request is live: every drafter reads its mail.
-            follows_pass: whether the time that it takes says what drafting for a batch costs.
-        """
+        """Lets each queried drafter read its mail and draft; if ``is_idle`` (no request is live), every one. Returns the
+        seconds that it took, and name and error of each drafter that failed and is left out from now on. ``follows_pass``:
+        the time counts as that of drafting for a batch."""
         begin_s, failed = self._clock(), []
         for loop in tuple(self._loops):
             if not (is_idle or self.is_queried(loop.name)):

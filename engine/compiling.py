@@ -45,13 +45,9 @@ def load_compiled(
     library that is incomplete or does not load is removed and compiled again, once.
 
     Args:
-        name: prefix of the file name.
-        headers: included by the sources.
-        flags: additional compiler flags.
         folder: the cache, ``kernels`` in ``cache_folder()`` by default.
         level: CPU level to compile for, by default the one in force. The library crashes on a machine without that level.
-        keeps_gil: keep the GIL during calls, for functions of microseconds, since reacquiring it waits
-            for a thread switch.
+        keeps_gil: for functions of microseconds, as reacquiring the GIL waits for a thread switch.
 
     Raises NoCompiler: no compiler is there, it failed, the library does not load, or others may write to the cache folder;
     InvalidField: ``OUTRIDER_CPU`` names no level of this machine.

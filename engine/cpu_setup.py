@@ -24,15 +24,12 @@ _LIMITS = {
 
 
 def configure_cpu() -> CpuLevel:
-    """Limits torch, oneDNN and MKL to the CPU level in force, by the environment of this process and its children.
+    """Limits torch, oneDNN and MKL to the CPU level in force, by the environment of this process and its children. Every
+    entry point calls this before torch's first product, since the libraries read their variables once.
 
-    Every entry point calls this before torch's first product, since the libraries read their variables once. Calling it
-    again does no harm. Where ``OUTRIDER_CPU`` lowers the level, the variables are overwritten. At the machine's own level at
-    most one is set: some hypervisors offer AMX without the sizes of its tiles, and oneDNN then dies of an illegal
-    instruction at the first bf16 product of two rows. It is told to leave AMX out there, unless the user has limited it
-    already. The kernels in ``engine/cpu`` know the sizes and use AMX.
-
-    Raises InvalidField: ``OUTRIDER_CPU`` names no level of this machine.
+    Where ``OUTRIDER_CPU`` lowers the level, the variables are overwritten. Otherwise at most one is set: some hypervisors
+    offer AMX without the sizes of its tiles, and oneDNN then dies of an illegal instruction, so it is told to leave AMX out
+    unless the user has limited it. The kernels in ``engine/cpu`` know the sizes.
     """
     level = cpu_level()
     if level.is_lowered:

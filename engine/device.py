@@ -1,9 +1,6 @@
-"""Non-blocking copies from host to device, and synchronisation.
-
-A copy from pageable memory waits until all earlier work on the stream is done, so several of them serialise host and device.
-A copy from pinned memory is queued like a kernel. Torch's allocator of pinned memory gives a buffer to the next caller only
-after the copies from it are done, so a buffer may be dropped as soon as its copy is queued.
-"""
+"""Non-blocking copies from host to device, and synchronisation. A copy from pageable memory waits for all earlier work on
+the stream, one from pinned memory is only queued. Torch reuses a pinned buffer after the copies from it are done, so it may
+be dropped once its copy is queued."""
 
 from typing import Any
 

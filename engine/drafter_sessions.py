@@ -93,10 +93,7 @@ class DrafterSessions:
         self, link: Link, message: ProposalRound, now_s: float, unread_since_s: float | None = None
     ) -> tuple[str, ...]:
         """Takes the sound message (`cluster.message_checks`) of a known link. Returns its faults: parts that contradict what
-        the drafter was sent, and were ignored.
-
-        ``unread_since_s``: when mail was last read before; None: the message has come just now.
-        """
+        the drafter was sent, and were ignored. ``unread_since_s``: of older mail, since when it may lie unread."""
         name = link.peer.name
         outbox, stats = self._outboxes[name], self._telemetry.drafter(name)
         faults: list[str] = []

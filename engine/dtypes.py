@@ -1,9 +1,7 @@
 """The meaning of ``dtype: auto`` on this machine. No torch.
 
-The choice is a rule rather than a measurement at load, since all replicas and restarts must choose the same for equal
-outputs. docs/measurements/decode.md has the measurements behind the rule, by CPU level.
-
-``auto`` never quantises the target. It may quantise drafters, whose errors cost only speed.
+The choice is a rule (docs/measurements/decode.md) rather than a measurement, since all replicas and restarts must choose the
+same for equal outputs. ``auto`` never quantises the target; errors of drafters cost only speed.
 """
 
 import logging
@@ -27,33 +25,28 @@ def choose_dtype(dtype: str, device: str, *, allows_int8: bool = False, engine: 
     """
     if dtype != AUTO:
         return dtype
+    fault = kernels_fault() if engine == "native" else f"{engine} does not use them"
     if device == "cuda":
-        return _chosen(BFLOAT16, "it is on a GPU", allows_int8)
-    fault = kernels_fault() if engine == "native" else f"{engine} computes"
-    if fault is None:
-        if allows_int8:
-            return _chosen(INT8, "compiled kernels read half of the bytes of bfloat16", allows_int8)
-        return _chosen(BFLOAT16, "compiled kernels read half of the bytes of float32", allows_int8)
-    if cpu_level().has_bf16_products:
-        return _chosen(BFLOAT16, f"oneDNN multiplies in bfloat16 here, and our kernels are not used: {fault}", allows_int8)
-    return _chosen(FLOAT32, f"products in bfloat16 are slow here, and our kernels are not used: {fault}", allows_int8)
+        chosen, reason = BFLOAT16, "it is on a GPU"
+    elif fault is None:
+        chosen = INT8 if allows_int8 else BFLOAT16
+        reason = f"compiled kernels read half of the bytes of {BFLOAT16 if allows_int8 else FLOAT32}"
+    elif cpu_level().has_bf16_products:
+        chosen, reason = BFLOAT16, f"oneDNN multiplies in bfloat16 here, without our kernels: {fault}"
+    else:
+        chosen, reason = FLOAT32, f"products in bfloat16 are slow here, without our kernels: {fault}"
+    _log(chosen, reason, "trained drafters" if allows_int8 else "models")
+    return chosen
 
 
 @cache
-def _chosen(dtype: str, reason: str, allows_int8: bool) -> str:
-    whose = "trained drafters" if allows_int8 else "models"
+def _log(dtype: str, reason: str, whose: str) -> None:
     logger.info("dtype auto of %s is %s: %s (CPU level %s)", whose, dtype, reason, cpu_level())
-    return dtype
 
 
 def held_dtype(dtype: str) -> str:
-    """The dtype of weights in memory on a CPU, for a configured one.
-
-    Without C kernels torch computes the products: it has none with int8 weights, and below AVX-512 BF16 those in bf16 are
-    about ten times slower than in fp32, so weights are held in fp32 there.
-
-    Raises InvalidField: ``OUTRIDER_CPU`` names no level of this machine.
-    """
+    """The dtype of weights in memory on a CPU, for a configured one. Without C kernels torch computes the products, none of
+    them with int8 weights, and below AVX-512 BF16 those in bf16 ten times slower than in fp32."""
     if dtype == "float32":
         return dtype
     if kernels_fault() is None:

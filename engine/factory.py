@@ -1,7 +1,7 @@
 """Chooses operators by device. Vendors' packages are imported only here."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -13,11 +13,15 @@ from engine.cpu_setup import configure_cpu
 from engine.device import require
 from engine.dtypes import choose_dtype
 from engine.forward import CausalModel
+from engine.grammar.compiling import known_grammars
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.config import DecoderConfig, load_config
 from engine.models.weights import Weights, open_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.ops import Ops, TorchOps
+from engine.tensor_parallel.leader import LeadingTarget
+from engine.tensor_parallel.ranks import ModelRanks, RankGroup
+from engine.tensor_parallel.sharding import shard_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,25 +71,41 @@ def _cuda_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device, b
 
 
 def load_model(
-    folder: Path, dtype: str = "auto", device: str = "cpu", num_layers: int | None = None, block_len: int = BLOCK_LEN
+    folder: Path,
+    dtype: str = "auto",
+    device: str = "cpu",
+    num_layers: int | None = None,
+    block_len: int = BLOCK_LEN,
+    ranks: RankGroup | None = None,
 ) -> CausalModel:
-    """Loads the model of a Hugging Face folder; with ``num_layers`` only its first layers. Raises ModelUnavailable: missing,
-    half-written or unsupported; one line that says which."""
+    """Loads the model of a Hugging Face folder; with ``num_layers`` only its first layers, with ``ranks`` the shard of this
+    rank. Raises ModelUnavailable: missing, half-written or unsupported; InvalidField: too many ranks; one line that says
+    which."""
     config = load_config(folder)
     if num_layers is not None:
         config = config.truncated(num_layers)
     dtype = choose_dtype(dtype, device)
-    with open_weights(folder, config, DTYPES[dtype]) as weights:
-        return build_model(config, weights, dtype, device, block_len)
+    of_rank = None if ranks is None else ModelRanks(ranks, shard_of(config, ranks.rank, ranks.num_ranks))
+    with open_weights(folder, config, DTYPES[dtype], None if of_rank is None else of_rank.shard) as weights:
+        return build_model(config, weights, dtype, device, block_len, of_rank)
 
 
-def build_model(config: DecoderConfig, weights: Weights, dtype: str, device: str, block_len: int = BLOCK_LEN) -> CausalModel:
+def build_model(
+    config: DecoderConfig,
+    weights: Weights,
+    dtype: str,
+    device: str,
+    block_len: int = BLOCK_LEN,
+    ranks: ModelRanks | None = None,
+) -> CausalModel:
     """Builds a model from weights. Raises InvalidField: the device is a GPU, and there is none."""
     require(device)
     at, kind = torch.device(device), DTYPES[dtype]
-    ops = make_ops(config, kind, at, int8=dtype == "int8", block_len=block_len)
-    if at.type != "cuda" or isinstance(ops, TorchOps):  # plain torch reads lengths back, which no graph can capture
-        return CausalModel(config, weights, ops, kind, at)
+    own = config if ranks is None else ranks.shard.config_of(config)
+    ops = make_ops(own, kind, at, int8=dtype == "int8", block_len=block_len)
+    # Plain torch reads lengths back, which no graph can capture. Graphs with collectives of several ranks are not tested.
+    if at.type != "cuda" or isinstance(ops, TorchOps) or ranks is not None:
+        return CausalModel(config, weights, ops, kind, at, ranks)
     from engine.cuda.graphs import GraphedModel
 
     return GraphedModel(config, weights, ops, kind, at)
@@ -102,15 +122,28 @@ def load_target(
     max_pass_tokens: int = 512,
     max_model_len: int = 2048,
     feature_layers: Sequence[int] = (),
+    ranks: RankGroup | None = None,
+    end_ranks: Callable[[], None] = lambda: None,
 ) -> NativeTarget:
     """A native target for the model of a Hugging Face folder. ``max_model_len`` is capped at the model's. Raises as
-    ``load_model`` and ``NativeTarget``."""
-    model = load_model(folder, dtype, device, block_len=block_len)
+    ``load_model`` and ``NativeTarget``.
+
+    Args:
+        kv_cache_bytes: of one rank.
+        ranks: the processes that compute it; rank 0 gets a ``LeadingTarget``, the others follow it (``Follower``).
+        end_ranks: as of ``LeadingTarget``.
+    """
+    model = load_model(folder, dtype, device, block_len=block_len, ranks=ranks)
+    # All ranks have as many blocks as fit the cache of the first one, which holds the most heads.
+    largest = model.config if ranks is None else shard_of(model.config, 0, ranks.num_ranks).config_of(model.config)
     limits = NativeLimits(
-        num_blocks=num_blocks_for(model.config, kv_cache_bytes, model.dtype, block_len),
+        num_blocks=num_blocks_for(largest, kv_cache_bytes, model.dtype, block_len),
         block_len=block_len,
         max_num_sequences=max_num_sequences,
         max_pass_tokens=max_pass_tokens,
         max_model_len=min(max_model_len, model.config.max_len),
     )
-    return NativeTarget(model, limits, feature_layers=feature_layers)
+    grammars = known_grammars(folder, model.config.vocab_size, model.config.eos_token_ids)
+    if ranks is not None and ranks.rank == 0:
+        return LeadingTarget(model, limits, folder, ranks, feature_layers, end_ranks, grammars)
+    return NativeTarget(model, limits, feature_layers=feature_layers, grammars=grammars)

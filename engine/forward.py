@@ -14,6 +14,7 @@ from engine.liveness import PASSES
 from engine.models.config import DecoderConfig, inverse_frequencies
 from engine.models.weights import LayerWeights, LinearWeight, Weights
 from engine.ops import HeadNorms, Linear, Ops
+from engine.tensor_parallel.ranks import ModelRanks
 
 __all__ = ["CausalModel", "PackedSpan"]
 
@@ -49,12 +50,25 @@ class DecoderLayer:
 
 class CausalModel:
     """A decoder of the Llama family over a paged KV cache. Immutable; not thread-safe, since its operators own buffers.
-    ``dtype``: of weights, products and KV cache."""
+
+    Args:
+        config: shape of the whole model.
+        weights, ops: of the rank's shard, if the model is one rank of several.
+        dtype: of weights, products and KV cache.
+        ranks: computes sums over the ranks; they make the same passes in step.
+    """
 
     def __init__(
-        self, config: DecoderConfig, weights: Weights, ops: Ops, dtype: torch.dtype, device: torch.device | None = None
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        ranks: ModelRanks | None = None,
     ) -> None:
         self.config = config
+        self.ranks = ranks
         self.dtype = dtype
         self.device = device or torch.device("cpu")
         self._ops = ops
@@ -72,7 +86,7 @@ class CausalModel:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """[vocab, hidden], in the dtype or a narrower one."""
+        """[vocab, hidden], in the dtype or a narrower one; of one rank, its shard."""
         return self._embedding
 
     @property
@@ -81,7 +95,8 @@ class CausalModel:
         return [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self._layers]
 
     def new_cache(self, num_blocks: int, block_len: int = BLOCK_LEN) -> KvCache:
-        return KvCache.allocate(self.config, num_blocks, self.dtype, self.device, block_len)
+        config = self.config if self.ranks is None else self.ranks.shard.config_of(self.config)
+        return KvCache.allocate(config, num_blocks, self.dtype, self.device, block_len)
 
     def warm_up(self, cache: KvCache) -> None:
         """Prepares small passes over ``cache``; does nothing on a CPU."""
@@ -108,7 +123,7 @@ class CausalModel:
         return self._pass(self.lay_out(spans, cache.block_len), cache, layers)
 
     def _pass(self, layout: Layout, cache: KvCache, layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = F.embedding(layout.token_ids, self._embedding).float()  # fp32; a layer's output is residual + delta
+        residual = self._embed(layout.token_ids).float()  # fp32; a layer's output is residual + delta
         delta: torch.Tensor | None = None
         kept = {-1: residual.clone()} if -1 in layers else {}  # the layers add to the residual in place
         for index, layer in enumerate(self._layers):
@@ -126,11 +141,20 @@ class CausalModel:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The head applied to rows of final hidden states: [n, hidden] -> [n, vocab], in the dtype."""
+        """The head applied to rows of final hidden states: [n, hidden] -> [n, vocab], in the dtype; of one rank, the columns
+        of its shard."""
         return self._head(hidden)
 
     def lay_out(self, spans: Sequence[PackedSpan], block_len: int) -> Layout:
         return lay_out(spans, block_len, self._inverse_frequencies, self.device)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.ranks is None:
+            return F.embedding(token_ids, self._embedding)
+        own = self.ranks.shard.token_ids
+        is_own = (token_ids >= own.start) & (token_ids < own.stop)
+        rows = F.embedding(torch.where(is_own, token_ids - own.start, 0), self._embedding)
+        return self.ranks.group.all_reduce(rows * is_own[:, None])
 
     def _prepare(self, layer: LayerWeights) -> DecoderLayer:
         def linear(weight: LinearWeight) -> Linear:
@@ -142,4 +166,6 @@ class CausalModel:
             norms = HeadNorms(layer.q_norm.to(self.device), layer.k_norm.to(self.device))
         input_norm, post_norm = layer.input_norm.to(self.device), layer.post_norm.to(self.device)
         qkv, out, gate_up, down = (linear(weight) for weight in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        if self.ranks is not None:
+            out, down = self.ranks.summed(out), self.ranks.summed(down)
         return DecoderLayer(input_norm, qkv, norms, out, post_norm, gate_up, down)

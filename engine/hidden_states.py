@@ -1,8 +1,5 @@
-"""The target's hidden states, kept for feature-conditioned drafters.
-
-They share the block tables and slots of the KV cache and are written by the pass that computes the position, so the ledger
-handles their rollback, prefix sharing, eviction and preemption.
-"""
+"""The target's hidden states, kept for feature-conditioned drafters, in the slots of the KV cache: so the block ledger
+handles their rollback, prefix sharing, eviction and preemption."""
 
 from collections.abc import Sequence
 

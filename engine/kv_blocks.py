@@ -4,12 +4,12 @@
     | committed, in the cache   | speculated: computed by the pass under way, not final |
     | full blocks: may be shared, never written again | tail block: this sequence's own |
 
-``speculate`` reserves blocks for the tokens that a pass computes; ``commit`` keeps the first of them. Committing fewer is
-the rollback: the computed length does not move over the rest, and blocks that hold nothing else are freed at once.
+``speculate`` reserves blocks for the tokens that a pass computes; ``commit`` keeps the first of them and frees blocks that
+hold nothing else, which is the rollback.
 
-A fully committed block is registered under a 128-bit chained digest of its tokens and of all tokens before it, so equal
-digests mean equal prefixes. After its last holder releases it, it stays cached and counts as free. Eviction takes the least
-recently used block first, and a sequence's last blocks before its first, when no empty block is left.
+A full committed block is registered under a 128-bit chained digest of its tokens and all before it. After its last holder
+releases it, it stays cached and counts as free. When no empty block is left, the least recently used one is evicted, and a
+sequence's last blocks before its first.
 """
 
 from array import array
@@ -62,13 +62,8 @@ class _Sequence:
 
 
 class BlockLedger:
-    """The blocks of one KV cache. Not thread-safe.
-
-    Args:
-        num_blocks: blocks in the cache, numbered from 0.
-        block_len: tokens per block.
-        prefix_cache: share full blocks between sequences with equal prefixes, and keep them after their release.
-    """
+    """The blocks of one KV cache. Not thread-safe. ``prefix_cache``: share full blocks between sequences with equal
+    prefixes, and keep them after their release."""
 
     def __init__(self, num_blocks: int, block_len: int, prefix_cache: bool = True) -> None:
         if num_blocks < 1 or block_len < 1:
@@ -89,10 +84,7 @@ class BlockLedger:
 
     def open(self, request_id: str, token_ids: Sequence[int]) -> int:
         """Registers a sequence that begins with ``token_ids``. Returns the number of its tokens in cached full blocks, which
-        it now shares: at most len - 1, since the last token must be computed to predict the next.
-
-        Raises LedgerMisuse: the request is open.
-        """
+        it now shares: at most len - 1, since the last token must be computed. Raises LedgerMisuse: the request is open."""
         if request_id in self._sequences:
             raise LedgerMisuse(f"request {request_id!r} is already open: release it first")
         sequence = _Sequence(0, np.zeros(8, np.int32), 0, _ROOT)
@@ -123,28 +115,16 @@ class BlockLedger:
             if not token_ids:
                 raise LedgerMisuse(f"request {request_id!r}: no tokens to speculate on")
         num_needed = {request_id: self.num_blocks_needed(request_id, len(ids)) for request_id, ids in spans.items()}
-        if sum(num_needed.values()) > self.num_free_blocks:
-            raise OutOfBlocks(
-                f"{sum(num_needed.values())} blocks are needed and {self.num_free_blocks} of {self.num_blocks} are free: "
-                "preempt a request or compute fewer tokens"
-            )
-        checkpoints = {}
-        for request_id, token_ids in spans.items():
-            sequence = self._sequences[request_id]
-            for _ in range(num_needed[request_id]):
-                sequence.push(self._take_block())
-            sequence.checkpoint = Checkpoint(request_id, sequence.computed_len, tuple(token_ids), next(self._serials))
-            checkpoints[request_id] = sequence.checkpoint
-        return checkpoints
+        self._check_free(sum(num_needed.values()))
+        return {request_id: self._reserve(request_id, ids, num_needed[request_id]) for request_id, ids in spans.items()}
 
     def commit(self, checkpoint: Checkpoint, num_tokens: int) -> None:
         """Makes the first ``num_tokens`` of the checkpoint final and rolls back the rest. Raises LedgerMisuse: the
         checkpoint was committed, its request was released, or it has fewer tokens."""
         sequence = self._speculating(checkpoint)
-        if not 0 <= num_tokens <= len(checkpoint.token_ids):
-            raise LedgerMisuse(
-                f"request {checkpoint.request_id!r}: cannot commit {num_tokens} of {len(checkpoint.token_ids)} tokens"
-            )
+        num_reserved = len(checkpoint.token_ids)
+        if not 0 <= num_tokens <= num_reserved:
+            raise LedgerMisuse(f"request {checkpoint.request_id!r}: cannot commit {num_tokens} of {num_reserved} tokens")
         sequence.checkpoint = None
         tail_index = sequence.computed_len // self.block_len
         sequence.computed_len += num_tokens
@@ -155,25 +135,17 @@ class BlockLedger:
             self._drop_block(sequence.pop())
 
     def revise(self, checkpoint: Checkpoint, token_ids: Sequence[int]) -> Checkpoint:
-        """Replaces the tokens of an open checkpoint at the same base_len. Positions keep their blocks, so the computed part
-        of a common prefix stays valid.
-
-        Raises OutOfBlocks: more blocks are needed than are free; nothing changed; LedgerMisuse: the checkpoint is not open,
-        or ``token_ids`` is empty.
-        """
+        """Replaces the tokens of an open checkpoint. Positions keep their blocks, so the computed part of a common prefix
+        stays valid. Raises OutOfBlocks, LedgerMisuse: as ``speculate``, or the checkpoint is not open; nothing changed."""
         sequence = self._speculating(checkpoint)
         request_id = checkpoint.request_id
         if not token_ids:
             raise LedgerMisuse(f"request {request_id!r}: no tokens to speculate on")
         num_needed = self.num_blocks_needed(request_id, len(token_ids))
-        if num_needed > self.num_free_blocks:
-            raise OutOfBlocks(f"{num_needed} blocks are needed and {self.num_free_blocks} of {self.num_blocks} are free")
-        for _ in range(num_needed):
-            sequence.push(self._take_block())
+        self._check_free(num_needed)
         while sequence.num_blocks > self._blocks_for(sequence.computed_len + len(token_ids)):
             self._drop_block(sequence.pop())
-        sequence.checkpoint = Checkpoint(request_id, checkpoint.base_len, tuple(token_ids), next(self._serials))
-        return sequence.checkpoint
+        return self._reserve(request_id, token_ids, num_needed)
 
     def release(self, request_id: str) -> None:
         """Releases all blocks of a request and its open checkpoint. Full blocks stay cached until evicted. Raises
@@ -240,6 +212,18 @@ class BlockLedger:
         if sequence.checkpoint is None or sequence.checkpoint.serial != checkpoint.serial:
             raise LedgerMisuse(f"checkpoint {checkpoint.serial} of request {checkpoint.request_id!r} is not open any more")
         return sequence
+
+    def _check_free(self, num_needed: int) -> None:
+        if num_needed > self.num_free_blocks:
+            found = f"{num_needed} blocks are needed and {self.num_free_blocks} of {self.num_blocks} are free"
+            raise OutOfBlocks(f"{found}: preempt a request or compute fewer tokens")
+
+    def _reserve(self, request_id: str, token_ids: Sequence[int], num_blocks: int) -> Checkpoint:
+        sequence = self._sequences[request_id]
+        for _ in range(num_blocks):
+            sequence.push(self._take_block())
+        sequence.checkpoint = Checkpoint(request_id, sequence.computed_len, tuple(token_ids), next(self._serials))
+        return sequence.checkpoint
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_len)

@@ -14,11 +14,8 @@ BLOCK_LEN = 32  # tokens: two vectors of 16 keys on a CPU, half a tile on a GPU
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """Keys and values of all layers.
-
-    Position ``t`` of a sequence lies in block ``block_table[t // block_len]`` at ``t % block_len``. Keys are stored
-    transposed within a block, so that the scores of neighbouring positions are computed in neighbouring lanes.
-    """
+    """Keys and values of all layers. Position ``t`` of a sequence lies in block ``block_table[t // block_len]`` at ``t %
+    block_len``. Keys are transposed within a block, so that scores of neighbouring positions are in neighbouring lanes."""
 
     keys: torch.Tensor  # [layers, num_blocks, kv_heads, head_dim, block_len]
     values: torch.Tensor  # [layers, num_blocks, kv_heads, block_len, head_dim]
@@ -45,7 +42,7 @@ def num_blocks_for(config: DecoderConfig, num_bytes: int, dtype: torch.dtype, bl
     """Blocks that fit into ``num_bytes``. Raises InvalidField: not even one does."""
     block_bytes = block_len * config.kv_bytes_per_token(dtype.itemsize)
     if num_bytes < block_bytes:
-        raise InvalidField("kv_cache_bytes", num_bytes, f"must hold at least one block: one takes {block_bytes} bytes")
+        raise InvalidField("kv_cache_gb", num_bytes / 2**30, f"must hold at least one block of {block_bytes} bytes")
     return num_bytes // block_bytes
 
 

@@ -1,6 +1,9 @@
 """Loads the target of a configuration, with its cost model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +20,9 @@ from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.pass_timing import measure_cost, warm_up
 from engine.target import LoadedTarget
+from engine.tensor_parallel.ranks import RankGroup
+from engine.tensor_parallel.rounds import Follower
+from engine.tensor_parallel.sharding import check_ranks
 from profiler.hardware import cpu_name
 from profiler.online_cost import OnlineCost
 from profiler.profile import Identity, Profile, ProfiledCost
@@ -25,18 +31,21 @@ from router.cost_model import ROWS, TableCost
 
 
 def load_target(
-    config: Config, feature_layers: Sequence[int] = (), profile: Profile | None = None, remembers: bool = False
+    config: Config,
+    feature_layers: Sequence[int] = (),
+    profile: Profile | None = None,
+    remembers: bool = False,
+    ranks: RankGroup | None = None,
 ) -> tuple[LoadedTarget, ModelInfo, OnlineCost]:
-    """The target of a resolved configuration, the description of its model, and its cost model.
+    """The target of a resolved configuration, the description of its model, and its cost model. Raises as ``load_engine``.
 
     Args:
         feature_layers: layers whose hidden states are kept for drafters in this process.
         profile: a stored profile (``stored_profile``); without one, costs are measured now, in seconds.
         remembers: store measured costs in the configured state store, and reuse those of earlier starts.
-
-    Raises ModelUnavailable, InvalidField: as ``load_engine``.
+        ranks: of which this process is rank 0; None: the other ranks of a tensor parallel target are started here.
     """
-    engine, info = load_engine(config, feature_layers)
+    engine, info = load_engine(config, feature_layers, ranks)
     if profile is not None:
         _warm_up(config, engine)
         return engine, info, OnlineCost(ProfiledCost(profile, config))
@@ -45,18 +54,15 @@ def load_target(
 
 def _remembered_cost(config: Config, engine: LoadedTarget) -> TableCost:
     """Costs of an earlier start, or else measured now and stored."""
-    store = open_store(config.cluster.state, config.cluster.namespace)
-    try:
+    with closing(open_store(config.cluster.state, config.cluster.namespace)) as store:
         memory = CostMemory(store, identity_of(config), engine.operators)
-        known = memory.recall()
-        if known is not None:
+        cost = memory.recall()
+        if cost is not None:
             _warm_up(config, engine)
-            return known
-        cost = measure_cost(engine)
-        memory.keep(cost)
+        else:
+            cost = measure_cost(engine)
+            memory.keep(cost)
         return cost
-    finally:
-        store.close()
 
 
 def _warm_up(config: Config, engine: LoadedTarget) -> None:
@@ -67,11 +73,8 @@ def _warm_up(config: Config, engine: LoadedTarget) -> None:
 def stored_profile(config: Config) -> Profile | None:
     """The stored `outrider profile` of a resolved configuration on this machine. None if there is no usable one; the log
     says why an existing one is unusable."""
-    store = open_store(config.cluster.state, config.cluster.namespace)
-    try:
+    with closing(open_store(config.cluster.state, config.cluster.namespace)) as store:
         return usable_profile(store, identity_of(config))
-    finally:
-        store.close()
 
 
 def identity_of(config: Config) -> Identity:
@@ -85,9 +88,14 @@ def identity_of(config: Config) -> Identity:
     return Identity.of(config, f"{cpu_name()} as {level.name}" if level.is_lowered else cpu_name())
 
 
-def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[LoadedTarget, ModelInfo]:
-    """As ``load_target``, without the cost model. Raises ModelUnavailable: missing, half-written or unsupported; one line
-    that says which; InvalidField: the KV cache cannot hold one sequence of the longest kind; vLLM is missing, or another."""
+def load_engine(
+    config: Config, feature_layers: Sequence[int] = (), ranks: RankGroup | None = None
+) -> tuple[LoadedTarget, ModelInfo]:
+    """As ``load_target``, without the cost model. ``close`` ends the ranks that this started.
+
+    Raises ModelUnavailable: missing, half-written or unsupported; one line that says which; InvalidField: the KV cache
+    cannot hold a sequence of the longest kind; there are too many ranks; vLLM is missing, or another.
+    """
     target = config.target
     folder = ensure_model(config.model.name)
     model = load_config(folder)
@@ -102,15 +110,47 @@ def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[Loa
         from engine.vllm.loading import load_vllm
 
         return load_vllm(folder, model, target, info, feature_layers), info
-    engine = load_native(
-        folder,
-        dtype=target.dtype,
-        device=target.device,
-        kv_cache_bytes=int(target.kv_cache_gb * 2**30),
-        block_len=target.block_len,
-        max_num_sequences=target.max_num_sequences,
-        max_pass_tokens=target.max_pass_tokens,
-        max_model_len=info.max_model_len,
-        feature_layers=feature_layers,
-    )
-    return engine, info
+    options = _native_options(config)
+    if target.tensor_parallel == 1:
+        return load_native(folder, **options, feature_layers=feature_layers), info
+    check_ranks(model, target.tensor_parallel)
+    if ranks is not None:
+        return _load_leader(config, folder, ranks, options | {"feature_layers": feature_layers}), info
+    from engine.tensor_parallel.local import LocalRanks
+
+    threads = 1 if target.resources.threads == "auto" else target.resources.threads
+    local = LocalRanks(target.tensor_parallel, folder, options, threads, config.supervision.start_timeout_s)
+    options |= {"feature_layers": feature_layers, "end_ranks": local.close}
+    try:
+        return _load_leader(config, folder, local.group, options), info
+    except BaseException:
+        local.close()
+        raise
+
+
+def load_follower(config: Config, ranks: RankGroup) -> Follower:
+    """A rank other than the first, of a resolved configuration. Returns when all ranks are loaded. Raises as
+    ``load_engine``."""
+    engine = load_native(ensure_model(config.model.name), **_native_options(config), ranks=ranks)
+    ranks.wait_ready(config.supervision.start_timeout_s)
+    return Follower(engine, ranks)
+
+
+def _load_leader(config: Config, folder: Path, ranks: RankGroup, options: Mapping[str, Any]) -> LoadedTarget:
+    engine = load_native(folder, **options, ranks=ranks)
+    ranks.wait_ready(config.supervision.start_timeout_s)
+    return engine
+
+
+def _native_options(config: Config) -> dict[str, Any]:
+    """What all ranks must agree on."""
+    target = config.target
+    return {
+        "dtype": target.dtype,
+        "device": target.device,
+        "kv_cache_bytes": int(target.kv_cache_gb * 2**30),
+        "block_len": target.block_len,
+        "max_num_sequences": target.max_num_sequences,
+        "max_pass_tokens": target.max_pass_tokens,
+        "max_model_len": config.model.max_model_len,
+    }

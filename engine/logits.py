@@ -1,10 +1,8 @@
 """Logits processing: edits of single values (``edit``), and thresholds below which no token may be chosen (``floors``).
 
-The order is: penalties, logit bias, allowed tokens, the mask of min_tokens, temperature, top-k, top-p, min-p. Edits touch
-only the values that they change; a grammar mask belongs beside the allowed tokens, in ``edit``.
-
-Top-k, top-p and min-p keep the most probable tokens, so each is a floor on the tempered logits z. Equally probable tokens
-are kept or dropped together, so the result depends on the logits alone and not on a sort order.
+The order is: penalties, logit bias, allowed tokens, the masks of min_tokens and of a grammar, temperature, top-k, top-p,
+min-p. The last three are floors on the tempered logits z. Equally probable tokens are kept or dropped together, so the
+result depends on the logits alone and not on a sort order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -70,29 +68,49 @@ class Edits:
     masked_ids: tuple[int, ...]  # may not be chosen ...
     num_masked_rows: int  # ... in the first so many rows
     allowed_ids: NDArray[np.int64] | None = None  # only these may be chosen; None: all
+    masks: Tensor | None = None  # of a grammar, by row (`engine.grammar.vocabulary`)
 
 
-def edit(x: Tensor, edits: Edits) -> None:
-    """Edits the rows of one span, x (num_rows, V) float32, in place."""
+def edit(x: Tensor, edits: Edits, first_id: int = 0) -> None:
+    """Edits the rows of one span, x (num_rows, V) float32, in place. ``first_id``: the token of the first column, where x
+    holds a part of the vocabulary."""
     sampling = edits.sampling
+
+    def columns(token_ids: NDArray[np.int64], *values: NDArray[Any]) -> list[Tensor]:
+        """The tokens' columns of x, and their parts of ``values`` (..., K)."""
+        found = token_ids - first_id
+        inside = (found >= 0) & (found < x.shape[1])
+        return [to_device(array[..., inside], x.device) for array in (found, *values)]
+
     if edits.counts is not None:
-        ids, num_generated, occurred = (
-            to_device(array, x.device) for array in edits.counts.with_drafts(edits.draft_ids, len(x))
-        )
+        ids, num_generated, occurred = columns(*edits.counts.with_drafts(edits.draft_ids, len(x)))
         values = x[:, ids]
         repeated = torch.where(values < 0, values * sampling.repetition_penalty, values / sampling.repetition_penalty)
         values = torch.where(occurred, repeated, values)
         x[:, ids] = values - sampling.frequency_penalty * num_generated - sampling.presence_penalty * (num_generated > 0)
     if edits.bias is not None:
-        token_ids, added = (to_device(array, x.device) for array in edits.bias)
-        x[:, token_ids] += added
+        ids, added = columns(*edits.bias)
+        x[:, ids] += added
     if edits.allowed_ids is not None:
-        allowed_ids = to_device(edits.allowed_ids, x.device)
-        allowed = x[:, allowed_ids]
+        (ids,) = columns(edits.allowed_ids)
+        allowed = x[:, ids]
         x.fill_(-torch.inf)
-        x[:, allowed_ids] = allowed
+        x[:, ids] = allowed
     if edits.num_masked_rows:
-        x[: edits.num_masked_rows, to_device(np.array(edits.masked_ids), x.device)] = -torch.inf
+        x[: edits.num_masked_rows, columns(np.array(edits.masked_ids))[0]] = -torch.inf
+    if edits.masks is not None:
+        _apply(edits.masks, x, first_id)
+
+
+def _apply(masks: Tensor, x: Tensor, first_id: int) -> None:
+    """Masks the rows of x; its first column is token ``first_id``."""
+    if first_id == 0:
+        from xgrammar import apply_token_bitmask_inplace
+
+        apply_token_bitmask_inplace(x, masks.to(x.device), vocab_size=x.shape[1])
+        return
+    bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")[:, first_id : first_id + x.shape[1]]
+    x.masked_fill_(to_device(bits == 0, x.device), -torch.inf)
 
 
 @dataclass(frozen=True, slots=True)

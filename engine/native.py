@@ -1,23 +1,29 @@
 """The native target: a model, a paged KV cache, and the ledger of its blocks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from cluster.errors import InvalidField
-from cluster.types import Request
+from cluster.types import Request, TokenLogprobs
 from engine.acceptance import verdict
 from engine.batch_layout import PackedSpan
 from engine.device import to_device
 from engine.forward import CausalModel
 from engine.hidden_states import HiddenStateCache
 from engine.kv_blocks import BlockLedger
-from engine.sampling import Sampler, SampleSpan, SamplingState
+from engine.prompt_logprobs import prompt_logprobs
+from engine.sampling import SampleSpan, SamplingState
 from engine.target import SpanInput, SpanOutcome
+from engine.tensor_parallel.sampling import sampler_of
 from router.plan import Capacity
+
+if TYPE_CHECKING:
+    from engine.grammar.compiling import Grammars
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +39,18 @@ class NativeLimits:
 
 class NativeTarget:
     """``engine.target.LoadedTarget`` over a ``CausalModel``, in this process. ``feature_layers``: layers whose hidden states
-    are kept for drafters in this process (``read_hidden_states``).
+    are kept for drafters in this process (``read_hidden_states``). ``grammars``: of the model; None: requests have none.
 
     Raises InvalidField: the limits contradict the model or each other, or the model has no such layers.
     """
 
     def __init__(
-        self, model: CausalModel, limits: NativeLimits, prefix_cache: bool = True, feature_layers: Sequence[int] = ()
+        self,
+        model: CausalModel,
+        limits: NativeLimits,
+        prefix_cache: bool = True,
+        feature_layers: Sequence[int] = (),
+        grammars: "Grammars | None" = None,
     ) -> None:
         num_blocks, block_len, max_len = limits.num_blocks, limits.block_len, limits.max_model_len
         if not 1 <= max_len <= model.config.max_len:
@@ -47,18 +58,26 @@ class NativeTarget:
         if num_blocks * block_len < max_len:
             reason = f"a KV cache of {num_blocks} blocks of {block_len} tokens cannot hold one sequence of {max_len} tokens"
             raise InvalidField("max_model_len", max_len, f"{reason}: enlarge kv_cache_gb or lower max_model_len")
+        self._grammars = grammars
         self._model = model
         self._limits = limits
         self._cache = model.new_cache(num_blocks, block_len)
         self._features = HiddenStateCache(model.config, feature_layers, num_blocks, block_len, model.dtype, model.device)
         self._ledger = BlockLedger(num_blocks, block_len, prefix_cache)
-        vocab_size = model.config.vocab_size
-        self._sampler = Sampler(vocab_size, model.config.eos_token_ids, model.ops.gumbel_argmax(np.arange(vocab_size)))
+        self._sampler = sampler_of(model)
         self._states: dict[str, SamplingState] = {}
+        self._scored: dict[str, Request] = {}  # those that ask for log-probabilities of their prompts
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
-        state = SamplingState(request.sampling, token_ids, len(request.prompt_token_ids))
-        computed_len = self._ledger.open(request.id, token_ids)
+        grammar, prompt_len = None, len(request.prompt_token_ids)
+        if request.sampling.grammar is not None:
+            assert self._grammars is not None, "the round refuses grammars that its engine does not know"
+            grammar = self._grammars.follow(request.sampling.grammar, token_ids[prompt_len:])
+        state = SamplingState(request.sampling, token_ids, prompt_len, grammar)
+        wants_prompt = request.sampling.prompt_logprobs is not None
+        computed_len = self._ledger.open(request.id, () if wants_prompt else token_ids)  # rows in the cache have no logits
+        if wants_prompt:
+            self._scored[request.id] = request
         self._states[request.id] = state
         return computed_len
 
@@ -84,6 +103,11 @@ class NativeTarget:
     def release(self, request_id: str) -> None:
         if self._states.pop(request_id, None) is not None:
             self._ledger.release(request_id)
+            self._scored.pop(request_id, None)
+
+    @property
+    def grammars(self) -> "Grammars | None":
+        return self._grammars
 
     @property
     def model(self) -> CausalModel:
@@ -132,18 +156,39 @@ class NativeTarget:
         packed = [PackedSpan(span.base_len, span.token_ids, self._ledger.block_table(span.request_id)) for span in spans]
         hidden, features = self._model.forward_with_hidden_states(packed, self._cache, self._features.layers)
         self._features.write(packed, features)
+        scores = self._prompt_logprobs(spans, hidden) if self._scored else {}
+        outcomes = self._sample(spans, hidden)
+        return [
+            replace(outcome, prompt_logprobs=scores[span.request_id], scored_from=span.base_len + 1)
+            if span.request_id in scores
+            else outcome
+            for span, outcome in zip(spans, outcomes, strict=True)
+        ]
+
+    def _prompt_logprobs(self, spans: Sequence[SpanInput], hidden: torch.Tensor) -> dict[str, tuple[TokenLogprobs, ...]]:
+        ends = np.cumsum([len(span.token_ids) for span in spans]).tolist()
+        return {
+            span.request_id: prompt_logprobs(
+                self._scored[span.request_id], span, hidden[end - len(span.token_ids) : end], self._whole_logits
+            )
+            for span, end in zip(spans, ends, strict=True)
+            if span.request_id in self._scored
+        }
+
+    def _whole_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._sampler.gathered(self._model.logits(hidden))
+
+    def _sample(self, spans: Sequence[SpanInput], hidden: torch.Tensor) -> list[SpanOutcome]:
         sampled = [span for span in spans if span.samples]
         if not sampled:
             return [SpanOutcome(span.request_id, (), 0) for span in spans]
         if sum(span.num_drafts + 1 for span in sampled) < len(hidden):
             hidden = hidden[to_device(_sampled_rows(spans), hidden.device)]
-        logits = self._model.logits(hidden)
-        chosen = self._sampler.choose(
-            logits, [SampleSpan(self._states[span.request_id], _drafts(span), span.num_drafts + 1) for span in sampled]
-        )
-        choices = iter(chosen)
+        logits, states = self._model.logits(hidden), self._states
+        asked = [SampleSpan(states[span.request_id], _drafts(span), span.num_drafts + 1) for span in sampled]
+        chosen = iter(self._sampler.choose(logits, asked))
         return [
-            verdict(span.request_id, _drafts(span), next(choices)) if span.samples else SpanOutcome(span.request_id, (), 0)
+            verdict(span.request_id, _drafts(span), next(chosen)) if span.samples else SpanOutcome(span.request_id, (), 0)
             for span in spans
         ]
 

@@ -1,25 +1,21 @@
-"""Gumbel noise G(seed, position, token), identical on CPU, CUDA, NumPy and in every process (DESIGN idea 1).
+"""Gumbel noise G(seed, position, token), identical on CPU, CUDA, NumPy and in every process (DESIGN idea 1). No torch.
 
-The Gumbel-max identity as exponential arrival times: with T_v ~ Exp(1) i.i.d., argmax_v(log p_v - log T_v) is distributed
-as p, and G_v = -log T_v is standard Gumbel noise.
+The Gumbel-max identity as exponential arrival times: with T_v ~ Exp(1) i.i.d., argmax_v(log p_v - log T_v) is distributed as
+p, and G_v = -log T_v is standard Gumbel noise.
 
 The times are drawn in blocks of 64 consecutive tokens, so that one hash bounds a whole block. The minimum of 64 times is
-Exp(64) = E_b / 64 and belongs to each of the 64 tokens with equal probability. As the exponential distribution is
-memoryless, the other times follow it by independent E_v:
+Exp(64) = E_b / 64 and belongs to each of the 64 tokens with equal probability; the others follow it by independent E_v, as
+the exponential distribution is memoryless. So -log(E_b / 64) is the largest noise of the block:
 
     T_v = E_b / 64           for the token of block b that is first,
-    T_v = E_b / 64 + E_v     for the other 63,
+    T_v = E_b / 64 + E_v     for the other 63.
 
-which are 64 independent Exp(1) times. Hence -log(E_b / 64) is the largest noise of the block.
-
-Every E is -log(u), u = (32 random bits + 1/2) / 2^32, so G lies between -3.15 and 27.04. The bits are a counter-based hash:
-output number c of the generator SplitMix64 started at a key, the key being mixed from seed and position; counters below 2^32
-are tokens, those above are blocks. The integers are bit-identical everywhere; logarithms are taken in float64 and rounded
-once to float32, so that the last bit of a vendor's logarithm has no effect.
+Every E is -log(u), u = (32 random bits + 1/2) / 2^32, so G lies between -3.15 and 27.04. The bits are output number c of the
+generator SplitMix64 started at a key, which is mixed from seed and position; c below 2^32 are tokens, those above are
+blocks. Logarithms are taken in float64 and rounded once to float32, so that the last bit of a vendor's logarithm has no
+effect.
 
 The functions take NumPy int64 arrays or torch int64 tensors alike, of at least one dimension (both then wrap on overflow).
-This module needs no torch.
-
 Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), for the hash; Maddison, Tarlow, Minka, "A*
 sampling" (2014), for noise whose maximum comes first.
 """

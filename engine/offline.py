@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from cluster.errors import GenerationFailed
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
@@ -20,10 +21,8 @@ def generate(
     engine: TargetEngine, model: ModelInfo, cost: CostModel, requests: Iterable[Request | None], max_in_flight: int = 256
 ) -> Iterator[tuple[Request, tuple[int, ...]]]:
     """Yields each request with its output as it finishes. ``requests`` is read only as capacity becomes free. A None means
-    that no request is ready: it is polled again after the next pass. With no live request it ends generation.
-
-    Raises GenerationFailed: the target refused a request, or failed on it; says why.
-    """
+    that no request is ready: it is polled again after the next pass. With no live request it ends generation. Raises
+    GenerationFailed: the target refused a request, or failed on it."""
     network, mailbox, inbox = LocalNetwork(), Mailbox(), Mailbox(capacity=2**20)
     loop = TargetLoop(engine, model, mailbox, cost, time.monotonic, max_waiting=max_in_flight)
     listener = network.listen(_ADDRESS, mailbox, Hello(Role.TARGET, "target", model.vocab_size, ""))
@@ -32,8 +31,7 @@ def generate(
     live: dict[str, tuple[Request, list[int]]] = {}
     try:
         while True:
-            room = itertools.islice(pending, max_in_flight - len(live))
-            fresh = tuple(_until_none(room))
+            fresh = tuple(iter(partial(next, itertools.islice(pending, max_in_flight - len(live)), None), None))
             if fresh:
                 live.update((request.id, (request, [])) for request in fresh)
                 link.send(SubmitRound(submits=fresh))
@@ -57,10 +55,3 @@ def generate(
             engine.release(request_id)
         link.close()
         listener.close()
-
-
-def _until_none(requests: Iterable[Request | None]) -> Iterator[Request]:
-    for request in requests:
-        if request is None:
-            return
-        yield request

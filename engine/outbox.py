@@ -25,11 +25,15 @@ class DrafterOutbox:
     link: Link
     followed: set[str] = field(default_factory=set)  # requests with a session at the drafter
     scoring: set[str] = field(default_factory=set)  # of those, the ones that another drafter drafts for
-    is_pending: bool = False  # whether there is anything to send
     _opens: dict[str, Open] = field(default_factory=dict)
     _extends: dict[str, Extend] = field(default_factory=dict)
     _budgets: dict[str, DraftBudget] = field(default_factory=dict)
     _releases: set[str] = field(default_factory=set)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is anything to send."""
+        return bool(self._opens or self._extends or self._budgets or self._releases)
 
     def open(self, sequence: LiveSequence) -> None:
         """Opens a session in which the drafter drafts, or opens it anew (a resync, a new chain)."""
@@ -46,21 +50,17 @@ class DrafterOutbox:
         """The drafter is in step with the request, and drafts for it from now on."""
         self.scoring.discard(request_id)
         self._budgets[request_id] = budget
-        self.is_pending = True
 
     def stop_drafting(self, request_id: str) -> None:
         """The drafter stays in step with the request."""
         self.scoring.add(request_id)
         self._budgets[request_id] = NO_DRAFTS
-        self.is_pending = True
 
     def set_budget(self, request_id: str, budget: DraftBudget) -> None:
         if request_id in self.followed:
             self._budgets[request_id] = budget
-            self.is_pending = True
 
     def extend(self, request_id: str, base_len: int, token_ids: tuple[int, ...]) -> None:
-        self.is_pending = True
         opening = self._opens.get(request_id) if self._opens else None
         if opening is not None:
             self._opens[request_id] = replace(opening, token_ids=opening.token_ids + token_ids)
@@ -78,7 +78,6 @@ class DrafterOutbox:
         self._extends.pop(request_id, None)
         self._budgets.pop(request_id, None)
         self._releases.add(request_id)
-        self.is_pending = True
 
     def flush(self, table_version: int) -> None:
         """Sends what is pending. Raises LinkClosed as ``_send``."""
@@ -101,7 +100,6 @@ class DrafterOutbox:
             self._budgets = {key: budget for key, budget in self._budgets.items() if key in later}
             self._extends.clear()
             self._releases.clear()
-            self.is_pending = bool(self._opens)
 
     def _open(self, sequence: LiveSequence, budget: DraftBudget, proposers: tuple[str, ...]) -> None:
         request = sequence.request
@@ -112,7 +110,6 @@ class DrafterOutbox:
             request.id, tuple(sequence.token_ids), sequence.prompt_len, request.sampling, proposers
         )
         self._budgets[request.id] = budget
-        self.is_pending = True
 
     def _next_opens(self) -> dict[str, Open]:
         """As many as one message holds, at least one."""

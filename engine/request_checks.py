@@ -3,25 +3,38 @@
 from cluster.message_checks import request_fault
 from cluster.types import Commit, FinishReason, ModelInfo, Request
 from engine.sequences import Sequences
-from router import admission
 from router.plan import Capacity
 
 
 def refusal(
-    request: Request, sequences: Sequences, model: ModelInfo, capacity: Capacity, max_waiting: int, draining: bool
+    request: Request,
+    sequences: Sequences,
+    model: ModelInfo,
+    capacity: Capacity,
+    max_waiting: int,
+    draining: bool,
+    takes_grammars: bool = False,
 ) -> Commit | None:
     """The only commit of a request that is refused, with the reason; None: it is taken. The gateway has validated the
     request. This checks what only the target knows, and what would do harm."""
-
-    def refuse(finish: FinishReason, error: str) -> Commit:
-        return Commit(request.id, len(request.prompt_token_ids), (), finish=finish, error=error)
-
-    if request.id in sequences:
-        return refuse(FinishReason.ERROR, f"request {request.id} is live already")
-    prompt = request.prompt_token_ids
+    prompt_len, max_len = len(request.prompt_token_ids), capacity.max_model_len
     num_waiting = len(sequences) - sequences.num_running
-    found = admission.refusal(len(prompt), request.sampling.max_tokens, capacity, num_waiting, max_waiting, draining)
-    if found is not None:
-        return refuse(*found)
-    fault = request_fault(request, model.vocab_size)
-    return None if fault is None else refuse(FinishReason.ERROR, fault)
+    longest, num_cached = min(prompt_len + request.sampling.max_tokens, max_len), capacity.num_blocks * capacity.block_len
+    finish, error = FinishReason.ERROR, None
+    if request.id in sequences:
+        error = f"request {request.id} is live already"
+    elif draining:
+        finish, error = FinishReason.OVERLOADED, "the target drains: it takes no more requests"
+    elif num_waiting >= max_waiting:
+        finish, error = FinishReason.OVERLOADED, f"{num_waiting} requests wait already"
+    elif not 0 < prompt_len < max_len:
+        room = f"at least 1 and leave room in the model's context of {max_len}"
+        error = f"the prompt has {prompt_len} tokens; it must have {room}"
+    elif longest > num_cached:
+        needed = f"prompt and max_tokens need {longest} tokens of KV cache, of which there are {num_cached} in all"
+        error = f"{needed}; lower max_tokens"
+    elif request.sampling.grammar is not None and not takes_grammars:
+        error = "this target has no structured output; its log says why"
+    else:
+        error = request_fault(request, model.vocab_size)
+    return None if error is None else Commit(request.id, prompt_len, (), finish=finish, error=error)

@@ -5,14 +5,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from cluster.errors import OutOfBlocks
-from cluster.messages import LevelReport
 from cluster.transport.base import Link, Mailbox
 from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
 from engine.colocated import ColocatedDrafters, ColocatedLoop
 from engine.drafter_sessions import DrafterSessions
 from engine.gateway_sessions import GatewaySessions
+from engine.grammar.waiting import PendingGrammars
 from engine.inbox import TargetInbox
 from engine.loop_status import LoopStatus, StepReport
 from engine.pass_costs import PassCosts, PassCounts
@@ -20,11 +21,14 @@ from engine.request_checks import refusal
 from engine.sequences import LiveSequence, Sequences
 from engine.target import SpanInput, SpanOutcome, TargetEngine
 from engine.telemetry import Telemetry
-from router.assignment import Observation, RequestView, ScoreCounts
+from router.assignment import RequestView
 from router.cost_model import CostModel
 from router.draft_length import DraftLengths
 from router.plan import StepPlan
 from router.planner import Planner, StepPlanner
+
+if TYPE_CHECKING:
+    from engine.grammar.compiling import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +50,17 @@ class PendingPass:
 class TargetLoop:
     """Owns a target, its sequences, and its ends of the links to drafters and gateways.
 
-    One thread calls ``step`` (``run`` does); any thread may call ``publish_table``, ``drain``, ``status``, ``requests``,
-    ``take_observations``, ``take_scores`` and ``take_levels``. A simulation on a virtual clock calls the parts of ``step``
-    itself: ``begin`` and ``execute`` when a round begins, ``finish`` and ``draft`` when its pass has taken its time.
+    One thread calls ``step`` (``run`` does); any thread may call the methods before ``run``, and the ``take_`` methods of
+    ``telemetry``. A simulation on a virtual clock
+    calls the parts of ``step`` itself: ``begin`` and ``execute`` when a round begins, ``finish`` and ``draft`` when its pass
+    has taken its time.
 
     Args:
         clock: monotonic, in seconds; read when a pass begins and ends, and around what colocated drafters do.
-        draft_lengths: how far to draft for each request.
         colocated: drafters linked to ``mailbox`` as any others, stepped at the end of each round on this thread: then what
             they read of the engine is what is committed, and their proposals are there before the next round.
         proposers: for each drafter, those that may ride ahead of it in its process; it may report on them.
+        grammars: of the model; None: requests with a grammar are refused.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class TargetLoop:
         draft_lengths: DraftLengths | None = None,
         colocated: Sequence[ColocatedLoop] = (),
         proposers: Mapping[str, Collection[str]] | None = None,
+        grammars: "Grammars | None" = None,
     ) -> None:
         self.mailbox = mailbox
         self.telemetry = Telemetry()
@@ -88,6 +94,7 @@ class TargetLoop:
         self._drafters = DrafterSessions(self._sequences, self.telemetry, self._newest_table, self._colocated, proposers)
         self._gateways = GatewaySessions(self._end)
         self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self.telemetry, self._submit)
+        self._grammars = None if grammars is None else PendingGrammars(grammars, mailbox.wake)
         self._draining = False
         self._unread_since_s: float | None = None  # when the last pass began, if the last step had one
         self._pass_s = 0.0  # of the last pass
@@ -111,27 +118,13 @@ class TargetLoop:
 
     def requests(self) -> tuple[RequestView, ...]:
         """The live requests whose chain the router may choose."""
-        return tuple(
-            [
-                RequestView(s.request.id, s.prompt_len, len(s.token_ids), s.draft.chain, s.features)
-                for s in self._sequences.snapshot()
-                if s.request.chain is None
-            ]
-        )
+        routed = [s for s in self._sequences.snapshot() if s.request.chain is None]
+        return tuple([RequestView(s.request.id, s.prompt_len, len(s.token_ids), s.draft.chain, s.features) for s in routed])
 
     def named(self) -> dict[str, int]:
         """How many live requests chose each drafter themselves, linked or not."""
         drafters = [s.draft.drafter for s in self._sequences.snapshot() if s.request.chain]
         return Counter(drafter for drafter in drafters if drafter is not None)
-
-    def take_observations(self) -> tuple[Observation, ...]:
-        return self.telemetry.take_observations()
-
-    def take_scores(self) -> tuple[ScoreCounts, ...]:
-        return self.telemetry.take_scores()
-
-    def take_levels(self) -> tuple[LevelReport, ...]:
-        return self.telemetry.take_levels()
 
     # ---- the loop's own thread
 
@@ -156,9 +149,8 @@ class TargetLoop:
     def fail_all(self, reason: str) -> None:
         """Ends every live request with an error. While no other thread runs the loop."""
         sequences = self._sequences.snapshot()
-        self._gateways.publish(
-            [Commit(s.request.id, len(s.token_ids), (), finish=FinishReason.ERROR, error=reason) for s in sequences]
-        )
+        failed = FinishReason.ERROR
+        self._gateways.publish([Commit(s.request.id, len(s.token_ids), (), finish=failed, error=reason) for s in sequences])
         for sequence in sequences:
             self._end(sequence.request.id)
         self._flush()
@@ -179,6 +171,7 @@ class TargetLoop:
         self._drafters.follow(self._newest_table)
         self._inbox.read(now_s, self._unread_since_s)
         self._unread_since_s = None
+        self._follow_grammars(now_s)
         plan = self._plan(now_s) if self._sequences else StepPlan(spans=())
         self._drafters.note_plan(plan, now_s)
         if plan.is_empty:
@@ -239,13 +232,30 @@ class TargetLoop:
             self._colocated.note_overhead(self._clock() - finished.began_s - self._pass_s - drafting_s)
 
     def _submit(self, link: Link, request: Request, now_s: float) -> None:
-        refused = refusal(request, self._sequences, self._model, self._engine.capacity(), self._max_waiting, self._draining)
+        capacity, takes_grammars = self._engine.capacity(), self._grammars is not None
+        refused = refusal(request, self._sequences, self._model, capacity, self._max_waiting, self._draining, takes_grammars)
         if refused is not None:
             self._gateways.refuse(link, refused)
             return
-        sequence = self._sequences.add(request, now_s)
         self._gateways.add(link, request.id)
+        sequence = self._sequences.add(request, now_s)
         self._drafters.assign(sequence)
+        if request.sampling.grammar is not None and self._grammars is not None:
+            sequence.awaits_grammar = True
+            known = self._grammars.start(request.id, request.sampling.grammar, now_s)
+            if known is not None:
+                sequence.follow(known)
+
+    def _follow_grammars(self, now_s: float) -> None:
+        """Requests whose grammar is compiled may be planned; those whose grammar is refused end."""
+        for request_id, result in () if self._grammars is None else self._grammars.take_finished(now_s):
+            sequence = self._sequences[request_id]
+            if not isinstance(result, str):
+                sequence.follow(result)
+                continue
+            error = Commit(request_id, len(sequence.token_ids), (), finish=FinishReason.ERROR, error=result)
+            self._gateways.publish([error])
+            self._end(request_id)
 
     # ---- the pass
 
@@ -265,6 +275,8 @@ class TargetLoop:
     def _commit(self, spans: Iterable[SpanInput], outcomes: Iterable[SpanOutcome], now_s: float) -> list[Commit]:
         commits = []
         for span, outcome in zip(spans, outcomes, strict=True):
+            if outcome.prompt_logprobs:
+                self._gateways.publish(self._sequences.prompt_commits(outcome))
             commit = self._sequences.apply(span, outcome)
             if commit is None:
                 continue
@@ -273,6 +285,7 @@ class TargetLoop:
                 commit = replace(commit, prefill=sequence.prefill(now_s))
             commits.append(commit)
             self._drafters.publish(sequence, commit, now_s)
+            sequence.draft.force(commit.request_id)
             if commit.finish is not None:
                 self._end(commit.request_id)
         self._gateways.publish(commits)
@@ -281,6 +294,8 @@ class TargetLoop:
     def _end(self, request_id: str) -> None:
         sequence = self._sequences.remove(request_id)
         if sequence is not None:
+            if self._grammars is not None:
+                self._grammars.forget(request_id)
             self._engine.release(request_id)
             self._drafters.release(sequence)
 
@@ -288,9 +303,5 @@ class TargetLoop:
         self._drafters.flush()
         self._gateways.flush()
         num_running = self._sequences.num_running
-        self._status = LoopStatus(
-            num_running=num_running,
-            num_waiting=len(self._sequences) - num_running,
-            table_version=self._drafters.table.version,
-            draining=self._draining,
-        )
+        num_waiting = len(self._sequences) - num_running
+        self._status = LoopStatus(num_running, num_waiting, self._drafters.table.version, self._draining)

@@ -1,8 +1,9 @@
 """Sampling for targets and drafters alike (DESIGN idea 1): argmax_v(z_v + G(seed, position, v)).
 
-z are the logits after penalties, bias, the masks of allowed_token_ids and min_tokens, temperature, top-k, top-p and min-p,
-in that order; G is Gumbel noise (``engine.noise``). At temperature 0 it is the plain argmax, the lowest id of equal ones.
-The token at a position is thus a function of logits, history, parameters and seed, independent of batch, device and drafts.
+z are the logits after penalties, bias, the masks of allowed_token_ids, min_tokens and a grammar, temperature, top-k, top-p
+and min-p, in that order; G is Gumbel noise (``engine.noise``). At temperature 0 it is the plain argmax, the lowest id of
+equal ones. The token at a position is thus a function of logits, history, parameters and seed, independent of batch, device
+and drafts.
 
 Rows are processed in up to four groups, edited or not and with or without noise, so that a row pays only for what its
 request uses.
@@ -11,7 +12,7 @@ request uses.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,12 +27,22 @@ from engine.logits import Edits, Filters, TokenCounts, edit, floors
 from engine.noise import noise_keys
 from engine.ops import GumbelArgmax
 
+if TYPE_CHECKING:
+    from engine.grammar.state import GrammarState
+
 
 class SamplingState:
     """Everything but the logits that a request's next token depends on. One per request. ``token_ids``: the prompt, then the
-    committed output. ``prompt_len``: number of prompt tokens among them."""
+    committed output. ``prompt_len``: number of prompt tokens among them. ``grammar``: has followed the output; None: a
+    drafter samples without the request's grammar."""
 
-    def __init__(self, sampling: SamplingParams, token_ids: Sequence[int], prompt_len: int) -> None:
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        token_ids: Sequence[int],
+        prompt_len: int,
+        grammar: "GrammarState | None" = None,
+    ) -> None:
         if not 0 <= prompt_len <= len(token_ids):
             raise ValueError(f"a prompt of {prompt_len} tokens does not fit into {len(token_ids)} tokens")
         self.sampling = sampling
@@ -41,6 +52,7 @@ class SamplingState:
         if by_token := dict(sampling.logit_bias):
             self.bias = np.fromiter(by_token, np.int64), np.fromiter(by_token.values(), np.float32)
         self.allowed_ids = np.array(sampling.allowed_token_ids, np.int64) if sampling.allowed_token_ids else None
+        self.grammar = grammar
         self._len = len(token_ids)
         if self.counts is not None:
             self.counts.add(token_ids[:prompt_len], generated=False)
@@ -58,7 +70,8 @@ class SamplingState:
     def is_plain(self) -> bool:
         """Whether the next token depends on logits, temperature and seed only."""
         s = self.sampling
-        return not self.is_filtered and not s.edits_logits and self.num_generated >= s.min_tokens
+        edits = s.edits_logits or self.grammar is not None
+        return not self.is_filtered and not edits and self.num_generated >= s.min_tokens
 
     @property
     def is_filtered(self) -> bool:
@@ -70,6 +83,8 @@ class SamplingState:
         self._len += len(token_ids)
         if self.counts is not None:
             self.counts.add(token_ids, generated=True)
+        if self.grammar is not None:
+            self.grammar.advance(token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +121,19 @@ class Sampler:
     """Chooses tokens. Stateless: the state of a request comes with its span. All token ids must be below ``vocab_size``
     (``cluster.message_checks`` checks requests and proposals).
 
-    ``kernel``: chooses among all tokens, on the device and in the dtype of the logits; None: plain torch.
+    ``kernel``: chooses among all tokens, on the device and in the dtype of the logits; None: plain torch. ``token_ids``: of
+    the columns of the logits, where they are a part of the vocabulary.
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], kernel: GumbelArgmax | None = None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        kernel: GumbelArgmax | None = None,
+        token_ids: range | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
+        self.token_ids = token_ids or range(vocab_size)
         self.eos_token_ids = tuple(eos_token_ids)
         self._kernel = kernel
 
@@ -123,39 +146,56 @@ class Sampler:
                 (padding) are ignored.
             want_confidences: fill ``Chosen.confidences``, temperature 1 for greedy requests.
         """
-        ends = list(accumulate((span.num_rows for span in spans), initial=0))
-        if logits.dim() != 2 or len(logits) != ends[-1] or logits.shape[1] < self.vocab_size:
-            raise ValueError(f"logits {tuple(logits.shape)} do not fit {ends[-1]} rows of {self.vocab_size} tokens")
+        members, picks = self.candidates(logits, spans, want_confidences)
         logits = logits[:, : self.vocab_size]
+        logprobs = _raw_logprobs(logits, members, picks)
+        return chosen_of(members, picks, logprobs)
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """The logits of the whole vocabulary, (rows, V)."""
+        return logits[:, : self.vocab_size]
+
+    def candidates(
+        self, logits: Tensor, spans: Sequence[SampleSpan], want_confidences: bool = False
+    ) -> tuple[list["SpanRows"], "Picks"]:
+        """The best of ``token_ids`` at each row. Raises ValueError as ``choose``."""
+        ends = list(accumulate((span.num_rows for span in spans), initial=0))
+        num_tokens = len(self.token_ids)
+        if logits.dim() != 2 or len(logits) != ends[-1] or logits.shape[1] < num_tokens:
+            raise ValueError(f"logits {tuple(logits.shape)} do not fit {ends[-1]} rows of {num_tokens} tokens")
+        logits = logits[:, :num_tokens]
         members = [self._member(span, start) for span, start in zip(spans, ends, strict=False)]
-        picks = _Picks(np.full(ends[-1], self.vocab_size), np.full(ends[-1], np.nan), np.zeros(ends[-1]))
+        is_part = num_tokens < self.vocab_size
+        picks = Picks.empty(ends[-1], self.token_ids, want_confidences, want_logits=is_part)
         kernel = None if want_confidences else self._kernel
         for edited in (False, True):
             for noisy in (False, True) if kernel is None else (None,):
                 alike = [m for m in members if (m.edits is not None) == edited and noisy in (None, m.is_noisy)]
                 if alike:
-                    _pick(logits, alike, picks, want_confidences, kernel)
-        logprobs = _raw_logprobs(logits, members, picks)
-        if not logprobs and not want_confidences and np.isfinite(picks.highest).all():
-            token_ids = picks.token_ids.tolist()
-            return [Chosen(tuple(token_ids[member.rows])) for member in members]
-        return [_chosen(member, picks, logprobs, want_confidences) for member in members]
+                    _pick(logits, alike, picks, kernel)
+        return members, picks
 
-    def _member(self, span: SampleSpan, start: int) -> "_SpanRows":
+    def _member(self, span: SampleSpan, start: int) -> "SpanRows":
         state, sampling = span.state, span.state.sampling
         masked_ids = sampling.stop_token_ids if sampling.ignore_eos else (*self.eos_token_ids, *sampling.stop_token_ids)
         masked_ids = tuple(token_id for token_id in masked_ids if token_id < self.vocab_size)
         num_masked_rows = 0
         if masked_ids:
             num_masked_rows = min(span.num_rows, max(0, sampling.min_tokens - state.num_generated - span.num_before))
+        masks = None
+        if state.grammar is not None:  # the grammar's end comes before min_tokens
+            masks = state.grammar.masks(span.drafts, span.num_before, masked_ids, num_masked_rows)
+            num_masked_rows = 0
         edits = None
-        if sampling.edits_logits or num_masked_rows:
-            edits = Edits(sampling, state.counts, state.bias, span.drafts, masked_ids, num_masked_rows, state.allowed_ids)
-        return _SpanRows(span, slice(start, start + span.num_rows), edits)
+        if sampling.edits_logits or num_masked_rows or masks is not None:
+            edits = Edits(
+                sampling, state.counts, state.bias, span.drafts, masked_ids, num_masked_rows, state.allowed_ids, masks
+            )
+        return SpanRows(span, slice(start, start + span.num_rows), edits)
 
 
 @dataclass(frozen=True, slots=True)
-class _SpanRows:
+class SpanRows:
     """A span, its rows of the logits, and their edits."""
 
     span: SampleSpan
@@ -168,17 +208,24 @@ class _SpanRows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Picks:
-    """Per row, (N,): the token, the largest logit (not finite: no choice), and the token's probability."""
+class Picks:
+    """Per row, (N,): the token, and the largest logit (not finite: no choice); on request, the token's probability, and its
+    logit after the edits. ``offered``: the tokens of the columns."""
 
+    offered: range
     token_ids: NDArray[np.int64]
     highest: NDArray[np.float64]
-    confidences: NDArray[np.float64]
+    confidences: NDArray[np.float64] | None
+    logits: NDArray[np.float64] | None
+
+    @staticmethod
+    def empty(num_rows: int, offered: range, want_confidences: bool, want_logits: bool) -> "Picks":
+        void, nan = np.full(num_rows, offered.stop), np.full(num_rows, np.nan)
+        confidences, logits = np.zeros(num_rows), np.full(num_rows, -np.inf)
+        return Picks(offered, void, nan, confidences if want_confidences else None, logits if want_logits else None)
 
 
-def _pick(
-    logits: Tensor, members: Sequence[_SpanRows], picks: _Picks, want_confidences: bool, kernel: GumbelArgmax | None
-) -> None:
+def _pick(logits: Tensor, members: Sequence[SpanRows], picks: Picks, kernel: GumbelArgmax | None) -> None:
     """Chooses for the rows of one group and writes ``picks``. The kernel takes rows with and without noise together."""
     is_all = sum(member.span.num_rows for member in members) == len(logits)
     rows: slice | NDArray[np.int64] = slice(None)
@@ -190,47 +237,57 @@ def _pick(
         x = x.to(torch.float32, copy=is_all)
         for own_rows, member in zip(x.split([member.span.num_rows for member in members]), members, strict=True):
             if member.edits is not None:
-                edit(own_rows, member.edits)
+                edit(own_rows, member.edits, picks.offered.start)
     if kernel is not None:
         picks.token_ids[rows], picks.highest[rows] = _by_kernel(x, members, kernel)
+        if picks.logits is not None:
+            chosen = torch.from_numpy(picks.token_ids[rows] - picks.offered.start)
+            picks.logits[rows] = _logits_of(x, chosen).double().numpy()
         return
     at = peaks(x)
     temperatures = torch.ones_like(at.rows)
     floor = None
     if members[0].is_noisy:
-        temperatures = to_device(_temperatures(members), x.device)
+        temperatures = to_device(temperatures_of(members), x.device)
         floor = floors(x, at, temperatures, _filters(members))
-        token_ids = gumbel_argmax(x, at, temperatures, floor, to_device(_keys(members), x.device))
+        token_ids = gumbel_argmax(x, at, temperatures, floor, to_device(keys_of(members), x.device), picks.offered.start)
     else:
         token_ids = greedy(x, at)
-    columns = [token_ids.double(), at.rows.double()]
-    if want_confidences:
+    columns = [token_ids.double() + picks.offered.start, at.rows.double()]
+    if picks.confidences is not None:
         columns.append(probabilities(x, at, temperatures, floor, token_ids).double())
-    found = torch.stack(columns).cpu().numpy()  # one copy from the device for the whole group
-    picks.token_ids[rows] = found[0]
-    picks.highest[rows] = found[1]
-    if want_confidences:
-        picks.confidences[rows] = found[2]
+    if picks.logits is not None:
+        columns.append(_logits_of(x, token_ids).double())
+    found = iter(torch.stack(columns).cpu().numpy())  # one copy from the device for the whole group
+    picks.token_ids[rows], picks.highest[rows] = next(found), next(found)
+    for wanted in (picks.confidences, picks.logits):
+        if wanted is not None:
+            wanted[rows] = next(found)
+
+
+def _logits_of(x: Tensor, columns: Tensor) -> Tensor:
+    """Of one column per row, (R,). A row without a choice may name none that exists."""
+    return x.gather(1, columns.clamp(0, x.shape[-1] - 1)[:, None]).squeeze(1)
 
 
 def _by_kernel(
-    x: Tensor, members: Sequence[_SpanRows], kernel: GumbelArgmax
+    x: Tensor, members: Sequence[SpanRows], kernel: GumbelArgmax
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    temperatures = _temperatures(members)
+    temperatures = temperatures_of(members)
     if not temperatures.any():
         return kernel(x, np.zeros(len(x), np.int64), temperatures)
     floor = None
     if any(member.is_noisy and member.span.state.is_filtered for member in members):
         tempered = torch.from_numpy(np.where(temperatures > 0, temperatures, np.float32(1.0)))
         floor = floors(x, peaks(x), tempered, _filters(members)).numpy()
-    return kernel(x, _keys(members), temperatures, floor)
+    return kernel(x, keys_of(members), temperatures, floor)
 
 
-def _temperatures(members: Sequence[_SpanRows]) -> NDArray[np.float32]:
+def temperatures_of(members: Sequence[SpanRows]) -> NDArray[np.float32]:
     return _by_row(members, lambda s: s.temperature, np.float32)
 
 
-def _filters(members: Sequence[_SpanRows]) -> Filters:
+def _filters(members: Sequence[SpanRows]) -> Filters:
     return Filters(
         _by_row(members, lambda s: s.top_k or 2**31, np.int64),
         _by_row(members, lambda s: s.top_p, np.float64),
@@ -238,38 +295,56 @@ def _filters(members: Sequence[_SpanRows]) -> Filters:
     )
 
 
-def _by_row(members: Sequence[_SpanRows], value: Callable[[SamplingParams], Any], dtype: type) -> NDArray[Any]:
+def _by_row(members: Sequence[SpanRows], value: Callable[[SamplingParams], Any], dtype: type) -> NDArray[Any]:
     return np.repeat(
         np.array([value(member.span.state.sampling) for member in members], dtype), [m.span.num_rows for m in members]
     )
 
 
-def _keys(members: Sequence[_SpanRows]) -> NDArray[np.int64]:
+def keys_of(members: Sequence[SpanRows]) -> NDArray[np.int64]:
     firsts = [len(member.span.state) + member.span.num_before for member in members]
     positions = np.concatenate([np.arange(n, n + m.span.num_rows) for n, m in zip(firsts, members, strict=True)])
     return noise_keys(_by_row(members, lambda s: s.seed, np.uint64), positions)
 
 
-def _raw_logprobs(logits: Tensor, members: Sequence[_SpanRows], picks: _Picks) -> dict[int, TokenLogprobs]:
+def _raw_logprobs(logits: Tensor, members: Sequence[SpanRows], picks: Picks) -> dict[int, TokenLogprobs]:
     """Logprobs by row, where requested."""
     asking = [(m, m.span.state.sampling.top_logprobs) for m in members]
     num_top = {row: num for m, num in asking if num is not None for row in range(m.rows.start, m.rows.stop)}
     if not num_top:
         return {}
     rows = np.fromiter(num_top, np.int64)
-    raw = logits[to_device(rows, logits.device)].float()
+    found = token_logprobs(logits[to_device(rows, logits.device)], picks.token_ids[rows], list(num_top.values()))
+    return dict(zip(num_top, found, strict=True))
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: NDArray[np.int64], num_top: Sequence[int], *, ranked: bool = False
+) -> list[TokenLogprobs]:
+    """Raw log-probabilities of ``token_ids`` (R,) under logits (R, V), each with its ``num_top`` most probable tokens."""
+    raw = logits.float()
     norm = raw.logsumexp(-1, keepdim=True)
-    tokens = to_device(picks.token_ids[rows], raw.device).clamp_max(raw.shape[-1] - 1)
-    own = (raw.gather(1, tokens[:, None]) - norm).squeeze(1).tolist()
-    top = raw.topk(min(max(num_top.values()), raw.shape[-1]))
+    tokens = to_device(token_ids, raw.device).clamp_max(raw.shape[-1] - 1)
+    chosen = raw.gather(1, tokens[:, None])
+    ranks = (1 + (raw > chosen).sum(-1)).tolist() if ranked else [None] * len(raw)
+    own = (chosen - norm).squeeze(1).tolist()
+    top = raw.topk(min(max(num_top), raw.shape[-1]))
     top_ids, top_values = top.indices.tolist(), (top.values - norm).tolist()
-    return {
-        row: TokenLogprobs(own[i], tuple(zip(top_ids[i][:num], top_values[i][:num], strict=True)))
-        for i, (row, num) in enumerate(num_top.items())
-    }
+    return [
+        TokenLogprobs(own[i], tuple(zip(top_ids[i][:num], top_values[i][:num], strict=True)), ranks[i])
+        for i, num in enumerate(num_top)
+    ]
 
 
-def _chosen(member: _SpanRows, picks: _Picks, logprobs: dict[int, TokenLogprobs], want_confidences: bool) -> Chosen:
+def chosen_of(members: Sequence[SpanRows], picks: Picks, logprobs: dict[int, TokenLogprobs]) -> list[Chosen]:
+    """One ``Chosen`` per span."""
+    if not logprobs and picks.confidences is None and np.isfinite(picks.highest).all():
+        token_ids = picks.token_ids.tolist()
+        return [Chosen(tuple(token_ids[member.rows])) for member in members]
+    return [_chosen(member, picks, logprobs) for member in members]
+
+
+def _chosen(member: SpanRows, picks: Picks, logprobs: dict[int, TokenLogprobs]) -> Chosen:
     rows = range(member.rows.start, member.rows.stop)
     highest, error = picks.highest[member.rows], None
     if not np.isfinite(highest).all():
@@ -278,6 +353,6 @@ def _chosen(member: _SpanRows, picks: _Picks, logprobs: dict[int, TokenLogprobs]
         why = "every token is masked" if highest[i] == -np.inf else f"its logits hold {highest[i]}"
         error, rows = f"no token can be chosen at position {position}: {why}", rows[:i]
     kept = slice(rows.start, rows.stop)
-    confidences = tuple(picks.confidences[kept].tolist()) if want_confidences else ()
+    confidences = () if picks.confidences is None else tuple(picks.confidences[kept].tolist())
     of_rows = tuple(logprobs[row] for row in rows if row in logprobs)
     return Chosen(tuple(picks.token_ids[kept].tolist()), of_rows, confidences, error)

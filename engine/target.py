@@ -10,6 +10,8 @@ from router.plan import Capacity
 if TYPE_CHECKING:  # drafters without a model import this module, and no torch
     from torch import Tensor
 
+    from engine.grammar.compiling import Grammars
+
 
 @record
 class SpanInput:
@@ -35,6 +37,7 @@ class SpanOutcome:
 
     ``error``: no token could be chosen (the logits are NaN, say); the request ends. ``computed_len``: tokens in the cache
     after the pass, where no token was chosen and the engine schedules for itself; None: the span was computed.
+    ``prompt_logprobs``: of consecutive prompt tokens, where requested, from position ``scored_from`` on.
     """
 
     request_id: str
@@ -43,6 +46,8 @@ class SpanOutcome:
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
     computed_len: int | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    scored_from: int = 1
 
 
 class TargetEngine(Protocol):
@@ -52,7 +57,7 @@ class TargetEngine(Protocol):
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         """Admits a request whose committed tokens are ``token_ids`` (more than the prompt after a preemption). Returns how
-        many of them the prefix cache holds: at most len - 1."""
+        many of them the prefix cache holds: at most len - 1, and none if prompt log-probabilities are requested."""
 
     def execute(self, spans: Sequence[SpanInput]) -> list[SpanOutcome]:
         """One packed pass. Rolls back rejected draft tokens, and returns when the device has finished: callers time it.
@@ -89,6 +94,10 @@ class FeatureSource(Protocol):
 
 class LoadedTarget(TargetEngine, FeatureSource, Protocol):
     """The target of a configuration file, by whichever engine."""
+
+    @property
+    def grammars(self) -> "Grammars | None":
+        """Of the model; None: it takes no structured output."""
 
     @property
     def operators(self) -> str:

@@ -125,13 +125,8 @@ class Telemetry:
         draft_len: int = 0,
         missed: bool = False,
     ) -> None:
-        """Counts a round of a request that ``drafter`` follows.
-
-        Args:
-            judgement: of its proposal, if one was at hand.
-            draft_len: the tokens that it may propose.
-            missed: no proposal was at hand, though one was expected.
-        """
+        """Counts a round of a request that ``drafter`` follows and may propose ``draft_len`` tokens for. ``judgement``: of
+        its proposal, if one was at hand. ``missed``: none was, though one was expected."""
         elapsed_s = now_s - self._committed_s.get(commit.request_id, now_s - (self.step_s or 0.0))
         self._committed_s[commit.request_id] = now_s
         key = (commit.request_id, drafter)

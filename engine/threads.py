@@ -28,9 +28,9 @@ def useful_threads(config: DecoderConfig) -> int:
 def in_own_thread(call: Callable[[], Result]) -> Result:
     """Runs ``call`` on a thread that ends with it; returns or raises what it does.
 
-    OpenMP gives every computing thread a team that lives as long as the thread. With more team members than processors,
-    idle members sleep instead of spinning and each product must wake them: a pass of SmolLM2-135M with four rows on two
-    cores then takes 16 ms instead of 9.4. So loading and measuring on a CPU are done on a thread whose team ends with it.
+    OpenMP gives every computing thread a team that lives as long. With more members than processors, each product must wake
+    idle ones: a pass of SmolLM2-135M with four rows on two cores takes 16 ms instead of 9.4. So loading and measuring on a
+    CPU are done here.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="own") as executor:
         return executor.submit(call).result()

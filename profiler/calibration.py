@@ -1,15 +1,13 @@
 """Offline calibration: turns a drafter's confidences into survival probabilities.
 
-A confidence is the conditional probability that draft token k is right, given that tokens 1 to k-1 are. Survival is the
-probability that tokens 1 to k are all right. Neural drafters are overconfident, and their errors multiply along a
-draft.
+A confidence is the probability that draft token k is right, given that tokens 1 to k-1 are; survival, that tokens 1 to k
+are all right. Neural drafters are overconfident, and their errors multiply along a draft.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,31 +30,27 @@ _NEXT_SPREAD = (0.1, 0.05)
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """N verified drafts of up to K tokens.
+    """N verified drafts of up to K tokens."""
 
-    Shapes: confidences (N, K), conditional and arbitrary beyond num_verified; num_verified (N,); num_accepted (N,).
-    """
-
-    confidences: Floats
-    num_verified: NDArray[np.int64]
-    num_accepted: NDArray[np.int64]
+    confidences: Floats  # (N, K), conditional; arbitrary beyond num_verified
+    num_verified: NDArray[np.int64]  # (N,)
+    num_accepted: NDArray[np.int64]  # (N,)
 
     @classmethod
     def of(cls, drafts: Sequence[tuple[Sequence[float], int]]) -> "Records":
         """From (confidences of the verified tokens, number accepted) per draft."""
-        longest = max((len(confidences) for confidences, _ in drafts), default=0)
-        table = np.zeros((len(drafts), longest))
+        lens = np.array([len(confidences) for confidences, _ in drafts], np.int64)
+        table = np.zeros((len(drafts), lens.max(initial=0)))
         for row, (confidences, _) in zip(table, drafts, strict=True):
             row[: len(confidences)] = confidences
-        lens = np.array([len(confidences) for confidences, _ in drafts], np.int64)
         return cls(table, lens, np.array([num for _, num in drafts], np.int64))
 
     def __post_init__(self) -> None:
         num, longest = self.confidences.shape
         if self.num_verified.shape != (num,) or self.num_accepted.shape != (num,):
             raise ValueError(f"{num} drafts, but {self.num_verified.shape} and {self.num_accepted.shape} verdicts on them")
-        sound = np.all((self.num_accepted >= 0) & (self.num_accepted <= self.num_verified) & (self.num_verified <= longest))
-        if not sound:
+        lens = np.array([np.zeros(num), self.num_accepted, self.num_verified, np.full(num, longest)])
+        if (np.diff(lens, axis=0) < 0).any():
             raise ValueError("a draft cannot have more accepted than verified tokens, or more of these than confidences")
 
     def __len__(self) -> int:
@@ -75,13 +69,6 @@ class Records:
         return self.num_accepted > position
 
 
-class Scaling(Protocol):
-    """A fitted calibration. Pure; preserves the order of confidences at each position."""
-
-    def survival(self, confidences: ArrayLike) -> Floats:
-        """(N, K) conditional confidences to (N, K) survival probabilities, which never rise along a row."""
-
-
 @dataclass(frozen=True, slots=True)
 class TemperatureScaling:
     """c -> sigmoid(logit(c) / T_k + b_k), with a temperature and offset per position; further positions use the last."""
@@ -98,42 +85,42 @@ class TemperatureScaling:
         return tuple(self._scaled(np.asarray(confidences, np.float64), first).tolist())
 
     def survival(self, confidences: ArrayLike) -> Floats:
+        """(N, K) conditional confidences to (N, K) survival probabilities, which never rise along a row."""
         return np.asarray(np.cumprod(self._scaled(np.asarray(confidences, np.float64), 0), axis=-1), np.float64)
 
     def _scaled(self, confidences: Floats, first: int) -> Floats:
-        of_positions = np.array([self.at(first + k) for k in range(confidences.shape[-1])]).reshape(-1, 2)
-        return sigmoid(logit(confidences, _MARGIN) / of_positions[:, 0] + of_positions[:, 1])
+        positions = np.arange(first, first + confidences.shape[-1])
+        temperatures = np.take(self.temperatures, positions, mode="clip")
+        return sigmoid(logit(confidences, _MARGIN) / temperatures + np.take(self.offsets, positions, mode="clip"))
 
 
 @dataclass(frozen=True, slots=True)
 class IsotonicScaling:
-    """Per position a monotone map from the product of the confidences to survival: the baseline for temperature scaling.
-    Further positions use the last map."""
+    """Per position a monotone map from the product of the confidences to survival; further positions use the last.
 
-    maps: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...] = ()
+    The baseline for temperature scaling.
+    """
+
+    maps: tuple[tuple[Floats, Floats], ...] = ()
 
     def survival(self, confidences: ArrayLike) -> Floats:
-        raw = np.asarray(np.cumprod(np.asarray(confidences, np.float64), axis=-1), np.float64)
-        if not self.maps:
-            return raw
-        out = np.empty(raw.shape)
-        for k in range(raw.shape[-1]):
-            xs, ys = self.maps[min(k, len(self.maps) - 1)]
-            out[..., k] = np.interp(raw[..., k], xs, ys)
+        out = np.asarray(np.cumprod(np.asarray(confidences, np.float64), axis=-1), np.float64)
+        for k in range(out.shape[-1] if self.maps else 0):
+            out[..., k] = np.interp(out[..., k], *self.maps[min(k, len(self.maps) - 1)])
         return np.asarray(np.minimum.accumulate(out, axis=-1), np.float64)
+
+
+Scaling = TemperatureScaling | IsotonicScaling  # pure; preserves the order of confidences at each position
 
 
 def fit_temperatures(records: Records) -> TemperatureScaling:
     """Sequential temperature scaling (DSpark, section 3.2.1): position by position, on drafts that are right up to there.
 
-    Two differences from the paper:
+    The paper takes the temperature of least calibration error, which is noise with a few hundred drafts; this, the most
+    probable one, with a prior centred on the position before. An offset corrects confidences that are too high throughout.
 
-    - The paper searches for the temperature with the least calibration error, which is noise with a few hundred drafts.
-      Here it is the most probable one, with a prior centred on the position before.
-    - An offset is fitted too, since no temperature corrects confidences that are too high throughout.
-
-    A position with fewer than MIN_RECORDS such drafts, and all further ones, use the position before; the first leaves
-    confidences unchanged.
+    Positions from the first with fewer than MIN_RECORDS such drafts use the one before; the first leaves confidences
+    unchanged.
     """
     found: list[tuple[float, float]] = []
     before, spread = (0.0, 0.0), _FIRST_SPREAD
@@ -144,9 +131,8 @@ def fit_temperatures(records: Records) -> TemperatureScaling:
         before = _most_probable(logit(records.confidences[tried, k], _MARGIN), records.survived(k)[tried], before, spread)
         found.append(before)
         spread = _NEXT_SPREAD
-    if not found:
-        return TemperatureScaling()
-    return TemperatureScaling(tuple(float(np.exp(log_t)) for log_t, _ in found), tuple(offset for _, offset in found))
+    log_ts, offsets = zip(*found, strict=True) if found else ((0.0,), (0.0,))
+    return TemperatureScaling(tuple(np.exp(log_ts).tolist()), offsets)
 
 
 def _most_probable(
@@ -171,7 +157,7 @@ def _most_probable(
 def fit_isotonic(records: Records) -> IsotonicScaling:
     """Isotonic least-squares regression per position."""
     raw = np.cumprod(records.confidences, axis=-1)
-    maps: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
+    maps: list[tuple[Floats, Floats]] = []
     for k in range(records.max_len):
         reached = records.reaching(k)
         if reached.sum() < MIN_RECORDS:
@@ -179,9 +165,7 @@ def fit_isotonic(records: Records) -> IsotonicScaling:
         xs, where = np.unique(raw[reached, k], return_inverse=True)
         weights = np.bincount(where).astype(np.float64)
         means = np.bincount(where, records.survived(k)[reached].astype(np.float64)) / weights
-        ys = np.asarray(isotonic_regression(means, weights=weights).x)
-        corners = _corners(ys)
-        maps.append((tuple(xs[corners].tolist()), tuple(ys[corners].tolist())))
+        maps.append((xs, np.asarray(isotonic_regression(means, weights=weights).x)))
     return IsotonicScaling(tuple(maps))
 
 
@@ -208,13 +192,8 @@ def quality(survival: ArrayLike, records: Records) -> Quality:
 
 
 def save_scaling(scaling: TemperatureScaling, path: Path, **figures: float) -> None:
-    """Writes JSON. ``figures`` (ECE, AUROC, number of records) are stored for readers."""
-    content = {
-        "format": _FORMAT,
-        "temperatures": list(scaling.temperatures),
-        "offsets": list(scaling.offsets),
-        "figures": figures,
-    }
+    """Writes JSON, with ``figures`` (ECE, AUROC, number of records) for readers."""
+    content = {"format": _FORMAT, "temperatures": scaling.temperatures, "offsets": scaling.offsets, "figures": figures}
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -233,10 +212,3 @@ def load_scaling(path: Path) -> TemperatureScaling:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelUnavailable(f"{path} is not a calibration ({error!r}); `outrider train` writes them") from error
     return TemperatureScaling(temperatures, offsets)
-
-
-def _corners(ys: Floats) -> NDArray[np.int64]:
-    """Both ends of each step of a step function: what linear interpolation needs."""
-    keep = np.ones(len(ys), np.bool_)
-    keep[1:-1] = (ys[1:-1] != ys[:-2]) | (ys[1:-1] != ys[2:])
-    return np.flatnonzero(keep)

@@ -6,19 +6,18 @@ from pathlib import Path
 
 import psutil
 
-from profiler.cgroups import cpu_quota, free_memory_bytes
+from profiler.cgroups import cpu_quota, free_memory_bytes, read
 
 _CPUS = Path("/sys/devices/system/cpu")
 _SIBLINGS = ("core_cpus_list", "thread_siblings_list")  # the second on Linux before 5.7
 
 
 def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+    info = read(Path("/proc/cpuinfo"))
+    if info is None:
         return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    names = (line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def num_cores() -> int:
@@ -44,9 +43,4 @@ def _physical_cores(cpus: Path) -> int:
 
 def _siblings(topology: Path) -> str | None:
     """The logical CPUs of a core, as the system lists them."""
-    for name in _SIBLINGS:
-        try:
-            return (topology / name).read_text().strip()
-        except OSError:
-            continue
-    return None
+    return next((found for name in _SIBLINGS if (found := read(topology / name)) is not None), None)

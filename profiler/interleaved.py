@@ -50,14 +50,10 @@ def time_interleaved(
     clock: Callable[[], float],
     said: Callable[[float], None] = lambda _: None,
 ) -> dict[Key, Timing]:
-    """Each work runs once per call and returns its seconds. Sweeps in random order spread a minute of noise over all
-    works. A first sweep warms up and does not count.
-
-    Args:
-        said: called with the share of the work that is done.
+    """Each work runs once per call and returns its seconds. Sweeps in random order spread noise over all works; the first
+    warms up. ``said`` is called with the share of the work that is done.
     """
-    end_s = clock() + effort.budget_s
-    rng = random.Random(0)
+    end_s, rng = clock() + effort.budget_s, random.Random(0)
     times: dict[Key, list[float]] = {key: [] for key in works}
     for work in works.values():
         work()

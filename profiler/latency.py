@@ -27,14 +27,11 @@ Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Kind(StrEnum):
-    """The two counts of a surface.
+    """The two counts of a surface."""
 
-    ``PASS``: rows, context tokens. ``DRAFT``: batch, draft length. ``CATCH_UP``: tokens, unused.
-    """
-
-    PASS = "pass"
-    DRAFT = "draft"
-    CATCH_UP = "catch_up"
+    PASS = "pass"  # rows, context tokens
+    DRAFT = "draft"  # batch, draft length
+    CATCH_UP = "catch_up"  # tokens, unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +46,7 @@ class Linear:
     """AdaSpec's form.
 
     Of a pass, equation 2: alpha * context + gamma * rows + delta. Of a draft, equation 3 with one row per request and
-    pass: SL * delta + gamma * b * SL + alpha * b * SL * (SL - 1) / 2. The initial context, which is the same for all,
-    is part of gamma.
+    pass: SL * delta + gamma * b * SL + alpha * b * SL * (SL - 1) / 2; the common initial context is part of gamma.
     """
 
     kind: Kind
@@ -67,10 +63,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class Piecewise:
-    """FASER's form (equations 11 and 12): linear in both counts, times a factor with one knee.
+    """FASER's form (equations 11 and 12): linear in both counts, with one knee.
 
-    In the paper the knee lies over the share of compute. A profile has one share (it is part of the key), so here the
-    first count bends: more rows cost little until the device is full.
+    In the paper the knee lies over the share of compute, which is fixed in a profile; here, over the first count: more
+    rows cost little until the device is full.
     """
 
     constant: Coefficient
@@ -101,15 +97,15 @@ class MonotoneTable:
         values = np.array(self.seconds)
         if values.shape != (len(self.xs), len(self.ys)):
             raise ValueError(f"a table of {values.shape} does not fit {len(self.xs)} times {len(self.ys)} lines")
-        for lines in (self.xs, self.ys):
-            if any(a >= b for a, b in pairwise(lines)):
-                raise ValueError(f"the lines of a table must ascend strictly, got {list(lines)}")
+        if any(a >= b for lines in (self.xs, self.ys) for a, b in pairwise(lines)):
+            raise ValueError(f"the lines of a table must ascend strictly, got {list(self.xs)} and {list(self.ys)}")
         if (np.diff(values, axis=0) < 0).any() or (np.diff(values, axis=1) < 0).any():
             raise ValueError("the values of a table must never fall")
 
     def at(self, x: int, y: int) -> float:
         # One slope beyond the last lines for all others: different slopes could make values fall along them.
-        extra = self._slope_x * max(0, x - self.xs[-1]) + self._slope_y * max(0, y - self.ys[-1])
+        slope_x, slope_y = self._slopes
+        extra = slope_x * max(0, x - self.xs[-1]) + slope_y * max(0, y - self.ys[-1])
         i, along = _place(self.xs, x)
         low = self._across(i, y)
         high = low if along == 0.0 else self._across(i + 1, y)
@@ -123,32 +119,27 @@ class MonotoneTable:
         return low + along * (high - low)
 
     @cached_property
-    def _slope_x(self) -> float:
-        """Mean slope between the last two of ``xs``."""
-        if len(self.xs) == 1:
-            return 0.0
-        rises = np.subtract(self.seconds[-1], self.seconds[-2])
-        return float(rises.mean()) / (self.xs[-1] - self.xs[-2])
-
-    @cached_property
-    def _slope_y(self) -> float:
-        if len(self.ys) == 1:
-            return 0.0
-        rises = [row[-1] - row[-2] for row in self.seconds]
-        return float(np.mean(rises)) / (self.ys[-1] - self.ys[-2])
+    def _slopes(self) -> tuple[float, float]:
+        """Mean slopes between the last two of ``xs`` and of ``ys``."""
+        values = np.array(self.seconds)
+        return _last_slope(self.xs, values), _last_slope(self.ys, values.T)
 
 
-Form = Annotated[Linear | Piecewise | MonotoneTable, Field(discriminator="form")]
+def _last_slope(lines: tuple[int, ...], values: Floats) -> float:
+    return 0.0 if len(lines) == 1 else float((values[-1] - values[-2]).mean()) / (lines[-1] - lines[-2])
+
+
+AnyForm = Linear | Piecewise | MonotoneTable
+Form = Annotated[AnyForm, Field(discriminator="form")]
 FORMS = ("linear", "piecewise", "table")
 
 
 @dataclass(frozen=True, slots=True)
 class FormComparison:
-    """Three forms of one surface. ``held_out``: mean absolute percentage errors (fractions) on unseen points; ``fits``: on
-    all."""
+    """Three forms of one surface."""
 
-    fits: Mapping[str, Linear | Piecewise | MonotoneTable]
-    held_out: Mapping[str, float]
+    fits: Mapping[str, AnyForm]  # on all points
+    held_out: Mapping[str, float]  # mean absolute percentage errors (fractions) on unseen points
 
     @property
     def best(self) -> str:
@@ -161,7 +152,7 @@ def compare(kind: Kind, points: Sequence[LatencyPoint]) -> FormComparison:
         raise ValueError(f"a surface needs {MIN_POINTS} points that differ, got {[(p.x, p.y) for p in points]}")
     if not all(0.0 < p.seconds < float("inf") for p in points):
         raise ValueError(f"durations must be finite and above 0, got {[p.seconds for p in points]}")
-    fits: dict[str, Callable[[Sequence[LatencyPoint]], Linear | Piecewise | MonotoneTable]] = {
+    fits: dict[str, Callable[[Sequence[LatencyPoint]], AnyForm]] = {
         "linear": lambda seen: fit_linear(kind, seen),
         "piecewise": fit_piecewise,
         "table": fit_table,
@@ -171,10 +162,9 @@ def compare(kind: Kind, points: Sequence[LatencyPoint]) -> FormComparison:
         seen = [point for i, point in enumerate(points) if i not in held_out]
         for form, fit in fits.items():
             fitted = fit(seen)
-            errors[form] += [_error(fitted, points[i]) for i in held_out]
-    return FormComparison(
-        {form: fit(points) for form, fit in fits.items()}, {form: float(np.mean(found)) for form, found in errors.items()}
-    )
+            errors[form] += [abs(fitted.at(p.x, p.y) - p.seconds) / p.seconds for p in (points[i] for i in held_out)]
+    means = {form: float(np.mean(found)) for form, found in errors.items()}
+    return FormComparison({form: fit(points) for form, fit in fits.items()}, means)
 
 
 def folds(num_points: int) -> list[frozenset[int]]:
@@ -196,36 +186,29 @@ def fit_piecewise(points: Sequence[LatencyPoint]) -> Piecewise:
     found = []
     for knee in np.unique(x).tolist():
         columns = (np.ones_like(x), np.minimum(x, knee), np.maximum(0.0, x - knee), y)
-        coefficients, error = _non_negative(columns, seconds)
-        found.append((error, knee, coefficients))
-    _, knee, (constant, before, beyond, slope_y) = min(found, key=lambda one: one[0])
-    return Piecewise(constant, before, beyond, slope_y, knee)
+        (constant, before, beyond, slope_y), error = _non_negative(columns, seconds)
+        found.append((error, Piecewise(constant, before, beyond, slope_y, knee)))
+    return min(found, key=lambda one: one[0])[1]
 
 
 def fit_table(points: Sequence[LatencyPoint]) -> MonotoneTable:
     """The nearest monotone table in log space, since errors of durations are relative.
 
-    A missing cell is interpolated from its neighbours along both axes. Without neighbours on both sides, a bilinear fit
-    extrapolates from the measured cells.
+    A missing cell is interpolated along both axes, or, without neighbours on both sides, extrapolated by a bilinear fit.
     """
     xs, ys = sorted({p.x for p in points}), sorted({p.y for p in points})
     values = np.full((len(xs), len(ys)), np.nan)
     for point in points:
         values[xs.index(point.x), ys.index(point.y)] = point.seconds
     filled = _filled(values, np.array(xs, float), np.array(ys, float))
-    weights = np.where(np.isnan(values), 1e-3, 1.0)
-    smooth = np.exp(_monotone(np.log(filled), weights))
+    smooth = np.exp(_monotone(np.log(filled), weights=np.where(np.isnan(values), 1e-3, 1.0)))
     smooth = np.maximum.accumulate(np.maximum.accumulate(smooth, axis=0), axis=1)  # removes rounding errors
     return MonotoneTable(tuple(xs), tuple(ys), tuple(map(tuple, smooth.tolist())))
 
 
-def _error(fitted: Linear | Piecewise | MonotoneTable, point: LatencyPoint) -> float:
-    return abs(fitted.at(point.x, point.y) - point.seconds) / point.seconds
-
-
 def _columns(points: Sequence[LatencyPoint]) -> tuple[Floats, Floats, Floats]:
-    table = np.array([(p.x, p.y, p.seconds) for p in points], np.float64)
-    return table[:, 0], table[:, 1], table[:, 2]
+    x, y, seconds = np.array([(p.x, p.y, p.seconds) for p in points], np.float64).T
+    return x, y, seconds
 
 
 def _non_negative(columns: Sequence[Floats], seconds: Floats) -> tuple[list[float], float]:
@@ -245,12 +228,7 @@ def _filled(values: Floats, xs: Floats, ys: Floats) -> Floats:
     expected = np.maximum(sum(c * column for c, column in zip(coefficients, columns, strict=True)), values[is_known].min())
     ratios = np.log(values / expected)
     for i, j in np.argwhere(np.isnan(values)):
-        between = [
-            found
-            for lines, at, line in ((xs, i, values[:, j]), (ys, j, values[i, :]))
-            if (found := _between(lines, at, line)) is not None
-        ]
-        if between:
+        if between := [*_between(xs, i, values[:, j]), *_between(ys, j, values[i, :])]:
             filled[i, j] = np.mean(between)
         else:
             nearness = 1.0 / np.square(known - (i, j)).sum(axis=1)
@@ -258,16 +236,14 @@ def _filled(values: Floats, xs: Floats, ys: Floats) -> Floats:
     return filled
 
 
-def _between(lines: Floats, at: int, values: Floats) -> float | None:
+def _between(lines: Floats, at: int, values: Floats) -> list[float]:
     known = np.flatnonzero(~np.isnan(values))
-    if not len(known) or not known[0] < at < known[-1]:
-        return None
-    return float(np.interp(lines[at], lines[known], values[known]))
+    is_inside = len(known) and known[0] < at < known[-1]
+    return [float(np.interp(lines[at], lines[known], values[known]))] if is_inside else []
 
 
 def _monotone(values: Floats, weights: Floats) -> Floats:
-    """The nearest matrix that never falls along rows or columns (Dykstra's alternating projections over isotonic
-    regressions)."""
+    """The nearest matrix that never falls along rows or columns: Dykstra's projections over isotonic regressions."""
     current = values.copy()
     owed_x, owed_y = np.zeros_like(values), np.zeros_like(values)
     for _ in range(_PROJECTIONS):

@@ -1,11 +1,11 @@
 """A cost model corrected online: an EMA of measured over predicted pass time per range of rows, and a drift test.
 
-A profile is measured on an idle machine, perhaps under another driver. Serving differs by a factor that depends little
-on the context and somewhat on the rows, so each range of rows has its own ratio.
+Serving differs from a profile by a factor that depends little on the context and somewhat on the rows.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import exp, log
 
 from router.cost_model import CostModel, TableCost
@@ -19,6 +19,10 @@ STALE = 256.0  # passes elsewhere after which a range's own ratio counts 1/e
 PRIOR_PASSES = 8  # weight of the estimate before the first pass of a range
 ALIKE = 1 / 64  # relative difference below which contexts share a table
 OCTAVES = tuple(2**i for i in range(14))
+
+
+def _clipped(value: float, most: float) -> float:
+    return max(-most, min(most, value))
 
 
 @dataclass(slots=True)
@@ -42,7 +46,7 @@ class PageHinkley:
 
     def add(self, residual: float) -> float | None:
         """Adds a residual whose mean should be 0. Returns the shift once detected; the test then restarts."""
-        evidence = max(-LARGEST_EVIDENCE, min(LARGEST_EVIDENCE, residual))
+        evidence = _clipped(residual, LARGEST_EVIDENCE)
         self._above.add(evidence, residual)
         self._below.add(-evidence, residual)
         for side in (self._above, self._below):
@@ -63,16 +67,14 @@ class Drift:
 class OnlineCost:
     """``router.cost_model.CostModel``: ``base``, corrected. The thread that plans and passes owns it; others may read.
 
-    Ranges lie around the ``knots`` (octaves by default), corrections are interpolated between them, and corrected times
-    never fall. A range without passes of its own has the weighted mean of the others, and one without recent passes
-    returns to it: plans avoid an expensive range, so it would otherwise never be measured again.
+    Ranges lie around the ``knots``, corrections are interpolated between them, and corrected times never fall. A range
+    without recent passes returns to the weighted mean: plans avoid an expensive range, which would else never recover.
     """
 
     def __init__(self, base: CostModel, knots: Sequence[int] = OCTAVES) -> None:
         self._base = base
         self._knots = tuple(knots)
-        self._log_ratio = [0.0] * len(knots)
-        self._num = [0] * len(knots)
+        self._log_ratio, self._num = [0.0] * len(knots), [0] * len(knots)
         self._freshness = [0.0] * len(knots)  # of the ratios
         self._tests = [PageHinkley() for _ in knots]
         self._slice: tuple[int, TableCost] | None = None  # the corrected table at a context
@@ -109,9 +111,9 @@ class OnlineCost:
         at = self._region(num_rows)
         self._visit(at)
         found = log(step_s / expected_s)
-        residual = max(-LARGEST_STEP, min(LARGEST_STEP, found - self._log_ratio[at]))
+        residual = _clipped(found - self._log_ratio[at], LARGEST_STEP)
         self._num[at] += 1
-        step = max(-LARGEST_EVIDENCE, min(LARGEST_EVIDENCE, residual))
+        step = _clipped(residual, LARGEST_EVIDENCE)
         self._log_ratio[at] += step * max(WEIGHT, 1.0 / (PRIOR_PASSES + self._num[at]))
         self._slice = None
         moved = self._tests[at].add(residual) if self._num[at] * WEIGHT > 1.0 else None
@@ -138,23 +140,16 @@ class OnlineCost:
 
     def _region(self, num_rows: int) -> int:
         """The nearest knot, by ratio."""
-        knots = self._knots
-        for i in range(1, len(knots)):
-            if num_rows * num_rows < knots[i - 1] * knots[i]:
-                return i - 1
-        return len(knots) - 1
+        return sum(num_rows * num_rows >= low * high for low, high in pairwise(self._knots))
 
     def _mean(self) -> float:
-        """Mean over the ranges, weighted by their number of remembered passes and their freshness."""
+        """Over the ranges, weighted by remembered passes and freshness."""
         weights = [min(num, 1.0 / WEIGHT) * known for num, known in zip(self._num, self._freshness, strict=True)]
         total = sum(weights)
         return sum(w * r for w, r in zip(weights, self._log_ratio, strict=True)) / total if total else 0.0
 
     def _corrected(self, num_context: int) -> TableCost:
         """The table over rows at a context, since it is read for many numbers of rows."""
-        mean = self._mean()
-        seconds: list[float] = []
-        for at, knot in enumerate(self._knots):
-            corrected = self._base.step_s(knot, num_context) * exp(self._known(at, mean))
-            seconds.append(max(corrected, seconds[-1]) if seconds else corrected)
-        return TableCost(self._knots, tuple(seconds))
+        mean, base = self._mean(), self._base
+        seconds = [base.step_s(knot, num_context) * exp(self._known(at, mean)) for at, knot in enumerate(self._knots)]
+        return TableCost(self._knots, tuple(accumulate(seconds, max)))

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
@@ -41,8 +42,7 @@ class Identity(Section):
     @classmethod
     def of(cls, config: Config, hardware: str) -> Self:
         """Of the target of a resolved configuration."""
-        target = config.target
-        threads = target.resources.threads
+        target, threads = config.target, config.target.resources.threads
         return cls(
             engine=target.engine,
             model=config.model.name.rstrip("/"),
@@ -80,11 +80,11 @@ class Surface(Section):
     def of(cls, kind: Kind, timings: Mapping[tuple[int, int], Timing]) -> Self:
         """Raises ValueError with too few points."""
         found = compare(kind, [LatencyPoint(x, y, timing.seconds) for (x, y), timing in timings.items()])
-        samples = (
+        samples = tuple(
             Sample(x=x, y=y, seconds=timing.seconds, spread=timing.spread, num=timing.num)
             for (x, y), timing in sorted(timings.items())
         )
-        return cls(kind=kind, samples=tuple(samples), mape=found.held_out, fit=found.fits[found.best])
+        return cls(kind=kind, samples=samples, mape=found.held_out, fit=found.fits[found.best])
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -102,12 +102,11 @@ class Surface(Section):
 
 
 class DrafterProfile(Section):
-    """One drafter of the pool or of a cascade. ``catch_up``: a draft of one token with so many new committed ones; None:
-    free."""
+    """One drafter of the pool or of a cascade."""
 
     label: str
     draft: Surface
-    catch_up: Surface | None = None
+    catch_up: Surface | None = None  # a draft of one token with so many new committed ones; None: free
 
 
 class Trip(Section):
@@ -134,12 +133,8 @@ class Profile(Section):
 
     def supplemented(self, older: "Profile") -> "Profile":
         """Adds the drafters and links that only ``older`` has."""
-        return self.model_copy(
-            update={
-                "drafters": {**older.drafters, **self.drafters},
-                "transport": {**older.transport, **self.transport},
-            }
-        )
+        drafters, transport = {**older.drafters, **self.drafters}, {**older.transport, **self.transport}
+        return self.model_copy(update={"drafters": drafters, "transport": transport})
 
 
 def read_profile(value: JsonValue, identity: Identity) -> Profile:
@@ -180,12 +175,8 @@ class Part:
 def parts_of_drafter(drafter: DrafterConfig, target_threads: int) -> Iterator[Part]:
     """A drafter of a resolved configuration itself, or the members of a cascade."""
     threads = drafter.resources.threads
-    yield from _parts(
-        drafter.options,
-        drafter.name,
-        drafter,
-        target_threads if drafter.is_colocated or threads == "auto" else threads,
-    )
+    own = target_threads if drafter.is_colocated or threads == "auto" else threads
+    yield from _parts(drafter.options, drafter.name, drafter, own)
 
 
 def _parts(options: DrafterOptions, label: str, drafter: DrafterConfig, threads: int) -> Iterator[Part]:
@@ -199,16 +190,14 @@ def _parts(options: DrafterOptions, label: str, drafter: DrafterConfig, threads:
 class ProfiledCost:
     """``router.cost_model.CostModel`` of a profile, for the drafters of a resolved configuration.
 
-    A cascade costs as much as its most expensive member, as in ``router.estimates.prior_costs``; it is unknown unless
-    all members are profiled.
+    A cascade costs as much as its most expensive member, and is unknown unless all are profiled.
     """
 
     def __init__(self, profile: Profile, config: Config) -> None:
         self._step, self._prefill = profile.step.fit, profile.prefill.fit
-        threads = profile.identity.threads
         self._drafters: dict[str, list[DrafterProfile]] = {}
         for drafter in config.drafters:
-            keys = [part.key for part in parts_of_drafter(drafter, threads)]
+            keys = [part.key for part in parts_of_drafter(drafter, profile.identity.threads)]
             if all(key in profile.drafters for key in keys):
                 self._drafters[drafter.name] = [profile.drafters[key] for key in keys]
 
@@ -237,12 +226,8 @@ def pool_costs(config: Config, cost: CostModel) -> dict[str, float]:
 
 
 def with_measured_costs(config: Config, profile: Profile) -> Config:
-    """Fills in the costs of cascades that leave them open, if all members were profiled.
-
-    Lookups stay at 0, since they are queried every time; costs ascend, as a cascade requires.
-    """
-    drafters = tuple(_with_costs(drafter, profile) for drafter in config.drafters)
-    return config.model_copy(update={"drafters": drafters})
+    """Fills in the costs of cascades that leave them open, if all members were profiled. Lookups stay at 0."""
+    return config.model_copy(update={"drafters": tuple(_with_costs(drafter, profile) for drafter in config.drafters)})
 
 
 def _with_costs(drafter: DrafterConfig, profile: Profile) -> DrafterConfig:
@@ -253,12 +238,11 @@ def _with_costs(drafter: DrafterConfig, profile: Profile) -> DrafterConfig:
     if len(parts) != len(options.members) or any(part.key not in profile.drafters for part in parts):
         return drafter
     one_row_s = profile.step.fit.at(1, 0)
-    costs: list[float] = []
-    for part in parts:
-        draft_s = profile.drafters[part.key].draft.fit.at(1, drafter.max_draft_len)
-        cost = min(100.0, draft_s / one_row_s) if part.options.traits.has_model else 0.0
-        costs.append(max(cost, costs[-1]) if costs else cost)
-    return drafter.model_copy(update={"options": options.model_copy(update={"costs": tuple(costs)})})
+    drafts_s = [profile.drafters[part.key].draft.fit.at(1, part.draft_len) for part in parts]
+    has_model = [part.options.traits.has_model for part in parts]
+    costs = [min(100.0, one / one_row_s) if has else 0.0 for one, has in zip(drafts_s, has_model, strict=True)]
+    ascending = tuple(accumulate(costs, max))  # as a cascade requires
+    return drafter.model_copy(update={"options": options.model_copy(update={"costs": ascending})})
 
 
 def _digest(value: JsonValue) -> str:

@@ -11,42 +11,22 @@ REFUSED_PREFIX = f"refused-{PREFIX}"
 MAX_ATTEMPTS = 5
 
 
-def find_profile(store: StateStore, identity: Identity) -> Profile | None:
-    """The stored profile, or None. A refused profile stays in the store.
-
-    Raises:
-        ProfileRefused: the stored profile cannot be used.
-        StateUnavailable: the store cannot be reached.
-    """
-    document = store.get(identity.key)
-    if document is None:
-        return None
-    try:
-        return read_profile(document.value, identity)
-    except ProfileRefused as refused:
-        raise ProfileRefused(
-            f"the stored profile {identity.key!r}, version {document.version}, is not used: {refused}; "
-            "`outrider profile` measures it again"
-        ) from refused
-
-
 def usable_profile(store: StateStore, identity: Identity) -> Profile | None:
-    """As ``find_profile``, but logs errors and returns None."""
+    """The stored profile; None if there is none. Logs why it cannot be used; a refused profile stays in the store."""
     try:
-        return find_profile(store, identity)
-    except (ProfileRefused, StateUnavailable) as error:
+        document = store.get(identity.key)
+        return None if document is None else read_profile(document.value, identity)
+    except ProfileRefused as refused:
+        logger.warning("the profile %r is not used: %s; `outrider profile` measures it again", identity.key, refused)
+    except StateUnavailable as error:
         logger.warning("%s", error)
-        return None
+    return None
 
 
 def save_profile(store: StateStore, profile: Profile) -> int:
-    """Writes the profile over an older one, and returns its version.
+    """Writes the profile over an older one, and returns its version. Raises as StateStore.put.
 
     Drafters and links that only the older one has are kept. A refused profile is moved to a key of its own.
-
-    Raises:
-        StateConflict: other writers kept winning.
-        StateUnavailable, InvalidField: as of StateStore.put.
     """
     key = profile.identity.key
     for _ in range(MAX_ATTEMPTS - 1):

@@ -36,12 +36,12 @@ def expected_calibration_error(predictions: ArrayLike, outcomes: ArrayLike) -> f
 def auroc(scores: ArrayLike, outcomes: ArrayLike) -> float | None:
     """Probability that a positive outcome scored above a negative one, ties counting half; None with one class only."""
     s, y = np.asarray(scores, np.float64).ravel(), np.asarray(outcomes, np.bool_).ravel()
+    from scipy.stats import rankdata
+
     num_true, num_false = int(y.sum()), int((~y).sum())
     if not num_true or not num_false:
         return None
-    _, where, counts = np.unique(s, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[where]  # mean rank of equal scores, from 1
-    return float((ranks[y].sum() - num_true * (num_true + 1) / 2) / (num_true * num_false))
+    return float((rankdata(s)[y].sum() - num_true * (num_true + 1) / 2) / (num_true * num_false))
 
 
 def plot_reliability(curves: Sequence[tuple[str, ArrayLike, ArrayLike]], path: Path, title: str) -> None:
@@ -58,10 +58,8 @@ def plot_reliability(curves: Sequence[tuple[str, ArrayLike, ArrayLike]], path: P
         at = bins.num > 0
         (line,) = axes.plot(bins.predicted[at], bins.observed[at], linewidth=1)
         sizes = 10 + 200 * bins.num[at] / max(1, bins.num.sum())
-        error = expected_calibration_error(predictions, outcomes)
-        axes.scatter(
-            bins.predicted[at], bins.observed[at], s=sizes, color=line.get_color(), label=f"{name}, ECE {error:.3f}"
-        )
+        label = f"{name}, ECE {expected_calibration_error(predictions, outcomes):.3f}"
+        axes.scatter(bins.predicted[at], bins.observed[at], s=sizes, color=line.get_color(), label=label)
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted survival", ylabel="observed", title=title)
     axes.legend(loc="upper left", frameon=False)
     figure.savefig(path, dpi=120)

@@ -18,10 +18,9 @@ class Stopwatch(Protocol):
 
 
 class OwnTime:
-    """Wall time less the longest wait of any thread of this process for a core.
+    """Wall time less the longest wait of any thread of this process for a core: one delays all that share a product.
 
-    Threads that share a product wait for the slowest, so one delay delays all. Without Linux's ``schedstat`` it is wall
-    time. Contention for caches and memory is not subtracted.
+    Without Linux's ``schedstat`` it is wall time. Contention for caches and memory is not subtracted.
     """
 
     def __init__(self) -> None:

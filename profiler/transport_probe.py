@@ -1,7 +1,7 @@
 """Round trips between two processes over each transport: 1 KB, and a realistic round of 32 requests.
 
-The other process answers at once, so the time is that of the data plane: encoding, queue, kernel, decoding, and waking
-the owner's thread. A bare blocking socket measured in the same run is the floor.
+The time is that of the data plane: encoding, queue, kernel, decoding, and waking the owner's thread. A bare blocking
+socket measured in the same run is the floor.
 """
 
 import socket
@@ -39,14 +39,11 @@ def down_round(num_requests: int) -> DraftRound:
 def up_round(down: DraftRound) -> ProposalRound:
     """A drafter's answer: a proposal of DRAFT_LEN tokens per request."""
     token_ids, confidences = tuple(range(9000, 9000 + DRAFT_LEN)), (0.75,) * DRAFT_LEN
-    base_len = [extend.base_len + len(extend.token_ids) for extend in down.extends]
-    return ProposalRound(
-        down.table_version,
-        tuple(
-            Proposal(extend.request_id, base, token_ids, confidences, "model")
-            for extend, base in zip(down.extends, base_len, strict=True)
-        ),
-    )
+    proposals = [
+        Proposal(extend.request_id, extend.base_len + len(extend.token_ids), token_ids, confidences, "model")
+        for extend in down.extends
+    ]
+    return ProposalRound(down.table_version, tuple(proposals))
 
 
 def one_kb() -> DraftRound:

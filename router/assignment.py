@@ -74,12 +74,10 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Per draft position, given that all before it were right: how often it was reached, and how often right.
-
-    A draft that its drafter ended has reached the position behind it and was wrong there. One ended by its maximum
-    length or the end of the committed tokens has not. So the counts describe the drafter's knowledge, however little
-    was verified. A draft that a row price ended (`drafters.protocol.Demand`) counts as ended by its drafter.
-    """
+    """Per draft position, given that all before it were right: how often it was reached, and how often right. A draft that
+    its drafter ended, by itself or by a row price (`drafters.protocol.Demand`), was wrong at the position behind it; one
+    ended by its maximum length or the end of the committed tokens has not reached that position. So little verification does
+    not bias the counts."""
 
     num_reached: tuple[int, ...] = ()
     num_right: tuple[int, ...] = ()

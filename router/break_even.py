@@ -1,8 +1,7 @@
 """Whether a drafter that shares the target's time drafts in a round.
 
-The target waits while such a drafter drafts, so its drafts must save more time than they cost. Accepted tokens save plain
-decoding; draft rows lengthen the pass; proposals add handling to the round. All three are measured per octave of batch
-sizes.
+The target waits meanwhile, so drafts must save more time than they cost: accepted tokens save plain decoding, draft rows
+lengthen the pass, proposals add handling to the round. All three are measured per octave of batch sizes.
 """
 
 from router.cost_model import CostModel

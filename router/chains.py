@@ -1,8 +1,8 @@
 """Predicted time per token of chains of models, and the fastest chain that a pool allows (SpecRouter).
 
 In a chain [M_1, ..., M_n, target] (`drafters.model`), M_j's draft is what M_j alone would draft. M_{j-1} proposes up to
-w_{j-1} tokens of it, one pass of M_j verifies those and adds one token, until the draft has the requested length. So the
-models below M_n change the cost of a draft, never its tokens:
+w_{j-1} tokens of it; one pass of M_j verifies those and adds one token. So the models below M_n change the cost of a draft,
+never its tokens:
 
     T_eff = (C_n(w_n) + T_target(B (f_n w_n + 1))) / (1 + sum over k <= w_n of S_k)     seconds per token of a request
 
@@ -10,8 +10,7 @@ models below M_n change the cost of a draft, never its tokens:
     C_j(m) = sum over its passes of C_{j-1}(min(w_{j-1}, left - 1)) + T_j(rows), left falling by accepted + 1 with each
 
 S_k: probability that the first k tokens of M_n's draft are the target's. T_j(rows): a pass of M_j over one row per
-unfinished request of the batch B plus one per proposed token. f_j: share of the requested tokens of M_j for which the level
-above has rows; drafting is charged in full.
+unfinished request of the batch B plus one per proposed token. f_j: share of M_j's requested tokens that get rows above it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -75,11 +74,8 @@ class Prediction:
 
 
 def predict(levels: Sequence[Level], target: TableCost, batch: int = 1) -> Prediction:
-    """Expected time per token of a chain, smallest model first, for a batch of independent requests.
-
-    Exact if pass times are affine in rows, accepted lengths follow the levels, and every level drafts all that is
-    requested. A batch is drafted until its last request is done. Other pass times are evaluated at the expected rows.
-    """
+    """Expected time of a round of a chain, smallest model first, for a batch of independent requests. Exact if pass times
+    are affine in rows, accepted lengths follow the levels, and every level drafts all that is requested."""
     if not levels:
         return Prediction(target.at(batch), 1.0)
     last = levels[-1]

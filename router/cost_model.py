@@ -26,20 +26,8 @@ class CostModel(Protocol):
         """What it takes on top of a draft to catch up with ``num_tokens`` committed tokens of one request."""
 
 
-class TargetOnly:
-    """The part of a CostModel that knows of no drafter."""
-
-    __slots__ = ()
-
-    def draft_s(self, drafter: str, batch: int, draft_len: int) -> float | None:
-        return None
-
-    def catch_up_s(self, drafter: str, num_tokens: int) -> float | None:
-        return None
-
-
 @dataclass(frozen=True, slots=True)
-class TableCost(TargetOnly):
+class TableCost:
     """A monotone table of step time over rows, linear between its points and beyond its ends, plus a linear context term.
     ``rows`` ascend strictly; ``step_s_at`` holds their seconds at no context."""
 
@@ -52,6 +40,12 @@ class TableCost(TargetOnly):
 
     def prefill_s(self, num_rows: int, num_context: int) -> float:
         return self.step_s(num_rows, num_context)
+
+    def draft_s(self, drafter: str, batch: int, draft_len: int) -> None:
+        return None
+
+    def catch_up_s(self, drafter: str, num_tokens: int) -> None:
+        return None
 
     def at(self, num_rows: float) -> float:
         """Seconds without context."""

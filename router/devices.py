@@ -1,4 +1,4 @@
-"""Devices and their tenants: limits and use of memory."""
+"""Tenants of the memory of devices, and whether they fit."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -31,36 +31,6 @@ class Tenant:
 
     def bytes_on(self, device: str) -> int:
         return self.num_bytes if device == self.device else self.fallback_bytes
-
-
-class DeviceManager:
-    """Memory of each device and its tenants. A device without a limit holds anything."""
-
-    def __init__(self, limits: Mapping[str, int]) -> None:
-        self.limits = dict(limits)
-        self._held: dict[str, dict[str, int]] = {}
-
-    def taken(self, device: str) -> int:
-        return sum(self._held.get(device, {}).values())
-
-    def tenants(self, device: str) -> tuple[str, ...]:
-        return tuple(self._held.get(device, ()))
-
-    def has_room(self, device: str, num_bytes: int, without: Iterable[str] = ()) -> bool:
-        limit, held = self.limits.get(device), self._held.get(device, {})
-        return limit is None or self.taken(device) - sum(held[name] for name in without) + num_bytes <= limit
-
-    def take(self, name: str, device: str, num_bytes: int) -> None:
-        assert self.has_room(device, num_bytes), f"{device} has no room for {name}"
-        self._held.setdefault(device, {})[name] = num_bytes
-
-    def free(self, name: str, device: str) -> None:
-        del self._held[device][name]
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError if a device exceeds its limit."""
-        for device, limit in self.limits.items():
-            assert self.taken(device) <= limit, f"{device} holds {self.taken(device)} bytes, its limit is {limit}"
 
 
 def check_fits(tenants: Iterable[Tenant], limits: Mapping[str, int]) -> None:

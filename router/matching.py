@@ -30,15 +30,12 @@ class Matching:
 def match(values: Floats, capacity: Ints, prices: Floats | None = None, max_cycles: int = MAX_CYCLES) -> Matching:
     """Places that maximise the sum of ``values``, where no place is worth 0 (SPIN's problem (10)-(12)).
 
-    At given prices a request prefers the drafter with the largest value - price; the surplus of a full drafter goes
-    where it loses least. Remaining gains are positive cycles of moves between drafters: without any, the matching is
-    optimal (Klein 1967), and the potentials of the graph are supporting prices.
+    At given prices a request prefers the drafter with the largest value - price; the surplus of a full drafter goes where it
+    loses least. Remaining gains are positive cycles of moves between drafters: without any, the matching is optimal (Klein
+    1967), and the potentials of the graph are supporting prices.
 
-    Args:
-        values: (requests, drafters); only positive ones are chosen.
-        capacity: (drafters,).
-        prices: (drafters,) of a similar matching; None: found here.
-        max_cycles: bounds the time; beyond it the matching is not optimal, and keeps its prices.
+    ``values``: (requests, drafters); only positive ones are chosen. ``prices``: of a similar matching. Beyond
+    ``max_cycles``, a bound of the time, the matching is not optimal and keeps its prices.
     """
     num_requests, num_drafters = values.shape
     if not num_requests or not num_drafters:

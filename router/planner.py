@@ -1,8 +1,7 @@
 """Plans a target pass: which sequences are computed, how much of each proposal is verified, which requests are held.
 
 A sequence is held for its proposal no longer than the proposal is worth, and a pass starts without it as soon as waiting
-costs more than splitting the batch (`router/draft_wait.py`). This rule gives SPIN's pipeline and PEARL-style drafting
-ahead, and survives a dead drafter.
+costs more than splitting the batch (`router/draft_wait.py`): SPIN's pipeline and PEARL-style drafting ahead in one rule.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,10 +26,6 @@ class PlannerSettings:
     max_hold_s: float = 0.05
     max_chunk_len: int = 256
 
-    @classmethod
-    def of(cls, config: Config) -> "PlannerSettings":
-        return cls(config.planner.verify, config.planner.max_hold_ms / 1e3, config.target.prefill_chunk_len)
-
 
 class Planner(Protocol):
     def plan(
@@ -53,7 +48,8 @@ class StepPlanner:
 
     @classmethod
     def of(cls, config: Config) -> "StepPlanner":
-        return cls(PlannerSettings.of(config))
+        planner = config.planner
+        return cls(PlannerSettings(planner.verify, planner.max_hold_ms / 1e3, config.target.prefill_chunk_len))
 
     def plan(
         self,
@@ -93,8 +89,8 @@ class StepPlanner:
             capacity.max_num_sequences - len(running) + len(preempted),
             blocks,
         )
-        if not decode and not prefill and not preempted and not held:
-            preempted = _break_deadlock(running)
+        if not decode and not prefill and not preempted and not held and len(running) > 1:
+            preempted = [running[-1].request_id]  # half-computed prompts hold all blocks
         held = {request_id: until_s for request_id, until_s in held.items() if request_id not in preempted}
         return StepPlan((*decode, *prefill), tuple(admitted), tuple(preempted), held)
 
@@ -123,11 +119,6 @@ class _Blocks:
     def needed(self, sequence: SequenceView, num_tokens: int) -> int:
         return -(-(sequence.computed_len + num_tokens) // self._block_len) - self.held_by(sequence)
 
-    def needed_for_one(self, sequences: Iterable[SequenceView]) -> int:
-        """Blocks for one token more of each: one per sequence whose last block is full."""
-        block_len = self._block_len
-        return sum(sequence.computed_len % block_len == 0 for sequence in sequences)
-
     def needed_for_all(self, sequences: Iterable[SequenceView], num_tokens: Iterable[int]) -> int:
         block_len = self._block_len
         lens = zip(sequences, num_tokens, strict=True)
@@ -153,7 +144,7 @@ def _make_room(
     survivors = list(ready)
     preempted: list[str] = []
     by_age = list(running)
-    while len(by_age) > 1 and blocks.needed_for_one(survivors) > blocks.num_free:
+    while len(by_age) > 1 and blocks.needed_for_all(survivors, [1] * len(survivors)) > blocks.num_free:
         youngest = by_age.pop()
         preempted.append(youngest.request_id)
         blocks.num_free += blocks.held_by(youngest)
@@ -209,8 +200,3 @@ def _prefill_spans(
         spans.append(Span(sequence.request_id, num_tokens))
         admitted.append(sequence.request_id)
     return spans, admitted
-
-
-def _break_deadlock(running: Sequence[SequenceView]) -> list[str]:
-    """Preempts the youngest where half-computed prompts hold all blocks."""
-    return [running[-1].request_id] if len(running) > 1 else []

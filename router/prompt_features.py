@@ -15,12 +15,9 @@ _HASH_BITS = np.uint64(64 - NUM_BINS.bit_length() + 1)
 
 
 def prompt_features(token_ids: Sequence[int]) -> tuple[float, ...]:
-    """NUM_FEATURES numbers from 0 to about 1, close for similar prompts.
-
-    First the square roots of the shares of tokens in NUM_BINS hash bins: their Euclidean distance is Hellinger's, between
-    coarse histograms of the vocabulary (code, German, SQL). Then twice the share of repeated bigrams, which lookups exploit,
-    and the logarithm of the length.
-    """
+    """NUM_FEATURES numbers from 0 to about 1, close for similar prompts: square roots of the shares of tokens in NUM_BINS
+    hash bins (their Euclidean distance is Hellinger's), twice the share of repeated bigrams, and the logarithm of the
+    length."""
     tokens = np.asarray(token_ids, np.uint64)
     num_tokens = len(tokens)
     if not num_tokens:

@@ -1,23 +1,22 @@
 """Which drafters are in memory, and on which device: loading, eviction and CPU fallback.
 
-Pure: demand and time in, moves out. A *tenant* is a replica of a drafter; a *look* is one evaluation of the demand. An
-absent drafter costs only speed.
+Pure: demand and time in, moves out. A *tenant* is a replica of a drafter. An absent drafter costs only speed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from router.devices import DeviceManager, Stay, Tenant, check_fits
+from router.devices import Stay, Tenant, check_fits
 
-DECAY = 0.8  # of a tenant's use at each look: about the last five count
-HYSTERESIS = 2.0  # demand for a tenant over the use of those that make room for it
-MAX_RETIRING = 40  # looks until a tenant that does not become idle stays
-MAX_OFFERED = 10  # looks until a tenant without room is no longer offered for a while
+DECAY = 0.8  # of a tenant's usage at each update: about the last five count
+HYSTERESIS = 2.0  # demand for a tenant over the usage of those that make room for it
+MAX_RETIRING = 40  # updates until a tenant that does not become idle stays
+MAX_OFFERED = 10  # updates until a tenant without room is no longer offered for a while
 
 
 @dataclass(frozen=True, slots=True)
 class LoadDemand:
-    """Demand for a tenant at a look: ``num_requests`` are with it, ``num_wanting`` would be if it were in memory."""
+    """Demand for a tenant: ``num_requests`` are with it, ``num_wanting`` would be if it were in memory."""
 
     num_requests: int = 0
     num_wanting: int = 0
@@ -25,7 +24,7 @@ class LoadDemand:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """In this order. A retiring tenant gets no new requests and is evicted at a later look, once idle."""
+    """In this order. A retiring tenant gets no new requests and is evicted by a later update, once idle."""
 
     evict: tuple[str, ...] = ()
     load: tuple[tuple[str, str], ...] = ()  # (tenant, device)
@@ -39,21 +38,21 @@ class _TenantState:
     tenant: Tenant
     device: str | None = None  # where it is resident or being loaded
     since_s: float = 0.0
-    use: float = 0.0  # decayed number of its requests
-    want: float = 0.0  # decayed number of requests assigned to it while absent
-    num_requests: int = 0  # with it at the last look
-    num_retiring: int | None = None  # looks since it retires; None: it does not
+    usage: float = 0.0  # decayed number of its requests
+    demand: float = 0.0  # decayed number of requests assigned to it while absent
+    num_requests: int = 0  # with it at the last update
+    num_retiring: int | None = None  # updates since it retires; None: it does not
     num_offered: int = 0
     closed_until_s: float = 0.0  # not to be loaded before
 
     @property
     def worth(self) -> float:
-        return self.use * self.tenant.reload_s
+        return self.usage * self.tenant.reload_s
 
 
 class ModelPool:
     """Decides which tenants are resident. A tenant stays for at least ``min_residence_s``, which bounds the rate of swaps.
-    One with requests, or a pinned one, is never evicted.
+    One with requests, or a pinned one, is never evicted. ``limits``: bytes by device; a device without one holds anything.
 
     Raises InvalidField: the pinned tenants do not fit; says how much memory is missing.
     """
@@ -61,12 +60,12 @@ class ModelPool:
     def __init__(self, tenants: Sequence[Tenant], limits: Mapping[str, int], min_residence_s: float) -> None:
         check_fits(tenants, limits)
         self.tenants = tenants
-        self.devices = DeviceManager(limits)
         self.num_loads = {tenant.name: 0 for tenant in tenants}
         self.num_evictions = dict(self.num_loads)
         self.num_fallbacks = dict(self.num_loads)
+        self._limits = dict(limits)
         self._min_residence_s = min_residence_s
-        self._known = {tenant.name: _TenantState(tenant) for tenant in tenants}
+        self._states = {tenant.name: _TenantState(tenant) for tenant in tenants}
         self._claims: dict[str, str] = {}  # device -> the tenant for which others retire there
 
     # ---- state
@@ -74,157 +73,150 @@ class ModelPool:
     @property
     def resident(self) -> dict[str, str]:
         """Device of each tenant that is, or is being, loaded."""
-        return {name: known.device for name, known in self._known.items() if known.device is not None}
+        return {name: state.device for name, state in self._states.items() if state.device is not None}
 
     @property
     def is_settled(self) -> bool:
         """Whether every tenant is in place and no demand would change that."""
-        return not self.on_fallback and len(self.resident) == len(self._known)
+        return not self.on_fallback and len(self.resident) == len(self._states)
 
     @property
     def retiring(self) -> frozenset[str]:
-        return frozenset(name for name, known in self._known.items() if known.num_retiring is not None)
+        return frozenset(name for name, state in self._states.items() if state.num_retiring is not None)
 
     @property
     def on_fallback(self) -> frozenset[str]:
-        return frozenset(name for name, device in self.resident.items() if device != self._known[name].tenant.device)
+        return frozenset(name for name, device in self.resident.items() if device != self._states[name].tenant.device)
 
     def bytes_of(self, name: str) -> int:
         """Its memory where it is resident, else 0."""
-        known = self._known[name]
-        return 0 if known.device is None else known.tenant.bytes_on(known.device)
+        state = self._states[name]
+        return 0 if state.device is None else state.tenant.bytes_on(state.device)
 
     def offered(self, now_s: float) -> frozenset[str]:
         """Absent tenants that could be loaded: there is room, or others could make room."""
         return frozenset(
-            name
-            for name, known in self._known.items()
-            if known.device is None
-            and now_s >= known.closed_until_s
-            and (self._room_for(known) is not None or self._elders(known, now_s))
+            state.tenant.name
+            for state in self._absent(now_s)
+            if self._device_with_room(state) is not None or self._evictable_for(state, now_s)
         )
+
+    def _absent(self, now_s: float) -> list[_TenantState]:
+        return [state for state in self._states.values() if state.device is None and now_s >= state.closed_until_s]
+
+    def _residents(self, device: str) -> list[_TenantState]:
+        return [state for state in self._states.values() if state.device == device]
 
     # ---- decisions
 
     def start(self, now_s: float) -> Moves:
         """Loads pinned tenants, then the others in the order of the file, while there is room."""
-        first = [known for known in self._known.values() if known.tenant.stay is Stay.PINNED]
-        then = [known for known in self._known.values() if known.tenant.stay is Stay.START]
-        return Moves(
-            load=tuple(self._load(known, room, now_s) for known in (*first, *then) if (room := self._room_for(known)))
-        )
+        tenants = [
+            state for stay in (Stay.PINNED, Stay.START) for state in self._states.values() if state.tenant.stay is stay
+        ]
+        load = (self._load(state, device, now_s) for state in tenants if (device := self._device_with_room(state)))
+        return Moves(load=tuple(load))
 
-    def look(self, demands: Mapping[str, LoadDemand], now_s: float) -> Moves:
+    def update(self, demands: Mapping[str, LoadDemand], now_s: float) -> Moves:
         """Moves for ``demands``; a tenant missing there has none."""
-        for name, known in self._known.items():
-            self._see(known, demands.get(name, LoadDemand()), now_s)
-        self._drop_claims({known.tenant.name for known in self._wanted(now_s)} | (self.on_fallback & self.retiring))
-        evict = tuple(name for name, known in self._known.items() if self._may_go(known))
-        for name in evict:
-            self._evict(self._known[name])
+        for name, state in self._states.items():
+            self._add_demand(state, demands.get(name, LoadDemand()), now_s)
+        self._drop_claims({state.tenant.name for state in self._wanted(now_s)} | (self.on_fallback & self.retiring))
+        idle = [state for state in self._states.values() if state.num_retiring is not None and state.num_requests == 0]
+        for state in idle:
+            self._evict(state)
         wanted = self._wanted(now_s)
-        load = tuple(self._load(known, room, now_s) for known in wanted if (room := self._place(known, now_s)))
-        self._go_home(now_s)
-        return Moves(evict, load)
+        load = tuple(self._load(state, device, now_s) for state in wanted if (device := self._device_for(state, now_s)))
+        self._retire_from_fallback(now_s)
+        return Moves(tuple(state.tenant.name for state in idle), load)
 
     def failed(self, name: str, until_s: float) -> None:
         """Its load failed or it ended: frees its place until ``until_s``."""
-        known = self._known[name]
-        if known.device is not None:
-            self._leave(known)
-        known.want, known.closed_until_s = 0.0, until_s
+        self._leave(self._states[name])
+        self._close(self._states[name], until_s)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the pool and its devices disagree, or a limit is exceeded."""
-        self.devices.check_integrity()
-        for name, known in self._known.items():
-            holders = [device for device in {known.tenant.device, known.tenant.fallback} if device is not None]
-            held = [device for device in holders if name in self.devices.tenants(device)]
-            assert held == ([] if known.device is None else [known.device]), f"{name} is at {known.device}, held by {held}"
-            assert known.num_retiring is None or known.device is not None, f"{name} retires from nowhere"
+        """Raises AssertionError if a limit is exceeded, or an absent tenant retires."""
+        for device, limit in self._limits.items():
+            taken = sum(state.tenant.bytes_on(device) for state in self._residents(device))
+            assert taken <= limit, f"{device} holds {taken} bytes, its limit is {limit}"
+        for name, state in self._states.items():
+            assert state.device in (None, state.tenant.device, state.tenant.fallback), f"{name} is on {state.device}"
+            assert state.num_retiring is None or state.device is not None, f"{name} is absent and retires"
 
     # ---- one tenant
 
-    def _see(self, known: _TenantState, demand: LoadDemand, now_s: float) -> None:
-        here = known.device is not None
-        known.num_requests = demand.num_requests
-        known.use = DECAY * known.use + (demand.num_requests if here else 0)
-        known.want = 0.0 if here else DECAY * known.want + demand.num_wanting
-        if known.num_retiring is not None:
-            known.num_retiring += 1
-            if known.num_retiring > MAX_RETIRING:
-                known.num_retiring, known.since_s = None, now_s
-        asked = not here and demand.num_wanting > 0 and now_s >= known.closed_until_s
-        known.num_offered = known.num_offered + 1 if asked else 0
-        if known.num_offered > MAX_OFFERED and known.tenant.name not in self._claims.values():
-            known.num_offered, known.want, known.closed_until_s = 0, 0.0, now_s + self._min_residence_s
+    def _add_demand(self, state: _TenantState, demand: LoadDemand, now_s: float) -> None:
+        is_here = state.device is not None
+        state.num_requests = demand.num_requests
+        state.usage = DECAY * state.usage + (demand.num_requests if is_here else 0)
+        state.demand = 0.0 if is_here else DECAY * state.demand + demand.num_wanting
+        if state.num_retiring is not None:
+            state.num_retiring += 1
+            if state.num_retiring > MAX_RETIRING:
+                state.num_retiring, state.since_s = None, now_s
+        is_offered = not is_here and demand.num_wanting > 0 and now_s >= state.closed_until_s
+        state.num_offered = state.num_offered + 1 if is_offered else 0
+        if state.num_offered > MAX_OFFERED and state.tenant.name not in self._claims.values():
+            self._close(state, now_s + self._min_residence_s)
+
+    @staticmethod
+    def _close(state: _TenantState, until_s: float) -> None:
+        state.num_offered, state.demand, state.closed_until_s = 0, 0.0, until_s
 
     def _wanted(self, now_s: float) -> list[_TenantState]:
         """Tenants to load if possible, in order of demand."""
-        absent = [known for known in self._known.values() if known.device is None and now_s >= known.closed_until_s]
-        return sorted((known for known in absent if known.want >= 1.0), key=lambda known: -known.want)
+        return sorted((state for state in self._absent(now_s) if state.demand >= 1.0), key=lambda state: -state.demand)
 
-    @staticmethod
-    def _may_go(known: _TenantState) -> bool:
-        """Whether it retires and is idle."""
-        return known.num_retiring is not None and known.num_requests == 0
-
-    def _place(self, known: _TenantState, now_s: float) -> str | None:
+    def _device_for(self, state: _TenantState, now_s: float) -> str | None:
         """The device to load it on now; retires others that must make room first."""
-        own, name = known.tenant.device, known.tenant.name
-        claimant = self._claims.get(own)
-        if claimant in (None, name) and self._room_for(known) == own:
+        own, name = state.tenant.device, state.tenant.name
+        claimant, free = self._claims.get(own), self._device_with_room(state)
+        if claimant in (None, name) and free == own:
             return own
         if claimant == name:
-            if any(self._known[one].num_retiring is not None for one in self.devices.tenants(own)):
-                return None  # until those have retired
-            del self._claims[own]  # they were never idle
-            known.want, known.closed_until_s = 0.0, now_s + self._min_residence_s
+            if all(one.num_retiring is None for one in self._residents(own)):  # they were never idle
+                del self._claims[own]
+                self._close(state, now_s + self._min_residence_s)
             return None
         if claimant is None:
-            giving_way = self._giving_way(known, now_s)
-            if giving_way:
+            evictable = self._evictable_for(state, now_s)
+            if evictable and state.demand > HYSTERESIS * sum(one.usage for one in evictable):
                 self._claims[own] = name
-                for one in giving_way:
+                for one in evictable:
                     one.num_retiring = 0
                 return None
-        room = self._room_for(known)
-        return room if room != own else None
+        return free if free != own else None
 
-    def _room_for(self, known: _TenantState) -> str | None:
+    def _has_room(self, device: str, num_bytes: int, without: Collection[str] = ()) -> bool:
+        held = sum(one.tenant.bytes_on(device) for one in self._residents(device) if one.tenant.name not in without)
+        return device not in self._limits or held + num_bytes <= self._limits[device]
+
+    def _device_with_room(self, state: _TenantState) -> str | None:
         """Its own device, else its fallback, if there is room."""
-        tenant = known.tenant
-        if self.devices.has_room(tenant.device, tenant.num_bytes):
-            return tenant.device
-        if tenant.fallback is not None and self.devices.has_room(tenant.fallback, tenant.fallback_bytes):
-            return tenant.fallback
-        return None
+        devices = (state.tenant.device, state.tenant.fallback)
+        return next((one for one in devices if one is not None and self._has_room(one, state.tenant.bytes_on(one))), None)
 
-    def _elders(self, known: _TenantState, now_s: float) -> list[_TenantState]:
+    def _evictable_for(self, state: _TenantState, now_s: float) -> list[_TenantState]:
         """The least valuable evictable tenants of its device that together make room; empty if they cannot."""
-        device, found = known.tenant.device, []
-        here = [self._known[name] for name in self.devices.tenants(device)]
-        for one in sorted(here, key=lambda k: k.worth):
-            young = now_s - one.since_s < self._min_residence_s
-            if young or one.tenant.stay is Stay.PINNED or one.num_retiring is not None:
+        device, found = state.tenant.device, []
+        for one in sorted(self._residents(device), key=lambda one: (one.worth, one.since_s)):
+            is_new = now_s - one.since_s < self._min_residence_s
+            if is_new or one.tenant.stay is Stay.PINNED or one.num_retiring is not None:
                 continue
             found.append(one)
-            if self.devices.has_room(device, known.tenant.num_bytes, [k.tenant.name for k in found]):
+            if self._has_room(device, state.tenant.num_bytes, [other.tenant.name for other in found]):
                 return found
         return []
 
-    def _giving_way(self, known: _TenantState, now_s: float) -> list[_TenantState]:
-        elders = self._elders(known, now_s)
-        return elders if known.want > HYSTERESIS * sum(one.use for one in elders) else []
-
-    def _go_home(self, now_s: float) -> None:
+    def _retire_from_fallback(self, now_s: float) -> None:
         """Retires a tenant from its fallback when its own device has room."""
         for name in sorted(self.on_fallback - self.retiring):
-            known = self._known[name]
-            home, settled = known.tenant.device, now_s - known.since_s >= self._min_residence_s
-            if settled and home not in self._claims and self.devices.has_room(home, known.tenant.num_bytes):
-                known.num_retiring = 0
-                self._claims[home] = name
+            state = self._states[name]
+            own, is_old = state.tenant.device, now_s - state.since_s >= self._min_residence_s
+            if is_old and own not in self._claims and self._has_room(own, state.tenant.num_bytes):
+                state.num_retiring = 0
+                self._claims[own] = name
                 return
 
     def _drop_claims(self, wanted: set[str]) -> None:
@@ -232,30 +224,29 @@ class ModelPool:
         for device, name in list(self._claims.items()):
             if name not in wanted:
                 del self._claims[device]
-                for one in self.devices.tenants(device):
-                    if one not in self._claims.values():
-                        self._known[one].num_retiring = None
+                for one in self._residents(device):
+                    if one.tenant.name not in self._claims.values():
+                        one.num_retiring = None
 
-    def _load(self, known: _TenantState, device: str, now_s: float) -> tuple[str, str]:
-        tenant = known.tenant
-        self.devices.take(tenant.name, device, tenant.bytes_on(device))
+    def _load(self, state: _TenantState, device: str, now_s: float) -> tuple[str, str]:
+        tenant = state.tenant
+        assert self._has_room(device, tenant.bytes_on(device)), f"{device} has no room for {tenant.name}"
         if self._claims.get(device) == tenant.name:
             del self._claims[device]
-        known.device, known.since_s, known.num_offered = device, now_s, 0
-        known.use, known.want, known.num_retiring = known.want, 0.0, None
+        state.device, state.since_s, state.num_offered = device, now_s, 0
+        state.usage, state.demand, state.num_retiring = state.demand, 0.0, None
         self.num_loads[tenant.name] += 1
         self.num_fallbacks[tenant.name] += device != tenant.device
         return tenant.name, device
 
-    def _evict(self, known: _TenantState) -> None:
-        goes_home = known.device != known.tenant.device
-        use = known.use
-        self._leave(known)
-        known.want = max(use, 1.0) if goes_home else 0.0
-        self.num_evictions[known.tenant.name] += 1
+    def _evict(self, state: _TenantState) -> None:
+        was_on_fallback = state.device != state.tenant.device
+        demand = max(state.usage, 1.0) if was_on_fallback else 0.0
+        self._leave(state)
+        state.demand = demand
+        self.num_evictions[state.tenant.name] += 1
 
-    def _leave(self, known: _TenantState) -> None:
-        assert known.device is not None
-        self.devices.free(known.tenant.name, known.device)
-        known.device = known.num_retiring = None
-        known.use = 0.0
+    @staticmethod
+    def _leave(state: _TenantState) -> None:
+        state.device = state.num_retiring = None
+        state.usage = 0.0

@@ -54,7 +54,7 @@ class Router:
     def __init__(
         self, policy: AssignmentPolicy, pool: Sequence[PoolMember], watch: DriftDetector | None = None, in_step: bool = False
     ) -> None:
-        self._policy = policy
+        self.policy = policy
         self._in_step = in_step
         self._watch = watch
         self._pool = tuple(pool)
@@ -65,10 +65,6 @@ class Router:
         self._on_fallback: frozenset[str] = frozenset()
         self.load_demand: Mapping[str, int] = {}  # of the last slot
 
-    @property
-    def policy(self) -> AssignmentPolicy:
-        return self._policy
-
     def set_draining(self, names: frozenset[str]) -> None:
         self._draining = names
 
@@ -78,41 +74,36 @@ class Router:
 
     def first_table(self) -> RoutingTable:
         """Before any target has reported: defaults for the pool as it is configured."""
-        chain = self._policy.assign([NEXT_REQUEST], self._pool)[NEXT_REQUEST.request_id]
-        defaults, scorers = (chain,), self._scorers(self._pool)
-        self._table = RoutingTable(1, {}, defaults, scorers)
+        chain = self.policy.assign([NEXT_REQUEST], self._pool)[NEXT_REQUEST.request_id]
+        self._table = RoutingTable(1, {}, (chain,), self._scorers(self._pool))
         return self._table
 
     def slot(self, reports: Sequence[SlotReport]) -> RoutingTable | None:
         """The table of the next slot; None: the targets have it already."""
         if not reports:
             return None
-        observations = [
-            seen for report in reports for seen in report.observations if drafter_of(seen.drafter) in self._known
-        ]
-        scores = [score for report in reports for score in report.scores if drafter_of(score.drafter) in self._known]
+        known = self._known
+        observations = [one for report in reports for one in report.observations if drafter_of(one.drafter) in known]
+        scores = [one for report in reports for one in report.scores if drafter_of(one.drafter) in known]
         if self._watch is not None:
             self._watch.observe(observations)
-        if isinstance(self._policy, ModelChains):
+        if isinstance(self.policy, ModelChains):
             levels = [level for report in reports for level in report.levels if self._is_of_the_pool(level)]
             passes = next((report.target_passes for report in reports if report.target_passes), ())
-            self._policy.learn(levels, monotone(passes) if passes else None)
-        self._policy.observe(observations, scores)
+            self.policy.learn(levels, monotone(passes) if passes else None)
+        self.policy.observe(observations, scores)
         linked = set[str].intersection(*(set(report.drafters) for report in reports))
         absent = self._offered - linked
         pool = self._judged_pool(reports, linked | absent)
         requests = [request for report in reports for request in report.requests]
         every = [*(request for request in requests if not request.opted_out), NEXT_REQUEST]
-        chains, self.load_demand = settle(self._policy.assign(every, pool), every, pool, absent)
+        chains, self.load_demand = settle(self.policy.assign(every, pool), every, pool, absent)
         chains |= {request.request_id: TARGET_ONLY for request in requests if request.opted_out}
-        pool = [member for member in pool if member.name not in absent]
-        versions = [report.table_version for report in reports]
-        defaults = (chains[NEXT_REQUEST.request_id],)
-        table = next_table(self._table, requests, chains, defaults, versions, self._scorers(pool))
-        if table is self._table:
-            return None
-        self._table = table
-        return table
+        scorers = self._scorers([member for member in pool if member.name not in absent])
+        versions, default = [report.table_version for report in reports], chains[NEXT_REQUEST.request_id]
+        former = self._table
+        self._table = next_table(former, requests, chains, (default,), versions, scorers)
+        return None if self._table is former else self._table
 
     def _is_of_the_pool(self, level: LevelReport) -> bool:
         return self._known.issuperset((level.drafter, *(verified.proposer for verified in level.verified)))

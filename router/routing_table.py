@@ -17,10 +17,8 @@ def next_table(
     versions: Sequence[int],
     scorers: Sequence[str] = (),
 ) -> RoutingTable:
-    """The table of the next slot: ``chains`` of the live ``requests``, ``defaults`` for those not seen yet.
-
-    Drops ended requests. Of more than MAX_CHAINS it keeps those whose chain changes first: a request that is missing from a
-    table keeps its chain.
+    """The table of the next slot: ``chains`` of the live ``requests``, ``defaults`` for those not seen yet. Of more than
+    MAX_CHAINS it keeps those whose chain changes first: a request that is missing from a table keeps its chain.
 
     Returns ``previous`` itself if nothing changed and all targets have it by ``versions``. Else the version is above all of
     theirs, so that they take the table of a restarted router. A ``previous`` of version 0 was never published.

@@ -25,15 +25,12 @@ def verify_all(
 def verify_goodput(
     ready: Sequence[SequenceView], drafters: Mapping[str, DrafterView], capacity: Capacity, cost: CostModel
 ) -> dict[str, int]:
-    """The lengths that maximise expected tokens per second of the pass over the whole batch (DSpark, section 3.2.2).
+    """The lengths that maximise expected tokens per second of the pass over the whole batch (DSpark, section 3.2.2): E /
+    step(rows), where E are the expected tokens of the pass, bonus tokens included.
 
     Token i survives with its calibrated probability or, until calibrated, with a^(i+1), where a is the drafter's conditional
-    acceptance. Tokens join in order of survival, which is optimal for each number of rows. The best number maximises
-
-        E / step(rows)        E: expected tokens of the pass, bonus tokens included
-
-    The output does not depend on the choice (DESIGN idea 1), so unlike the paper's scheduler the search continues beyond the
-    first token that does not pay: another knee of the cost may follow.
+    acceptance. Tokens join in order of survival, which is optimal for each number of rows. The output does not depend on the
+    choice (DESIGN idea 1), so unlike the paper's scheduler the search goes on beyond the first token that does not pay.
     """
     num_ready, context = len(ready), sum(s.committed_len for s in ready)
     if not ready:

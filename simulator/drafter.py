@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cluster.messages import LevelReport
 from cluster.sampling_params import SamplingParams
-from drafters.loop import Begun, DrafterLoop
+from drafters.loop import DrafterLoop, StepWork
 from drafters.protocol import Capabilities, Demand, Draft
 from drafters.session import request_id_of
 from drafters.sessions import SessionLimits
@@ -152,15 +152,15 @@ class SimulatedDrafter:
         drafter = self._drafter
         while True:
             num_extended = drafter.num_extended
-            begun = self.loop.begin(now_s)
-            if begun is Begun.NOTHING:
+            work = self.loop.begin(now_s)
+            if work == "nothing":
                 self._sleep()
                 return
-            if begun is Begun.SCORED:
-                self._keep_busy(begun, now_s, self._timer.scoring_s(drafter.name, drafter.num_extended - num_extended))
+            if work == "scored":
+                self._keep_busy(work, now_s, self._timer.scoring_s(drafter.name, drafter.num_extended - num_extended))
                 return
-            if begun is not Begun.ANSWERED:
-                self._keep_busy(begun, now_s, drafter.seconds)
+            if work != "answered":
+                self._keep_busy(work, now_s, drafter.seconds)
                 return
 
     def _sleep(self) -> None:
@@ -173,10 +173,10 @@ class SimulatedDrafter:
         self._alarm_s = None
         self._wake()
 
-    def _keep_busy(self, begun: Begun, now_s: float, seconds: float) -> None:
+    def _keep_busy(self, work: StepWork, now_s: float, seconds: float) -> None:
         def end(end_s: float) -> None:
             self._is_busy = False
-            self.loop.finish(begun, now_s, end_s)
+            self.loop.finish(work, now_s, end_s)
             self._step(end_s)
 
         seconds = self._jitter(seconds)

@@ -1,4 +1,4 @@
-"""Pictures of simulations: each says on its face that it is one."""
+"""Pictures of measurements and simulations; the title says which."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def plot(panels: Sequence[Panel], title: str, path: Path) -> None:
         axes.legend(frameon=False, fontsize=7)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    figure.suptitle(f"simulated: {title}")
+    figure.suptitle(title)
     try:
         figure.savefig(path, dpi=100, format="png")
     except OSError as error:

@@ -49,10 +49,10 @@ class SimulatedRouter:
         num_context = sum(request.committed_len for request in requests)
         return SlotReport(
             requests,
-            loop.take_observations(),
+            loop.telemetry.take_observations(),
             loop.status().table_version,
             self._names,
-            scores=loop.take_scores(),
-            levels=loop.take_levels(),
+            scores=loop.telemetry.take_scores(),
+            levels=loop.telemetry.take_levels(),
             target_passes=self._target_passes(num_context) if with_passes else (),
         )

@@ -10,6 +10,7 @@ from cluster.errors import ModelUnavailable
 from cluster.transport import factory
 from engine.cpu_setup import configure_cpu
 from engine.models.prepare import CATALOGUE, ensure_model
+from tests.support.simulated_network import EncodingNetwork
 
 # Products of tiny models are too small for several threads, which made a suite ten times slower on a busy machine. Read by
 # torch at its import, which is later.
@@ -20,7 +21,7 @@ configure_cpu()  # at the level that OUTRIDER_CPU names, before any test compute
 hypothesis.settings.register_profile("tests", deadline=None)  # no test asserts a wall time
 hypothesis.settings.load_profile("tests")
 
-factory.LOCAL.encodes = True  # so that in-process links refuse what real ones would
+factory.LOCAL = EncodingNetwork()
 
 MODEL = "smollm2-135m"
 TESTS = Path(__file__).parent

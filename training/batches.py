@@ -13,10 +13,7 @@ from training.hidden_states import HiddenStateReader
 
 @dataclass(frozen=True, slots=True)
 class AnswerBatch:
-    """Sequences of ``lens`` tokens, rows in all, with the target's hidden states.
-
-    An anchor is the row of the last committed token of a round: the last prompt token or a later one.
-    """
+    """Sequences with the target's hidden states. An anchor is the row of the last committed token of a round."""
 
     token_ids: Tensor  # int64 [rows]
     lens: tuple[int, ...]
@@ -31,9 +28,8 @@ class AnswerBatch:
 class BatchPlan:
     """Bounds memory by ``max_rows`` of packed sequences and ``max_positions`` with logits (at least one block per answer).
 
-    All blocks of a batch are equally long. Their length is drawn for each batch: each further position follows with
-    probability ``persistence``, so that a position is trained about as often as drafting reaches it. Batches of shorter
-    blocks have more of them.
+    All blocks of a batch are equally long: each further position follows with probability ``persistence``, so that a
+    position is trained about as often as drafting reaches it.
     """
 
     max_rows: int

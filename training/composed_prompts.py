@@ -1,34 +1,13 @@
-"""Prompts composed of other prompts, for tasks that need a text: translation, problems in other languages, passages.
+"""Prompts composed of other prompts, for tasks that need a text: translation, problems in other languages, passages."""
 
-A small target writes no usable text for such a task itself; given or self-written prompts serve as these texts.
-"""
-
+import json
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from training.corpus import MAX_PROMPT_CHARS, GivenPrompt, fingerprint
 
-_LANGUAGES = ("German", "French", "Spanish", "Italian", "Portuguese", "Russian", "Chinese", "Japanese")
-_TRANSLATIONS = (
-    "Translate this text into {}.\n\n{}",
-    "Translate the following from English to {}:\n\n{}",
-    "How do you say this in {}?\n\n{}",
-    "{} translation, please:\n\n{}",
-)
-_MULTILINGUAL = (
-    "Löse die folgende Aufgabe und antworte auf Deutsch.\n\n{}",
-    "Résous le problème suivant et réponds en français.\n\n{}",
-    "Resuelve el siguiente problema y responde en español.\n\n{}",
-    "Реши задачу и ответь по-русски.\n\n{}",
-    "请用中文解答下面的问题。\n\n{}",
-    "次の問題を日本語で解いてください。\n\n{}",
-)
-_PASSAGES = (
-    "{}\n\nQuestion: {}",
-    "Answer the question with the help of the passages.\n\n{}\n\n{}",
-    "Context:\n{}\n\n{}",
-    "{}\n\nUse the text above to answer: {}",
-)
+_TEXTS: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 _SENTENCE = range(30, 400)  # characters of a question or a text to translate
 _PASSAGE = range(300, 2000)
 _MAX_PASSAGES = 4
@@ -56,11 +35,15 @@ def compose(prompts: Sequence[GivenPrompt], seed: int, num_each: int) -> list[Gi
     passages = [body for body in bodies if len(body[0]) in _PASSAGE]
 
     def translation() -> GivenPrompt:
-        template, language, (text, key) = rng.choice(_TRANSLATIONS), rng.choice(_LANGUAGES), rng.choice(sentences)
+        template, language, (text, key) = (
+            rng.choice(_TEXTS["translation"]),
+            rng.choice(_TEXTS["languages"]),
+            rng.choice(sentences),
+        )
         return GivenPrompt("translation", template.format(language, text), (key,))
 
     def multilingual() -> GivenPrompt:
-        template, (text, key) = rng.choice(_MULTILINGUAL), rng.choice(problems)
+        template, (text, key) = rng.choice(_TEXTS["math_multilingual"]), rng.choice(problems)
         return GivenPrompt("math_multilingual", template.format(text), (key,))
 
     def rag() -> GivenPrompt:
@@ -68,7 +51,7 @@ def compose(prompts: Sequence[GivenPrompt], seed: int, num_each: int) -> list[Gi
         chosen = rng.sample(passages, min(len(passages), rng.randint(1, _MAX_PASSAGES)))
         while len(chosen) > 1 and sum(len(text) for text, _ in chosen) > MAX_PROMPT_CHARS - len(question) - _TEMPLATE_CHARS:
             chosen.pop()
-        text = rng.choice(_PASSAGES).format("\n\n".join(text for text, _ in chosen), question)
+        text = rng.choice(_TEXTS["rag"]).format("\n\n".join(text for text, _ in chosen), question)
         return GivenPrompt("rag", text, (*(key for _, key in chosen), question_key))
 
     kinds: list[tuple[Callable[[], GivenPrompt], int]] = [

@@ -24,9 +24,8 @@ def in_halves(answers: Sequence[TargetAnswer]) -> tuple[list[TargetAnswer], list
 def calibrate(halves: Halves, folder: Path) -> dict[str, float]:
     """Writes the calibration, fitted on both halves, and its reliability diagram.
 
-    The quality is cross-validated: each half is judged with the fit on the other. Returns ``records``, the number of drafts,
-    and as far as these suffice ``ece_*`` and ``auroc_*`` (``profiler.calibration.Quality``) of the original confidences
-    (``before``), the calibrated ones (``after``) and ``isotonic`` maps.
+    Returns ``records``, the number of drafts, and as far as these suffice ``ece_*`` and ``auroc_*`` of the original
+    confidences (``before``), calibrated ones (``after``) and ``isotonic`` maps, each half judged with the other's fit.
     """
     records = Records.of([(one.confidences, one.num_accepted) for half in halves for one in half])
     in_first = np.arange(len(records)) < len(halves[0])

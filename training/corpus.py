@@ -1,7 +1,4 @@
-"""Training data: given and self-written prompts, and the target's answers.
-
-Records are lines of JSON, each written whole and flushed, so that an interrupted run resumes after the last one.
-"""
+"""Training data: given and self-written prompts, and the target's answers, one line of JSON each."""
 
 import hashlib
 import json
@@ -36,19 +33,15 @@ class WrittenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TargetAnswer:
-    """One dialogue turn as token ids: the prompt with its chat template, and the target's answer.
+    """One dialogue turn as token ids: the prompt with its chat template, and the target's answer."""
 
-    ``key`` is the prompt's fingerprint, the same at each temperature; ``sources`` are keys of the prompts that it was
-    composed of.
-    """
-
-    key: str
+    key: str  # fingerprint of the prompt
     domain: str
     temperature: float
     seed: int
     prompt_token_ids: tuple[int, ...]
     answer_token_ids: tuple[int, ...]
-    sources: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()  # keys of the prompts that it was composed of
 
     @property
     def name(self) -> str:
@@ -90,34 +83,20 @@ def read_answers(paths: Iterable[Path]) -> Iterator[TargetAnswer]:
 def read_given(paths: Sequence[Path], data_folder: Path | None) -> list[GivenPrompt]:
     """The prompts of JSONL files: a ``prompt`` on each line, and optionally a ``domain`` (default: the file's name).
 
-    Args:
-        data_folder: its ``prompts`` folder holds the evaluation sets; None: there are none here.
-
-    Raises:
-        InvalidField: a file is an evaluation set or not of this format; names the file and line.
+    Raises InvalidField if a file is not of this format, or an evaluation set (in the ``prompts`` of ``data_folder``).
     """
     prompts = []
+    held_back = None if data_folder is None else (data_folder / EVALUATION_FOLDER).resolve()
     for path in paths:
-        _refuse_evaluation(path, data_folder)
+        if held_back is not None and path.resolve().is_relative_to(held_back):
+            reason = f"lies in {held_back}, the evaluation sets: training on them would invalidate measured acceptance"
+            raise InvalidField("prompts", str(path), f"{reason}; give other prompts, or none")
         try:
             lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also cut at U+2028
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidField("prompts", str(path), f"cannot be read as UTF-8 text ({error})") from error
         prompts += [_given(line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
     return prompts
-
-
-def _refuse_evaluation(path: Path, data_folder: Path | None) -> None:
-    if data_folder is None:
-        return
-    held_back = (data_folder / EVALUATION_FOLDER).resolve()
-    if path.resolve().is_relative_to(held_back):
-        raise InvalidField(
-            "prompts",
-            str(path),
-            f"lies in {held_back}, the evaluation sets: training on them would invalidate measured acceptance; "
-            "give other prompts, or none",
-        )
 
 
 def evaluation_fingerprints(data_folder: Path | None) -> frozenset[str]:
@@ -148,9 +127,8 @@ def hold_out(
 ) -> tuple[list[TargetAnswer], list[TargetAnswer]]:
     """Answers to train on and answers to evaluate on, divided by prompt; no text is in both.
 
-    Of the prompts that are not composed, ``share`` is held out: at least one, and at least ``at_least`` as far as
-    these are a third at most. A composed prompt with a held-out source is not trained on; such prompts are evaluated on
-    up to the same share, and the rest of them is unused.
+    Of the prompts that are not composed, ``share`` is held out: at least one, and ``at_least`` as far as these are a third
+    at most. Composed prompts with a held-out source are evaluated on up to the same share; the rest is unused.
     """
     keys = sorted({answer.key for answer in answers if not answer.sources})  # hashes, so in random order
     held = set(keys[: max(1, round(share * len(keys)), min(at_least, len(keys) // 3))])

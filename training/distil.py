@@ -28,11 +28,9 @@ _LOG_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """``max_seconds`` scales the schedule to the available time and may end it before all epochs."""
-
     num_epochs: int
     learning_rate: float
-    max_seconds: float | None = None
+    max_seconds: float | None = None  # scales the schedule, and may end it before all epochs
     checkpoint_s: float = 120.0
     bf16: bool = False
 
@@ -62,11 +60,9 @@ class TrainingProgress:
 
 
 class Distillation:
-    """Trains ``student``, a module whose forward takes (batch, progress) and returns ``Losses``.
+    """Trains ``student``, whose forward takes (batch, progress) and returns ``Losses``, with a checkpoint at ``path``.
 
-    Args:
-        path: of the checkpoint.
-        evaluate: accepted length of the averaged student on held-out answers; called before every checkpoint.
+    ``evaluate``: accepted length of the averaged student on held-out answers; called before every checkpoint.
     """
 
     def __init__(
@@ -87,21 +83,17 @@ class Distillation:
         self._evaluate = evaluate
         self._parameters = {name: p for name, p in student.named_parameters() if p.requires_grad}
         parameters = self._parameters.values()
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in parameters if p.dim() > 1], "weight_decay": _WEIGHT_DECAY},
-                {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-            ],
-            lr=schedule.learning_rate,
-            betas=_BETAS,
-            fused=True,
-        )
+        groups = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": _WEIGHT_DECAY},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        self._optimizer = torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=_BETAS, fused=True)
         self._average: dict[str, Tensor] = {}  # exponential moving average of the parameters, fp32
         self.progress = TrainingProgress()
         self.num_steps = sum(1 for number in range(schedule.num_epochs) for _ in self._epoch(number))
 
     def restore(self) -> bool:
-        """Loads the checkpoint. Returns whether there is one of this format."""
+        """Loads the checkpoint, if there is one of this format; returns whether."""
         if not self._path.exists():
             return False
         state: dict[str, Any] = torch.load(self._path, map_location=self._world.device, weights_only=True)
@@ -167,7 +159,6 @@ class Distillation:
         write_atomically(self._path, lambda path: torch.save(state, path))
 
     def use_average(self) -> None:
-        """Replaces the parameters by their average."""
         self._load(self._average)
 
     def _load(self, values: dict[str, Tensor]) -> None:
@@ -198,9 +189,8 @@ class Distillation:
         """This process's batches; every process has equally many."""
         batches = list(epoch(self._answers, self._plan, self._seed, number))
         num_whole = len(batches) // self._world.size * self._world.size
-        if not num_whole:  # fewer batches than processes: all train on the same ones
-            return batches
-        return batches[self._world.rank : num_whole : self._world.size]
+        # With fewer batches than processes all train on the same ones.
+        return batches[self._world.rank : num_whole : self._world.size] if num_whole else batches
 
     def _remaining(self) -> Iterator[tuple[list[TargetAnswer], int]]:
         num_skipped = self.progress.step
@@ -219,9 +209,8 @@ class Distillation:
 
 def _figures(losses: Losses) -> list[float]:
     first = losses.acceptance[..., 0] if losses.acceptance.dim() == 2 else losses.acceptance
-    return [
-        float(x.detach()) for x in (losses.total, losses.cross_entropy, losses.match, losses.confidence, first.nanmean())
-    ]
+    means = (losses.total, losses.cross_entropy, losses.match, losses.confidence, first.nanmean())
+    return [float(mean.detach()) for mean in means]
 
 
 def _rate(share: float) -> float:

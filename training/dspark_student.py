@@ -21,11 +21,7 @@ from training.regression import Samples, regress
 
 
 class DSparkStudent(nn.Module):
-    """The network over features standardised per dimension; a saved network folds the standardisation into its weights.
-
-    Args:
-        mean, std: of the features, fp32 [feature_size].
-    """
+    """The network over features standardised by ``mean`` and ``std``, [feature_size], which ``save`` folds into weights."""
 
     mean: Tensor
     std: Tensor
@@ -39,9 +35,9 @@ class DSparkStudent(nn.Module):
         self.network = new_network(config, target.rows).train()
         vocabulary = None if config.draft_token_ids is None else torch.tensor(config.draft_token_ids)
         rows = output_rows(vocabulary, config.shape.vocab_size, outside=-1)
-        for name, buffer in (("mean", mean), ("std", std), ("output_rows", rows)):
+        buffers = {"mean": mean, "std": std, "output_rows": rows, "weights": position_weights(config.block_size)}
+        for name, buffer in buffers.items():
             self.register_buffer(name, buffer, persistent=False)
-        self.register_buffer("weights", position_weights(config.block_size), persistent=False)
 
     def standardised(self, features: Tensor) -> Tensor:
         return (features.float() - self.mean) / self.std
@@ -72,39 +68,32 @@ class DSparkStudent(nn.Module):
 
     @torch.no_grad()
     def initialise(self, batches: Iterable[AnswerBatch]) -> None:
-        """Starts as the best linear predictor of the target's final hidden states. The layers are copies of the target's
-        last ones with output projections of zero."""
+        """Starts as the best linear predictor of the target's final hidden states, with layers that add nothing yet."""
         network = self.network
         num_target = self.config.num_target_layers
         self._target.copy_layers(network.layers, range(num_target - len(network.layers), num_target), network.norm)
         for layer in network.layers:
             nn.init.zeros_(layer.get_submodule("self_attn.o_proj").get_parameter("weight"))
             nn.init.zeros_(layer.get_submodule("mlp.down_proj").get_parameter("weight"))
-        sample: AnswerBatch | None = None
+        last: list[AnswerBatch] = []
 
         def samples() -> Iterable[Samples]:
-            nonlocal sample
-            for sample in batches:
-                yield self._samples(sample)
+            for batch in batches:
+                last[:] = [batch]
+                yield self._samples(batch)
 
         regress(network, samples(), self.output_rows)
-        assert sample is not None
-        network.norm.weight.mul_(self._prediction_size(sample))
+        network.norm.weight.mul_(self._prediction_size(last[0]))
 
     @torch.no_grad()
     def begin_with(self, folder: Path) -> None:
-        """Starts as a saved drafter of the same configuration.
-
-        Raises:
-            ModelUnavailable: half-written.
-        """
+        """Starts as a saved drafter of the same configuration. Raises ModelUnavailable."""
         self.network.load_state_dict(load_network(folder, self._target.rows).state_dict())
         self._unfold()
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
-        network = copy.deepcopy(self.network)
-        self._fold(network)
+        network = self._folded(copy.deepcopy(self.network))
         shape = json.loads((self._target.folder / "config.json").read_text())
         save_network(network, folder, shape, STORED)
 
@@ -116,8 +105,8 @@ class DSparkStudent(nn.Module):
         return float(x.square().mean(-1).sqrt().mean())
 
     def _samples(self, batch: AnswerBatch) -> Samples:
-        """Regression samples of whole blocks. The inputs are the features before the anchor (0 at the start of a sequence)
-        and its embedding; the values are hidden states before the final norm's weights, less the network's own inputs."""
+        """Regression samples of whole blocks: from the features before the anchor (or 0) and its embedding to the hidden
+        states before the final norm's weights, less the network's own inputs."""
         block = self.config.block_size
         network = self.network
         anchors = batch.anchors[batch.anchors + block < batch.ends]
@@ -129,12 +118,9 @@ class DSparkStudent(nn.Module):
         before = self.standardised(batch.features[(anchors - 1).clamp_min(0)]) * _has_context(batch, anchors)[:, None]
         return torch.cat([before, embedded[:, 0]], dim=-1), embedded, wanted - own
 
-    def _fold(self, network: DSparkNetwork) -> None:
-        """Rewrites a network over standardised features as one over raw ones.
-
-        Weights are rounded as they will be stored before the means are taken out: some means are far from zero and would
-        turn the rounding into an error of the bias.
-        """
+    def _folded(self, network: DSparkNetwork) -> DSparkNetwork:
+        """A network over raw features, in place. Weights are rounded as stored before the means are taken out, as some means
+        are large and would turn rounding into an error of the bias."""
         fc, anchor_input = network.fc, network.anchor_input
         fc.weight.copy_(quantise(fc.weight / self.std, uneven=True).dequantised())
         fc.bias.sub_(fc.weight @ self.mean)
@@ -143,9 +129,10 @@ class DSparkStudent(nn.Module):
             first.weight[:, : len(self.std)] /= self.std
             first.weight.copy_(quantise(first.weight, uneven=True).dequantised())
             anchor_input.maps.bias.sub_(self._mean_input(anchor_input))
+        return network
 
     def _unfold(self) -> None:
-        """The inverse of ``_fold`` for a loaded, hence rounded, network, with this run's standardisation."""
+        """The inverse of ``_folded`` for a loaded, hence rounded, network, with this run's standardisation."""
         fc, anchor_input = self.network.fc, self.network.anchor_input
         fc.bias.add_(fc.weight @ self.mean)
         fc.weight *= self.std

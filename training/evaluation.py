@@ -56,8 +56,7 @@ class ReplayedFeatures:
 def evaluate(
     folder: Path, target: FrozenTarget, reader: HiddenStateReader, answers: Sequence[TargetAnswer], draft_len: int
 ) -> list[Round]:
-    """The rounds of all answers, with the temperature and noise of their generation. The reader's layers are those that
-    the drafter reads."""
+    """The rounds of all answers, with the temperature and noise of their generation."""
     features = ReplayedFeatures(reader, answers)
     drafter = _open_drafter(folder, target, features)
     return list(replay(drafter, [_recording(answer) for answer in answers], draft_len, behind=features))
@@ -76,12 +75,10 @@ def _open_drafter(folder: Path, target: FrozenTarget, features: ReplayedFeatures
 
 
 def acceptance(rounds: Sequence[Round], draft_len: int, temperature: float) -> Acceptance:
-    reached, right = [0] * draft_len, [0] * draft_len
+    reached = [sum(k < min(len(one.confidences), one.num_accepted + 1) for one in rounds) for k in range(draft_len)]
+    right = [sum(k < one.num_accepted for one in rounds) for k in range(draft_len)]
     by_domain: dict[str, list[int]] = {}
     for one in rounds:
-        for k in range(min(len(one.confidences), one.num_accepted + 1)):
-            reached[k] += 1
-            right[k] += k < one.num_accepted
         by_domain.setdefault(one.domain, []).append(one.num_committed)
     return Acceptance(
         draft_len,
@@ -101,8 +98,6 @@ def _recording(answer: TargetAnswer) -> Recording:
 def standardisation(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each dimension, fp32, over the rows of all tensors."""
     num = sum(len(part) for part in features)
-    total = sum(part.double().sum(0) for part in features)
-    squares = sum(part.double().square().sum(0) for part in features)
-    mean = torch.as_tensor(total) / num
-    variance = torch.as_tensor(squares) / num - mean.square()
-    return mean.float(), variance.clamp_min(1e-6).sqrt().float()
+    mean = torch.stack([part.double().sum(0) for part in features]).sum(0) / num
+    squares = torch.stack([part.double().square().sum(0) for part in features]).sum(0) / num
+    return mean.float(), (squares - mean.square()).clamp_min(1e-6).sqrt().float()

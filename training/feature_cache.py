@@ -50,19 +50,15 @@ class InMemory:
 
 
 def delete_partial_files(folder: Path) -> None:
-    """Deletes unfinished files of a killed run. No other process may be writing."""
+    """Deletes unfinished files of a killed run, while no process writes."""
     for path in folder.glob("*.partial"):
         path.unlink()
 
 
 class OnDisk:
-    """One file per answer, named by a hash of its tokens, the target and the layers, so that later runs find it. Several
-    processes may share a folder.
+    """One file per answer, named by a hash of its tokens, the layers and the target's weights and dtype, ``target``.
 
-    Args:
-        layers: as of ``HiddenStateReader``.
-        target: identifies weights and dtype.
-        max_bytes: of all files in the folder, divided between ``num_processes`` writers.
+    ``max_bytes``: of all files in the folder, divided between ``num_processes`` writers.
     """
 
     def __init__(self, folder: Path, layers: Sequence[int], target: str, max_bytes: int, num_processes: int = 1) -> None:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -39,11 +39,7 @@ class WritingLimits:
 
 
 def writing_limits(free_bytes: int | None) -> WritingLimits:
-    """A CPU gains nothing beyond 128 rows a pass, a large GPU gains up to a thousand if it has the memory.
-
-    Args:
-        free_bytes: of the GPU, beside the weights; None: no GPU.
-    """
+    """A CPU gains nothing beyond 128 rows a pass, a GPU up to a thousand. ``free_bytes``: of the GPU, if there is one."""
     if free_bytes is None:
         return WritingLimits(max_in_flight=96, max_pass_tokens=512, kv_cache_gb=1.5)
     kv_cache_gb = min(_MAX_CACHE_GB, _CACHE_SHARE * free_bytes / 2**30)
@@ -60,11 +56,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 class FrozenTarget:
-    """Loaded once: writing and reading share the weights.
-
-    Raises:
-        ModelUnavailable: missing, half-written or unsupported.
-    """
+    """Loaded once: writing and reading share the weights. Raises ModelUnavailable."""
 
     def __init__(self, folder: Path, *, device: torch.device, dtype: str, max_model_len: int) -> None:
         self.folder = folder
@@ -85,8 +77,7 @@ class FrozenTarget:
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         from transformers import AutoTokenizer
 
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder)
-        return tokenizer
+        return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(self.folder))
 
     @cached_property
     def rows(self) -> TargetRows:
@@ -96,11 +87,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def copy_layers(self, layers: Iterable[nn.Module], indices: Sequence[int], norm: nn.Module) -> None:
-        """Copies layers ``indices`` and the final norm into modules with Hugging Face's parameter names.
-
-        Raises:
-            ModelUnavailable: a tensor is missing or has another shape.
-        """
+        """Copies layers ``indices`` and the final norm into modules with Hugging Face's parameter names."""
         with ExitStack() as stack:
             source = SafetensorsFolder(self.folder, stack)
             prefixes = [*(f"model.layers.{index}." for index in indices), "model.norm."]
@@ -110,8 +97,7 @@ class FrozenTarget:
 
     def new_engine(self) -> NativeTarget:
         """An engine to write with. Its KV cache holds at most ``max_in_flight`` sequences of full length."""
-        num_bytes = int(self.limits.kv_cache_gb * 2**30)
-        num_affordable = num_blocks_for(self.model.config, num_bytes, self.dtype, BLOCK_LEN)
+        num_affordable = num_blocks_for(self.model.config, int(self.limits.kv_cache_gb * 2**30), self.dtype, BLOCK_LEN)
         num_useful = self.limits.max_in_flight * math.ceil(self.info.max_model_len / BLOCK_LEN)
         limits = NativeLimits(
             num_blocks=min(num_affordable, num_useful),

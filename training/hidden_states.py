@@ -16,11 +16,7 @@ _HEAD_ROWS = {"cpu": 64, "cuda": 1024}  # of full-vocabulary logits at once; on 
 
 
 class HiddenStateReader:
-    """Args:
-    layers: ascending, ending with the last layer; as of ``CausalModel.forward_with_hidden_states``.
-    cache: looked up first, and filled.
-    max_pass_tokens: of answers computed together; a longer one is computed alone.
-    """
+    """``layers``: ascending, ending with the last layer; ``max_pass_tokens``: of answers computed together, or of one."""
 
     def __init__(self, target: FrozenTarget, layers: Sequence[int], cache: FeatureCache, max_pass_tokens: int) -> None:
         if layers[-1] != target.model.config.num_layers - 1:

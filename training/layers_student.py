@@ -1,6 +1,6 @@
 """Training of an autoregressive drafter made of a few layers of its target."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,10 +16,7 @@ from training.recipe import STORED
 
 
 class LayersStudent(nn.Module):
-    """Args:
-    indices: of the target's layers.
-    vocabulary: of its head, ascending token ids; None: the whole vocabulary.
-    """
+    """``indices``: of the target's layers; ``vocabulary``: of its head, ascending token ids, None for all."""
 
     head: Tensor
     output_rows: Tensor
@@ -39,8 +36,8 @@ class LayersStudent(nn.Module):
         self.register_buffer("head", rows.head if vocabulary is None else rows.head[vocabulary], persistent=False)
         self.register_buffer("output_rows", output_rows(vocabulary, len(rows.head), outside=-1), persistent=False)
 
-    def initialise(self) -> None:
-        """Starts from the target's layers and final norm."""
+    def initialise(self, batches: Iterable[AnswerBatch] = ()) -> None:
+        """Starts from the target's layers and final norm; reads no ``batches``."""
         self._target.copy_layers(self.model.layers, self._indices, self.model.norm)
 
     def forward(self, batch: AnswerBatch, progress: float) -> Losses:

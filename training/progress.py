@@ -7,14 +7,12 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class OrderedProgress(Generic[Name]):
-    """Items to be done in order, each of some size. ``size`` counts the done items before the first missing one: later
-    ones depend on what was in flight when a run was interrupted.
-    """
+    """Items to be done in order, each of some size. ``size`` is that of the done items before the first missing one."""
 
     def __init__(self, names: Sequence[Name], sizes: Mapping[Name, int]) -> None:
         self._names = names
         self._sizes = dict(sizes)
-        finished = [self._sizes[name] for name in names if name in sizes]
+        finished = [sizes[name] for name in names if name in sizes]
         self._total, self._num_finished = sum(finished), len(finished)
         self._num_in_order = 0
         self._in_flight: set[Name] = set()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,9 +33,6 @@ _MINIMA = {"num_tokens": 1, "num_prompts": 0, "num_epochs": 1, "num_layers": 1, 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """With ``budget_minutes`` the amount of generated data depends on the machine's speed. With ``begin_with`` the drafter
-    keeps the shape of that drafter (``training.warm_start``)."""
-
     model: str
     drafter: DrafterKind
     out: Path
@@ -58,7 +55,7 @@ class TrainOptions:
     seed: int = 0
     device: str = "auto"
     dtype: str = "bfloat16"
-    begin_with: Path | None = None  # folder of a trained drafter, or name of a shipped one
+    begin_with: Path | None = None  # folder of a trained drafter, or name of a shipped one, whose shape is kept
     asked: frozenset[str] = frozenset()  # fields that were given explicitly, perhaps with their default
     data_folder: Path | None = None  # its ``prompts`` are the evaluation sets, never trained on
 
@@ -70,12 +67,11 @@ class TrainOptions:
             if getattr(self, field) < low:
                 raise InvalidField(field, getattr(self, field), f"must be at least {low}")
         check_apart(self.out, self.work)
-        if self.learning_rate <= 0:
-            raise InvalidField("learning_rate", self.learning_rate, "must be more than 0")
+        for field in ("learning_rate", "budget_minutes"):
+            if (value := getattr(self, field)) is not None and value <= 0:
+                raise InvalidField(field, value, "must be more than 0")
         if self.begin_with is not None and self.drafter != "dspark":
             raise InvalidField("begin_with", self.begin_with.name, f"is for dspark drafters, not for {self.drafter}")
-        if self.budget_minutes is not None and self.budget_minutes <= 0:
-            raise InvalidField("budget_minutes", self.budget_minutes, "must be more than 0")
         if not self.prompts and not self.num_prompts:
             raise InvalidField("num_prompts", 0, "must be more than 0 if no prompts are given")
 
@@ -83,22 +79,11 @@ class TrainOptions:
         """With ``quick``: every step at a size that takes minutes on a CPU."""
         if not self.quick:
             return self
-        short = replace(
-            self,
-            num_prompts=min(self.num_prompts, 48),
-            num_tokens=min(self.num_tokens, 6000),
-            max_answer_tokens=min(self.max_answer_tokens, 64),
-            num_epochs=2,
-        )
-        if self.begin_with is not None:
-            return short
-        return replace(
-            short,
-            num_layers=1,
-            vocabulary=min(self.vocabulary, 4096),
-            markov_rank=min(self.markov_rank, 64),
-            anchor_rank=min(self.anchor_rank, 128),
-        )
+        limits = {"num_prompts": 48, "num_tokens": 6000, "max_answer_tokens": 64}
+        if self.begin_with is None:
+            limits |= {"num_layers": 1, "vocabulary": 4096, "markov_rank": 64, "anchor_rank": 128}
+        smaller: dict[str, Any] = {name: min(getattr(self, name), limit) for name, limit in limits.items()}
+        return replace(self, num_epochs=2, **smaller)
 
     def seconds(self) -> tuple[float | None, float | None, float | None]:
         """The time for prompts, answers and training; None: no limit. A twentieth of the budget is left for evaluation."""
@@ -118,18 +103,20 @@ def batch_plan(options: TrainOptions, device: torch.device) -> BatchPlan:
     return BatchPlan(16384, 8192) if on_gpu else BatchPlan(1024, 512)
 
 
+def held_out_share(num_prompts: int) -> float:
+    return min(HELD_OUT, MAX_HELD_OUT / num_prompts)
+
+
 def feature_layers(num_layers: int) -> tuple[int, ...]:
     """The target's layers after one third, after two thirds, and the last."""
     return tuple(sorted({max(0, num_layers // 3 - 1), max(0, 2 * num_layers // 3 - 1), num_layers - 1}))
 
 
 def kept_layers(num_target: int, num_own: int) -> tuple[int, ...]:
-    """The target's layers that a drafter of layers starts from: the first ones and, from three on, the last."""
+    """The target's layers that a drafter starts from: the first ones and, from three on, the last."""
     if not 1 <= num_own <= num_target:
         raise InvalidField("num_layers", num_own, f"must lie between 1 and the target's {num_target}")
-    if num_own < 3:
-        return tuple(range(num_own))
-    return (*range(num_own - 1), num_target - 1)
+    return tuple(range(num_own)) if num_own < 3 else (*range(num_own - 1), num_target - 1)
 
 
 def dspark_config(options: TrainOptions, target: DecoderConfig, vocabulary: Tensor | None, fingerprint: str) -> DSparkConfig:

@@ -1,8 +1,5 @@
-"""Initialisation of a DSpark drafter by ridge regression of the target's final hidden states.
-
-The inputs are the features before the anchor, the anchor's embedding and, through the sequential head, the token before
-each position.
-"""
+"""Initialisation of a DSpark drafter by ridge regression of the target's final hidden states on the features before the
+anchor, the anchor's embedding and, through the sequential head, the token before each position."""
 
 from collections.abc import Iterable
 
@@ -22,11 +19,7 @@ Samples = tuple[Tensor, Tensor, Tensor]
 
 @torch.no_grad()
 def regress(network: DSparkNetwork, samples: Iterable[Samples], output_rows: Tensor) -> None:
-    """Sets the anchor's input and the sequential head to the best linear predictor.
-
-    Args:
-        output_rows: of each token the row of the head, -1 if it has none.
-    """
+    """Sets the anchor's input and the sequential head. ``output_rows``: the row of the head of each token, or -1."""
     moments = Moments(network.config)
     for x, embedded, wanted in samples:
         moments.add(x, embedded, wanted)
@@ -60,8 +53,7 @@ class Moments:
                 self.ey[k] += (e.T @ y).cpu()
 
     def solve(self) -> tuple[Tensor, Tensor | None]:
-        """Maps [gamma, n + 1, d] of x, one per position, and one map [d, d] of the previous token's embedding for all
-        positions: joint least squares, x eliminated first."""
+        """Maps of x, [gamma, n + 1, d], and one map [d, d] of the previous token's embedding: joint least squares."""
         gram = self.xx + _RIDGE * self.xx.diagonal().diag()
         factor = torch.linalg.cholesky(gram)
         block, _, d = self.xy.shape
@@ -77,11 +69,8 @@ class Moments:
         return (maps - of_previous @ previous).float(), previous.float()
 
     def root(self) -> Tensor:
-        """A square root of the second moments of x, fp32: it turns changes of the maps into changes of predictions.
-
-        With few positions the matrix is singular, and rounding leaves negative eigenvalues: the smallest ridge that makes
-        it positive definite is added.
-        """
+        """A square root of the second moments of x, fp32: it turns changes of the maps into changes of predictions. The
+        smallest ridge that makes the matrix positive definite is added."""
         eye = self.xx.diagonal().mean() * torch.eye(len(self.xx), dtype=torch.float64)
         for ridge in (1e-6, 1e-5, 1e-4, 1e-3):
             factor, failed = torch.linalg.cholesky_ex(self.xx + ridge * eye)
@@ -110,8 +99,7 @@ def _set_anchor_input(network: DSparkNetwork, maps: Tensor, moments: Moments) ->
 
 
 def _set_sequential(network: DSparkNetwork, head: MarkovHead, previous_map: Tensor | None, output_rows: Tensor) -> None:
-    """B(x, .) = head (w * (E[x] A)) by its ``rank`` strongest directions, for every kind of head; 0 for tokens outside the
-    vocabulary, and without a map (blocks of one position)."""
+    """B(x, .) = head (w * (E[x] A)) by its ``rank`` strongest directions; 0 without a map (blocks of one position)."""
     if previous_map is None:
         head.markov_w2.weight.zero_()
         return
@@ -134,11 +122,8 @@ def _set_sequential(network: DSparkNetwork, head: MarkovHead, previous_map: Tens
 
 
 def _pass_through(head: RecurrentHead) -> None:
-    """Makes the bias nearly that of a Markov head.
-
-    The state averages the block's tokens, each with half the weight of the next, and is not read yet. Each dimension of
-    W_1 is scaled to size 1, so that int8 rounding of W_o's rows is not dominated by its part.
-    """
+    """Makes the bias nearly that of a Markov head. The state averages the block's tokens and is not read yet. Each dimension
+    of W_1 is scaled to size 1, so that it does not dominate int8 rounding of W_o's rows."""
     rank = head.rank
     size = head.markov_w1.weight.square().mean(0).sqrt().clamp_min(1e-6)
     head.markov_w1.weight.div_(size)

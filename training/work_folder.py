@@ -17,14 +17,7 @@ _SAVE_SPENT_S = 5.0  # between saves of the time spent: at most this much is los
 
 
 class WorkFolder:
-    """Args:
-        path: created if missing.
-        identity: what all of its content depends on.
-        writes: True in one process only.
-
-    Raises:
-        InvalidField: the folder belongs to another target or seed, or to another version.
-    """
+    """``identity``: what its content depends on; ``writes``: in one process only. Raises InvalidField if that differs."""
 
     def __init__(self, path: Path, identity: Mapping[str, Any], writes: bool = True) -> None:
         self.path = path
@@ -47,11 +40,7 @@ class WorkFolder:
         self._write()
 
     def deadline(self, step: str, seconds: float | None) -> Callable[[], bool]:
-        """Whether the time of a begun step is over, counted over all runs. A step that was done before gets no more.
-
-        Args:
-            seconds: None: no limit.
-        """
+        """Whether the time of a begun step is over, counted over all runs. A step that was done before gets no more."""
         if seconds is None:
             return lambda: False
         entry = self._content["steps"][step]
@@ -75,15 +64,14 @@ class WorkFolder:
             return {"format": _FORMAT, "identity": self.identity, "steps": {}}
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         known = content.get("identity", {})
-        reason = None
         missing = [key for key in self.identity if key not in known]
         if content.get("format") != _FORMAT or missing:
             reason = f"another version, which did not record its {', '.join(missing) or 'steps'}"
         elif differing := [key for key, value in self.identity.items() if known[key] != value]:
             reason = f"another {', '.join(differing)}"
-        if reason is not None:
-            raise InvalidField("work", str(self.path), f"was begun with {reason}: choose another folder")
-        return content
+        else:
+            return content
+        raise InvalidField("work", str(self.path), f"was begun with {reason}: choose another folder")
 
     def _write(self) -> None:
         if self._writes:
@@ -93,11 +81,7 @@ class WorkFolder:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Locks a work folder for this process.
-
-    Raises:
-        InvalidField: another run holds the lock.
-    """
+    """Locks a work folder for this process. Raises InvalidField if another run holds the lock."""
     path.mkdir(parents=True, exist_ok=True)
     with (path / ".lock").open("w") as file:
         try:

@@ -1,8 +1,7 @@
 """Prompts and answers written by the target, through the serving engine in large batches.
 
-The text is a function of (target, seed, prompts), not of the order in which requests finish: each prompt attempt and each
-answer has a name, a seed derived from it and a line of its own, so an interrupted run resumes with what is missing.
-(In bfloat16 a rounding tie may fall differently in another batch; in float32 it does not.)
+Each prompt attempt and each answer has a name, a seed derived from it and a line of its own, so the text does not depend on
+the order in which requests finish, and an interrupted run resumes with what is missing.
 """
 
 import hashlib
@@ -63,7 +62,6 @@ class Share:
         return -(-total // self.num)
 
     def attempts(self, num_prompts: int) -> range:
-        """The indices of its prompt attempts."""
         return range(self.rank, _MAX_ATTEMPTS * num_prompts, self.num)
 
     def of(self, names: Iterable[str]) -> list[str]:
@@ -136,8 +134,7 @@ class Writer:
         """The prompts to answer, each at each temperature, without duplicates and fingerprints in ``left_out``: given ones,
         the first ``num_prompts`` self-written ones, and prompts composed of both.
 
-        Only the first answers are used, so prompts alternate: one given, one other, as long as there are both. Given
-        prompts adapt the drafter to their domain; the others keep it general. Domains take turns within each half.
+        Only the first answers are used, so given prompts and others alternate, and domains take turns among each.
         """
         written = {w.index: w for w in self._written()}
         sizes = {index: int(w.prompt is not None) for index, w in written.items()}
@@ -170,15 +167,9 @@ class Writer:
         ]
 
     def write_answers(
-        self,
-        tasks: Sequence[AnswerTask],
-        num_tokens: int,
-        max_tokens: int,
-        tell: Tell,
-        expired: Expired = lambda: False,
+        self, tasks: Sequence[AnswerTask], num_tokens: int, max_tokens: int, tell: Tell, expired: Expired = lambda: False
     ) -> None:
-        """Writes until the answers to the first tasks hold ``num_tokens``, or all are answered. A prompt that is too long
-        for the target gets an empty answer."""
+        """Writes until the answers to the first tasks hold ``num_tokens``. Too long a prompt gets an empty answer."""
         path = self._share.path(self._folder, "answers")
         by_name = {task.name: task for task in tasks}
 
@@ -199,25 +190,19 @@ class Writer:
 
         num_wanted = self._share.quota(num_tokens)
         progress = OrderedProgress(self._share.of(by_name), {a.name: len(a.answer_token_ids) for a in self._answered()})
-        self._write(
-            progress,
-            num_wanted,
-            num_wanted // max_tokens + 1,
-            request,
-            lambda r, answer: store(r.id, r.sampling.seed, r.prompt_token_ids, answer),
-            tell,
-            expired,
-        )
+
+        def store_request(request: Request, answer: tuple[int, ...]) -> tuple[str, int]:
+            return store(request.id, request.sampling.seed, request.prompt_token_ids, answer)
+
+        self._write(progress, num_wanted, num_wanted // max_tokens + 1, request, store_request, tell, expired)
 
     def answers(self, tasks: Sequence[AnswerTask], num_tokens: int) -> list[TargetAnswer]:
-        """The answers to the first tasks that together hold ``num_tokens``, or fewer. Sources come from the tasks, since
-        older files lack them."""
+        """The answers to the first tasks that together hold ``num_tokens``, or fewer."""
         known = {a.name: a for a in self._answered()}
         sizes = {name: len(a.answer_token_ids) for name, a in known.items()}
         names = [task.name for task in tasks]
-        used = {
-            n for share in self._share.all() for n in OrderedProgress(share.of(names), sizes).first(share.quota(num_tokens))
-        }
+        parts = [(OrderedProgress(share.of(names), sizes), share.quota(num_tokens)) for share in self._share.all()]
+        used = {name for progress, quota in parts for name in progress.first(quota)}
         return [replace(known[task.name], sources=task.sources) for task in tasks if task.name in used]
 
     def _attempt(self, index: int) -> tuple[random.Random, str, Starters, str]:
@@ -243,12 +228,10 @@ class Writer:
         tell: Tell,
         expired: Expired,
     ) -> None:
-        """Generates the missing items in order until ``progress`` reaches ``size``.
+        """Generates the missing items in order until ``progress`` reaches ``size``; ``max_useful`` bounds those in flight.
 
-        Args:
-            max_useful: items that may be needed at most, which bounds those in flight: surplus ones are not used.
-            request: of an item, with its arrival time; None: it is stored already, with size 0.
-            store: stores what was generated, and returns the item and its size.
+        ``request``: of an item and its arrival time; None: it is stored already, with size 0. ``store`` stores what was
+        generated, and returns the item and its size.
         """
         num_written = progress.size
         tell(num_written)
@@ -276,10 +259,8 @@ class Writer:
                 num_written += num
                 tell(num_written)
         except GenerationFailed as error:
-            raise GenerationFailed(
-                f"the target could not write: {error}; its output so far is kept in {self._folder}: fix the cause, and "
-                "run the same command again"
-            ) from error
+            reason = f"the target could not write: {error}; its output so far is kept in {self._folder}"
+            raise GenerationFailed(f"{reason}: fix the cause, and run the same command again") from error
 
 
 def _by_domain(prompts: Iterable[GivenPrompt]) -> list[list[GivenPrompt]]:

@@ -1,10 +1,10 @@
-"""Outrider beside vLLM and llama.cpp, on this machine, in one run: tokens a second by number of streams, and TPOT in bursts.
+"""Outrider beside vLLM, llama.cpp and transformers, on this machine, in one run.
 
-Every arm serves the same weights over HTTP and answers the same requests in turn (A B A B), the others suspended meanwhile.
+Every arm serves the same weights over HTTP and answers the same requests in turn (A B A B), the others suspended meanwhile:
+tokens a second by number of streams, then TTFT and TPOT of a bursty trace. About 15 minutes with ``--quick``.
 """
 
 import asyncio
-import statistics
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -12,10 +12,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.compare.systems import LLAMA_CPP, OUTRIDER, VLLM, Arm, RunningArm, chosen_arms, found_peers, running
-from benchmarks.compare.turns import Turn, bursty_arrivals, closed_loop, open_loop, percentile, spread
+from benchmarks.compare.arms import LLAMA_CPP, OUTRIDER, OUTRIDER_VLLM, TRANSFORMERS, VLLM, Arm, chosen_arms
+from benchmarks.compare.bursts import TRACE, aiperf_program, aiperf_turn, bursty_arrivals, trace_arrivals
+from benchmarks.compare.comparison import Comparison
+from benchmarks.compare.systems import ModelFiles, RunningArm, missing_families, running
+from benchmarks.compare.turns import closed_loop, open_loop
 from benchmarks.load import LoadRequest
-from benchmarks.report import DEFAULT_MODEL, BenchOptions, BenchResult, Cell, Table
+from benchmarks.report import DEFAULT_MODEL, BenchOptions, BenchResult
 from benchmarks.serve import tokenize
 from cluster.errors import InvalidField
 from engine.models.prepare import ensure_model
@@ -23,15 +26,20 @@ from engine.models.prepare import ensure_model
 BATCHES = (1, 8, 32)
 TRACE_LOAD = 0.5  # of the tokens a second that vLLM reaches at 8 streams
 TRACE_TOKENS = 48
+PICTURE = Path("outrider-compare.png")
 _SEED = 3
-
-Measured = dict[tuple[str, int], list[Turn]]  # arm and number of streams
 
 
 def run(options: BenchOptions) -> BenchResult:
-    """Figures: ``over_vllm.batch_B`` and ``over_llama_cpp.batch_B`` (best of Outrider over best of theirs, tokens a second;
-    llama.cpp at equal precision), ``tpot_mean_over_vllm`` and ``tpot_p99_over_vllm`` on a bursty trace,
-    ``identical_fraction.ARM`` of answers with drafts and without, and ``tokens_per_s.ARM.batch_B``.
+    """Figures, by medians of the turns:
+
+    - ``over_vllm.batch_B``, ``over_llama_cpp.batch_B``, ``over_transformers.batch_1``: best arm of Outrider over best of
+      theirs, tokens a second; llama.cpp's at equal precision. ``over_vllm_bf16.batch_B``: vLLM's at equal precision.
+    - ``vllm_target_overhead``: vLLM's tokens a second over those of Outrider on vLLM without drafting, the worst of
+      ``vllm_target_overhead.batch_B``; ``vllm_target_speedup.batch_B``: Outrider's pool on vLLM over vLLM plain.
+    - ``tpot_mean_over_vllm``, ``tpot_p99_over_vllm`` on the trace: best of Outrider over best of vLLM.
+    - ``identical_fraction.ARM``: answers with drafts that equal those without, of one system and precision.
+    - ``tokens_per_s.ARM.batch_B``.
 
     Raises:
         InvalidField: the model is not the embedded one, of which alone every system has a file.
@@ -39,43 +47,76 @@ def run(options: BenchOptions) -> BenchResult:
     if options.model != DEFAULT_MODEL:
         raise InvalidField("--model", options.model, f"must be {DEFAULT_MODEL}: llama.cpp needs its GGUF file")
     console = Console(stderr=True)
-    num_rounds, num_tokens, per_stream = (2, 48, {1: 3, 8: 2, 32: 1}) if options.quick else (4, 128, {1: 4, 8: 3, 32: 2})
-    missing = {family: why for family, why in found_peers().items() if why}
-    arms = chosen_arms(options.quick, [family for family in (VLLM, LLAMA_CPP) if family not in missing])
-    folder = ensure_model(options.model)
-    num_trace = 24 if options.quick else 96
-    num_asks = sum(batch * per_stream[batch] for batch in BATCHES) * num_rounds + num_trace * num_rounds + max(BATCHES)
-    prompts = iter(asyncio.run(tokenize(folder, options.prompts, num_asks)))
-
-    def asks(name: str, number: int, max_tokens: int) -> list[LoadRequest]:
-        """Prompts that nobody was asked before: every system has a prefix cache."""
-        return [LoadRequest(f"{name}-{i}", next(prompts), max_tokens) for i in range(number)]
-
-    measured: Measured = {}
-    traces: dict[str, list[Turn]] = {}
+    missing = missing_families()
+    families = [f for f in (OUTRIDER, OUTRIDER_VLLM, VLLM, LLAMA_CPP, TRANSFORMERS) if f not in missing]
+    arms = chosen_arms(options.quick, families)
+    notes = [f"{family} was not measured: {why}" for family, why in missing.items()]
     with tempfile.TemporaryDirectory(prefix="outrider-compare-") as scratch:
+        files = ModelFiles(options.model, ensure_model(options.model), _gguf(), Path(scratch))
         console.print(f"compare: starting {len({arm.server for arm in arms})} servers", highlight=False)
-        with running(arms, options.model, folder, _gguf(), Path(scratch)) as servers:
-            warm = asks("warm", max(BATCHES), 8)
-            for arm in servers:
-                closed_loop(arm, warm, max(BATCHES))
-            for number in range(num_rounds):
-                for batch in BATCHES:
-                    asked = asks(f"{number}-{batch}", batch * per_stream[batch], num_tokens)
-                    for arm in _in_turn(servers, number):
+        with running(arms, files) as servers:
+            bench = _Bench(options, arms, servers, files, console)
+            bench.throughput()
+            notes.append(bench.bursts())
+    return bench.comparison.result(notes, PICTURE)
+
+
+class _Bench:
+    def __init__(
+        self, options: BenchOptions, arms: Sequence[Arm], servers: Sequence[RunningArm], files: ModelFiles, console: Console
+    ) -> None:
+        self.comparison = Comparison(arms, BATCHES)
+        self._options, self._servers, self._files, self._console = options, servers, files, console
+        quick = options.quick
+        self._num_rounds, self._num_tokens, self._num_trace = (2, 48, 32) if quick else (4, 128, 96)
+        self._per_stream = {1: 3, 8: 2, 32: 1} if quick else {1: 4, 8: 3, 32: 2}
+        per_round = sum(batch * number for batch, number in self._per_stream.items()) + self._num_trace
+        num_asks = per_round * self._num_rounds + max(BATCHES)
+        self._prompts = iter(asyncio.run(tokenize(files.folder, options.prompts or options.data_prompts, num_asks)))
+
+    def throughput(self) -> None:
+        warm = self._asks("warm", max(BATCHES), 8)
+        for arm in self._servers:
+            closed_loop(arm, warm, arm.arm.max_streams)
+        for number in range(self._num_rounds):
+            for batch in BATCHES:
+                asked = self._asks(f"{number}-{batch}", batch * self._per_stream[batch], self._num_tokens)
+                for arm in _in_turn(self._servers, number):
+                    if batch <= arm.arm.max_streams:
                         turn = closed_loop(arm, asked, batch)
-                        measured.setdefault((arm.arm.name, batch), []).append(turn)
-                        console.print(
-                            f"compare: {arm.arm.name}, {batch} streams: {turn.tokens_per_s:.1f} tokens/s", highlight=False
-                        )
-            rate = TRACE_LOAD * _best(measured, arms, VLLM if VLLM not in missing else OUTRIDER, 8)[1] / TRACE_TOKENS
-            for number in range(num_rounds):
-                asked = asks(f"trace-{number}", num_trace, TRACE_TOKENS)
-                arrivals_s = bursty_arrivals(num_trace, rate, _SEED + number)
-                for arm in _in_turn([arm for arm in servers if arm.arm.family != LLAMA_CPP], number):
-                    console.print(f"compare: {arm.arm.name}, bursts", highlight=False)
-                    traces.setdefault(arm.arm.name, []).append(open_loop(arm, asked, arrivals_s))
-    return _result(arms, measured, traces, missing)
+                        self.comparison.add(arm.arm, batch, turn)
+                        self._say(f"{arm.arm.name}, {batch} streams: {turn.tokens_per_s:.1f} tokens/s")
+
+    def bursts(self) -> str:
+        """Of Outrider and vLLM. Returns what arrived, and by which client."""
+        rate = TRACE_LOAD * self.comparison.reference_speed(8) / TRACE_TOKENS
+        data, program = self._options.data, aiperf_program()
+        recorded = data is not None and (data / TRACE).exists()
+        servers = [arm for arm in self._servers if arm.arm.family in (OUTRIDER, OUTRIDER_VLLM, VLLM)]
+        for number in range(self._num_rounds):
+            asked = self._asks(f"trace-{number}", self._num_trace, TRACE_TOKENS)
+            if recorded and data is not None:
+                arrivals_s = trace_arrivals(data, self._num_trace, rate)
+            else:
+                arrivals_s = bursty_arrivals(self._num_trace, rate, _SEED + number)
+            for arm in _in_turn(servers, number):
+                if program is None:
+                    turn = open_loop(arm, asked, arrivals_s)
+                else:
+                    folder = self._files.scratch / f"aiperf-{number}-{arm.arm.name}"
+                    turn = aiperf_turn(program, arm, asked, arrivals_s, self._files.folder, folder)
+                self.comparison.add_burst(arm.arm, turn)
+                self._say(f"{arm.arm.name}, bursts: TPOT {1e3 * turn.mean_tpot_s:.1f} ms")
+        arrivals = f"arrivals of {TRACE.name}" if recorded else "made-up bursts"
+        client = "our client (aiperf is not there: run benchmarks/compare/setup.sh aiperf)" if program is None else "aiperf"
+        return f"trace: {self._num_trace} requests, {arrivals} at {rate:.2f} a second, sent by {client}"
+
+    def _asks(self, name: str, number: int, max_tokens: int) -> list[LoadRequest]:
+        """Prompts that nobody was asked before: every system has a prefix cache."""
+        return [LoadRequest(f"{name}-{i}", next(self._prompts), max_tokens) for i in range(number)]
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"compare: {text}", highlight=False)
 
 
 def _in_turn(servers: Sequence[RunningArm], number: int) -> list[RunningArm]:
@@ -92,73 +133,3 @@ def _gguf() -> Path:
     assert spec is not None, "make setup installs it"
     assert spec.origin is not None
     return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
-def _speed(measured: Measured, arm: str, batch: int) -> float:
-    return statistics.median(turn.tokens_per_s for turn in measured[arm, batch])
-
-
-def _best(
-    measured: Measured, arms: Sequence[Arm], family: str, batch: int, precision: str | None = None
-) -> tuple[str, float]:
-    """The fastest arm of a family, of all precisions or of one, and its tokens a second."""
-    chosen = [arm.name for arm in arms if arm.family == family and precision in (None, arm.precision)]
-    return max(((name, _speed(measured, name, batch)) for name in chosen), key=lambda found: found[1])
-
-
-def _result(arms: Sequence[Arm], measured: Measured, traces: dict[str, list[Turn]], missing: dict[str, str]) -> BenchResult:
-    figures: dict[str, float] = {}
-    for batch in BATCHES:
-        own = _best(measured, arms, OUTRIDER, batch)[1]
-        if VLLM not in missing:
-            figures[f"over_vllm.batch_{batch}"] = own / _best(measured, arms, VLLM, batch)[1]
-        if LLAMA_CPP not in missing:
-            figures[f"over_llama_cpp.batch_{batch}"] = own / _best(measured, arms, LLAMA_CPP, batch, "bf16")[1]
-    if VLLM not in missing:
-        for name, of in (("tpot_mean", statistics.fmean), ("tpot_p99", lambda values: percentile(values, 0.99))):
-            by_arm = {arm: statistics.median(of(turn.tpot_s) for turn in turns) for arm, turns in traces.items()}
-            own_s = min(by_arm[arm.name] for arm in arms if arm.family == OUTRIDER)
-            figures[f"{name}_over_vllm"] = own_s / min(by_arm[arm.name] for arm in arms if arm.family == VLLM)
-    for plain, drafting in _pairs(arms):
-        same = [
-            a == b
-            for batch in BATCHES
-            for one, other in zip(measured[plain, batch], measured[drafting, batch], strict=True)
-            for a, b in zip(one.texts, other.texts, strict=True)
-        ]
-        figures[f"identical_fraction.{_slug(drafting)}"] = statistics.fmean(same)
-    for arm in arms:
-        for batch in BATCHES:
-            figures[f"tokens_per_s.{_slug(arm.name)}.batch_{batch}"] = _speed(measured, arm.name, batch)
-    rows: list[tuple[Cell, ...]] = []
-    for arm in arms:
-        row: list[Cell] = [arm.name, arm.precision]
-        for batch in BATCHES:
-            median, half = spread([turn.tokens_per_s for turn in measured[arm.name, batch]])
-            row.append(f"{median:.1f} ± {100 * half:.0f}%")
-        turns = traces.get(arm.name, [])
-        tpots = [tpot_s for turn in turns for tpot_s in turn.tpot_s]
-        ttfts = [ttft_s for turn in turns for ttft_s in turn.ttft_s]
-        row += [
-            f"{1e3 * statistics.fmean(tpots):.1f}" if tpots else "",
-            f"{1e3 * percentile(tpots, 0.99):.1f}" if tpots else "",
-        ]
-        row.append(f"{1e3 * percentile(ttfts, 0.99):.0f}" if ttfts else "")
-        rows.append(tuple(row))
-    table = Table(
-        "tokens a second by streams; bursts: TPOT mean and p99, TTFT p99, ms",
-        ("system", "weights", *(str(batch) for batch in BATCHES), "TPOT", "p99", "TTFT p99"),
-        tuple(rows),
-    )
-    notes = tuple(f"{family} was not measured: {why}" for family, why in missing.items())
-    return BenchResult("compare", figures, (table,), notes)
-
-
-def _pairs(arms: Sequence[Arm]) -> list[tuple[str, str]]:
-    """Names of arms of one system and precision without and with drafts."""
-    plain = {(arm.family, arm.precision): arm.name for arm in arms if not arm.speculative}
-    return [(plain[arm.family, arm.precision], arm.name) for arm in arms if arm.speculative]
-
-
-def _slug(name: str) -> str:
-    return name.lower().replace(", ", "-").replace(" ", "-").replace(".", "_")

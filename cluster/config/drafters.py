@@ -52,10 +52,9 @@ class ModelOptions(Section):
 
 
 class LayersOptions(Section):
-    """A few layers of the target, trained to continue as it does, with a head over its frequent tokens.
+    """A few layers of the target, trained to continue as it does, with a head over its frequent tokens (`outrider train`).
 
-    A folder of `outrider train`; embedding and head are rows of the target, read from its folder. ``dtype`` int8: on a
-    CPU, int8 weights with 16-bit activations, about 0.7% of noise; bfloat16 elsewhere.
+    ``dtype`` int8: on a CPU, int8 weights with 16-bit activations, about 0.7% of noise; bfloat16 elsewhere.
     """
 
     kind: Literal["layers"] = "layers"
@@ -69,10 +68,7 @@ class LayersOptions(Section):
 
 
 class DSparkOptions(Section):
-    """A block drafter on the target's hidden states (DSpark), in the target's process, on its device.
-
-    A folder of `outrider train`, or a released DeepSpec checkpoint. ``dtype`` as in ``LayersOptions``.
-    """
+    """A block drafter on the target's hidden states (DSpark): of `outrider train`, or a released DeepSpec checkpoint."""
 
     kind: Literal["dspark"] = "dspark"
     traits: ClassVar[Traits] = Traits(has_model=True, reads_hidden_states=True)
@@ -94,10 +90,7 @@ class TableOptions(Section):
 
 
 class CascadeOptions(Section):
-    """Selects the most promising of several drafters per request and round, and queries expensive ones only if it pays.
-
-    Lookups are queried in every round, may continue another member's draft, and are scored whether used or not.
-    """
+    """Selects the most promising of several drafters per request and round, and queries expensive ones only if it pays."""
 
     kind: Literal["cascade"] = "cascade"
     members: Annotated[tuple["DrafterOptions", ...], Field(min_length=1, max_length=16)]  # cheapest first
@@ -145,8 +138,7 @@ class DrafterConfig(Section):
     capacity: Count = DEFAULT_CAPACITY  # concurrent requests of one replica
     max_draft_len: Annotated[int, Field(ge=1, le=64)] = DEFAULT_DRAFT_LEN  # tokens of one proposal
     ahead_len: Annotated[int, Field(ge=0, le=64)] = 0  # tokens drafted ahead of an unverified proposal
-    # Maximum share of its time spent on requests of other drafters: keeping in step, so that it can take them over at once,
-    # and scoring what it would have drafted. 0: none.
+    # Maximum share of its time for requests of other drafters: to keep in step, and to score what it would have drafted.
     spare_share: Fraction = 0.1
     replicas: Count = 1
     device: Device = "auto"
@@ -177,10 +169,7 @@ class DrafterConfig(Section):
 
 
 def default_pool(table: TableOptions | None = None, *models: DrafterOptions) -> tuple[DrafterConfig, ...]:
-    """The pool of a file that names no drafters: a cascade of lookups, a table and ``models``.
-
-    Two lookups in processes of their own draft while the target computes, and serve requests if the cascade is lost.
-    """
+    """A cascade of lookups, a table and ``models``, and two lookups that draft while the target computes."""
     cascade = CascadeOptions(members=(NgramOptions(), SuffixOptions(), table or TableOptions(), *models))
     return (
         DrafterConfig(name="cascade", options=cascade),

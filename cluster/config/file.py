@@ -27,7 +27,7 @@ class TargetConfig(Section):
     dtype: Dtype = "auto"
     device: Device = "auto"
     replicas: Count = 1
-    tensor_parallel: Count = 1  # ranks of one replica
+    tensor_parallel: Count = 1  # ranks of one replica; at most the model's key-value heads
     block_len: Literal[16, 32, 64] = 32  # tokens of a KV cache block
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.5  # of one rank
     max_num_sequences: Count = 64  # running at once in one replica
@@ -39,12 +39,9 @@ class TargetConfig(Section):
 
     @field_validator("tensor_parallel")
     @classmethod
-    def _one_rank(cls, num_ranks: int, info: ValidationInfo) -> int:
-        if num_ranks > 1:
-            engine = info.data.get("engine", "native")
-            raise ValueError(
-                f"must be 1, got {num_ranks}: the {engine} engine runs each replica on one GPU; set target.replicas instead"
-            )
+    def _ranks_fit_engine(cls, num_ranks: int, info: ValidationInfo) -> int:
+        if num_ranks > 1 and info.data.get("engine") == "vllm":
+            raise ValueError(f"must be 1 on the vllm engine, got {num_ranks}; set target.replicas instead")
         return num_ranks
 
     @field_validator("block_len")
@@ -61,10 +58,7 @@ class TargetConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Memory for drafters outside of the targets' processes. A drafter without room waits until others are unloaded.
-
-    None: the machine's memory, less the targets' and a reserve.
-    """
+    """Memory for drafters outside of the targets' processes. None: the machine's, less the targets' and a reserve."""
 
     cpu_gb: Annotated[float, Field(gt=0, le=65536)] | None = None  # per machine, for drafters on CPUs
     gpu_gb: Annotated[float, Field(gt=0, le=4096)] | None = None  # per GPU of drafters

@@ -66,10 +66,7 @@ class HedgePolicy(Section):
 
 
 class ChainPolicy(Section):
-    """SpecRouter: for each request the chain of models with the least expected time per token.
-
-    List drafters from small to large. The process of each drafter that can verify also loads those before it.
-    """
+    """SpecRouter: for each request the chain with the least expected time per token. List drafters from small to large."""
 
     kind: Literal["chain"] = "chain"
     max_levels: Annotated[int, Field(ge=2, le=4)] = 4  # models of a chain, the target included

@@ -35,10 +35,8 @@ class Link(Protocol):
     def send(self, message: Message) -> None:
         """Queues a message without waiting.
 
-        Raises:
-            LinkClosed: either end has closed the link.
-            LinkFull: the send queue is full; the message was dropped.
-            WireError: a value is outside its range, or the message is too large. Links within a process accept it.
+        Raises LinkClosed; LinkFull, and drops the message; or WireError if a value is outside its range, or the message too
+        large (not within a process).
         """
 
     def close(self) -> None:

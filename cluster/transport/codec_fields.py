@@ -104,7 +104,7 @@ def _split_bias(bias: tuple[tuple[int, float], ...]) -> dict[str, Any]:
     return {"logit_bias_token_ids": token_ids, "logit_bias_values": values}
 
 
-def _split_logprobs(logprobs: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+def _split_logprobs(logprobs: tuple[TokenLogprobs, ...], name: str) -> dict[str, Any]:
     """As columns, so that no message is made per token."""
     if not logprobs:
         return {}
@@ -115,21 +115,20 @@ def _split_logprobs(logprobs: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
         "num_top": [len(token.top) for token in logprobs],
         "top_token_ids": token_ids,
         "top_logprobs": values,
+        "ranks": [token.rank for token in logprobs if token.rank is not None],
     }
-    return {"logprobs": columns}
+    return {name: columns}
 
 
-def _read_logprobs(commit: wire.Commit) -> tuple[TokenLogprobs, ...]:
-    if not commit.HasField("logprobs"):
-        return ()
-    logprobs = commit.logprobs
+def _read_logprobs(logprobs: wire.Logprobs) -> tuple[TokenLogprobs, ...]:
     if sum(logprobs.num_top) != len(logprobs.top_token_ids):
         raise WireError("the columns of a commit's log-probabilities differ in length")
     pairs: Iterator[tuple[int, float]] = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
-    return tuple(
-        TokenLogprobs(chosen, tuple(islice(pairs, num_top)))
-        for chosen, num_top in zip(logprobs.chosen, logprobs.num_top, strict=True)
-    )
+    ranks = logprobs.ranks or [None] * len(logprobs.chosen)
+    if not len(logprobs.chosen) == len(logprobs.num_top) == len(ranks):
+        raise WireError("the columns of a commit's log-probabilities differ in length")
+    columns = zip(logprobs.chosen, logprobs.num_top, ranks, strict=True)
+    return tuple(TokenLogprobs(chosen, tuple(islice(pairs, num_top)), rank) for chosen, num_top, rank in columns)
 
 
 _FINISH_OF = {wire.NOT_FINISHED: None} | {wire.FinishReason.Value(reason.name): reason for reason in FinishReason}
@@ -149,7 +148,14 @@ _SPLIT: dict[tuple[type, str], tuple[Encode, Decode]] = {
         lambda names: {} if names is None else {"chain": {"drafters": names}},
         lambda request: tuple(request.chain.drafters) if request.HasField("chain") else None,
     ),
-    (Commit, "logprobs"): (_split_logprobs, _read_logprobs),
+    (Commit, "logprobs"): (
+        lambda logprobs: _split_logprobs(logprobs, "logprobs"),
+        lambda commit: _read_logprobs(commit.logprobs) if commit.HasField("logprobs") else (),
+    ),
+    (Commit, "prompt_logprobs"): (
+        lambda logprobs: _split_logprobs(logprobs, "prompt_logprobs"),
+        lambda commit: _read_logprobs(commit.prompt_logprobs) if commit.HasField("prompt_logprobs") else (),
+    ),
     (Commit, "finish"): (
         lambda reason: {} if reason is None else {"finish": reason.name},
         lambda commit: _FINISH_OF[commit.finish],

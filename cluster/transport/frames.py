@@ -8,13 +8,10 @@ from cluster.messages import Hello, Message
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Sent instead of a Greeting or Welcome by an end that refuses the link.
-
-    ``tokenizer``: the reason is a different vocabulary or tokenizer.
-    """
+    """Sent instead of a Greeting or Welcome by an end that refuses the link."""
 
     reason: str
-    tokenizer: bool = False
+    tokenizer: bool = False  # the reason is a different vocabulary or tokenizer
 
     def error(self, address: str) -> IncompatibleTokenizer | LinkClosed:
         """The exception for the connecting side."""
@@ -24,11 +21,11 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """The first frame of each end: its Hello and a nonce. ``proof``: the accepting end's proof of the secret."""
+    """The first frame of each end."""
 
     hello: Hello
     nonce: bytes
-    proof: bytes = b""
+    proof: bytes = b""  # the accepting end's, of the secret
 
 
 @dataclass(frozen=True, slots=True)

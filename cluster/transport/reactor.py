@@ -1,6 +1,6 @@
-"""A background thread per process that waits on all unix sockets.
+"""A background thread per process, from its first use, that waits on all unix sockets.
 
-It starts with its first user and ends with its last. An asyncio loop took about four times as long per round trip.
+An asyncio loop took about four times as long per round trip.
 """
 
 import heapq
@@ -30,32 +30,25 @@ class Watcher(Protocol):
 
 
 class Reactor:
-    """Obtained by ``acquire``, returned by ``release``. Other threads may only use ``call``."""
+    """Obtained by ``running``. Other threads may only use ``call``."""
 
     def __init__(self) -> None:
-        self.num_users = 0  # guarded by _lock
-        self._wake_in, self._wake_out = socket.socketpair()
-        try:
-            self._selector = selectors.DefaultSelector()
-        except OSError:
-            self._wake_in.close()
-            self._wake_out.close()
-            raise
-        for end in (self._wake_in, self._wake_out):
-            end.setblocking(False)
-        self._selector.register(self._wake_out, READ)
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
         self._wake_lock = threading.Lock()
         self._is_awake = False  # a wake-up byte is in the socket
         self._has_ended = False
-        self._thread = threading.Thread(target=self._run, name="outrider-io", daemon=True)
+        self._wake_in, self._wake_out = socket.socketpair()
         try:
-            self._thread.start()
-        except RuntimeError:  # no thread is left
-            for held in (self._selector, self._wake_in, self._wake_out):
-                held.close()
+            self._selector = selectors.DefaultSelector()
+            for end in (self._wake_in, self._wake_out):
+                end.setblocking(False)
+            self._selector.register(self._wake_out, READ)
+            threading.Thread(target=self._run, name="outrider-io", daemon=True).start()
+        except (OSError, RuntimeError):  # no descriptor or thread is left
+            self._wake_in.close()
+            self._wake_out.close()
             raise
 
     def call(self, function: Callable[[], None]) -> None:
@@ -82,15 +75,12 @@ class Reactor:
             self._selector.register(sock, events, watcher)
 
     def _run(self) -> None:
-        reason = "the I/O thread failed"
         try:
-            while not self._has_ended:
+            while True:
                 self._step()
         except BaseException as error:
-            reason = f"the I/O thread failed: {error!r}"
+            self._fail(f"the I/O thread failed: {error!r}")
             raise  # to threading.excepthook
-        finally:
-            self._end(reason)
 
     def _step(self) -> None:
         timeout_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
@@ -112,11 +102,10 @@ class Reactor:
         for function in calls:
             function()
 
-    def _end(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         global _current
         with _lock:
-            if _current is self:
-                _current = None
+            _current = None
         with self._wake_lock:
             self._has_ended = True
             watchers = [key.data for key in self._selector.get_map().values() if key.data is not None]
@@ -127,26 +116,10 @@ class Reactor:
             watcher.fail(reason)
 
 
-def acquire() -> Reactor:
-    """The process's reactor, started if necessary.
-
-    Raises:
-        OSError, RuntimeError: no file descriptor or thread is left for it.
-    """
+def running() -> Reactor:
+    """The process's reactor. Raises OSError or RuntimeError: no file descriptor or thread is left to start it."""
     global _current
     with _lock:
         if _current is None:
             _current = Reactor()
-        _current.num_users += 1
         return _current
-
-
-def release(reactor: Reactor) -> None:
-    """Called on the reactor's thread after a user has unregistered its sockets. The last user ends the reactor."""
-    global _current
-    with _lock:
-        reactor.num_users -= 1
-        if reactor.num_users == 0:
-            if _current is reactor:
-                _current = None
-            reactor._has_ended = True

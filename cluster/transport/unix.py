@@ -179,7 +179,6 @@ class _Connection:
             self._unwritten.clear()
             self._sock.close()
         self._incoming.clear()
-        reactor.release(self._io)
 
 
 class UnixListener:
@@ -196,7 +195,7 @@ class UnixListener:
         self._sock.setblocking(False)
         self._links: dict[StreamLink, None] = {}
         self._is_closed = False
-        self._io = reactor.acquire()
+        self._io = reactor.running()
         self._io.call(lambda: self._io.watch(self._sock, reactor.READ, self))
 
     def close(self) -> None:
@@ -249,7 +248,6 @@ class UnixListener:
         self._sock.close()
         for link in list(self._links):
             link.close()
-        reactor.release(self._io)
 
 
 listen = UnixListener
@@ -279,7 +277,7 @@ def connect(address: str, mailbox: Mailbox, hello: Hello, deadline_s: float, lim
 
 
 def _link(sock: socket.socket, hello: Hello, mailbox: Mailbox, limits: Limits, address: str, accepts: bool) -> StreamLink:
-    io = reactor.acquire()
+    io = reactor.running()
     connection = _Connection(io, sock, limits)
     connection.link = StreamLink(connection, hello, mailbox, limits, address, accepts)
     io.call(connection.start)

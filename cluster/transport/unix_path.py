@@ -29,8 +29,7 @@ def path_of(address: str) -> Path:
 def bind(address: str, path: Path) -> tuple[socket.socket, int]:
     """A socket bound at ``path``, accessible to its owner only, and the file's inode. Replaces one that nobody listens at.
 
-    Raises:
-        InvalidField: other users may enter the folder, the address is in use, or the file system refuses.
+    Raises InvalidField if other users may enter the folder, the address is in use, or the file system refuses.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -26,11 +26,7 @@ class Admission:
 
     @asynccontextmanager
     async def admitted(self, num_sequences: int) -> AsyncIterator[Callable[[], None]]:
-        """Waits for admission, and holds it until the block ends or the yielded function is called.
-
-        Raises:
-            ApiError: 429, the queue is full.
-        """
+        """Holds admission until the block ends or the yielded function is called. Raises ApiError (429): queue full."""
         await self._enter(num_sequences)
         held = num_sequences
 
@@ -50,9 +46,8 @@ class Admission:
             self.num_running += num_sequences
             return
         if len(self._waiting) >= self._settings.max_queued:
-            raise overloaded(
-                f"{len(self._waiting)} calls are queued; try again later", self._settings.retry_after_s, "queue_full"
-            )
+            message = f"{len(self._waiting)} calls are queued; try again later"
+            raise overloaded(message, self._settings.retry_after_s, "queue_full")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (num_sequences, turn)
         self._waiting.append(entry)

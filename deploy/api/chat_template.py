@@ -14,12 +14,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.errors import InvalidField, ModelUnavailable
 
-_RESERVED = frozenset(
-    {
-        *("messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now"),
-        *("bos_token", "eos_token", "pad_token", "unk_token"),
-    }
-)
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+_RESERVED = ("messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now", *_SPECIAL)
 
 # Marks the end of the final message: a Unicode noncharacter, which occurs in no text.
 _END = "\ufdd0"
@@ -27,20 +23,11 @@ _END = "\ufdd0"
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """How a template is rendered.
+    """How a template is rendered. Raises InvalidField for both endings, or a variable with a reserved name."""
 
-    Args:
-        add_generation_prompt: end with the start of the assistant's answer.
-        continue_final_message: end with the final message's content, which the model continues.
-        variables: additional variables of the template (``chat_template_kwargs``).
-
-    Raises:
-        InvalidField: both endings are requested, or a variable has a reserved name.
-    """
-
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True  # end with the start of the assistant's answer
+    continue_final_message: bool = False  # end with the final message's content, which the model continues
+    variables: Mapping[str, Any] = field(default_factory=dict)  # additional ones (``chat_template_kwargs``)
 
     def __post_init__(self) -> None:
         if self.add_generation_prompt and self.continue_final_message:
@@ -54,11 +41,7 @@ DEFAULT_OPTIONS = TemplateOptions()
 
 
 class ChatTemplate:
-    """Renders messages with the names that templates expect: ``messages``, ``add_generation_prompt``, special tokens.
-
-    Raises:
-        ModelUnavailable: the template is not valid Jinja.
-    """
+    """Renders messages with the names that templates expect. Raises ModelUnavailable: the template is not valid Jinja."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -77,8 +60,7 @@ class ChatTemplate:
         """The prompt's text, up to where the assistant's answer starts or continues.
 
         Raises:
-            InvalidField: the template rejects the messages (some require alternating roles), or does not write the final
-                message that is to be continued.
+            InvalidField: the template rejects the messages, or does not write the final message that is to be continued.
         """
         if options.continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END}]
@@ -97,13 +79,7 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """The template of a Hugging Face folder: ``chat_template.jinja``, else the one in ``tokenizer_config.json``.
-
-    None: the model has no template and cannot chat.
-
-    Raises:
-        ModelUnavailable: a file is invalid.
-    """
+    """From ``chat_template.jinja``, else ``tokenizer_config.json``, else None. Raises ModelUnavailable: invalid files."""
     config_path = folder / "tokenizer_config.json"
     try:
         config: dict[str, Any] = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
@@ -120,14 +96,9 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """``bos_token`` etc., each a string or an object with the string as ``content``."""
-    tokens = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        value = config.get(name)
-        if isinstance(value, Mapping):
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
+    values = {name: config.get(name) for name in _SPECIAL}
+    spelled = {name: value.get("content") if isinstance(value, Mapping) else value for name, value in values.items()}
+    return {name: value for name, value in spelled.items() if isinstance(value, str)}
 
 
 class _GenerationBlock(Extension):
@@ -140,8 +111,7 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    # Jinja's own filter escapes HTML.
+def _to_json(value: object, indent: int | None = None) -> str:  # Jinja's own filter escapes HTML
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

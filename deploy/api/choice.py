@@ -1,8 +1,8 @@
 """One choice of an answer: turns commits into text."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from cluster.errors import LinkClosed, OutriderError, Overloaded
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request, TokenLogprobs
@@ -18,10 +18,7 @@ class EngineFailed(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class OutputToken:
-    """A token of the answer and its characters ``start`` to ``end`` of the choice's text.
-
-    A character that spans several tokens belongs to the last of them.
-    """
+    """A token and its characters ``start`` to ``end`` of the choice's text; a character belongs to its last token."""
 
     id: int
     start: int
@@ -51,36 +48,23 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Which tokens become text, and what is reported beside it.
+    """Which tokens become text, and what is reported beside it."""
 
-    Args:
-        details: keep tokens, for log-probabilities and drafted segments.
-        token_ids: report the ids of generated tokens.
-        skip_special_tokens: special tokens add no text.
-        include_stop: the stop string or token is part of the text.
-        echo: text put before the answer.
-    """
-
-    details: bool = False
-    token_ids: bool = False
-    skip_special_tokens: bool = True
-    include_stop: bool = False
-    echo: str | None = None
+    details: bool = False  # keep tokens, for log-probabilities and drafted segments
+    token_ids: bool = False  # report the ids of generated tokens
+    skip_special_tokens: bool = True  # they add no text
+    include_stop: bool = False  # the stop string or token is part of the text
+    echo: str | None = None  # text put before the answer
 
 
-class Observer(Protocol):
-    """Receives token counts, for metrics."""
-
-    def on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
-        """``num_needed``: tokens of ``commit`` in the answer; ``gap_s``: time since the previous ones, None at first."""
+# For metrics: a commit, how many of its tokens are in the answer, and the seconds since the previous ones (None at first).
+OnTokens = Callable[[Commit, int, float | None], None]
 
 
 class Choice:
     """Detokenizes, applies stop strings, and counts. Text is released as soon as no stop string can start in it.
 
-    Args:
-        counts_prompt: whether this choice is the first of its prompt; prompt tokens are counted once.
-        observer: called for each commit.
+    ``counts_prompt``: whether this choice is the first of its prompt; prompt tokens are counted once.
     """
 
     def __init__(
@@ -92,7 +76,7 @@ class Choice:
         options: OutputOptions,
         *,
         counts_prompt: bool = True,
-        observer: Observer | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> None:
         self.index = index
         self.request = request
@@ -107,7 +91,7 @@ class Choice:
         self.last_token_s: float | None = None
         sampling = request.sampling
         self._end_ids = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else info.eos_token_ids)
-        self._observer = observer
+        self._on_tokens = on_tokens
         self._new_ids: list[int] = []
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
         self._stops = StopMatcher(sampling.stop, include=options.include_stop)
@@ -119,8 +103,7 @@ class Choice:
     def absorb(self, commit: Commit, now_s: float) -> None:
         """Adds the next commit. Sets ``finish`` if it completes the answer, by the engine or by a stop string.
 
-        Raises:
-            EngineFailed, Overloaded, LinkClosed: the engine ended the request without completing it.
+        Raises EngineFailed, Overloaded or LinkClosed: the engine ended the request without completing it.
         """
         match commit.finish:
             case FinishReason.ERROR:
@@ -132,24 +115,23 @@ class Choice:
                 raise LinkClosed("the request was aborted")
         self.prefill = commit.prefill or self.prefill
         num_before = self.num_tokens
-        for i in range(len(commit.token_ids)):
+        for i, token_id in enumerate(commit.token_ids, start=1):
             self.num_tokens += 1
-            is_last = i + 1 == len(commit.token_ids)
-            ends = is_last and commit.finish is FinishReason.STOP and commit.token_ids[i] in self._end_ids
+            is_last = i == len(commit.token_ids)
+            ends = is_last and commit.finish is FinishReason.STOP and token_id in self._end_ids
             if ends and not self.options.include_stop:
                 break  # counted, but not part of the text
-            self._append(commit, i)
+            self._append(commit, i - 1)
             if self._stops.matched:
                 self.finish = FinishReason.STOP
                 break
         if self.num_tokens > num_before:
             num_needed = self.num_tokens - num_before
             self.counts.record(commit, num_needed)
-            if self.options.token_ids:
-                self._new_ids.extend(commit.token_ids[:num_needed])
-            if self._observer is not None:
+            self._new_ids.extend(commit.token_ids[:num_needed] if self.options.token_ids else ())
+            if self._on_tokens is not None:
                 gap_s = None if self.last_token_s is None else now_s - self.last_token_s
-                self._observer.on_tokens(commit, num_needed, gap_s)
+                self._on_tokens(commit, num_needed, gap_s)
             self.first_token_s = now_s if self.first_token_s is None else self.first_token_s
             self.last_token_s = now_s
         if self.finish is None and commit.finish is not None:

@@ -41,11 +41,7 @@ class ControlTokens:
         return tuple(match.span() for match in self._pattern.finditer(text))
 
     def prompt(self, template: ChatTemplate, messages: Sequence[Message], options: TemplateOptions) -> ChatPrompt:
-        """Renders the messages and finds the template's own control tokens.
-
-        Raises:
-            InvalidField: the template rejects the messages, or makes control tokens from their text.
-        """
+        """The messages' prompt. Raises InvalidField: the template rejects them, or makes control tokens of their text."""
         text = template.render(messages, options)
         strings: list[str] = []
 
@@ -64,9 +60,8 @@ class ControlTokens:
         # The template depends on the messages' text: mask complete spellings only.
         names = [masked[begin:end] for begin, end in own]
         if any(self._pattern.search(string) for string in strings):
-            masked = template.render(
-                *_rewrite(messages, options, lambda string: self._pattern.sub(lambda m: m[0].translate(hide), string))
-            )
+            hidden = _rewrite(messages, options, lambda string: self._pattern.sub(lambda m: m[0].translate(hide), string))
+            masked = template.render(*hidden)
             text, own = masked.translate(show), self.spans(masked)
         else:
             own = self.spans(text)

@@ -6,9 +6,7 @@ from deploy.api.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """The texts of all ``feed`` calls and ``flush``, concatenated, equal ``Tokenizer.decode`` of all tokens.
-
-    A character that spans several tokens is returned with the last of them. Invalid bytes become U+FFFD at once, an
+    """A character that spans several tokens is returned with the last of them. Invalid bytes become U+FFFD at once, an
     incomplete character in ``flush``.
     """
 

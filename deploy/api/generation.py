@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from types import TracebackType
 from typing import TypeVar, cast
 
+from starlette.types import Receive
+
 from cluster.client import EngineClient
 from cluster.errors import LinkClosed
 from cluster.types import Commit
@@ -51,11 +53,7 @@ class Generation:
                 _logger.warning("a choice failed after the answer had ended: %r", outcome)
 
     async def deltas(self) -> AsyncIterator[list[tuple[Choice, Delta]]]:
-        """Batches of new text; ends when every choice has finished.
-
-        Raises:
-            The first error of ``EngineClient.generate`` or ``Choice.absorb``.
-        """
+        """Batches of new text, until all have finished. Raises the first error of ``generate`` or ``Choice.absorb``."""
         unfinished = dict(zip(self._choices, self._tasks, strict=True))
         while unfinished:
             await self._news.wait()
@@ -64,8 +62,7 @@ class Generation:
             for choice, task in list(unfinished.items()):
                 if task.done():
                     task.result()
-                delta = choice.take()
-                if delta is not None:
+                if (delta := choice.take()) is not None:
                     batch.append((choice, delta))
                     if delta.finish is not None:
                         del unfinished[choice]
@@ -99,12 +96,8 @@ class Generation:
             await commits.aclose()
 
 
-async def unless_disconnected(receive: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
-    """Awaits ``work``, and cancels it when the client disconnects. ``receive`` is ASGI's; the body has been read.
-
-    Raises:
-        ClientGone: the client disconnected first.
-    """
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """Awaits ``work``; cancels it and raises ClientGone when the client disconnects. The body has been read."""
     worker = asyncio.ensure_future(work)
     watcher = asyncio.create_task(_disconnected(receive))
     try:
@@ -118,8 +111,6 @@ async def unless_disconnected(receive: Callable[[], Awaitable[object]], work: Aw
         await asyncio.gather(worker, watcher, return_exceptions=True)
 
 
-async def _disconnected(receive: Callable[[], Awaitable[object]]) -> None:
-    while True:
-        message = await receive()
-        if isinstance(message, dict) and message.get("type") == "http.disconnect":
-            return
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

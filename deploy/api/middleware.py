@@ -3,6 +3,7 @@
 import logging
 import re
 import secrets
+import time
 from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,22 +20,13 @@ SPARE_CALLS = 64
 # Neither counted nor refused: probes, scrapes and documentation, which an overloaded server must still answer.
 _UNLIMITED = frozenset({"/health", "/ping", "/metrics", "/version", "/openapi.json", "/docs"})
 _VALID_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-
-
 WARNING_HEADER = "x-outrider-warning"
 _MAX_NAMED = 8
 
 
-def note_ignored(scope: Scope, paths: Sequence[str]) -> None:
-    """Names the unknown fields at ``paths`` in the response's WARNING_HEADER."""
-    scope["state"]["ignored_fields"] = tuple(paths)
-
-
 class Boundary:
-    """ASGI middleware. The id is in ``scope["state"]["request_id"]`` and in the response header ``x-request-id``.
-
-    The client's ``x-request-id`` is used if it is one value of at most 128 letters, digits, and ``._:-``.
-    """
+    """ASGI middleware. The id, the client's ``x-request-id`` if valid, is in ``request.state.request_id``; WARNING_HEADER
+    names the fields of ``request.state.ignored_fields``."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, settings: ApiSettings) -> None:
         self._app = app
@@ -48,7 +40,7 @@ class Boundary:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, arrival_s=time.monotonic())
         status: int | None = None
 
         async def send_with_id(message: Message) -> None:

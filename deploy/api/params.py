@@ -30,21 +30,14 @@ class Prompt:
 
 
 def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, settings: ApiSettings) -> None:
-    """Checks that need no tokenization.
-
-    Raises:
-        ApiError: 404 for an unknown model, else 400.
-    """
+    """Checks that need no tokenization. Raises ApiError: 404 for an unknown model, else 400."""
     check_model(fields.model, info)
     n = fields.n or 1
     if n > settings.max_n:
         raise bad_request("n", f"must be at most {settings.max_n} on this server, got {n}")
     if n * num_prompts > settings.max_sequences:
-        raise bad_request(
-            "prompt",
-            f"{num_prompts} prompts times n = {n} make {n * num_prompts} sequences; this server takes at most"
-            f" {settings.max_sequences} in one call",
-        )
+        made = f"{num_prompts} prompts times n = {n} make {n * num_prompts} sequences"
+        raise bad_request("prompt", f"{made}; this server takes at most {settings.max_sequences} in one call")
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("stream_options", "is allowed only with stream = true")
     match fields:
@@ -77,11 +70,9 @@ def max_prompt_tokens(info: ModelInfo) -> int:
 
 def prompt_too_long(field: str, num_tokens: str, info: ModelInfo) -> ApiError:
     """``num_tokens``: a number, or a lower bound in words for a text that was not tokenized to its end."""
-    return bad_request(
-        field,
-        f"has {num_tokens} tokens, which leaves no room for an answer in the model's context of {info.max_model_len} tokens",
-        "context_length_exceeded",
-    )
+    context = f"the model's context of {info.max_model_len} tokens"
+    message = f"has {num_tokens} tokens, which leaves no room for an answer in {context}"
+    return bad_request(field, message, "context_length_exceeded")
 
 
 def check_prompt(prompt: Prompt, info: ModelInfo) -> None:
@@ -110,10 +101,7 @@ def make_requests(
     info: ModelInfo,
     settings: ApiSettings,
 ) -> list[Request]:
-    """``n`` requests per prompt, in the order of the answer's choices.
-
-    The seed of choice i of a prompt does not depend on other prompts of the call, so results are reproducible.
-    """
+    """``n`` requests per prompt, in the order of the answer's choices. Their seeds do not depend on other prompts."""
     requests: list[Request] = []
     for prompt in prompts:
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & MAX_SEED
@@ -134,20 +122,13 @@ def choice_seed(seed: int, index: int) -> int:
 def sampling_params(
     fields: GenerationFields, prompt: Prompt, seed: int, info: ModelInfo, settings: ApiSettings
 ) -> SamplingParams:
-    """The caller's parameters, with OpenAI's defaults.
-
-    Raises:
-        ApiError: 400 for a value out of range, or more tokens than fit the context.
-    """
+    """The caller's parameters. Raises ApiError or InvalidField: a value is out of range, or exceeds the context."""
     room = info.max_model_len - len(prompt.token_ids)
     limit_field, max_tokens = _token_limit(fields, room, settings)
     if max_tokens > room:
-        raise bad_request(
-            limit_field,
-            f"{len(prompt.token_ids)} tokens of prompt and {shorten(max_tokens)} of output exceed the model's context"
-            f" of {info.max_model_len} tokens",
-            "context_length_exceeded",
-        )
+        asked = f"{len(prompt.token_ids)} tokens of prompt and {shorten(max_tokens)} of output"
+        message = f"{asked} exceed the model's context of {info.max_model_len} tokens"
+        raise bad_request(limit_field, message, "context_length_exceeded")
     try:
         return SamplingParams(
             max_tokens=max_tokens,
@@ -165,11 +146,7 @@ def sampling_params(
 
 
 async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[ClusterStatus]]) -> tuple[str, ...] | None:
-    """``Request.chain`` of the field ``drafting``. Queries the cluster's drafters only if one is named.
-
-    Raises:
-        ApiError: 400 for an unknown drafter or an impossible chain.
-    """
+    """``Request.chain`` of the field ``drafting``. Raises ApiError (400) for an unknown drafter or an impossible chain."""
     if drafting is None or drafting == "auto":
         return None
     if drafting == "off":
@@ -178,11 +155,9 @@ async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[Cl
     chain = tuple(name.strip() for name in drafting.split(">"))
     for name in chain:
         if name not in drafters:
-            raise bad_request(
-                "drafting",
-                f"{shorten(name)} is not a drafter of this server{nearest(name, drafters)}"
-                f" ('auto', 'off', {', '.join(map(repr, sorted(drafters))) or 'no drafters'})",
-            )
+            known = ", ".join(map(repr, sorted(drafters))) or "no drafters"
+            message = f"{shorten(name)} is not a drafter of this server{nearest(name, drafters)} ('auto', 'off', {known})"
+            raise bad_request("drafting", message)
     _check_chain(chain, drafters)
     return chain
 
@@ -215,13 +190,9 @@ def _token_limit(fields: GenerationFields, room: int, settings: ApiSettings) -> 
 
 
 def _top_logprobs(fields: GenerationFields) -> int | None:
-    match fields:
-        case ChatRequest():
-            return (fields.top_logprobs or 0) if fields.logprobs else None
-        case CompletionRequest():
-            return fields.logprobs
-        case _:
-            return None
+    if isinstance(fields, ChatRequest):
+        return (fields.top_logprobs or 0) if fields.logprobs else None
+    return fields.logprobs if isinstance(fields, CompletionRequest) else None
 
 
 def _logit_bias(fields: GenerationFields, info: ModelInfo) -> tuple[tuple[int, float], ...]:

@@ -1,8 +1,7 @@
 """Request bodies: the fields of OpenAI and vLLM, strictly typed, and a few of our own.
 
-``null`` means "not given", as in OpenAI's API. Known fields that do not affect answers are ignored. Known but unsupported
-fields are refused unless their value disables them. The models forbid unknown fields; ``deploy.api.body`` ignores them
-with a warning if so configured.
+``null`` means "not given", as in OpenAI's API. Known fields that do not affect answers are ignored; unsupported ones are
+refused unless their value disables them. ``deploy.api.body`` ignores unknown fields with a warning if so configured.
 """
 
 from collections.abc import Mapping
@@ -48,34 +47,26 @@ def _off_is_none(value: object) -> object:
     return None if type(value) is int and value in (-1, 0) else value
 
 
-def _text_or_list(value: object) -> str | None:
-    return "<text>" if isinstance(value, str) else "<texts>" if isinstance(value, list) else None
+def _text_or(lists: str, message: str) -> Discriminator:
+    def form(value: object) -> str | None:
+        return "<text>" if isinstance(value, str) else lists if isinstance(value, list) else None
 
-
-def _text_or_parts(value: object) -> str | None:
-    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
+    return Discriminator(form, custom_error_type="form", custom_error_message=message)
 
 
 def _form_of_prompt(value: object) -> str | None:
-    if isinstance(value, str):
-        return "<text>"
     match value:
-        case [str(), *_]:
-            return "<texts>"
-        case [bool(), *_]:
-            return None
-        case [int(), *_]:
-            return "<ids>"
-        case [list(), *_]:
-            return "<id lists>"
-        case _:
-            return None
+        case str():
+            return "<text>"
+        case [first, *_]:
+            return {str: "<texts>", int: "<ids>", list: "<id lists>"}.get(type(first))
+    return None
 
 
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _Stop = Annotated[
     Annotated[_StopString, Tag("<text>")] | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), Tag("<texts>")],
-    Discriminator(_text_or_list, custom_error_type="form", custom_error_message="must be a string or a list of strings"),
+    _text_or("<texts>", "must be a string or a list of strings"),
 ]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -153,7 +144,7 @@ class ContentPart(_Strict):
 
 _Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(min_length=1), Tag("<parts>")],
-    Discriminator(_text_or_parts, custom_error_type="form", custom_error_message="must be a string or a list of text parts"),
+    _text_or("<parts>", "must be a string or a list of text parts"),
 ]
 
 

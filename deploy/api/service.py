@@ -78,7 +78,6 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """Answers a conversation."""
-        arrival_s = time.monotonic()
         fields = await self._bodies.read(request, ChatRequest)
         info = await self.info()
         check_call(fields, 1, info, self._settings)
@@ -87,11 +86,10 @@ class Service:
         encoding = self._tokenizer.encode_chat(messages, fields.template_options(), max_tokens=limit)
         prompt = await self._encoded(encoding, "messages", info)
         check_prompt(prompt, info)
-        return await self._call(request, fields, [prompt], self._chat_format, arrival_s)
+        return await self._call(request, fields, [prompt], self._chat_format)
 
     async def completions(self, request: Request) -> Response:
         """Continues a text."""
-        arrival_s = time.monotonic()
         fields = await self._bodies.read(request, CompletionRequest)
         given = fields.prompts()
         info = await self.info()
@@ -108,26 +106,24 @@ class Service:
             if fields.echo:
                 prompt = replace(prompt, echo=one if isinstance(one, str) else self._tokenizer.text_of(one))
             prompts.append(prompt)
-        return await self._call(request, fields, prompts, self._completion_format, arrival_s)
+        return await self._call(request, fields, prompts, self._completion_format)
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or of a conversation."""
-        arrival_s = time.monotonic()
         fields = await self._bodies.read(request, TokenizeRequest)
         work = tokenize(fields, self._tokenizer, await self.info(), self._settings)
-        return await self._in_time(request, arrival_s, work)
+        return await self._in_time(request, work)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
-        arrival_s = time.monotonic()
         fields = await self._bodies.read(request, DetokenizeRequest)
-        return await self._in_time(request, arrival_s, detokenize(fields, self._tokenizer, await self.info()))
+        return await self._in_time(request, detokenize(fields, self._tokenizer, await self.info()))
 
-    async def _in_time(self, request: Request, arrival_s: float, work: Awaitable[T]) -> T:
+    async def _in_time(self, request: Request, work: Awaitable[T]) -> T:
         """Awaits ``work`` until the call's deadline or until its client disconnects."""
         timeout_s = self._settings.request_timeout_s
         try:
-            async with asyncio.timeout(arrival_s + timeout_s - time.monotonic()):
+            async with asyncio.timeout(request.state.arrival_s + timeout_s - time.monotonic()):
                 return await unless_disconnected(request.receive, work)
         except TimeoutError as error:
             raise timed_out(timeout_s, "send a shorter text") from error
@@ -177,12 +173,7 @@ class Service:
             return self.metrics.render(None)
 
     async def _call(
-        self,
-        request: Request,
-        fields: GenerationFields,
-        prompts: Sequence[Prompt],
-        form: AnswerFormat,
-        arrival_s: float,
+        self, request: Request, fields: GenerationFields, prompts: Sequence[Prompt], form: AnswerFormat
     ) -> Response:
         info = await self.info()
         call_id = f"{form.id_prefix}-{secrets.token_hex(16)}"
@@ -191,7 +182,7 @@ class Service:
             prompts,
             call_id=call_id,
             chain=await parse_drafting(fields.drafting, self.status),
-            arrival_s=arrival_s,
+            arrival_s=request.state.arrival_s,
             info=info,
             settings=self._settings,
         )
@@ -210,22 +201,19 @@ class Service:
                 info,
                 replace(options, echo=prompts[i // n].echo),
                 counts_prompt=i % n == 0,
-                observer=self.metrics,
+                on_tokens=self.metrics.on_tokens,
             )
             for i, one in enumerate(requests)
         ]
         stream = bool(fields.stream)
         include_usage = stream and fields.stream_options is not None and bool(fields.stream_options.include_usage)
         kind = form.chunk_kind if stream else form.kind
-        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        self.metrics.prompt_tokens.inc(num_prompt_tokens)
+        self.metrics.prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in prompts))
         call = Call(
             request_id=request.state.request_id,
             choices=choices,
             format=form,
             envelope=Envelope(call_id, kind, info.name, _fingerprint(info), usage_in_chunks=include_usage),
-            arrival_s=arrival_s,
-            num_prompt_tokens=num_prompt_tokens,
             stream=stream,
             include_usage=include_usage,
             drafting_details=bool(fields.drafting_details),

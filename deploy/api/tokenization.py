@@ -20,12 +20,7 @@ _SLICE_LEN = 2**13
 
 
 async def tokenize(fields: TokenizeRequest, tokenizer: Tokenizer, info: ModelInfo, settings: ApiSettings) -> Response:
-    """Tokens of a prompt or of messages, as for a completion or chat.
-
-    Raises:
-        ApiError: 400, naming the field; 404 for another model.
-        InvalidField: the chat template rejects the messages.
-    """
+    """Tokens of a prompt or of messages, as for a completion or chat."""
     check_model(fields.model, info)
     # Texts longer than the model's context may be tokenized, within the body's limit.
     max_tokens = settings.max_request_bytes
@@ -52,7 +47,7 @@ async def tokenize(fields: TokenizeRequest, tokenizer: Tokenizer, info: ModelInf
 
 
 async def detokenize(fields: DetokenizeRequest, tokenizer: Tokenizer, info: ModelInfo) -> Response:
-    """The text of tokens, with special tokens. Raises ApiError: 400 for an invalid id; 404 for another model."""
+    """The text of tokens, with special tokens."""
     check_model(fields.model, info)
     check_tokens("tokens", fields.tokens, info)
     return await _response(lambda: encode_json({"prompt": tokenizer.text_of(fields.tokens)}), len(fields.tokens))

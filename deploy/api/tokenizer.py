@@ -5,9 +5,8 @@ Decoding concatenates the bytes of tokens and reads them as UTF-8, which makes s
 
 import asyncio
 import json
-import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from cluster.errors import InvalidField, ModelUnavailable, OutriderError
 from deploy.api.chat_template import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions, load_chat_template
 from deploy.api.control_tokens import ChatPrompt, ControlTokens
+from engine.models.token_bytes import spelling_of
 
 # Up to here encoding (about 1 us per character) costs less than a thread.
 _INLINE_CHARS = 2000
@@ -45,18 +45,14 @@ class Tokenizer:
         added = fast.get_added_tokens_decoder()
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
         self._control_tokens = ControlTokens(self._special.values())
-        self._spelling = _spelling_of(fast)
+        self._spelling = spelling_of(None if fast.decoder is None else json.loads(fast.decoder.__getstate__()))
         self._bytes: dict[int, bytes] = {}  # cache of token_bytes
         self._chat_template = chat_template
         self.vocab_size = fast.get_vocab_size(with_added_tokens=True)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
-        """Loads ``tokenizer.json`` and the chat template of a Hugging Face folder.
-
-        Raises:
-            ModelUnavailable: a file is missing, damaged or unsupported.
-        """
+        """Of a Hugging Face folder. Raises ModelUnavailable: a file is missing, damaged or unsupported."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelUnavailable(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
@@ -67,7 +63,7 @@ class Tokenizer:
         return cls(fast, load_chat_template(folder))
 
     async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int) -> tuple[int, ...]:
-        """Token ids of ``text``. Long texts are encoded in a thread, beside the event loop.
+        """Token ids of ``text``. Long texts are encoded in a thread.
 
         Raises:
             TextTooLong: far more than ``max_tokens``. Results that are slightly longer are returned.
@@ -79,9 +75,7 @@ class Tokenizer:
     async def encode_chat(
         self, messages: Sequence[Mapping[str, str]], options: TemplateOptions = DEFAULT_OPTIONS, *, max_tokens: int
     ) -> tuple[int, ...]:
-        """Token ids of a conversation, up to the start of the assistant's answer.
-
-        Only the template makes special tokens; a message that spells one is encoded as text.
+        """Token ids of a conversation. Only the template makes special tokens; a message that spells one is text.
 
         Raises:
             InvalidField: the model has no chat template, or its template rejects the messages.
@@ -117,9 +111,7 @@ class Tokenizer:
     @cached_property
     def _aliased(self) -> tuple[FastTokenizer, dict[str, str], dict[int, int]]:
         """A copy whose special tokens have secret spellings, so that the usual spellings are text: the tokenizer, the
-        secret spellings by the usual ones, and the original ids by the copy's.
-
-        Built on first use; it takes as much memory as the tokenizer.
+        secret spellings by the usual ones, and the original ids by the copy's. It takes as much memory as the tokenizer.
         """
         secret = secrets.token_hex(16)
         aliases = {spelling: f"{secret}-{token_id}-" for token_id, spelling in self._special.items()}
@@ -157,12 +149,10 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's bytes; empty for special tokens and ids beyond the vocabulary (padding rows)."""
-        known = self._bytes.get(token_id)
-        if known is None:
+        if token_id not in self._bytes:
             token = None if token_id in self._special else self._fast.id_to_token(token_id)
-            known = b"" if token is None else self._spelling(token)
-            self._bytes[token_id] = known
-        return known
+            self._bytes[token_id] = b"" if token is None else self._spelling(token)
+        return self._bytes[token_id]
 
     def all_token_bytes(self, token_id: int) -> bytes:
         """As ``token_bytes``, with the spelling of special tokens."""
@@ -174,16 +164,13 @@ class Tokenizer:
         return [self._fast.id_to_token(token_id) or "" for token_id in token_ids]
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """The text of ``token_ids``, with special tokens."""
-        # ``decode_batch`` releases the GIL.
+        """The text of ``token_ids``, with special tokens. ``decode_batch`` releases the GIL."""
         return self._fast.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
 
     def token_name(self, token_id: int) -> str:
         """A token's text, or its name if it has no text; for log-probabilities."""
-        spelled = self.token_bytes(token_id)
-        if spelled:
-            return spelled.decode("utf-8", errors="replace")
-        return self._fast.id_to_token(token_id) or f"<{token_id}>"
+        text = self.token_bytes(token_id).decode("utf-8", errors="replace")
+        return text or self._fast.id_to_token(token_id) or f"<{token_id}>"
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``, without special tokens."""
@@ -195,45 +182,3 @@ def _encoding(fast: FastTokenizer, text: str, add_special_tokens: bool) -> Encod
     if len(text) <= _INLINE_CHARS:
         return fast.encode(text, add_special_tokens=add_special_tokens)
     return fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-
-
-def _spelling_of(fast: FastTokenizer) -> Callable[[str], bytes]:
-    """How the vocabulary spells bytes: as stand-in characters (byte-level BPE) or ``<0x0A>`` tokens (SentencePiece).
-
-    Raises:
-        ModelUnavailable: neither.
-    """
-    if fast.decoder is None:
-        raise ModelUnavailable("the tokenizer has no decoder; byte-level and SentencePiece tokenizers are supported")
-    state: dict[str, Any] = json.loads(fast.decoder.__getstate__())
-    steps = [step["type"] for step in state.get("decoders", [state])]
-    if "ByteLevel" in steps:
-        return _byte_level
-    if "ByteFallback" in steps or "Metaspace" in steps:
-        return _sentence_piece
-    raise ModelUnavailable(
-        f"the tokenizer decodes by {' + '.join(steps)}; byte-level and SentencePiece tokenizers are supported"
-    )
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The stand-ins of byte-level BPE: printable bytes stand for themselves, others are U+0100 onwards."""
-    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in prints)
-    return {chr(byte): byte for byte in prints} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_level(token: str) -> bytes:
-    try:
-        return bytes(_ALPHABET[char] for char in token)
-    except KeyError:  # an added token, written literally
-        return token.encode()
-
-
-def _sentence_piece(token: str) -> bytes:
-    match = _BYTE_TOKEN.fullmatch(token)
-    return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()

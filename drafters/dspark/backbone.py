@@ -1,8 +1,7 @@
 """DSpark's parallel stage as served: fused weights, the engine's operators, a paged cache of projected features.
 
 The reference is ``network.py``. The cache of each draft layer holds keys and values of the context, projected once, and
-behind them those of the current block. All layers project the same context, in one product. In the attention's layout every
-row of a block is a span of its own at the block's end, so that it sees the whole block.
+behind them those of the current block.
 """
 
 from collections.abc import Sequence
@@ -22,12 +21,7 @@ from engine.ops import HeadNorms, Linear
 
 
 class Backbone:
-    """A drafter up to h, on one device. Not thread-safe, as its operators own buffers.
-
-    Args:
-        network: read here once; its weights may be laid out anew.
-        int8: multiplies int8 weights, where the device supports it.
-    """
+    """A drafter up to h, on one device. Not thread-safe. ``int8``: multiplies int8 weights, where the device supports it."""
 
     def __init__(self, network: DSparkNetwork, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> None:
         self.config = network.config
@@ -55,12 +49,7 @@ class Backbone:
 
     @torch.inference_mode()
     def project(self, spans: Sequence[PackedSpan], features: Tensor, cache: KvCache) -> None:
-        """Writes keys and values of context positions (equations 2 and 3).
-
-        Args:
-            spans: of the positions; token ids are not read.
-            features: [rows, feature_size] in the dtype, in the order of the spans.
-        """
+        """Writes keys and values of the positions of ``spans`` (equations 2 and 3); ``features`` [rows, feature_size]."""
         layout = lay_out(spans, cache.block_len, self._frequencies, self.device)
         projected = self._fc(features).float()
         context = self._context_ops.add_norm(projected, None, self._hidden_norm)
@@ -71,13 +60,9 @@ class Backbone:
 
     @torch.inference_mode()
     def run(self, blocks: Sequence[PackedSpan], last_features: Tensor | None, cache: KvCache) -> Tensor:
-        """Args:
-            blocks: spans of ``block_size`` tokens: an anchor and masks.
-            last_features: [blocks, feature_size] in the dtype, of the position before each anchor (zeros where there is
-                none); for drafters with ``anchor_input``.
+        """h of ``blocks``, spans of ``block_size`` tokens (an anchor and masks): [blocks, block_size, d] in the dtype.
 
-        Returns:
-            h, [blocks, block_size, d] in the dtype.
+        ``last_features``: [blocks, feature_size] of the position before each anchor or zeros, for ``anchor_input``.
         """
         ops, layout = self._ops, lay_out(blocks, cache.block_len, self._frequencies, self.device)
         whole = _each_row_at_the_end(layout, self.config.block_size)

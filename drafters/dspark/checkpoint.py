@@ -30,13 +30,9 @@ class TargetRows:
 
 
 def load_network(folder: Path, target: TargetRows | None = None, dtype: torch.dtype = torch.float32) -> DSparkNetwork:
-    """The network in ``folder``, in evaluation mode.
+    """The network in ``folder``, in evaluation mode; ``target`` has embedding and head if they are not stored.
 
-    Args:
-        target: source of embedding and head if they are not stored; the embedding is shared, not copied.
-
-    Raises:
-        ModelUnavailable: missing, half-written, unsupported, or not of this target; says which.
+    Raises ModelUnavailable if it is missing, half-written, unsupported, or not of this target.
     """
     config = load_dspark_config(folder)
     with torch.device("meta"):
@@ -55,23 +51,14 @@ def load_network(folder: Path, target: TargetRows | None = None, dtype: torch.dt
 
 
 def new_network(config: DSparkConfig, target: TargetRows) -> DSparkNetwork:
-    """An untrained network with the target's embedding and head.
-
-    Raises:
-        ModelUnavailable: the target's shape is not that of the configuration.
-    """
+    """An untrained network with the target's embedding and head. Raises ModelUnavailable if their shapes differ."""
     network = DSparkNetwork(config)
     network.load_state_dict(_shared_rows(config, target, "this drafter", network.norm.weight.dtype), strict=False)
     return network
 
 
 def save_network(network: DSparkNetwork, folder: Path, shape: Mapping[str, Any], weights: WeightsKind = "bf16") -> None:
-    """Writes a folder for ``load_network``. Each file is replaced atomically.
-
-    Args:
-        shape: as of ``config.dspark_json``.
-        weights: int8 stores matrices so, the rest in bfloat16: half the size (``engine.models.int8``).
-    """
+    """Writes a folder for ``load_network``. Each file is replaced atomically. ``shape`` as of ``dspark_json``."""
     config = network.config
     folder.mkdir(parents=True, exist_ok=True)
     raw = dspark_json(config, shape)
@@ -89,7 +76,6 @@ def save_network(network: DSparkNetwork, folder: Path, shape: Mapping[str, Any],
 
 
 def _shared_rows(config: DSparkConfig, target: TargetRows | None, where: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The target's rows under the network's parameter names."""
     if target is None:
         raise ModelUnavailable(f"{where} stores no embedding of its own: it can only be loaded beside its target")
     wanted = (config.shape.vocab_size, config.shape.hidden_size)

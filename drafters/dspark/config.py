@@ -5,14 +5,7 @@ Released drafters have the target's configuration with their own number of layer
     num_target_layers, block_size, mask_token_id, target_layer_ids, markov_rank, markov_head_type,
     enable_confidence_head, confidence_head_with_markov
 
-Ours add the following, each left out when off:
-
-    shares_embedding        embedding and head are the target's rows, and are not stored
-    draft_token_ids         reduced vocabulary: ascending token ids, or the name of a JSON file with them in the folder
-    fc_bias                 the projection of the features has a bias, which absorbs their standardisation
-    anchor_input            the block's inputs get a linear map of the features before the anchor (network.AnchorInput)
-    anchor_input_rank       rank of that map
-    tokenizer_fingerprint   of the target's tokenizer
+Ours add those in ``_OURS``, each left out when off; ``draft_token_ids`` may be the name of a JSON file in the folder.
 """
 
 import json
@@ -20,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from cluster.errors import ModelUnavailable
 from engine.models.config import DecoderConfig, parse_config
@@ -29,14 +22,15 @@ MarkovKind = Literal["vanilla", "gated", "rnn"]
 MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
 CONFIG = "config.json"
 _MAX_BLOCK_SIZE = 64
+_OURS = ("shares_embedding", "draft_token_ids", "fc_bias", "anchor_input", "anchor_input_rank", "tokenizer_fingerprint")
 
 
 @dataclass(frozen=True, slots=True)
 class DSparkConfig:
     """Sizes of the drafter; its hidden size is the target's.
 
-    ``target_layer_ids`` select the target's hidden states that are its features, ascending: -1 is the embedding, i is
-    transformers' ``hidden_states[i + 1]``, so the last layer's is taken after the final norm.
+    ``target_layer_ids`` select the target's hidden states that are its features: -1 is the embedding, i is transformers'
+    ``hidden_states[i + 1]``, so the last layer's is taken after the final norm.
     """
 
     shape: DecoderConfig
@@ -48,10 +42,10 @@ class DSparkConfig:
     markov_kind: MarkovKind = "vanilla"
     has_confidence: bool = False
     confidence_with_markov: bool = False
-    shares_embedding: bool = False
-    draft_token_ids: tuple[int, ...] | None = None  # None: the whole vocabulary
-    fc_bias: bool = False
-    anchor_input: bool = False
+    shares_embedding: bool = False  # embedding and head are the target's rows, and are not stored
+    draft_token_ids: tuple[int, ...] | None = None  # ascending; None: the whole vocabulary
+    fc_bias: bool = False  # of the features' projection; it absorbs their standardisation
+    anchor_input: bool = False  # ``network.AnchorInput``
     anchor_input_rank: int | None = None  # None: full rank
     tokenizer_fingerprint: str | None = None  # None: unknown
 
@@ -71,7 +65,7 @@ class DSparkConfig:
 
 
 def load_dspark_config(folder: Path) -> DSparkConfig:
-    """Raises ModelUnavailable, saying why: no folder, no ``config.json``, or a drafter that is not supported."""
+    """Raises ModelUnavailable."""
     path = folder / CONFIG
     raw = _read_json(path)
     if not isinstance(raw, dict):
@@ -88,13 +82,8 @@ def load_dspark_config(folder: Path) -> DSparkConfig:
 
 
 def parse_dspark_config(raw: Mapping[str, Any]) -> DSparkConfig:
-    """Args:
-        raw: a parsed ``config.json``, with the list of draft tokens itself.
-
-    Raises:
-        ModelUnavailable: not supported, or contradictory.
-        KeyError: a required field is missing.
-    """
+    """Of a parsed ``config.json``, with the list of draft tokens itself. Raises ModelUnavailable if it is not supported or
+    contradictory, and KeyError if a required field is missing."""
     architecture = (raw["architectures"] or [""])[0]
     if not str(architecture).endswith("DSparkModel"):
         raise ModelUnavailable(f"architecture {architecture!r} is not a DSpark drafter, whose name ends in 'DSparkModel'")
@@ -127,16 +116,7 @@ def parse_dspark_config(raw: Mapping[str, Any]) -> DSparkConfig:
 
 
 def dspark_json(config: DSparkConfig, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``config.json`` of ``config``. ``shape``: a configuration of transformers with the shape of its layers
-    (``engine.models.config``), such as the target's."""
-    optional = {
-        "shares_embedding": config.shares_embedding,
-        "draft_token_ids": list(config.draft_token_ids) if config.draft_token_ids is not None else None,
-        "fc_bias": config.fc_bias,
-        "anchor_input": config.anchor_input,
-        "anchor_input_rank": config.anchor_input_rank,
-        "tokenizer_fingerprint": config.tokenizer_fingerprint,
-    }
+    """The ``config.json`` of ``config``. ``shape``: a configuration of transformers with the shape of its layers."""
     return {
         **shape,
         "architectures": [f"{config.shape.architecture.capitalize()}DSparkModel"],
@@ -150,7 +130,7 @@ def dspark_json(config: DSparkConfig, shape: Mapping[str, Any]) -> dict[str, Any
         "markov_head_type": config.markov_kind,
         "enable_confidence_head": config.has_confidence,
         "confidence_head_with_markov": config.confidence_with_markov,
-        **{key: value for key, value in optional.items() if value},
+        **{key: value for key in _OURS if (value := getattr(config, key))},
     }
 
 
@@ -172,11 +152,10 @@ def _int(raw: Mapping[str, Any], key: str, low: int, high: int = 2**31 - 1) -> i
     return value
 
 
-def _markov_kind(value: object) -> MarkovKind:
-    for kind in MARKOV_KINDS:
-        if value == kind:
-            return kind
-    raise ModelUnavailable(f"markov_head_type {value!r} is not supported; supported are {', '.join(MARKOV_KINDS)}")
+def _markov_kind(value: Any) -> MarkovKind:
+    if value not in MARKOV_KINDS:
+        raise ModelUnavailable(f"markov_head_type {value!r} is not supported; supported are {', '.join(MARKOV_KINDS)}")
+    return cast(MarkovKind, value)
 
 
 def _ascending(raw: Mapping[str, Any], key: str, low: int, high: int) -> tuple[int, ...]:

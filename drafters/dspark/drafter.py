@@ -12,6 +12,7 @@ from torch import Tensor
 from cluster.errors import InvalidField
 from cluster.sampling_params import SamplingParams
 from cluster.types import ModelInfo
+from drafters.cache_sharing import evict, parts_that_fit
 from drafters.dspark.backbone import Backbone
 from drafters.dspark.checkpoint import TargetRows, load_network
 from drafters.dspark.sequential import Block, SequentialStage
@@ -27,11 +28,7 @@ class Features(Protocol):
     """The target's hidden states after the drafter's layers."""
 
     def read_hidden_states(self, request_id: str, start: int, stop: int) -> Tensor:
-        """[stop - start, feature_size] of committed positions.
-
-        Raises:
-            LookupError: some are not computed, or the request is unknown.
-        """
+        """[stop - start, feature_size] of committed positions. Raises LookupError if some are not computed."""
 
 
 @dataclass(slots=True)
@@ -43,8 +40,6 @@ class _DSparkSession:
 
 @dataclass(frozen=True, slots=True)
 class _BlockJob:
-    """The part of a demand that can be drafted."""
-
     demand: Demand
     anchor: int  # position of the last committed token
     num_tokens: int
@@ -55,12 +50,7 @@ class DSparkDrafter:
 
     The cache holds positions 0 .. computed_len of each request's context, projected. A block writes its keys and values
     behind them and is rolled back. When blocks run out, the least recently drafted request loses its context, which is
-    projected again when needed: the target still has the features. A request whose features the target has not computed
-    gets an empty draft.
-
-    Args:
-        num_blocks: of the cache.
-        eos_token_ids: of the target.
+    projected again when needed. A request whose features the target has not computed gets an empty draft.
     """
 
     capabilities = Capabilities()
@@ -86,9 +76,7 @@ class DSparkDrafter:
         self._masks = (config.mask_token_id,) * (config.block_size - 1)
         self._max_len = min(config.shape.max_len, num_blocks * self._cache.block_len)
         if self._max_len <= self._block_size:
-            raise InvalidField(
-                "num_blocks", num_blocks, f"the cache must hold more than a block of {self._block_size} tokens"
-            )
+            raise InvalidField("num_blocks", num_blocks, f"must hold more than a block of {self._block_size} tokens")
 
     def open(self, request_id: str, token_ids: Sequence[int], prompt_len: int, sampling: SamplingParams) -> None:
         self.release(request_id)
@@ -105,7 +93,7 @@ class DSparkDrafter:
     def propose(self, demands: Sequence[Demand]) -> list[Draft]:
         drafts = {demand.request_id: Draft(demand.request_id, (), ()) for demand in demands}
         jobs = [job for demand in demands if (job := self._job(demand)) is not None]
-        for part in self._parts(jobs):
+        for part in parts_that_fit(jobs, lambda job: job.anchor + self._block_size, self._ledger):
             drafts.update((draft.request_id, draft) for draft in self._draft(part))
         return [drafts[demand.request_id] for demand in demands]
 
@@ -116,15 +104,12 @@ class DSparkDrafter:
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
         for request_id, session in self._sessions.items():
-            assert len(session.state) == len(session.token_ids), (
-                f"{request_id!r}: sampling state differs from the committed tokens"
-            )
+            assert len(session.state) == len(session.token_ids), f"{request_id!r}: sampling state out of step"
             if request_id in self._ledger:
                 computed_len = self._ledger.computed_len(request_id)
                 assert computed_len < len(session.token_ids), f"{request_id!r}: features beyond the anchor"
 
     def _job(self, demand: Demand) -> _BlockJob | None:
-        """Returns None if nothing can be drafted."""
         session = self._sessions[demand.request_id]
         anchor = len(session.token_ids) - 1
         num_tokens = min(demand.num_tokens, self._block_size - len(demand.ahead))
@@ -133,29 +118,16 @@ class DSparkDrafter:
             return None
         return _BlockJob(demand, anchor, num_tokens)
 
-    def _parts(self, jobs: Sequence[_BlockJob]) -> list[list[_BlockJob]]:
-        """Splits the jobs into parts that fit the cache."""
-        parts: list[list[_BlockJob]] = []
-        num_left = 0
-        for job in jobs:
-            needed = -(-(job.anchor + self._block_size) // self._ledger.block_len)
-            if not parts or needed > num_left:
-                parts.append([])
-                num_left = self._ledger.num_blocks
-            parts[-1].append(job)
-            num_left -= needed
-        return parts
-
     def _draft(self, part: Sequence[_BlockJob]) -> list[Draft]:
         self._make_room(part)
         part, last_features = self._catch_up(part)
         if not part:
             return []
-        blocks = []
-        for job in part:
-            session = self._sessions[job.demand.request_id]
-            anchor = session.token_ids[job.anchor]
-            blocks.append(Block(anchor, session.state, job.demand.ahead, job.num_tokens, session.stop_ids))
+        sessions = [self._sessions[job.demand.request_id] for job in part]
+        blocks = [
+            Block(session.token_ids[job.anchor], session.state, job.demand.ahead, job.num_tokens, session.stop_ids)
+            for job, session in zip(part, sessions, strict=True)
+        ]
         self._sequential.draft(self._run(part, last_features), blocks)
         return [
             Draft(job.demand.request_id, tuple(block.token_ids), tuple(block.confidences))
@@ -163,10 +135,8 @@ class DSparkDrafter:
         ]
 
     def _catch_up(self, part: Sequence[_BlockJob]) -> tuple[list[_BlockJob], Tensor | None]:
-        """Projects the missing parts of the contexts in one pass.
-
-        Returns the jobs whose context is complete, and the features before their anchors if the backbone reads them.
-        """
+        """Projects the missing parts of the contexts in one pass. Returns the jobs with a complete context, and the features
+        before their anchors if the backbone reads them."""
         ready, spans, checkpoints, features, last_features = [], [], [], [], []
         for job in part:
             request_id = job.demand.request_id
@@ -212,7 +182,6 @@ class DSparkDrafter:
     def _make_room(self, part: Sequence[_BlockJob]) -> None:
         """Opens every request of ``part`` in the ledger, and evicts others, least recently drafted first, until it fits."""
         needed = 0
-        inside = {job.demand.request_id for job in part}
         for job in part:
             request_id = job.demand.request_id
             self._sessions.move_to_end(request_id)
@@ -220,11 +189,7 @@ class DSparkDrafter:
                 self._ledger.open(request_id, self._sessions[request_id].token_ids)
             missing = job.anchor + self._block_size - self._ledger.computed_len(request_id)
             needed += self._ledger.num_blocks_needed(request_id, missing)
-        for request_id in self._sessions:
-            if needed <= self._ledger.num_free_blocks:
-                break
-            if request_id in self._ledger and request_id not in inside:
-                self._ledger.release(request_id)
+        evict(self._ledger, self._sessions, needed, {job.demand.request_id for job in part})
 
 
 def load_dspark(
@@ -239,14 +204,7 @@ def load_dspark(
     scaling: TemperatureScaling | None = None,
     min_survival: float = 0.0,
 ) -> DSparkDrafter:
-    """Args:
-        rows: as of ``load_network``.
-        dtype: of the weights; int8 is multiplied as int8, where the device supports it.
-
-    Raises:
-        ModelUnavailable: as of ``load_network``.
-        InvalidField: the cache does not hold a block.
-    """
+    """``rows`` as of ``load_network``. Raises as it, and InvalidField if the cache does not hold a block."""
     kind, int8 = DTYPES[dtype], dtype == "int8"
     network = load_network(folder, rows, kind)
     sampler = Sampler(target.vocab_size, target.eos_token_ids)

@@ -1,7 +1,5 @@
-"""DSpark's sequential heads and confidence head (the paper's equations 4 to 8), which follow the parallel stage.
-
-A sequential head turns the token before a position into a latent u of r numbers; the bias of the position's logits is
-W_2 u.
+"""DSpark's sequential heads and confidence head (equations 4 to 8). A sequential head turns the token before a position into
+a latent u; the bias of the position's logits is W_2 u.
 
 Shapes: latents and embeddings of previous tokens [..., r], hidden states of the backbone after its final norm [..., d].
 """
@@ -42,8 +40,7 @@ class GatedMarkovHead(MarkovHead):
 
 
 class RecurrentHead(MarkovHead):
-    """Equation 6: a state s of r numbers, initially 0, accumulates the block so far. ``joint_proj`` holds W_g, W_c and W_o,
-    in this order, over z = [s; W_1[x]; h]."""
+    """Equation 6: a state s, initially 0, accumulates the block. ``joint_proj`` holds W_g, W_c, W_o over [s; W_1[x]; h]."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)

@@ -38,11 +38,7 @@ class Host:
 
 
 class HostFeatures:
-    """``drafters.dspark.drafter.Features`` of a target.
-
-    Raises:
-        InvalidField: the target does not keep the hidden states of ``layers``.
-    """
+    """``drafters.dspark.drafter.Features`` of a target. Raises InvalidField if it does not keep the states of ``layers``."""
 
     def __init__(self, engine: FeatureSource, layers: Sequence[int]) -> None:
         missing = sorted(set(layers) - set(engine.feature_layers))
@@ -63,23 +59,12 @@ class HostFeatures:
 
 
 def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSparkDrafter:
-    """A block drafter on the target's hidden states.
-
-    Raises:
-        ModelUnavailable: missing, half-written, unsupported, or of another shape than the target.
-        IncompatibleTokenizer: trained for a target with another tokenizer.
-        InvalidField: its cache holds nothing, or the target does not keep its hidden states.
-    """
+    """Raises as ``drafters.registry.make_drafter``; InvalidField also if the target does not keep its hidden states."""
     folder = find_drafter(options.path)
     config = load_dspark_config(folder)
     device = host.engine.embedding.device
     dtype = choose_dtype(options.dtype, device.type, allows_int8=True)
     _check_fits(folder, config, target, host)
-    try:
-        num_blocks = num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), DTYPES[dtype])
-    except ValueError as error:
-        raise InvalidField("kv_cache_gb", options.kv_cache_gb, str(error)) from error
-    fitted = folder / FILE
     return load_dspark(
         folder,
         _rows(host) if config.shares_embedding else None,
@@ -87,8 +72,8 @@ def make_dspark(options: DSparkOptions, target: ModelInfo, host: Host) -> DSpark
         target,
         device,
         HostFeatures(host.engine, config.target_layer_ids),
-        num_blocks=num_blocks,
-        scaling=load_scaling(fitted) if fitted.is_file() else None,
+        num_blocks=num_blocks_for(config.shape, int(options.kv_cache_gb * 2**30), DTYPES[dtype]),
+        scaling=load_scaling(folder / FILE) if (folder / FILE).is_file() else None,
         min_survival=options.min_survival,
     )
 

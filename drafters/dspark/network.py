@@ -24,7 +24,7 @@ from engine.models.config import DecoderConfig, inverse_frequencies
 
 
 class DSparkNetwork(nn.Module):
-    """Parameters are initialised as usual; ``checkpoint.load_network`` loads them. Embedding and head are frozen."""
+    """Embedding and head are frozen."""
 
     _frequencies: Tensor
     _rows: Tensor
@@ -50,17 +50,13 @@ class DSparkNetwork(nn.Module):
     def forward(
         self, features: Tensor, token_ids: Tensor, lens: Sequence[int], anchors: Tensor, block_len: int | None = None
     ) -> Tensor:
-        """The parallel stage: h of every position of a block at each anchor.
+        """The parallel stage: h of every position of a block at each anchor, [A, block_len, d] after the final norm.
 
         Args:
-            features: [rows, feature_size], of whole sequences one after another; a last token's features are not read.
+            features: [rows, feature_size], of whole sequences of ``lens`` tokens; a last token's features are not read.
             token_ids: int64 [rows].
-            lens: of the sequences, rows in all.
             anchors: int64 [A], rows, ascending.
             block_len: of the blocks; None: gamma.
-
-        Returns:
-            [A, block_len, d] after the final norm, the input of the heads.
         """
         context = self.hidden_norm(self.fc(features))
         starts = torch.tensor([0, *lens], device=anchors.device).cumsum(0)
@@ -82,12 +78,8 @@ class DSparkNetwork(nn.Module):
         return self.markov_head.markov_w1(self._rows[token_ids])
 
     def latents(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """Latents of the sequential head with teacher forcing, [A, gamma, r]; None without such a head.
-
-        Args:
-            hidden: [A, gamma, d], of ``forward``.
-            previous: int64 [A, gamma]; column k is the token at anchor + k.
-        """
+        """Latents of the sequential head with teacher forcing, [A, gamma, r]; None without one. ``hidden`` [A, gamma, d];
+        ``previous`` int64 [A, gamma], column k the token at anchor + k."""
         if self.markov_head is None:
             return None
         return self.markov_head.unroll(self.previous_embeddings(previous), hidden)
@@ -116,8 +108,7 @@ class DSparkNetwork(nn.Module):
 
 
 class AnchorInput(nn.Module):
-    """Ours: adds to each position's input a linear map of [features at anchor - 1; the anchor's embedding]. It is linear so
-    that ridge regression can initialise it."""
+    """Ours: adds to each position's input a linear map of [features at anchor - 1; the anchor's embedding]."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -134,12 +125,7 @@ class AnchorInput(nn.Module):
 
 
 def output_rows(token_ids: Tensor | None, vocab_size: int, outside: int) -> Tensor:
-    """The row of a reduced head for each token, int64 [vocab_size].
-
-    Args:
-        token_ids: of the head, ascending; None: the whole vocabulary.
-        outside: value for other tokens.
-    """
+    """The row of a reduced head of ``token_ids`` (None: all) for each token, int64 [vocab_size]; ``outside``: for others."""
     if token_ids is None:
         return torch.arange(vocab_size, device="cpu")
     rows = torch.full((vocab_size,), outside, device="cpu")
@@ -180,7 +166,6 @@ def _rotate(heads: Tensor, rotation: _Rotation) -> Tensor:
 
 
 def _parts(starts: list[int], anchors: list[int]) -> list[_Part]:
-    """Of the sequences that have anchors."""
     parts = []
     for start, end in pairwise(starts):
         first, last = bisect_left(anchors, start), bisect_left(anchors, end)

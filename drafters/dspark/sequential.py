@@ -1,12 +1,7 @@
-"""The sequential stage as served: the tokens of all blocks side by side, position after position.
-
-The head's logits are computed for the blocks that are not finished, on a CPU a few positions at a time. Besides them a step
-costs the product of W_2 and the choice. The confidence (equation 7) is nearly free: its part of h is computed for whole
-blocks at once, its part of W_1[x] once per token of the vocabulary.
-"""
+"""The sequential stage as served: the tokens of all blocks side by side, position after position."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,32 +10,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from drafters.dspark.choice import make_choice
 from drafters.dspark.network import DSparkNetwork, markov_rows
+from drafters.reduced_vocab import WholeVocabulary
 from engine.cpu.packed import product_dtype
 from engine.device import to_device
 from engine.factory import make_ops
 from engine.models.weights import LinearWeight
-from engine.noise import noise_keys
-from engine.ops import Logits
+from engine.noise import gumbel, noise_keys
+from engine.ops import Logits, Ops
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from profiler.calibration import TemperatureScaling
 
+# Tokens of rows: fp32 logits [rows, n], noise keys [rows], temperatures fp32 [rows].
+Choice = Callable[[Tensor, NDArray[np.int64], NDArray[np.float32]], list[int]]
+
+_NUM_CANDIDATES = 64  # of a choice without a kernel
 _CPU_ROWS = 12  # of a head's product: fewer cost more per row, more do not cost less
 _MIN_CONFIDENCE = 1e-6  # confidences lie between this and 1 - this
 
 
 @dataclass(slots=True)
 class Block:
-    """A block being drafted.
-
-    ``ahead``: tokens given for its first positions. The draft follows them, at most ``num_tokens`` long.
-    """
-
     anchor: int  # token
     state: SamplingState
-    ahead: tuple[int, ...]
-    num_tokens: int
+    ahead: tuple[int, ...]  # tokens given for its first positions
+    num_tokens: int  # to be drafted behind them, at most
     stop_ids: frozenset[int]
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
@@ -74,8 +68,7 @@ class SequentialStage:
     """Head, sequential head and confidence head, on one device.
 
     Args:
-        network: read here once; its weights may be laid out anew.
-        scaling: of the confidences, by position; None: they are not scaled.
+        scaling: of the confidences, by position.
         min_survival: a draft ends before a token whose prefix is less probable than this.
         int8: multiplies int8 weights, where the device supports it.
     """
@@ -105,16 +98,15 @@ class SequentialStage:
             self._markov = self._markov.to(device, product_dtype(dtype, device))
             self._bias = ops.logits(LinearWeight(self._markov.markov_w2.weight.detach().to(dtype)))
         known = range(config.shape.vocab_size) if config.draft_token_ids is None else config.draft_token_ids
-        self._choose = make_choice(ops, np.array(known, np.int64))
-        self._output_ids = None if config.draft_token_ids is None else torch.tensor(known, device=device)
-        self._full_logits = torch.empty(0, config.shape.vocab_size, device=device)
+        self._choose = _make_choice(ops, np.array(known, np.int64))
+        self._whole: WholeVocabulary | None = None
+        if config.draft_token_ids is not None:
+            self._whole = WholeVocabulary(torch.tensor(known, device=device), config.shape.vocab_size)
         self._confidence = None if network.confidence_head is None else _Confidence(network, device)
 
     @torch.inference_mode()
     def draft(self, hidden: Tensor, blocks: Sequence[Block]) -> None:
-        """Args:
-        hidden: h, [blocks, gamma, d] in the dtype; no block needs more than gamma positions.
-        """
+        """``hidden``: h, [blocks, gamma, d] in the dtype; no block needs more than gamma positions."""
         num_steps = max(block.end for block in blocks)
         hidden = hidden[:, :num_steps].contiguous()
         base = _BaseLogits(self._head, hidden, blocks, self._rows_at_once)
@@ -158,7 +150,8 @@ class SequentialStage:
     def _sample(self, logits: Tensor, active: Sequence[tuple[Block, float | None]]) -> None:
         """One token for each block by the engine's sampler. Without a confidence the token's probability is taken."""
         spans = [SampleSpan(block.state, (*block.ahead, *block.token_ids), 1) for block, _ in active]
-        all_chosen = self._sampler.choose(self._over_all(logits), spans, want_confidences=self._confidence is None)
+        logits = logits if self._whole is None else self._whole.scatter(logits)
+        all_chosen = self._sampler.choose(logits, spans, want_confidences=self._confidence is None)
         for (block, confidence), chosen in zip(active, all_chosen, strict=True):
             if not chosen.token_ids:  # every token is masked, for the target too
                 block.done = True
@@ -169,21 +162,10 @@ class SequentialStage:
             else:
                 block.add(chosen.token_ids[0], max(known, _MIN_CONFIDENCE))
 
-    def _over_all(self, logits: Tensor) -> Tensor:
-        """Over the whole vocabulary, -inf outside a reduced head. Overwritten by the next call."""
-        if self._output_ids is None:
-            return logits
-        if len(self._full_logits) < len(logits):
-            self._full_logits = self._full_logits.new_full((len(logits), self._full_logits.shape[1]), -torch.inf)
-        return self._full_logits[: len(logits)].index_copy_(1, self._output_ids, logits)
-
 
 class _BaseLogits:
-    """The head's logits, computed on demand: most blocks end before their last position.
-
-    Args:
-        rows_at_once: least rows of a product, reached by computing positions ahead; None: all positions.
-    """
+    """The head's logits, computed on demand: most blocks end before their last position. ``rows_at_once``: least rows of a
+    product, reached by computing positions ahead; None: all positions."""
 
     def __init__(self, head: Logits, hidden: Tensor, blocks: Sequence[Block], rows_at_once: int | None) -> None:
         self._head, self._hidden, self._blocks = head, hidden, blocks
@@ -250,3 +232,33 @@ def _noise(blocks: Sequence[Block], num_steps: int) -> tuple[NDArray[np.int64], 
 def _sigmoid(logit: float) -> float:
     value = 1.0 / (1.0 + math.exp(-max(-60.0, min(60.0, logit))))
     return max(_MIN_CONFIDENCE, min(1.0 - _MIN_CONFIDENCE, value))
+
+
+def _make_choice(ops: Ops, token_ids: NDArray[np.int64]) -> Choice:
+    """argmax_v(logits_v / T + G(key, v)) of each row (DESIGN idea 1), where no kernel is available among the most probable
+    tokens only. ``token_ids``: of the logits' columns, ascending."""
+    kernel = ops.gumbel_argmax(token_ids)
+
+    def by_kernel(logits: Tensor, keys: NDArray[np.int64], temperatures: NDArray[np.float32]) -> list[int]:
+        assert kernel is not None
+        chosen: list[int] = kernel(logits, keys, temperatures)[0].tolist()
+        return chosen
+
+    def among_candidates(logits: Tensor, keys: NDArray[np.int64], temperatures: NDArray[np.float32]) -> list[int]:
+        if not temperatures.any():
+            largest: list[int] = token_ids[logits.argmax(-1).cpu().numpy()].tolist()
+            return largest
+        found = logits.topk(min(_NUM_CANDIDATES, logits.shape[-1]))
+        candidates = token_ids[found.indices.cpu().numpy()]
+        below = found.values.float().cpu().numpy()
+        below = below - below[:, :1]  # relative to the largest
+        # At temperature 0: the lowest id of the largest.
+        scores = np.where(
+            temperatures[:, None] > 0.0,
+            below / np.maximum(temperatures, 1e-6)[:, None] + gumbel(keys[:, None], candidates),
+            np.where(below == 0.0, -candidates.astype(np.float64), -np.inf),
+        )
+        chosen: list[int] = candidates[np.arange(len(candidates)), scores.argmax(-1)].tolist()
+        return chosen
+
+    return among_candidates if kernel is None else by_kernel

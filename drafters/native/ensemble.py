@@ -55,14 +55,8 @@ class _NativeDraft(ctypes.Structure):
 
 
 class NativeEnsemble(Native):
-    """Of ``lookups``: all free members, and the only ones that splice.
-
-    Args:
-        survival: calibration of all members, the free ones first.
-
-    Raises:
-        MemoryError: out of memory.
-    """
+    """Of ``lookups``: all free members, and the only ones that splice. ``survival`` calibrates all members, these first.
+    Raises MemoryError."""
 
     def __init__(
         self,
@@ -153,7 +147,6 @@ class NativeEnsemble(Native):
         self._learn_due()
 
     def _read(self, place: int, member: int) -> MemberDraft:
-        """A lookup's draft."""
         found = _NativeDraft()
         self._draft(self.handle, place, member, ctypes.addressof(found))
         num = found.num
@@ -168,17 +161,16 @@ class NativeEnsemble(Native):
             if due >> number & 1:
                 trials = _Trials()
                 self._take(self.handle, number, ctypes.addressof(trials))
-                at, conditional, was_right = (
+                at, conditional, right = (
                     _copied(trials.num, one) for one in (trials.at, trials.conditional, trials.was_right)
                 )
                 if number < last:
-                    self._survival[number].record_all(trials.num_records, at, conditional, was_right.astype(np.bool_))
+                    self._survival[number].record_all(trials.num_records, at, conditional, right.astype(np.bool_))
                     self._due_at[number] = self._survival[number].num_due
                 else:
-                    self._consensus.learn(at, conditional, was_right.astype(np.bool_))
+                    self._consensus.learn(at, conditional, right.astype(np.bool_))
                     self._due_at[number] = self._consensus.num_until_due
 
 
 def _copied(num: int, at: Any) -> NDArray[Any]:
-    """A copy of ``num`` values, possibly none."""
     return np.ctypeslib.as_array(at, (num,)).copy() if num else np.zeros(0, at._type_)

@@ -86,12 +86,9 @@ class Drafts:
         stride, lens = self.stride, self.lens
         end = len(request_ids) * stride
         token_ids, confidences = self.token_ids[:end].tolist(), self.confidences[:end].tolist()  # sooner than one by one
-        drafts = []
-        for place, request_id in enumerate(request_ids):
-            start = place * stride
-            end = start + lens[place]
-            drafts.append(Draft(request_id, tuple(token_ids[start:end]), tuple(confidences[start:end])))
-        return drafts
+        spans = [slice(place * stride, place * stride + lens[place]) for place in range(len(request_ids))]
+        rows = zip(request_ids, spans, strict=True)
+        return [Draft(request_id, tuple(token_ids[span]), tuple(confidences[span])) for request_id, span in rows]
 
 
 class PackedDemands:
@@ -103,7 +100,7 @@ class PackedDemands:
         self._arrays: tuple[array[int] | array[float], ...] = ()  # that the demands point to
 
     def packed(self, demands: Sequence[Demand], slots: Mapping[str, int]) -> int:
-        """Returns their addresses, valid until the next call."""
+        """Returns their address, valid until the next call."""
         num, stride = len(demands), max((demand.num_tokens for demand in demands), default=0)
         self.drafts.make_room(num, stride)
         ahead, ahead_ends = array("i"), array("q")
@@ -129,16 +126,9 @@ def address(values: "array[int] | array[float]") -> int:
 
 
 class Native:
-    """A drafter in C: functions of ``library`` that begin with ``kind``.
-
-    Args:
-        handle: of ``{kind}_new``; freed with this.
-        keep: keeps alive what it points to.
-
-    Raises:
-        MemoryError: out of memory.
-        OverflowError: from ``open`` and ``extend``, which then change nothing: a token of more than 31 bits.
-    """
+    """A drafter in C: functions of ``library`` that begin with ``kind``. All raise MemoryError; ``open`` and ``extend``
+    raise OverflowError and change nothing for a token of more than 31 bits. ``handle``, of ``{kind}_new``, is freed with
+    this; ``keep`` keeps alive what it points to."""
 
     handle: int | None = None
 
@@ -195,11 +185,7 @@ class Native:
 
 
 class NativeLookup(Native):
-    """``drafters.protocol.Drafter``: the C form of the drafter of that kind in Python.
-
-    Args:
-        arguments: of ``{kind}_new``, in the order of ``_NEW``.
-    """
+    """``drafters.protocol.Drafter`` in C. ``arguments``: of ``{kind}_new``, in the order of ``_NEW``."""
 
     def __init__(self, library: ctypes.CDLL, kind: str, *arguments: float | None, keep: object = None) -> None:
         new = library[f"{kind}_new"]

@@ -1,8 +1,5 @@
-"""Compiles and loads the C kernels in this folder.
-
-The library is linked without an OpenMP runtime and uses the one that torch has loaded, with torch's threads. Two runtimes in
-a process would oversubscribe the cores.
-"""
+"""Compiles and loads the C kernels in this folder. They use the OpenMP runtime that torch has loaded, with torch's threads:
+two runtimes in a process would oversubscribe the cores."""
 
 import ctypes
 import logging

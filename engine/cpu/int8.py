@@ -21,10 +21,7 @@ class _Int8Product(ctypes.Structure):
 
 class Int8Linear:
     """``engine.ops.Linear`` and ``engine.ops.Logits`` of a matrix that is quantised here. Inputs are rounded to 16 bits of
-    their row's scale, so nearly all error comes from the weights. A row's result depends on nothing else in the batch.
-
-    ``library``: the kernels for activations of ``dtype``.
-    """
+    their row's scale, so nearly all error comes from the weights. A row's result depends on nothing else in the batch."""
 
     def __init__(self, library: ctypes.CDLL, weight: LinearWeight, dtype: torch.dtype) -> None:
         self._function = library.int8_product

@@ -22,9 +22,8 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def packed_linear(weight: LinearWeight) -> Callable[[Tensor], Tensor]:
     """The fastest product of few rows with ``weight`` on a CPU without C kernels: [rows, in] -> [rows, out].
 
-    oneDNN with the weight in its own blocked layout takes about 0.6 of the time of ``F.linear`` at 1 to 64 rows, and no more
-    than it at 512. Without oneDNN it is ``F.linear``. Weights are held, and multiplied, in their ``product_dtype``: below
-    AVX-512, oneDNN refuses to lay out weights in bfloat16.
+    oneDNN with the weight in its own layout takes about 0.6 of the time of ``F.linear`` at 1 to 64 rows, and no more at 512.
+    Weights are held, and multiplied, in their ``product_dtype``: below AVX-512, oneDNN does not lay out bfloat16.
     """
     kind, held = weight.weight.dtype, product_dtype(weight.weight.dtype, weight.weight.device)
     if held != kind:

@@ -1,8 +1,7 @@
 """CUDA graphs of small passes, which take less time than launching their kernels one by one.
 
-Every row of a small pass is a span of its own, at its own position, with its sequence's block table. Keys and values of all
-rows are written before any row attends, so splitting a verify span into rows changes nothing, and one graph per padded
-number of rows serves every mixture of decode rows and verify spans.
+Each row of a small pass is a span of its own. Keys and values of all rows are written before any row attends, so one graph
+per padded number of rows serves every mixture of decode rows and verify spans.
 """
 
 import threading

@@ -1,8 +1,5 @@
-"""The part of a Hugging Face ``config.json`` that determines the forward pass.
-
-Read as plain JSON, so that a drafter's process need not import transformers. A setting that changes the computation in an
-unsupported way is refused.
-"""
+"""The part of a Hugging Face ``config.json`` that determines the forward pass. Read as plain JSON, so that a drafter's
+process need not import transformers. A setting that changes the computation in an unsupported way is refused."""
 
 import json
 import math

@@ -1,8 +1,5 @@
-"""Converts a GGUF file to a Hugging Face folder: ``python -m engine.models.gguf SOURCE FOLDER``.
-
-It runs in a process of its own, since the conversion takes three times the memory of the result and prints freely.
-Progress goes to standard output, as lines ``FRACTION WHAT``.
-"""
+"""Converts a GGUF file to a Hugging Face folder: ``python -m engine.models.gguf SOURCE FOLDER``. A process of its own, as it
+takes three times the memory of the result. Writes progress to standard output, as lines ``FRACTION WHAT``."""
 
 import sys
 from contextlib import redirect_stdout

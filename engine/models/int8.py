@@ -2,13 +2,11 @@
 
     W[i, j] = weight[i, j] * scale[i] * columns[j]
 
-``columns`` is for matrices whose inputs differ by orders of magnitude, as raw hidden states do (one of SmolLM2's is two
-thousand times the median): the weights of large inputs are correspondingly small and would round to zero. They are powers of
-two, so dividing by them is exact.
+``columns``, powers of two, are for matrices whose inputs differ by orders of magnitude, as raw hidden states do: the small
+weights of large inputs would round to zero.
 
 In safetensors these are ``name`` (int8), ``name_scale`` (fp32, [out]) and, if there are any, ``name_columns`` (fp32, [in]).
-Quantising a dequantised matrix gives the same integers (through bf16, one in three hundred differs by one), so the format of
-the file and the dtype of the products are independent.
+Quantising a dequantised matrix gives the same integers (through bf16, one in three hundred differs by one).
 """
 
 from collections.abc import Callable, Mapping

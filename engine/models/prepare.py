@@ -121,11 +121,9 @@ def state_of(name: str) -> ModelState:
 
 
 def ensure_model(name_or_path: str, progress: Progress = no_progress) -> Path:
-    """Like ``resolve_model``, but prepares a missing model of the catalogue and checks every byte of an existing one. A
-    damaged model is converted again. Of several processes one converts and the others wait.
-
-    Raises ModelUnavailable: as ``resolve_model``; or the source package is missing, or the disk is too full to convert.
-    """
+    """Like ``resolve_model``, but prepares a missing or damaged model of the catalogue, after checking every byte. Of
+    several processes one converts and the others wait. Raises ModelUnavailable: also without the source package or disk
+    space."""
     if name_or_path not in CATALOGUE:
         return resolve_model(name_or_path)
     model, folder = CATALOGUE[name_or_path], model_folder(name_or_path)

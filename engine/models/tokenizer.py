@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.errors import ModelUnavailable
 
@@ -24,15 +26,20 @@ class Vocabulary:
         return hashlib.sha256(json.dumps(content, ensure_ascii=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def read_vocabulary(folder: Path) -> Vocabulary:
-    """Raises ModelUnavailable, naming the file: no tokenizer.json, or an unreadable one."""
+def read_tokenizer(folder: Path) -> dict[str, Any]:
+    """The content of tokenizer.json. Raises ModelUnavailable, naming the file, if it is missing or unreadable."""
     path = folder / FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelUnavailable(f"{path} is missing: save the model's tokenizer in the fast format into its folder") from None
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise ModelUnavailable(f"{path} is not a readable tokenizer ({error}); it may be half-written") from error
+    return content
+
+
+def vocabulary_of(content: Mapping[str, Any], folder: Path) -> Vocabulary:
+    """Raises ModelUnavailable, naming the file: the content of tokenizer.json describes no vocabulary."""
     try:
         model, added = content["model"], content.get("added_tokens") or ()
         vocab = model["vocab"]
@@ -43,8 +50,15 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         merges = tuple(merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or ())
         special = {int(token["id"]): str(token["content"]) for token in added if token.get("special")}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ModelUnavailable(f"{path} does not describe a vocabulary ({error!r}); it may be half-written") from error
+        raise ModelUnavailable(
+            f"{folder / FILE} does not describe a vocabulary ({error!r}); it may be half-written"
+        ) from error
     return Vocabulary(tokens, merges, special)
+
+
+def read_vocabulary(folder: Path) -> Vocabulary:
+    """Raises ModelUnavailable, naming the file: no tokenizer.json, or an unreadable one."""
+    return vocabulary_of(read_tokenizer(folder), folder)
 
 
 def fingerprint(folder: Path) -> str:

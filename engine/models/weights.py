@@ -1,7 +1,8 @@
 """Weights of a model, read from safetensors one tensor at a time.
 
 Files are memory-mapped: pages are read when a tensor is fused and cast, and dropped with the mapping, so peak memory is near
-the size of the weights. Fused weights (q, k, v; gate, up) are one product in the pass.
+the size of the weights. Fused weights (q, k, v; gate, up) are one product in the pass. A rank of a tensor parallel target
+reads only the rows and columns of its shard.
 """
 
 import json
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from cluster.errors import ModelUnavailable
 from engine.models.config import DecoderConfig
 from engine.models.int8 import COLUMNS, SCALE, Int8Matrix
+from engine.tensor_parallel.sharding import Shard, shard_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -62,17 +64,22 @@ class Weights(Protocol):
 
 
 class TensorWeights:
-    """Weights out of a mapping from Hugging Face names to tensors: an opened folder, or a state dict."""
+    """Weights out of a mapping from Hugging Face names to tensors, such as an opened folder. ``shard``: the part to read of
+    a model of shape ``config``; None: all of it."""
 
-    def __init__(self, config: DecoderConfig, source: "TensorSource", dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: DecoderConfig, source: "TensorSource", dtype: torch.dtype, shard: Shard | None = None
+    ) -> None:
         self._config = config
         self._source = source
         self._dtype = dtype
+        self._shard = shard or shard_of(config, 0, 1)
         self._embedding: torch.Tensor | None = None
 
     def embedding(self) -> torch.Tensor:
         if self._embedding is None:
-            table = self._source.read("model.embed_tokens.weight", (self._config.vocab_size, self._config.hidden_size))
+            shape = self._config.vocab_size, self._config.hidden_size
+            table = self._source.read("model.embed_tokens.weight", shape, self._shard.token_ids)
             self._embedding = table if table.dtype.itemsize < self._dtype.itemsize else table.to(self._dtype)
         return self._embedding
 
@@ -86,39 +93,63 @@ class TensorWeights:
     def head(self) -> torch.Tensor:
         if self._config.tied_embeddings:
             return self.embedding().to(self._dtype)
-        return self._read("lm_head.weight", (self._config.vocab_size, self._config.hidden_size))
+        shape = self._config.vocab_size, self._config.hidden_size
+        return self._read("lm_head.weight", shape, self._shard.token_ids)
 
     def _layer(self, prefix: str) -> LayerWeights:
-        c = self._config
+        c, s = self._config, self._shard
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        qkv = ((attention + "q_proj", c.q_size), (attention + "k_proj", c.kv_size), (attention + "v_proj", c.kv_size))
-        gate_up = ((mlp + "gate_proj", c.intermediate_size), (mlp + "up_proj", c.intermediate_size))
+        q, kv = _of_heads(s.heads, c.head_dim), _of_heads(s.kv_heads, c.head_dim)
+        qkv = (
+            (attention + "q_proj", c.q_size, q),
+            (attention + "k_proj", c.kv_size, kv),
+            (attention + "v_proj", c.kv_size, kv),
+        )
+        gate_up = tuple((mlp + name, c.intermediate_size, s.columns) for name in ("gate_proj", "up_proj"))
         return LayerWeights(
             input_norm=self._norm(prefix + "input_layernorm", c.hidden_size),
             qkv=self._linear(qkv, c.hidden_size, c.qkv_bias),
             q_norm=self._norm(attention + "q_norm", c.head_dim) if c.qk_norm else None,
             k_norm=self._norm(attention + "k_norm", c.head_dim) if c.qk_norm else None,
-            out=self._linear(((attention + "o_proj", c.hidden_size),), c.q_size, c.out_bias),
+            out=self._row_parallel(attention + "o_proj", c.q_size, q, c.out_bias),
             post_norm=self._norm(prefix + "post_attention_layernorm", c.hidden_size),
             gate_up=self._linear(gate_up, c.hidden_size, c.mlp_bias),
-            down=self._linear(((mlp + "down_proj", c.hidden_size),), c.intermediate_size, c.mlp_bias),
+            down=self._row_parallel(mlp + "down_proj", c.intermediate_size, s.columns, c.mlp_bias),
         )
 
-    def _linear(self, parts: tuple[tuple[str, int], ...], num_in: int, has_bias: bool) -> LinearWeight:
-        weights = [self._read(name + ".weight", (num_out, num_in)) for name, num_out in parts]
-        biases = [self._read(name + ".bias", (num_out,)) for name, num_out in parts] if has_bias else []
+    def _linear(self, parts: tuple[tuple[str, int, range], ...], num_in: int, has_bias: bool) -> LinearWeight:
+        """Of several matrices [num_out, num_in], one below the other, these rows."""
+        weights = [self._read(name + ".weight", (num_out, num_in), rows) for name, num_out, rows in parts]
+        biases = [self._read(name + ".bias", (num_out,), rows) for name, num_out, rows in parts] if has_bias else []
         return LinearWeight(torch.cat(weights), torch.cat(biases) if biases else None)
+
+    def _row_parallel(self, name: str, num_in: int, columns: range, has_bias: bool) -> LinearWeight:
+        """Of a matrix [hidden, num_in] these columns. The ranks' products are summed, so that one of them adds the bias."""
+        weight = self._read(name + ".weight", (self._config.hidden_size, num_in), columns=columns)
+        adds = has_bias and self._shard.is_first
+        return LinearWeight(weight, self._read(name + ".bias", (self._config.hidden_size,)) if adds else None)
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
         return self._source.read(name + ".weight", (size,)).float()
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._source.read(name, shape).to(self._dtype)
+    def _read(
+        self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
+    ) -> torch.Tensor:
+        return self._source.read(name, shape, rows, columns).to(self._dtype)
+
+
+def _of_heads(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)
 
 
 class TensorSource(Protocol):
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor of that name. Raises ModelUnavailable: there is none, or it has another shape."""
+    def read(
+        self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
+    ) -> torch.Tensor:
+        """The tensor of that name, or these rows and columns of it: nothing else is read. ``shape``: of the whole.
+
+        Raises ModelUnavailable: there is none, or it has another shape.
+        """
 
 
 class SafetensorsFolder:
@@ -130,32 +161,42 @@ class SafetensorsFolder:
         self._files = {name: self._open(name, stack) for name in sorted(set(self._shards().values()))}
         self._file_of = {key: file for file in self._files.values() for key in file.keys()}  # noqa: SIM118 - not a dict
 
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self._get(name, shape)
+    def read(
+        self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
+    ) -> torch.Tensor:
+        tensor = self._get(name, shape, rows, columns)
         if tensor.dtype == torch.int8:
-            return self._int8(name, tensor).dequantised()
+            return self._int8(name, tensor, shape, rows, columns).dequantised()
         if not tensor.is_floating_point():
             raise ModelUnavailable(f"{self._folder}: tensor {name} holds {tensor.dtype}, which is not supported")
         return tensor
 
-    def _get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _get(
+        self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
+    ) -> torch.Tensor:
         file = self._file_of.get(name)
         if file is None:
             raise ModelUnavailable(f"{self._folder}: no tensor {name} in its safetensors files")
-        tensor: torch.Tensor = file.get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelUnavailable(f"{self._folder}: tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
+        stored = file.get_slice(name)
+        if (found := tuple(stored.get_shape())) != shape:
+            raise ModelUnavailable(f"{self._folder}: tensor {name} has shape {found}, expected {shape}")
+        parts = zip(shape, (rows, columns), strict=False)
+        wanted = [slice(0, num) if part is None else slice(part.start, part.stop) for num, part in parts]
+        is_whole = all(of == slice(0, num) for num, of in zip(shape, wanted, strict=True))
+        tensor: torch.Tensor = file.get_tensor(name) if is_whole else stored[tuple(wanted)]
         return tensor
 
-    def _int8(self, name: str, weight: torch.Tensor) -> Int8Matrix:
+    def _int8(
+        self, name: str, weight: torch.Tensor, shape: tuple[int, ...], rows: range | None, columns: range | None
+    ) -> Int8Matrix:
         if weight.dim() != 2:
             raise ModelUnavailable(f"{self._folder}: tensor {name} is int8, but no matrix")
-        num_out, num_in = weight.shape
-        scale = self._factors(name + SCALE, num_out)
-        return Int8Matrix(weight, scale, self._factors(name + COLUMNS, num_in) if name + COLUMNS in self._file_of else None)
+        num_out, num_in = shape
+        scale, has_columns = self._factors(name + SCALE, num_out, rows), name + COLUMNS in self._file_of
+        return Int8Matrix(weight, scale, self._factors(name + COLUMNS, num_in, columns) if has_columns else None)
 
-    def _factors(self, name: str, num: int) -> torch.Tensor:
-        factors = self._get(name, (num,)).float()
+    def _factors(self, name: str, num: int, part: range | None) -> torch.Tensor:
+        factors = self._get(name, (num,), part).float()
         if not bool(((factors > 0) & factors.isfinite()).all()):
             raise ModelUnavailable(f"{self._folder}: tensor {name} holds scales that are no positive numbers")
         return factors
@@ -182,11 +223,11 @@ class SafetensorsFolder:
 
 
 @contextmanager
-def open_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype) -> Iterator[Weights]:
-    """The weights in ``folder`` as ``dtype``, readable while the context is open. Raises ModelUnavailable: files are
-    missing, broken, or do not fit ``config``; one line that says which."""
+def open_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype, shard: Shard | None = None) -> Iterator[Weights]:
+    """The weights in ``folder`` as ``dtype``, or a shard of them, readable while the context is open. Raises
+    ModelUnavailable: files are missing, broken, or do not fit ``config``; one line that says which."""
     with ExitStack() as stack:
-        yield TensorWeights(config, SafetensorsFolder(folder, stack), dtype)
+        yield TensorWeights(config, SafetensorsFolder(folder, stack), dtype, shard)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 
-from cluster.types import Request
+from cluster.types import Request, TokenLogprobs
+from engine.grammar.compiling import known_grammars
 from engine.target import SpanInput, SpanOutcome
 from engine.vllm.scheduler import PlannedScheduler
 from engine.vllm.version import VERSION
@@ -92,6 +93,7 @@ class VllmTarget:
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._num_idle_blocks = self._pool.get_num_free_blocks()
         self._has_failed = False
+        self.grammars = known_grammars(folder, config.model_config.get_vocab_size(), self._eos_token_ids)
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         """vLLM takes all committed tokens for the prompt. It never ends a request: the round does."""
@@ -101,6 +103,7 @@ class VllmTarget:
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
+            prompt_logprobs=request.sampling.prompt_logprobs,
             extra_args={EXTRA_ARG: asked},
         )
         prepared, wave = self._core.preprocess_add_request(
@@ -140,6 +143,7 @@ class VllmTarget:
         if output is None:
             output = executor.sample_tokens(grammar)
         computed = {span.request_id: self._computed_len(span.request_id) for span in spans}
+        prompt_lens = {name: self._prompt_len(name) for name in output.prompt_logprobs_dict}
         scheduler.update_from_output(scheduled, output)
         found = getattr(output, "outrider", {})
         outcomes = []
@@ -147,6 +151,9 @@ class VllmTarget:
             outcome = found.get(span.request_id)
             if outcome is None:
                 outcome = SpanOutcome(span.request_id, (), 0, computed_len=computed[span.request_id])
+            scored = output.prompt_logprobs_dict.get(span.request_id)
+            if scored is not None:
+                outcome = replace(outcome, prompt_logprobs=_prompt_logprobs(scored, prompt_lens[span.request_id]))
             outcomes.append(outcome)
         return outcomes
 
@@ -196,6 +203,11 @@ class VllmTarget:
     def close(self) -> None:
         self._core.shutdown()
 
+    def _prompt_len(self, request_id: str) -> int:
+        asked = self._scheduler.requests[request_id].sampling_params.extra_args[EXTRA_ARG]
+        assert isinstance(asked, RequestSampling)
+        return asked.prompt_len
+
     @property
     def _runner(self) -> ExactRunner:
         worker: Any = self._core.model_executor.driver_worker
@@ -206,6 +218,16 @@ class VllmTarget:
     def _computed_len(self, request_id: str) -> int:
         request = self._scheduler.requests.get(request_id)
         return 0 if request is None else int(request.num_computed_tokens)
+
+
+def _prompt_logprobs(scored: LogprobsTensors, prompt_len: int) -> tuple[TokenLogprobs, ...]:
+    """Of tokens 1 to prompt_len - 1. vLLM's columns begin with the token itself, and its prompt may hold output."""
+    num = prompt_len - 1
+    columns = (scored.logprob_token_ids[:num], scored.logprobs[:num], scored.selected_token_ranks[:num])
+    return tuple(
+        TokenLogprobs(logprobs[0], tuple(zip(ids[1:], logprobs[1:], strict=True)), rank)
+        for ids, logprobs, rank in zip(*(column.tolist() for column in columns), strict=True)
+    )
 
 
 def _cut(span: SpanInput) -> SpanInput:

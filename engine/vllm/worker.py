@@ -16,6 +16,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from cluster.sampling_params import SamplingParams
 from engine.acceptance import verdict
+from engine.grammar.compiling import grammars_of
 from engine.hidden_states import HiddenStateCache
 from engine.models.config import load_config
 from engine.sampling import Sampler, SampleSpan, SamplingState
@@ -137,7 +138,13 @@ class ExactRunner(CPUModelRunner):
         if state is None or len(state) != num_tokens:
             asked = self._asked(name)
             token_ids = self.input_batch.token_ids_cpu[index, :num_tokens].tolist()
-            state = self._states[name] = SamplingState(asked.sampling, token_ids, asked.prompt_len)
+            grammar = None
+            if asked.sampling.grammar is not None:
+                grammars = grammars_of(
+                    Path(self.model_config.model), self.model_config.get_vocab_size(), asked.eos_token_ids
+                )
+                grammar = grammars.follow(asked.sampling.grammar, token_ids[asked.prompt_len :])
+            state = self._states[name] = SamplingState(asked.sampling, token_ids, asked.prompt_len, grammar)
         return state
 
     def _sampler(self, name: str) -> Sampler:

@@ -1,7 +1,6 @@
 """The acceptance model: by drafter, draft position, request and domain (cluster of prompts and context length).
 
-A request's own rates are shrunk towards those of its domain, these towards the drafter's, and these towards the mean of all
-drafters. The result is the expected length of a round, the bonus token included:
+A request's rates are shrunk towards its domain's, these towards the drafter's, these towards the mean of all drafters:
 
     L = 1 + s sum over k < draft_len of a_0 a_1 ... a_k        a: acceptance by position, s: share of drafts in time
 """
@@ -35,12 +34,12 @@ class AcceptanceModel:
         self._config = config
         self._clusters = PromptClusters(config.num_clusters)
         self._pool = PoolAcceptance(config.num_clusters, config.cluster_rounds, config.memory_rounds)
-        self._on_time = OnTimeRates(config.memory_rounds)
+        self.on_time = OnTimeRates(config.memory_rounds)
         self.requests = RequestAcceptance(random)
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts]) -> None:
         """``observations`` as of `lessons`."""
-        self._on_time.observe(observations)
+        self.on_time.observe(observations)
         drafts: list[Observation | ScoreCounts] = [*observations, *scores]
         seen = [one for one in drafts if one.positions.num_reached]
         if seen:
@@ -64,10 +63,6 @@ class AcceptanceModel:
         draft_lens = [member.max_draft_len for member in drafters]
         return self.requests.expected_lens(rows, columns, self._pool.means(), self._config.request_rounds, draft_lens)
 
-    def on_time_shares(self, drafters: Sequence[str]) -> Floats:
-        """Share of rounds in which the draft of each drafter is in time."""
-        return self._on_time.shares(drafters)
-
     def mean_rates(self, drafter: str) -> tuple[float, ...]:
         """Acceptance of a drafter by position, over all requests with short contexts."""
         row = self._pool.row(drafter)
@@ -75,8 +70,8 @@ class AcceptanceModel:
 
     def snapshot(self) -> dict[str, JsonValue]:
         """Without requests."""
-        acceptance, clusters, in_time = self._pool.snapshot(), self._clusters.snapshot(), self._on_time.snapshot()
-        return {"acceptance": acceptance, "clusters": clusters, "in_time": in_time}
+        snapshots = self._pool.snapshot(), self._clusters.snapshot(), self.on_time.snapshot()
+        return dict(zip(("acceptance", "clusters", "in_time"), snapshots, strict=True))
 
     def restore(self, snapshot: AcceptanceSnapshot) -> None:
         """Raises ValueError for an invalid snapshot; nothing is changed then."""
@@ -84,5 +79,5 @@ class AcceptanceModel:
         clusters.restore(snapshot.clusters)
         self._pool.restore(snapshot.acceptance)
         self._clusters = clusters
-        self._on_time.sums = dict(snapshot.in_time)
+        self.on_time.sums = dict(snapshot.in_time)
         self.requests.clear()

@@ -69,11 +69,8 @@ class DraftTimes:
 
 
 class DraftCosts:
-    """Cost of a batch of drafts of each expensive drafter of a cascade, in plain rounds of the target.
-
-    As the prior says, for a whole batch, until times are measured; then increasingly as measured: seconds of such a batch
-    over the mean seconds of a round. The whole time counts, since all requests wait for it.
-    """
+    """Cost of a batch of drafts of each expensive drafter of a cascade, in plain rounds of the target, all of whose requests
+    wait for it: the prior, replaced gradually by measured seconds of such a batch over the mean seconds of a round."""
 
     def __init__(self, prior: Mapping[int, float]) -> None:
         self._prior = prior

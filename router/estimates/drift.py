@@ -1,8 +1,5 @@
-"""Drift detection: quarantines a drafter whose acceptance collapses, tries it again later, and takes it back.
-
-A policy learns that a drafter got worse request by request. A replica that drafts nonsense (other weights, a corrupt cache)
-must be found at once, and reported.
-"""
+"""Drift detection: quarantines a drafter whose acceptance collapses, tries it again later, and takes it back. A policy
+learns that a drafter got worse request by request; wrong weights or a corrupt cache must be found at once."""
 
 import logging
 from collections.abc import Sequence
@@ -46,8 +43,8 @@ class DriftDetector:
     """Page's cumulative sum test (1954) per member: is only the share ``remaining`` of its usual acceptance left?
 
     After ``quarantine_s`` a member is tried with at most ``trial_places`` requests. If its acceptance exceeds the geometric
-    mean of usual and collapsed, it is back; else it is quarantined for twice as long, and the usual rate comes half way
-    down, so that a workload for which the drafter is useless does not exclude it permanently.
+    mean of usual and collapsed, it is back. Else the quarantine doubles, and the usual rate is halved towards the observed
+    one, so that a workload for which the drafter is useless does not exclude it for ever.
     """
 
     def __init__(self, config: CollapseConfig, slot_s: float) -> None:

@@ -15,12 +15,9 @@ _SNAPSHOT = TypeAdapter(dict[str, tuple[_Positive, _Count, _Positive]])
 
 
 class GoodputEstimates:
-    """Committed tokens per second, bonus token included (SPIN, section IV.A), of a request with a drafter.
-
-    With c tokens in t seconds of the request, and C tokens in T seconds over all R rounds of the drafter, the estimate is
-    (c + k C/R) / (t + k T/R): the drafter's mean until the request has about k = ``prior_rounds`` rounds. An untried drafter
-    has the mean of the others.
-    """
+    """Committed tokens per second, bonus token included (SPIN, section IV.A), of a request with a drafter: (c + k C/R) / (t
+    + k T/R), with c tokens in t seconds of the request, C tokens in T seconds over all R rounds of the drafter, and k =
+    ``prior_rounds``. An untried drafter has the mean of the others."""
 
     def __init__(self, memory_rounds: float, prior_rounds: float = 0.0) -> None:
         self._memory_rounds = memory_rounds

@@ -37,13 +37,9 @@ class MarginalGain:
         self._pauses = [Pause() for _ in self._gains]
 
     def choose(self, at_hand: Sequence[tuple[float, RequestGain]], price: Callable[[int], float]) -> list[int]:
-        """Requests of a round to query it for, ascending; chosen together, since all wait for it. Rounds without it are
-        counted: now and then one request explores at any price.
-
-        Args:
-            at_hand: expected tokens without it, for each request that it could be queried for.
-            price: tokens that the batch would decode while it drafts for that many.
-        """
+        """Requests of a round to query it for, ascending; chosen together, since all wait for it. After enough rounds
+        without it, one request explores at any price. ``at_hand``: expected tokens without it, by request. ``price``: tokens
+        that the batch would decode while it drafts for so many."""
         places = [bisect_right(_EDGES, expected_len) for expected_len, _ in at_hand]
         due = {at for at in set(places) if self._pauses[at].count_round()}
         tried = [places.index(at) for at in due]

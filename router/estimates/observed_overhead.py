@@ -1,7 +1,6 @@
 """Measured over predicted time per token, by chain.
 
-Predictions assume a device per model and one shared pass for all requests; models may share cores, requests with
-different chains share no pass, and holds expire. The ratio counts as far as it exceeds chance
+Predictions assume a device per model and one shared pass for all requests. The ratio counts as far as it exceeds chance
 (`router.estimates.round_times`), separately for slots in which all requests had one chain.
 """
 

@@ -29,13 +29,8 @@ class _Counts(BaseModel):
 
 
 class PoolAcceptance:
-    """Memory is constant for a pool. Not thread-safe.
-
-    Args:
-        num_clusters: of prompts.
-        strength: drafts that the coarser estimate counts as in the finer one.
-        memory: drafts that each estimate remembers.
-    """
+    """Memory is constant for a pool. Not thread-safe. ``strength``: drafts that the coarser estimate counts as in the finer
+    one. ``memory``: drafts that each estimate remembers."""
 
     def __init__(self, num_clusters: int, strength: float, memory: float) -> None:
         self._num_clusters = num_clusters
@@ -44,15 +39,13 @@ class PoolAcceptance:
         self.drafters: dict[str, int] = {}  # their rows
         # group 0: all; then the clusters; then each cluster's ranges of context length
         self._num_groups = 1 + num_clusters + num_clusters * NUM_CONTEXTS
-        self._reached = np.zeros((0, self._num_groups, NUM_POSITIONS))
-        self._right = np.zeros((0, self._num_groups, NUM_POSITIONS))
+        self._counts = np.zeros((2, 0, self._num_groups, NUM_POSITIONS))  # reached, right
 
     def row(self, drafter: str) -> int:
         """Row of a drafter, added if new."""
         row = self.drafters.setdefault(drafter, len(self.drafters))
-        if row >= len(self._reached):
-            more = np.zeros((1, self._num_groups, NUM_POSITIONS))
-            self._reached, self._right = np.concatenate([self._reached, more]), np.concatenate([self._right, more])
+        if row >= self._counts.shape[1]:
+            self._counts = np.pad(self._counts, ((0, 0), (0, 1), (0, 0), (0, 0)))
         return row
 
     def add(self, rows: Ints, clusters: Ints, context_lens: Ints, reached: Floats, right: Floats) -> None:
@@ -61,15 +54,12 @@ class PoolAcceptance:
         cells = 1 + self._num_clusters + clusters * NUM_CONTEXTS + np.searchsorted(CONTEXT_LENS, context_lens, side="right")
         groups = np.concatenate([np.zeros(len(rows), np.int64), 1 + clusters[known], cells[known]])
         at = np.concatenate([rows, rows[known], rows[known]]) * self._num_groups + groups
-        new_reached = self._summed(at, np.concatenate([reached, reached[known], reached[known]]))
-        new_right = self._summed(at, np.concatenate([right, right[known], right[known]]))
-        kept = retained(new_reached[:, :, :1], self._memory)
-        self._reached = self._reached * kept + new_reached
-        self._right = self._right * kept + new_right
+        new = np.stack([self._summed(at, np.concatenate([one, one[known], one[known]])) for one in (reached, right)])
+        self._counts = self._counts * retained(new[0, :, :, :1], self._memory) + new
 
     def means(self) -> Floats:
         """(drafters, 1 + clusters, contexts, positions) posterior means; the first cluster is the unknown one."""
-        reached, right = self._reached, self._right
+        reached, right = self._counts
         root = (right[:, 0].sum(axis=0) + 1.0) / (reached[:, 0].sum(axis=0) + 2.0)  # of all drafters, by position
         drafter = (right[:, 0] + _PRIOR_REACHED * root) / (reached[:, 0] + _PRIOR_REACHED)
         end, k = 1 + self._num_clusters, self._strength
@@ -86,36 +76,31 @@ class PoolAcceptance:
 
     def snapshot(self) -> dict[str, JsonValue]:
         """Without context lengths, which are many and refill quickly."""
-        end = 1 + self._num_clusters
+        counts = np.round(self._counts[:, :, : 1 + self._num_clusters], 3)
         return {
-            drafter: {
-                "reached": np.round(self._reached[row, :end], 3).tolist(),
-                "right": np.round(self._right[row, :end], 3).tolist(),
-            }
+            drafter: {"reached": counts[0, row].tolist(), "right": counts[1, row].tolist()}
             for drafter, row in self.drafters.items()
-            if self._reached[row].any()
+            if self._counts[0, row].any()
         }
 
     def restore(self, snapshot: Mapping[str, JsonValue]) -> None:
         """Raises ValueError for an invalid snapshot; nothing is changed then."""
         shape = (1 + self._num_clusters, NUM_POSITIONS)
-        found = []
+        found = {}
         for drafter, value in snapshot.items():
             counts = _Counts.model_validate(value)
             reached, right = np.array(counts.reached), np.array(counts.right)
             if reached.shape != shape or right.shape != shape or (right < 0).any() or (right > reached + 0.01).any():
                 raise ValueError(f"the counts of {drafter} must be {shape} and at least 0, and no more right than reached")
-            found.append((drafter, reached, right))
-        self.drafters = {}
-        self._reached = np.zeros((0, self._num_groups, NUM_POSITIONS))
-        self._right = np.zeros((0, self._num_groups, NUM_POSITIONS))
-        for drafter, reached, right in found:
-            row = self.row(drafter)
-            self._reached[row, : shape[0]], self._right[row, : shape[0]] = reached, right
+            found[drafter] = reached, right
+        self.drafters = {drafter: row for row, drafter in enumerate(found)}
+        self._counts = np.zeros((2, len(found), self._num_groups, NUM_POSITIONS))
+        for row, both in enumerate(found.values()):
+            self._counts[:, row, : shape[0]] = both
 
     def _summed(self, at: Ints, counts: Floats) -> Floats:
         """Counts by drafter and group: (drafters, groups, positions)."""
-        size = len(self._reached) * self._num_groups * NUM_POSITIONS
+        size = self._counts.shape[1] * self._num_groups * NUM_POSITIONS
         flat = (at[:, None] * NUM_POSITIONS + np.arange(NUM_POSITIONS)).ravel()
         sums = np.bincount(flat, counts.ravel(), size).astype(np.float64)
         return sums.reshape(-1, self._num_groups, NUM_POSITIONS)

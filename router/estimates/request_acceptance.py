@@ -26,8 +26,7 @@ class RequestAcceptance:
         self._slot = 0
         self._shape = (_GROWTH, 1)
         self._free = list(range(_GROWTH))
-        self._reached = np.zeros((*self._shape, NUM_POSITIONS))
-        self._right = np.zeros((*self._shape, NUM_POSITIONS))
+        self._counts = np.zeros((2, *self._shape, NUM_POSITIONS))  # reached, right
         self._noise = np.zeros(self._shape)
         self._cluster = np.zeros(_GROWTH, np.int64)
         self._context = np.zeros(_GROWTH, np.int64)  # committed lengths
@@ -58,7 +57,7 @@ class RequestAcceptance:
             row = known[request.request_id] = self._free.pop()
             cluster = clusters.add(request.features)
             self._cluster[row] = NOWHERE if cluster is None else cluster
-            self._reached[row], self._right[row] = 0.0, 0.0
+            self._counts[:, row] = 0.0
             # What stands for requests to come decides for many: it is not left to chance.
             self._noise[row] = self._random.gumbel(size=self._shape[1]) if request.committed_len else 0.0
             self._placed[row] = False
@@ -89,12 +88,10 @@ class RequestAcceptance:
         pairs, inverse = np.unique(rows[shown] * self._shape[1] + drafters[shown], return_inverse=True)
         at = (inverse[:, None] * NUM_POSITIONS + np.arange(NUM_POSITIONS)).ravel()
         size = len(pairs) * NUM_POSITIONS
-        new_reached = np.bincount(at, reached[shown].ravel(), size).astype(np.float64).reshape(-1, NUM_POSITIONS)
-        new_right = np.bincount(at, right[shown].ravel(), size).reshape(-1, NUM_POSITIONS)
+        new = np.stack([np.bincount(at, one[shown].ravel(), size).astype(np.float64) for one in (reached, right)])
+        new = new.reshape(2, -1, NUM_POSITIONS)
         row, column = np.divmod(pairs, self._shape[1])
-        kept = retained(new_reached[:, :1], MEMORY_ROUNDS)
-        self._reached[row, column] = self._reached[row, column] * kept + new_reached
-        self._right[row, column] = self._right[row, column] * kept + new_right
+        self._counts[:, row, column] = self._counts[:, row, column] * retained(new[0, :, :1], MEMORY_ROUNDS) + new
 
     def noise(self, rows: Ints, columns: Ints) -> Floats:
         """(requests, drafters) Gumbel draws, fixed for the life of a request."""
@@ -112,19 +109,15 @@ class RequestAcceptance:
     def expected_lens(
         self, rows: Ints, columns: Ints, prior: Floats, strength: float, draft_lens: Sequence[int]
     ) -> tuple[Floats, Floats]:
-        """Tokens of a round, bonus token included, and the rounds behind this; both (requests, drafters).
-
-        Args:
-            prior: (drafters, 1 + clusters, contexts, positions), of `PoolAcceptance.means`.
-            strength: rounds that the prior counts as.
-        """
+        """Tokens of a round, bonus token included, and the rounds behind this; both (requests, drafters). ``prior``: of
+        `PoolAcceptance.means`; it counts as ``strength`` rounds."""
         self._widen(int(columns.max()) + 1)
         context = np.searchsorted(CONTEXT_LENS, self._context[rows], side="right")
         kind = (self._cluster[rows] + 1) * prior.shape[2] + context
         by_kind = prior[columns].reshape(len(columns), -1, NUM_POSITIONS).swapaxes(0, 1)  # (kinds, drafters, positions)
-        at = (rows[:, None], columns)
-        reached = self._reached[at] + strength
-        rates = (self._right[at] + strength * by_kind[kind]) / reached
+        reached, right = self._counts[:, rows[:, None], columns]
+        reached = reached + strength
+        rates = (right + strength * by_kind[kind]) / reached
         survival = np.cumprod(rates, axis=2, out=rates)
         lens = 1.0 + survival @ np.ones(NUM_POSITIONS)
         for j, draft_len in enumerate(draft_lens):
@@ -144,9 +137,8 @@ class RequestAcceptance:
         """Grows the arrays; keeps their contents."""
         old_rows, old_columns = self._shape
         more_rows, more_columns = num_rows - old_rows, num_columns - old_columns
-        tables = ((0, more_rows), (0, more_columns), (0, 0))
-        self._reached, self._right = np.pad(self._reached, tables), np.pad(self._right, tables)
-        self._noise = np.pad(self._noise, tables[:2])
+        self._counts = np.pad(self._counts, ((0, 0), (0, more_rows), (0, more_columns), (0, 0)))
+        self._noise = np.pad(self._noise, ((0, more_rows), (0, more_columns)))
         self._noise[:old_rows, old_columns:] = self._random.gumbel(size=(old_rows, more_columns))
         self._cluster, self._context = np.pad(self._cluster, (0, more_rows)), np.pad(self._context, (0, more_rows))
         self._seen_slot, self._placed = np.pad(self._seen_slot, (0, more_rows)), np.pad(self._placed, (0, more_rows))

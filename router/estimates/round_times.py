@@ -1,7 +1,7 @@
 """Seconds of a round if all requests were with one drafter.
 
-The requests of a target share its passes, and rounds vary more by prompts than by drafting, so raw means per drafter
-mislead. Instead
+The requests of a target share its passes, and prompts lengthen rounds more than drafting does, so means per drafter mislead.
+Instead
 
     T_j = shortest + s_j d_j + (M_j - base - s_j d_j) max(0, 1 - (3 e_j / (M_j - base - s_j d_j))^2)
 
@@ -9,10 +9,10 @@ mislead. Instead
 - M_j: mean of j's rounds; e_j: its standard error. A deviation from the profile counts as far as it exceeds chance.
 - base: mean round without drafts; shortest: mean of the shortest slots, which had no prompts.
 
-The profiled time of drafting in the target's process is subtracted from each slot and charged to these drafters alone.
+The profiled time of drafting in the target's process is charged to these drafters alone.
 """
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -61,10 +61,6 @@ class SlotSums(DecayedSums[Key]):
         for key, (num_rounds, seconds) in new.items():
             self.add(key, (1.0, num_rounds, seconds, seconds**2 / num_rounds), 0.0)
 
-    def rounds(self, key: Key) -> Rounds | None:
-        sums = self.sums.get(key)
-        return None if sums is None else Rounds(*sums)
-
 
 class RoundTimes:
     """Round times by drafter. Slots without observations do not count."""
@@ -79,15 +75,13 @@ class RoundTimes:
         """Ends a slot."""
         if not observations:
             return
-        rounds: dict[str, int] = {}
-        seconds: dict[str, float] = {}
-        drafted: dict[str, int] = {}
+        rounds, drafted, seconds = Counter[str](), Counter[str](), defaultdict[str, float](float)
         for seen in observations:
             drafter = drafter_of(seen.drafter)
-            rounds[drafter] = rounds.get(drafter, 0) + seen.num_rounds
-            seconds[drafter] = seconds.get(drafter, 0.0) + seen.elapsed_s
-            drafted[drafter] = drafted.get(drafter, 0) + seen.num_in_time
-        total = sum(rounds.values())
+            rounds[drafter] += seen.num_rounds
+            seconds[drafter] += seen.elapsed_s
+            drafted[drafter] += seen.num_in_time
+        total = rounds.total()
         num_requests = _concurrency(observations)
         shared_s = waits_s = 0.0
         for drafter, num in drafted.items():
@@ -116,16 +110,12 @@ class RoundTimes:
     def of(
         self, members: Sequence[PoolMember], copies: Sequence[int], shares: Floats, users: Floats, num_requests: int
     ) -> Floats:
-        """Seconds of a round with each drafter; in units of a plain round where nothing was measured.
-
-        Args:
-            copies: replicas of each that draft at once.
-            shares: share of rounds with a draft, of each.
-            users: requests with each, of ``num_requests``; they share the time of a drafter in the target's process.
-        """
+        """Seconds of a round with each drafter; in units of a plain round where nothing was measured. ``copies``: replicas
+        that draft at once. ``shares``: of rounds with a draft. ``users``: requests with each, of ``num_requests``, which
+        share the time of a drafter in the target's process."""
         names = [drafter_of(member.name) for member in members]
         self._members, self._copies = dict(zip(names, members, strict=True)), dict(zip(names, copies, strict=True))
-        known = [self._rounds.rounds(name) for name in names]
+        known = [None if (sums := self._rounds.sums.get(name)) is None else Rounds(*sums) for name in names]
         own = np.array([shares_target(member) for member in members])
         counts = np.array([0.0 if one is None else one.num_rounds for one in known])
         means = np.array([0.0 if one is None else one.mean_s for one in known])
@@ -133,7 +123,7 @@ class RoundTimes:
         drafts_s = np.array([self._draft_s(member, num) for member, num in zip(members, users.tolist(), strict=True)])
         in_s = shares * drafts_s * np.where(own, num_requests / users, 1.0)
         # A profile that does not know a drafter knows what share of a round its kind takes.
-        in_rounds = shares * np.array([0.0 if _is_measured(member) else _relative_draft(member) for member in members])
+        in_rounds = shares * [0.0 if _is_measured(member) else member.cost * member.max_draft_len for member in members]
         if not counts.any():
             unmeasured: Floats = _step_s(members) * (1.0 + in_rounds) + in_s
             return unmeasured
@@ -153,24 +143,20 @@ class RoundTimes:
 
 def significant_share(off: Floats, known: Sequence[Rounds | None]) -> Floats:
     """Share of the deviation ``off`` that counts: 0 where it may be chance or nothing is known."""
-    shares: Floats = np.maximum(0.0, 1.0 - _NUM_ERRORS**2 * _errors(known) / np.maximum(off**2, 1e-300))
+    some = [one for one in known if one is not None]
+    num_free = sum(one.num_slots for one in some) - len(some)
+    per_round = sum(one.residue for one in some) / num_free if num_free >= 1.0 else np.inf
+    errors = np.array([0.0 if one is None else per_round / one.num_rounds for one in known])  # squared, of the means
+    shares: Floats = np.maximum(0.0, 1.0 - _NUM_ERRORS**2 * errors / np.maximum(off**2, 1e-300))
     shares *= np.minimum(1.0, [0.0 if one is None else one.num_slots for one in known])
     return shares
 
 
-def _errors(known: Sequence[Rounds | None]) -> Floats:
-    """Squared standard error of each mean; infinite with a single slot."""
-    some = [one for one in known if one is not None]
-    num_free = sum(one.num_slots for one in some) - len(some)
-    per_round = sum(one.residue for one in some) / num_free if num_free >= 1.0 else np.inf
-    return np.array([0.0 if one is None else per_round / one.num_rounds for one in known])
-
-
 def _concurrency(observations: Sequence[Observation]) -> float:
     """Mean number of concurrent requests in the slot."""
-    elapsed_s: dict[str, float] = {}
+    elapsed_s = defaultdict[str, float](float)
     for seen in observations:
-        elapsed_s[seen.request_id] = elapsed_s.get(seen.request_id, 0.0) + seen.elapsed_s
+        elapsed_s[seen.request_id] += seen.elapsed_s
     longest_s = max(elapsed_s.values())
     return sum(elapsed_s.values()) / longest_s if longest_s > 0.0 else float(len(elapsed_s))
 
@@ -184,14 +170,9 @@ def _is_measured(member: PoolMember) -> bool:
     return member.costs is not None and bool(member.costs.draft_s)
 
 
-def _relative_draft(member: PoolMember) -> float:
-    """Its longest draft, in plain rounds."""
-    return member.cost * member.max_draft_len
-
-
 def _step_s(members: Sequence[PoolMember]) -> float:
     """Seconds of a plain step, from drafters profiled both in seconds and in steps; 1 if there are none."""
-    for member in members:
-        if member.costs and member.costs.draft_s and member.costs.draft_s[0][1] > 0.0 and member.cost > 0.0:
-            return member.costs.draft_s[0][1] / _relative_draft(member)
+    for one in members:
+        if one.costs and one.costs.draft_s and one.costs.draft_s[0][1] > 0.0 and one.cost > 0.0:
+            return one.costs.draft_s[0][1] / (one.cost * one.max_draft_len)
     return 1.0

@@ -1,9 +1,8 @@
 """Agreement between models of a chain, learned from verifications.
 
-SpecRouter's SimScore (equations 5 and 6) is 1 - TV, where TV is the total variation of two models' distributions. Here only
-tokens travel, drawn with the same noise (DESIGN idea 1), and their rate of agreement gives the same information: it lies
-between the proved bound (1 - TV) / (1 + TV) and 1 - TV, which no coupling exceeds. With SmolLM2-135M it was 0.97 s, 0.91 s
-and 0.88 s at s = 1 - TV of 0.9, 0.55 and 0.4.
+SpecRouter's SimScore (equations 5 and 6) is 1 - TV, TV being the total variation of two models' distributions. Here tokens
+travel, drawn with the same noise (DESIGN idea 1). Their rate of agreement lies between (1 - TV) / (1 + TV) and 1 - TV; with
+SmolLM2-135M it was 0.97 s, 0.91 s and 0.88 s at s = 1 - TV of 0.9, 0.55 and 0.4.
 """
 
 from collections.abc import Sequence
@@ -20,11 +19,8 @@ _Pair = tuple[str, str]
 
 
 def prior_agreement(lower: Rates, upper: Rates) -> Rates:
-    """Prior agreement of two drafters, from how often each agrees with the target.
-
-    By the triangle inequality their TV lies between the difference and the sum of those to the target; the midpoint is the
-    larger of the two, so the similarity is the smaller.
-    """
+    """Prior agreement of two drafters, from how often each agrees with the target: by the triangle inequality their TV lies
+    between the difference and the sum of those to the target, whose midpoint is the larger of the two."""
     return tuple(map(min, lower, upper))
 
 
@@ -59,29 +55,26 @@ class Similarities:
         return (num_proposed + strength * prior) / (num_asked + strength)
 
 
-class Depths:
+class ChainLenLimits:
     """Maximum length of chains that end at each drafter: one less after an error or lack of memory, down to 0, and one more
-    after a calm period."""
+    after ``recovery_slots`` without any."""
 
-    def __init__(self, most: int, calm_slots: int) -> None:
+    def __init__(self, most: int, recovery_slots: int) -> None:
         self._most = most
-        self._calm_slots = calm_slots
-        self._depth: dict[str, int] = {}
-        self._calm: dict[str, int] = {}
+        self._recovery_slots = recovery_slots
+        self._limits: dict[str, tuple[int, int]] = {}  # drafter -> its limit, and slots since it changed
 
-    def trouble(self, drafter: str, depth: int) -> None:
-        """A chain of ``depth`` drafters failed."""
-        self._depth[drafter] = max(0, min(self.of(drafter), depth) - 1)
-        self._calm[drafter] = 0
+    def note_failure(self, drafter: str, chain_len: int) -> None:
+        """A chain of ``chain_len`` drafters failed."""
+        self._limits[drafter] = max(0, min(self.of(drafter), chain_len) - 1), 0
 
-    def next_slot(self, troubled: Sequence[str] = ()) -> None:
-        for drafter in [one for one in self._depth if one not in troubled]:
-            self._calm[drafter] += 1
-            if self._calm[drafter] >= self._calm_slots:
-                self._depth[drafter] += 1
-                self._calm[drafter] = 0
-                if self._depth[drafter] >= self._most:
-                    del self._depth[drafter], self._calm[drafter]
+    def next_slot(self, failed: Sequence[str] = ()) -> None:
+        for drafter in [one for one in self._limits if one not in failed]:
+            limit, num_slots = self._limits[drafter]
+            is_over = num_slots + 1 >= self._recovery_slots
+            self._limits[drafter] = (limit + 1, 0) if is_over else (limit, num_slots + 1)
+            if self.of(drafter) >= self._most:
+                del self._limits[drafter]
 
     def of(self, drafter: str) -> int:
-        return self._depth.get(drafter, self._most)
+        return self._limits.get(drafter, (self._most, 0))[0]

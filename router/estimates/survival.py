@@ -22,21 +22,14 @@ _FIRST_AT_ONCE = 16  # records
 class OnlineSurvival:
     """Calibrates one drafter: how often tokens of a confidence are right at each position, given that those before are.
 
-    - Survival is the product of these rates (Kaplan and Meier's estimator), so partly verified drafts count as far as
-      they go.
-    - ``OnlineScaling`` corrects slope and offset per position; bins of its output correct the rest. A bin starts at the
-      estimate of the position before, the first at the given confidence, with a weight of ``doubt`` verifications. Old
-      records fade.
-    - The first records of a well-calibrated drafter are mostly noise. So given and corrected confidences are averaged
-      by how well each predicted the outcomes (Bayesian model averaging), with a prior that favours the correction as
-      records grow.
+    - Survival is the product of these rates (Kaplan and Meier's estimator), so partly verified drafts count too.
+    - ``OnlineScaling`` corrects slope and offset per position; 16 bins of its output correct the rest. A bin's prior, which
+      counts as ``doubt`` verifications, is the estimate of the position before (of the first: the given confidence). Old
+      records fade after ``memory`` verifications.
+    - Given and corrected confidences are averaged by how well each predicted the outcomes (Bayesian model averaging), with
+      a prior that favours the correction as records grow.
 
-    Memory is constant: 16 bins per position; further positions share the last. Between bins it is linear and monotone.
-
-    Args:
-        num_positions: positions with estimates of their own.
-        memory: verifications that a bin and the scaling of a position remember.
-        doubt: verifications that the prior of a bin counts as.
+    Between bins the calibration is linear and monotone. Positions from ``num_positions`` on share the last.
     """
 
     def __init__(self, num_positions: int = 8, memory: float = 500.0, doubt: float = 60.0) -> None:

@@ -29,10 +29,7 @@ _CATCH_UP_LEN = 513
 
 def keeps_in_step(config: PolicyConfig) -> bool:
     """Whether drafters keep in step, in their spare time, with requests that others draft for (SPIN's fast switching).
-
-    The policies that move requests by what they learned want this. That drafters in step are scored too is used by `hedge`
-    and `chain`; `lbss` ignores the scores.
-    """
+    `hedge` and `chain` use the scores of drafters in step too; `lbss` ignores them."""
     return isinstance(config, HedgePolicy | ChainPolicy | LbssPolicy)
 
 

@@ -25,7 +25,7 @@ from router.estimates.acceptance import AcceptanceModel, AcceptanceSnapshot
 from router.estimates.draft_shares import FillRates, FillSums
 from router.estimates.draft_times import PassTimeFactors, profiled_passes
 from router.estimates.observed_overhead import SPREAD, DrafterChoice, ObservedOverheads, OverheadSums, seated
-from router.estimates.similarity import Depths, Similarities, prior_agreement
+from router.estimates.similarity import ChainLenLimits, Similarities, prior_agreement
 from router.matching import Floats, Ints
 from router.policies.free_capacity import FreeCapacity
 
@@ -53,7 +53,7 @@ class ModelChains:
         """Resets the state that snapshots do not hold, except the target's times."""
         self._similarities = Similarities(self._config.memory_rounds)
         self._pass_factors = PassTimeFactors(self._config.time_weight)
-        self._depths = Depths(self._config.max_levels - 1, self._config.calm_slots)
+        self._max_lens = ChainLenLimits(self._config.max_levels - 1, self._config.calm_slots)
         self._passes: dict[str, TableCost] = {}  # of the drafters, by their profiles
         self._below: dict[str, Chain] = {}  # last drafter -> the drafters below it
         self._round_s: dict[str, float] = {}  # with each last drafter, at its best
@@ -68,7 +68,7 @@ class ModelChains:
     def learn(self, levels: Sequence[LevelReport], target: TableCost | None = None) -> None:
         """Reports of models within chains during the last slot, and the target's pass times, if known."""
         self._target = target or self._target
-        troubled = []
+        failed = []
         for report in levels:
             passes = self._passes.get(report.drafter)
             if passes is not None and report.num_passes:
@@ -77,9 +77,9 @@ class ModelChains:
                 self._similarities.observe(report.drafter, verified)
             if report.num_lost:  # caches thrash
                 for last in [last for last, below in self._below.items() if report.drafter in (*below, last)]:
-                    self._depths.trouble(last, len(self._below[last]) + 1)
-                    troubled.append(last)
-        self._depths.next_slot(troubled)
+                    self._max_lens.note_failure(last, len(self._below[last]) + 1)
+                    failed.append(last)
+        self._max_lens.next_slot(failed)
 
     def observe(self, observations: Sequence[Observation], scores: Sequence[ScoreCounts] = ()) -> None:
         drafted = list(lessons(observations))
@@ -125,15 +125,13 @@ class ModelChains:
         return chains
 
     def _compare_times(self, requests: Sequence[RequestView]) -> None:
-        """Compares measured with predicted seconds per token of requests that stayed with their chain.
-
-        Prompts computed in the slot lengthen all rounds: their time is subtracted, down to the prediction at most. Nothing
-        decays in slots without comparisons, except where all requests were with the target alone, which could otherwise
-        never be left.
-        """
+        """Compares measured with predicted seconds per token of requests that stayed with their chain. The time of prompts
+        in the slot is subtracted, down to the prediction at most. Without a comparison nothing decays, except where all
+        requests were with the target alone, which could otherwise never be left."""
         observations, self._observations = self._observations, []
         decoding = {request.request_id: request.prompt_len for request in requests if _is_decoding(request)}
-        prompts_s = sum(self._prompt_s(num) for request_id, num in decoding.items() if request_id not in self._decoding)
+        new_lens = [num for request_id, num in decoding.items() if request_id not in self._decoding]
+        prompts_s = sum(self._target.at(1 + num) - self._target.at(1) for num in new_lens)
         predicted, self._predicted, self._decoding = self._predicted, {}, frozenset(decoding)
         predicted_s = measured_s = 0.0
         for seen in observations:
@@ -146,9 +144,6 @@ class ModelChains:
             self._overheads.observe({self._predicted_for: (predicted_s, measured_s)})
         elif decoding and self._predicted_for == TARGET_ONLY:
             self._overheads.observe({})
-
-    def _prompt_s(self, prompt_len: int) -> float:
-        return self._target.at(1 + prompt_len) - self._target.at(1)
 
     def _note_predictions(
         self,
@@ -174,14 +169,14 @@ class ModelChains:
         """A drafter unhealthy while it had requests failed: its chains get shorter."""
         unhealthy = {member.name for member in pool if not member.healthy}
         failed = {drafter_of(r.chain[-1]): len(r.chain) for r in requests if r.chain and r.chain[-1] in unhealthy}
-        for drafter, depth in failed.items():
-            if self._depths.of(drafter) >= depth > 1:
-                self._depths.trouble(drafter, depth)
+        for drafter, chain_len in failed.items():
+            if self._max_lens.of(drafter) >= chain_len > 1:
+                self._max_lens.note_failure(drafter, chain_len)
 
     def _predict(self, drafters: Sequence[PoolMember], batch: int) -> None:
         """Computes the fastest chain below each last drafter, and the seconds of a round with it."""
         names = [drafter_of(member.name) for member in drafters]
-        known = (tuple(names), tuple(map(self._depths.of, names)), batch.bit_length(), self._target is UNMEASURED)
+        known = (tuple(names), tuple(map(self._max_lens.of, names)), batch.bit_length(), self._target is UNMEASURED)
         if known == self._known and self._slot % REFRESH_SLOTS:
             return
         self._known = known
@@ -195,9 +190,8 @@ class ModelChains:
         found: dict[str, list[tuple[Chain, float]]] = {name: [] for name in names}
         verifiers = [name for name in names if by_name[name].verifies]
         for chain in candidates(names, verifiers, self._config.max_levels):
-            if not chain or len(chain) > max(1, self._depths.of(chain[-1])):
-                continue
-            if not all(by_name[one].leads for one in chain[:-1]):
+            is_short = chain and len(chain) <= max(1, self._max_lens.of(chain[-1]))
+            if not is_short or not all(by_name[one].leads for one in chain[:-1]):
                 continue
             levels = []
             for lower, upper in pairwise(chain):
@@ -219,10 +213,10 @@ class ModelChains:
             return np.zeros((len(rows), 0))
         names = [drafter_of(member.name) for member in drafters]
         lens, _ = self._acceptance.expected_lens(rows, drafters)
-        on_time = self._acceptance.on_time_shares(names)
+        on_time = self._acceptance.on_time.shares(names)
         round_s = on_time * [self._round_s[name] for name in names] + (1.0 - on_time) * self._target.at(batch)
         per_token_s: Floats = round_s / (1.0 + on_time * (lens - 1.0))
-        closed = [j for j, name in enumerate(names) if self._depths.of(name) == 0]
+        closed = [j for j, name in enumerate(names) if self._max_lens.of(name) == 0]
         per_token_s[:, closed] = np.inf
         return per_token_s
 

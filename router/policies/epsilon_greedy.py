@@ -1,7 +1,7 @@
 """`epsilon-greedy`: mostly the best known drafter, sometimes a random one (SPIN, section VI, second baseline).
 
-SPIN estimates per pool; here the estimate is per request, shrunk to the pool's. SPIN's epsilon of 0.2 is the probability of
-the best drafter; here epsilon is, as usual, that of a random one, so 0.8 is the paper's baseline.
+SPIN estimates per pool; here the estimate is per request, shrunk to the pool's. SPIN's epsilon is the probability of the
+best drafter; here it is that of a random one, so 0.8 is the paper's baseline.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,8 @@ from router.policies.free_capacity import FreeCapacity
 
 class EpsilonGreedy:
     """Per request and slot: with probability epsilon a uniformly random drafter, else the one with the highest estimated
-    goodput. A request leaves its drafter only for one better by the hysteresis, since catching up costs time.
-
-    With scarce places, requests that stay keep theirs; then those with the largest gain choose first.
-    """
+    goodput, if that is better than the present one's by the hysteresis. With scarce places, requests that stay keep theirs;
+    then those with the largest gain choose first."""
 
     def __init__(self, config: EpsilonGreedyPolicy) -> None:
         self._epsilon = config.epsilon

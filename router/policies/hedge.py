@@ -1,8 +1,5 @@
-"""`hedge`: exponential weights over drafters with full information, matched under capacity (the default).
-
-Hedge (Freund and Schapire) over drafters, as in "Not-a-Bandit" (arXiv 2510.20064): drafters in step with a request are
-judged by every round, without exploration.
-"""
+"""`hedge`: exponential weights over drafters with full information, matched under capacity (the default). As in
+"Not-a-Bandit" (arXiv 2510.20064), drafters in step with a request are judged by every round, without exploration."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -35,15 +32,14 @@ class Hedge:
 
         v_ij = (1 + s_j (L_ij - 1) + G_ij / (eta n_ij)) / T_j
 
-    - L_ij: expected tokens of a round with a draft, from i's own drafts and scores by position, shrunk towards j's means for
-      similar prompts (cluster and context length) and for all requests (`router.estimates.acceptance`).
+    - L_ij: expected tokens of a round with a draft (`router.estimates.acceptance`); n_ij: the rounds behind it.
     - s_j: share of rounds in which j's draft is in time (`router.estimates.draft_shares`).
     - T_j: seconds of a round if all requests were with j (`router.estimates.round_times`).
-    - G_ij: a Gumbel draw fixed for the life of i; n_ij: the rounds behind L_ij.
+    - G_ij: a Gumbel draw fixed for the life of i.
 
-    With drafts in time, i goes to j with probability proportional to exp(eta n_ij L_ij), which is Hedge; with scarce places
-    it is Hedge's perturbed leader (Kalai and Vempala). Without scores, a small share of requests explores for a slot the
-    drafter that they have seen least.
+    With drafts in time, i goes to j with probability proportional to exp(eta n_ij L_ij) (Hedge of Freund and Schapire); with
+    scarce places this is Hedge's perturbed leader (Kalai and Vempala). Without scores, a small share of requests explores
+    for a slot the drafter that they have seen least.
 
     v is raised by the hysteresis where i is, and lowered elsewhere by the cost of catching up, spread over ``payback_s``.
     The matching maximises the sum of v (`router.matching`), starting from the prices of the last slot.
@@ -82,10 +78,8 @@ class Hedge:
             matching = match(values[live], capacity, prices, MAX_CYCLES)
             self._prices = dict(zip(room.drafters, matching.prices.tolist(), strict=True))
             places = matching.place.tolist()
-            requests_live = [request for request in requests if not request.is_placeholder]
-            chains |= room.seat_all(
-                (r, room.drafters[j]) for r, j in zip(requests_live, places, strict=True) if j != NOWHERE
-            )
+            pairs = zip([request for request in requests if not request.is_placeholder], places, strict=True)
+            chains |= room.seat_all((request, room.drafters[j]) for request, j in pairs if j != NOWHERE)
             for i in np.flatnonzero(~live).tolist():
                 chains[requests[i].request_id] = self._best_left(values[i], matching.prices, room)
         return chains
@@ -104,7 +98,7 @@ class Hedge:
         """(requests, drafters): value of a place above plain decoding."""
         own, columns = self._acceptance.requests, self._acceptance.columns(room.drafters)
         lens, num_rounds = self._acceptance.expected_lens(rows, room.members)
-        shares = self._acceptance.on_time_shares(room.drafters)
+        shares = self._acceptance.on_time.shares(room.drafters)
         lens = 1.0 + shares * (lens - 1.0)
         noise = own.noise(rows, columns) / (self._config.learning_rate * num_rounds)
         here = self._here(requests, pool, room)

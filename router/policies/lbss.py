@@ -5,24 +5,20 @@ Its time slot is the router's; its goodput r_ij(t) is the committed tokens per s
     Algorithm 1                                                          here
     1   for epoch k = 1, 2, ...                                          `_Calendar.next_slot`
     2     exploration: estimate g_ij by algorithm 2                      `_explore`, `observe`
-    3     exploitation: select by solving (10)-(12)                      `_exploit`, at its first slot
-    4     run so for 2^k time slots                                      `_keep`, at the others
+    3-4   exploitation: solve (10)-(12), run so for 2^k time slots       `_exploit`, then `_keep`
     Algorithm 2 (alpha slots, in chunks of beta)
     3-6     every request draws a drafter uniformly                      `_explore`, first loop
     7-11    of those over B_j, B_j are kept at random, others dropped    `_explore`, second loop
     13-16   it stays so for the beta slots of a chunk                    `_keep`
     18    the estimate is the mean of what was observed                  `GoodputEstimates`
 
-Lines 12 to 17 read as if one draw served all chunks; section IV.B and figure 8 draw once per chunk, as here. (10)-(12) is
-solved by a maximum-weight matching of requests with B_j replicas of each drafter j.
-
-The paper's set of requests is fixed. For requests that come and go:
+As in section IV.B and figure 8, each chunk draws anew. (10)-(12) is a maximum-weight matching of requests with B_j replicas
+of each drafter j. The paper's set of requests is fixed; here requests come and go:
 
 - A request that arrives within a chunk draws at once; one that arrives during exploitation is matched with free places.
 - An unexplored pair counts as the mean of its drafter; an unexplored drafter as the mean of the others.
 - The mean is over the exploration of all epochs: only so do estimates sharpen with k, as theorem 1 needs.
-- Requests of a drafter that closes are treated as new.
-- Slots without requests are no part of an epoch.
+- Requests of a drafter that closes are treated as new. Slots without requests are no part of an epoch.
 - ``longest_exploitation``, if set, bounds the 2^k slots, so that learning never stops.
 """
 

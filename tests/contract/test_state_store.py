@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import redis
 from redis.commands.core import Script
-from tests.support.memory_store import MemoryStateStore
 
 from cluster.config import FileStateConfig, RedisStateConfig
 from cluster.errors import InvalidField
@@ -25,6 +24,7 @@ from cluster.state import (
     open_store,
 )
 from cluster.state_redis import RedisStateStore
+from tests.support.memory_store import MemoryStateStore
 
 NAMESPACE = "test"
 

@@ -13,6 +13,7 @@ from scipy import stats
 
 from cluster.sampling_params import SamplingParams
 from engine.target import TargetEngine
+from tests.support.local_target import local_target
 from tests.support.target_driver import Drafts, Played, play
 from tests.support.tiny_model import write_tiny_model
 from tests.support.vllm_engine import BLOCK_LEN, MAX_MODEL_LEN, NUM_BLOCKS, make_vllm
@@ -27,8 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", hidden_size=128)
 
 
-@pytest.fixture(scope="module", params=["native", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(scope="module", params=["native", "native-2-ranks", pytest.param("vllm", marks=pytest.mark.vllm)])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[TargetEngine]:
+    if request.param == "native-2-ranks":
+        with local_target(folder, NUM_BLOCKS, BLOCK_LEN, 8, 256, MAX_MODEL_LEN) as ranks:
+            yield ranks.engine
+        return
     if request.param == "native":
         from engine.factory import build_model
         from engine.models.config import load_config
@@ -146,6 +151,29 @@ def test_logprobs_are_those_without_drafts(engine: TargetEngine) -> None:
         assert [[token for token, _ in row.top] for row in a] == [[token for token, _ in row.top] for row in b]
         np.testing.assert_allclose([row.logprob for row in a], [row.logprob for row in b], atol=1e-4)
         assert all(row.logprob < 0 for row in a)
+
+
+def test_logprobs_of_a_prompt_are_those_of_generating_it(engine: TargetEngine) -> None:
+    asked = prompts("written")
+    plain = play(engine, asked, sampled(list(asked), 0.7, top_logprobs=3))
+    again = {f"read-{i}": [*asked[name], *plain.outputs[name]] for i, name in enumerate(asked)}
+    rng = random.Random(3)
+    read = play(
+        engine,
+        again,
+        sampled(list(again), 0.0, prompt_logprobs=3),
+        preempts=lambda name, number: rng.random() < 0.1,
+        chunk_len=25,
+    )
+    assert set(read.num_cached.values()) == {0}, "rows in the prefix cache have no logits"
+    for (name, prompt), found in zip(asked.items(), read.prompt_logprobs.values(), strict=True):
+        assert len(found) == len(prompt) + NUM_NEW - 1
+        a, b = plain.logprobs[name], found[len(prompt) - 1 :]
+        assert [[token for token, _ in row.top] for row in a] == [[token for token, _ in row.top] for row in b]
+        np.testing.assert_allclose([row.logprob for row in a], [row.logprob for row in b], atol=1e-4)
+        for token, row in zip(plain.outputs[name], b, strict=True):
+            tops = [top for top, _ in row.top]
+            assert row.rank == 1 + tops.index(token) if token in tops else row.rank is not None and row.rank > 3
 
 
 def test_a_preempted_request_goes_on_with_the_same_tokens(engine: TargetEngine) -> None:

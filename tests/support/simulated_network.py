@@ -39,6 +39,14 @@ class Faults:
                 raise InvalidField(name, getattr(self, name), "must lie between 0 and 1")
 
 
+class EncodingNetwork(LocalNetwork):
+    """Refuses what a real link would."""
+
+    def carry(self, to: MemoryLink, message: Message) -> None:
+        encode_message(message, to.other.limits.max_message_bytes)
+        super().carry(to, message)
+
+
 class MemoryNetwork(LocalNetwork):
     """Delivers what is due when ``deliver_until`` moves the clock. Not thread-safe.
 

@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.drafter import DrafterInfo
 from actors.processes import Process, ProcessEnded
-from actors.router import RouterInfo
 from actors.target import DrafterCounts, TargetInfo, TargetReport
+from actors.worker import ProcessInfo
 from cluster.client import TargetStatus
 from cluster.config import (
     DrafterConfig,
@@ -85,7 +84,7 @@ class PretendedSpawner:
 
     async def target(self, name: str) -> Process:
         number = len(self.lives.get(name, []))
-        process = self._born(name, TargetInfo(name, f"grpc://node:{number}", MODEL, 100 + number))
+        process = self._born(name, TargetInfo(100 + number, name, f"grpc://node:{number}", MODEL))
         process.report = TargetReport(
             TargetStatus(name, "ready", 1, 2, 10, 5, 30.0, 7.0), (DrafterCounts("ngram", 1, 40, 30, 0.002),), 6
         )
@@ -94,10 +93,10 @@ class PretendedSpawner:
     async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process:
         assert model is MODEL
         assert addresses
-        return self._born(name, DrafterInfo(name, 200))
+        return self._born(name, ProcessInfo(200))
 
     async def router(self) -> Process:
-        return self._born("router", RouterInfo(300))
+        return self._born("router", ProcessInfo(300))
 
     async def end_drafter(self, name: str) -> None:
         if name in self.lives:

@@ -21,6 +21,7 @@ class Played:
 
     outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     num_cached: dict[str, int] = field(default_factory=dict)  # prompt tokens found in the prefix cache
     num_passes: int = 0
     num_drafted: int = 0
@@ -68,6 +69,8 @@ def play(
         played.num_passes += 1
         for span, outcome in zip(spans, outcomes, strict=True):
             _take(span, outcome, tokens[span.request_id], computed, played)
+            known = played.prompt_logprobs.setdefault(span.request_id, [])
+            known += outcome.prompt_logprobs[len(known) + 1 - outcome.scored_from :]
             on_tokens(span.request_id, outcome.token_ids)
         for name in [name for name in live if len(tokens[name]) >= len(prompts[name]) + sampling[name].max_tokens]:
             engine.release(name)

@@ -1,12 +1,19 @@
 """What `outrider bench compare` asks of each arm, and when."""
 
 import asyncio
+import gzip
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
-from benchmarks.compare.systems import OUTRIDER, VLLM, Arm, RunningArm, chosen_arms
-from benchmarks.compare.turns import TurnFailed, bursty_arrivals, closed_loop, open_loop
+from benchmarks.compare.arms import LLAMA_CPP, OUTRIDER, OUTRIDER_VLLM, PLAIN, POOL, VLLM, Arm, chosen_arms
+from benchmarks.compare.bursts import TRACE, bursty_arrivals, read_records, trace_arrivals
+from benchmarks.compare.comparison import Comparison
+from benchmarks.compare.peer_server import PeerFailed
+from benchmarks.compare.systems import RunningArm
+from benchmarks.compare.turns import Turn, TurnFailed, closed_loop, open_loop
 from benchmarks.load import LoadRequest, TimedAnswer
 
 
@@ -23,7 +30,7 @@ class Server:
         return TimedAnswer(1.0, [0.5, 1.0], "text", 3, error=self.error)
 
 
-ARM = Arm("plain", OUTRIDER, "bf16", False, "outrider", "off")
+ARM = Arm(OUTRIDER, "bf16", PLAIN)
 ASKS = [LoadRequest(f"r{i}", (1, 2), 3) for i in range(4)]
 
 
@@ -36,15 +43,16 @@ def test_the_plain_arm_asks_for_no_drafts() -> None:
 
 
 def test_a_request_without_an_answer_ends_the_comparison() -> None:
-    with pytest.raises(TurnFailed, match="plain: 500"):
+    with pytest.raises(TurnFailed, match="outrider bf16, no drafting: 500"):
         closed_loop(RunningArm(ARM, Server(error="500"), None), ASKS, 2)  # type: ignore[arg-type]
 
 
 def test_drafting_comes_before_plain_decoding_of_the_same_server() -> None:
     """Its server learns from answers."""
-    own = [arm for arm in chosen_arms(True, [VLLM]) if arm.family == OUTRIDER]
-    assert [arm.speculative for arm in own] == [True, False]
-    assert own[0].server == own[1].server
+    for family in (OUTRIDER, OUTRIDER_VLLM):
+        own = chosen_arms(True, [family])
+        assert [arm.drafting for arm in own] == [POOL, PLAIN]
+        assert own[0].server == own[1].server
 
 
 def test_bursts_have_the_mean_rate_that_was_asked_for() -> None:
@@ -53,3 +61,56 @@ def test_bursts_have_the_mean_rate_that_was_asked_for() -> None:
     assert 4000 / arrivals[-1] == pytest.approx(5.0, rel=0.1)
     in_burst = sum(at % 9.0 < 3.0 for at in arrivals)
     assert in_burst / 4000 == pytest.approx(0.8, abs=0.03)  # 8 times the rate for a third of the time
+
+
+def test_a_slice_of_a_trace_is_stretched_to_the_rate_and_keeps_its_burst(tmp_path: Path) -> None:
+    calm, burst = [float(i) for i in range(0, 300, 3)], [300 + i / 100 for i in range(60)]
+    (tmp_path / TRACE).parent.mkdir()
+    with gzip.open(tmp_path / TRACE, "wt") as file:
+        file.write("arrival_s,prompt_tokens,output_tokens\n")
+        file.writelines(f"{at_s},1,1\n" for at_s in [*calm, *burst, *(400.0 + i for i in range(100))])
+    arrivals = trace_arrivals(tmp_path, 80, 4.0)
+    assert len(arrivals) == 80
+    assert arrivals == sorted(arrivals)
+    assert arrivals[0] == 0.0
+    assert arrivals[-1] == pytest.approx(20.0)
+    assert min(later - earlier for earlier, later in zip(arrivals, arrivals[8:], strict=False)) < 0.1
+
+
+def _record(error: object = None) -> str:
+    metrics = {"inter_token_latency": 40.0, "time_to_first_token": 100.0, "output_sequence_length": 48}
+    found = {} if error else {name: {"value": value} for name, value in metrics.items()}
+    times = {"request_start_ns": 10**9, "request_end_ns": 3 * 10**9}
+    return json.dumps({"metadata": times, "metrics": found, "error": error}) + "\n"
+
+
+def test_aiperf_records_become_a_turn() -> None:
+    turn = read_records("arm", _record() * 2, 2)
+    assert turn.tpot_s == (0.04, 0.04)
+    assert turn.ttft_s == (0.1, 0.1)
+    assert turn.tokens_per_s == pytest.approx(48.0)
+
+
+@pytest.mark.parametrize("text", [_record() + _record({"type": "TimeoutError"}), _record()])
+def test_a_request_that_aiperf_did_not_see_answered_ends_the_comparison(text: str) -> None:
+    with pytest.raises(PeerFailed, match="aiperf on arm"):
+        read_records("arm", text, 2)
+
+
+def test_the_figures_compare_the_best_of_each_family_at_medians() -> None:
+    arms = chosen_arms(True, [OUTRIDER, OUTRIDER_VLLM, VLLM, LLAMA_CPP])
+    comparison = Comparison(arms, (1,))
+    speeds = {(OUTRIDER, POOL): 60.0, (OUTRIDER, PLAIN): 40.0, (OUTRIDER_VLLM, POOL): 50.0, (OUTRIDER_VLLM, PLAIN): 29.0}
+    for arm in arms:
+        speed = speeds.get((arm.family, arm.drafting), 30.0 if arm.precision != "q4_1" else 100.0)
+        for factor in (0.5, 1.0, 7.0):
+            comparison.add(arm, 1, Turn(speed * factor, (1 / speed,), (0.1,), ("text",)))
+        if arm.family != LLAMA_CPP:
+            comparison.add_burst(arm, Turn(speed, (1 / speed,) * 3, (0.1,) * 3, ()))
+    figures = comparison.figures()
+    assert figures["over_vllm.batch_1"] == pytest.approx(2.0)
+    assert figures["over_llama_cpp.batch_1"] == pytest.approx(2.0)  # not of Q4
+    assert figures["vllm_target_overhead"] == pytest.approx(30 / 29)
+    assert figures["vllm_target_speedup.batch_1"] == pytest.approx(50 / 30)
+    assert figures["tpot_p99_over_vllm"] == pytest.approx(0.5)
+    assert all(value == 1.0 for name, value in figures.items() if name.startswith("identical_fraction"))

@@ -61,11 +61,12 @@ samplings = st.integers(1, 2**31 - 1).flatmap(
         seed=st.integers(0, MAX_SEED),
         top_logprobs=st.none() | st.integers(0, 20),
         allowed_token_ids=token_ids,
+        prompt_logprobs=st.none() | st.integers(0, 20),
     )
 )
-logprobs = st.lists(
-    st.builds(TokenLogprobs, floats, st.lists(st.tuples(uint32s, floats), max_size=4).map(tuple)), max_size=4
-).map(tuple)
+tops = st.lists(st.tuples(uint32s, floats), max_size=4).map(tuple)
+logprobs = st.lists(st.builds(TokenLogprobs, floats, tops), max_size=4).map(tuple)
+ranked_logprobs = st.lists(st.builds(TokenLogprobs, floats, tops, uint32s), max_size=4).map(tuple)
 
 
 def some(strategy: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ...]]:
@@ -129,6 +130,7 @@ commits = st.builds(
     st.none() | st.sampled_from(FinishReason),
     st.none() | names,
     st.none() | st.builds(Prefill, uint32s, times, times),
+    ranked_logprobs,
 )
 commit_rounds = st.builds(CommitRound, some(commits))
 refusals = st.builds(Refusal, names, st.booleans())
@@ -222,6 +224,11 @@ def test_a_cut_or_flipped_message_is_a_wire_error_or_another_frame(message: Fram
         ).SerializeToString(),
         wire.Frame(
             commit_round=wire.CommitRound(commits=[wire.Commit(logprobs=wire.Logprobs(chosen=[1.0, 2.0], num_top=[0]))])
+        ).SerializeToString(),
+        wire.Frame(
+            commit_round=wire.CommitRound(
+                commits=[wire.Commit(prompt_logprobs=wire.Logprobs(chosen=[1.0, 2.0], num_top=[0, 0], ranks=[1]))]
+            )
         ).SerializeToString(),
         encode(DraftRound(1, releases=("x" * 100,)))[:-1],
         bytes([0x2A, 0x03, 0x2A, 0x01, 0xFF]),  # a release whose name is not UTF-8

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
-from tests.support.memory_store import MemoryStateStore
 
 from cluster.config import ClusterConfig, Config, FileStateConfig, ModelConfig, TargetConfig
 from engine import loading, pass_timing
@@ -14,6 +13,7 @@ from engine.loading import identity_of, load_target
 from engine.pass_timing import BUDGET_S, measure_cost
 from router.cost_model import TableCost
 from router.plan import Capacity
+from tests.support.memory_store import MemoryStateStore
 from tests.support.toys import ToyTarget
 
 TABLE = TableCost((1, 8, 32), (0.01, 0.02, 0.05), 1e-6)

@@ -16,7 +16,7 @@ from cluster.types import ModelInfo, Proposal
 from drafters.counterfactual import Shadow
 from drafters.loop import REPORT_PERIOD_S, DrafterLoop
 from drafters.model import ModelDrafter
-from drafters.protocol import NEVER, Drafter, Stopping
+from drafters.protocol import Drafter
 from drafters.registry import Site, make
 from drafters.sessions import MAX_UNSCORED, SessionLimits
 from drafters.small_model import Question, SmallModel
@@ -157,7 +157,7 @@ def small_model(folder: Path, num_blocks: int = 64, max_pass_rows: int = 512) ->
 
 
 @pytest.mark.parametrize("sampling", [SAMPLED, PENALIZED], ids=["sampled", "penalized"])
-@pytest.mark.parametrize("kind", ["ngram", "suffix", "model", "layers", "led"])
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "model", "layers"])
 def test_a_score_is_what_really_drafting_gives(
     kind: str, sampling: SamplingParams, folder: Path, layers_folder: Path
 ) -> None:
@@ -173,11 +173,7 @@ def test_a_score_is_what_really_drafting_gives(
     }
 
     def make_one() -> Drafter:
-        return (
-            ModelDrafter(small_model(folder), min_confidence=0.2)
-            if kind == "led"
-            else make(options[kind], Site(target, "cpu"))
-        )
+        return make(options[kind], Site(target, "cpu"))
 
     truth = really(make_one, text, sampling)
     driven, base = [], len(PROMPT)  # the rounds that it has when it drives
@@ -303,43 +299,44 @@ def shadow_of(scored_len: int, max_draft_len: int, end_len: int) -> Shadow:
     return Shadow("key", "r", scored_len, max_draft_len, end_len)
 
 
-def advanced(shadow: Shadow, chosen: int, confidence: float, stopping: Stopping) -> DraftScore | None:
+def advanced(shadow: Shadow, chosen: int, confidence: float, min_survival: float) -> DraftScore | None:
     if shadow.begins:
         shadow.begin()
-    return shadow.advance(chosen, confidence, stopping)
+    return shadow.advance(chosen, confidence, min_survival)
 
 
-def rounds_of(shadow: Shadow, choices: Sequence[int], confidences: Sequence[float], stopping: Stopping) -> list[DraftScore]:
-    found = [advanced(shadow, chosen, c, stopping) for chosen, c in zip(choices, confidences, strict=True)]
+def rounds_of(
+    shadow: Shadow, choices: Sequence[int], confidences: Sequence[float], min_survival: float = 0.0
+) -> list[DraftScore]:
+    found = [advanced(shadow, chosen, c, min_survival) for chosen, c in zip(choices, confidences, strict=True)]
     return [score for score in found if score is not None]
 
 
 def test_virtual_drafts_end_where_real_ones_do() -> None:
-    for confidences, stopping, expected in (
+    for confidences, min_survival, expected in (
         (
             (0.9, 0.9, 0.9, 0.9),
-            NEVER,
+            0.0,
             DraftScore("r", 5, 4, 4),
         ),  # the longest draft, all right: no position failed
-        ((0.9, 0.1, 0.9, 0.9), Stopping(min_confidence=0.2), DraftScore("r", 5, 1, 2)),
-        ((0.9, 0.5, 0.9, 0.9), Stopping(min_survival=0.5), DraftScore("r", 5, 2, 3)),  # the unlikely token itself is drafted
+        ((0.9, 0.5, 0.9, 0.9), 0.5, DraftScore("r", 5, 2, 3)),  # the unlikely token itself is drafted
     ):
         shadow = shadow_of(5, 4, 1000)
         shadow.commit((1, 2, 3, 4))
-        assert rounds_of(shadow, (1, 2, 3, 4), confidences, stopping) == [expected]
+        assert rounds_of(shadow, (1, 2, 3, 4), confidences, min_survival) == [expected]
     shadow = shadow_of(5, 4, 8)  # it ends at 8: two tokens may be drafted, the last is the target's own
     shadow.commit((1, 2, 3))
-    assert rounds_of(shadow, (1, 2, 3), (1.0,) * 3, NEVER) == [DraftScore("r", 5, 2, 2)]
+    assert rounds_of(shadow, (1, 2, 3), (1.0,) * 3) == [DraftScore("r", 5, 2, 2)]
 
 
 def test_a_virtual_round_begins_where_the_one_before_it_ended_and_not_at_a_commit() -> None:
     shadow = shadow_of(5, 4, 1000)
     shadow.commit((1,))
     shadow.commit((2, 3))  # a round of the driver's began at 6; its own draft is still right there
-    assert rounds_of(shadow, (1, 2, 9), (1.0,) * 3, NEVER) == [DraftScore("r", 5, 2, 3)]
+    assert rounds_of(shadow, (1, 2, 9), (1.0,) * 3) == [DraftScore("r", 5, 2, 3)]
     assert shadow.begins
     shadow.commit((4, 5))
-    assert rounds_of(shadow, (9, 5), (1.0,) * 2, NEVER) == [DraftScore("r", 8, 0, 1)]
+    assert rounds_of(shadow, (9, 5), (1.0,) * 2) == [DraftScore("r", 8, 0, 1)]
 
 
 def test_scores_have_the_mean_of_really_driving_on_text_where_the_driver_differs() -> None:

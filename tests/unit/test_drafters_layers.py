@@ -13,7 +13,9 @@ from drafters.model import ModelDrafter
 from drafters.protocol import Demand, Draft
 from drafters.reduced_vocab import ReducedHead
 from drafters.small_model import SmallModel
-from engine.factory import load_model
+from engine.factory import load_model, make_ops
+from engine.models.config import load_config
+from engine.ops import GumbelArgmax
 from engine.sampling import Sampler, SampleSpan, SamplingState
 from tests.support.tiny_model import write_tiny_layers, write_tiny_model
 
@@ -37,6 +39,11 @@ def draft(drafter: ModelDrafter, sampling: SamplingParams, num_requests: int = 1
     for i, name in enumerate(names):
         drafter.open(name, [10 + i, 20, 30, 40, 50], 5, sampling)
     return drafter.propose([Demand(name, 12) for name in names])
+
+
+def kernel_of(target: Path, token_ids: torch.Tensor, dtype: torch.dtype) -> GumbelArgmax | None:
+    """None without a compiler."""
+    return make_ops(load_config(target), dtype, torch.device("cpu")).gumbel_argmax(token_ids.numpy())
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, NOISY])
@@ -78,11 +85,11 @@ def test_a_larger_batch_after_a_small_one_sees_no_leftovers(target: Path, tmp_pa
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_short_way_chooses_what_the_targets_sampler_would(seed: int) -> None:
+def test_the_short_way_chooses_what_the_targets_sampler_would(target: Path, seed: int) -> None:
     """Rows with and without noise in one batch, with several rows a span."""
     rng = torch.Generator().manual_seed(seed)
     known = torch.sort(torch.randperm(3000, generator=rng)[:700]).values
-    head = ReducedHead(known, 3000, Sampler(3000, (1,)))
+    head = ReducedHead(known, 3000, Sampler(3000, (1,)), kernel_of(target, known, torch.bfloat16))
     spans = []
     for i, temperature in enumerate((0.0, 0.8, 1.0, 0.0, 0.3)):
         sampling = SamplingParams(max_tokens=50, temperature=temperature, seed=100 * seed + i)
@@ -96,8 +103,9 @@ def test_the_short_way_chooses_what_the_targets_sampler_would(seed: int) -> None
         assert got.confidences == pytest.approx(wanted.confidences, rel=1e-4)
 
 
-def test_the_short_way_says_when_there_is_nothing_to_choose() -> None:
-    head = ReducedHead(torch.arange(5), 9, Sampler(9, ()))
+def test_the_short_way_says_when_there_is_nothing_to_choose(target: Path) -> None:
+    known = torch.arange(5)
+    head = ReducedHead(known, 9, Sampler(9, ()), kernel_of(target, known, torch.float32))
     logits = torch.zeros(3, 5)
     logits[1] = torch.nan
     state = SamplingState(SamplingParams(max_tokens=5, temperature=0.5), (1,), 1)
@@ -107,14 +115,15 @@ def test_the_short_way_says_when_there_is_nothing_to_choose() -> None:
 
 
 @pytest.mark.parametrize("change", [{"top_p": 0.5}, {"top_k": 1}, {"repetition_penalty": 1.5}, {"logit_bias": ((6, 50.0),)}])
-def test_whoever_asks_for_more_gets_it_from_the_targets_sampler(change: dict[str, Any]) -> None:
+def test_whoever_asks_for_more_gets_it_from_the_targets_sampler(target: Path, change: dict[str, Any]) -> None:
     sampling = SamplingParams(max_tokens=50, temperature=0.9, **change)
     spans = [SampleSpan(SamplingState(sampling, (6, 8, 6), 2), (), 1)]
     known = torch.tensor([2, 4, 6, 8])
     logits = torch.tensor([[1.0, 2.0, 3.0, 2.5]])
     whole = torch.full((1, 9), -torch.inf)
     whole[:, known] = logits
-    assert ReducedHead(known, 9, Sampler(9, ())).choose(logits, spans) == Sampler(9, ()).choose(whole, spans, True)
+    head = ReducedHead(known, 9, Sampler(9, ()), kernel_of(target, known, torch.float32))
+    assert head.choose(logits, spans) == Sampler(9, ()).choose(whole, spans, True)
 
 
 def test_a_draft_ends_behind_the_token_that_makes_it_unlikely(target: Path, tmp_path: Path) -> None:

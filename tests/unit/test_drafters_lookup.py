@@ -106,10 +106,10 @@ def test_a_hit_rate_remembers_and_forgets() -> None:
     rate = HitRate(0.5)
     for _ in range(2000):
         rate.record(True)
-    assert rate.rate > 0.99
+    assert rate.value > 0.99
     for _ in range(1000):
         rate.record(False)
-    assert rate.rate < 0.2
+    assert rate.value < 0.2
 
 
 class TestSuffixAutomaton:
@@ -308,7 +308,7 @@ def test_without_a_compiler_they_run_in_python_and_the_log_says_so(
         monkeypatch.setenv("PATH", str(tmp_path))
     program = (
         "from drafters.native.lookup import compiled\n"
-        "from drafters.ngram import NgramDrafter\n"
+        "from drafters.ngram import HitRate, NgramDrafter\n"
         "from drafters.suffix import SuffixDrafter\n"
         "made = [compiled(NgramDrafter()), compiled(SuffixDrafter(max_match_len=4, max_shared_tokens=64))]\n"
         "print([type(drafter).__name__ for drafter in made])\n"

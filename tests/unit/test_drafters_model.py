@@ -139,19 +139,6 @@ def test_a_chain_saves_passes_of_its_verifier(folder: Path) -> None:
     assert verifier.num_passes <= alone.num_passes / 4
 
 
-def test_a_doubtful_draft_ends_early(folder: Path) -> None:
-    output = plain_run(folder, SAMPLED)
-    sure = ModelDrafter(small_model(folder), min_confidence=0.3)
-    free = ModelDrafter(small_model(folder))
-    for drafter in (sure, free):
-        drafter.open("r", output[:70], len(PROMPT), SAMPLED)
-    (whole,) = free.propose([Demand("r", 9)])
-    num_sure = next((i for i, confidence in enumerate(whole.confidences) if confidence < 0.3), 9)
-    assert 0 <= num_sure < 9, "the test needs a doubtful token"
-    (short,) = sure.propose([Demand("r", 9)])
-    assert short.token_ids == whole.token_ids[:num_sure]
-
-
 def test_drafts_end_at_stop_tokens(folder: Path) -> None:
     sampling = SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((EOS, 100.0),))
     for params, expected in (

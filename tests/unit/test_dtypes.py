@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, level = request.param
-    dtypes._chosen.cache_clear()
+    dtypes._log.cache_clear()
     monkeypatch.setattr(dtypes, "kernels_fault", lambda: None if compiler else "no C compiler found")
     monkeypatch.setattr(dtypes, "cpu_level", lambda: CpuLevel(level, level))
 
@@ -134,7 +134,7 @@ def test_a_compiler_without_a_cache_folder_makes_no_kernels() -> None:
     environment.pop("OUTRIDER_HOME", None)
     done = subprocess.run([sys.executable, "-c", CHOICES], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.stdout.split() == ["float32"] * 3, done.stderr
-    assert "our kernels are not used: the library tile_sizes cannot be built or loaded: " in done.stderr
+    assert "without our kernels: the library tile_sizes cannot be built or loaded: " in done.stderr
     assert "/proc/none" in done.stderr
 
 

@@ -85,7 +85,7 @@ class Served:
             status = self.target.status()
             report = SlotReport(
                 self.target.requests(),
-                self.target.take_observations(),
+                self.target.telemetry.take_observations(),
                 status.table_version,
                 tuple(name for name, _ in status.followed),
             )

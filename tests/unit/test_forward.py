@@ -140,5 +140,5 @@ def test_blocks_are_counted_from_bytes(tmp_path: Path) -> None:
     config = load_config(tmp_path)
     block_bytes = 3 * 2 * 2 * 32 * BLOCK_LEN * 2  # layers, keys and values, heads, head_dim, tokens, bytes
     assert num_blocks_for(config, 5 * block_bytes - 1, torch.bfloat16, BLOCK_LEN) == 4
-    with pytest.raises(ValueError, match=f"one takes {block_bytes} bytes"):
+    with pytest.raises(ValueError, match=f"at least one block of {block_bytes} bytes"):
         num_blocks_for(config, block_bytes - 1, torch.bfloat16, BLOCK_LEN)

@@ -88,16 +88,13 @@ def _wait(stop: threading.Event) -> None:
     stop.wait()
 
 
-class Actor(LoopActor[str]):
+class Actor(LoopActor):
     def __init__(self) -> None:
         super().__init__()
         self.woken = threading.Event()
 
     def _start_loop(self) -> LoopThread:
         return LoopThread("looping", _wait, self.woken.set)
-
-    def _info(self) -> str:
-        return "it runs"
 
 
 def test_waiting_for_the_end_ends_after_a_while() -> None:

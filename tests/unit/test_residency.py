@@ -22,10 +22,10 @@ def pool(*tenants: Tenant, limits: dict[str, int] | None = None) -> ModelPool:
     return made
 
 
-def looks(made: ModelPool, num: int, start_s: float, **demands: LoadDemand) -> list[Moves]:
+def updates(made: ModelPool, num: int, start_s: float, **demands: LoadDemand) -> list[Moves]:
     found = []
     for i in range(num):
-        found.append(made.look(demands, start_s + i))
+        found.append(made.update(demands, start_s + i))
         made.check_integrity()
     return found
 
@@ -34,18 +34,18 @@ def test_all_that_fits_is_loaded_at_the_start_and_a_lazy_one_when_it_is_wanted()
     made = ModelPool((replace(A, num_bytes=4, stay=Stay.START), replace(B, num_bytes=4)), LIMITS, CALM_S)
     assert made.start(0.0).load == (("a", "gpu"),)
     assert made.offered(0.0) == {"b"}
-    assert not made.look({}, 1.0)
-    assert made.look({"b": WANTED}, 2.0).load == (("b", "gpu"),)
+    assert not made.update({}, 1.0)
+    assert made.update({"b": WANTED}, 2.0).load == (("b", "gpu"),)
     assert made.resident == {"a": "gpu", "b": "gpu"}
     assert not made.offered(3.0)
-    assert not any(looks(made, 50, 3.0, a=BUSY, b=BUSY))
+    assert not any(updates(made, 50, 3.0, a=BUSY, b=BUSY))
 
 
 def test_one_that_is_idle_gives_way_to_one_that_is_wanted_and_first_it_retires() -> None:
     made = pool(A, B)
-    made.look({"a": WANTED}, 0.0)
-    assert not any(looks(made, 9, 1.0, b=WANTED)), "a has not been there for long"
-    told, gone = looks(made, 2, 20.0, b=WANTED)
+    made.update({"a": WANTED}, 0.0)
+    assert not any(updates(made, 9, 1.0, b=WANTED)), "a has not been there for long"
+    told, gone = updates(made, 2, 20.0, b=WANTED)
     assert not told
     assert gone == Moves(("a",), (("b", "gpu"),))
     assert (made.num_loads, made.num_evictions) == ({"a": 1, "b": 1}, {"a": 1, "b": 0})
@@ -53,10 +53,10 @@ def test_one_that_is_idle_gives_way_to_one_that_is_wanted_and_first_it_retires()
 
 def test_one_that_requests_are_with_is_not_evicted_and_stays_when_it_is_never_idle() -> None:
     made = pool(A, B)
-    made.look({"a": WANTED}, 0.0)
-    made.look({"b": LoadDemand(num_wanting=9)}, 20.0)
+    made.update({"a": WANTED}, 0.0)
+    made.update({"b": LoadDemand(num_wanting=9)}, 20.0)
     assert made.retiring == {"a"}
-    waiting = looks(made, MAX_RETIRING + 1, 21.0, a=BUSY, b=LoadDemand(num_wanting=9))
+    waiting = updates(made, MAX_RETIRING + 1, 21.0, a=BUSY, b=LoadDemand(num_wanting=9))
     assert not any(waiting)
     assert made.resident == {"a": "gpu"}
     assert not made.retiring
@@ -64,17 +64,17 @@ def test_one_that_requests_are_with_is_not_evicted_and_stays_when_it_is_never_id
 
 def test_one_that_is_used_more_than_another_is_wanted_stays() -> None:
     made = pool(A, B)
-    made.look({"a": WANTED}, 0.0)
-    assert not any(looks(made, 60, 1.0, a=LoadDemand(num_requests=4), b=LoadDemand(num_wanting=4)))
+    made.update({"a": WANTED}, 0.0)
+    assert not any(updates(made, 60, 1.0, a=LoadDemand(num_requests=4), b=LoadDemand(num_wanting=4)))
     assert not made.retiring
 
 
 def test_who_retires_for_one_that_is_not_wanted_any_more_stays() -> None:
     made = pool(A, B)
-    made.look({"a": WANTED}, 0.0)
-    made.look({"b": LoadDemand(num_wanting=2)}, 20.0)
+    made.update({"a": WANTED}, 0.0)
+    made.update({"b": LoadDemand(num_wanting=2)}, 20.0)
     assert made.retiring == {"a"}
-    looks(made, 4, 21.0, a=BUSY)
+    updates(made, 4, 21.0, a=BUSY)
     assert not made.retiring
 
 
@@ -83,46 +83,46 @@ def test_the_least_worth_of_many_gives_way_and_reloading_counts() -> None:
         replace(A, name=name, num_bytes=3, reload_s=reload_s) for name, reload_s in (("x", 1.0), ("y", 1.0), ("z", 9.0))
     ]
     made = pool(*small, B)
-    looks(made, 1, 0.0, x=WANTED, y=WANTED, z=WANTED)
-    looks(made, 3, 1.0, x=LoadDemand(num_requests=2), y=LoadDemand(num_requests=1), z=LoadDemand(num_requests=1))
+    updates(made, 1, 0.0, x=WANTED, y=WANTED, z=WANTED)
+    updates(made, 3, 1.0, x=LoadDemand(num_requests=2), y=LoadDemand(num_requests=1), z=LoadDemand(num_requests=1))
     wanted = LoadDemand(num_wanting=40)
-    looks(made, 1, 20.0, b=wanted)
+    updates(made, 1, 20.0, b=wanted)
     assert made.retiring == {"y", "x"}, "z takes longest to come back"
 
 
 def test_a_pinned_one_is_never_evicted() -> None:
     made = pool(replace(A, stay=Stay.PINNED), B)
-    assert not any(looks(made, 100, 0.0, b=LoadDemand(num_wanting=50)))
+    assert not any(updates(made, 100, 0.0, b=LoadDemand(num_wanting=50)))
     assert not made.offered(200.0)
 
 
 def test_where_a_device_is_full_of_busy_ones_a_cpu_serves_and_later_it_comes_home() -> None:
     made = pool(A, replace(B, fallback="cpu", fallback_bytes=8))
-    made.look({"a": WANTED}, 0.0)
-    assert made.look({"a": BUSY, "b": WANTED}, 1.0).load == (("b", "cpu"),)
+    made.update({"a": WANTED}, 0.0)
+    assert made.update({"a": BUSY, "b": WANTED}, 1.0).load == (("b", "cpu"),)
     assert made.on_fallback == {"b"}
     assert made.num_fallbacks == {"a": 0, "b": 1}
     made.failed("a", 1000.0)  # room on the GPU
-    assert not any(looks(made, 8, 2.0, b=BUSY))
-    looks(made, 2, 11.0, b=BUSY)
+    assert not any(updates(made, 8, 2.0, b=BUSY))
+    updates(made, 2, 11.0, b=BUSY)
     assert made.retiring == {"b"}
-    assert made.look({}, 14.0) == Moves(("b",), (("b", "gpu"),))
+    assert made.update({}, 14.0) == Moves(("b",), (("b", "gpu"),))
     assert not made.on_fallback
 
 
 def test_one_that_failed_is_put_aside_for_as_long_as_it_is_told() -> None:
     made = pool(A)
-    made.look({"a": WANTED}, 0.0)
+    made.update({"a": WANTED}, 0.0)
     made.failed("a", 30.0)
     assert not made.offered(29.0)
-    assert not any(looks(made, 29, 1.0, a=WANTED))
-    assert made.look({"a": WANTED}, 30.0).load == (("a", "gpu"),)
+    assert not any(updates(made, 29, 1.0, a=WANTED))
+    assert made.update({"a": WANTED}, 30.0).load == (("a", "gpu"),)
 
 
 def test_one_that_finds_no_room_is_not_offered_for_ever() -> None:
     made = pool(A, B)
-    made.look({"a": WANTED}, 0.0)
-    looks(made, MAX_OFFERED + 1, 20.0, a=LoadDemand(num_requests=9), b=WANTED)
+    made.update({"a": WANTED}, 0.0)
+    updates(made, MAX_OFFERED + 1, 20.0, a=LoadDemand(num_requests=9), b=WANTED)
     assert not made.offered(20.0 + MAX_OFFERED)
     assert made.offered(20.0 + MAX_OFFERED + CALM_S) == {"b"}
 
@@ -173,7 +173,7 @@ def test_whatever_is_wanted_limits_hold_and_nobody_is_evicted_while_in_use_or_so
             )
             for tenant, (num_requests, num_wanting, _) in zip(tenants, counts, strict=False)
         }
-        moves = made.look(demands, now_s)
+        moves = made.update(demands, now_s)
         made.check_integrity()
         for name in moves.evict:
             assert demands[name].num_requests == 0

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
-from tests.support.memory_store import MemoryStateStore
 
 from actors.router_memory import SAVE_PERIOD_S, RouterMemory
 from cluster.config import (
@@ -28,6 +27,7 @@ from router.assignment import (
 )
 from router.policies import build_policy
 from router.router import SlotReport
+from tests.support.memory_store import MemoryStateStore
 
 EPSILON_GREEDY = RouterConfig(policy=EpsilonGreedyPolicy())
 

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.messages import LevelReport, Verified
 from router.estimates.draft_times import PassTimeFactors
-from router.estimates.similarity import Depths, Similarities, prior_agreement
+from router.estimates.similarity import ChainLenLimits, Similarities, prior_agreement
 
 
 def test_two_that_were_never_seen_together_are_as_alike_as_the_worse_is_good() -> None:
@@ -52,18 +52,18 @@ def test_passes_that_take_longer_than_the_profile_says_are_followed() -> None:
     assert paces.factor("a") == factors[-1]
 
 
-def test_trouble_shortens_chains_down_to_the_target_alone_and_calm_lengthens_them() -> None:
-    depths = Depths(3, calm_slots=2)
+def test_failures_shorten_chains_down_to_the_target_alone_and_later_they_recover() -> None:
+    limits = ChainLenLimits(3, recovery_slots=2)
     found = []
     for _ in range(4):
-        depths.trouble("a", 3)
-        found.append(depths.of("a"))
+        limits.note_failure("a", 3)
+        found.append(limits.of("a"))
     assert found == [2, 1, 0, 0]
-    assert depths.of("b") == 3
-    depths.next_slot(["a"])
-    assert depths.of("a") == 0
+    assert limits.of("b") == 3
+    limits.next_slot(["a"])
+    assert limits.of("a") == 0
     recovered = []
     for _ in range(8):
-        depths.next_slot()
-        recovered.append(depths.of("a"))
+        limits.next_slot()
+        recovered.append(limits.of("a"))
     assert recovered == [0, 1, 1, 2, 2, 3, 3, 3]

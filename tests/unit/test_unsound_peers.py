@@ -104,11 +104,11 @@ def test_no_message_of_a_drafter_ends_a_target_or_a_router(seed: int) -> None:
         cluster.turn()
         report = SlotReport(
             cluster.loop.requests(),
-            cluster.loop.take_observations(),
+            cluster.loop.telemetry.take_observations(),
             cluster.loop.status().table_version,
             ("toy-0", "toy-1"),
-            scores=cluster.loop.take_scores(),
-            levels=cluster.loop.take_levels(),
+            scores=cluster.loop.telemetry.take_scores(),
+            levels=cluster.loop.telemetry.take_levels(),
             target_passes=((1, 0.02), (8, 0.025)),
         )
         for router in learning:
@@ -153,7 +153,7 @@ def test_what_is_unsound_is_dropped_and_counted(message: ProposalRound) -> None:
     cluster.turn()
     loop = cluster.loop
     assert loop.telemetry.drafter("toy-0").num_unsound == 1
-    assert (loop.take_scores(), loop.take_levels()) == ((), ())
+    assert (loop.telemetry.take_scores(), loop.telemetry.take_levels()) == ((), ())
     assert loop.status().followed == (("toy-0", 0),), "one mistake costs no link"
 
 

@@ -1,0 +1,77 @@
+"""What is compared: each way to serve the model is an arm, and some arms share a server."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.errors import OutriderError
+from engine.cpu_level import AMX, AVX512_BF16, cpu_level
+
+OUTRIDER, OUTRIDER_VLLM, VLLM, LLAMA_CPP, TRANSFORMERS = "outrider", "outrider on vLLM", "vLLM", "llama.cpp", "transformers"
+ENVIRONMENTS = {OUTRIDER_VLLM: "vllm", VLLM: "vllm", LLAMA_CPP: "llamacpp"}  # beside our own: `.venv-NAME`
+
+PLAIN, NGRAM, DRAFT_MODEL, POOL = "no drafting", "n-gram", "draft model", "pool"
+
+
+class PeerMissing(OutriderError):
+    """A peer's environment is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to serve the model.
+
+    Args:
+        precision: of the weights: bf16, fp32, q8_0 ...
+        drafting: PLAIN, NGRAM, DRAFT_MODEL or, of Outrider, POOL.
+        max_streams: more are not measured.
+    """
+
+    family: str
+    precision: str
+    drafting: str
+    max_streams: int = 32
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} {self.precision}, {self.drafting}"
+
+    @property
+    def server(self) -> str:
+        """Arms of one server differ in what each request asks for."""
+        return self.family if self.family in (OUTRIDER, OUTRIDER_VLLM) else self.name
+
+    @property
+    def request_drafting(self) -> str:
+        """As of Outrider's API; other servers ignore it."""
+        return "off" if self.drafting == PLAIN else "auto"
+
+
+def best_precision() -> str:
+    """Of vLLM and transformers on this CPU: bf16 where torch multiplies it fast."""
+    return "bf16" if str(cpu_level()) in (AVX512_BF16, AMX) else "fp32"
+
+
+def chosen_arms(quick: bool, families: Sequence[str]) -> tuple[Arm, ...]:
+    """In the order of their turns. Of one server the arm with drafts comes first: Outrider learns from answers, so it must
+    know none of the prompts. The plain arm then finds them in its prefix cache, as it does in vLLM's only for vLLM."""
+    best = best_precision()
+    arms = []
+    for family in families:
+        if family == OUTRIDER:
+            arms += [Arm(family, "bf16", POOL), Arm(family, "bf16", PLAIN)]
+        elif family == OUTRIDER_VLLM:
+            arms += [Arm(family, best, POOL), Arm(family, best, PLAIN)]
+        elif family == VLLM:
+            arms += [Arm(family, p, kind) for p in _precisions(quick, best) for kind in (PLAIN, NGRAM)]
+            arms += [] if quick else [Arm(family, best, DRAFT_MODEL)]
+        elif family == LLAMA_CPP:
+            of_file = ("bf16", "q4_1") if quick else ("bf16", "f16", "q8_0", "q4_1")
+            arms += [Arm(family, precision, kind) for precision in of_file for kind in (PLAIN, NGRAM)]
+        else:
+            kinds = (PLAIN, NGRAM) if quick else (PLAIN, NGRAM, DRAFT_MODEL)
+            arms += [Arm(family, best, kind, max_streams=1) for kind in kinds]
+    return tuple(arms)
+
+
+def _precisions(quick: bool, best: str) -> tuple[str, ...]:
+    return (best,) if quick and best == "bf16" else ("bf16", "fp32")

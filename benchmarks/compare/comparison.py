@@ -1,0 +1,157 @@
+"""Figures, table and picture of what was measured."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.compare.arms import LLAMA_CPP, OUTRIDER, OUTRIDER_VLLM, PLAIN, POOL, TRANSFORMERS, VLLM, Arm
+from benchmarks.compare.turns import Turn, percentile, spread
+from benchmarks.report import BenchResult, Cell, Table
+from simulator.plots import Panel, plot
+
+OWN = (OUTRIDER, OUTRIDER_VLLM)
+WORST_PERCENTILE = 0.99
+
+
+class Comparison:
+    """Collects turns."""
+
+    def __init__(self, arms: Sequence[Arm], batches: Sequence[int]) -> None:
+        self._arms, self._batches = arms, batches
+        self._turns: dict[tuple[Arm, int], list[Turn]] = {}
+        self._bursts: dict[Arm, list[Turn]] = {}
+
+    def add(self, arm: Arm, batch: int, turn: Turn) -> None:
+        self._turns.setdefault((arm, batch), []).append(turn)
+
+    def add_burst(self, arm: Arm, turn: Turn) -> None:
+        self._bursts.setdefault(arm, []).append(turn)
+
+    def reference_speed(self, batch: int) -> float:
+        """Tokens a second of vLLM's best arm, or of Outrider's where vLLM is missing."""
+        speed = self._best(batch, VLLM) or self._best(batch, *OWN)
+        assert speed is not None
+        return speed
+
+    def result(self, notes: Sequence[str], picture: Path) -> BenchResult:
+        plot(self._panels(), "measured: tokens a second over HTTP, SmolLM2-135M", picture)
+        return BenchResult("compare", self.figures(), (self._table(),), (*notes, f"drawn in {picture}"))
+
+    def figures(self) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for batch in self._batches:
+            own = self._best(batch, *OWN)
+            for name, theirs in (
+                ("over_vllm", self._best(batch, VLLM)),
+                ("over_vllm_bf16", self._best(batch, VLLM, precision="bf16")),
+                ("over_llama_cpp", self._best(batch, LLAMA_CPP, precision="bf16")),
+                ("over_transformers", self._best(batch, TRANSFORMERS)),
+            ):
+                if own is not None and theirs is not None:
+                    figures[f"{name}.batch_{batch}"] = own / theirs
+            figures |= self._vllm_target(batch)
+        overheads = [value for name, value in figures.items() if name.startswith("vllm_target_overhead.")]
+        if overheads:
+            figures["vllm_target_overhead"] = max(overheads)
+        figures |= self._burst_figures() | self._identity()
+        for (arm, batch), turns in self._turns.items():
+            figures[f"tokens_per_s.{_slug(arm.name)}.batch_{batch}"] = _median_speed(turns)
+        return figures
+
+    def _vllm_target(self, batch: int) -> dict[str, float]:
+        """Of arms of one precision."""
+        found = {
+            (arm.family, arm.drafting, arm.precision): _median_speed(t) for (arm, b), t in self._turns.items() if b == batch
+        }
+        precision = next((arm.precision for arm in self._arms if arm.family == OUTRIDER_VLLM), None)
+        plain = None if precision is None else found.get((VLLM, PLAIN, precision))
+        if plain is None or precision is None:
+            return {}
+        return {
+            f"vllm_target_overhead.batch_{batch}": plain / found[OUTRIDER_VLLM, PLAIN, precision],
+            f"vllm_target_speedup.batch_{batch}": found[OUTRIDER_VLLM, POOL, precision] / plain,
+        }
+
+    def _burst_figures(self) -> dict[str, float]:
+        figures = {}
+        for name, of in (("tpot_mean", statistics.fmean), ("tpot_p99", _worst)):
+            by_arm = {arm: statistics.median(of(turn.tpot_s) for turn in turns) for arm, turns in self._bursts.items()}
+            own = [value for arm, value in by_arm.items() if arm.family in OWN]
+            theirs = [value for arm, value in by_arm.items() if arm.family == VLLM]
+            if own and theirs:
+                figures[f"{name}_over_vllm"] = min(own) / min(theirs)
+        return figures
+
+    def _identity(self) -> dict[str, float]:
+        """Of each arm with drafts, against the plain arm of its family and precision."""
+        plain = {(arm.family, arm.precision): arm for arm in self._arms if arm.drafting == PLAIN}
+        figures = {}
+        for arm in self._arms:
+            if arm.drafting == PLAIN:
+                continue
+            other = plain[arm.family, arm.precision]
+            same = [
+                a == b
+                for batch in self._batches
+                for one, two in zip(self._turns.get((arm, batch), ()), self._turns.get((other, batch), ()), strict=True)
+                for a, b in zip(one.texts, two.texts, strict=True)
+            ]
+            figures[f"identical_fraction.{_slug(arm.name)}"] = statistics.fmean(same)
+        return figures
+
+    def _best(self, batch: int, *families: str, precision: str | None = None) -> float | None:
+        """Tokens a second of the fastest arm, of all precisions or of one."""
+        speeds = [
+            _median_speed(turns)
+            for (arm, of_batch), turns in self._turns.items()
+            if of_batch == batch and arm.family in families and precision in (None, arm.precision)
+        ]
+        return max(speeds, default=None)
+
+    def _table(self) -> Table:
+        rows = []
+        for arm in self._arms:
+            row: list[Cell] = [f"{arm.family}, {arm.drafting}", arm.precision]
+            for batch in self._batches:
+                turns = self._turns.get((arm, batch))
+                if turns is None:
+                    row.append("")
+                    continue
+                median, half = spread([turn.tokens_per_s for turn in turns])
+                row.append(f"{median:.1f} ± {100 * half:.0f}%")
+            bursts = self._bursts.get(arm, ())
+            tpots_s = [tpot_s for turn in bursts for tpot_s in turn.tpot_s]
+            ttfts_s = [ttft_s for turn in bursts for ttft_s in turn.ttft_s]
+            row.append(f"{1e3 * statistics.fmean(tpots_s):.1f}" if tpots_s else "")
+            row.append(f"{1e3 * _worst(tpots_s):.1f}" if tpots_s else "")
+            row.append(f"{1e3 * _worst(ttfts_s):.0f}" if ttfts_s else "")
+            rows.append(tuple(row))
+        return Table(
+            "tokens a second by streams; trace: TPOT mean and p99, TTFT p99, ms",
+            ("system", "weights", *map(str, self._batches), "TPOT", "p99", "TTFT p99"),
+            tuple(rows),
+        )
+
+    def _panels(self) -> list[Panel]:
+        panels = []
+        for batch in self._batches:
+            speeds = {arm: _median_speed(t) for (arm, of_batch), t in self._turns.items() if of_batch == batch}
+            series = {arm.name: ([0.0], [speed]) for arm, speed in speeds.items()}
+            panels.append(Panel(f"{batch} streams", series, y="tokens a second", labels=("",)))
+        series = {}
+        for arm, turns in self._bursts.items():
+            tpots_ms = sorted(1e3 * tpot_s for turn in turns for tpot_s in turn.tpot_s)
+            series[arm.name] = (tpots_ms, [(i + 1) / len(tpots_ms) for i in range(len(tpots_ms))])
+        return [*panels, Panel("trace", series, x="TPOT, ms", y="share of requests")] if series else panels
+
+
+def _median_speed(turns: Sequence[Turn]) -> float:
+    return statistics.median(turn.tokens_per_s for turn in turns)
+
+
+def _worst(values: Sequence[float]) -> float:
+    return percentile(values, WORST_PERCENTILE)
+
+
+def _slug(name: str) -> str:
+    return name.lower().replace(", ", "-").replace(" ", "-").replace(".", "_")

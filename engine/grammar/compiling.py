@@ -1,0 +1,120 @@
+"""Compiling grammars, with a cache per process."""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import xgrammar
+
+from cluster.errors import InvalidField, ModelUnavailable
+from cluster.grammar import Grammar, GrammarKind
+from engine.grammar.state import GrammarState
+from engine.grammar.vocabulary import GrammarVocabulary
+
+logger = logging.getLogger(__name__)
+
+CACHE_BYTES = 256 * 2**20
+# As json.dumps writes it: a grammar that leaves whitespace free lets a model write it without end.
+SEPARATORS = (", ", ": ")
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class CompiledGrammar:
+    """Immutable, so threads and requests share it."""
+
+    grammar: Grammar
+    compiled: xgrammar.CompiledGrammar
+    vocabulary: GrammarVocabulary
+
+    def follow(self, token_ids: Sequence[int]) -> GrammarState:
+        """A new state after the output so far."""
+        return GrammarState(self, token_ids)
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the whole output is one JSON value."""
+        return self.grammar.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
+
+
+class Grammars:
+    """Compiles grammars for one model. Any thread may call it; xgrammar releases the interpreter lock while it compiles."""
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._compiler = xgrammar.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._alive: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()  # those in use included
+        self._num_bytes = 0
+
+    def known(self, grammar: Grammar) -> CompiledGrammar | None:
+        """A grammar compiled before, unless it was evicted since and no request uses it."""
+        with self._lock:
+            if grammar in self._known:
+                self._known.move_to_end(grammar)
+            return self._alive.get(grammar)
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Raises InvalidField: xgrammar refuses it; says why."""
+        found = self.known(grammar)
+        if found is not None:
+            return found
+        try:
+            compiled = CompiledGrammar(grammar, self._compile(grammar), self.vocabulary)
+        except (RuntimeError, ValueError, TypeError) as error:  # xgrammar's own, and those of its native part
+            raise InvalidField(grammar.kind, grammar.source[:80], _reason(error)) from error
+        with self._lock:
+            if grammar not in self._known:
+                self._known[grammar] = self._alive[grammar] = compiled
+                self._num_bytes += compiled.compiled.memory_size_bytes
+            while self._num_bytes > CACHE_BYTES and len(self._known) > 1:
+                self._num_bytes -= self._known.popitem(last=False)[1].compiled.memory_size_bytes
+        return compiled
+
+    def follow(self, grammar: Grammar, token_ids: Sequence[int]) -> GrammarState:
+        """A new state after the output so far. Raises as ``compile``, which takes no time if the grammar is in use."""
+        return self.compile(grammar).follow(token_ids)
+
+    def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        compiler, source = self._compiler, grammar.source
+        match grammar.kind:
+            case GrammarKind.JSON_OBJECT:
+                return compiler.compile_json_schema(
+                    '{"type": "object"}', any_whitespace=False, separators=SEPARATORS, strict_mode=False
+                )
+            case GrammarKind.JSON_SCHEMA:
+                return compiler.compile_json_schema(source, any_whitespace=False, separators=SEPARATORS)
+            case GrammarKind.REGEX:
+                return compiler.compile_regex(source)
+            case GrammarKind.EBNF:
+                return compiler.compile_grammar(source)
+            case GrammarKind.STRUCTURAL_TAG:
+                return compiler.compile_structural_tag(source)
+
+
+@cache
+def grammars_of(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
+    """This process's grammars of a model. Raises as `GrammarVocabulary`."""
+    return Grammars(GrammarVocabulary(folder, vocab_size, eos_token_ids))
+
+
+def known_grammars(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars | None:
+    """``grammars_of``; None, with a warning, where the tokenizer tells no bytes or the model has no end of sequence."""
+    try:
+        if not eos_token_ids:
+            raise ModelUnavailable("the model has no end-of-sequence token")
+        return grammars_of(folder, vocab_size, eos_token_ids)
+    except ModelUnavailable as error:
+        logger.warning("structured output is not available: %s", error)
+        return None
+
+
+def _reason(error: Exception) -> str:
+    """Without the time and the place in xgrammar's source that its messages begin with."""
+    lines = str(error).strip().splitlines()
+    return (lines[0].split(": ", 1)[-1] if lines else type(error).__name__).strip()[:300]
