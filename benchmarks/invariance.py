@@ -67,7 +67,8 @@ def run(options: BenchOptions) -> BenchResult:
     """Figures: ``identical_fraction``, ``tie_fraction``, ``self_draft_acceptance``, and ``as_meant_fraction``: the share
     of scenarios in which drafts were verified and the fault occurred, without which they show nothing."""
     num_prompts, num_tokens = (NUM_PROMPTS_QUICK, NUM_TOKENS_QUICK) if options.quick else (NUM_PROMPTS, NUM_TOKENS)
-    rig = Harness(options.model, [p.text for p in choose_prompts(options.prompts, num_prompts)], num_tokens)
+    prompts = [p.text for p in choose_prompts(options.prompts, num_prompts)]
+    rig = Harness(options.model, prompts, num_tokens, options.engine)
     console = Console(stderr=True)
     plain = rig.run(RunConditions(prefix_cache=False))
     outcomes = []
