@@ -78,6 +78,7 @@ class Harness:
     def __init__(self, model: str, prompts: Sequence[str], max_tokens: int, engine: str = "native") -> None:
         self._folder = folder = ensure_model(model)
         self._shape = config = load_config(folder)
+        self.has_ranks = engine == "native"  # vLLM's own ranks are not measured
         self._make_target = self._vllm if engine == "vllm" else partial(self._native, load_model(folder, dtype="float32"))
         self._max_tokens = max_tokens
         self._info = ModelInfo(
