@@ -157,7 +157,11 @@ class Sampler:
         return logits[:, : self.vocab_size]
 
     def candidates(
-        self, logits: Tensor, spans: Sequence[SampleSpan], want_confidences: bool = False
+        self,
+        logits: Tensor,
+        spans: Sequence[SampleSpan],
+        want_confidences: bool = False,
+        want_logits: bool = False,
     ) -> tuple[list["SpanRows"], "Picks"]:
         """The best of ``token_ids`` at each row. Raises ValueError as ``choose``."""
         ends = list(accumulate((span.num_rows for span in spans), initial=0))
@@ -166,8 +170,7 @@ class Sampler:
             raise ValueError(f"logits {tuple(logits.shape)} do not fit {ends[-1]} rows of {num_tokens} tokens")
         logits = logits[:, :num_tokens]
         members = [self._member(span, start) for span, start in zip(spans, ends, strict=False)]
-        is_part = num_tokens < self.vocab_size
-        picks = Picks.empty(ends[-1], self.token_ids, want_confidences, want_logits=is_part)
+        picks = Picks.empty(ends[-1], self.token_ids, want_confidences, want_logits)
         kernel = None if want_confidences else self._kernel
         for edited in (False, True):
             for noisy in (False, True) if kernel is None else (None,):

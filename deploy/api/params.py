@@ -28,6 +28,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     field: str  # path of the caller's field, for errors
     echo: str | None = None  # text put before the answer
+    grammar: Grammar | None = None  # of the answer
 
 
 def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, settings: ApiSettings) -> None:
@@ -39,6 +40,8 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
     if n * num_prompts > settings.max_sequences:
         made = f"{num_prompts} prompts times n = {n} make {n * num_prompts} sequences"
         raise bad_request("prompt", f"{made}; this server takes at most {settings.max_sequences} in one call")
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise bad_request("prompt_logprobs", "is not available with stream = true")
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("stream_options", "is allowed only with stream = true")
     match fields:
@@ -49,8 +52,8 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
             if len(given) > 1:
                 raise bad_request("max_completion_tokens", "contradicts max_tokens; give one of them")
         case CompletionRequest():
-            if fields.echo and fields.logprobs is not None:
-                raise bad_request("echo", "is not supported yet together with logprobs")
+            if fields.max_tokens == 0 and not wants_prompt_only(fields):
+                raise bad_request("max_tokens", "may be 0 only with echo or prompt_logprobs")
             if fields.best_of is not None and fields.best_of != n:
                 raise bad_request("best_of", f"is not supported; leave it out or give it the value of n ({n})")
     for field, token_ids in (("stop_token_ids", fields.stop_token_ids), ("allowed_token_ids", fields.allowed_token_ids)):
@@ -144,8 +147,9 @@ def sampling_params(
             stop_token_ids=tuple(fields.stop_token_ids or ()),
             seed=seed,
             top_logprobs=_top_logprobs(fields),
+            prompt_logprobs=_prompt_logprobs(fields),
             allowed_token_ids=tuple(fields.allowed_token_ids or ()),
-            grammar=grammar,
+            grammar=grammar if prompt.grammar is None else prompt.grammar,
             **fields.model_dump(include=_UNCHANGED, exclude_none=True),
         )
     except InvalidField as error:
@@ -194,6 +198,8 @@ def _token_limit(fields: GenerationFields, room: int, settings: ApiSettings) -> 
         default = min(room, settings.default_max_tokens)
     else:
         default = min(room, COMPLETION_MAX_TOKENS)
+    if wants_prompt_only(fields):
+        return "max_tokens", 1
     return "max_tokens", default if fields.max_tokens is None else fields.max_tokens
 
 
@@ -201,6 +207,18 @@ def _top_logprobs(fields: GenerationFields) -> int | None:
     if isinstance(fields, ChatRequest):
         return (fields.top_logprobs or 0) if fields.logprobs else None
     return fields.logprobs if isinstance(fields, CompletionRequest) else None
+
+
+def wants_prompt_only(fields: GenerationFields) -> bool:
+    """Whether nothing is to be generated. One token is, since every request has one; it is dropped."""
+    asks_for_prompt = isinstance(fields, CompletionRequest) and (bool(fields.echo) or fields.prompt_logprobs is not None)
+    return asks_for_prompt and fields.max_tokens == 0
+
+
+def _prompt_logprobs(fields: GenerationFields) -> int | None:
+    """As many as `prompt_logprobs`, and ``logprobs`` where the prompt is repeated, ask for."""
+    echoed = fields.logprobs if isinstance(fields, CompletionRequest) and fields.echo else None
+    return max((num for num in (fields.prompt_logprobs, echoed) if num is not None), default=None)
 
 
 def _logit_bias(fields: GenerationFields, info: ModelInfo) -> tuple[tuple[int, float], ...]:

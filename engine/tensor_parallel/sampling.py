@@ -91,8 +91,8 @@ class ShardedSampler:
         return torch.cat([part[:, :width] for part, width in zip(parts, self._widths, strict=True)], dim=-1)
 
     def _over_candidates(self, logits: Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
-        members, picks = self._own.candidates(logits, spans)
-        assert picks.logits is not None, "a part of the vocabulary has candidates with their logits"
+        members, picks = self._own.candidates(logits, spans, want_logits=True)
+        assert picks.logits is not None, "they were asked for"
         own = torch.from_numpy(np.stack([picks.token_ids.astype(np.float64), picks.logits, picks.highest]))
         found = torch.stack(self._ranks.gather_on_host(own)).numpy()
         token_ids, highest = best_of(members, found[:, 0].astype(np.int64), found[:, 1], found[:, 2])
