@@ -16,6 +16,7 @@ from drafters.sessions import SessionLimits
 from engine.loading import load_target
 from engine.models.prepare import ensure_model
 from engine.target import LoadedTarget
+from engine.tensor_parallel.ranks import RankGroup
 from profiler.online_cost import OnlineCost
 from profiler.profile import Profile, with_measured_costs
 from router.assignment import member_name
@@ -31,15 +32,16 @@ class ColocatedDrafter:
 
 
 def load_with_colocated(
-    config: Config, profile: Profile | None = None, remembers: bool = False
+    config: Config, profile: Profile | None = None, remembers: bool = False, ranks: RankGroup | None = None
 ) -> tuple[LoadedTarget, ModelInfo, OnlineCost, list[ColocatedDrafter]]:
     """Loads the target of a resolved configuration, as ``engine.loading.load_target``, and the drafters in its process.
 
     ``profile`` has the measured costs of cascades' members. Raises OutriderError if a model is missing or does not fit.
+    ``ranks``: as of ``load_target``.
     """
     measured = config if profile is None else with_measured_costs(config, profile)
     drafters = tuple(drafter for drafter in measured.drafters if drafter.is_colocated)
-    engine, model, cost = load_target(config, feature_layers(drafters), profile, remembers)
+    engine, model, cost = load_target(config, feature_layers(drafters), profile, remembers, ranks)
     host = Host(engine, ensure_model(config.model.name))
     return engine, model, cost, [_colocated(drafter, model, host) for drafter in drafters]
 

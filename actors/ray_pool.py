@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from actors.drafter import DrafterActor
 from actors.memory_budget import MemoryBudget
 from actors.processes import Process, ProcessEnded
+from actors.rank import RankActor, RankProcesses
 from actors.router import ModelChainScheduler, RouterActor
 from actors.supervisor import Supervisor
 from actors.target import TargetActor
@@ -112,8 +113,19 @@ class RaySpawner:
 
     async def target(self, name: str) -> Process:
         d = self._deployment
-        args = (d.config, name, d.target_address(name), d.token, ray.util.get_node_ip_address)
-        return self._get_or_create(TargetActor, name, self._placed(name, 0), *args)
+        host = ray.util.get_node_ip_address
+        num_ranks = d.config.target.tensor_parallel if d.config.target.engine == "native" else 1
+        names = [name, *(f"{name}/{rank}" for rank in range(1, num_ranks))]
+        found = [process for one in names if (process := _find(one)) is not None]
+        if 0 < len(found) < num_ranks:  # the ranks live and die together
+            await asyncio.gather(*(process.kill() for process in found))
+        args = (d.config, name, d.target_address(name), d.token, host)
+        first = self._get_or_create(TargetActor, name, self._placed(name, 0), *args)
+        others = [
+            self._get_or_create(RankActor, names[rank], self._placed(name, rank), d.config, rank, host)
+            for rank in range(1, num_ranks)
+        ]
+        return RankProcesses(first, others) if others else first
 
     async def drafter(self, name: str, config: DrafterConfig, model: ModelInfo, addresses: Sequence[str]) -> Process:
         d = self._deployment
@@ -123,11 +135,9 @@ class RaySpawner:
         return self._get_or_create(DrafterActor, drafter_name(name), options, *args)
 
     async def end_drafter(self, name: str) -> None:
-        try:
-            handle = ray.get_actor(drafter_name(name))
-        except ValueError:
-            return
-        await RayProcess(handle).kill()
+        process = _find(drafter_name(name))
+        if process is not None:
+            await process.kill()
 
     async def router(self) -> Process:
         from router.estimates.drift import DriftDetector
@@ -161,10 +171,14 @@ class RaySpawner:
         }
 
     def _get_or_create(self, kind: type, name: str, options: dict[str, Any], *args: Any) -> Process:
-        try:
-            return RayProcess(ray.get_actor(name))
-        except ValueError:  # there is no such actor
-            return RayProcess(_actor(kind, name=name, lifetime="detached", **options).remote(*args))
+        return _find(name) or RayProcess(_actor(kind, name=name, lifetime="detached", **options).remote(*args))
+
+
+def _find(name: str) -> Process | None:
+    try:
+        return RayProcess(ray.get_actor(name))
+    except ValueError:  # there is no such actor
+        return None
 
 
 def _actor(kind: type, **options: Any) -> Any:

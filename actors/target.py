@@ -4,8 +4,10 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from actors.mailbox import MonitoredMailbox
+from actors.rank import host_of_ranks, rendezvous
 from actors.worker import LoopActor, LoopThread, ProcessInfo, set_threads
 from cluster.client import TargetStatus
 from cluster.config import Config
@@ -14,6 +16,10 @@ from cluster.types import ModelInfo, RoutingTable
 from engine.cpu_setup import configure_cpu
 from router.chains import pass_times
 from router.router import SlotReport
+
+if TYPE_CHECKING:
+    from engine.tensor_parallel.group import Rendezvous
+    from engine.tensor_parallel.ranks import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,21 @@ class TargetActor(LoopActor):
         super().__init__()
         self._config, self._name, self._address, self._token, self._node_host = config, name, address, token, node_host
         self._mailbox = MonitoredMailbox()
+        self._rendezvous: Rendezvous | None = None  # of a target of several ranks
+
+    def rendezvous(self) -> str:
+        """Where the other ranks of this target join it, before ``start``."""
+        if self._rendezvous is None:
+            self._rendezvous = rendezvous(self._config, self._node_host)
+        return self._rendezvous.address
+
+    def _join_ranks(self) -> "RankGroup | None":
+        if self._rendezvous is None:
+            return None
+        from engine.tensor_parallel.group import join
+
+        target, host = self._config.target, host_of_ranks(self._config, self._node_host)
+        return join(self._rendezvous.store, 0, target.tensor_parallel, str(target.device), host)
 
     def _start_loop(self) -> LoopThread:
         config, name = self._config, self._name
@@ -76,7 +97,7 @@ class TargetActor(LoopActor):
         from router.policies import member_costs
 
         self._engine, self._model, cost, colocated = in_own_thread(
-            lambda: load_with_colocated(config, stored_profile(config), remembers=True)
+            lambda: load_with_colocated(config, stored_profile(config), True, self._join_ranks())
         )
         self._draft_costs: Callable[[], Mapping[str, float]] = lambda: pool_costs(config, cost)
         self._member_costs = member_costs(config, cost)
@@ -92,6 +113,7 @@ class TargetActor(LoopActor):
             draft_lengths=DraftLengths.of(config),
             colocated=[drafter.loop for drafter in colocated],
             proposers={one.name: [below.name for below in config.proposers_of(one.name)] for one in config.drafters},
+            grammars=self._engine.grammars,
         )
         hello = Hello(Role.TARGET, name, self._model.vocab_size, self._model.tokenizer_fingerprint, self._token)
         link_colocated(colocated, self._mailbox, hello)

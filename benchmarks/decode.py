@@ -204,7 +204,7 @@ def _attention_products(model: CausalModel, num_rows: int) -> Callable[[], None]
     @torch.inference_mode()
     def work() -> None:
         for keys, values in zip(cache.keys, cache.values, strict=True):
-            ops.attention_products(queries, layout, keys, values)
+            ops.attention(queries, layout, keys, values, products_only=True)
 
     return work
 

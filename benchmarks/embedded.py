@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from actors.gateway import LinkClient
 from actors.worker import LoopThread
@@ -32,6 +32,9 @@ from profiler.profile import Profile, with_measured_costs
 from router.cost_model import CostModel
 from router.draft_length import DraftLengths
 from router.planner import Planner, StepPlanner
+
+if TYPE_CHECKING:
+    from engine.grammar.compiling import Grammars
 
 _numbers = itertools.count()
 START_S = 10.0
@@ -121,6 +124,7 @@ class EmbeddedCluster:
         planner: Planner | None = None,
         table: RoutingTable | None = None,
         clock: StoppableClock | None = None,
+        grammars: "Grammars | None" = None,
     ) -> None:
         self.model = model
         self.address = f"memory://embedded-{os.getpid()}-{next(_numbers)}"
@@ -141,6 +145,7 @@ class EmbeddedCluster:
             draft_lengths=DraftLengths({name: entry.max_draft_len for name, entry in pool.items()}),
             colocated=[loop for loop, _ in self._companions.values()],
             proposers=proposers,
+            grammars=grammars,
         )
         self._listener = listen(self.address, self._mailbox, self._hello(Role.TARGET, "target"))
         self._drafters: dict[str, _RunningDrafter] = {}
@@ -166,12 +171,13 @@ class EmbeddedCluster:
         from drafters.registry import feature_layers, make_drafter
         from engine.loading import load_target
         from engine.models.prepare import ensure_model
+        from engine.target import LoadedTarget
         from engine.threads import in_own_thread
 
         config = config if profile is None else with_measured_costs(config, profile)
         companions = [drafter for drafter in config.drafters if drafter.is_colocated]
 
-        def load() -> tuple[TargetEngine, ModelInfo, CostModel, dict[str, PoolEntry]]:
+        def load() -> tuple[LoadedTarget, ModelInfo, CostModel, dict[str, PoolEntry]]:
             engine, model, cost = load_target(config, feature_layers(companions), profile)
             host = Host(engine, ensure_model(config.model.name))
             pool = {
@@ -195,6 +201,7 @@ class EmbeddedCluster:
             pool,
             StepPlanner.of(config),
             RoutingTable(version=0, defaults=tuple((name,) for name in pool) or ((),)),
+            grammars=engine.grammars,
         )
 
     def pause(self) -> None:

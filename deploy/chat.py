@@ -1,15 +1,16 @@
 """``outrider chat``: a chat in the terminal, with drafted text in colour."""
 
+import re
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from difflib import get_close_matches
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from deploy.chat_client import ChatFailed, Conversation, Summary, connect, served_model
+from deploy.chat_client import Conversation, ServerFailed, Summary, connect, served_model
 from deploy.word_wrap import Run, WordWrapper
 
 HELP = """\
@@ -18,6 +19,7 @@ HELP = """\
 /drafting NAME    auto, off, or the name of a drafter
 /quit             quit (or Ctrl-D); Ctrl-C stops an answer"""
 COMMANDS = ("/reset", "/system", "/drafting", "/help", "/quit")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # Unicode's category Cc, without line breaks and tabs
 DRAFTER_STYLES = ("green", "cyan", "magenta", "yellow", "blue")
 
 
@@ -75,7 +77,7 @@ class Terminal:
                     self._write(wrapper.feed(printable(piece.text), self._style(piece.drafter), self._width))
             except KeyboardInterrupt:
                 ended = Text("(stopped)", style="dim")
-            except ChatFailed as error:
+            except ServerFailed as error:
                 ended = Text(str(error), style="red")
         self._write(wrapper.finish(self._width))
         self._console.print()
@@ -101,13 +103,14 @@ class Terminal:
 
     def _status_line(self, summary: Summary) -> Text:
         acceptance = summary.acceptance
-        line = Text(style="dim")
-        line.append(f"{summary.num_tokens} tokens in {summary.total_s:.1f} s, first after {summary.first_token_s:.2f} s")
-        line.append(f" · {acceptance['mean_accepted_len'] or 0.0:.2f} tokens a pass")
+        line = Text(
+            f"{summary.num_tokens} tokens in {summary.total_s:.1f} s, first after {summary.first_token_s:.2f} s"
+            f" · {acceptance['mean_accepted_len'] or 0.0:.2f} tokens a pass",
+            style="dim",
+        )
         for name, counts in acceptance["drafters"].items():
-            line.append(" · ")
-            line.append(name, style=self._style(name))
-            line.append(f" {counts['num_accepted']} of {counts['num_proposed']} accepted")
+            accepted = f" {counts['num_accepted']} of {counts['num_proposed']} accepted"
+            line.append_text(Text.assemble(" · ", (name, self._style(name)), accepted))
         if not acceptance["drafters"]:
             line.append(" · nothing was drafted")
         if summary.finish == "length":
@@ -120,35 +123,13 @@ class Terminal:
 
 def printable(text: str) -> str:
     """Replaces control characters: a model's output must not control the terminal."""
-    return "".join(_visible(char) for char in text)
+    return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if match[0] < " " else "\ufffd", text)
 
 
-def _visible(char: str) -> str:
-    if char in "\n\t" or unicodedata.category(char) != "Cc":
-        return char
-    return chr(0x2400 + ord(char)) if ord(char) < 0x20 else "\ufffd"
-
-
-def chat(
-    url: str = "http://127.0.0.1:8000",
-    *,
-    api_key: str | None = None,
-    system: str | None = None,
-    drafting: str = "auto",
-    max_tokens: int | None = None,
-    temperature: float | None = None,
-    seed: int | None = None,
-) -> None:
-    """Chats with the server at ``url`` until the user quits.
-
-    Raises:
-        ChatFailed: the server does not answer, or refuses the key.
-    """
-    given = {"max_completion_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    sampling = {name: value for name, value in given.items() if value is not None}
+def chat(url: str, api_key: str | None, system: str | None, drafting: str, sampling: dict[str, Any]) -> None:
+    """Chats with the server at ``url`` until the user quits. Raises ServerFailed: no answer, or it refuses the key."""
     with suppress(ImportError):  # line editing and history, if available
         import readline  # noqa: F401
     with connect(url, api_key) as client:
         conversation = Conversation(client, served_model(client), system, drafting, sampling)
-        console = Console(highlight=False)
-        Terminal(conversation, console, input).run()
+        Terminal(conversation, Console(highlight=False), input).run()

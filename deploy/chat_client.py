@@ -15,16 +15,16 @@ CONNECT_S = 5.0
 READ_TIMEOUT_S = 120.0  # between two chunks of an answer
 
 
-class ChatFailed(OutriderError):
+class ServerFailed(OutriderError):
     """The server could not be reached or returned an error; says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A segment of the answer and its drafter; None for the target's own tokens."""
+    """A segment of the answer."""
 
     text: str
-    drafter: str | None
+    drafter: str | None  # None: the target's own tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,7 @@ class Conversation:
     def ask(self, text: str) -> Generator[Piece, None, None]:
         """Streams the answer; ``last`` summarizes it. Closing the generator aborts it; the received part is kept.
 
-        Raises:
-            ChatFailed: no answer: the question is dropped; or the answer broke off: the received part is kept.
+        Raises ServerFailed: no answer: the question is dropped; or the answer broke off: the received part is kept.
         """
         question = {"role": "user", "content": text}
         answer = ""
@@ -83,12 +82,11 @@ class Conversation:
             **self.sampling,
         }
         start_s = time.monotonic()
-        first_token_s = None
-        finish = "stop"
+        first_token_s, finish = None, "stop"
         with closing(self._chunks(body)) as chunks:
             for chunk in chunks:
                 elapsed_s = time.monotonic() - start_s
-                first_token_s = elapsed_s if first_token_s is None else first_token_s
+                first_token_s = first_token_s or elapsed_s
                 if chunk["usage"] is None:
                     finish = chunk["choices"][0]["finish_reason"] or finish
                     for segment in chunk.get("outrider", {}).get("segments", ()):
@@ -102,7 +100,7 @@ class Conversation:
             with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != httpx.codes.OK:
                     response.read()
-                    raise ChatFailed(error_message(response))
+                    raise ServerFailed(error_message(response))
                 for line in response.iter_lines():
                     data = line.removeprefix("data: ")
                     if not data:
@@ -111,11 +109,11 @@ class Conversation:
                         return
                     chunk = json.loads(data)
                     if "error" in chunk:
-                        raise ChatFailed(chunk["error"]["message"])
+                        raise ServerFailed(chunk["error"]["message"])
                     yield chunk
         except httpx.HTTPError as error:
-            raise ChatFailed(f"the connection failed: {error or type(error).__name__}") from error
-        raise ChatFailed("the answer broke off")
+            raise ServerFailed(f"the connection failed: {error or type(error).__name__}") from error
+        raise ServerFailed("the answer broke off")
 
 
 def connect(url: str, api_key: str | None, timeout_s: float = READ_TIMEOUT_S) -> httpx.Client:
@@ -126,14 +124,22 @@ def connect(url: str, api_key: str | None, timeout_s: float = READ_TIMEOUT_S) ->
 
 
 def served_model(client: httpx.Client) -> str:
-    """Name of the served model. Raises ChatFailed if the server does not answer."""
+    """Name of the served model. Raises ServerFailed."""
+    return str(get(client, "/v1/models").json()["data"][0]["id"])
+
+
+def get(client: httpx.Client, path: str) -> httpx.Response:
+    """A successful response. Raises ServerFailed."""
+    url = f"{client.base_url}".rstrip("/") + path
     try:
-        response = client.get("/v1/models")
+        response = client.get(path)
+        response.raise_for_status()
+        return response
+    except httpx.HTTPStatusError as error:
+        raise ServerFailed(f"{url}: {error_message(error.response)}") from error
     except httpx.HTTPError as error:
-        raise ChatFailed(f"no server answers at {client.base_url}; start one with `outrider serve`") from error
-    if response.status_code != httpx.codes.OK:
-        raise ChatFailed(error_message(response))
-    return str(response.json()["data"][0]["id"])
+        reason = str(error) or type(error).__name__
+        raise ServerFailed(f"{url}: {reason}. Is the server running? `outrider serve` starts it") from error
 
 
 def error_message(response: httpx.Response) -> str:

@@ -57,8 +57,7 @@ ConfigFile = Annotated[
     typer.Argument(metavar="[FILE]", help="Configuration file (YAML). Default: SmolLM2-135M on this machine."),
 ]
 ModelName = Annotated[
-    str | None,
-    typer.Option(help="Model, overrides the file: a name of `outrider models` or a Hugging Face folder."),
+    str | None, typer.Option(help="Model, overrides the file: a name of `outrider models` or a Hugging Face folder.")
 ]
 
 
@@ -84,8 +83,8 @@ def serve(
 
     `vllm serve MODEL --port N` corresponds to `outrider serve --model MODEL --port N`.
 
-    Other settings (GPUs, replicas, KV cache, drafters) are in the configuration file:
-    see `outrider config` and deploy/examples.
+    Other settings (GPUs, replicas, KV cache, drafters) are in the configuration file: see `outrider config` and
+    deploy/examples.
 
     Ctrl-C drains running requests, then stops everything.
     """
@@ -114,29 +113,18 @@ def chat(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.", show_default="none")] = None,
     drafting: Annotated[str, typer.Option(metavar="NAME", help="auto, off, or the name of a drafter.")] = "auto",
     max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Maximum tokens of an answer.", show_default="what fits, at most 2048"),
+        int | None, typer.Option(min=1, metavar="N", help="Maximum tokens.", show_default="what fits, at most 2048")
     ] = None,
     temperature: Annotated[
         float, typer.Option(min=0, max=2, metavar="NUMBER", help="Sampling temperature; 0 is greedy.")
     ] = 0.3,
     seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Sampling seed.", show_default="random")] = None,
 ) -> None:
-    """Chat with a running server.
-
-    Drafted text is coloured by drafter. Each answer ends with its acceptance rate.
-    """
+    """Chat with a running server. Drafted text is coloured by drafter; each answer ends with its acceptance rate."""
     from deploy.chat import chat as converse
 
-    converse(
-        url,
-        api_key=api_key,
-        system=system,
-        drafting=drafting,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-    )
+    sampling = {"max_completion_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    converse(url, api_key, system, drafting, {name: value for name, value in sampling.items() if value is not None})
 
 
 @app.command()
@@ -182,14 +170,14 @@ def _add_laboratory() -> None:
 
 @app.command()
 def train(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Output folder; its name is the drafter's name.")],
     drafter: Annotated[str, typer.Option(help="Kind of drafter: dspark, layers or table.")] = "dspark",
     model: Annotated[
         str, typer.Option(help="Target model: a name of `outrider models` or a Hugging Face folder.")
     ] = "smollm2-135m",
     work: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Folder of prompts, answers and checkpoints.", show_default="OUT-work"),
+        Path | None, typer.Option(metavar="FOLDER", help="Prompts, answers and checkpoints.", show_default="OUT-work")
     ] = None,
     prompts: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help='Prompts: JSONL with "prompt" per line. Can be repeated.')
@@ -199,27 +187,17 @@ def train(
         int, typer.Option("--tokens", min=1, help="Answer tokens to generate, at temperatures 0 and 0.7.")
     ] = 1_000_000,
     begin_with: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Continue a trained dspark drafter: a folder, or the name of a shipped one."),
+        str | None, typer.Option(metavar="FOLDER", help="Continue a dspark drafter: a folder, or a shipped one's name.")
     ] = None,
     num_epochs: Annotated[int, typer.Option("--epochs", min=1, help="Training epochs.")] = 4,
     learning_rate: Annotated[float, typer.Option(help="Learning rate; use a lower one with --begin-with.")] = 2.5e-4,
-    num_layers: Annotated[
-        int | None, typer.Option("--layers", min=1, help="Layers of the drafter.", show_default="2")
-    ] = None,
-    block_size: Annotated[
-        int | None, typer.Option("--block", min=1, max=64, help="Tokens that dspark drafts per block.", show_default="7")
-    ] = None,
-    vocabulary: Annotated[
-        int | None, typer.Option(min=2, help="Size of the draft vocabulary.", show_default="16384")
-    ] = None,
+    num_layers: Annotated[int, typer.Option("--layers", min=1, help="Layers of the drafter.")] = 2,
+    block_size: Annotated[int, typer.Option("--block", min=1, max=64, help="Tokens that dspark drafts per block.")] = 7,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Size of the draft vocabulary.")] = 16384,
     budget_minutes: Annotated[
         float | None, typer.Option(min=0.1, help="Time limit for generating answers and training together.")
     ] = None,
-    head: Annotated[
-        str | None,
-        typer.Option(help="Sequential head of dspark: markov, gated or rnn.", show_default="markov"),
-    ] = None,
+    head: Annotated[str, typer.Option(help="Sequential head of dspark: markov, gated or rnn.")] = "markov",
     quick: Annotated[bool, typer.Option("--quick", help="Run every step on little data, in minutes on a CPU.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda. Use torchrun for several GPUs.")] = "auto",
@@ -236,10 +214,10 @@ def train(
     Generates prompts and answers with the model, distils the drafter, evaluates it and writes its model card.
     A stopped training resumes when the same command is run again.
     """
-    options = dict(locals())  # the parameters above, which `run` has by the same names
     from deploy.train import run
 
-    run(**options)
+    given = [name for name in context.params if getattr(context.get_parameter_source(name), "name", None) != "DEFAULT"]
+    run(asked=frozenset(given), **context.params)
 
 
 _add_laboratory()

@@ -3,10 +3,9 @@
 import logging
 import os
 import secrets
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import ray
@@ -23,7 +22,8 @@ from cluster.placement import place
 from cluster.resolve import resolve
 from cluster.state import open_store, state_fault
 from cluster.types import ModelInfo
-from deploy.local_ray import LaunchError, LocalRay, start
+from deploy import local_ray
+from deploy.local_ray import LaunchError
 from deploy.placement_groups import as_made, make_groups, read_inventory, with_cores, with_gpu_memory
 from deploy.serve_app import APP, run_application
 from engine.cpu_level import VARIABLE as CPU_VARIABLE
@@ -37,22 +37,21 @@ CALL_DEADLINE_S = 10.0
 SPAWN_S = 60.0  # for Ray's worker processes to start
 
 
-class DeployedCluster:
+class DeployedCluster(AbstractContextManager["DeployedCluster"]):
     """A context manager: leaving it ends everything, at any stage of the start."""
 
-    def __init__(self, config: Config, folder: Path, local: LocalRay | None) -> None:
+    def __init__(self, config: Config, folder: Path, *, owns_ray: bool) -> None:
         self._config = config
         self._folder = folder
-        self._local = local
+        self._owns_ray = owns_ray
         self._groups: dict[str, PlacementGroup] = {}
         self._supervisor: Any = None
-        self._ray_processes = psutil.Process().children() if local is not None else []
+        self._ray_processes = psutil.Process().children() if owns_ray else []
 
     def reserve(self, model_folder: Path) -> Deployment:
         """Resolves the configuration for the cluster's machines and reserves a placement group for each of its parts.
 
-        Raises:
-            LaunchError, PlacementError, InvalidField: it does not fit the cluster; says what is missing.
+        Raises LaunchError, PlacementError or InvalidField: it does not fit the cluster.
         """
         token = read_token(self._config)
         inventory = with_cores(read_inventory(ray.nodes()))
@@ -65,11 +64,7 @@ class DeployedCluster:
         return Deployment(config, self._groups, str(self._folder), token, budget)
 
     def deploy(self, model_folder: Path) -> ModelInfo:
-        """Returns when the targets are ready and the HTTP server listens.
-
-        Raises:
-            LaunchError, PlacementError, InvalidField: says what did not start, and why.
-        """
+        """Returns when the targets are ready and the HTTP server listens. Raises as ``reserve``."""
         deployment = self.reserve(model_folder)
         config = deployment.config
         _warn_of_state(config)
@@ -92,10 +87,8 @@ class DeployedCluster:
 
     def dead_process(self) -> str | None:
         """A process of this machine's Ray that has ended and cannot be replaced."""
-        for process in self._ray_processes:
-            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                return f"process {process.pid}"
-        return None
+        dead = (p for p in self._ray_processes if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE)
+        return next((f"process {process.pid}" for process in dead), None)
 
     def drain(self, deadline_s: float) -> None:
         """Accepts no more requests and waits for running ones."""
@@ -107,48 +100,38 @@ class DeployedCluster:
             logger.warning("could not drain: %s", error)
 
     def stop(self) -> None:
-        if self._local is not None:
-            self._local.stop()  # with everything that runs on it
+        if self._owns_ray:
+            local_ray.stop()  # with everything that runs on it
             return
         try:
-            self._stop_own()
+            if APP in serve.status().applications:
+                serve.delete(APP)
+            if self._supervisor is not None:
+                with suppress(RayActorError, GetTimeoutError):  # its processes end with their groups anyway
+                    ray.get(self._supervisor.stop.remote(), timeout=CALL_DEADLINE_S)
+                ray.kill(self._supervisor, no_restart=True)
+            for group in self._groups.values():
+                remove_placement_group(group)
         finally:
             ray.shutdown()
 
-    def _stop_own(self) -> None:
-        """Ends this deployment on a shared cluster."""
-        if APP in serve.status().applications:
-            serve.delete(APP)
-        if self._supervisor is not None:
-            with suppress(RayActorError, GetTimeoutError):  # its processes end with their groups anyway
-                ray.get(self._supervisor.stop.remote(), timeout=CALL_DEADLINE_S)
-            ray.kill(self._supervisor, no_restart=True)
-        for group in self._groups.values():
-            remove_placement_group(group)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
 def connect(config: Config, folder: Path) -> DeployedCluster:
-    """Starts a cluster on this machine, or joins the running one that the configuration names.
-
-    Raises:
-        LaunchError: Ray did not start or does not answer.
-    """
+    """Starts Ray on this machine, or joins the cluster that the configuration names. Raises LaunchError."""
     namespace, address = config.cluster.namespace, config.cluster.ray_address
     if address is None:
-        return DeployedCluster(config, folder, start(folder, namespace))
+        local_ray.start(folder, namespace)
+        return DeployedCluster(config, folder, owns_ray=True)
     level = os.environ.get(CPU_VARIABLE)
     runtime_env = {"env_vars": {CPU_VARIABLE: level}} if level else None  # of the actors on all nodes
     try:
         ray.init(address=address, namespace=namespace, logging_level=logging.ERROR, runtime_env=runtime_env)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise LaunchError(f"no Ray cluster answers at {address} (cluster.ray_address): {error}") from error
-    return DeployedCluster(config, folder, None)
+    return DeployedCluster(config, folder, owns_ray=False)
 
 
 def _warn_of_state(config: Config) -> None:
@@ -161,11 +144,7 @@ def _warn_of_state(config: Config) -> None:
 
 
 def read_token(config: Config) -> str:
-    """The shared secret of all links, from the file, or a random one.
-
-    Raises:
-        LaunchError: the file cannot be read or is empty.
-    """
+    """The shared secret of all links: random, or from a file. Raises LaunchError if that is unreadable or empty."""
     file = config.cluster.token_file
     if file is None:
         return secrets.token_hex(32)

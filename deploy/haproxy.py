@@ -9,8 +9,8 @@ It rewrites the configuration that Ray Serve 2.60 generates, and then executes H
 - Every error has OpenAI's shape, and every response one `x-request-id`: the client's if it is valid, else a new one.
 - Headers and paths that control Ray Serve are blocked.
 
-Clients reach a TCP frontend in front of Serve's HTTP frontend. Its filter (`haproxy.lua`) replaces the fixed error pages of
-HAProxy's HTTP parser. The wrapper needs only the standard library.
+Clients reach a TCP frontend, whose filter (`haproxy.lua`) replaces the error pages of HAProxy's HTTP parser.
+The wrapper needs only the standard library.
 """
 
 import ctypes
@@ -59,53 +59,35 @@ def maxconn_for(num_clients: int) -> int:
 
 
 def rewrite(config: str, ports: list[int], folder: Path) -> str:
-    """The rewritten configuration. ``ports``: of the statistics. ``folder``: for the socket between the frontends.
-
-    Raises:
-        UnknownTemplate: this is not a configuration of Ray Serve 2.60.
-    """
+    """The rewritten configuration. ``ports``: of the statistics. ``folder``: for the socket between the frontends."""
     config = bind_to_loopback(config, ports)
     config = re.sub(r"(?m)^    (option splice-\w+|errorfile .*)\n", "", config)
     maxconn = int(_find(r"(?m)^    maxconn (\d+)$", config)[1])
     config = _insert_after(r"(?m)^global$", config, [f"lua-load-per-thread {LUA}"])
-    config = _insert_after(r"(?m)^defaults\n    mode http$", config, _defaults())
+    # Wait for the headers and the start of the body, so that no replica does.
+    waiting = [f"timeout http-request {HEADER_TIMEOUT_S}s", "option http-buffer-request"]
+    errors = [f"http-error {_reply(status)}" for status in OWN_ERRORS]
+    config = _insert_after(r"(?m)^defaults\n    mode http$", config, waiting + errors)
     public = _find(r"(?m)^frontend http_frontend\n    bind (\S+)$", config)
     socket = f"unix@{folder / 'http.sock'}"
-    config = config.replace(
-        public[0], _section("frontend http_frontend", [f"bind {socket} accept-proxy proto h1 mode 600", *_rules()])
-    )
-    replies = [f"http-request return {_reply(503)}"]
-    config = _replace(
-        r"(?m)^backend default_backend\n    http-request return .*$", config, "backend default_backend", replies
-    )
-    return config + "\n".join(
-        [
-            _section("defaults", ["mode tcp", "timeout connect 5s", "timeout client 1h", "timeout server 1h"]),
-            _section(
-                "frontend clients",
-                [
-                    f"bind {public[1]}",
-                    f"maxconn {max(1, (maxconn - SPARE_CONNECTIONS) // 2)}",
-                    "filter lua.json_errors",
-                    "default_backend http_socket",
-                ],
-            ),
-            _section("backend http_socket", [f"server http_frontend {socket} send-proxy-v2"]),
-            "",
-        ]
-    )
+    rules = [f"bind {socket} accept-proxy proto h1 mode 600", *_rules()]
+    config = config.replace(public[0], _section("frontend http_frontend", rules))
+    default = _find(r"(?m)^backend default_backend\n    http-request return .*$", config)[0]
+    config = config.replace(default, _section("backend default_backend", [f"http-request return {_reply(503)}"]))
+    num_clients = max(1, (maxconn - SPARE_CONNECTIONS) // 2)
+    clients = [f"bind {public[1]}", f"maxconn {num_clients}", "filter lua.json_errors", "default_backend http_socket"]
+    added = [
+        _section("defaults", ["mode tcp", "timeout connect 5s", "timeout client 1h", "timeout server 1h"]),
+        _section("frontend clients", clients),
+        _section("backend http_socket", [f"server http_frontend {socket} send-proxy-v2"]),
+    ]
+    return config + "\n".join([*added, ""])
 
 
 def bind_to_loopback(config: str, ports: list[int]) -> str:
     """Binds the frontends at these ports to loopback instead of all interfaces."""
     pattern = "|".join(map(str, ports))
     return re.sub(rf"(?m)^(\s*bind )\*?:({pattern})$", r"\g<1>127.0.0.1:\2", config)
-
-
-def _defaults() -> list[str]:
-    # Wait for the headers and the start of the body, so that no replica does.
-    waiting = [f"timeout http-request {HEADER_TIMEOUT_S}s", "option http-buffer-request"]
-    return waiting + [f"http-error {_reply(status)}" for status in OWN_ERRORS]
 
 
 def _rules() -> list[str]:
@@ -158,11 +140,6 @@ def _find(pattern: str, config: str) -> re.Match[str]:
 def _insert_after(pattern: str, config: str, lines: list[str]) -> str:
     end = _find(pattern, config).end()
     return config[:end] + "".join(f"\n    {line}" for line in lines) + config[end:]
-
-
-def _replace(pattern: str, config: str, head: str, lines: list[str]) -> str:
-    found = _find(pattern, config)
-    return config[: found.start()] + _section(head, lines) + config[found.end() :]
 
 
 def main(binary: str, ports: str, arguments: list[str]) -> None:

@@ -14,7 +14,9 @@ from deploy.local_ray import LaunchError, check_port, prepare_environment, run_f
 from deploy.memory import check_memory
 from deploy.stop import Stop, Stopped, stoppable
 from engine.cpu_setup import configure_cpu
+from engine.models.config import load_config
 from engine.models.prepare import ensure_model
+from engine.tensor_parallel.sharding import check_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +27,9 @@ ALIVE_POLL_S = 1.0
 
 
 def serve(config: Config) -> None:
-    """Serves until SIGINT or SIGTERM. Blocks; for the main thread.
+    """Serves until SIGINT or SIGTERM, which drains for at most DRAIN_S; a second one ends at once. For the main thread.
 
-    The first signal drains for at most DRAIN_S, a second one ends at once. No process, socket or folder is left.
-
-    Raises:
-        LaunchError, ModelUnavailable, PlacementError, InvalidField: the cluster did not start, or ended; says what to do.
+    Raises LaunchError, ModelUnavailable, PlacementError or InvalidField: the cluster did not start, or ended.
     """
     _log_to_stderr()
     configure_cpu()
@@ -39,6 +38,7 @@ def serve(config: Config) -> None:
         if config.api.api_keys_file is not None:
             ApiKeys.from_file(config.api.api_keys_file)  # refused here rather than in the API's process
         model_folder = ensure_model(config.model.name)
+        check_ranks(load_config(model_folder), config.target.tensor_parallel)
         check_memory(config)
         with run_folder() as folder:
             if config.cluster.ray_address is None:
@@ -50,9 +50,9 @@ def _log_to_stderr() -> None:
     """Shows this process's log: CPU level, dtypes, state store."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("outrider: %(message)s"))
-    for package in ("cluster", "engine", "deploy"):
-        logging.getLogger(package).setLevel(logging.INFO)
-        logging.getLogger(package).addHandler(handler)
+    for package in map(logging.getLogger, ("cluster", "engine", "deploy")):
+        package.setLevel(logging.INFO)
+        package.addHandler(handler)
 
 
 def _serve(config: Config, model_folder: Path, folder: Path, stop: Stop) -> None:
@@ -81,15 +81,13 @@ def _await_answer(config: Config, model: ModelInfo, url: str, stop: Stop) -> Non
     """Waits for the first answered completion, or for a healthy API if it needs keys."""
     end_s = time.monotonic() + FIRST_ANSWER_S
     last = "nothing"
+    body = {"model": model.name, "prompt": "Hello", "max_tokens": 1}
     with httpx.Client(base_url=url, timeout=FIRST_ANSWER_S, trust_env=False) as client:
         while time.monotonic() < end_s:
             stop.check()
             try:
-                if config.api.api_keys_file is not None:
-                    response = client.get("/health")
-                else:
-                    body = {"model": model.name, "prompt": "Hello", "max_tokens": 1}
-                    response = client.post("/v1/completions", json=body)
+                has_keys = config.api.api_keys_file is not None
+                response = client.get("/health") if has_keys else client.post("/v1/completions", json=body)
             except httpx.TransportError as error:
                 last = f"{type(error).__name__}: {error}"
             else:

@@ -13,9 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cluster.errors import OutriderError
 from deploy import haproxy
@@ -60,30 +58,9 @@ class LaunchError(OutriderError):
     """The cluster could not be started; says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class LocalRay:
-    """The Ray cluster that this process has started."""
-
-    def stop(self) -> None:
-        """Ends every descendant of this process. Safe at any stage of the start."""
-        import ray
-
-        # A second signal must not interrupt the cleanup, which takes seconds.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        try:
-            ray.shutdown()
-        finally:
-            end_descendants(GRACE_S)
-
-
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """A temporary folder for the cluster's files and the data plane's sockets.
-
-    Raises:
-        LaunchError: no writable folder has a path short enough for sockets.
-    """
+    """A temporary folder for files and sockets. Raises LaunchError: no writable one has a path short enough for these."""
     for parent in (Path(tempfile.gettempdir()), Path("/tmp")):
         if len(str(parent)) + len("/outrider-12345678") <= MAX_FOLDER_LEN and os.access(parent, os.W_OK):
             _remove_stale(parent)
@@ -99,7 +76,7 @@ def run_folder() -> Iterator[Path]:
 
 @contextmanager
 def _owned(folder: Path) -> Iterator[None]:
-    """Locks the folder while this process lives; removes it at the end of the block."""
+    """Locks the folder in the block, and removes it at the end."""
     with (folder / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
@@ -162,16 +139,11 @@ def _wrapped_haproxy(folder: Path, statistics_ports: Sequence[int]) -> Path:
     return script
 
 
-def start(folder: Path, namespace: str, **options: Any) -> LocalRay:
-    """Starts the cluster. ``options``: of ``ray.init``.
-
-    Raises:
-        LaunchError: Ray did not come up.
-    """
+def start(folder: Path, namespace: str) -> None:
+    """Starts the cluster. Raises LaunchError: Ray did not come up."""
     adopt_orphans()
     import ray
 
-    local = LocalRay()
     try:
         ray.init(
             address="local",
@@ -180,14 +152,25 @@ def start(folder: Path, namespace: str, **options: Any) -> LocalRay:
             object_store_memory=OBJECT_STORE_BYTES,
             logging_level=logging.ERROR,
             _temp_dir=str(folder / "ray"),
-            **options,
         )
     except BaseException as error:  # also a signal
-        local.stop()
+        stop()
         if isinstance(error, RuntimeError | ValueError | OSError | TimeoutError):
             raise LaunchError(f"Ray did not start: {error}") from error
         raise
-    return local
+
+
+def stop() -> None:
+    """Ends every descendant of this process. Safe at any stage of the start."""
+    import ray
+
+    # A second signal must not interrupt the cleanup, which takes seconds.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        ray.shutdown()
+    finally:
+        end_descendants(GRACE_S)
 
 
 def free_port() -> int:

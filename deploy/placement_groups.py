@@ -29,18 +29,13 @@ SMALLEST_SHARE = 0.0001
 def read_inventory(nodes: list[dict[str, Any]]) -> Inventory:
     """The inventory of `ray.nodes()`, the head first."""
     alive = sorted((n for n in nodes if n["Alive"]), key=lambda n: "node:__internal_head__" not in n["Resources"])
-    return Inventory(
-        tuple(
-            Node(
-                n["NodeID"],
-                n["Resources"].get("CPU", 0.0),
-                n["Resources"].get("GPU", 0.0),
-                dict(n.get("Labels") or {}),
-                memory_bytes=int(n["Resources"]["memory"]) if "memory" in n["Resources"] else None,
-            )
-            for n in alive
-        )
-    )
+    return Inventory(tuple(map(_node, alive)))
+
+
+def _node(node: dict[str, Any]) -> Node:
+    has, labels = node["Resources"], dict(node.get("Labels") or {})
+    memory_bytes = int(has["memory"]) if "memory" in has else None
+    return Node(node["NodeID"], has.get("CPU", 0.0), has.get("GPU", 0.0), labels, memory_bytes=memory_bytes)
 
 
 def with_cores(inventory: Inventory) -> Inventory:
@@ -59,10 +54,8 @@ def with_gpu_memory(inventory: Inventory) -> Inventory:
 
 def _query_nodes(question: Any, nodes: Sequence[Node]) -> dict[str, int | None]:
     """A remote function's results by node. Nodes that fail or answer too late are logged and left out."""
-    pending = {
-        question.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote(): node.name
-        for node in nodes
-    }
+    places = {node.name: NodeAffinitySchedulingStrategy(node.name, soft=False) for node in nodes}
+    pending = {question.options(scheduling_strategy=place).remote(): name for name, place in places.items()}
     answered, late = ray.wait(list(pending), num_returns=len(pending), timeout=QUERY_DEADLINE_S) if pending else ([], [])
     for answer in late:
         _logger.warning("node %s did not describe its hardware within %g s", pending[answer], QUERY_DEADLINE_S)
@@ -98,11 +91,7 @@ def smallest_gpu(output: str) -> int | None:
 
 
 def make_groups(plan: PlacementPlan) -> dict[str, PlacementGroup]:
-    """Creates a plan's placement groups, by name. They end with this driver.
-
-    Raises:
-        LaunchError: a group was not placed within the deadline; the others are removed.
-    """
+    """Creates a plan's placement groups, which end with this driver. Raises LaunchError, and removes all, if one is late."""
     groups: dict[str, PlacementGroup] = {}
     end_s = time.monotonic() + GROUP_DEADLINE_S
     for group in plan.groups:
@@ -123,21 +112,15 @@ def as_made(plan: PlacementPlan, groups: Mapping[str, PlacementGroup]) -> Placem
     made = []
     for group in plan.groups:
         nodes = placement_group_table(groups[group.name])["bundles_to_node_id"]
-        made.append(
-            replace(group, bundles=tuple(replace(b, node=nodes.get(i, b.node)) for i, b in enumerate(group.bundles)))
-        )
+        bundles = tuple(replace(bundle, node=nodes.get(i, bundle.node)) for i, bundle in enumerate(group.bundles))
+        made.append(replace(group, bundles=bundles))
     return PlacementPlan(tuple(made))
 
 
 def _make(group: Group) -> PlacementGroup:
-    labels: list[Mapping[str, str]] = [bundle.node_labels for bundle in group.bundles]
-    made: PlacementGroup = placement_group(
-        [
-            {key: share for key, share in (("CPU", b.cpus), ("GPU", b.gpus)) if share} or {"CPU": SMALLEST_SHARE}
-            for b in group.bundles
-        ],
-        strategy=str(group.strategy),
-        name=group.name,
-        bundle_label_selector=[dict(one) for one in labels] if any(labels) else None,
-    )
+    labels = [dict(bundle.node_labels) for bundle in group.bundles]
+    asked = [{"CPU": bundle.cpus, "GPU": bundle.gpus} for bundle in group.bundles]
+    shares = [{key: share for key, share in one.items() if share} or {"CPU": SMALLEST_SHARE} for one in asked]
+    selector = labels if any(labels) else None
+    made: PlacementGroup = placement_group(shares, str(group.strategy), group.name, bundle_label_selector=selector)
     return made

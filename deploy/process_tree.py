@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 import psutil
 
@@ -13,16 +14,8 @@ MAX_SWEEPS = 5
 
 
 def adopt_orphans() -> None:
-    """Makes this process the subreaper of its descendants, so that `descendants` also finds orphans. Linux only; elsewhere
-    it does nothing.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+    """Makes this process the subreaper of its descendants, so that `descendants` also finds orphans (Linux only)."""
+    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
@@ -47,11 +40,7 @@ def end_all(processes: Iterable[psutil.Process], grace_s: float) -> None:
 
 
 def end_descendants(grace_s: float) -> None:
-    """Ends everything below this process, including processes started meanwhile.
-
-    Raises:
-        TimeoutError: a process could not be killed.
-    """
+    """Ends everything below this process, also what starts meanwhile. Raises TimeoutError: a process survives SIGKILL."""
     end_all(descendants(), grace_s)
     for _ in range(MAX_SWEEPS):
         left = descendants()  # started by a parent that was ending
@@ -64,7 +53,5 @@ def end_descendants(grace_s: float) -> None:
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return

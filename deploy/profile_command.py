@@ -26,12 +26,7 @@ from profiler.profile_store import save_profile, usable_profile
 
 
 def run(config: Config, plot: Path, quick: bool) -> None:
-    """Prints the key of the stored profile.
-
-    Raises:
-        OutriderError: a model is missing or does not fit, the configuration does not fit this machine, or the state store
-            is unavailable.
-    """
+    """Prints the key of the stored profile. Raises OutriderError: a model, the machine or the state store is unfit."""
     configure_cpu()
     set_threads(num_cores())  # before torch is imported; each measurement sets its own number
     config = resolve(with_shipped(config), here(), useful_threads(load_config(ensure_model(config.model.name))))
@@ -46,8 +41,9 @@ def run(config: Config, plot: Path, quick: bool) -> None:
         columns = (TextColumn("{task.description:20}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("", total=1.0)
+            effort = ProfileEffort.of(quick)
             profile = measure_profile(
-                config, ProfileEffort.of(quick), lambda what, share: bar.update(task, description=what, completed=share)
+                config, effort, lambda step, share: bar.update(task, description=step, completed=share)
             )
         version = save_profile(store, profile)
     finally:
@@ -58,11 +54,11 @@ def run(config: Config, plot: Path, quick: bool) -> None:
     print(profile.identity.key)
 
 
-def here(num_cpus: float | None = None) -> Inventory:
+def here() -> Inventory:
     """The inventory of this machine. Imports torch."""
     import torch
 
-    return Inventory((Node("here", num_cpus or float(num_cores()), float(torch.cuda.device_count())),))
+    return Inventory((Node("here", float(num_cores()), float(torch.cuda.device_count())),))
 
 
 def show(profile: Profile, console: Console) -> None:

@@ -53,10 +53,8 @@ _COLOCATED_BATCH = 16  # their contexts share the target's KV cache with the mea
 def measure_profile(config: Config, effort: ProfileEffort, report: Reporter = lambda step, share: None) -> Profile:
     """Measures the target and drafters of a resolved configuration, and links on this machine.
 
-    Takes the time budget of ``effort``, or longer if its minimum of measurements does.
-
-    Raises:
-        OutriderError: a model is missing, does not fit, or is too small to be measured; says which.
+    Takes the time budget of ``effort``, or longer if its minimum of measurements does. Raises OutriderError: a model is
+    missing, does not fit, or is too small to be measured.
     """
     report("loading", 0.0)
     colocated = [drafter for drafter in config.drafters if drafter.is_colocated]
@@ -79,12 +77,9 @@ def measure_profile(config: Config, effort: ProfileEffort, report: Reporter = la
 
 
 def _drafter(part: Part, timings: Mapping[str, Mapping[tuple[int, int], Timing]]) -> DrafterProfile:
-    catch_up = timings.get(f"catch-up {part.key}")
-    return DrafterProfile(
-        label=part.label,
-        draft=Surface.of(Kind.DRAFT, timings[f"draft {part.key}"]),
-        catch_up=Surface.of(Kind.CATCH_UP, catch_up) if catch_up is not None else None,
-    )
+    draft, catch_up = timings[f"draft {part.key}"], timings.get(f"catch-up {part.key}")
+    surface = None if catch_up is None else Surface.of(Kind.CATCH_UP, catch_up)
+    return DrafterProfile(label=part.label, draft=Surface.of(Kind.DRAFT, draft), catch_up=surface)
 
 
 def _trip(times_s: Sequence[float]) -> Trip:
@@ -112,8 +107,7 @@ class _ProfileBench:
         drafter = make(_without_early_stop(part.options), site)
         reads = part.options.traits.reads_hidden_states
         backing = _TargetBacking(self._engine) if reads else None
-        vocab_size = self._model.vocab_size
-        probe = DrafterProbe(drafter, vocab_size, OwnTime(), backing, self._model.max_model_len)
+        probe = DrafterProbe(drafter, self._model.vocab_size, OwnTime(), backing, self._model.max_model_len)
         self._probes.append(probe)
         batch = min(max_batch, _COLOCATED_BATCH) if reads else max_batch
         self._add(f"draft {part.key}", probe.draft_grid(batch, part.draft_len), probe.draft, part.threads)

@@ -1,7 +1,4 @@
-"""The HTTP API as a Ray Serve application: an ingress replica with links of its own to the targets.
-
-Calls to Ray actors are limited to the targets' addresses and the status.
-"""
+"""The HTTP API as a Ray Serve application: an ingress replica with links of its own to the targets."""
 
 import asyncio
 import logging
@@ -38,12 +35,7 @@ RETRY_S = 0.5
 
 
 class ApiReplica:
-    """The deployment's class. Client and FastAPI app are made in the replica.
-
-    Args:
-        directory: the targets' addresses at the start.
-        token: the links' secret.
-    """
+    """The deployment's class. ``directory``: the targets' addresses at the start. ``token``: the links' secret."""
 
     def __init__(self, config: Config, directory: Directory, model_folder: str, token: str) -> None:
         self._config = config
@@ -82,11 +74,7 @@ class ApiReplica:
         return create_app(client, tokenizer, ApiSettings.from_config(self._config.api), lifespan)
 
     def check_health(self) -> None:
-        """Called by Serve, which replaces a replica that raises.
-
-        Raises:
-            LinkClosed: the replica's own client has failed.
-        """
+        """Called by Serve, which replaces a replica that raises. Raises LinkClosed: the replica's client has failed."""
         if self._client is not None:
             self._client.check_health()
 
@@ -96,15 +84,14 @@ async def follow_targets(client: LinkClient, supervisor: Any, known: Directory) 
     while True:
         try:
             known = await supervisor.directory.remote(known)
+            client.set_addresses(known.addresses)
+            continue
         except RayError as error:
             logger.warning("the supervisor does not answer, known targets stay in use: %s", error)
-            await asyncio.sleep(RETRY_S)
         except Exception:
             # No caller awaits this task, and without it this replica would lose a target that moves.
             logger.exception("could not get the targets' addresses, known targets stay in use")
-            await asyncio.sleep(RETRY_S)
-        else:
-            client.set_addresses(known.addresses)
+        await asyncio.sleep(RETRY_S)
 
 
 def run_application(config: Config, directory: Directory, model_folder: str, token: str) -> None:

@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.client import ClusterStatus, DrafterStatus, TargetStatus
-from cluster.errors import OutriderError
-from deploy.chat_client import connect, error_message
+from deploy.chat_client import ServerFailed, connect, get
 
 PATH = "/v1/outrider/status"  # returns dataclasses.asdict(ClusterStatus)
 DEADLINE_S = 5.0
@@ -30,18 +29,12 @@ UNKNOWN = "-"
 _STATUS = TypeAdapter(ClusterStatus)
 
 
-class StatusUnavailable(OutriderError):
-    """The server could not be reached or did not return a status; says why."""
-
-
 def watch(url: str, api_key: str | None, *, once: bool, json: bool, interval_s: float, console: Console) -> None:
-    """Shows the status of the server at ``url``.
+    """Shows the status of the server at ``url`` every ``interval_s`` until Ctrl-C: tables, or one JSON object per line.
 
-    ``json``: one JSON object per line. Otherwise tables: once with ``once`` or if ``console`` cannot move its cursor, else
-    updated in place. Repeats every ``interval_s`` until Ctrl-C. The live tables wait for a server that goes away.
+    Tables are updated in place, or printed once if ``console`` cannot move its cursor; they wait for a server that is gone.
 
-    Raises:
-        StatusUnavailable: the server does not answer at the start, or with ``json`` at any time.
+    Raises ServerFailed: the server does not answer at the start, or with ``json`` at any time.
     """
     with suppress(KeyboardInterrupt), connect(url, api_key, DEADLINE_S) as client:
         first = fetch(client)
@@ -56,44 +49,32 @@ def watch(url: str, api_key: str | None, *, once: bool, json: bool, interval_s: 
 
 
 def fetch(client: httpx.Client) -> ClusterStatus:
-    """The server's status. Raises StatusUnavailable."""
-    url = f"{client.base_url}".rstrip("/") + PATH
+    """The server's status. Raises ServerFailed."""
+    response = get(client, PATH)
     try:
-        response = client.get(PATH)
-        response.raise_for_status()
         return _STATUS.validate_json(response.content)
-    except httpx.HTTPStatusError as error:
-        raise StatusUnavailable(f"no status from {url}: {error_message(error.response)}") from error
-    except httpx.HTTPError as error:
-        reason = str(error) or type(error).__name__
-        raise StatusUnavailable(
-            f"no status from {url}: {reason}. Is the server running? `outrider serve` starts it"
-        ) from error
     except ValidationError as error:
-        raise StatusUnavailable(f"no status from {url}: the server is not Outrider of this version") from error
+        raise ServerFailed(f"{response.url}: the server is not Outrider of this version") from error
 
 
 def _print_lines(client: httpx.Client, first: ClusterStatus, once: bool, interval_s: float, console: Console) -> None:
-    status = first
-    while True:
-        print(_STATUS.dump_json(status).decode(), file=console.file, flush=True)
-        if once:
-            return
+    print(_STATUS.dump_json(first).decode(), file=console.file, flush=True)
+    while not once:
         time.sleep(interval_s)
-        status = fetch(client)
+        print(_STATUS.dump_json(fetch(client)).decode(), file=console.file, flush=True)
 
 
 def _updates(client: httpx.Client, first: ClusterStatus, interval_s: float) -> Iterator[RenderableType]:
-    before = status = first
+    before = first
     while True:
         time.sleep(interval_s)
         try:
             status = fetch(client)
-        except StatusUnavailable as error:
-            yield Group(render(status), Text(str(error), style="red"))
-            continue
-        yield render(status, before)
-        before = status
+        except ServerFailed as error:
+            yield Group(render(before), Text(str(error), style="red"))
+        else:
+            yield render(status, before)
+            before = status
 
 
 def render(status: ClusterStatus, before: ClusterStatus | None = None) -> RenderableType:
@@ -115,8 +96,7 @@ def render(status: ClusterStatus, before: ClusterStatus | None = None) -> Render
 
 
 def _acceptance(drafters: tuple[DrafterStatus, ...]) -> str:
-    num_proposed = sum(drafter.num_proposed for drafter in drafters)
-    num_accepted = sum(drafter.num_accepted for drafter in drafters)
+    num_proposed, num_accepted = sum(d.num_proposed for d in drafters), sum(d.num_accepted for d in drafters)
     if not num_proposed:
         return "no draft tokens verified yet"
     return f"{_share(num_accepted, num_proposed)} of {num_proposed:,} verified draft tokens accepted"
@@ -158,17 +138,11 @@ def _processes(drafters: tuple[DrafterStatus, ...]) -> Table:
     """Kind, restarts, loads and memory."""
     table = _table("drafter", "kind", "restarts", "loads", "memory", "device")
     for drafter in drafters:
-        counted = drafter.num_bytes is not None
-        memory = f"{drafter.num_bytes / 2**30:.2f} GB" if drafter.device and drafter.num_bytes else UNKNOWN
-        device = drafter.device.rpartition("/")[2] if drafter.device and drafter.num_bytes else UNKNOWN
-        table.add_row(
-            Text(drafter.name),
-            drafter.kind,
-            f"{drafter.num_restarts}",
-            f"{drafter.num_loads}" if counted else UNKNOWN,
-            memory,
-            device,
-        )
+        loads = UNKNOWN if drafter.num_bytes is None else f"{drafter.num_loads}"
+        memory = device = UNKNOWN
+        if drafter.device and drafter.num_bytes:
+            memory, device = f"{drafter.num_bytes / 2**30:.2f} GB", drafter.device.rpartition("/")[2]
+        table.add_row(Text(drafter.name), drafter.kind, f"{drafter.num_restarts}", loads, memory, device)
     return table
 
 

@@ -23,7 +23,7 @@ class Stop:
         self.is_requested = False
 
     def listen(self) -> None:
-        """Installs the handlers: signals raise Stopped in the main thread."""
+        """Signals raise Stopped in the main thread from here on."""
         for number in SIGNALS:
             signal.signal(number, self._handle)
 
@@ -40,8 +40,7 @@ class Stop:
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Within the block signals raise Stopped; the block's end catches it, and errors that interrupted C++ code raises
-    instead of it."""
+    """Signals raise Stopped in the block; its end catches it, and what interrupted C++ code raises instead of it."""
     former = {number: signal.getsignal(number) for number in SIGNALS}
     stop = Stop()
     stop.listen()

@@ -30,33 +30,20 @@ class _Bars:
         self._progress.console.print(line, highlight=False)
 
 
-def run(
-    *,
-    out: Path,
-    work: Path | None,
-    prompts: Sequence[Path] | None = None,
-    drafter: Any,
-    device: str,
-    begin_with: str | None = None,
-    **fields: Any,
-) -> None:
-    """Fields that are None have their default. Raises as ``training.pipeline.train``."""
+def run(*, out: Path, work: Path | None, prompts: Sequence[Path] | None, begin_with: str | None, **fields: Any) -> None:
+    """``fields``: of TrainOptions. Raises as ``training.pipeline.train``."""
     configure_cpu()
-    given = {name: value for name, value in fields.items() if value is not None}
     out = out.expanduser().absolute()
     options = TrainOptions(
         out=out,
         work=(work or out.with_name(f"{out.name}-work")).expanduser().absolute(),
         prompts=tuple(prompts or ()),
-        drafter=drafter,
-        device=device,
         begin_with=None if begin_with is None else find_drafter(begin_with),
-        asked=frozenset(given),
-        **given,
+        **fields,
     )
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    with join_world(device) as world:
+    with join_world(options.device) as world:
         if not world.is_first:
             with Progress(disable=True) as silent:
                 train(options, world, _Bars(silent))

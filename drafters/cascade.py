@@ -62,12 +62,7 @@ class CascadeDrafter:
 
     An expensive member is queried for the requests of a batch for which the expected added tokens, less the cost of their
     rows, together exceed what the whole batch would decode in that time (this maximises long-run tokens per second).
-
-    Args:
-        clock: in seconds; measures the members' costs. None: costs as configured.
-
-    Raises:
-        InvalidField: their costs do not ascend.
+    ``clock``, in seconds, measures the members' costs; None: as configured. Raises InvalidField if these do not ascend.
     """
 
     capabilities = Capabilities()

@@ -27,8 +27,7 @@ class ProbeTarget(Protocol):
 
 
 class DrafterProbe:
-    """Times a drafter without requests. Between drafts one token is committed for each request of a batch, as after a round
-    whose first token was wrong. ``close`` releases the requests of the probe."""
+    """Times a drafter without requests, as after rounds whose first token was wrong. ``close`` releases the probe's."""
 
     def __init__(
         self,

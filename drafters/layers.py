@@ -30,12 +30,8 @@ _SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def load_layers(folder: Path, target_folder: Path, dtype: str, device: str) -> tuple[CausalModel, Tensor | None]:
-    """The drafter's model, and the token ids of its logits; None: all.
-
-    Raises:
-        ModelUnavailable: missing, half-written, unsupported, or of another shape than the target.
-        IncompatibleTokenizer: trained for another target.
-    """
+    """The drafter's model, and the token ids of its logits; None: all. Raises ModelUnavailable, and IncompatibleTokenizer if
+    it was trained for another target."""
     config, target = load_config(folder), load_config(target_folder)
     if (config.vocab_size, config.hidden_size) != (target.vocab_size, target.hidden_size):
         raise ModelUnavailable(

@@ -63,10 +63,8 @@ class DrafterLoop:
         self._spare_share = spare_share
 
     def step(self, now_s: float) -> bool:
-        """Returns whether there was anything to do beside reading messages: if so, call again at once.
-
-        Drafts at most one batch and sends at most one message per link. Exceptions of the drafter propagate.
-        """
+        """Drafts at most one batch and sends at most one message per link. Returns whether there was anything to do beside
+        reading messages: if so, call again at once. Exceptions of the drafter propagate."""
         work = self.begin(now_s)
         self.finish(work, now_s, now_s)
         return work != "nothing"

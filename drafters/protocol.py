@@ -91,10 +91,8 @@ class ChainVerifier(Protocol):
     """Verifies proposals of smaller drafters, per request. Its drafts stay the same and take less time."""
 
     def set_proposers(self, request_id: str, proposers: Sequence[str]) -> bool:
-        """Sets the proposers of a followed request, smallest first, from the next draft on; () removes them.
-
-        Returns whether it has these proposers; if not, it drafts alone.
-        """
+        """Sets the proposers of a followed request, smallest first, from the next draft on; () removes them. Returns whether
+        it has these proposers; if not, it drafts alone."""
 
     def take_levels(self, name: str) -> list[LevelReport]:
         """Reports of this drafter, named ``name``, and of the models below since the last call."""

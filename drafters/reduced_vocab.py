@@ -32,13 +32,8 @@ class WholeVocabulary:
 
 
 class ReducedHead:
-    """A head over part of the vocabulary.
-
-    Args:
-        token_ids: of its logits, ascending int64, on their device.
-        vocab_size: of the whole vocabulary.
-        kernel: chooses among ``token_ids``; None: the sampler always chooses.
-    """
+    """A head over ``token_ids``, ascending int64 on the device of its logits, of ``vocab_size``. ``kernel`` chooses among
+    them; None: the sampler always chooses."""
 
     def __init__(self, token_ids: Tensor, vocab_size: int, sampler: Sampler, kernel: GumbelArgmax | None) -> None:
         self._ids = token_ids.cpu().numpy()

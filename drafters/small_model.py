@@ -133,11 +133,8 @@ class SmallModel:
         return ends or token_id in sampling.stop_token_ids
 
     def parts(self, wanted: Sequence[tuple[Question, int]]) -> Iterator[list[int]]:
-        """Divides a batch into parts that the cache holds at once, and makes room for each in turn.
-
-        Of ``wanted``, questions about distinct requests with the maximum tokens beyond ``ahead``, yields the indices of
-        those that fit ``max_len``.
-        """
+        """Divides questions about distinct requests, with the maximum tokens beyond ``ahead``, into parts that the cache
+        holds at once, and makes room for each in turn. Yields indices, except of questions beyond ``max_len``."""
         lens = [self._given_len(question) + num_tokens for question, num_tokens in wanted]
         fitting = [i for i, length in enumerate(lens) if length <= self.max_len]
         for part in parts_that_fit(fitting, lambda i: lens[i], self._ledger):
@@ -146,9 +143,7 @@ class SmallModel:
 
     def catch_up(self, questions: Sequence[Question]) -> list[bool]:
         """Computes what is missing before the questions, in one pass of at most ``max_pass_rows``, least missing first.
-
-        Returns whether each question can now be answered without another such pass.
-        """
+        Returns whether each question can now be answered without another such pass."""
         missing = [self._align(question) for question in questions]
         if sum(missing) <= self._max_pass_rows:
             return [True] * len(questions)  # choose computes them in the pass of the answers
@@ -157,10 +152,8 @@ class SmallModel:
         return [num_missing == 0 for num_missing in missing]
 
     def choose_within(self, questions: Sequence[Question], max_rows: int) -> list[Chosen | None]:
-        """As ``choose``, in one pass of at most ``max_rows`` rows, or of the longest question's, in free blocks only.
-
-        None: only part of the tokens before the question was computed. No tokens: no free blocks.
-        """
+        """As ``choose``, in one pass of at most ``max_rows`` rows, or of the longest question's, in free blocks only. None:
+        only part of the tokens before the question was computed. No tokens: no free blocks."""
         found: list[Chosen | None] = [None] * len(questions)
         ready: list[int] = []
         catching_up: tuple[Question, int] | None = None

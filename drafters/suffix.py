@@ -91,8 +91,7 @@ class SuffixDrafter:
 
     Args:
         max_match_len: maximum match length in other answers; a request's own text has none.
-        max_shared_tokens: tokens remembered of finished answers; 0: none.
-        min_match_len: shorter matches do not count.
+        max_shared_tokens: tokens remembered of finished answers.
         min_survival: a draft ends before the probability that all of it is right falls below this.
         request_tokens: a request remembers between half of this and all of it.
     """

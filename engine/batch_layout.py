@@ -122,9 +122,8 @@ def _on_host(
     starts[0] = 0
     np.cumsum(lens, out=starts[1 : num_spans + 1])
     num_blocks = -(-(base_lens + lens) // block_len)
-    tables = np.zeros(
-        (num_spans + num_padding, int(num_blocks.max(initial=1)) if table_width is None else table_width), np.int32
-    )
+    width = int(num_blocks.max(initial=1)) if table_width is None else table_width
+    tables = np.zeros((num_spans + num_padding, width), np.int32)
     for row, span, num in zip(tables, spans, num_blocks.tolist(), strict=False):
         row[:num] = span.block_table[:num]
     token_ids = np.fromiter(chain.from_iterable(span.token_ids for span in spans), np.int64, num_rows)

@@ -49,16 +49,13 @@ class CostMemory:
         """The stored costs; None if there are no usable ones."""
         try:
             document = self._store.get(self._key)
-            if document is None:
-                return None
-            found = _Stored.model_validate_json(json.dumps(document.value))
+            found = None if document is None else _Stored.model_validate_json(json.dumps(document.value))
+            return None if found is None else monotone(found.points, found.per_context_s)
         except StateUnavailable as error:
             logger.warning("stored pass costs cannot be read: %s", error)
-            return None
         except ValidationError as error:
             logger.warning("state %r is not a cost table, passes are measured again: %s", self._key, error)
-            return None
-        return monotone(found.points, found.per_context_s)
+        return None
 
     def keep(self, cost: TableCost) -> None:
         points: list[JsonValue] = [[rows, seconds] for rows, seconds in zip(cost.rows, cost.step_s_at, strict=True)]

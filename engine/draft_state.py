@@ -1,6 +1,9 @@
 """The drafting state of one request: its chain, the awaited proposal, the present one, and the last judgement."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
+from typing import TYPE_CHECKING
 
 from cluster.types import Proposal
 from engine.acceptance import judge
@@ -8,8 +11,15 @@ from router.assignment import Chain
 from router.estimates.drafter_stats import Judgement
 from router.plan import NO_DRAFTS, DraftBudget
 
+if TYPE_CHECKING:
+    from engine.grammar.state import GrammarState
+
 # Commits whose time is kept. The reply to an older one does not count in its drafter's reply time.
 MAX_AWAITED = 8
+
+FORCED = "grammar"  # the drafter of tokens that a grammar forces
+# Of a forced token: its text is certain, how the model splits it is not.
+FORCED_CONFIDENCE = 0.95
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +37,10 @@ class DraftState:
     is_held: bool = False  # for its proposal, by the last plan
     proposal: Proposal | None = None  # extends the committed tokens
     survival: tuple[float, ...] = ()  # calibrated, of the prefixes of the proposal; (): not known
+    grammar: "GrammarState | None" = None  # of the committed output
     judgement: Judgement | None = None  # of the proposal that was at hand in the last pass
+    _drafts: bool = True  # whether forced tokens are proposed
+    _forced: tuple[int, ...] = ()  # they extend the committed tokens
     _sent_s: dict[int, float] = field(default_factory=dict)  # committed length -> when the drafter was sent it
 
     # ---- who drafts, and how far
@@ -104,6 +117,10 @@ class DraftState:
             if self.proposal is not None or not agrees or lag >= len(proposal.token_ids):
                 return False
             proposal = _behind(proposal, lag)
+        if self.grammar is not None:
+            proposal = _up_to(proposal, self.grammar.num_valid(proposal.token_ids))
+            if self._forced and not self._keeps_to_forced(proposal):
+                return False
         self.proposal = proposal
         self.survival = ()
         self.awaiting_since_s = None
@@ -113,9 +130,32 @@ class DraftState:
         """Sets the calibrated survival of the present proposal."""
         self.survival = survival
 
+    # ---- the grammar
+
+    def follow(self, grammar: "GrammarState", drafts: bool) -> None:
+        """Proposals are cut to what the grammar allows, and what it forces is proposed, if ``drafts``."""
+        self.grammar, self._drafts = grammar, drafts
+
+    def force(self, request_id: str) -> None:
+        """Proposes the tokens of the text that the grammar leaves no choice about, unless the proposal begins with them."""
+        if self.grammar is None or not self._drafts:
+            return
+        self._forced = tuple(self.grammar.forced())
+        if self._forced and not self._keeps_to_forced(self.proposal):
+            confidences = tuple([FORCED_CONFIDENCE] * len(self._forced))
+            self.proposal = Proposal(request_id, len(self.token_ids), self._forced, confidences, FORCED)
+            self.survival = tuple(accumulate(confidences, mul))
+            self.awaiting_since_s = None
+
+    def _keeps_to_forced(self, proposal: Proposal | None) -> bool:
+        return proposal is not None and proposal.token_ids[: len(self._forced)] == self._forced
+
     def judge(self, committed: tuple[int, ...]) -> str | None:
         """Compares the present proposal with the tokens committed by a pass, and keeps its uncommitted part. Returns the
         drafter of the proposal; None without one. ``committed`` is () if the pass failed."""
+        if self.grammar is not None:
+            self.grammar.advance(committed)
+            self._forced = ()
         proposal, self.proposal = self.proposal, None
         if proposal is None or not committed:
             self.judgement = None
@@ -127,6 +167,14 @@ class DraftState:
             survival = self.survival
             self.survival = tuple([s / max(survival[num_right - 1], 1e-9) for s in survival[num_right:]])
         return proposal.drafter
+
+
+def _up_to(proposal: Proposal, num_tokens: int) -> Proposal:
+    if num_tokens == len(proposal.token_ids):
+        return proposal
+    return replace(
+        proposal, token_ids=proposal.token_ids[:num_tokens], confidences=proposal.confidences[:num_tokens], unfinished=False
+    )
 
 
 def _behind(proposal: Proposal, num_tokens: int) -> Proposal:

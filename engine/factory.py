@@ -1,23 +1,27 @@
 """Chooses operators by device. Vendors' packages are imported only here."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from engine.compiling import NoCompiler
+from engine.cpu.build import load_library
+from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cpu.ops import CpuOps
 from engine.cpu.packed import product_dtype
 from engine.cpu_setup import configure_cpu
 from engine.device import require
 from engine.dtypes import choose_dtype
 from engine.forward import CausalModel
+from engine.grammar.compiling import known_grammars
 from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.config import DecoderConfig, load_config
 from engine.models.weights import Weights, open_weights
 from engine.native import NativeLimits, NativeTarget
-from engine.ops import Ops, TorchOps
+from engine.ops import GumbelArgmax, Ops, TorchOps
 from engine.tensor_parallel.leader import LeadingTarget
 from engine.tensor_parallel.ranks import ModelRanks, RankGroup
 from engine.tensor_parallel.sharding import shard_of
@@ -50,6 +54,15 @@ def make_ops(
                 str(product_dtype(dtype, device)).removeprefix("torch."),
             )
     return TorchOps(config, dtype)
+
+
+def make_gumbel_argmax(vocab_size: int, dtype: torch.dtype) -> GumbelArgmax | None:
+    """The choice among all tokens by a kernel for logits of ``dtype`` on a CPU. None: plain torch chooses."""
+    try:
+        return CpuGumbelArgmax(load_library(dtype), dtype, np.arange(vocab_size))
+    except NoCompiler as error:
+        logger.warning("tokens are chosen by plain torch, since CPU kernels are not available: %s", error)
+        return None
 
 
 def _cuda_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> Ops:
@@ -122,13 +135,15 @@ def load_target(
     max_model_len: int = 2048,
     feature_layers: Sequence[int] = (),
     ranks: RankGroup | None = None,
+    end_ranks: Callable[[], None] = lambda: None,
 ) -> NativeTarget:
     """A native target for the model of a Hugging Face folder. ``max_model_len`` is capped at the model's. Raises as
     ``load_model`` and ``NativeTarget``.
 
     Args:
         kv_cache_bytes: of one rank.
-        ranks: the processes that compute it; rank 0 gets a ``LeadingTarget``, the others follow it (``follow``).
+        ranks: the processes that compute it; rank 0 gets a ``LeadingTarget``, the others follow it (``Follower``).
+        end_ranks: as of ``LeadingTarget``.
     """
     model = load_model(folder, dtype, device, block_len=block_len, ranks=ranks)
     # All ranks have as many blocks as fit the cache of the first one, which holds the most heads.
@@ -140,6 +155,7 @@ def load_target(
         max_pass_tokens=max_pass_tokens,
         max_model_len=min(max_model_len, model.config.max_len),
     )
+    grammars = known_grammars(folder, model.config.vocab_size, model.config.eos_token_ids)
     if ranks is not None and ranks.rank == 0:
-        return LeadingTarget(model, limits, folder, ranks, feature_layers)
-    return NativeTarget(model, limits, feature_layers=feature_layers)
+        return LeadingTarget(model, limits, folder, ranks, feature_layers, end_ranks, grammars)
+    return NativeTarget(model, limits, feature_layers=feature_layers, grammars=grammars)

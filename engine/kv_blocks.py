@@ -115,28 +115,16 @@ class BlockLedger:
             if not token_ids:
                 raise LedgerMisuse(f"request {request_id!r}: no tokens to speculate on")
         num_needed = {request_id: self.num_blocks_needed(request_id, len(ids)) for request_id, ids in spans.items()}
-        if sum(num_needed.values()) > self.num_free_blocks:
-            raise OutOfBlocks(
-                f"{sum(num_needed.values())} blocks are needed and {self.num_free_blocks} of {self.num_blocks} are free: "
-                "preempt a request or compute fewer tokens"
-            )
-        checkpoints = {}
-        for request_id, token_ids in spans.items():
-            sequence = self._sequences[request_id]
-            for _ in range(num_needed[request_id]):
-                sequence.push(self._take_block())
-            sequence.checkpoint = Checkpoint(request_id, sequence.computed_len, tuple(token_ids), next(self._serials))
-            checkpoints[request_id] = sequence.checkpoint
-        return checkpoints
+        self._check_free(sum(num_needed.values()))
+        return {request_id: self._reserve(request_id, ids, num_needed[request_id]) for request_id, ids in spans.items()}
 
     def commit(self, checkpoint: Checkpoint, num_tokens: int) -> None:
         """Makes the first ``num_tokens`` of the checkpoint final and rolls back the rest. Raises LedgerMisuse: the
         checkpoint was committed, its request was released, or it has fewer tokens."""
         sequence = self._speculating(checkpoint)
-        if not 0 <= num_tokens <= len(checkpoint.token_ids):
-            raise LedgerMisuse(
-                f"request {checkpoint.request_id!r}: cannot commit {num_tokens} of {len(checkpoint.token_ids)} tokens"
-            )
+        num_reserved = len(checkpoint.token_ids)
+        if not 0 <= num_tokens <= num_reserved:
+            raise LedgerMisuse(f"request {checkpoint.request_id!r}: cannot commit {num_tokens} of {num_reserved} tokens")
         sequence.checkpoint = None
         tail_index = sequence.computed_len // self.block_len
         sequence.computed_len += num_tokens
@@ -154,14 +142,10 @@ class BlockLedger:
         if not token_ids:
             raise LedgerMisuse(f"request {request_id!r}: no tokens to speculate on")
         num_needed = self.num_blocks_needed(request_id, len(token_ids))
-        if num_needed > self.num_free_blocks:
-            raise OutOfBlocks(f"{num_needed} blocks are needed and {self.num_free_blocks} of {self.num_blocks} are free")
-        for _ in range(num_needed):
-            sequence.push(self._take_block())
+        self._check_free(num_needed)
         while sequence.num_blocks > self._blocks_for(sequence.computed_len + len(token_ids)):
             self._drop_block(sequence.pop())
-        sequence.checkpoint = Checkpoint(request_id, checkpoint.base_len, tuple(token_ids), next(self._serials))
-        return sequence.checkpoint
+        return self._reserve(request_id, token_ids, num_needed)
 
     def release(self, request_id: str) -> None:
         """Releases all blocks of a request and its open checkpoint. Full blocks stay cached until evicted. Raises
@@ -228,6 +212,18 @@ class BlockLedger:
         if sequence.checkpoint is None or sequence.checkpoint.serial != checkpoint.serial:
             raise LedgerMisuse(f"checkpoint {checkpoint.serial} of request {checkpoint.request_id!r} is not open any more")
         return sequence
+
+    def _check_free(self, num_needed: int) -> None:
+        if num_needed > self.num_free_blocks:
+            found = f"{num_needed} blocks are needed and {self.num_free_blocks} of {self.num_blocks} are free"
+            raise OutOfBlocks(f"{found}: preempt a request or compute fewer tokens")
+
+    def _reserve(self, request_id: str, token_ids: Sequence[int], num_blocks: int) -> Checkpoint:
+        sequence = self._sequences[request_id]
+        for _ in range(num_blocks):
+            sequence.push(self._take_block())
+        sequence.checkpoint = Checkpoint(request_id, sequence.computed_len, tuple(token_ids), next(self._serials))
+        return sequence.checkpoint
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_len)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Any
 
 import torch
 
@@ -18,6 +19,9 @@ from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.pass_timing import measure_cost, warm_up
 from engine.target import LoadedTarget
+from engine.tensor_parallel.ranks import RankGroup
+from engine.tensor_parallel.rounds import Follower
+from engine.tensor_parallel.sharding import check_ranks
 from profiler.hardware import cpu_name
 from profiler.online_cost import OnlineCost
 from profiler.profile import Identity, Profile, ProfiledCost
@@ -26,7 +30,11 @@ from router.cost_model import ROWS, TableCost
 
 
 def load_target(
-    config: Config, feature_layers: Sequence[int] = (), profile: Profile | None = None, remembers: bool = False
+    config: Config,
+    feature_layers: Sequence[int] = (),
+    profile: Profile | None = None,
+    remembers: bool = False,
+    ranks: RankGroup | None = None,
 ) -> tuple[LoadedTarget, ModelInfo, OnlineCost]:
     """The target of a resolved configuration, the description of its model, and its cost model. Raises as ``load_engine``.
 
@@ -34,8 +42,9 @@ def load_target(
         feature_layers: layers whose hidden states are kept for drafters in this process.
         profile: a stored profile (``stored_profile``); without one, costs are measured now, in seconds.
         remembers: store measured costs in the configured state store, and reuse those of earlier starts.
+        ranks: of which this process is rank 0; None: the other ranks of a tensor parallel target are started here.
     """
-    engine, info = load_engine(config, feature_layers)
+    engine, info = load_engine(config, feature_layers, ranks)
     if profile is not None:
         _warm_up(config, engine)
         return engine, info, OnlineCost(ProfiledCost(profile, config))
@@ -78,9 +87,14 @@ def identity_of(config: Config) -> Identity:
     return Identity.of(config, f"{cpu_name()} as {level.name}" if level.is_lowered else cpu_name())
 
 
-def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[LoadedTarget, ModelInfo]:
-    """As ``load_target``, without the cost model. Raises ModelUnavailable: missing, half-written or unsupported; one line
-    that says which; InvalidField: the KV cache cannot hold one sequence of the longest kind; vLLM is missing, or another."""
+def load_engine(
+    config: Config, feature_layers: Sequence[int] = (), ranks: RankGroup | None = None
+) -> tuple[LoadedTarget, ModelInfo]:
+    """As ``load_target``, without the cost model. ``close`` ends the ranks that this started.
+
+    Raises ModelUnavailable: missing, half-written or unsupported; one line that says which; InvalidField: the KV cache
+    cannot hold a sequence of the longest kind; there are too many ranks; vLLM is missing, or another.
+    """
     target = config.target
     folder = ensure_model(config.model.name)
     model = load_config(folder)
@@ -95,15 +109,38 @@ def load_engine(config: Config, feature_layers: Sequence[int] = ()) -> tuple[Loa
         from engine.vllm.loading import load_vllm
 
         return load_vllm(folder, model, target, info, feature_layers), info
-    engine = load_native(
-        folder,
-        dtype=target.dtype,
-        device=target.device,
-        kv_cache_bytes=int(target.kv_cache_gb * 2**30),
-        block_len=target.block_len,
-        max_num_sequences=target.max_num_sequences,
-        max_pass_tokens=target.max_pass_tokens,
-        max_model_len=info.max_model_len,
-        feature_layers=feature_layers,
-    )
-    return engine, info
+    options = _native_options(config)
+    if target.tensor_parallel == 1:
+        return load_native(folder, **options, feature_layers=feature_layers), info
+    check_ranks(model, target.tensor_parallel)
+    if ranks is not None:
+        engine = load_native(folder, **options, feature_layers=feature_layers, ranks=ranks)
+        ranks.wait_ready(config.supervision.start_timeout_s)
+        return engine, info
+    from engine.tensor_parallel.local import load_over_local_ranks
+
+    num_threads = 1 if target.resources.threads == "auto" else target.resources.threads
+    start_s = config.supervision.start_timeout_s
+    return load_over_local_ranks(target.tensor_parallel, folder, options, feature_layers, num_threads, start_s), info
+
+
+def load_follower(config: Config, ranks: RankGroup) -> Follower:
+    """A rank other than the first, of a resolved configuration. Returns when all ranks are loaded. Raises as
+    ``load_engine``."""
+    engine = load_native(ensure_model(config.model.name), **_native_options(config), ranks=ranks)
+    ranks.wait_ready(config.supervision.start_timeout_s)
+    return Follower(engine, ranks)
+
+
+def _native_options(config: Config) -> dict[str, Any]:
+    """What all ranks must agree on."""
+    target = config.target
+    return {
+        "dtype": target.dtype,
+        "device": target.device,
+        "kv_cache_bytes": int(target.kv_cache_gb * 2**30),
+        "block_len": target.block_len,
+        "max_num_sequences": target.max_num_sequences,
+        "max_pass_tokens": target.max_pass_tokens,
+        "max_model_len": config.model.max_model_len,
+    }

@@ -1,8 +1,8 @@
 """Logits processing: edits of single values (``edit``), and thresholds below which no token may be chosen (``floors``).
 
-The order is: penalties, logit bias, allowed tokens, the mask of min_tokens, temperature, top-k, top-p, min-p. The last three
-are floors on the tempered logits z. Equally probable tokens are kept or dropped together, so the result depends on the
-logits alone and not on a sort order.
+The order is: penalties, logit bias, allowed tokens, the masks of min_tokens and of a grammar, temperature, top-k, top-p,
+min-p. The last three are floors on the tempered logits z. Equally probable tokens are kept or dropped together, so the
+result depends on the logits alone and not on a sort order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,6 +68,7 @@ class Edits:
     masked_ids: tuple[int, ...]  # may not be chosen ...
     num_masked_rows: int  # ... in the first so many rows
     allowed_ids: NDArray[np.int64] | None = None  # only these may be chosen; None: all
+    masks: Tensor | None = None  # of a grammar, by row (`engine.grammar.vocabulary`)
 
 
 def edit(x: Tensor, edits: Edits, first_id: int = 0) -> None:
@@ -97,6 +98,19 @@ def edit(x: Tensor, edits: Edits, first_id: int = 0) -> None:
         x[:, ids] = allowed
     if edits.num_masked_rows:
         x[: edits.num_masked_rows, columns(np.array(edits.masked_ids))[0]] = -torch.inf
+    if edits.masks is not None:
+        _apply(edits.masks, x, first_id)
+
+
+def _apply(masks: Tensor, x: Tensor, first_id: int) -> None:
+    """Masks the rows of x; its first column is token ``first_id``."""
+    if first_id == 0:
+        from xgrammar import apply_token_bitmask_inplace
+
+        apply_token_bitmask_inplace(x, masks.to(x.device), vocab_size=x.shape[1])
+        return
+    bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")[:, first_id : first_id + x.shape[1]]
+    x.masked_fill_(to_device(bits == 0, x.device), -torch.inf)
 
 
 @dataclass(frozen=True, slots=True)

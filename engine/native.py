@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from engine.target import SpanInput, SpanOutcome
 from engine.tensor_parallel.sampling import sampler_of
 from router.plan import Capacity
 
+if TYPE_CHECKING:
+    from engine.grammar.compiling import Grammars
+
 
 @dataclass(frozen=True, slots=True)
 class NativeLimits:
@@ -35,13 +39,18 @@ class NativeLimits:
 
 class NativeTarget:
     """``engine.target.LoadedTarget`` over a ``CausalModel``, in this process. ``feature_layers``: layers whose hidden states
-    are kept for drafters in this process (``read_hidden_states``).
+    are kept for drafters in this process (``read_hidden_states``). ``grammars``: of the model; None: requests have none.
 
     Raises InvalidField: the limits contradict the model or each other, or the model has no such layers.
     """
 
     def __init__(
-        self, model: CausalModel, limits: NativeLimits, prefix_cache: bool = True, feature_layers: Sequence[int] = ()
+        self,
+        model: CausalModel,
+        limits: NativeLimits,
+        prefix_cache: bool = True,
+        feature_layers: Sequence[int] = (),
+        grammars: "Grammars | None" = None,
     ) -> None:
         num_blocks, block_len, max_len = limits.num_blocks, limits.block_len, limits.max_model_len
         if not 1 <= max_len <= model.config.max_len:
@@ -49,6 +58,7 @@ class NativeTarget:
         if num_blocks * block_len < max_len:
             reason = f"a KV cache of {num_blocks} blocks of {block_len} tokens cannot hold one sequence of {max_len} tokens"
             raise InvalidField("max_model_len", max_len, f"{reason}: enlarge kv_cache_gb or lower max_model_len")
+        self._grammars = grammars
         self._model = model
         self._limits = limits
         self._cache = model.new_cache(num_blocks, block_len)
@@ -59,7 +69,11 @@ class NativeTarget:
         self._scored: dict[str, Request] = {}  # those that ask for log-probabilities of their prompts
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
-        state = SamplingState(request.sampling, token_ids, len(request.prompt_token_ids))
+        grammar, prompt_len = None, len(request.prompt_token_ids)
+        if request.sampling.grammar is not None:
+            assert self._grammars is not None, "the round refuses grammars that its engine does not know"
+            grammar = self._grammars.follow(request.sampling, token_ids[prompt_len:])
+        state = SamplingState(request.sampling, token_ids, prompt_len, grammar)
         wants_prompt = request.sampling.prompt_logprobs is not None
         computed_len = self._ledger.open(request.id, () if wants_prompt else token_ids)  # rows in the cache have no logits
         if wants_prompt:
@@ -90,6 +104,10 @@ class NativeTarget:
         if self._states.pop(request_id, None) is not None:
             self._ledger.release(request_id)
             self._scored.pop(request_id, None)
+
+    @property
+    def grammars(self) -> "Grammars | None":
+        return self._grammars
 
     @property
     def model(self) -> CausalModel:
@@ -166,13 +184,11 @@ class NativeTarget:
             return [SpanOutcome(span.request_id, (), 0) for span in spans]
         if sum(span.num_drafts + 1 for span in sampled) < len(hidden):
             hidden = hidden[to_device(_sampled_rows(spans), hidden.device)]
-        logits = self._model.logits(hidden)
-        chosen = self._sampler.choose(
-            logits, [SampleSpan(self._states[span.request_id], _drafts(span), span.num_drafts + 1) for span in sampled]
-        )
-        choices = iter(chosen)
+        logits, states = self._model.logits(hidden), self._states
+        asked = [SampleSpan(states[span.request_id], _drafts(span), span.num_drafts + 1) for span in sampled]
+        chosen = iter(self._sampler.choose(logits, asked))
         return [
-            verdict(span.request_id, _drafts(span), next(choices)) if span.samples else SpanOutcome(span.request_id, (), 0)
+            verdict(span.request_id, _drafts(span), next(chosen)) if span.samples else SpanOutcome(span.request_id, (), 0)
             for span in spans
         ]
 

@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from cluster.errors import GenerationFailed
 from cluster.messages import CommitRound, Hello, Role, SubmitRound
@@ -30,8 +31,7 @@ def generate(
     live: dict[str, tuple[Request, list[int]]] = {}
     try:
         while True:
-            room = itertools.islice(pending, max_in_flight - len(live))
-            fresh = tuple(_until_none(room))
+            fresh = tuple(iter(partial(next, itertools.islice(pending, max_in_flight - len(live)), None), None))
             if fresh:
                 live.update((request.id, (request, [])) for request in fresh)
                 link.send(SubmitRound(submits=fresh))
@@ -55,10 +55,3 @@ def generate(
             engine.release(request_id)
         link.close()
         listener.close()
-
-
-def _until_none(requests: Iterable[Request | None]) -> Iterator[Request]:
-    for request in requests:
-        if request is None:
-            return
-        yield request

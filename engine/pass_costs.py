@@ -42,9 +42,8 @@ class PassCounts:
                     continue
             prompts.append(span.request_id)
             num_prompt_rows += length
-        return cls(
-            num_rows, num_context, num_sampled, num_sampled_rows, num_sampled_context, frozenset(prompts), num_prompt_rows
-        )
+        sampled = num_sampled, num_sampled_rows, num_sampled_context
+        return cls(num_rows, num_context, *sampled, frozenset(prompts), num_prompt_rows)
 
     def num_decoded(self, commits: Sequence[Commit]) -> int:
         """Tokens committed by requests that only decoded."""

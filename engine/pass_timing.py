@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from engine.target import TargetEngine
 from engine.target_probe import TargetProbe
+from profiler.stopwatch import OwnTime
 from router.cost_model import ROWS, TableCost, monotone
 
 _CONTEXT_LEN = 512
@@ -19,7 +20,7 @@ def measure_cost(target: TargetEngine, clock: Callable[[], float] = time.monoton
     """Measures step time over rows and per token of context on ``target``, which must hold no request. Takes the minimum of
     several repeats, since disturbances only add time. A slow machine measures as much as BUDGET_S allows."""
     start_s = clock()
-    capacity, probe = target.capacity(), TargetProbe(target, _WallTime())
+    capacity, probe = target.capacity(), TargetProbe(target, OwnTime())
     points: list[tuple[int, float]] = []
     for rows in ROWS:
         if rows > min(capacity.max_pass_tokens, capacity.max_model_len):
@@ -41,20 +42,10 @@ def measure_cost(target: TargetEngine, clock: Callable[[], float] = time.monoton
 def warm_up(target: TargetEngine, sizes: Sequence[int] = ROWS) -> None:
     """Runs one pass of each size, in rows, so that kernels, graphs and buffers exist before the first request. ``target``
     must hold no request. ``measure_cost`` does this too."""
-    capacity, probe = target.capacity(), TargetProbe(target, _WallTime())
+    capacity, probe = target.capacity(), TargetProbe(target, OwnTime())
     for num_rows in sizes:
         if num_rows <= min(capacity.max_pass_tokens, capacity.max_model_len):
             probe.verify(1, num_rows, 0)
-
-
-class _WallTime:
-    """``profiler.stopwatch.Stopwatch``"""
-
-    def start(self) -> None:
-        self._start_s = time.perf_counter()
-
-    def stop(self) -> float:
-        return time.perf_counter() - self._start_s
 
 
 def _least_s(probe: TargetProbe, num_sequences: int, rows_each: int, context_each: int) -> float:

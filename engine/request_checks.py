@@ -7,7 +7,13 @@ from router.plan import Capacity
 
 
 def refusal(
-    request: Request, sequences: Sequences, model: ModelInfo, capacity: Capacity, max_waiting: int, draining: bool
+    request: Request,
+    sequences: Sequences,
+    model: ModelInfo,
+    capacity: Capacity,
+    max_waiting: int,
+    draining: bool,
+    takes_grammars: bool = False,
 ) -> Commit | None:
     """The only commit of a request that is refused, with the reason; None: it is taken. The gateway has validated the
     request. This checks what only the target knows, and what would do harm."""
@@ -27,6 +33,8 @@ def refusal(
     elif longest > num_cached:
         needed = f"prompt and max_tokens need {longest} tokens of KV cache, of which there are {num_cached} in all"
         error = f"{needed}; lower max_tokens"
+    elif request.sampling.grammar is not None and not takes_grammars:
+        error = "this target has no structured output; its log says why"
     else:
         error = request_fault(request, model.vocab_size)
     return None if error is None else Commit(request.id, prompt_len, (), finish=finish, error=error)

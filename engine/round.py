@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from cluster.errors import OutOfBlocks
 from cluster.transport.base import Link, Mailbox
@@ -12,6 +13,7 @@ from cluster.types import Commit, FinishReason, ModelInfo, Request, RoutingTable
 from engine.colocated import ColocatedDrafters, ColocatedLoop
 from engine.drafter_sessions import DrafterSessions
 from engine.gateway_sessions import GatewaySessions
+from engine.grammar.waiting import PendingGrammars
 from engine.inbox import TargetInbox
 from engine.loop_status import LoopStatus, StepReport
 from engine.pass_costs import PassCosts, PassCounts
@@ -24,6 +26,9 @@ from router.cost_model import CostModel
 from router.draft_length import DraftLengths
 from router.plan import StepPlan
 from router.planner import Planner, StepPlanner
+
+if TYPE_CHECKING:
+    from engine.grammar.compiling import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +60,7 @@ class TargetLoop:
         colocated: drafters linked to ``mailbox`` as any others, stepped at the end of each round on this thread: then what
             they read of the engine is what is committed, and their proposals are there before the next round.
         proposers: for each drafter, those that may ride ahead of it in its process; it may report on them.
+        grammars: of the model; None: requests with a grammar are refused.
     """
 
     def __init__(
@@ -70,6 +76,7 @@ class TargetLoop:
         draft_lengths: DraftLengths | None = None,
         colocated: Sequence[ColocatedLoop] = (),
         proposers: Mapping[str, Collection[str]] | None = None,
+        grammars: "Grammars | None" = None,
     ) -> None:
         self.mailbox = mailbox
         self.telemetry = Telemetry()
@@ -87,6 +94,7 @@ class TargetLoop:
         self._drafters = DrafterSessions(self._sequences, self.telemetry, self._newest_table, self._colocated, proposers)
         self._gateways = GatewaySessions(self._end)
         self._inbox = TargetInbox(mailbox, model.vocab_size, self._gateways, self._drafters, self.telemetry, self._submit)
+        self._grammars = None if grammars is None else PendingGrammars(grammars, mailbox.wake)
         self._draining = False
         self._unread_since_s: float | None = None  # when the last pass began, if the last step had one
         self._pass_s = 0.0  # of the last pass
@@ -141,9 +149,8 @@ class TargetLoop:
     def fail_all(self, reason: str) -> None:
         """Ends every live request with an error. While no other thread runs the loop."""
         sequences = self._sequences.snapshot()
-        self._gateways.publish(
-            [Commit(s.request.id, len(s.token_ids), (), finish=FinishReason.ERROR, error=reason) for s in sequences]
-        )
+        failed = FinishReason.ERROR
+        self._gateways.publish([Commit(s.request.id, len(s.token_ids), (), finish=failed, error=reason) for s in sequences])
         for sequence in sequences:
             self._end(sequence.request.id)
         self._flush()
@@ -164,6 +171,7 @@ class TargetLoop:
         self._drafters.follow(self._newest_table)
         self._inbox.read(now_s, self._unread_since_s)
         self._unread_since_s = None
+        self._follow_grammars(now_s)
         plan = self._plan(now_s) if self._sequences else StepPlan(spans=())
         self._drafters.note_plan(plan, now_s)
         if plan.is_empty:
@@ -224,12 +232,30 @@ class TargetLoop:
             self._colocated.note_overhead(self._clock() - finished.began_s - self._pass_s - drafting_s)
 
     def _submit(self, link: Link, request: Request, now_s: float) -> None:
-        refused = refusal(request, self._sequences, self._model, self._engine.capacity(), self._max_waiting, self._draining)
-        if refused is None:
-            self._gateways.add(link, request.id)
-            self._drafters.assign(self._sequences.add(request, now_s))
-        else:
+        capacity, takes_grammars = self._engine.capacity(), self._grammars is not None
+        refused = refusal(request, self._sequences, self._model, capacity, self._max_waiting, self._draining, takes_grammars)
+        if refused is not None:
             self._gateways.refuse(link, refused)
+            return
+        self._gateways.add(link, request.id)
+        sequence = self._sequences.add(request, now_s)
+        self._drafters.assign(sequence)
+        if request.sampling.grammar is not None and self._grammars is not None:
+            sequence.awaits_grammar = True
+            known = self._grammars.start(request.id, request.sampling.grammar, now_s)
+            if known is not None:
+                sequence.follow(known)
+
+    def _follow_grammars(self, now_s: float) -> None:
+        """Requests whose grammar is compiled may be planned; those whose grammar is refused end."""
+        for request_id, result in () if self._grammars is None else self._grammars.take_finished(now_s):
+            sequence = self._sequences[request_id]
+            if not isinstance(result, str):
+                sequence.follow(result)
+                continue
+            error = Commit(request_id, len(sequence.token_ids), (), finish=FinishReason.ERROR, error=result)
+            self._gateways.publish([error])
+            self._end(request_id)
 
     # ---- the pass
 
@@ -259,6 +285,7 @@ class TargetLoop:
                 commit = replace(commit, prefill=sequence.prefill(now_s))
             commits.append(commit)
             self._drafters.publish(sequence, commit, now_s)
+            sequence.draft.force(commit.request_id)
             if commit.finish is not None:
                 self._end(commit.request_id)
         self._gateways.publish(commits)
@@ -267,6 +294,8 @@ class TargetLoop:
     def _end(self, request_id: str) -> None:
         sequence = self._sequences.remove(request_id)
         if sequence is not None:
+            if self._grammars is not None:
+                self._grammars.forget(request_id)
             self._engine.release(request_id)
             self._drafters.release(sequence)
 

@@ -1,8 +1,9 @@
 """Sampling for targets and drafters alike (DESIGN idea 1): argmax_v(z_v + G(seed, position, v)).
 
-z are the logits after penalties, bias, the masks of allowed_token_ids and min_tokens, temperature, top-k, top-p and min-p,
-in that order; G is Gumbel noise (``engine.noise``). At temperature 0 it is the plain argmax, the lowest id of equal ones.
-The token at a position is thus a function of logits, history, parameters and seed, independent of batch, device and drafts.
+z are the logits after penalties, bias, the masks of allowed_token_ids, min_tokens and a grammar, temperature, top-k, top-p
+and min-p, in that order; G is Gumbel noise (``engine.noise``). At temperature 0 it is the plain argmax, the lowest id of
+equal ones. The token at a position is thus a function of logits, history, parameters and seed, independent of batch, device
+and drafts.
 
 Rows are processed in up to four groups, edited or not and with or without noise, so that a row pays only for what its
 request uses.
@@ -11,7 +12,7 @@ request uses.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,12 +27,22 @@ from engine.logits import Edits, Filters, TokenCounts, edit, floors
 from engine.noise import noise_keys
 from engine.ops import GumbelArgmax
 
+if TYPE_CHECKING:
+    from engine.grammar.state import GrammarState
+
 
 class SamplingState:
     """Everything but the logits that a request's next token depends on. One per request. ``token_ids``: the prompt, then the
-    committed output. ``prompt_len``: number of prompt tokens among them."""
+    committed output. ``prompt_len``: number of prompt tokens among them. ``grammar``: has followed the output; None: a
+    drafter samples without the request's grammar."""
 
-    def __init__(self, sampling: SamplingParams, token_ids: Sequence[int], prompt_len: int) -> None:
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        token_ids: Sequence[int],
+        prompt_len: int,
+        grammar: "GrammarState | None" = None,
+    ) -> None:
         if not 0 <= prompt_len <= len(token_ids):
             raise ValueError(f"a prompt of {prompt_len} tokens does not fit into {len(token_ids)} tokens")
         self.sampling = sampling
@@ -41,6 +52,7 @@ class SamplingState:
         if by_token := dict(sampling.logit_bias):
             self.bias = np.fromiter(by_token, np.int64), np.fromiter(by_token.values(), np.float32)
         self.allowed_ids = np.array(sampling.allowed_token_ids, np.int64) if sampling.allowed_token_ids else None
+        self.grammar = grammar
         self._len = len(token_ids)
         if self.counts is not None:
             self.counts.add(token_ids[:prompt_len], generated=False)
@@ -58,7 +70,8 @@ class SamplingState:
     def is_plain(self) -> bool:
         """Whether the next token depends on logits, temperature and seed only."""
         s = self.sampling
-        return not self.is_filtered and not s.edits_logits and self.num_generated >= s.min_tokens
+        edits = s.edits_logits or self.grammar is not None
+        return not self.is_filtered and not edits and self.num_generated >= s.min_tokens
 
     @property
     def is_filtered(self) -> bool:
@@ -70,6 +83,8 @@ class SamplingState:
         self._len += len(token_ids)
         if self.counts is not None:
             self.counts.add(token_ids, generated=True)
+        if self.grammar is not None:
+            self.grammar.advance(token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +147,7 @@ class Sampler:
             want_confidences: fill ``Chosen.confidences``, temperature 1 for greedy requests.
         """
         members, picks = self.candidates(logits, spans, want_confidences)
+        end_in_time(members, picks.token_ids)
         logits = logits[:, : self.vocab_size]
         logprobs = _raw_logprobs(logits, members, picks)
         return chosen_of(members, picks, logprobs)
@@ -141,7 +157,11 @@ class Sampler:
         return logits[:, : self.vocab_size]
 
     def candidates(
-        self, logits: Tensor, spans: Sequence[SampleSpan], want_confidences: bool = False
+        self,
+        logits: Tensor,
+        spans: Sequence[SampleSpan],
+        want_confidences: bool = False,
+        want_logits: bool = False,
     ) -> tuple[list["SpanRows"], "Picks"]:
         """The best of ``token_ids`` at each row. Raises ValueError as ``choose``."""
         ends = list(accumulate((span.num_rows for span in spans), initial=0))
@@ -150,8 +170,7 @@ class Sampler:
             raise ValueError(f"logits {tuple(logits.shape)} do not fit {ends[-1]} rows of {num_tokens} tokens")
         logits = logits[:, :num_tokens]
         members = [self._member(span, start) for span, start in zip(spans, ends, strict=False)]
-        is_part = num_tokens < self.vocab_size
-        picks = Picks.empty(ends[-1], self.token_ids, want_confidences, want_logits=is_part)
+        picks = Picks.empty(ends[-1], self.token_ids, want_confidences, want_logits)
         kernel = None if want_confidences else self._kernel
         for edited in (False, True):
             for noisy in (False, True) if kernel is None else (None,):
@@ -167,9 +186,15 @@ class Sampler:
         num_masked_rows = 0
         if masked_ids:
             num_masked_rows = min(span.num_rows, max(0, sampling.min_tokens - state.num_generated - span.num_before))
+        masks = None
+        if state.grammar is not None:  # the grammar's end comes before min_tokens
+            masks = state.grammar.masks(span.drafts, span.num_before, masked_ids, num_masked_rows)
+            num_masked_rows = 0
         edits = None
-        if sampling.edits_logits or num_masked_rows:
-            edits = Edits(sampling, state.counts, state.bias, span.drafts, masked_ids, num_masked_rows, state.allowed_ids)
+        if sampling.edits_logits or num_masked_rows or masks is not None:
+            edits = Edits(
+                sampling, state.counts, state.bias, span.drafts, masked_ids, num_masked_rows, state.allowed_ids, masks
+            )
         return SpanRows(span, slice(start, start + span.num_rows), edits)
 
 
@@ -221,7 +246,7 @@ def _pick(logits: Tensor, members: Sequence[SpanRows], picks: Picks, kernel: Gum
         picks.token_ids[rows], picks.highest[rows] = _by_kernel(x, members, kernel)
         if picks.logits is not None:
             chosen = torch.from_numpy(picks.token_ids[rows] - picks.offered.start)
-            picks.logits[rows] = _logits_of(x, chosen).numpy()
+            picks.logits[rows] = _logits_of(x, chosen).double().numpy()
         return
     at = peaks(x)
     temperatures = torch.ones_like(at.rows)
@@ -313,6 +338,16 @@ def token_logprobs(
         TokenLogprobs(own[i], tuple(zip(top_ids[i][:num], top_values[i][:num], strict=True)), ranks[i])
         for i, num in enumerate(num_top)
     ]
+
+
+def end_in_time(members: Sequence[SpanRows], token_ids: NDArray[np.int64]) -> None:
+    """Replaces tokens, (N,), so that outputs with a grammar end within max_tokens (`engine.grammar.state`)."""
+    for member in members:
+        state, span = member.span.state, member.span
+        if state.grammar is not None:
+            num_left = state.sampling.max_tokens - state.num_generated
+            chosen = state.grammar.end_in_time(span.drafts, span.num_before, token_ids[member.rows].tolist(), num_left)
+            token_ids[member.rows] = chosen
 
 
 def chosen_of(members: Sequence[SpanRows], picks: Picks, logprobs: dict[int, TokenLogprobs]) -> list[Chosen]:

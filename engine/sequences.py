@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request
 from engine.draft_state import DraftState
@@ -10,6 +11,9 @@ from router.plan import SequenceView, Span
 from router.prompt_features import prompt_features
 
 MAX_SCORED = 1024  # prompt tokens whose log-probabilities one commit holds
+
+if TYPE_CHECKING:
+    from engine.grammar.compiling import CompiledGrammar
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +28,7 @@ class LiveSequence:
     running: bool = False
     arrived_s: float = 0.0  # at this target
     admitted_s: float | None = None  # when its first pass began; None: still queued
+    awaits_grammar: bool = False  # it is compiled now; until then the request is not planned
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache held then
     finish: FinishReason | None = None
     num_prompt_logprobs: int = 0  # prompt tokens whose log-probabilities are published
@@ -43,6 +48,12 @@ class LiveSequence:
     @property
     def max_new_tokens(self) -> int:
         return self.end_len - len(self.token_ids)
+
+    def follow(self, grammar: "CompiledGrammar") -> None:
+        """Its grammar is compiled, so that it may be planned."""
+        self.awaits_grammar = False
+        drafts = self.request.chain != ()
+        self.draft.follow(grammar.follow(self.token_ids[self.prompt_len :]), drafts)
 
     def admit(self, num_cached_tokens: int, now_s: float) -> None:
         """A pass begins with it. Only the first admission is timed: later ones follow a preemption."""
@@ -113,7 +124,8 @@ class Sequences:
     def add(self, request: Request, now_s: float = 0.0) -> LiveSequence:
         features = prompt_features(request.prompt_token_ids) if request.chain is None else ()  # else no router chooses
         sampling = request.sampling
-        stops = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else self.model.eos_token_ids)
+        ignores_eos = sampling.ignore_eos and sampling.grammar is None  # the end of a grammar ends the request
+        stops = frozenset(sampling.stop_token_ids).union(() if ignores_eos else self.model.eos_token_ids)
         sequence = LiveSequence(request, list(request.prompt_token_ids), features, stops, arrived_s=now_s)
         self._live[request.id] = sequence
         return sequence
@@ -122,7 +134,7 @@ class Sequences:
         return self._live.pop(request_id, None)
 
     def views(self) -> list[SequenceView]:
-        return [s.view() for s in self._live.values()]
+        return [s.view() for s in self._live.values() if not s.awaits_grammar]
 
     def span_input(self, span: Span) -> SpanInput:
         """The tokens of a planned span. A cached prefix may have shortened what is left to compute since it was planned."""

@@ -10,6 +10,8 @@ from router.plan import Capacity
 if TYPE_CHECKING:  # drafters without a model import this module, and no torch
     from torch import Tensor
 
+    from engine.grammar.compiling import Grammars
+
 
 @record
 class SpanInput:
@@ -92,6 +94,10 @@ class FeatureSource(Protocol):
 
 class LoadedTarget(TargetEngine, FeatureSource, Protocol):
     """The target of a configuration file, by whichever engine."""
+
+    @property
+    def grammars(self) -> "Grammars | None":
+        """Of the model; None: it takes no structured output."""
 
     @property
     def operators(self) -> str:

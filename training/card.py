@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from engine.models.prepare import CATALOGUE
@@ -14,6 +15,7 @@ from training.evaluation import Acceptance
 from training.recipe import TrainOptions
 
 CARD, FIGURES = "README.md", "evaluation.json"
+_TEMPLATE = Path(__file__).with_name("card_template.md")
 
 _KINDS = {
     "dspark": "a block drafter on the target's hidden states (DSpark)",
@@ -43,42 +45,33 @@ def write_card(folder: Path, data: CardData) -> None:
         "confidences": dict(data.confidences),
     }
     (folder / FIGURES).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    confidences = [_confidences(data)] if data.confidences else []
-    sections = [_what(data), _figures(data), *confidences, _training(data), _data(data), _limits(data)]
-    (folder / CARD).write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-
-
-def _what(data: CardData) -> str:
-    name, kind = data.options.out.name, data.options.drafter
-    return (
-        f"# {name}: a drafter for {data.target}\n\n"
-        f"It is {_KINDS[kind]}, trained by `outrider train` on the target's own answers. It proposes tokens that the target "
-        "verifies, so it changes the speed of answers and never their content. It works with this target only.\n\n"
-        f"```yaml\ndrafters:\n  - name: {name}\n    options: {{kind: {kind}, path: ./{name}}}\n```\n\n"
-        "`path` is this folder, here relative to its parent; a bare name would select a shipped drafter first."
-    )
-
-
-def _figures(data: CardData) -> str:
-    before_training = "with random weights" if data.options.begin_with is None else "before"
-    lines = [
-        "## Figures",
-        "",
-        f"On {len(data.held_out)} answers to {len({a.key for a in data.held_out})} held-out prompts. The accepted "
-        "length includes the bonus token; acceptance is per position, given that those before were right.",
-        "",
-        f"| temperature | draft tokens | accepted length | {before_training} | acceptance by position |",
-        "|---:|---:|---:|---:|---|",
-    ]
-    untrained = {(a.temperature, a.draft_len): f"{a.accepted_len:.2f}" for a in data.untrained}
+    options, untrained = data.options, {(a.temperature, a.draft_len): f"{a.accepted_len:.2f}" for a in data.untrained}
+    rows = []
     for one in data.trained:
         before = untrained.get((one.temperature, one.draft_len), "")
         by_position = " ".join(f"{share:.2f}" for share in one.by_position)
-        lines.append(f"| {one.temperature:g} | {one.draft_len} | {one.accepted_len:.2f} | {before} | {by_position} |")
+        rows.append(f"| {one.temperature:g} | {one.draft_len} | {one.accepted_len:.2f} | {before} | {by_position} |")
     best = max(data.trained, key=lambda a: (a.draft_len, -a.temperature))
-    by_domain = ", ".join(f"{domain} {length:.2f}" for domain, length in best.by_domain.items())
-    lines += ["", f"By domain, {best.draft_len} draft tokens, temperature {best.temperature:g}: {by_domain}."]
-    return "\n".join(lines)
+    text = Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        name=options.out.name,
+        kind=options.drafter,
+        target=data.target,
+        what=_KINDS[options.drafter],
+        num_answers=len(data.held_out),
+        num_prompts=len({a.key for a in data.held_out}),
+        before="with random weights" if options.begin_with is None else "before",
+        figures="\n".join(rows),
+        draft_len=best.draft_len,
+        temperature=f"{best.temperature:g}",
+        by_domain=", ".join(f"{domain} {length:.2f}" for domain, length in best.by_domain.items()),
+        confidences=_confidences(data) if data.confidences else "",
+        how=_how(options),
+        settings="\n".join(f"| {name} | {value} |" for name, value in (_settings(options) | data.recipe).items()),
+        plots="" if options.drafter == "table" else "\n\n![losses](losses.png)\n\n![acceptance](acceptance.png)",
+        data=_data(data),
+        origin=CATALOGUE[data.target].summary if data.target in CATALOGUE else data.target,
+    )
+    (folder / CARD).write_text(text, encoding="utf-8")
 
 
 def _confidences(data: CardData) -> str:
@@ -99,29 +92,29 @@ def _confidences(data: CardData) -> str:
         *shares,
         "",
         f"![reliability]({DIAGRAM})",
+        "",
+        "",
     ]
     return "\n".join(lines)
 
 
-def _training(data: CardData) -> str:
-    options = data.options
-    asked: dict[str, object] = {"seed": options.seed}
-    if options.drafter != "table":
-        asked["layers"] = options.num_layers
-        if options.drafter == "dspark":
-            asked |= {"block": options.block_size, "head": options.head}
-        asked |= {"epochs": options.num_epochs, "learning rate": options.learning_rate}
+def _settings(options: TrainOptions) -> dict[str, Any]:
+    if options.drafter == "table":
+        return {"seed": options.seed}
+    shape = {"block": options.block_size, "head": options.head} if options.drafter == "dspark" else {}
+    rates = {"epochs": options.num_epochs, "learning rate": options.learning_rate}
+    return {"seed": options.seed, "layers": options.num_layers, **shape, **rates}
+
+
+def _how(options: TrainOptions) -> str:
     begin_with = options.begin_with
     start = f"the drafter {begin_with.name}" if begin_with else "a ridge regression of the target's final hidden states"
-    how = {
+    return {
         "dspark": f"{_DISTILLED}, and the confidence head on the expected acceptance (DSpark, equations 8 to 12). "
         f"Initialised from {start}. {_STORED}",
         "layers": f"{_DISTILLED}. Initialised from the target's own layers. {_STORED}",
         "table": "Counted, with shares shrunk towards those of the shorter context.",
     }[options.drafter]
-    rows = [f"| {name} | {value} |" for name, value in (asked | data.recipe).items()]
-    plots = "" if options.drafter == "table" else "\n\n![losses](losses.png)\n\n![acceptance](acceptance.png)"
-    return "\n".join(["## Training", "", how, "", "| | |", "|---|---:|", *rows]) + plots
 
 
 def _data(data: CardData) -> str:
@@ -141,13 +134,4 @@ def _data(data: CardData) -> str:
         sentences.append("Prompts of the evaluation sets were left out.")
     domains = Counter(a.domain for a in data.learned)
     sentences.append(f"Answers by domain: {', '.join(f'{domain} {num}' for domain, num in sorted(domains.items()))}.")
-    return "## Data\n\n" + " ".join(sentences)
-
-
-def _limits(data: CardData) -> str:
-    origin = CATALOGUE[data.target].summary if data.target in CATALOGUE else data.target
-    return (
-        "## Licence and limits\n\n"
-        f"Derived from {origin} and its answers: the target's licence applies. Acceptance is lower for subjects and "
-        "languages that its training data lacks."
-    )
+    return " ".join(sentences)

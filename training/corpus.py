@@ -83,11 +83,7 @@ def read_answers(paths: Iterable[Path]) -> Iterator[TargetAnswer]:
 def read_given(paths: Sequence[Path], data_folder: Path | None) -> list[GivenPrompt]:
     """The prompts of JSONL files: a ``prompt`` on each line, and optionally a ``domain`` (default: the file's name).
 
-    Args:
-        data_folder: its ``prompts`` are the evaluation sets; None: there are none here.
-
-    Raises:
-        InvalidField: a file is an evaluation set or not of this format; names the file and line.
+    Raises InvalidField if a file is not of this format, or an evaluation set (in the ``prompts`` of ``data_folder``).
     """
     prompts = []
     held_back = None if data_folder is None else (data_folder / EVALUATION_FOLDER).resolve()

@@ -60,11 +60,9 @@ class TrainingProgress:
 
 
 class Distillation:
-    """Trains ``student``, a module whose forward takes (batch, progress) and returns ``Losses``.
+    """Trains ``student``, whose forward takes (batch, progress) and returns ``Losses``, with a checkpoint at ``path``.
 
-    Args:
-        path: of the checkpoint.
-        evaluate: accepted length of the averaged student on held-out answers; called before every checkpoint.
+    ``evaluate``: accepted length of the averaged student on held-out answers; called before every checkpoint.
     """
 
     def __init__(

@@ -39,7 +39,6 @@ class World:
         return bool(shared.item())
 
     def from_first(self, value: float) -> float:
-        """The first process's value."""
         if self.size == 1:
             return value
         shared = torch.tensor([value], dtype=torch.float64, device=self.device)
@@ -49,10 +48,8 @@ class World:
 
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
-    """The processes started by torchrun (``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``), or this one alone.
-
-    ``device``: auto, cpu or cuda; auto takes a GPU if there is one. Raises InvalidField for cuda without a usable GPU.
-    """
+    """The processes started by torchrun, or this one alone, on ``device``: auto, cpu or cuda. Raises InvalidField for cuda
+    without a usable GPU."""
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cuda" and not torch.cuda.is_available():
         raise InvalidField("device", device, "must be cpu here: torch finds no GPU that it can use")

@@ -21,8 +21,7 @@ from training.regression import Samples, regress
 
 
 class DSparkStudent(nn.Module):
-    """The network over features standardised by ``mean`` and ``std``, fp32 [feature_size]; a saved network folds these into
-    its weights."""
+    """The network over features standardised by ``mean`` and ``std``, [feature_size], which ``save`` folds into weights."""
 
     mean: Tensor
     std: Tensor
@@ -36,9 +35,9 @@ class DSparkStudent(nn.Module):
         self.network = new_network(config, target.rows).train()
         vocabulary = None if config.draft_token_ids is None else torch.tensor(config.draft_token_ids)
         rows = output_rows(vocabulary, config.shape.vocab_size, outside=-1)
-        for name, buffer in (("mean", mean), ("std", std), ("output_rows", rows)):
+        buffers = {"mean": mean, "std": std, "output_rows": rows, "weights": position_weights(config.block_size)}
+        for name, buffer in buffers.items():
             self.register_buffer(name, buffer, persistent=False)
-        self.register_buffer("weights", position_weights(config.block_size), persistent=False)
 
     def standardised(self, features: Tensor) -> Tensor:
         return (features.float() - self.mean) / self.std
@@ -69,8 +68,7 @@ class DSparkStudent(nn.Module):
 
     @torch.no_grad()
     def initialise(self, batches: Iterable[AnswerBatch]) -> None:
-        """Starts as the best linear predictor of the target's final hidden states. The layers are copies of the target's
-        last ones with output projections of zero."""
+        """Starts as the best linear predictor of the target's final hidden states, with layers that add nothing yet."""
         network = self.network
         num_target = self.config.num_target_layers
         self._target.copy_layers(network.layers, range(num_target - len(network.layers), num_target), network.norm)
@@ -121,8 +119,8 @@ class DSparkStudent(nn.Module):
         return torch.cat([before, embedded[:, 0]], dim=-1), embedded, wanted - own
 
     def _folded(self, network: DSparkNetwork) -> DSparkNetwork:
-        """Rewrites a network over standardised features as one over raw ones. Weights are rounded as stored before the means
-        are taken out: some means are large, and would turn rounding into an error of the bias."""
+        """A network over raw features, in place. Weights are rounded as stored before the means are taken out, as some means
+        are large and would turn rounding into an error of the bias."""
         fc, anchor_input = network.fc, network.anchor_input
         fc.weight.copy_(quantise(fc.weight / self.std, uneven=True).dequantised())
         fc.bias.sub_(fc.weight @ self.mean)

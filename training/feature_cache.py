@@ -56,11 +56,9 @@ def delete_partial_files(folder: Path) -> None:
 
 
 class OnDisk:
-    """One file per answer, named by a hash of its tokens, the target and the layers, so that later runs find it.
+    """One file per answer, named by a hash of its tokens, the layers and the target's weights and dtype, ``target``.
 
-    Args:
-        target: identifies weights and dtype.
-        max_bytes: of all files in the folder, divided between ``num_processes`` writers.
+    ``max_bytes``: of all files in the folder, divided between ``num_processes`` writers.
     """
 
     def __init__(self, folder: Path, layers: Sequence[int], target: str, max_bytes: int, num_processes: int = 1) -> None:

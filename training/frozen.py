@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -77,8 +77,7 @@ class FrozenTarget:
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         from transformers import AutoTokenizer
 
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder)
-        return tokenizer
+        return cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(self.folder))
 
     @cached_property
     def rows(self) -> TargetRows:
@@ -88,8 +87,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def copy_layers(self, layers: Iterable[nn.Module], indices: Sequence[int], norm: nn.Module) -> None:
-        """Copies layers ``indices`` and the final norm into modules with Hugging Face's parameter names. Raises
-        ModelUnavailable."""
+        """Copies layers ``indices`` and the final norm into modules with Hugging Face's parameter names."""
         with ExitStack() as stack:
             source = SafetensorsFolder(self.folder, stack)
             prefixes = [*(f"model.layers.{index}." for index in indices), "model.norm."]
@@ -99,8 +97,7 @@ class FrozenTarget:
 
     def new_engine(self) -> NativeTarget:
         """An engine to write with. Its KV cache holds at most ``max_in_flight`` sequences of full length."""
-        num_bytes = int(self.limits.kv_cache_gb * 2**30)
-        num_affordable = num_blocks_for(self.model.config, num_bytes, self.dtype, BLOCK_LEN)
+        num_affordable = num_blocks_for(self.model.config, int(self.limits.kv_cache_gb * 2**30), self.dtype, BLOCK_LEN)
         num_useful = self.limits.max_in_flight * math.ceil(self.info.max_model_len / BLOCK_LEN)
         limits = NativeLimits(
             num_blocks=min(num_affordable, num_useful),

@@ -26,11 +26,7 @@ class TargetDistribution:
 
     @classmethod
     def at(cls, features: Tensor, normalisers: Tensor, rows: Tensor, head: Tensor) -> "TargetDistribution":
-        """Args:
-        features, normalisers: as of ``HiddenStates``.
-        rows: of ``features``, [n]; duplicates are computed once.
-        head: the target's rows of the drafter's vocabulary, [size, d].
-        """
+        """At ``rows`` of ``features``, [n]; ``head``: the target's rows of the drafter's vocabulary, [size, d]."""
         unique, index = rows.unique(return_inverse=True)
         with torch.no_grad():
             hidden = features[unique, -head.shape[1] :]
@@ -62,11 +58,9 @@ def distillation(
     progress: float,
     confidence_logits: Tensor | None = None,
 ) -> Losses:
-    """Args:
-    logits: the drafter's, [n, size].
-    token_indices: of the actual next tokens in the drafter's vocabulary, int64 [n]; -1: outside.
-    weights: of the positions, [n], not normalised.
-    progress: of training, 0 to 1.
+    """Of the drafter's ``logits`` [n, size], with ``weights`` [n] of the positions and ``progress`` of training, 0 to 1.
+
+    ``token_indices``: of the actual next tokens in the drafter's vocabulary, int64 [n]; -1: outside.
     """
     scale = weights / weights.sum()
     annealed = min(1.0, progress / ANNEALED_UNTIL)

@@ -1,12 +1,11 @@
-"""``outrider train``: prompts, answers, distillation, evaluation, and the drafter's folder, in steps that resume.
-
-A step with changed settings starts anew, but generated text is always kept.
-"""
+"""``outrider train``: prompts, answers, distillation, evaluation, and the drafter's folder, in steps that resume. A step
+with changed settings starts anew, but generated text is always kept."""
 
 import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,13 +35,12 @@ from training.layers_student import LayersStudent
 from training.output_dir import check_replaceable, replace_folder
 from training.plots import plot_acceptance, plot_losses
 from training.recipe import (
-    HELD_OUT,
-    MAX_HELD_OUT,
     MIN_HELD_OUT,
     TrainOptions,
     batch_plan,
     dspark_config,
     feature_layers,
+    held_out_share,
     kept_layers,
 )
 from training.vocabulary import choose_vocabulary, coverage
@@ -63,8 +61,6 @@ _NOT_RECORDED = ("out", "work", "device", "quick", "checkpoint_minutes", "asked"
 
 
 class Reporter(Protocol):
-    """Shows progress."""
-
     def step(self, name: str, total: float) -> Callable[[float], None]:
         """Begins a step. The function takes how much of ``total`` is done."""
 
@@ -109,19 +105,14 @@ def train(options: TrainOptions, world: World, reporter: Reporter) -> Result | N
     if num_answered < 2:
         raise InvalidField("num_tokens", options.num_tokens, "at least two prompts must be answered, one to evaluate on")
     work.finish("answers")
-    learned, held_out = hold_out(answers, min(HELD_OUT, MAX_HELD_OUT / num_answered), MIN_HELD_OUT)
+    learned, held_out = hold_out(answers, held_out_share(num_answered), MIN_HELD_OUT)
     reporter.say(f"{len(learned)} answers to train on, {len(held_out)} held out")
     run = _Run(options, world, reporter, target, work, learned, held_out)
     return run.table() if options.drafter == "table" else run.network()
 
 
 def _write_answers(
-    options: TrainOptions,
-    world: World,
-    reporter: Reporter,
-    target: FrozenTarget,
-    work: WorkFolder,
-    given: Sequence[GivenPrompt],
+    options: TrainOptions, world: World, reporter: Reporter, target: FrozenTarget, work: WorkFolder, given: list[GivenPrompt]
 ) -> list[TargetAnswer]:
     writer = Writer(target, work.path, options.seed, Share(world.rank, world.size))
     run = {"processes": world.size, "budget_minutes": options.budget_minutes}
@@ -147,8 +138,6 @@ def _write_answers(
 
 @dataclass
 class _Run:
-    """From answers to the drafter's folder."""
-
     options: TrainOptions
     world: World
     reporter: Reporter
@@ -197,24 +186,12 @@ class _Run:
         world.barrier()
         if world.is_first and kind_of(untrained) is None:
             student.save(untrained)
-        schedule = Schedule(
-            num_epochs=options.num_epochs,
-            learning_rate=options.learning_rate,
-            max_seconds=options.seconds()[2],
-            checkpoint_s=60.0 * options.checkpoint_minutes,
-            bf16=product_dtype(torch.bfloat16, world.device) == torch.bfloat16,  # where its products are faster than fp32's
-        )
-        training = Distillation(
-            student,
-            self.learned,
-            self._reader,
-            batch_plan(options, world.device),
-            schedule,
-            world,
-            checkpoint,
-            options.seed,
-            evaluate=lambda: self._evaluate_checkpoint(student, latest),
-        )
+        bf16 = product_dtype(torch.bfloat16, world.device) == torch.bfloat16  # where its products are faster than fp32's
+        checkpoint_s = 60.0 * options.checkpoint_minutes
+        schedule = Schedule(options.num_epochs, options.learning_rate, options.seconds()[2], checkpoint_s, bf16)
+        data = (self.learned, self._reader, batch_plan(options, world.device))
+        check = partial(self._evaluate_checkpoint, student, latest)
+        training = Distillation(student, *data, schedule, world, checkpoint, options.seed, check)
         if not training.restore() and self._initial is None:
             student.initialise(self._regression_batches())  # every process from the same answers
         progress = training.progress
@@ -293,8 +270,7 @@ class _Run:
         return acceptance(rounds, DRAFT_LENS[-1], 0.0).accepted_len
 
     def _finish(self, folder: Path, untrained: Path | None, points: Sequence[CurvePoint], recipe: dict[str, Any]) -> Result:
-        """Evaluates, calibrates for the lowest temperature (at higher ones fewer drafts survive), and replaces the output
-        folder."""
+        """Evaluates, calibrates for the lowest temperature, where most drafts survive, and replaces the output folder."""
         folders = [f for f in (folder, untrained) if f is not None]
         temperatures = sorted({answer.temperature for answer in self.held_out})
         cases = [(f, t, n) for f in folders for t in temperatures for n in DRAFT_LENS]
@@ -318,8 +294,10 @@ class _Run:
         if points:
             plot_losses(points, part / "losses.png")
         plot_acceptance(result.trained, part / "acceptance.png")
-        run = (self.options, self.target.info.name, self.learned, self.held_out)
-        write_card(part, CardData(*run, result.trained, before, recipe, confidences))
+        answers = (self.learned, self.held_out)
+        write_card(
+            part, CardData(self.options, self.target.info.name, *answers, result.trained, before, recipe, confidences)
+        )
         replace_folder(part, out)
         return result
 

@@ -103,6 +103,10 @@ def batch_plan(options: TrainOptions, device: torch.device) -> BatchPlan:
     return BatchPlan(16384, 8192) if on_gpu else BatchPlan(1024, 512)
 
 
+def held_out_share(num_prompts: int) -> float:
+    return min(HELD_OUT, MAX_HELD_OUT / num_prompts)
+
+
 def feature_layers(num_layers: int) -> tuple[int, ...]:
     """The target's layers after one third, after two thirds, and the last."""
     return tuple(sorted({max(0, num_layers // 3 - 1), max(0, 2 * num_layers // 3 - 1), num_layers - 1}))

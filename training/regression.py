@@ -19,8 +19,7 @@ Samples = tuple[Tensor, Tensor, Tensor]
 
 @torch.no_grad()
 def regress(network: DSparkNetwork, samples: Iterable[Samples], output_rows: Tensor) -> None:
-    """Sets the anchor's input and the sequential head to the best linear predictor. ``output_rows``: the row of the head of
-    each token, or -1."""
+    """Sets the anchor's input and the sequential head. ``output_rows``: the row of the head of each token, or -1."""
     moments = Moments(network.config)
     for x, embedded, wanted in samples:
         moments.add(x, embedded, wanted)
@@ -54,8 +53,7 @@ class Moments:
                 self.ey[k] += (e.T @ y).cpu()
 
     def solve(self) -> tuple[Tensor, Tensor | None]:
-        """Maps [gamma, n + 1, d] of x, one per position, and one map [d, d] of the previous token's embedding for all
-        positions: joint least squares, x eliminated first."""
+        """Maps of x, [gamma, n + 1, d], and one map [d, d] of the previous token's embedding: joint least squares."""
         gram = self.xx + _RIDGE * self.xx.diagonal().diag()
         factor = torch.linalg.cholesky(gram)
         block, _, d = self.xy.shape
@@ -101,8 +99,7 @@ def _set_anchor_input(network: DSparkNetwork, maps: Tensor, moments: Moments) ->
 
 
 def _set_sequential(network: DSparkNetwork, head: MarkovHead, previous_map: Tensor | None, output_rows: Tensor) -> None:
-    """B(x, .) = head (w * (E[x] A)) by its ``rank`` strongest directions, for every kind of head; 0 for tokens outside the
-    vocabulary, and without a map (blocks of one position)."""
+    """B(x, .) = head (w * (E[x] A)) by its ``rank`` strongest directions; 0 without a map (blocks of one position)."""
     if previous_map is None:
         head.markov_w2.weight.zero_()
         return

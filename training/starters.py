@@ -1,8 +1,5 @@
-"""Starters of self-written prompts, by domain ("Magpie", arXiv 2406.08464).
-
-An instruction-tuned model continues its chat template and a starter as a user would. After the empty starter it also
-chooses the subject.
-"""
+"""Starters of self-written prompts, by domain: an instruction-tuned model continues its chat template and a starter as a
+user would ("Magpie", arXiv 2406.08464). After the empty starter it also chooses the subject."""
 
 import json
 from dataclasses import dataclass

@@ -12,8 +12,7 @@ from training.corpus import TargetAnswer
 def choose_vocabulary(
     answers: Iterable[TargetAnswer], size: int, vocab_size: int, always: Iterable[int] = ()
 ) -> Tensor | None:
-    """``size`` token ids, ascending, int64, or None for all: ``always``, then the most frequent in the answers, then the
-    lowest ids, since byte pair encoding numbers its tokens roughly by frequency."""
+    """``size`` token ids, ascending, or None for all: ``always``, the most frequent in the answers, then the lowest ids."""
     if size >= vocab_size:
         return None
     counts = Counter(token_id for answer in answers for token_id in answer.answer_token_ids)

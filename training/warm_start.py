@@ -12,8 +12,7 @@ from training.recipe import HEADS, TrainOptions, feature_layers
 
 
 def warm_start(options: TrainOptions, target: FrozenTarget) -> TrainOptions:
-    """The options with the folder of ``begin_with`` and the shape of its drafter. Raises InvalidField if that does not fit,
-    and ModelUnavailable."""
+    """The options with the shape of the drafter to begin with. Raises InvalidField if it does not fit; ModelUnavailable."""
     folder = find_drafter(str(options.begin_with))
     if kind_of(folder) != options.drafter:
         raise InvalidField("begin_with", folder.name, f"must be the folder of a drafter of kind {options.drafter}")

@@ -17,8 +17,7 @@ _SAVE_SPENT_S = 5.0  # between saves of the time spent: at most this much is los
 
 
 class WorkFolder:
-    """``identity``: what all of its content depends on; ``writes``: True in one process only. Raises InvalidField if the
-    folder belongs to another target or seed, or to another version."""
+    """``identity``: what its content depends on; ``writes``: in one process only. Raises InvalidField if that differs."""
 
     def __init__(self, path: Path, identity: Mapping[str, Any], writes: bool = True) -> None:
         self.path = path
@@ -65,11 +64,14 @@ class WorkFolder:
             return {"format": _FORMAT, "identity": self.identity, "steps": {}}
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         known = content.get("identity", {})
-        differing = [key for key, value in self.identity.items() if known.get(key) != value]
-        if content.get("format") != _FORMAT or differing:
-            reason = f"was begun with another {', '.join(differing) or 'version'}: choose another folder"
-            raise InvalidField("work", str(self.path), reason)
-        return content
+        missing = [key for key in self.identity if key not in known]
+        if content.get("format") != _FORMAT or missing:
+            reason = f"another version, which did not record its {', '.join(missing) or 'steps'}"
+        elif differing := [key for key, value in self.identity.items() if known[key] != value]:
+            reason = f"another {', '.join(differing)}"
+        else:
+            return content
+        raise InvalidField("work", str(self.path), f"was begun with {reason}: choose another folder")
 
     def _write(self) -> None:
         if self._writes:

@@ -62,7 +62,6 @@ class Share:
         return -(-total // self.num)
 
     def attempts(self, num_prompts: int) -> range:
-        """The indices of its prompt attempts."""
         return range(self.rank, _MAX_ATTEMPTS * num_prompts, self.num)
 
     def of(self, names: Iterable[str]) -> list[str]:
@@ -170,8 +169,7 @@ class Writer:
     def write_answers(
         self, tasks: Sequence[AnswerTask], num_tokens: int, max_tokens: int, tell: Tell, expired: Expired = lambda: False
     ) -> None:
-        """Writes until the answers to the first tasks hold ``num_tokens``, or all are answered. A prompt that is too long
-        for the target gets an empty answer."""
+        """Writes until the answers to the first tasks hold ``num_tokens``. Too long a prompt gets an empty answer."""
         path = self._share.path(self._folder, "answers")
         by_name = {task.name: task for task in tasks}
 
@@ -199,14 +197,12 @@ class Writer:
         self._write(progress, num_wanted, num_wanted // max_tokens + 1, request, store_request, tell, expired)
 
     def answers(self, tasks: Sequence[AnswerTask], num_tokens: int) -> list[TargetAnswer]:
-        """The answers to the first tasks that together hold ``num_tokens``, or fewer. Sources come from the tasks, since
-        older files lack them."""
+        """The answers to the first tasks that together hold ``num_tokens``, or fewer."""
         known = {a.name: a for a in self._answered()}
         sizes = {name: len(a.answer_token_ids) for name, a in known.items()}
         names = [task.name for task in tasks]
-        used = {
-            n for share in self._share.all() for n in OrderedProgress(share.of(names), sizes).first(share.quota(num_tokens))
-        }
+        parts = [(OrderedProgress(share.of(names), sizes), share.quota(num_tokens)) for share in self._share.all()]
+        used = {name for progress, quota in parts for name in progress.first(quota)}
         return [replace(known[task.name], sources=task.sources) for task in tasks if task.name in used]
 
     def _attempt(self, index: int) -> tuple[random.Random, str, Starters, str]:
@@ -232,12 +228,10 @@ class Writer:
         tell: Tell,
         expired: Expired,
     ) -> None:
-        """Generates the missing items in order until ``progress`` reaches ``size``.
+        """Generates the missing items in order until ``progress`` reaches ``size``; ``max_useful`` bounds those in flight.
 
-        Args:
-            max_useful: items that may be needed at most, which bounds those in flight: surplus ones are not used.
-            request: of an item, with its arrival time; None: it is stored already, with size 0.
-            store: stores what was generated, and returns the item and its size.
+        ``request``: of an item and its arrival time; None: it is stored already, with size 0. ``store`` stores what was
+        generated, and returns the item and its size.
         """
         num_written = progress.size
         tell(num_written)

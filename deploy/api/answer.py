@@ -36,11 +36,12 @@ class Envelope:
         return b"data: " + self.document({"choices": choices, **usages, **given}) + b"\n\n"
 
 
-def usage_of(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, object]:
-    """OpenAI's usage object. ``num_prompt_tokens`` counts each prompt once for all its choices."""
+def usage_of(choices: Sequence[Choice]) -> dict[str, object]:
+    """OpenAI's usage object. It counts each prompt, and its hits in the prefix cache, once for all its choices."""
     num_tokens = sum(choice.num_tokens for choice in choices)
-    # Each prompt once: the prefix-cache hits of its first choice.
-    num_cached_tokens = sum(c.prefill.num_cached_tokens for c in choices if c.counts_prompt and c.prefill is not None)
+    firsts = [choice for choice in choices if choice.counts_prompt]
+    num_prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in firsts)
+    num_cached_tokens = sum(choice.prefill.num_cached_tokens for choice in firsts if choice.prefill is not None)
     counts = total_counts(choices)
     return {
         "prompt_tokens": num_prompt_tokens,
@@ -48,7 +49,7 @@ def usage_of(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, obj
         "total_tokens": num_prompt_tokens + num_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": sum(choice.num_reasoning_tokens for choice in choices),
             "accepted_prediction_tokens": counts.num_accepted,
             "rejected_prediction_tokens": counts.num_proposed - counts.num_accepted,
         },

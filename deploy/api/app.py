@@ -24,11 +24,7 @@ _BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 def create_app(
     client: EngineClient, tokenizer: Tokenizer, settings: ApiSettings, lifespan: Lifespan[FastAPI] | None = None
 ) -> FastAPI:
-    """The OpenAI-compatible app of ``client``. The caller closes ``client``, in ``lifespan`` or later.
-
-    Raises:
-        InvalidField: the key file cannot be used.
-    """
+    """The OpenAI-compatible app of ``client``, which the caller closes. Raises InvalidField: an unusable key file."""
     service = Service(client, tokenizer, settings)
     # FastAPI's own pages load scripts from the internet. Redirects of paths with a trailing slash would lose the body.
     app = FastAPI(

@@ -10,14 +10,13 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.requests import ClientDisconnect
 
 from deploy.api.errors import ApiError, ClientGone, bad_request, nearest, overloaded, shorten
-from deploy.api.middleware import note_ignored
 from deploy.api.schema import FORM_TAGS
 from deploy.api.settings import ApiSettings
 
 Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_SHOWN_NAME = 100
-_CLOSE = {"connection": "close"}
+_CLOSE = {"connection": "close"}  # the rest of a body is not read, so its connection cannot be reused
 
 
 class BodyReader:
@@ -30,9 +29,7 @@ class BodyReader:
     async def read(self, request: Request, model: type[Model]) -> Model:
         """The validated fields of a call.
 
-        Raises:
-            ApiError: 400, naming the field; 408 (too slow), 413 (too large), 429 (too many large ones at once).
-            ClientGone: the client disconnected.
+        Raises ApiError: 400, naming the field; 408 (too slow), 413 (too large), 429 (too many large ones); ClientGone.
         """
         self._check_headers(request)
         body = bytearray()
@@ -43,16 +40,11 @@ class BodyReader:
                     body += part
                     self._check_sizes(len(body))
             fields, ignored = parse_body(bytes(body), model, strict=self._settings.unknown_fields == "refuse")
-            note_ignored(request.scope, ignored)
+            request.state.ignored_fields = ignored
             return fields
         except TimeoutError as error:
-            raise ApiError(
-                HTTPStatus.REQUEST_TIMEOUT,
-                f"body: was not complete within {self._settings.body_timeout_s:g} seconds",
-                param="body",
-                code="timeout",
-                headers=_CLOSE,
-            ) from error
+            message = f"body: was not complete within {self._settings.body_timeout_s:g} seconds"
+            raise _unread(HTTPStatus.REQUEST_TIMEOUT, message, "timeout") from error
         except ClientDisconnect as error:
             raise ClientGone from error
         finally:
@@ -67,19 +59,17 @@ class BodyReader:
             self._check_sizes(int(declared[:20]))
 
     def _check_sizes(self, num_bytes: int) -> None:
-        # The rest of the body is not read, so the connection cannot be reused.
         if num_bytes > self._settings.max_request_bytes:
-            raise ApiError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"body: must have at most {self._settings.max_request_bytes} bytes",
-                param="body",
-                code="request_too_large",
-                headers=_CLOSE,
-            )
+            message = f"body: must have at most {self._settings.max_request_bytes} bytes"
+            raise _unread(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, "request_too_large")
         if self._held > self._settings.max_held_bytes:
             refusal = overloaded("too many large requests at once; try again later", self._settings.retry_after_s)
             refusal.headers.update(_CLOSE)
             raise refusal
+
+
+def _unread(status: HTTPStatus, message: str, code: str) -> ApiError:
+    return ApiError(status, message, param="body", code=code, headers=_CLOSE)
 
 
 def parse_body(body: bytes, model: type[Model], *, strict: bool) -> tuple[Model, tuple[str, ...]]:

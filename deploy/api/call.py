@@ -35,11 +35,13 @@ class Call:
     choices: Sequence[Choice]
     format: AnswerFormat
     envelope: Envelope
-    arrival_s: float
-    num_prompt_tokens: int
     stream: bool
     include_usage: bool
     drafting_details: bool
+
+    @property
+    def arrival_s(self) -> float:
+        return self.choices[0].request.arrival_s
 
 
 class CallResponse(Response):
@@ -74,10 +76,10 @@ class CallResponse(Response):
             answer = timed_out(self._settings.request_timeout_s) if deadline.expired() else self._error_of(error)
             if not stream.started:
                 raise answer from error
-            await self._send_error(stream, answer)
+            await _within(_SEND_ERROR_S, stream.end(f"data: {encode_json(answer.body())}\n\n".encode()))
         finally:
             for choice in self._call.choices:
-                self._metrics.record_choice(choice, self._call.arrival_s)
+                self._metrics.record_choice(choice)
         if document is not None:  # after the admission ended: a slow client must not delay others
             await _within(self._settings.body_timeout_s, document(scope, receive, send))
 
@@ -96,7 +98,7 @@ class CallResponse(Response):
         outrider = self._acceptance()
         if call.drafting_details:
             outrider["segments"] = [segments_json(delta) for delta in deltas]
-        usage = usage_of(call.num_prompt_tokens, call.choices)
+        usage = usage_of(call.choices)
         root = {**call.format.root(call.choices), **metrics_of(call.choices)}
         body = call.envelope.document({"choices": choices, "usage": usage, "outrider": outrider, **root})
         return Response(body, media_type="application/json")
@@ -121,13 +123,10 @@ class CallResponse(Response):
             await _within(_STALL_S, stream.write(b"".join(events)))
         last = DONE
         if call.include_usage:
-            usage = usage_of(call.num_prompt_tokens, call.choices)
+            usage = usage_of(call.choices)
             fields = {"outrider": self._acceptance(), **metrics_of(call.choices)}
             last = call.envelope.event([], usage=usage, **fields) + DONE
         await _within(_STALL_S, stream.end(last))
-
-    async def _send_error(self, stream: EventStream, error: ApiError) -> None:
-        await _within(_SEND_ERROR_S, stream.end(f"data: {encode_json(error.body())}\n\n".encode()))
 
     def _acceptance(self) -> dict[str, object]:
         return {"acceptance": total_counts(self._call.choices).as_json()}

@@ -49,38 +49,24 @@ def bad_request(param: str, message: str, code: str | None = None) -> ApiError:
 
 
 def overloaded(message: str, retry_after_s: float, code: str = "overloaded") -> ApiError:
-    return ApiError(
-        HTTPStatus.TOO_MANY_REQUESTS, message, type="rate_limit_error", code=code, headers=_retry_after(retry_after_s)
-    )
+    headers = _retry_after(retry_after_s)
+    return ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, type="rate_limit_error", code=code, headers=headers)
 
 
 def unavailable(message: str, retry_after_s: float) -> ApiError:
-    return ApiError(
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        message,
-        type="service_unavailable_error",
-        code="no_target",
-        headers=_retry_after(retry_after_s),
-    )
+    headers = _retry_after(retry_after_s)
+    kind = "service_unavailable_error"
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, type=kind, code="no_target", headers=headers)
 
 
 def internal_error(message: str, request_id: str) -> ApiError:
-    """The message refers to the request's id in the log."""
-    return ApiError(
-        HTTPStatus.INTERNAL_SERVER_ERROR,
-        f"{message}; see {request_id} in the server's log",
-        type="server_error",
-        code="internal_error",
-    )
+    message = f"{message}; see {request_id} in the server's log"
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, type="server_error", code="internal_error")
 
 
 def timed_out(timeout_s: float, advice: str = "ask for fewer tokens, or stream") -> ApiError:
-    return ApiError(
-        HTTPStatus.GATEWAY_TIMEOUT,
-        f"the answer was not complete within {timeout_s:g} seconds; {advice}",
-        type="timeout_error",
-        code="timeout",
-    )
+    message = f"the answer was not complete within {timeout_s:g} seconds; {advice}"
+    return ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, type="timeout_error", code="timeout")
 
 
 def as_api_error(error: Exception, retry_after_s: float) -> ApiError | None:
@@ -121,8 +107,7 @@ def install_handlers(app: FastAPI, retry_after_s: float) -> None:
 
     def answer(request: Request, error: Exception) -> Response:
         known = as_api_error(error, retry_after_s)
-        if known is None:
-            raise error
+        assert known is not None, "installed for expected failures"
         return known.response()
 
     for kind in (ApiError, InvalidField, Overloaded, LinkClosed):

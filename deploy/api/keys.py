@@ -5,7 +5,7 @@ import hmac
 import logging
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection
 from http import HTTPStatus
 from pathlib import Path
 
@@ -20,15 +20,14 @@ _HASHED = re.compile(r"([\w.@-]+):([0-9a-fA-F]{64})")
 class ApiKeys:
     """SHA-256 digests of the keys in a file; the keys themselves are neither kept nor logged."""
 
-    def __init__(self, digests: Mapping[str, bytes]) -> None:
-        self._digests = dict(digests)  # by a name for logs
+    def __init__(self, digests: Collection[bytes]) -> None:
+        self._digests = tuple(digests)
 
     @classmethod
     def from_file(cls, path: Path) -> "ApiKeys":
         """One key per line, plain or as ``name:sha256-hex``; blank lines and lines that start with ``#`` are skipped.
 
-        Raises:
-            InvalidField: the file is missing, has no key or an invalid line; gives the line's number, not its text.
+        Raises InvalidField: the file is missing, has no key or an invalid line; gives the line's number, not its text.
         """
         try:
             if path.stat().st_mode & stat.S_IROTH:
@@ -49,20 +48,19 @@ class ApiKeys:
             digests[name] = bytes.fromhex(hashed[2]) if hashed else hashlib.sha256(line.encode()).digest()
         if not digests:
             raise InvalidField("api_keys_file", str(path), "has no key; leave the setting out to serve without keys")
-        return cls(digests)
+        return cls(digests.values())
 
-    def name_of(self, key: str) -> str | None:
-        """The key's name. Compares with every key in constant time, against timing attacks."""
+    def knows(self, key: str) -> bool:
+        """Compares with every key in constant time, against timing attacks."""
         presented = hashlib.sha256(key.encode("utf-8", errors="surrogateescape")).digest()
-        found = [name for name, digest in self._digests.items() if hmac.compare_digest(presented, digest)]
-        return found[-1] if found else None
+        return sum(hmac.compare_digest(presented, digest) for digest in self._digests) > 0
 
     def check(self, authorization: str | None) -> None:
         """Raises ApiError (401) if the ``Authorization`` header has no known key."""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("no API key given; send it as 'Authorization: Bearer KEY'")
-        if self.name_of(key.strip()) is None:
+        if not self.knows(key.strip()):
             raise _unauthorized("the API key is unknown")
 
 

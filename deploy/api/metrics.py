@@ -41,7 +41,7 @@ class Metrics:
         self._registry.register(self._exported)
 
     def on_tokens(self, commit: Commit, num_needed: int, gap_s: float | None) -> None:
-        """As ``deploy.api.choice.Observer``."""
+        """As ``deploy.api.choice.OnTokens``."""
         self._counters["completion_tokens"].inc(num_needed)
         if gap_s is not None:
             self._observe("inter_token_seconds", gap_s)
@@ -59,9 +59,9 @@ class Metrics:
             self._labelled("prediction_tokens_accepted", commit.drafter).inc(num_accepted)
             self._labelled("prediction_tokens_rejected", commit.drafter).inc(commit.num_proposed - num_accepted)
 
-    def record_choice(self, choice: Choice, arrival_s: float) -> None:
-        """Counts a choice that ended. ``arrival_s``: of the call, monotonic."""
-        first_s, last_s = choice.first_token_s, choice.last_token_s
+    def record_choice(self, choice: Choice) -> None:
+        """Counts a choice that ended."""
+        arrival_s, first_s, last_s = choice.request.arrival_s, choice.first_token_s, choice.last_token_s
         if choice.finish is not None or choice.failed or first_s is not None:
             reason = FinishReason.ERROR if choice.failed else choice.finish or FinishReason.ABORT
             self._counters["choices_finished"].labels(reason.value).inc()

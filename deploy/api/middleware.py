@@ -3,6 +3,7 @@
 import logging
 import re
 import secrets
+import time
 from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,13 +24,9 @@ WARNING_HEADER = "x-outrider-warning"
 _MAX_NAMED = 8
 
 
-def note_ignored(scope: Scope, paths: Sequence[str]) -> None:
-    """Names the unknown fields at ``paths`` in the response's WARNING_HEADER."""
-    scope["state"]["ignored_fields"] = tuple(paths)
-
-
 class Boundary:
-    """ASGI middleware. The id, the client's ``x-request-id`` if valid, is in ``scope["state"]["request_id"]``."""
+    """ASGI middleware. The id, the client's ``x-request-id`` if valid, is in ``request.state.request_id``; WARNING_HEADER
+    names the fields of ``request.state.ignored_fields``."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, settings: ApiSettings) -> None:
         self._app = app
@@ -43,7 +40,7 @@ class Boundary:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, arrival_s=time.monotonic())
         status: int | None = None
 
         async def send_with_id(message: Message) -> None:

@@ -8,6 +8,7 @@ from http import HTTPStatus
 
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.errors import InvalidField
+from cluster.grammar import Grammar
 from cluster.sampling_params import MAX_SEED, SamplingParams
 from cluster.types import ModelInfo, Request
 from deploy.api.errors import ApiError, bad_request, nearest, shorten
@@ -27,6 +28,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     field: str  # path of the caller's field, for errors
     echo: str | None = None  # text put before the answer
+    grammar: Grammar | None = None  # of the answer
 
 
 def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, settings: ApiSettings) -> None:
@@ -36,11 +38,10 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
     if n > settings.max_n:
         raise bad_request("n", f"must be at most {settings.max_n} on this server, got {n}")
     if n * num_prompts > settings.max_sequences:
-        raise bad_request(
-            "prompt",
-            f"{num_prompts} prompts times n = {n} make {n * num_prompts} sequences; this server takes at most"
-            f" {settings.max_sequences} in one call",
-        )
+        made = f"{num_prompts} prompts times n = {n} make {n * num_prompts} sequences"
+        raise bad_request("prompt", f"{made}; this server takes at most {settings.max_sequences} in one call")
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise bad_request("prompt_logprobs", "is not available with stream = true")
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("stream_options", "is allowed only with stream = true")
     match fields:
@@ -51,8 +52,8 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
             if len(given) > 1:
                 raise bad_request("max_completion_tokens", "contradicts max_tokens; give one of them")
         case CompletionRequest():
-            if fields.echo and fields.logprobs is not None:
-                raise bad_request("echo", "is not supported yet together with logprobs")
+            if fields.max_tokens == 0 and not wants_prompt_only(fields):
+                raise bad_request("max_tokens", "may be 0 only with echo or prompt_logprobs")
             if fields.best_of is not None and fields.best_of != n:
                 raise bad_request("best_of", f"is not supported; leave it out or give it the value of n ({n})")
     for field, token_ids in (("stop_token_ids", fields.stop_token_ids), ("allowed_token_ids", fields.allowed_token_ids)):
@@ -73,11 +74,9 @@ def max_prompt_tokens(info: ModelInfo) -> int:
 
 def prompt_too_long(field: str, num_tokens: str, info: ModelInfo) -> ApiError:
     """``num_tokens``: a number, or a lower bound in words for a text that was not tokenized to its end."""
-    return bad_request(
-        field,
-        f"has {num_tokens} tokens, which leaves no room for an answer in the model's context of {info.max_model_len} tokens",
-        "context_length_exceeded",
-    )
+    context = f"the model's context of {info.max_model_len} tokens"
+    message = f"has {num_tokens} tokens, which leaves no room for an answer in {context}"
+    return bad_request(field, message, "context_length_exceeded")
 
 
 def check_prompt(prompt: Prompt, info: ModelInfo) -> None:
@@ -105,13 +104,14 @@ def make_requests(
     arrival_s: float,
     info: ModelInfo,
     settings: ApiSettings,
+    grammar: Grammar | None = None,
 ) -> list[Request]:
     """``n`` requests per prompt, in the order of the answer's choices. Their seeds do not depend on other prompts."""
     requests: list[Request] = []
     for prompt in prompts:
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & MAX_SEED
         for i in range(fields.n or 1):
-            sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings)
+            sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings, grammar)
             requests.append(Request(f"{call_id}-{len(requests)}", prompt.token_ids, sampling, arrival_s, chain=chain))
     return requests
 
@@ -125,18 +125,20 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def sampling_params(
-    fields: GenerationFields, prompt: Prompt, seed: int, info: ModelInfo, settings: ApiSettings
+    fields: GenerationFields,
+    prompt: Prompt,
+    seed: int,
+    info: ModelInfo,
+    settings: ApiSettings,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """The caller's parameters. Raises ApiError or InvalidField: a value is out of range, or exceeds the context."""
     room = info.max_model_len - len(prompt.token_ids)
     limit_field, max_tokens = _token_limit(fields, room, settings)
     if max_tokens > room:
-        raise bad_request(
-            limit_field,
-            f"{len(prompt.token_ids)} tokens of prompt and {shorten(max_tokens)} of output exceed the model's context"
-            f" of {info.max_model_len} tokens",
-            "context_length_exceeded",
-        )
+        asked = f"{len(prompt.token_ids)} tokens of prompt and {shorten(max_tokens)} of output"
+        message = f"{asked} exceed the model's context of {info.max_model_len} tokens"
+        raise bad_request(limit_field, message, "context_length_exceeded")
     try:
         return SamplingParams(
             max_tokens=max_tokens,
@@ -145,7 +147,9 @@ def sampling_params(
             stop_token_ids=tuple(fields.stop_token_ids or ()),
             seed=seed,
             top_logprobs=_top_logprobs(fields),
+            prompt_logprobs=_prompt_logprobs(fields),
             allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+            grammar=grammar if prompt.grammar is None else prompt.grammar,
             **fields.model_dump(include=_UNCHANGED, exclude_none=True),
         )
     except InvalidField as error:
@@ -163,11 +167,9 @@ async def parse_drafting(drafting: str | None, status: Callable[[], Awaitable[Cl
     chain = tuple(name.strip() for name in drafting.split(">"))
     for name in chain:
         if name not in drafters:
-            raise bad_request(
-                "drafting",
-                f"{shorten(name)} is not a drafter of this server{nearest(name, drafters)}"
-                f" ('auto', 'off', {', '.join(map(repr, sorted(drafters))) or 'no drafters'})",
-            )
+            known = ", ".join(map(repr, sorted(drafters))) or "no drafters"
+            message = f"{shorten(name)} is not a drafter of this server{nearest(name, drafters)} ('auto', 'off', {known})"
+            raise bad_request("drafting", message)
     _check_chain(chain, drafters)
     return chain
 
@@ -196,17 +198,27 @@ def _token_limit(fields: GenerationFields, room: int, settings: ApiSettings) -> 
         default = min(room, settings.default_max_tokens)
     else:
         default = min(room, COMPLETION_MAX_TOKENS)
+    if wants_prompt_only(fields):
+        return "max_tokens", 1
     return "max_tokens", default if fields.max_tokens is None else fields.max_tokens
 
 
 def _top_logprobs(fields: GenerationFields) -> int | None:
-    match fields:
-        case ChatRequest():
-            return (fields.top_logprobs or 0) if fields.logprobs else None
-        case CompletionRequest():
-            return fields.logprobs
-        case _:
-            return None
+    if isinstance(fields, ChatRequest):
+        return (fields.top_logprobs or 0) if fields.logprobs else None
+    return fields.logprobs if isinstance(fields, CompletionRequest) else None
+
+
+def wants_prompt_only(fields: GenerationFields) -> bool:
+    """Whether nothing is to be generated. One token is, since every request has one; it is dropped."""
+    asks_for_prompt = isinstance(fields, CompletionRequest) and (bool(fields.echo) or fields.prompt_logprobs is not None)
+    return asks_for_prompt and fields.max_tokens == 0
+
+
+def _prompt_logprobs(fields: GenerationFields) -> int | None:
+    """As many as `prompt_logprobs`, and ``logprobs`` where the prompt is repeated, ask for."""
+    echoed = fields.logprobs if isinstance(fields, CompletionRequest) and fields.echo else None
+    return max((num for num in (fields.prompt_logprobs, echoed) if num is not None), default=None)
 
 
 def _logit_bias(fields: GenerationFields, info: ModelInfo) -> tuple[tuple[int, float], ...]:

@@ -30,13 +30,9 @@ class TargetRows:
 
 
 def load_network(folder: Path, target: TargetRows | None = None, dtype: torch.dtype = torch.float32) -> DSparkNetwork:
-    """The network in ``folder``, in evaluation mode.
+    """The network in ``folder``, in evaluation mode; ``target`` has embedding and head if they are not stored.
 
-    Args:
-        target: source of embedding and head if they are not stored; the embedding is shared, not copied.
-
-    Raises:
-        ModelUnavailable: missing, half-written, unsupported, or not of this target.
+    Raises ModelUnavailable if it is missing, half-written, unsupported, or not of this target.
     """
     config = load_dspark_config(folder)
     with torch.device("meta"):

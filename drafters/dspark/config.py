@@ -82,12 +82,8 @@ def load_dspark_config(folder: Path) -> DSparkConfig:
 
 
 def parse_dspark_config(raw: Mapping[str, Any]) -> DSparkConfig:
-    """``raw``: a parsed ``config.json``, with the list of draft tokens itself.
-
-    Raises:
-        ModelUnavailable: not supported, or contradictory.
-        KeyError: a required field is missing.
-    """
+    """Of a parsed ``config.json``, with the list of draft tokens itself. Raises ModelUnavailable if it is not supported or
+    contradictory, and KeyError if a required field is missing."""
     architecture = (raw["architectures"] or [""])[0]
     if not str(architecture).endswith("DSparkModel"):
         raise ModelUnavailable(f"architecture {architecture!r} is not a DSpark drafter, whose name ends in 'DSparkModel'")

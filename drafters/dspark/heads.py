@@ -40,8 +40,7 @@ class GatedMarkovHead(MarkovHead):
 
 
 class RecurrentHead(MarkovHead):
-    """Equation 6: a state s of r numbers, initially 0, accumulates the block so far. ``joint_proj`` holds W_g, W_c and W_o,
-    in this order, over z = [s; W_1[x]; h]."""
+    """Equation 6: a state s, initially 0, accumulates the block. ``joint_proj`` holds W_g, W_c, W_o over [s; W_1[x]; h]."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)

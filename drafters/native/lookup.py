@@ -127,12 +127,8 @@ def address(values: "array[int] | array[float]") -> int:
 
 class Native:
     """A drafter in C: functions of ``library`` that begin with ``kind``. All raise MemoryError; ``open`` and ``extend``
-    raise OverflowError and change nothing for a token of more than 31 bits.
-
-    Args:
-        handle: of ``{kind}_new``; freed with this.
-        keep: keeps alive what it points to.
-    """
+    raise OverflowError and change nothing for a token of more than 31 bits. ``handle``, of ``{kind}_new``, is freed with
+    this; ``keep`` keeps alive what it points to."""
 
     handle: int | None = None
 

@@ -30,9 +30,8 @@ class Bf16Linear:
         self._num_out, self._num_in = weight.weight.shape
         filled = torch.nn.functional.pad(weight.weight, (0, 0, 0, -self._num_out % _PANEL))
         self._weights = filled.view(-1, _PANEL, self._num_in // _PAIR, _PAIR).transpose(1, 2).contiguous()
-        self._bias = (
-            None if weight.bias is None else torch.nn.functional.pad(weight.bias.float(), (0, -self._num_out % _PANEL))
-        )
+        padding = (0, -self._num_out % _PANEL)
+        self._bias = None if weight.bias is None else torch.nn.functional.pad(weight.bias.float(), padding)
         bias_at = None if self._bias is None else self._bias.data_ptr()
         self._product = _Bf16Product(self._num_in, self._num_out, self._weights.data_ptr(), bias_at)
         self._at = ctypes.byref(self._product)

@@ -102,16 +102,10 @@ class CpuOps:
         )
         return queries
 
-    def attention(self, queries: torch.Tensor, layout: Layout, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return self._attend(queries, layout, keys, values, products_only=False)
-
-    def attention_products(self, queries: torch.Tensor, layout: Layout, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Computes only the two products of ``attention``: the floor of its time, for benchmarks."""
-        self._attend(queries, layout, keys, values, products_only=True)
-
-    def _attend(
-        self, queries: torch.Tensor, layout: Layout, keys: torch.Tensor, values: torch.Tensor, *, products_only: bool
+    def attention(
+        self, queries: torch.Tensor, layout: Layout, keys: torch.Tensor, values: torch.Tensor, *, products_only: bool = False
     ) -> torch.Tensor:
+        """``products_only``: compute only the two products, the floor of its time, for benchmarks."""
         out = torch.empty(queries.shape[0], self._config.q_size, dtype=self._dtype)
         failed = self._attention(
             queries.data_ptr(),
@@ -141,9 +135,7 @@ class CpuOps:
         shape = self._shapes.get(block_len)
         if shape is None:
             if block_len % _VECTOR_LEN or _CHUNK_LEN % block_len:
-                raise ValueError(
-                    f"block_len must be a multiple of {_VECTOR_LEN} that divides {_CHUNK_LEN} on a CPU, got {block_len}"
-                )
+                raise ValueError(f"block_len must be a multiple of 16 that divides {_CHUNK_LEN} on a CPU, got {block_len}")
             c = self._config
             shape = self._shapes[block_len] = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, block_len)
         return ctypes.byref(shape)

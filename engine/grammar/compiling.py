@@ -1,30 +1,43 @@
 """Compiling grammars, with a cache per process."""
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import xgrammar
 
-from cluster.errors import InvalidField
+from cluster.errors import InvalidField, ModelUnavailable
 from cluster.grammar import Grammar, GrammarKind
+from cluster.sampling_params import SamplingParams
+from engine.grammar.schema_rules import checked, pattern_fault
+from engine.grammar.state import GrammarState
 from engine.grammar.vocabulary import GrammarVocabulary
+
+logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 256 * 2**20
 # As json.dumps writes it: a grammar that leaves whitespace free lets a model write it without end.
 SEPARATORS = (", ", ": ")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class CompiledGrammar:
     """Immutable, so threads and requests share it."""
 
     grammar: Grammar
     compiled: xgrammar.CompiledGrammar
     vocabulary: GrammarVocabulary
+    required_names: frozenset[str] = frozenset()  # of the objects of a JSON schema
+    shortest_len: int | None = None  # tokens of a short output, its end included; None: none was found
+
+    def follow(self, token_ids: Sequence[int], max_tokens: int = 0) -> GrammarState:
+        """A new state after the output so far, which has at most ``max_tokens`` in all."""
+        return GrammarState(self, token_ids, max_tokens)
 
     @property
     def is_json(self) -> bool:
@@ -40,36 +53,52 @@ class Grammars:
         self._compiler = xgrammar.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
         self._lock = threading.Lock()
         self._known: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._alive: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()  # those in use included
         self._num_bytes = 0
 
     def known(self, grammar: Grammar) -> CompiledGrammar | None:
-        """A grammar compiled before, unless it was evicted since."""
+        """A grammar compiled before, unless it was evicted since and no request uses it."""
         with self._lock:
-            found = self._known.get(grammar)
-            if found is not None:
+            if grammar in self._known:
                 self._known.move_to_end(grammar)
-            return found
+            return self._alive.get(grammar)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises InvalidField: xgrammar refuses it; says why."""
+        """Raises InvalidField: it is malformed, or cannot be enforced; says why."""
         found = self.known(grammar)
         if found is not None:
             return found
+        source, names = grammar.source, frozenset[str]()
+        if grammar.kind is GrammarKind.JSON_SCHEMA:
+            source, names = checked(source)
+        fault = pattern_fault(source) if grammar.kind is GrammarKind.REGEX else None
+        if fault is not None:
+            raise InvalidField(grammar.kind, source[:80], fault)
         try:
-            compiled = CompiledGrammar(grammar, self._compile(grammar), self.vocabulary)
+            compiled = CompiledGrammar(grammar, self._compile(grammar.kind, source), self.vocabulary, names)
+            end = compiled.follow(()).shortest_end()
+            if end is not None:
+                compiled = replace(compiled, shortest_len=len(self.vocabulary.tokens_of(end)) + 1)
         except (RuntimeError, ValueError, TypeError) as error:  # xgrammar's own, and those of its native part
             raise InvalidField(grammar.kind, grammar.source[:80], _reason(error)) from error
         with self._lock:
             if grammar not in self._known:
-                self._known[grammar] = compiled
+                self._known[grammar] = self._alive[grammar] = compiled
                 self._num_bytes += compiled.compiled.memory_size_bytes
             while self._num_bytes > CACHE_BYTES and len(self._known) > 1:
                 self._num_bytes -= self._known.popitem(last=False)[1].compiled.memory_size_bytes
         return compiled
 
-    def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
-        compiler, source = self._compiler, grammar.source
-        match grammar.kind:
+    def follow(self, sampling: SamplingParams, token_ids: Sequence[int]) -> GrammarState | None:
+        """A new state after the output so far of a request; None: it has no grammar. Raises as ``compile``, which takes no
+        time if the grammar is in use."""
+        if sampling.grammar is None:
+            return None
+        return self.compile(sampling.grammar).follow(token_ids, sampling.max_tokens)
+
+    def _compile(self, kind: GrammarKind, source: str) -> xgrammar.CompiledGrammar:
+        compiler = self._compiler
+        match kind:
             case GrammarKind.JSON_OBJECT:
                 return compiler.compile_json_schema(
                     '{"type": "object"}', any_whitespace=False, separators=SEPARATORS, strict_mode=False
@@ -85,9 +114,20 @@ class Grammars:
 
 
 @cache
-def grammars_of(folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-    """This process's grammars of a model."""
+def grammars_of(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
+    """This process's grammars of a model. Raises as `GrammarVocabulary`."""
     return Grammars(GrammarVocabulary(folder, vocab_size, eos_token_ids))
+
+
+def known_grammars(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars | None:
+    """``grammars_of``; None, with a warning, where the tokenizer tells no bytes or the model has no end of sequence."""
+    try:
+        if not eos_token_ids:
+            raise ModelUnavailable("the model has no end-of-sequence token")
+        return grammars_of(folder, vocab_size, eos_token_ids)
+    except ModelUnavailable as error:
+        logger.warning("structured output is not available: %s", error)
+        return None
 
 
 def _reason(error: Exception) -> str:

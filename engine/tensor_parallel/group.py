@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from cluster.errors import RankLost
+from engine.device import require
 from engine.tensor_parallel.ranks import COLLECTIVE_TIMEOUT_S, RankGroup
 
 # A rank without work waits for the leader's next round. The leader's death closes the connection and ends the wait.
@@ -162,8 +163,9 @@ def join(
 ) -> RankGroup:
     """The group of all ranks on ``device`` (cpu or cuda). Returns when all have joined, within the store's timeout.
 
-    Raises RankLost: not all of them have.
+    Raises RankLost: not all of them have; InvalidField: the device is a GPU, and there is none.
     """
+    require(device)
     if device == "cuda":
         return NcclRanks(store, rank, num_ranks, host, timeout_s, torch.device(device, torch.cuda.current_device()))
     return GlooRanks(store, rank, num_ranks, host, timeout_s)

@@ -1,14 +1,17 @@
 """Rank 0 of a tensor parallel target: it serves the round, and the other ranks follow."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from cluster.errors import RankLost
 from cluster.messages import Open
 from cluster.types import Request
 from engine.forward import CausalModel
+from engine.grammar.compiling import Grammars
 from engine.models.weights import open_weights
 from engine.native import NativeLimits, NativeTarget
 from engine.target import SpanInput, SpanOutcome
@@ -24,14 +27,23 @@ class LeadingTarget(NativeTarget):
 
     Args:
         folder: of the model.
+        end_ranks: ends the processes of the other ranks, if this process started them.
     """
 
     def __init__(
-        self, model: CausalModel, limits: NativeLimits, folder: Path, ranks: RankGroup, feature_layers: Sequence[int] = ()
+        self,
+        model: CausalModel,
+        limits: NativeLimits,
+        folder: Path,
+        ranks: RankGroup,
+        feature_layers: Sequence[int] = (),
+        end_ranks: Callable[[], None] = lambda: None,
+        grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(model, limits, feature_layers=feature_layers)
+        super().__init__(model, limits, feature_layers=feature_layers, grammars=grammars)
         self._folder = folder
         self._ranks = ranks
+        self._end_ranks = end_ranks
         self._changes: list[RankChange] = []  # since the last pass
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
@@ -62,7 +74,9 @@ class LeadingTarget(NativeTarget):
 
     def close(self) -> None:
         """Ends the other ranks."""
-        self._send(RankRound(ends=True))
+        with suppress(RankLost):
+            self._send(RankRound(ends=True))
+        self._end_ranks()
 
     def _send(self, message: RankRound) -> None:
         self._ranks.send(encode(message))

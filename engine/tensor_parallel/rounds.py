@@ -3,6 +3,7 @@
 The ranks run the same ``NativeTarget`` on the same calls, so that ledgers, sampling states and chosen tokens agree.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cluster.errors import OutOfBlocks
@@ -10,6 +11,7 @@ from cluster.messages import Open
 from cluster.transport import wire_pb2 as wire
 from cluster.transport.codec_fields import decoder_of, encoder_of
 from cluster.types import Request
+from engine.liveness import PASSES
 from engine.native import NativeTarget
 from engine.target import SpanInput
 from engine.tensor_parallel.ranks import RankGroup
@@ -41,21 +43,34 @@ def decode(data: bytes) -> RankRound:
     return message
 
 
-def follow(engine: NativeTarget, ranks: RankGroup) -> None:
-    """Computes every pass of rank 0, until that ends. Raises RankLost: another rank was lost."""
-    while True:
-        received = decode(ranks.receive())
-        for change in received.changes:
-            if change.open is not None:
-                engine.open(_request(change.open), change.open.token_ids)
-            if change.release is not None:
-                engine.release(change.release)
-        if received.ends:
-            return
-        try:
-            engine.execute(received.spans)
-        except OutOfBlocks:
-            continue  # as on rank 0, which plans again
+class Follower:
+    """Computes every pass of rank 0 on another rank."""
+
+    def __init__(self, engine: NativeTarget, ranks: RankGroup) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._is_waiting = True
+
+    def run(self) -> None:
+        """Returns when rank 0 ends the group. Raises RankLost: another rank was lost."""
+        while True:
+            received = decode(self._ranks.receive())
+            PASSES.advanced()
+            self._is_waiting = False
+            for change in received.changes:
+                if change.open is not None:
+                    self._engine.open(_request(change.open), change.open.token_ids)
+                if change.release is not None:
+                    self._engine.release(change.release)
+            if received.ends:
+                return
+            with suppress(OutOfBlocks):  # as on rank 0, which plans again
+                self._engine.execute(received.spans)
+            self._is_waiting = True
+
+    def stalled_s(self) -> float:
+        """Seconds since the pass in progress last advanced. May be called from any thread."""
+        return 0.0 if self._is_waiting else PASSES.still_s()
 
 
 def _request(opened: Open) -> Request:

@@ -17,6 +17,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 
 from cluster.types import Request, TokenLogprobs
+from engine.grammar.compiling import known_grammars
 from engine.target import SpanInput, SpanOutcome
 from engine.vllm.scheduler import PlannedScheduler
 from engine.vllm.version import VERSION
@@ -37,6 +38,7 @@ class VllmLimits:
     block_len: int
     kv_cache_bytes: int  # one block of it holds padding
     tensor_parallel: int = 1
+    prefix_cache: bool = True
 
 
 class VllmTarget:
@@ -66,6 +68,7 @@ class VllmTarget:
             max_num_batched_tokens=max(limits.max_pass_tokens, limits.max_num_sequences * (1 + MAX_DRAFT_LEN)),
             block_size=limits.block_len,
             kv_cache_memory_bytes=limits.kv_cache_bytes,
+            enable_prefix_caching=limits.prefix_cache,
             skip_tokenizer_init=True,
             tensor_parallel_size=limits.tensor_parallel,
             enforce_eager=True,
@@ -90,6 +93,7 @@ class VllmTarget:
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._num_idle_blocks = self._pool.get_num_free_blocks()
         self._has_failed = False
+        self.grammars = known_grammars(folder, config.model_config.get_vocab_size(), self._eos_token_ids)
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         """vLLM takes all committed tokens for the prompt. It never ends a request: the round does."""

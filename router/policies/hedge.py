@@ -78,10 +78,8 @@ class Hedge:
             matching = match(values[live], capacity, prices, MAX_CYCLES)
             self._prices = dict(zip(room.drafters, matching.prices.tolist(), strict=True))
             places = matching.place.tolist()
-            requests_live = [request for request in requests if not request.is_placeholder]
-            chains |= room.seat_all(
-                (r, room.drafters[j]) for r, j in zip(requests_live, places, strict=True) if j != NOWHERE
-            )
+            pairs = zip([request for request in requests if not request.is_placeholder], places, strict=True)
+            chains |= room.seat_all((request, room.drafters[j]) for request, j in pairs if j != NOWHERE)
             for i in np.flatnonzero(~live).tolist():
                 chains[requests[i].request_id] = self._best_left(values[i], matching.prices, room)
         return chains

@@ -83,7 +83,7 @@ def check_reserved(deployment: Deployment, inventory: Inventory) -> None:
         for i, node in table["bundles_to_node_id"].items():
             on_node[node] += table["bundles"][i].get("GPU", 0)
     num_gpus = [sum(drafter.replicas * drafter.resources.gpus for drafter in config.drafters)]
-    num_gpus.append(config.target.replicas * config.target.resources.gpus)
+    num_gpus.append(config.target.replicas * config.target.tensor_parallel * config.target.resources.gpus)
     assert sum(on_node.values()) == pytest.approx(sum(num_gpus))
     assert all(used <= max(node.num_gpus for node in inventory.nodes) for used in on_node.values())
 
@@ -118,6 +118,6 @@ def test_an_example_that_needs_one_gpu_more_is_refused(
     more = {"replicas": config.target.replicas + 1} if config.target.device == "cuda" else {"device": "cuda"}
     asking = config.model_copy(update={"target": config.target.model_copy(update=more)})
     with connect(asking, tmp_path) as deployed:
-        with pytest.raises(PlacementError, match=r"cannot be placed: .* 1 GPUs are missing"):
+        with pytest.raises(PlacementError, match=rf"cannot be placed: .* {config.target.tensor_parallel} GPUs are missing"):
             deployed.reserve(tiny_model_folder)
         assert all(group["state"] == "REMOVED" for group in placement_group_table().values())

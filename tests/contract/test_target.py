@@ -5,7 +5,7 @@ vLLM's part runs in vLLM's environment: `make test-vllm`.
 
 import random
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +14,13 @@ from scipy import stats
 
 from cluster.sampling_params import SamplingParams
 from engine.target import TargetEngine
+from tests.support.local_target import load_two_ranks
 from tests.support.target_driver import Drafts, Played, play
 from tests.support.tiny_model import write_tiny_model
+from tests.support.vllm_engine import BLOCK_LEN, MAX_MODEL_LEN, NUM_BLOCKS, make_vllm
 
-BLOCK_LEN, NUM_BLOCKS, MAX_MODEL_LEN = 32, 24, 512  # vLLM takes multiples of 32 on a CPU
 NUM_NEW = 24
-VOCAB, EOS = 257, 256
+VOCAB = 257
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +29,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", hidden_size=128)
 
 
-@pytest.fixture(scope="module", params=["native", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(scope="module", params=["native", "native-2-ranks", pytest.param("vllm", marks=pytest.mark.vllm)])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[TargetEngine]:
+    if request.param == "native-2-ranks":
+        with closing(load_two_ranks(folder, NUM_BLOCKS, BLOCK_LEN, 8, 256, MAX_MODEL_LEN)) as two:
+            yield two
+        return
     if request.param == "native":
         from engine.factory import build_model
         from engine.models.config import load_config
@@ -43,17 +48,7 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[TargetEngin
             model = build_model(config, weights, "float32", "cpu", BLOCK_LEN)
         yield NativeTarget(model, NativeLimits(NUM_BLOCKS, BLOCK_LEN, 8, 256, MAX_MODEL_LEN))
         return
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not in this environment: make test-vllm")
-    from engine.vllm.environment import prepare_environment
-
-    prepare_environment()
-    from engine.models.config import load_config
-    from engine.vllm.target import VllmLimits, VllmTarget
-
-    kv_cache_bytes = (NUM_BLOCKS + 1) * BLOCK_LEN * load_config(folder).kv_bytes_per_token(4)
-    limits = VllmLimits("float32", MAX_MODEL_LEN, 8, 256, BLOCK_LEN, kv_cache_bytes)
-    target = VllmTarget(folder, limits, (EOS,))
+    target = make_vllm(folder)
     yield target
     target.close()
 

@@ -7,6 +7,7 @@ from cluster.inventory import Inventory, Node
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 MACHINES = {
     "laptop": Inventory((Node("laptop", 4),)),
+    "laptop-tp2": Inventory((Node("laptop", 4),)),
     "vllm-cpu": Inventory((Node("laptop", 4),)),
     "one-node-8gpu": Inventory((Node("server", 64, 8),)),
     "multi-node": Inventory(

@@ -37,11 +37,13 @@ def play(
     preempts: Callable[[str, int], bool] = lambda request_id, number: False,
     chunk_len: int = 32,
     max_passes: int = 2000,
+    on_tokens: Callable[[str, Sequence[int]], None] = lambda request_id, token_ids: None,
 ) -> Played:
     """Serves all requests at once to their ``max_tokens`` and releases them.
 
     Args:
         preempts: request and pass -> whether its blocks are given up before the pass, to be computed again.
+        on_tokens: hears of the tokens of every pass.
     """
     played = Played()
     tokens = {name: list(prompt) for name, prompt in prompts.items()}
@@ -69,6 +71,7 @@ def play(
             _take(span, outcome, tokens[span.request_id], computed, played)
             known = played.prompt_logprobs.setdefault(span.request_id, [])
             known += outcome.prompt_logprobs[len(known) + 1 - outcome.scored_from :]
+            on_tokens(span.request_id, outcome.token_ids)
         for name in [name for name in live if len(tokens[name]) >= len(prompts[name]) + sampling[name].max_tokens]:
             engine.release(name)
             live.remove(name)

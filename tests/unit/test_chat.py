@@ -15,7 +15,7 @@ from cluster.types import Request
 from deploy.api.app import create_app
 from deploy.api.settings import ApiSettings
 from deploy.chat import Terminal, printable
-from deploy.chat_client import ChatFailed, Conversation, connect, served_model
+from deploy.chat_client import Conversation, ServerFailed, connect, served_model
 from tests.support.api import listening, model_info, saying, token_ids, tokenizer
 from tests.support.scripted import ScriptedClient, Step, spell
 from tests.support.terminal import COLUMNS, on_terminal
@@ -118,7 +118,7 @@ def test_an_answer_that_breaks_off_is_kept_as_far_as_it_came() -> None:
         pieces = talk.ask("what?")
         first = next(pieces)
         loops[0].call_soon_threadsafe(beyond.set)
-        with pytest.raises(ChatFailed, match="the target went"):
+        with pytest.raises(ServerFailed, match="the target went"):
             list(pieces)
         assert talk.turns[-1]["content"].startswith(first.text)
 
@@ -139,7 +139,7 @@ def test_an_answer_that_is_ended_is_kept_and_its_work_stops() -> None:
 
 
 def test_no_server_is_one_clear_line() -> None:
-    with connect("http://127.0.0.1:9", None) as client, pytest.raises(ChatFailed, match="outrider serve"):
+    with connect("http://127.0.0.1:9", None) as client, pytest.raises(ServerFailed, match="outrider serve"):
         served_model(client)
 
 

@@ -18,8 +18,9 @@ from cluster.errors import LinkClosed
 from deploy import status as status_module
 from deploy.api.app import create_app
 from deploy.api.settings import ApiSettings
+from deploy.chat_client import ServerFailed
 from deploy.cli import app
-from deploy.status import PATH, StatusUnavailable, fetch, render, watch
+from deploy.status import PATH, fetch, render, watch
 from tests.support.api import listening, model_info, saying, tokenizer
 from tests.support.scripted import ScriptedClient
 from tests.support.terminal import COLUMNS, on_terminal
@@ -130,7 +131,7 @@ def test_a_cluster_that_is_away_is_a_503() -> None:
     with (
         server(scripted) as url,
         httpx.Client(base_url=url) as client,
-        pytest.raises(StatusUnavailable, match=r"answered 503"),
+        pytest.raises(ServerFailed, match=r"answered 503"),
     ):
         fetch(client)
 
@@ -145,9 +146,9 @@ def test_a_cluster_that_is_away_is_a_503() -> None:
     ],
 )
 def test_an_answer_that_is_no_status_is_named(response: httpx.Response, words: str) -> None:
-    with pytest.raises(StatusUnavailable) as caught:
+    with pytest.raises(ServerFailed) as caught:
         fetch(answering(lambda request: response))
-    assert str(caught.value).startswith(f"no status from http://server{PATH}: ")
+    assert str(caught.value).startswith(f"http://server{PATH}: ")
     assert words in str(caught.value)
 
 
@@ -157,12 +158,12 @@ def test_a_newer_server_may_say_more() -> None:
 
 
 def test_nobody_there() -> None:
-    with pytest.raises(StatusUnavailable, match=r"Is the server running\?"):
+    with pytest.raises(ServerFailed, match=r"Is the server running\?"):
         watch("http://127.0.0.1:9/v1", None, once=True, json=False, interval_s=1, console=Console(file=io.StringIO()))
 
 
 def test_a_server_that_goes_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[ClusterStatus | BaseException] = [STATUS, StatusUnavailable("gone"), STATUS, KeyboardInterrupt()]
+    answers: list[ClusterStatus | BaseException] = [STATUS, ServerFailed("gone"), STATUS, KeyboardInterrupt()]
 
     def next_answer(client: httpx.Client) -> ClusterStatus:
         answer = answers.pop(0)

@@ -167,10 +167,12 @@ def test_the_choice_over_shards_is_the_whole_one(group: ThreadRanks, kernel: boo
         logits[:, : data.draw(st.sampled_from([64, vocab_size - 10]))] = -torch.inf  # whole shards without a choice
     if data.draw(st.booleans()):
         logits[0, data.draw(st.integers(0, vocab_size - 1))] = torch.nan
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    logits = logits.to(dtype)
     eos = (vocab_size // 2,)
 
     def raced(token_ids: range) -> CpuGumbelArgmax | None:
-        return CpuGumbelArgmax(build.load_library(torch.float32), torch.float32, np.array(token_ids)) if kernel else None
+        return CpuGumbelArgmax(build.load_library(dtype), dtype, np.array(token_ids)) if kernel else None
 
     whole = Sampler(vocab_size, eos, raced(range(vocab_size)))
     parts = split(vocab_size, len(group.ranks), 64)

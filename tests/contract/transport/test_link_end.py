@@ -74,8 +74,8 @@ def test_nothing_is_left_after_close(ends: Ends, address: str) -> None:
         for link in links:
             link.close()
 
-    open_and_close()  # gRPC keeps threads and descriptors of its own for the process's life: let it have them first
-    assert eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("outrider")])
+    open_and_close()  # gRPC and the reactor keep threads and descriptors for the process's life: let them have them first
+    assert eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("outrider-link")])
     num_threads = threading.active_count()
     num_fds = len(os.listdir("/proc/self/fd"))
     for _ in range(3):

@@ -1,0 +1,41 @@
+"""vLLM's engine over tiny models, in its own environment."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.target import LoadedTarget
+
+BLOCK_LEN, NUM_BLOCKS, MAX_MODEL_LEN = 32, 24, 512  # vLLM takes blocks of multiples of 32 on a CPU
+EOS = 256
+
+
+def make_vllm(folder: Path, num_blocks: int = NUM_BLOCKS, feature_layers: Sequence[int] = ()) -> LoadedTarget:
+    """A `VllmTarget` in fp32, of at most 8 sequences and 256 tokens in a pass. Skips without vLLM."""
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not in this environment: make test-vllm")
+    from engine.models.config import load_config
+    from engine.vllm.environment import prepare_environment
+
+    prepare_environment()
+    from engine.vllm.target import VllmLimits, VllmTarget
+
+    kv_cache_bytes = (num_blocks + 1) * BLOCK_LEN * load_config(folder).kv_bytes_per_token(4)
+    limits = VllmLimits("float32", MAX_MODEL_LEN, 8, 256, BLOCK_LEN, kv_cache_bytes)
+    return VllmTarget(folder, limits, (EOS,), feature_layers)
+
+
+class ConstantProposer:
+    """Of vLLM's ``custom_class``: proposes the same token after every other."""
+
+    TOKEN = 77
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        return [[self.TOKEN] for _ in sampled_token_ids]
