@@ -105,7 +105,7 @@ def _events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, dict
         *whole, rest = (rest + piece).split(b"\n\n")
         for event in whole:
             data = event.removeprefix(b"data: ")
-            if data and data != b"[DONE]":
+            if data and data != b"[DONE]" and not data.startswith(b":"):  # a comment keeps a connection alive
                 try:
                     yield came_s, json.loads(data)
                 except json.JSONDecodeError:
