@@ -37,7 +37,7 @@ class RunComparison:
 
 def compare(request: Request, plain: Sequence[Commit], other: Sequence[Commit]) -> RunComparison:
     """Equal tokens and finish reason; otherwise a tie if the two best candidates lie within TIE_MARGIN at the first
-    difference in both runs. Both must have requested ``top_logprobs``, without penalties or filters."""
+    difference in both runs. The plain run must have requested ``top_logprobs``, without penalties or filters."""
     ours, theirs = _tokens(plain), _tokens(other)
     if ours == theirs and plain[-1].finish == other[-1].finish:
         return RunComparison(Verdict.EQUAL)
@@ -45,7 +45,8 @@ def compare(request: Request, plain: Sequence[Commit], other: Sequence[Commit]) 
     position = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
     if position == shorter:
         return RunComparison(Verdict.DIFFERENT, position)
-    gaps = (_gap(request, plain, position), _gap(request, other, position))
+    reporting = other if any(commit.logprobs for commit in other) else plain
+    gaps = (_gap(request, plain, position), _gap(request, reporting, position))
     return RunComparison(Verdict.TIE if max(gaps) <= TIE_MARGIN else Verdict.DIFFERENT, position, gaps)
 
 

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import MidRequest, every_second
@@ -19,6 +19,8 @@ from engine.factory import load_model
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeLimits, NativeTarget
+from engine.tensor_parallel.local import load_over_local_ranks
+from engine.tensor_parallel.sharding import shard_of
 from router.cost_model import TableCost
 from router.plan import SequenceView
 from router.planner import Planner, PlannerSettings, StepPlanner
@@ -45,7 +47,8 @@ class RunConditions:
 
     ``pool`` makes the drafters, among which requests are distributed in turn. ``kill``: this drafter is killed and
     replaced by ``successor``. ``preempt``: half of the batch loses its cache and is recomputed. ``companions`` belong
-    to the pool and are made anew beside the target of each run.
+    to the pool and are made anew beside the target of each run. ``num_ranks``: processes that compute the target; then
+    half of the requests ask for no log-probabilities, for which ranks exchange whole rows.
     """
 
     pool: Callable[[], Mapping[str, Drafter]] = dict
@@ -55,6 +58,7 @@ class RunConditions:
     kill: str | None = None
     successor: Callable[[], Drafter] | None = None
     preempt: bool = False
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +112,10 @@ class Harness:
             EmbeddedCluster(engine, self._info, PRECIOUS_PASSES, pool, planner, table) as cluster,
             _killer(cluster, circumstances, capacity, half_done),
         ):
-            completions = cluster.complete(self.requests)
+            completions = cluster.complete(self.requests if circumstances.num_ranks == 1 else self._half_without_logprobs())
             num_preempted = cluster.loop.telemetry.num_preempted
         engine.check_integrity()
+        engine.close()
         for entry in pool.values():
             entry.drafter.check_integrity()
         as_intended = not pool or any(completion.num_proposed for completion in completions)
@@ -122,14 +127,34 @@ class Harness:
 
     def _engine(self, circumstances: RunConditions) -> NativeTarget:
         wanted = sum(len(request.prompt_token_ids) + self._max_tokens + BLOCK_LEN for request in self.requests)
+        num_blocks = max(self._info.max_model_len, min(wanted, MAX_KV_CACHE_TOKENS)) // BLOCK_LEN + 1
+        if circumstances.num_ranks > 1:
+            own = shard_of(self._model.config, 0, circumstances.num_ranks).config_of(self._model.config)
+            options = {
+                "dtype": "float32",
+                "device": "cpu",
+                "kv_cache_bytes": num_blocks * BLOCK_LEN * own.kv_bytes_per_token(4),
+                "block_len": BLOCK_LEN,
+                "max_num_sequences": circumstances.max_num_sequences,
+                "max_pass_tokens": MAX_PASS_TOKENS,
+                "max_model_len": self._info.max_model_len,
+            }
+            layers = feature_layers(circumstances.companions)
+            return load_over_local_ranks(circumstances.num_ranks, self._folder, options, layers)
         limits = NativeLimits(
-            num_blocks=max(self._info.max_model_len, min(wanted, MAX_KV_CACHE_TOKENS)) // BLOCK_LEN + 1,
+            num_blocks=num_blocks,
             block_len=BLOCK_LEN,
             max_num_sequences=circumstances.max_num_sequences,
             max_pass_tokens=MAX_PASS_TOKENS,
             max_model_len=self._info.max_model_len,
         )
         return NativeTarget(self._model, limits, circumstances.prefix_cache, feature_layers(circumstances.companions))
+
+    def _half_without_logprobs(self) -> list[Request]:
+        plain = [replace(r, sampling=replace(r.sampling, top_logprobs=None)) for r in self.requests]
+        return [
+            request if i // 2 % 2 else other for i, (request, other) in enumerate(zip(self.requests, plain, strict=True))
+        ]
 
     def _request(self, index: int, temperature: float, prompt: tuple[int, ...]) -> Request:
         sampling = SamplingParams(

@@ -118,6 +118,8 @@ def scenarios(rig: Harness, model: str) -> Mapping[str, RunConditions]:
         "random lengths": RunConditions(cut(lambda token_ids: rng.randint(0, len(token_ids)))),
         "adversary": RunConditions(cut(truncate_by_content)),
         "drafter killed": RunConditions(mixed, kill=half.name, successor=lambda: rig.make(half)),
+        "two ranks": RunConditions(mixed, num_ranks=2),
+        **{f"two ranks, {config.name}": replace(alone(config), num_ranks=2) for config in others if config.is_colocated},
         "half preempted": RunConditions(mixed, prefix_cache=False, preempt=True),
         **{
             f"half preempted, {config.name}": replace(alone(config), prefix_cache=False, preempt=True)

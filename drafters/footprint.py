@@ -26,6 +26,7 @@ from cluster.config import (
 from cluster.errors import ModelUnavailable
 from engine.dtypes import choose_dtype, held_dtype
 from engine.models.config import load_config
+from engine.tensor_parallel.sharding import shard_of
 
 # Measured, resident: an actor's process alone, and what torch adds to it once it has computed. On CUDA
 # a context with its kernels.
@@ -72,8 +73,8 @@ def footprint(
 
 
 def target_footprint(config: Config) -> Footprint:
-    """Of one target replica on a CPU, with its colocated drafters and a row of hidden states per token of the KV cache.
-    Raises ModelUnavailable."""
+    """Of the first rank of a target on a CPU, the largest, with its colocated drafters and a row of hidden states per token
+    of the KV cache. Raises ModelUnavailable."""
     from drafters.registry import feature_layers
     from engine.models.prepare import resolve_model
 
@@ -82,9 +83,12 @@ def target_footprint(config: Config) -> Footprint:
     own = DrafterConfig(name="target", options=options, capacity=target.max_num_sequences, spare_share=0)
     colocated = [drafter for drafter in config.drafters if drafter.is_colocated]
     parts = (_of(one.options, False, one.capacity * max_model_len, config.model.name) for one in colocated)
-    total = sum(parts, footprint(own, "cpu", max_model_len))
+    whole = footprint(own, "cpu", max_model_len)
     model, element = load_config(resolve_model(config.model.name)), max(2, _element(target.dtype, on_gpu=False))
-    num_tokens = int(target.kv_cache_gb * 2**30) // model.kv_bytes_per_token(element)
+    shard = shard_of(model, 0, target.tensor_parallel).config_of(model)
+    weight_bytes = whole.weight_bytes * shard.num_kv_heads // model.num_kv_heads
+    total = sum(parts, replace(whole, weight_bytes=weight_bytes))
+    num_tokens = int(target.kv_cache_gb * 2**30) // shard.kv_bytes_per_token(element)
     kept = len(feature_layers(colocated)) * model.hidden_size * element * num_tokens
     return total + Footprint(cache_bytes=kept)
 

@@ -1,8 +1,7 @@
 """Loads the target of a configuration, with its cost model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,17 +114,14 @@ def load_engine(
         return load_native(folder, **options, feature_layers=feature_layers), info
     check_ranks(model, target.tensor_parallel)
     if ranks is not None:
-        return _load_leader(config, folder, ranks, options | {"feature_layers": feature_layers}), info
-    from engine.tensor_parallel.local import LocalRanks
+        engine = load_native(folder, **options, feature_layers=feature_layers, ranks=ranks)
+        ranks.wait_ready(config.supervision.start_timeout_s)
+        return engine, info
+    from engine.tensor_parallel.local import load_over_local_ranks
 
-    threads = 1 if target.resources.threads == "auto" else target.resources.threads
-    local = LocalRanks(target.tensor_parallel, folder, options, threads, config.supervision.start_timeout_s)
-    options |= {"feature_layers": feature_layers, "end_ranks": local.close}
-    try:
-        return _load_leader(config, folder, local.group, options), info
-    except BaseException:
-        local.close()
-        raise
+    num_threads = 1 if target.resources.threads == "auto" else target.resources.threads
+    start_s = config.supervision.start_timeout_s
+    return load_over_local_ranks(target.tensor_parallel, folder, options, feature_layers, num_threads, start_s), info
 
 
 def load_follower(config: Config, ranks: RankGroup) -> Follower:
@@ -134,12 +130,6 @@ def load_follower(config: Config, ranks: RankGroup) -> Follower:
     engine = load_native(ensure_model(config.model.name), **_native_options(config), ranks=ranks)
     ranks.wait_ready(config.supervision.start_timeout_s)
     return Follower(engine, ranks)
-
-
-def _load_leader(config: Config, folder: Path, ranks: RankGroup, options: Mapping[str, Any]) -> LoadedTarget:
-    engine = load_native(folder, **options, ranks=ranks)
-    ranks.wait_ready(config.supervision.start_timeout_s)
-    return engine
 
 
 def _native_options(config: Config) -> dict[str, Any]:

@@ -147,6 +147,7 @@ class Sampler:
             want_confidences: fill ``Chosen.confidences``, temperature 1 for greedy requests.
         """
         members, picks = self.candidates(logits, spans, want_confidences)
+        end_in_time(members, picks.token_ids)
         logits = logits[:, : self.vocab_size]
         logprobs = _raw_logprobs(logits, members, picks)
         return chosen_of(members, picks, logprobs)
@@ -156,7 +157,11 @@ class Sampler:
         return logits[:, : self.vocab_size]
 
     def candidates(
-        self, logits: Tensor, spans: Sequence[SampleSpan], want_confidences: bool = False
+        self,
+        logits: Tensor,
+        spans: Sequence[SampleSpan],
+        want_confidences: bool = False,
+        want_logits: bool = False,
     ) -> tuple[list["SpanRows"], "Picks"]:
         """The best of ``token_ids`` at each row. Raises ValueError as ``choose``."""
         ends = list(accumulate((span.num_rows for span in spans), initial=0))
@@ -165,8 +170,7 @@ class Sampler:
             raise ValueError(f"logits {tuple(logits.shape)} do not fit {ends[-1]} rows of {num_tokens} tokens")
         logits = logits[:, :num_tokens]
         members = [self._member(span, start) for span, start in zip(spans, ends, strict=False)]
-        is_part = num_tokens < self.vocab_size
-        picks = Picks.empty(ends[-1], self.token_ids, want_confidences, want_logits=is_part)
+        picks = Picks.empty(ends[-1], self.token_ids, want_confidences, want_logits)
         kernel = None if want_confidences else self._kernel
         for edited in (False, True):
             for noisy in (False, True) if kernel is None else (None,):
@@ -334,6 +338,16 @@ def token_logprobs(
         TokenLogprobs(own[i], tuple(zip(top_ids[i][:num], top_values[i][:num], strict=True)), ranks[i])
         for i, num in enumerate(num_top)
     ]
+
+
+def end_in_time(members: Sequence[SpanRows], token_ids: NDArray[np.int64]) -> None:
+    """Replaces tokens, (N,), so that outputs with a grammar end within max_tokens (`engine.grammar.state`)."""
+    for member in members:
+        state, span = member.span.state, member.span
+        if state.grammar is not None:
+            num_left = state.sampling.max_tokens - state.num_generated
+            chosen = state.grammar.end_in_time(span.drafts, span.num_before, token_ids[member.rows].tolist(), num_left)
+            token_ids[member.rows] = chosen
 
 
 def chosen_of(members: Sequence[SpanRows], picks: Picks, logprobs: dict[int, TokenLogprobs]) -> list[Chosen]:

@@ -64,8 +64,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
         """The prompt's text, up to where the assistant's answer starts or continues.
 
-        Raises:
-            InvalidField: the template rejects the messages, or does not write the final message that is to be continued.
+        Raises InvalidField: the template rejects the messages, or does not write the final message to be continued.
         """
         if not self.knows_tools:
             messages = without_tools(messages, options.tools)

@@ -82,9 +82,7 @@ class ControlTokens:
 def _rewrite(
     messages: Sequence[Message], options: TemplateOptions, change: Callable[[str], str]
 ) -> tuple[list[Message], TemplateOptions]:
-    """Applies ``change`` to every string of the caller that a template can print: all but roles and variable names, which
-    templates compare.
-    """
+    """Applies ``change`` to every string that a template can print: not to roles and names of variables."""
 
     def rewritten(value: Any) -> Any:
         match value:

@@ -28,7 +28,6 @@ class Prompt:
     token_ids: tuple[int, ...]
     field: str  # path of the caller's field, for errors
     echo: str | None = None  # text put before the answer
-    grammar: Grammar | None = None  # of the answer
 
 
 def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, settings: ApiSettings) -> None:
@@ -104,13 +103,14 @@ def make_requests(
     arrival_s: float,
     info: ModelInfo,
     settings: ApiSettings,
+    grammar: Grammar | None = None,
 ) -> list[Request]:
     """``n`` requests per prompt, in the order of the answer's choices. Their seeds do not depend on other prompts."""
     requests: list[Request] = []
     for prompt in prompts:
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & MAX_SEED
         for i in range(fields.n or 1):
-            sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings)
+            sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings, grammar)
             requests.append(Request(f"{call_id}-{len(requests)}", prompt.token_ids, sampling, arrival_s, chain=chain))
     return requests
 
@@ -124,7 +124,12 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def sampling_params(
-    fields: GenerationFields, prompt: Prompt, seed: int, info: ModelInfo, settings: ApiSettings
+    fields: GenerationFields,
+    prompt: Prompt,
+    seed: int,
+    info: ModelInfo,
+    settings: ApiSettings,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """The caller's parameters. Raises ApiError or InvalidField: a value is out of range, or exceeds the context."""
     room = info.max_model_len - len(prompt.token_ids)
@@ -142,8 +147,8 @@ def sampling_params(
             seed=seed,
             top_logprobs=_top_logprobs(fields),
             prompt_logprobs=_prompt_logprobs(fields),
-            grammar=prompt.grammar,
             allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+            grammar=grammar,
             **fields.model_dump(include=_UNCHANGED, exclude_none=True),
         )
     except InvalidField as error:

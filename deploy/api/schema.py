@@ -5,7 +5,7 @@ refused unless their value disables them. ``deploy.api.body`` ignores unknown fi
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
@@ -48,6 +48,38 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # ignored: chunks are never padded
 
 
+_Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+
+
+class JsonSchemaFormat(Strict):
+    name: str | None = None  # ignored, as are the next and the last: the schema is always enforced
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """OpenAI's field, and vLLM's type ``structural_tag``."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Any] | None = None  # of a structural tag
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field. Whitespace is always as json.dumps writes it."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: _Choices | None = None
+    grammar: str | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: Annotated[Any, only()] = None
+
+
 class GenerationFields(Strict):
     """Common fields of chat and completions. ``SamplingParams`` checks the ranges that are not bounded here."""
 
@@ -80,15 +112,18 @@ class GenerationFields(Strict):
         BeforeValidator(lambda value: value if value is not False else None),
     ] = None
 
+    # Structured output (`deploy.api.structured`): at most one of these.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: str | None = None
+
     # vLLM's fields that are not supported, each with the values that disable it.
     bad_words: Annotated[Any, only([])] = None
     priority: Annotated[Any, only(0)] = None
     logits_processors: Annotated[Any, only([])] = None
-    structured_outputs: Annotated[Any, only()] = None
-    guided_json: Annotated[Any, only()] = None
-    guided_regex: Annotated[Any, only()] = None
-    guided_choice: Annotated[Any, only()] = None
-    guided_grammar: Annotated[Any, only()] = None
     use_beam_search: Annotated[Any, only(False)] = None
     length_penalty: Annotated[Any, only(1.0, 1)] = None
     truncate_prompt_tokens: Annotated[Any, only()] = None
@@ -145,7 +180,6 @@ class ChatRequest(GenerationFields, _ChatFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     parallel_tool_calls: bool | None = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
     functions: Annotated[Any, only([], advice="was replaced by tools")] = None
     function_call: Annotated[Any, only("none", advice="was replaced by tool_choice")] = None
     modalities: Annotated[Any, only(["text"])] = None

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from cluster.client import ClusterStatus, EngineClient
 from cluster.errors import LinkClosed
+from cluster.grammar import Grammar
 from cluster.types import ModelInfo
 from deploy.api.admission import Admission
 from deploy.api.answer import Envelope
@@ -21,9 +22,10 @@ from deploy.api.body import BodyReader
 from deploy.api.cached import Cached
 from deploy.api.call import Call, CallResponse
 from deploy.api.choice import Choice, OutputOptions
-from deploy.api.errors import timed_out
+from deploy.api.errors import bad_request, timed_out
 from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
 from deploy.api.generation import unless_disconnected
+from deploy.api.grammar_checker import GrammarChecker
 from deploy.api.keys import ApiKeys
 from deploy.api.metrics import Metrics
 from deploy.api.params import (
@@ -39,6 +41,7 @@ from deploy.api.params import (
 )
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
 from deploy.api.settings import ApiSettings
+from deploy.api.structured import grammar_of
 from deploy.api.tokenization import detokenize, tokenize
 from deploy.api.tokenizer import TextTooLong, Tokenizer
 from deploy.api.tools import AnswerForm
@@ -61,6 +64,7 @@ class Service:
         self._chat_format = ChatFormat(tokenizer)
         self._completion_format = CompletionFormat(tokenizer)
         self._status = Cached(lambda: self._ask(self._client.status()), settings.status_ttl_s)
+        self._grammars: GrammarChecker | None = None
         self._info: ModelInfo | None = None
         self._started_s = int(time.time())
 
@@ -91,13 +95,13 @@ class Service:
         prompt = await self._encoded(encoding, "messages", info)
         check_prompt(prompt, info)
         opening = self._form.opening(self._tokenizer, prompt.token_ids)
-        prompt = replace(prompt, grammar=self._form.grammar(use, opening, None))
+        asked = self._form.grammar(use, opening, grammar_of(fields))
         options = OutputOptions(
             new_parser=self._form.new_parser(use, opening),
             shown=frozenset(self._form.marker_ids.values()) if use.tools or opening != "answer" else (),
             short_ids=self._form.calls == "mistral",
         )
-        return await self._call(request, fields, [prompt], self._chat_format, options)
+        return await self._call(request, fields, [prompt], self._chat_format, options, asked)
 
     async def completions(self, request: Request) -> Response:
         """Continues a text."""
@@ -117,7 +121,7 @@ class Service:
             if fields.echo:
                 prompt = replace(prompt, echo=one if isinstance(one, str) else self._tokenizer.text_of(one))
             prompts.append(prompt)
-        return await self._call(request, fields, prompts, self._completion_format, OutputOptions())
+        return await self._call(request, fields, prompts, self._completion_format, OutputOptions(), grammar_of(fields))
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or of a conversation."""
@@ -190,8 +194,11 @@ class Service:
         prompts: Sequence[Prompt],
         form: AnswerFormat,
         options: OutputOptions,
+        asked: tuple[str, Grammar] | None,
     ) -> Response:
+        """``asked``: the grammar, and the field that asks for it."""
         info = await self.info()
+        grammar = None if asked is None else await self._checked(*asked, info)
         call_id = f"{form.id_prefix}-{secrets.token_hex(16)}"
         requests = make_requests(
             fields,
@@ -201,6 +208,7 @@ class Service:
             arrival_s=request.state.arrival_s,
             info=info,
             settings=self._settings,
+            grammar=grammar,
         )
         options = replace(
             options,
@@ -238,6 +246,15 @@ class Service:
             drafting_details=bool(fields.drafting_details),
         )
         return CallResponse(call, self._client, self._admission, self.metrics, self._settings)
+
+    async def _checked(self, field: str, grammar: Grammar, info: ModelInfo) -> Grammar:
+        """Raises ApiError: 400 naming ``field`` for a grammar that cannot be enforced, 429 with too many to check."""
+        if self._grammars is None:
+            if self._tokenizer.folder is None:
+                raise bad_request(field, "is not supported: the tokenizer was not loaded from a folder")
+            self._grammars = GrammarChecker(self._tokenizer.folder, info, self._settings.retry_after_s)
+        await self._grammars.check(field, grammar)
+        return grammar
 
     async def _ask(self, question: Awaitable[T]) -> T:
         try:

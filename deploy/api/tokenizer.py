@@ -40,9 +40,10 @@ class TextTooLong(OutriderError):
 class Tokenizer:
     """The served model's tokenizer. Immutable, so threads can share it."""
 
-    def __init__(self, fast: FastTokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(self, fast: FastTokenizer, chat_template: ChatTemplate | None, folder: Path | None = None) -> None:
         fast.no_truncation()
         fast.no_padding()
+        self.folder = folder
         self._fast = fast
         added = fast.get_added_tokens_decoder()
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
@@ -62,14 +63,10 @@ class Tokenizer:
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:
             raise ModelUnavailable(f"{path} cannot be read: {error}") from error
-        return cls(fast, load_chat_template(folder))
+        return cls(fast, load_chat_template(folder), folder)
 
     async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int) -> tuple[int, ...]:
-        """Token ids of ``text``. Long texts are encoded in a thread.
-
-        Raises:
-            TextTooLong: far more than ``max_tokens``. Results that are slightly longer are returned.
-        """
+        """Token ids of ``text``. Raises TextTooLong: far more than ``max_tokens``; slightly longer results are returned."""
         if len(text) <= _INLINE_CHARS:
             return self._encode(text, add_special_tokens, max_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens, max_tokens)
@@ -79,9 +76,7 @@ class Tokenizer:
     ) -> tuple[int, ...]:
         """Token ids of a conversation. Only the template makes special tokens; a message that spells one is text.
 
-        Raises:
-            InvalidField: the model has no chat template, or its template rejects the messages.
-            TextTooLong: as ``encode``.
+        Raises InvalidField: the model has no chat template, or it rejects the messages; TextTooLong as ``encode``.
         """
         # Variables and tools of unknown size are rendered in the thread.
         num_chars = sum(len(value) for message in messages for value in message.values())

@@ -21,7 +21,18 @@ from engine.device import to_device
 from engine.forward import CausalModel
 from engine.gumbel_argmax import relative
 from engine.noise import gumbel
-from engine.sampling import Chosen, Picks, Sampler, SampleSpan, SamplingState, SpanRows, chosen_of, keys_of, temperatures_of
+from engine.sampling import (
+    Chosen,
+    Picks,
+    Sampler,
+    SampleSpan,
+    SamplingState,
+    SpanRows,
+    chosen_of,
+    end_in_time,
+    keys_of,
+    temperatures_of,
+)
 from engine.tensor_parallel.ranks import RankGroup
 from engine.tensor_parallel.sharding import shard_of
 
@@ -80,11 +91,12 @@ class ShardedSampler:
         return torch.cat([part[:, :width] for part, width in zip(parts, self._widths, strict=True)], dim=-1)
 
     def _over_candidates(self, logits: Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
-        members, picks = self._own.candidates(logits, spans)
-        assert picks.logits is not None, "a part of the vocabulary has candidates with their logits"
+        members, picks = self._own.candidates(logits, spans, want_logits=True)
+        assert picks.logits is not None, "they were asked for"
         own = torch.from_numpy(np.stack([picks.token_ids.astype(np.float64), picks.logits, picks.highest]))
         found = torch.stack(self._ranks.gather_on_host(own)).numpy()
         token_ids, highest = best_of(members, found[:, 0].astype(np.int64), found[:, 1], found[:, 2])
+        end_in_time(members, token_ids)
         return chosen_of(members, Picks(range(self._whole.vocab_size), token_ids, highest, None, None), {})
 
 

@@ -143,7 +143,7 @@ class ExactRunner(CPUModelRunner):
                 grammars = grammars_of(
                     Path(self.model_config.model), self.model_config.get_vocab_size(), asked.eos_token_ids
                 )
-                grammar = grammars.follow(asked.sampling.grammar, token_ids[asked.prompt_len :])
+                grammar = grammars.follow(asked.sampling, token_ids[asked.prompt_len :])
             state = self._states[name] = SamplingState(asked.sampling, token_ids, asked.prompt_len, grammar)
         return state
 

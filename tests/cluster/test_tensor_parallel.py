@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from benchmarks.server import ServerProcess
-from cluster.config import Config
+from cluster.config import Config, Resources
 from tests.support.settings import small_config
 from tests.support.streaming import MODEL, Streamed, undrafted
 from tests.support.tiny_model import write_tiny_model
@@ -21,7 +21,8 @@ LONG = 380  # tokens: the streams flow until a rank is killed
 
 def config_of(model: Path, state: Path, num_ranks: int, num_replicas: int) -> Config:
     base = small_config(str(model), state)
-    target = {"tensor_parallel": num_ranks, "replicas": num_replicas, "kv_cache_gb": 0.02}
+    resources = Resources(cpus=0.25, gpus=0, threads=1)
+    target = {"tensor_parallel": num_ranks, "replicas": num_replicas, "kv_cache_gb": 0.02, "resources": resources}
     return base.model_copy(
         update={
             "model": base.model.model_copy(update={"max_model_len": 512}),

@@ -5,6 +5,7 @@ vLLM's part runs in vLLM's environment: `make test-vllm`.
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from scipy import stats
 
 from cluster.sampling_params import SamplingParams
 from engine.target import TargetEngine
-from tests.support.local_target import local_target
+from tests.support.local_target import load_two_ranks
 from tests.support.target_driver import Drafts, Played, play
 from tests.support.tiny_model import write_tiny_model
 from tests.support.vllm_engine import BLOCK_LEN, MAX_MODEL_LEN, NUM_BLOCKS, make_vllm
@@ -31,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["native", "native-2-ranks", pytest.param("vllm", marks=pytest.mark.vllm)])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[TargetEngine]:
     if request.param == "native-2-ranks":
-        with local_target(folder, NUM_BLOCKS, BLOCK_LEN, 8, 256, MAX_MODEL_LEN) as ranks:
-            yield ranks.engine
+        with closing(load_two_ranks(folder, NUM_BLOCKS, BLOCK_LEN, 8, 256, MAX_MODEL_LEN)) as two:
+            yield two
         return
     if request.param == "native":
         from engine.factory import build_model

@@ -17,6 +17,7 @@ from engine.dtypes import held_dtype
 from engine.kv_cache import num_blocks_for
 from engine.models.config import load_config
 from tests.support.dspark import write_dspark
+from tests.support.tiny_model import write_tiny_model
 
 GB = 2**30
 
@@ -72,6 +73,15 @@ def test_hidden_states_that_are_kept_for_a_drafter_count(tmp_path: Path, tiny_mo
     own = 0.01 * GB + 60 * 2**20  # the drafter's KV cache, and what its table may learn
     assert rows > 100 * 2**20
     assert rows < kept.cache_bytes - plain.cache_bytes < rows + own + 10 * 2**20
+
+
+def test_every_rank_counts_with_its_part_of_the_weights(tmp_path: Path) -> None:
+    """The first rank holds two of three key-value heads, and so as many tokens as fit its cache."""
+    folder = write_tiny_model(tmp_path / "model", hidden_size=144, num_attention_heads=9, num_key_value_heads=3)
+    whole = config_of(folder)
+    two = whole.model_copy(update={"target": whole.target.model_copy(update={"tensor_parallel": 2})})
+    assert target_footprint(two).weight_bytes == target_footprint(whole).weight_bytes * 2 // 3
+    assert target_footprint(two).cache_bytes == target_footprint(whole).cache_bytes
 
 
 @pytest.mark.parametrize(
