@@ -84,8 +84,10 @@ class AnswerForm:
             tools = tuple(tool for tool in tools if tool.function.name == choice.function.name)
             if not tools:
                 raise bad_request("tool_choice.function.name", f"{choice.function.name[:64]!r} is none of the tools")
-        forced = choice == "required" or isinstance(choice, NamedTool)
-        return ToolUse(tools, forced, fields.parallel_tool_calls is not False and not isinstance(choice, NamedTool))
+        if choice == "required" or isinstance(choice, NamedTool):
+            # One, unless more are asked for: small models repeat a forced call without end.
+            return ToolUse(tools, True, bool(fields.parallel_tool_calls) and choice == "required")
+        return ToolUse(tools, False, fields.parallel_tool_calls is not False)
 
     def new_parser(self, use: ToolUse, opening: "Opening") -> Callable[[], AnswerParser] | None:
         """Makes a parser for each choice of a call; None: answers are content alone."""

@@ -202,8 +202,9 @@ def test_forced_calls_match_the_tools_schemas_and_are_parsed(calls: str) -> None
     two = {"hermes": f"{weather}\n{now}", "llama3_json": f"{weather}; {now}", "mistral": f"{weather[:-1]}, {now[14:]}"}[
         calls
     ]
-    assert accepts(grammar(tool_choice="required"), two)
+    assert accepts(grammar(tool_choice="required", parallel_tool_calls=True), two)
     assert not accepts(grammar(tool_choice="required", parallel_tool_calls=False), two)
+    assert not accepts(grammar(tool_choice="required"), two)
     assert grammar() is None
     assert grammar(tool_choice="none") is None
     new_parser = form.new_parser(form.use_of(ChatRequest.model_validate(chat_body(tools=TOOLS))), "answer")
