@@ -43,7 +43,16 @@ class TestChatOpenAI(ChatModelIntegrationTests):
 
     @property
     def standard_chat_model_params(self) -> dict[str, object]:
-        return {"temperature": 0, "max_tokens": 100, "timeout": 60, "max_retries": 0}
+        return {"temperature": 0, "max_tokens": 300, "timeout": 60, "max_retries": 0}
+
+    @property
+    def model_override_value(self) -> str:
+        return MODEL
+
+    @property
+    def structured_output_kwargs(self) -> dict[str, object]:
+        """Against endless repetition, in which the small model would reach max_tokens amid JSON."""
+        return {"frequency_penalty": 0.6}
 
     @property
     def supports_json_mode(self) -> bool:
