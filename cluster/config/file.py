@@ -51,6 +51,13 @@ class TargetConfig(Section):
             raise ValueError(f"must be 32 or 64 on the vllm engine, got {block_len}")
         return block_len
 
+    @field_validator("device")
+    @classmethod
+    def _device_fits_engine(cls, device: str, info: ValidationInfo) -> str:
+        if info.data.get("engine") == "vllm" and device == "cuda":
+            raise ValueError("must be cpu or auto on the vllm engine, got 'cuda': its workers sample on CPUs so far")
+        return device
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         self.resources.check_device(self.device)
