@@ -79,6 +79,7 @@ def test_a_lost_rank_ends_its_replica_and_no_other(server: ServerProcess, of_one
     streamed.wait_end()
     assert len(streamed.errors) == NUM_STREAMS // 2
     assert {type(error) for error in streamed.errors.values()} == {openai.APIError}
+    assert all("again" in str(error) for error in streamed.errors.values()), streamed.errors
     assert streamed.texts == {i: of_one_rank[i] for i in streamed.texts}
     with server.client() as http:
         eventually(lambda: gauge(http, "outrider_target_ready") == 2)
