@@ -82,7 +82,8 @@ test-ray: setup $(VENV)/.dev
 
 # The contract of targets, with vLLM's engine, and the server on it. vLLM's own warnings are not ours to mend.
 test-vllm: setup-vllm
-	$(VLLM_VENV)/bin/python -m pytest -m vllm -W default --durations 10 $(ARGS) tests/contract/test_target.py tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest -m vllm -W default --durations 10 $(ARGS) \
+	    tests/contract/test_target.py tests/vllm tests/cluster/test_vllm_server.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

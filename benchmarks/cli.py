@@ -1,11 +1,17 @@
 """``outrider bench`` and ``outrider simulate``. They import lazily, so that ``--help`` is instant."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks import BENCHES, find_bench
+
+
+class Engine(StrEnum):
+    NATIVE = "native"
+    VLLM = "vllm"
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -36,6 +42,9 @@ def bench(
         bool,
         typer.Option("--live", help="routing: cost of switching drafters and choice of chains, on real loops"),
     ] = False,
+    engine: Annotated[
+        Engine, typer.Option(help="invariance: the target's engine; vllm in the environment of `make setup-vllm`")
+    ] = Engine.NATIVE,
     expect: Annotated[
         list[str] | None,
         typer.Option(metavar="FIGURE>=NUMBER", help="exit with 1 unless it is met (>= or <=); may be repeated"),
@@ -49,7 +58,7 @@ def bench(
     configure_cpu()
     run = find_bench(name).load()
     expectations = [Expectation.parse(text) for text in expect or ()]
-    result = run(BenchOptions(quick, (*(prompts or ()), *(more_prompts or ())), model, recording, data, live))
+    result = run(BenchOptions(quick, (*(prompts or ()), *(more_prompts or ())), model, recording, data, live, engine))
     console = table_console()
     print_result(result, console)
     write_json(result, json)

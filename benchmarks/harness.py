@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from benchmarks.embedded import Completion, EmbeddedCluster, PoolEntry
 from benchmarks.fault_injection import MidRequest, every_second
@@ -16,11 +17,15 @@ from drafters.dspark.host import Host
 from drafters.protocol import Drafter
 from drafters.registry import feature_layers, make_drafter
 from engine.factory import load_model
+from engine.forward import CausalModel
+from engine.models.config import load_config
 from engine.models.prepare import ensure_model
 from engine.models.tokenizer import fingerprint
 from engine.native import NativeLimits, NativeTarget
+from engine.target import LoadedTarget
 from engine.tensor_parallel.local import load_over_local_ranks
 from engine.tensor_parallel.sharding import shard_of
+from engine.vllm.environment import prepare_environment
 from router.cost_model import TableCost
 from router.plan import SequenceView
 from router.planner import Planner, PlannerSettings, StepPlanner
@@ -29,7 +34,7 @@ TEMPERATURES = (0.0, 0.8)
 DRAFT_LEN = 5
 MAX_TEXT_TOKENS = 2**17  # before a prompt is cut
 MAX_PROMPT_LEN = 1024
-BLOCK_LEN = 16
+BLOCK_LEN, VLLM_BLOCK_LEN = 16, 32  # vLLM takes multiples of 32 on a CPU
 MAX_PASS_TOKENS = 2048  # large enough that all requests run before the first is half done
 MAX_KV_CACHE_TOKENS = 32768
 NUM_TOP_LOGPROBS = 20
@@ -70,10 +75,11 @@ class Run:
 class Harness:
     """Loads the model once. Requests are all prompts at all temperatures, each with its own seed."""
 
-    def __init__(self, model: str, prompts: Sequence[str], max_tokens: int) -> None:
+    def __init__(self, model: str, prompts: Sequence[str], max_tokens: int, engine: str = "native") -> None:
         self._folder = folder = ensure_model(model)
-        self._model = load_model(folder, dtype="float32")
-        config = self._model.config
+        self._shape = config = load_config(folder)
+        self.has_ranks = engine == "native"  # vLLM's own ranks are not measured
+        self._make_target = self._vllm if engine == "vllm" else partial(self._native, load_model(folder, dtype="float32"))
         self._max_tokens = max_tokens
         self._info = ModelInfo(
             name=model,
@@ -94,7 +100,15 @@ class Harness:
 
     def run(self, circumstances: RunConditions) -> Run:
         """Raises errors of the target and the streams."""
-        engine = self._engine(circumstances)
+        wanted = sum(len(request.prompt_token_ids) + self._max_tokens + BLOCK_LEN for request in self.requests)
+        num_tokens = max(self._info.max_model_len, min(wanted, MAX_KV_CACHE_TOKENS)) + BLOCK_LEN
+        engine = self._make_target(num_tokens, circumstances)
+        try:
+            return self._run_on(engine, circumstances)
+        finally:
+            engine.close()
+
+    def _run_on(self, engine: LoadedTarget, circumstances: RunConditions) -> Run:
         capacity = len(self.requests)
         pool = {name: PoolEntry(drafter, DRAFT_LEN, capacity=capacity) for name, drafter in circumstances.pool().items()}
         host = Host(engine, self._folder)
@@ -125,15 +139,13 @@ class Harness:
             as_intended = as_intended and num_preempted >= len(self.requests) // 4  # some had ended
         return Run(completions, as_intended)
 
-    def _engine(self, circumstances: RunConditions) -> NativeTarget:
-        wanted = sum(len(request.prompt_token_ids) + self._max_tokens + BLOCK_LEN for request in self.requests)
-        num_blocks = max(self._info.max_model_len, min(wanted, MAX_KV_CACHE_TOKENS)) // BLOCK_LEN + 1
+    def _native(self, model: CausalModel, num_tokens: int, circumstances: RunConditions) -> LoadedTarget:
         if circumstances.num_ranks > 1:
-            own = shard_of(self._model.config, 0, circumstances.num_ranks).config_of(self._model.config)
+            own = shard_of(model.config, 0, circumstances.num_ranks).config_of(model.config)
             options = {
                 "dtype": "float32",
                 "device": "cpu",
-                "kv_cache_bytes": num_blocks * BLOCK_LEN * own.kv_bytes_per_token(4),
+                "kv_cache_bytes": num_tokens * own.kv_bytes_per_token(4),
                 "block_len": BLOCK_LEN,
                 "max_num_sequences": circumstances.max_num_sequences,
                 "max_pass_tokens": MAX_PASS_TOKENS,
@@ -142,13 +154,29 @@ class Harness:
             layers = feature_layers(circumstances.companions)
             return load_over_local_ranks(circumstances.num_ranks, self._folder, options, layers)
         limits = NativeLimits(
-            num_blocks=num_blocks,
+            num_blocks=num_tokens // BLOCK_LEN,
             block_len=BLOCK_LEN,
             max_num_sequences=circumstances.max_num_sequences,
             max_pass_tokens=MAX_PASS_TOKENS,
             max_model_len=self._info.max_model_len,
         )
-        return NativeTarget(self._model, limits, circumstances.prefix_cache, feature_layers(circumstances.companions))
+        return NativeTarget(model, limits, circumstances.prefix_cache, feature_layers(circumstances.companions))
+
+    def _vllm(self, num_tokens: int, circumstances: RunConditions) -> LoadedTarget:
+        prepare_environment()
+        from engine.vllm.target import VllmLimits, VllmTarget
+
+        limits = VllmLimits(
+            dtype="float32",
+            max_model_len=self._info.max_model_len,
+            max_num_sequences=circumstances.max_num_sequences,
+            max_pass_tokens=MAX_PASS_TOKENS,
+            block_len=VLLM_BLOCK_LEN,
+            kv_cache_bytes=(num_tokens + VLLM_BLOCK_LEN) * self._shape.kv_bytes_per_token(4),
+            prefix_cache=circumstances.prefix_cache,
+        )
+        eos_token_ids, layers = self._info.eos_token_ids, feature_layers(circumstances.companions)
+        return VllmTarget(self._folder, limits, eos_token_ids, layers)
 
     def _half_without_logprobs(self) -> list[Request]:
         plain = [replace(r, sampling=replace(r.sampling, top_logprobs=None)) for r in self.requests]

@@ -67,7 +67,8 @@ def run(options: BenchOptions) -> BenchResult:
     """Figures: ``identical_fraction``, ``tie_fraction``, ``self_draft_acceptance``, and ``as_meant_fraction``: the share
     of scenarios in which drafts were verified and the fault occurred, without which they show nothing."""
     num_prompts, num_tokens = (NUM_PROMPTS_QUICK, NUM_TOKENS_QUICK) if options.quick else (NUM_PROMPTS, NUM_TOKENS)
-    rig = Harness(options.model, [p.text for p in choose_prompts(options.prompts, num_prompts)], num_tokens)
+    prompts = [p.text for p in choose_prompts(options.prompts, num_prompts)]
+    rig = Harness(options.model, prompts, num_tokens, options.engine)
     console = Console(stderr=True)
     plain = rig.run(RunConditions(prefix_cache=False))
     outcomes = []
@@ -108,6 +109,8 @@ def scenarios(rig: Harness, model: str) -> Mapping[str, RunConditions]:
         return RunConditions(companions=(config,)) if config.is_colocated else RunConditions(pool(config))
 
     others = beyond_defaults(model)
+    colocated = [config for config in others if config.is_colocated]
+    two_ranks = {f"two ranks, {config.name}": replace(alone(config), num_ranks=2) for config in colocated}
     rng = random.Random(0)
     mixed = pool(*DEFAULT_DRAFTERS, half)
     return {
@@ -118,13 +121,11 @@ def scenarios(rig: Harness, model: str) -> Mapping[str, RunConditions]:
         "random lengths": RunConditions(cut(lambda token_ids: rng.randint(0, len(token_ids)))),
         "adversary": RunConditions(cut(truncate_by_content)),
         "drafter killed": RunConditions(mixed, kill=half.name, successor=lambda: rig.make(half)),
-        "two ranks": RunConditions(mixed, num_ranks=2),
-        **{f"two ranks, {config.name}": replace(alone(config), num_ranks=2) for config in others if config.is_colocated},
+        **({"two ranks": RunConditions(mixed, num_ranks=2)} | two_ranks if rig.has_ranks else {}),
         "half preempted": RunConditions(mixed, prefix_cache=False, preempt=True),
         **{
             f"half preempted, {config.name}": replace(alone(config), prefix_cache=False, preempt=True)
-            for config in others
-            if config.is_colocated
+            for config in colocated
         },
     }
 

@@ -35,6 +35,7 @@ class BenchOptions:
     - ``recording``: agreement, written by ``record`` and read by ``routing``.
     - ``data``: a folder whose prompts/ provides prompts.
     - ``live``: ``routing`` with real loops instead of simulation.
+    - ``engine``: of the target of ``invariance``: native or vllm.
     """
 
     quick: bool = False
@@ -43,6 +44,7 @@ class BenchOptions:
     recording: Path | None = None
     data: Path | None = None
     live: bool = False
+    engine: str = "native"
 
     @property
     def data_prompts(self) -> tuple[Path, ...]:

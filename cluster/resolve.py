@@ -36,7 +36,8 @@ def resolve(config: Config, inventory: Inventory, max_threads: int | None = None
     nodes = inventory.matching(target.resources.node_labels)
     num_ranks = target.replicas * target.tensor_parallel
     num_gpus = num_ranks * (1.0 if target.resources.gpus == "auto" else target.resources.gpus)
-    device = target.device if target.device != "auto" else ("cuda" if 0 < num_gpus <= nodes.num_gpus else "cpu")
+    on_gpu = target.engine == "native" and 0 < num_gpus <= nodes.num_gpus
+    device = target.device if target.device != "auto" else ("cuda" if on_gpu else "cpu")
     named = [d.model_copy(update={"options": _with_target(d.options, config.model.name)}) for d in config.drafters]
     drafters = _resolve_drafters(named, inventory, nodes if device == "cuda" else Inventory(()), num_gpus, device)
     one_node = len(inventory.nodes) == 1

@@ -57,8 +57,7 @@ class Conversation:
     def ask(self, text: str) -> Generator[Piece, None, None]:
         """Streams the answer; ``last`` summarizes it. Closing the generator aborts it; the received part is kept.
 
-        Raises:
-            ServerFailed: no answer: the question is dropped; or the answer broke off: the received part is kept.
+        Raises ServerFailed: no answer: the question is dropped; or the answer broke off: the received part is kept.
         """
         question = {"role": "user", "content": text}
         answer = ""

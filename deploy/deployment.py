@@ -51,8 +51,7 @@ class DeployedCluster(AbstractContextManager["DeployedCluster"]):
     def reserve(self, model_folder: Path) -> Deployment:
         """Resolves the configuration for the cluster's machines and reserves a placement group for each of its parts.
 
-        Raises:
-            LaunchError, PlacementError, InvalidField: it does not fit the cluster.
+        Raises LaunchError, PlacementError or InvalidField: it does not fit the cluster.
         """
         token = read_token(self._config)
         inventory = with_cores(read_inventory(ray.nodes()))

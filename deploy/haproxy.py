@@ -9,8 +9,8 @@ It rewrites the configuration that Ray Serve 2.60 generates, and then executes H
 - Every error has OpenAI's shape, and every response one `x-request-id`: the client's if it is valid, else a new one.
 - Headers and paths that control Ray Serve are blocked.
 
-Clients reach a TCP frontend in front of Serve's HTTP frontend. Its filter (`haproxy.lua`) replaces the fixed error pages of
-HAProxy's HTTP parser. The wrapper needs only the standard library.
+Clients reach a TCP frontend, whose filter (`haproxy.lua`) replaces the error pages of HAProxy's HTTP parser.
+The wrapper needs only the standard library.
 """
 
 import ctypes

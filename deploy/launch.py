@@ -29,8 +29,7 @@ ALIVE_POLL_S = 1.0
 def serve(config: Config) -> None:
     """Serves until SIGINT or SIGTERM, which drains for at most DRAIN_S; a second one ends at once. For the main thread.
 
-    Raises:
-        LaunchError, ModelUnavailable, PlacementError, InvalidField: the cluster did not start, or ended.
+    Raises LaunchError, ModelUnavailable, PlacementError or InvalidField: the cluster did not start, or ended.
     """
     _log_to_stderr()
     configure_cpu()

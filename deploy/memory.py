@@ -14,9 +14,7 @@ BASE_BYTES = int(1.3 * 2**30)
 def check_memory(config: Config) -> None:
     """Checks targets on this machine's CPU; GPUs and other machines are unknown at this point.
 
-    Raises:
-        LaunchError: Ray and the targets need more than the free memory of the machine or of the control group.
-        ModelUnavailable: a drafter's files are missing or unsupported.
+    Raises LaunchError: too little free memory; ModelUnavailable: a drafter's files are missing or unsupported.
     """
     target = config.target
     if target.device == "cuda" or config.cluster.ray_address is not None:

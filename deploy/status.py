@@ -34,8 +34,7 @@ def watch(url: str, api_key: str | None, *, once: bool, json: bool, interval_s: 
 
     Tables are updated in place, or printed once if ``console`` cannot move its cursor; they wait for a server that is gone.
 
-    Raises:
-        ServerFailed: the server does not answer at the start, or with ``json`` at any time.
+    Raises ServerFailed: the server does not answer at the start, or with ``json`` at any time.
     """
     with suppress(KeyboardInterrupt), connect(url, api_key, DEADLINE_S) as client:
         first = fetch(client)

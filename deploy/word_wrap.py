@@ -13,10 +13,9 @@ _TOKEN = re.compile(r"\n|[ \t]+|[^ \t\n]")
 
 
 class WordWrapper:
-    """Breaks lines at blanks and around wide characters (Chinese, Japanese, emoji).
+    """Breaks lines at blanks, which are dropped, and around wide characters (Chinese, Japanese, emoji).
 
-    A word is held back until it ends, to know whether it fits into the line. Blanks at a break are dropped. A word longer
-    than a line is broken at the edge.
+    A word is held back until it ends, to know whether it fits. A word longer than a line is broken at the edge.
     """
 
     def __init__(self) -> None:

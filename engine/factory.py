@@ -4,9 +4,12 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from engine.compiling import NoCompiler
+from engine.cpu.build import load_library
+from engine.cpu.gumbel_argmax import CpuGumbelArgmax
 from engine.cpu.ops import CpuOps
 from engine.cpu.packed import product_dtype
 from engine.cpu_setup import configure_cpu
@@ -18,7 +21,7 @@ from engine.kv_cache import BLOCK_LEN, num_blocks_for
 from engine.models.config import DecoderConfig, load_config
 from engine.models.weights import Weights, open_weights
 from engine.native import NativeLimits, NativeTarget
-from engine.ops import Ops, TorchOps
+from engine.ops import GumbelArgmax, Ops, TorchOps
 from engine.tensor_parallel.leader import LeadingTarget
 from engine.tensor_parallel.ranks import ModelRanks, RankGroup
 from engine.tensor_parallel.sharding import shard_of
@@ -51,6 +54,15 @@ def make_ops(
                 str(product_dtype(dtype, device)).removeprefix("torch."),
             )
     return TorchOps(config, dtype)
+
+
+def make_gumbel_argmax(vocab_size: int, dtype: torch.dtype) -> GumbelArgmax | None:
+    """The choice among all tokens by a kernel for logits of ``dtype`` on a CPU. None: plain torch chooses."""
+    try:
+        return CpuGumbelArgmax(load_library(dtype), dtype, np.arange(vocab_size))
+    except NoCompiler as error:
+        logger.warning("tokens are chosen by plain torch, since CPU kernels are not available: %s", error)
+        return None
 
 
 def _cuda_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_len: int) -> Ops:

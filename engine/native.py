@@ -72,7 +72,7 @@ class NativeTarget:
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         grammar, prompt_len = None, len(request.prompt_token_ids)
         if request.sampling.grammar is not None and self._grammars is not None:
-            grammar = self._grammars.follow(request.sampling.grammar, token_ids[prompt_len:])
+            grammar = self._grammars.follow(request.sampling, token_ids[prompt_len:])
         state = SamplingState(request.sampling, token_ids, prompt_len, grammar)
         wants_prompt = request.sampling.prompt_logprobs is not None
         computed_len = self._ledger.open(request.id, () if wants_prompt else token_ids)  # rows in the cache have no logits

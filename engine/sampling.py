@@ -147,6 +147,7 @@ class Sampler:
             want_confidences: fill ``Chosen.confidences``, temperature 1 for greedy requests.
         """
         members, picks = self.candidates(logits, spans, want_confidences)
+        end_in_time(members, picks.token_ids)
         logits = logits[:, : self.vocab_size]
         logprobs = _raw_logprobs(logits, members, picks)
         return chosen_of(members, picks, logprobs)
@@ -337,6 +338,16 @@ def token_logprobs(
         TokenLogprobs(own[i], tuple(zip(top_ids[i][:num], top_values[i][:num], strict=True)), ranks[i])
         for i, num in enumerate(num_top)
     ]
+
+
+def end_in_time(members: Sequence[SpanRows], token_ids: NDArray[np.int64]) -> None:
+    """Replaces tokens, (N,), so that outputs with a grammar end within max_tokens (`engine.grammar.state`)."""
+    for member in members:
+        state, span = member.span.state, member.span
+        if state.grammar is not None:
+            num_left = state.sampling.max_tokens - state.num_generated
+            chosen = state.grammar.end_in_time(span.drafts, span.num_before, token_ids[member.rows].tolist(), num_left)
+            token_ids[member.rows] = chosen
 
 
 def chosen_of(members: Sequence[SpanRows], picks: Picks, logprobs: dict[int, TokenLogprobs]) -> list[Chosen]:

@@ -51,6 +51,13 @@ class TargetConfig(Section):
             raise ValueError(f"must be 32 or 64 on the vllm engine, got {block_len}")
         return block_len
 
+    @field_validator("device")
+    @classmethod
+    def _device_fits_engine(cls, device: str, info: ValidationInfo) -> str:
+        if info.data.get("engine") == "vllm" and device == "cuda":
+            raise ValueError("must be cpu or auto on the vllm engine, got 'cuda': its workers sample on CPUs so far")
+        return device
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         self.resources.check_device(self.device)
@@ -94,6 +101,9 @@ class ApiConfig(Section):
     max_choices: Annotated[int, Field(ge=1, le=128)] = 16  # n of one call
     request_deadline_s: Seconds = 600
     unknown_fields: Literal["warn", "refuse"] = "warn"  # warn: ignored, and named in a header
+    # The form of tool calls, and of reasoning before an answer. None: as the model's chat template writes them.
+    tool_call_parser: Literal["none", "hermes", "llama3_json", "mistral"] | None = None
+    reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] | None = None
     cors_origins: tuple[Origin, ...] = ()  # allowed CORS origins, such as https://chat.example; "*": all
 
 

@@ -49,7 +49,7 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, object]:
         "total_tokens": num_prompt_tokens + num_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": sum(choice.num_reasoning_tokens for choice in choices),
             "accepted_prediction_tokens": counts.num_accepted,
             "rejected_prediction_tokens": counts.num_proposed - counts.num_accepted,
         },

@@ -29,9 +29,7 @@ class BodyReader:
     async def read(self, request: Request, model: type[Model]) -> Model:
         """The validated fields of a call.
 
-        Raises:
-            ApiError: 400, naming the field; 408 (too slow), 413 (too large), 429 (too many large ones at once).
-            ClientGone: the client disconnected.
+        Raises ApiError: 400, naming the field; 408 (too slow), 413 (too large), 429 (too many large ones); ClientGone.
         """
         self._check_headers(request)
         body = bytearray()

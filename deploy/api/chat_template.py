@@ -9,10 +9,12 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.errors import InvalidField, ModelUnavailable
+from deploy.api.tool_prompts import without_tools
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 _RESERVED = ("messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now", *_SPECIAL)
@@ -28,6 +30,7 @@ class TemplateOptions:
     add_generation_prompt: bool = True  # end with the start of the assistant's answer
     continue_final_message: bool = False  # end with the final message's content, which the model continues
     variables: Mapping[str, Any] = field(default_factory=dict)  # additional ones (``chat_template_kwargs``)
+    tools: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
         if self.add_generation_prompt and self.continue_final_message:
@@ -52,21 +55,26 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            self.knows_tools = "tools" in find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             raise ModelUnavailable(f"the model's chat template cannot be read: {error}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]], options: TemplateOptions) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
         """The prompt's text, up to where the assistant's answer starts or continues.
 
-        Raises:
-            InvalidField: the template rejects the messages, or does not write the final message that is to be continued.
+        Raises InvalidField: the template rejects the messages, or does not write the final message to be continued.
         """
+        if not self.knows_tools:
+            messages = without_tools(messages, options.tools)
         if options.continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END}]
-        names = {**self._special_tokens, **options.variables}
+        names = {**self._special_tokens, **options.variables, "add_generation_prompt": options.add_generation_prompt}
+        if options.tools:
+            names["tools"] = options.tools
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=options.add_generation_prompt, **names)
+            text = self._template.render(messages=messages, **names)
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             roles = [message["role"] for message in messages[:8]]
             raise InvalidField("messages", roles, f"refused by the model's chat template: {error}") from error
@@ -111,8 +119,8 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _to_json(value: object, indent: int | None = None) -> str:  # Jinja's own filter escapes HTML
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)  # Jinja's own filter escapes HTML
 
 
 def _raise(message: str) -> NoReturn:

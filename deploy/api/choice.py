@@ -1,11 +1,12 @@
 """One choice of an answer: turns commits into text."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from cluster.errors import LinkClosed, OutriderError, Overloaded
 from cluster.types import Commit, FinishReason, ModelInfo, Prefill, Request, TokenLogprobs
+from deploy.api.answer_parts import AnswerParser, CallStart, Part, merged
 from deploy.api.detokenizer import Detokenizer
 from deploy.api.draft_counts import DraftingCounts
 from deploy.api.stops import StopMatcher
@@ -44,6 +45,7 @@ class Delta:
     segments: tuple[Segment, ...] = ()
     finish: FinishReason | None = None
     token_ids: tuple[int, ...] = ()  # all generated tokens, if asked for
+    parts: tuple[Part, ...] = ()  # of the text, where it is parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,11 @@ class OutputOptions:
     skip_special_tokens: bool = True  # they add no text
     include_stop: bool = False  # the stop string or token is part of the text
     echo: str | None = None  # text put before the answer
+    new_parser: Callable[[], AnswerParser] | None = None  # of tool calls and reasoning
+    shown: Collection[int] = ()  # special tokens that are text
+    short_ids: bool = False  # of tool calls
+    prompt_logprobs: bool = False  # report them, beside what ``echo`` reports
+    is_prompt_only: bool = False  # max_tokens was 0, which is computed as 1: the token is no part of the answer
 
 
 # For metrics: a commit, how many of its tokens are in the answer, and the seconds since the previous ones (None at first).
@@ -86,6 +93,9 @@ class Choice:
         self.failed = False  # by the engine
         self.counts = DraftingCounts()
         self.num_tokens = 0  # tokens of the answer, including the one that ended it
+        self.num_reasoning_tokens = 0  # of them
+        self.num_calls = 0  # of tools
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from the second on
         self.finish: FinishReason | None = None
         self.first_token_s: float | None = None  # time of the first and the newest token
         self.last_token_s: float | None = None
@@ -93,7 +103,9 @@ class Choice:
         self._end_ids = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else info.eos_token_ids)
         self._on_tokens = on_tokens
         self._new_ids: list[int] = []
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens, shown=options.shown)
+        self._parser = None if options.new_parser is None else options.new_parser()
+        self._parts: list[Part] = []
         self._stops = StopMatcher(sampling.stop, include=options.include_stop)
         self._decoded_len = 0  # characters detokenized
         self._taken_len = 0  # characters returned by ``take``
@@ -114,11 +126,17 @@ class Choice:
             case FinishReason.ABORT:
                 raise LinkClosed("the request was aborted")
         self.prefill = commit.prefill or self.prefill
+        self.prompt_logprobs += commit.prompt_logprobs
+        if self.options.is_prompt_only and commit.token_ids:
+            self.finish = FinishReason.LENGTH
+            return
         num_before = self.num_tokens
         for i, token_id in enumerate(commit.token_ids, start=1):
             self.num_tokens += 1
             is_last = i == len(commit.token_ids)
             ends = is_last and commit.finish is FinishReason.STOP and token_id in self._end_ids
+            if self._parser is not None and self._parser.is_reasoning:
+                self.num_reasoning_tokens += 1
             if ends and not self.options.include_stop:
                 break  # counted, but not part of the text
             self._append(commit, i - 1)
@@ -140,13 +158,16 @@ class Choice:
 
     def take(self) -> Delta | None:
         """The new text; None if there is none."""
-        if not self._released and self.finish is None:
+        if self.finish is None and not (self._released if self._parser is None else self._parts):
             return None
+        if self._parser is not None and self.finish is not None:
+            self._parse(self._parser.end())
         text = "".join(self._released)
         self._released.clear()
         tokens, segments = self._take_tokens(text) if self.options.details else ((), ())
-        delta = Delta(text, tokens, segments, self.finish, tuple(self._new_ids))
+        delta = Delta(text, tokens, segments, self.finish, tuple(self._new_ids), tuple(merged(self._parts)))
         self._new_ids.clear()
+        self._parts.clear()
         self._taken_len += len(text)
         return delta
 
@@ -164,6 +185,13 @@ class Choice:
         released = self._stops.feed(text, armed=self.num_tokens >= self.request.sampling.min_tokens)
         if released:
             self._released.append(released)
+            if self._parser is not None:
+                self._parse(self._parser.feed(released))
+
+    def _parse(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            self._parts.append(part)
+            self.num_calls += isinstance(part, CallStart)
 
     def _flush(self) -> None:
         """An incomplete character at the end belongs to the last token."""
@@ -174,8 +202,10 @@ class Choice:
                 self._tokens.append(replace(self._tokens.pop(), end=self._decoded_len))
         if self._stops.matched:
             self.finish = FinishReason.STOP
-        else:
-            self._released.append(self._stops.flush())
+        elif held := self._stops.flush():
+            self._released.append(held)
+            if self._parser is not None:
+                self._parse(self._parser.feed(held))
 
     def _take_tokens(self, text: str) -> tuple[tuple[OutputToken, ...], tuple[Segment, ...]]:
         """The tokens whose text ends in ``text``, all remaining ones if it is the last, and ``text`` by drafter."""

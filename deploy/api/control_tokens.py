@@ -13,7 +13,7 @@ from typing import Any
 from cluster.errors import InvalidField
 from deploy.api.chat_template import ChatTemplate, TemplateOptions
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 # Unicode noncharacters, which occur in no text. The first one (U+FDD0) marks the end of a final message.
 _MASKS = [chr(code) for code in range(0xFDD1, 0xFDF0)]
@@ -82,9 +82,7 @@ class ControlTokens:
 def _rewrite(
     messages: Sequence[Message], options: TemplateOptions, change: Callable[[str], str]
 ) -> tuple[list[Message], TemplateOptions]:
-    """Applies ``change`` to every string of the caller that a template can print: all but roles and variable names, which
-    templates compare.
-    """
+    """Applies ``change`` to every string that a template can print: not to roles and names of variables."""
 
     def rewritten(value: Any) -> Any:
         match value:
@@ -97,6 +95,7 @@ def _rewrite(
         return value
 
     changed: list[Message] = [
-        {name: item if name == "role" else change(item) for name, item in one.items()} for one in messages
+        {name: item if name == "role" else rewritten(item) for name, item in one.items()} for one in messages
     ]
-    return changed, replace(options, variables={name: rewritten(item) for name, item in options.variables.items()})
+    variables = {name: rewritten(item) for name, item in options.variables.items()}
+    return changed, replace(options, variables=variables, tools=rewritten(options.tools))

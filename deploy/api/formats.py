@@ -1,7 +1,12 @@
 """JSON of chat and completion choices."""
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+from cluster.types import FinishReason, TokenLogprobs
+from deploy.api.answer_parts import Arguments, CallStart, Reasoning, Text
 from deploy.api.choice import Choice, Delta, OutputToken
 from deploy.api.tokenizer import Tokenizer
 
@@ -12,15 +17,30 @@ class _Format:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def _logprobs_of(self, tokens: Sequence[OutputToken]) -> dict[str, object]:
+    def _logprobs_of(self, choice: Choice, tokens: Sequence[OutputToken]) -> dict[str, object]:
         raise NotImplementedError
+
+    def _prompt_logprobs(self, choice: Choice) -> dict[str, object]:
+        """vLLM's ``prompt_logprobs``: null for the first token, then by token id, the prompt's own first."""
+        if choice.request.sampling.prompt_logprobs is None or not choice.options.prompt_logprobs:
+            return {}
+        ids = choice.request.prompt_token_ids[1:]
+        rows = [self._ranked(token_id, found) for token_id, found in zip(ids, choice.prompt_logprobs, strict=True)]
+        return {"prompt_logprobs": [None, *rows]}
+
+    def _ranked(self, token_id: int, found: TokenLogprobs) -> dict[str, object]:
+        top = [(top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(found.top, start=1) if top_id != token_id]
+        return {
+            str(one): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._tokenizer.token_name(one)}
+            for one, logprob, rank in ((token_id, found.logprob, found.rank), *top)
+        }
 
     def _ending(self, choice: Choice, delta: Delta) -> dict[str, object]:
         """The fields after the text of a choice or chunk."""
         asked = choice.request.sampling.top_logprobs is not None
         return {
-            "logprobs": self._logprobs_of(delta.tokens) if asked else None,
-            "finish_reason": delta.finish,
+            "logprobs": self._logprobs_of(choice, delta.tokens) if asked else None,
+            "finish_reason": "tool_calls" if choice.num_calls and delta.finish is FinishReason.STOP else delta.finish,
             **({"token_ids": delta.token_ids} if choice.options.token_ids else {}),
         }
 
@@ -39,17 +59,44 @@ class ChatFormat(_Format):
 
     def root(self, choices: Sequence[Choice]) -> dict[str, object]:
         """Fields beside ``choices``, in the whole answer or a stream's first chunk."""
-        return _prompt_token_ids(choices[0])
+        return _prompt_token_ids(choices[0]) | self._prompt_logprobs(choices[0])
 
     def chunk(self, choice: Choice, delta: Delta) -> dict[str, object]:
-        content = {"content": delta.text} if delta.text else {}
+        content: dict[str, object] = {"content": delta.text} if delta.text else {}
+        if choice.options.new_parser is not None:
+            content = self._parsed(choice, delta)
         return {"index": choice.index, "delta": content, **self._ending(choice, delta)}
 
     def whole(self, choice: Choice, delta: Delta) -> dict[str, object]:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        message: dict[str, object] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if choice.options.new_parser is not None:
+            parsed = self._parsed(choice, delta)
+            for call in parsed.get("tool_calls", ()):
+                del call["index"]
+            message |= {"content": None if parsed else "", **parsed}
         return {"index": choice.index, "message": message, **self._ending(choice, delta)}
 
-    def _logprobs_of(self, tokens: Sequence[OutputToken]) -> dict[str, object]:
+    def _parsed(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        """The fields ``content``, ``reasoning_content`` and ``tool_calls`` of new parts, as far as there are any."""
+        fields: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for part in delta.parts:
+            match part:
+                case Text(text):
+                    fields["content"] = fields.get("content", "") + text
+                case Reasoning(text):
+                    fields["reasoning_content"] = fields.get("reasoning_content", "") + text
+                case CallStart(index, name):
+                    function = {"name": name, "arguments": ""}
+                    calls[index] = {"index": index, "id": call_id(choice, index), "type": "function", "function": function}
+                case Arguments(index, text):
+                    call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                    call["function"]["arguments"] += text
+        if calls:
+            fields["tool_calls"] = list(calls.values())
+        return fields
+
+    def _logprobs_of(self, choice: Choice, tokens: Sequence[OutputToken]) -> dict[str, object]:
         return {"content": [self._token(token) for token in tokens], "refusal": None}
 
     def _token(self, token: OutputToken) -> dict[str, object]:
@@ -81,7 +128,8 @@ class CompletionFormat(_Format):
         if choice.options.echo is None and not prompt_token_ids:
             return None
         text = choice.options.echo or ""
-        return {"index": choice.index, "text": text, "logprobs": None, "finish_reason": None, **prompt_token_ids}
+        logprobs = self._echoed(choice)
+        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None, **prompt_token_ids}
 
     def root(self, choices: Sequence[Choice]) -> dict[str, object]:
         return {}
@@ -91,14 +139,35 @@ class CompletionFormat(_Format):
 
     def whole(self, choice: Choice, delta: Delta) -> dict[str, object]:
         echo = choice.options.echo or ""
-        return {**self.chunk(choice, delta), "text": echo + delta.text, **_prompt_token_ids(choice)}
+        fields = {**self.chunk(choice, delta), "text": echo + delta.text, **_prompt_token_ids(choice)}
+        echoed = self._echoed(choice)
+        if echoed is not None:
+            own = self._columns(() if choice.options.is_prompt_only else delta.tokens, len(echo))
+            fields["logprobs"] = {name: [*column, *own[name]] for name, column in echoed.items()}
+        return fields | self._prompt_logprobs(choice)
 
-    def _logprobs_of(self, tokens: Sequence[OutputToken]) -> dict[str, object]:
+    def _echoed(self, choice: Choice) -> dict[str, list[object]] | None:
+        """Log-probabilities of the repeated prompt; its first token has none."""
+        num_top = choice.request.sampling.top_logprobs
+        if choice.options.echo is None or num_top is None:
+            return None
+        ids = choice.request.prompt_token_ids
+        found = [None, *(replace(one, top=one.top[:num_top]) for one in choice.prompt_logprobs)]
+        bounds = self._tokenizer.bounds(ids, choice.options.echo)
+        tokens = [OutputToken(i, *bound, None, one) for i, bound, one in zip(ids, bounds, found, strict=True)]
+        columns = self._columns(tokens, 0)
+        columns["top_logprobs"][0] = None
+        return columns
+
+    def _logprobs_of(self, choice: Choice, tokens: Sequence[OutputToken]) -> dict[str, object]:
+        return {**self._columns(tokens, len(choice.options.echo or ""))}
+
+    def _columns(self, tokens: Sequence[OutputToken], start: int) -> dict[str, list[object]]:
         return {
             "tokens": [self._name(token.id) for token in tokens],
             "token_logprobs": [None if t.logprobs is None else _finite(t.logprobs.logprob) for t in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
-            "text_offset": [token.start for token in tokens],
+            "text_offset": [start + token.start for token in tokens],
         }
 
     def _top(self, token: OutputToken) -> dict[str, float | None]:
@@ -122,6 +191,12 @@ AnswerFormat = ChatFormat | CompletionFormat
 
 def _prompt_token_ids(choice: Choice) -> dict[str, object]:
     return {"prompt_token_ids": choice.request.prompt_token_ids} if choice.options.token_ids else {}
+
+
+def call_id(choice: Choice, index: int) -> str:
+    """The id of a tool call. Letters and digits at its end, nine of which Mistral's templates ask for."""
+    digest = hashlib.sha256(f"{choice.request.id} {index}".encode()).hexdigest()
+    return digest[:9] if choice.options.short_ids else f"call_{digest[:24]}"
 
 
 def _finite(logprob: float | None) -> float | None:

@@ -27,8 +27,7 @@ class ApiKeys:
     def from_file(cls, path: Path) -> "ApiKeys":
         """One key per line, plain or as ``name:sha256-hex``; blank lines and lines that start with ``#`` are skipped.
 
-        Raises:
-            InvalidField: the file is missing, has no key or an invalid line; gives the line's number, not its text.
+        Raises InvalidField: the file is missing, has no key or an invalid line; gives the line's number, not its text.
         """
         try:
             if path.stat().st_mode & stat.S_IROTH:

@@ -8,6 +8,7 @@ from http import HTTPStatus
 
 from cluster.client import ClusterStatus, DrafterStatus
 from cluster.errors import InvalidField
+from cluster.grammar import Grammar
 from cluster.sampling_params import MAX_SEED, SamplingParams
 from cluster.types import ModelInfo, Request
 from deploy.api.errors import ApiError, bad_request, nearest, shorten
@@ -27,6 +28,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     field: str  # path of the caller's field, for errors
     echo: str | None = None  # text put before the answer
+    grammar: Grammar | None = None  # of the answer
 
 
 def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, settings: ApiSettings) -> None:
@@ -38,6 +40,8 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
     if n * num_prompts > settings.max_sequences:
         made = f"{num_prompts} prompts times n = {n} make {n * num_prompts} sequences"
         raise bad_request("prompt", f"{made}; this server takes at most {settings.max_sequences} in one call")
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise bad_request("prompt_logprobs", "is not available with stream = true")
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("stream_options", "is allowed only with stream = true")
     match fields:
@@ -48,8 +52,8 @@ def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, sett
             if len(given) > 1:
                 raise bad_request("max_completion_tokens", "contradicts max_tokens; give one of them")
         case CompletionRequest():
-            if fields.echo and fields.logprobs is not None:
-                raise bad_request("echo", "is not supported yet together with logprobs")
+            if fields.max_tokens == 0 and not wants_prompt_only(fields):
+                raise bad_request("max_tokens", "may be 0 only with echo or prompt_logprobs")
             if fields.best_of is not None and fields.best_of != n:
                 raise bad_request("best_of", f"is not supported; leave it out or give it the value of n ({n})")
     for field, token_ids in (("stop_token_ids", fields.stop_token_ids), ("allowed_token_ids", fields.allowed_token_ids)):
@@ -100,13 +104,14 @@ def make_requests(
     arrival_s: float,
     info: ModelInfo,
     settings: ApiSettings,
+    grammar: Grammar | None = None,
 ) -> list[Request]:
     """``n`` requests per prompt, in the order of the answer's choices. Their seeds do not depend on other prompts."""
     requests: list[Request] = []
     for prompt in prompts:
         seed = secrets.randbits(64) if fields.seed is None else fields.seed & MAX_SEED
         for i in range(fields.n or 1):
-            sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings)
+            sampling = sampling_params(fields, prompt, choice_seed(seed, i), info, settings, grammar)
             requests.append(Request(f"{call_id}-{len(requests)}", prompt.token_ids, sampling, arrival_s, chain=chain))
     return requests
 
@@ -120,7 +125,12 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def sampling_params(
-    fields: GenerationFields, prompt: Prompt, seed: int, info: ModelInfo, settings: ApiSettings
+    fields: GenerationFields,
+    prompt: Prompt,
+    seed: int,
+    info: ModelInfo,
+    settings: ApiSettings,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """The caller's parameters. Raises ApiError or InvalidField: a value is out of range, or exceeds the context."""
     room = info.max_model_len - len(prompt.token_ids)
@@ -137,7 +147,9 @@ def sampling_params(
             stop_token_ids=tuple(fields.stop_token_ids or ()),
             seed=seed,
             top_logprobs=_top_logprobs(fields),
+            prompt_logprobs=_prompt_logprobs(fields),
             allowed_token_ids=tuple(fields.allowed_token_ids or ()),
+            grammar=grammar if prompt.grammar is None else prompt.grammar,
             **fields.model_dump(include=_UNCHANGED, exclude_none=True),
         )
     except InvalidField as error:
@@ -186,6 +198,8 @@ def _token_limit(fields: GenerationFields, room: int, settings: ApiSettings) -> 
         default = min(room, settings.default_max_tokens)
     else:
         default = min(room, COMPLETION_MAX_TOKENS)
+    if wants_prompt_only(fields):
+        return "max_tokens", 1
     return "max_tokens", default if fields.max_tokens is None else fields.max_tokens
 
 
@@ -193,6 +207,18 @@ def _top_logprobs(fields: GenerationFields) -> int | None:
     if isinstance(fields, ChatRequest):
         return (fields.top_logprobs or 0) if fields.logprobs else None
     return fields.logprobs if isinstance(fields, CompletionRequest) else None
+
+
+def wants_prompt_only(fields: GenerationFields) -> bool:
+    """Whether nothing is to be generated. One token is, since every request has one; it is dropped."""
+    asks_for_prompt = isinstance(fields, CompletionRequest) and (bool(fields.echo) or fields.prompt_logprobs is not None)
+    return asks_for_prompt and fields.max_tokens == 0
+
+
+def _prompt_logprobs(fields: GenerationFields) -> int | None:
+    """As many as `prompt_logprobs`, and ``logprobs`` where the prompt is repeated, ask for."""
+    echoed = fields.logprobs if isinstance(fields, CompletionRequest) and fields.echo else None
+    return max((num for num in (fields.prompt_logprobs, echoed) if num is not None), default=None)
 
 
 def _logit_bias(fields: GenerationFields, info: ModelInfo) -> tuple[tuple[int, float], ...]:

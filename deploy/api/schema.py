@@ -7,51 +7,23 @@ refused unless their value disables them. ``deploy.api.body`` ignores unknown fi
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from cluster.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from deploy.api.chat_template import TemplateOptions
+from deploy.api.fields import Strict, only, text_or
+from deploy.api.messages import Messages, ToolChoice, Tools
 
 MAX_STOP_CHARS = 1024
 MAX_LEGACY_LOGPROBS = 5
 
 # Tags of union members, which pydantic inserts into error paths.
-FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<id lists>", "<parts>"})
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
-
-
-def _only(*allowed: object) -> BeforeValidator:
-    """A known but unsupported field: absent, or one of the values that disable it."""
-
-    def check(value: object) -> object:
-        if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
-            raise PydanticCustomError("not_supported", "is not supported yet; leave it out")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _without_tools(value: object, info: ValidationInfo) -> object:
-    """``tool_choice`` "none" disables tools."""
-    if value is not None and value != [] and info.data.get("tool_choice") != "none":
-        raise PydanticCustomError("not_supported", 'are not supported yet; leave them out, or send tool_choice "none"')
-    return value
+FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<id lists>", "<parts>", "<name>"})
 
 
 def _off_is_none(value: object) -> object:
     """vLLM's -1 and 0 disable top-k."""
     return None if type(value) is int and value in (-1, 0) else value
-
-
-def _text_or(lists: str, message: str) -> Discriminator:
-    def form(value: object) -> str | None:
-        return "<text>" if isinstance(value, str) else lists if isinstance(value, list) else None
-
-    return Discriminator(form, custom_error_type="form", custom_error_message=message)
 
 
 def _form_of_prompt(value: object) -> str | None:
@@ -66,17 +38,49 @@ def _form_of_prompt(value: object) -> str | None:
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _Stop = Annotated[
     Annotated[_StopString, Tag("<text>")] | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), Tag("<texts>")],
-    _text_or("<texts>", "must be a string or a list of strings"),
+    text_or("<texts>", "must be a string or a list of strings"),
 ]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # ignored: chunks are never padded
 
 
-class GenerationFields(_Strict):
+_Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+
+
+class JsonSchemaFormat(Strict):
+    name: str | None = None  # ignored, as are the next and the last: the schema is always enforced
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """OpenAI's field, and vLLM's type ``structural_tag``."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Any] | None = None  # of a structural tag
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field. Whitespace is always as json.dumps writes it."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: _Choices | None = None
+    grammar: str | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: Annotated[Any, only()] = None
+
+
+class GenerationFields(Strict):
     """Common fields of chat and completions. ``SamplingParams`` checks the ranges that are not bounded here."""
 
     model: str
@@ -103,22 +107,28 @@ class GenerationFields(_Strict):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[
+        Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None,
+        BeforeValidator(lambda value: value if value is not False else None),
+    ] = None
+
+    # Structured output (`deploy.api.structured`): at most one of these.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: str | None = None
 
     # vLLM's fields that are not supported, each with the values that disable it.
-    bad_words: Annotated[Any, _only([])] = None
-    priority: Annotated[Any, _only(0)] = None
-    prompt_logprobs: Annotated[Any, _only(False)] = None
-    logits_processors: Annotated[Any, _only([])] = None
-    structured_outputs: Annotated[Any, _only()] = None
-    guided_json: Annotated[Any, _only()] = None
-    guided_regex: Annotated[Any, _only()] = None
-    guided_choice: Annotated[Any, _only()] = None
-    guided_grammar: Annotated[Any, _only()] = None
-    use_beam_search: Annotated[Any, _only(False)] = None
-    length_penalty: Annotated[Any, _only(1.0, 1)] = None
-    truncate_prompt_tokens: Annotated[Any, _only()] = None
-    spaces_between_special_tokens: Annotated[Any, _only(True)] = None
-    return_tokens_as_token_ids: Annotated[Any, _only(False)] = None
+    bad_words: Annotated[Any, only([])] = None
+    priority: Annotated[Any, only(0)] = None
+    logits_processors: Annotated[Any, only([])] = None
+    use_beam_search: Annotated[Any, only(False)] = None
+    length_penalty: Annotated[Any, only(1.0, 1)] = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
+    spaces_between_special_tokens: Annotated[Any, only(True)] = None
+    return_tokens_as_token_ids: Annotated[Any, only(False)] = None
 
     # Our own. drafting: "auto", "off", a drafter, or a chain "a>b" in which b verifies a's drafts before the target does.
     drafting: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -134,89 +144,50 @@ class GenerationFields(_Strict):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
 
-    moderation: Annotated[Any, _only()] = None
+    moderation: Annotated[Any, only()] = None
 
 
-class ContentPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-_Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(min_length=1), Tag("<parts>")],
-    _text_or("<parts>", "must be a string or a list of text parts"),
-]
-
-
-class Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    # Before the content, which is null beside these, so that the error names the unsupported field.
-    function_call: Annotated[Any, _only()] = None
-    tool_calls: Annotated[Any, _only([])] = None
-    content: _Content
-    name: str | None = None
-    tool_call_id: str | None = None
-
-    # Empty fields of earlier answers that a caller sends back.
-    refusal: Annotated[Any, _only()] = None
-    annotations: Annotated[Any, _only([])] = None
-    audio: Annotated[Any, _only()] = None
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates expect it: a role of theirs and a single string."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        rendered = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        if self.name is not None:
-            rendered["name"] = self.name
-        if self.tool_call_id is not None:
-            rendered["tool_call_id"] = self.tool_call_id
-        return rendered
-
-
-_Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
-
-
-class _ChatFields(_Strict):
+class _ChatFields(Strict):
     """Messages and how they are rendered to a prompt."""
 
-    messages: _Messages
+    messages: Messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
 
-    chat_template: Annotated[Any, _only()] = None
-    documents: Annotated[Any, _only([])] = None
-    mm_processor_kwargs: Annotated[Any, _only()] = None
-    media_io_kwargs: Annotated[Any, _only()] = None
+    chat_template: Annotated[Any, only()] = None
+    documents: Annotated[Any, only([])] = None
+    mm_processor_kwargs: Annotated[Any, only()] = None
+    media_io_kwargs: Annotated[Any, only()] = None
 
     def template_options(self) -> TemplateOptions:
         """Raises InvalidField: the fields contradict each other."""
         continues = bool(self.continue_final_message)
         adds = not continues if self.add_generation_prompt is None else self.add_generation_prompt
-        return TemplateOptions(adds, continues, self.chat_template_kwargs or {})
+        tools = () if self.tool_choice == "none" else [tool.for_template() for tool in self.tools or ()]
+        return TemplateOptions(adds, continues, self.chat_template_kwargs or {}, tools)
 
 
 class ChatRequest(GenerationFields, _ChatFields):
     """POST /v1/chat/completions"""
 
     max_completion_tokens: int | None = None
-    echo: Annotated[Any, _only(False)] = None
-    add_special_tokens: Annotated[Any, _only(False)] = None
+    echo: Annotated[Any, only(False)] = None
+    add_special_tokens: Annotated[Any, only(False)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
-    parallel_tool_calls: bool | None = None  # ignored: it has no effect without tools
-    response_format: Annotated[Any, _only({"type": "text"})] = None
-    tool_choice: Annotated[Any, _only("none")] = None  # before the tools, which it disables
-    tools: Annotated[Any, AfterValidator(_without_tools)] = None
-    functions: Annotated[Any, _only([])] = None
-    function_call: Annotated[Any, _only("none")] = None
-    modalities: Annotated[Any, _only(["text"])] = None
-    audio: Annotated[Any, _only()] = None
-    prediction: Annotated[Any, _only()] = None
-    reasoning_effort: Annotated[Any, _only("none")] = None
-    verbosity: Annotated[Any, _only("medium")] = None
-    web_search_options: Annotated[Any, _only()] = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, only([], advice="was replaced by tools")] = None
+    function_call: Annotated[Any, only("none", advice="was replaced by tool_choice")] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    audio: Annotated[Any, only()] = None
+    prediction: Annotated[Any, only()] = None
+    reasoning_effort: Annotated[Any, only("none")] = None
+    verbosity: Annotated[Any, only("medium")] = None
+    web_search_options: Annotated[Any, only()] = None
 
 
 _Prompt = Annotated[
@@ -240,7 +211,7 @@ class CompletionRequest(GenerationFields):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LEGACY_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    suffix: Annotated[Any, _only()] = None
+    suffix: Annotated[Any, only()] = None
 
     def prompts(self) -> Mapping[str, str | list[int]]:
         """Each prompt, by the path of its field."""
@@ -255,14 +226,13 @@ class TokenizeRequest(_ChatFields):
     """POST /tokenize, of a prompt or of messages."""
 
     model: str | None = None
-    messages: _Messages | None = None  # type: ignore[assignment]
+    messages: Messages | None = None  # type: ignore[assignment]
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    tools: Annotated[Any, _only([])] = None
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     """POST /detokenize"""
 
     model: str | None = None

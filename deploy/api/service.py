@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from cluster.client import ClusterStatus, EngineClient
 from cluster.errors import LinkClosed
+from cluster.grammar import Grammar
 from cluster.types import ModelInfo
 from deploy.api.admission import Admission
 from deploy.api.answer import Envelope
@@ -21,9 +22,10 @@ from deploy.api.body import BodyReader
 from deploy.api.cached import Cached
 from deploy.api.call import Call, CallResponse
 from deploy.api.choice import Choice, OutputOptions
-from deploy.api.errors import timed_out
+from deploy.api.errors import bad_request, timed_out
 from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
 from deploy.api.generation import unless_disconnected
+from deploy.api.grammar_checker import GrammarChecker
 from deploy.api.keys import ApiKeys
 from deploy.api.metrics import Metrics
 from deploy.api.params import (
@@ -35,11 +37,14 @@ from deploy.api.params import (
     max_prompt_tokens,
     parse_drafting,
     prompt_too_long,
+    wants_prompt_only,
 )
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
 from deploy.api.settings import ApiSettings
+from deploy.api.structured import grammar_of
 from deploy.api.tokenization import detokenize, tokenize
 from deploy.api.tokenizer import TextTooLong, Tokenizer
+from deploy.api.tools import AnswerForm
 
 T = TypeVar("T")
 
@@ -55,9 +60,11 @@ class Service:
         self._keys = None if settings.api_keys_file is None else ApiKeys.from_file(settings.api_keys_file)
         self._bodies = BodyReader(settings)
         self._admission = Admission(settings)
+        self._form = AnswerForm.of(tokenizer, settings)
         self._chat_format = ChatFormat(tokenizer)
         self._completion_format = CompletionFormat(tokenizer)
         self._status = Cached(lambda: self._ask(self._client.status()), settings.status_ttl_s)
+        self._grammars: GrammarChecker | None = None
         self._info: ModelInfo | None = None
         self._started_s = int(time.time())
 
@@ -81,12 +88,20 @@ class Service:
         fields = await self._bodies.read(request, ChatRequest)
         info = await self.info()
         check_call(fields, 1, info, self._settings)
+        use = self._form.use_of(fields)
         messages = [message.for_template() for message in fields.messages]
         limit = max_prompt_tokens(info)
         encoding = self._tokenizer.encode_chat(messages, fields.template_options(), max_tokens=limit)
         prompt = await self._encoded(encoding, "messages", info)
         check_prompt(prompt, info)
-        return await self._call(request, fields, [prompt], self._chat_format)
+        opening = self._form.opening(self._tokenizer, prompt.token_ids)
+        prompt = replace(prompt, grammar=self._form.grammar(use, opening, None))
+        options = OutputOptions(
+            new_parser=self._form.new_parser(use, opening),
+            shown=frozenset(self._form.marker_ids.values()) if use.tools or opening != "answer" else (),
+            short_ids=self._form.calls == "mistral",
+        )
+        return await self._call(request, fields, [prompt], self._chat_format, options)
 
     async def completions(self, request: Request) -> Response:
         """Continues a text."""
@@ -106,7 +121,7 @@ class Service:
             if fields.echo:
                 prompt = replace(prompt, echo=one if isinstance(one, str) else self._tokenizer.text_of(one))
             prompts.append(prompt)
-        return await self._call(request, fields, prompts, self._completion_format)
+        return await self._call(request, fields, prompts, self._completion_format, OutputOptions())
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or of a conversation."""
@@ -173,9 +188,15 @@ class Service:
             return self.metrics.render(None)
 
     async def _call(
-        self, request: Request, fields: GenerationFields, prompts: Sequence[Prompt], form: AnswerFormat
+        self,
+        request: Request,
+        fields: GenerationFields,
+        prompts: Sequence[Prompt],
+        form: AnswerFormat,
+        options: OutputOptions,
     ) -> Response:
         info = await self.info()
+        grammar = None if (asked := grammar_of(fields)) is None else await self._checked(*asked, info)
         call_id = f"{form.id_prefix}-{secrets.token_hex(16)}"
         requests = make_requests(
             fields,
@@ -185,12 +206,16 @@ class Service:
             arrival_s=request.state.arrival_s,
             info=info,
             settings=self._settings,
+            grammar=grammar,
         )
-        options = OutputOptions(
+        options = replace(
+            options,
             details=bool(fields.drafting_details) or requests[0].sampling.top_logprobs is not None,
             token_ids=bool(fields.return_token_ids),
             skip_special_tokens=fields.skip_special_tokens is not False,
             include_stop=bool(fields.include_stop_str_in_output),
+            prompt_logprobs=fields.prompt_logprobs is not None,
+            is_prompt_only=wants_prompt_only(fields),
         )
         n = fields.n or 1
         choices = [
@@ -219,6 +244,15 @@ class Service:
             drafting_details=bool(fields.drafting_details),
         )
         return CallResponse(call, self._client, self._admission, self.metrics, self._settings)
+
+    async def _checked(self, field: str, grammar: Grammar, info: ModelInfo) -> Grammar:
+        """Raises ApiError: 400 naming ``field`` for a grammar that cannot be enforced, 429 with too many to check."""
+        if self._grammars is None:
+            if self._tokenizer.folder is None:
+                raise bad_request(field, "is not supported: the tokenizer was not loaded from a folder")
+            self._grammars = GrammarChecker(self._tokenizer.folder, info, self._settings.retry_after_s)
+        await self._grammars.check(field, grammar)
+        return grammar
 
     async def _ask(self, question: Awaitable[T]) -> T:
         try:

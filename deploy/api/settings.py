@@ -27,6 +27,8 @@ class ApiSettings:
     status_ttl_s: float = 1.0  # how long the cluster's status is cached
     retry_after_s: float = 1.0  # Retry-After of 429 and 503
     unknown_fields: Literal["warn", "refuse"] = _DEFAULTS.unknown_fields
+    tool_call_parser: Literal["none", "hermes", "llama3_json", "mistral"] | None = _DEFAULTS.tool_call_parser
+    reasoning_parser: Literal["none", "qwen3", "deepseek_r1"] | None = _DEFAULTS.reasoning_parser
     cors_origins: tuple[str, ...] = _DEFAULTS.cors_origins  # web pages that may read answers; "*": all
 
     @classmethod
@@ -43,5 +45,7 @@ class ApiSettings:
             max_n=min(config.max_choices, max_sequences),
             request_timeout_s=float(config.request_deadline_s),
             unknown_fields=config.unknown_fields,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
             cors_origins=config.cors_origins,
         )

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 class StopMatcher:
     """Releases text until a stop string is complete; holds back the longest suffix that may begin one.
 
-    The stop string that ends first ends the text; among several, the longest. The result does not depend on how the text is
-    split.
+    The stop string that ends first ends the text; among several, the longest, however the text is split.
 
         released    | held back
         ------------+------------------------------------------------------------------

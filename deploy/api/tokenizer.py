@@ -4,10 +4,12 @@ Decoding concatenates the bytes of tokens and reads them as UTF-8, which makes s
 """
 
 import asyncio
+import codecs
 import json
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +40,17 @@ class TextTooLong(OutriderError):
 class Tokenizer:
     """The served model's tokenizer. Immutable, so threads can share it."""
 
-    def __init__(self, fast: FastTokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(self, fast: FastTokenizer, chat_template: ChatTemplate | None, folder: Path | None = None) -> None:
         fast.no_truncation()
         fast.no_padding()
+        self.folder = folder
         self._fast = fast
         added = fast.get_added_tokens_decoder()
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
         self._control_tokens = ControlTokens(self._special.values())
         self._spelling = spelling_of(None if fast.decoder is None else json.loads(fast.decoder.__getstate__()))
         self._bytes: dict[int, bytes] = {}  # cache of token_bytes
-        self._chat_template = chat_template
+        self.chat_template = chat_template
         self.vocab_size = fast.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -60,40 +63,35 @@ class Tokenizer:
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:
             raise ModelUnavailable(f"{path} cannot be read: {error}") from error
-        return cls(fast, load_chat_template(folder))
+        return cls(fast, load_chat_template(folder), folder)
 
     async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int) -> tuple[int, ...]:
-        """Token ids of ``text``. Long texts are encoded in a thread.
-
-        Raises:
-            TextTooLong: far more than ``max_tokens``. Results that are slightly longer are returned.
-        """
+        """Token ids of ``text``. Raises TextTooLong: far more than ``max_tokens``; slightly longer results are returned."""
         if len(text) <= _INLINE_CHARS:
             return self._encode(text, add_special_tokens, max_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens, max_tokens)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], options: TemplateOptions = DEFAULT_OPTIONS, *, max_tokens: int
+        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = DEFAULT_OPTIONS, *, max_tokens: int
     ) -> tuple[int, ...]:
         """Token ids of a conversation. Only the template makes special tokens; a message that spells one is text.
 
-        Raises:
-            InvalidField: the model has no chat template, or its template rejects the messages.
-            TextTooLong: as ``encode``.
+        Raises InvalidField: the model has no chat template, or it rejects the messages; TextTooLong as ``encode``.
         """
-        # Variables of unknown size are rendered in the thread.
+        # Variables and tools of unknown size are rendered in the thread.
         num_chars = sum(len(value) for message in messages for value in message.values())
-        if num_chars <= _INLINE_CHARS and not options.variables:
+        has_calls = any("tool_calls" in message for message in messages)
+        if num_chars <= _INLINE_CHARS and not (options.variables or options.tools or has_calls):
             prompt = self._render(messages, options)
             if prompt.control_spans is None:
                 return self._encode(prompt.text, False, max_tokens)
             return await asyncio.to_thread(self._encode_marked, prompt, max_tokens)
         return await asyncio.to_thread(lambda: self._encode_marked(self._render(messages, options), max_tokens))
 
-    def _render(self, messages: Sequence[Mapping[str, str]], options: TemplateOptions) -> ChatPrompt:
-        if self._chat_template is None:
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> ChatPrompt:
+        if self.chat_template is None:
             raise InvalidField("messages", len(messages), "the model has no chat template; use /v1/completions")
-        return self._control_tokens.prompt(self._chat_template, messages, options)
+        return self._control_tokens.prompt(self.chat_template, messages, options)
 
     def _encode_marked(self, prompt: ChatPrompt, max_tokens: int) -> tuple[int, ...]:
         """Encodes the control spans as special tokens and everything else as text."""
@@ -159,6 +157,10 @@ class Tokenizer:
         spelling = self._special.get(token_id)
         return self.token_bytes(token_id) if spelling is None else spelling.encode()
 
+    def special_id(self, spelling: str) -> int | None:
+        """The special token of this spelling, if there is one."""
+        return next((token_id for token_id, known in self._special.items() if known == spelling), None)
+
     def token_strs(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary writes them; "" for unknown ids."""
         return [self._fast.id_to_token(token_id) or "" for token_id in token_ids]
@@ -166,6 +168,15 @@ class Tokenizer:
     def text_of(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``, with special tokens. ``decode_batch`` releases the GIL."""
         return self._fast.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
+
+    def bounds(self, token_ids: Sequence[int], text: str) -> list[tuple[int, int]]:
+        """The characters of each token of ``text``. Special tokens that the tokenizer added to it have none."""
+        for spelled in (self.all_token_bytes, self.token_bytes):
+            utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+            ends = list(accumulate(len(utf8.decode(spelled(token_id))) for token_id in token_ids))
+            if not ends or ends[-1] == len(text):
+                break
+        return list(zip([0, *ends], ends, strict=False))
 
     def token_name(self, token_id: int) -> str:
         """A token's text, or its name if it has no text; for log-probabilities."""

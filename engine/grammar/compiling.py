@@ -4,7 +4,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -13,6 +13,8 @@ import xgrammar
 
 from cluster.errors import InvalidField, ModelUnavailable
 from cluster.grammar import Grammar, GrammarKind
+from cluster.sampling_params import SamplingParams
+from engine.grammar.schema_rules import checked, pattern_fault
 from engine.grammar.state import GrammarState
 from engine.grammar.vocabulary import GrammarVocabulary
 
@@ -30,10 +32,12 @@ class CompiledGrammar:
     grammar: Grammar
     compiled: xgrammar.CompiledGrammar
     vocabulary: GrammarVocabulary
+    required_names: frozenset[str] = frozenset()  # of the objects of a JSON schema
+    shortest_len: int | None = None  # tokens of a short output, its end included; None: none was found
 
-    def follow(self, token_ids: Sequence[int]) -> GrammarState:
-        """A new state after the output so far."""
-        return GrammarState(self, token_ids)
+    def follow(self, token_ids: Sequence[int], max_tokens: int = 0) -> GrammarState:
+        """A new state after the output so far, which has at most ``max_tokens`` in all."""
+        return GrammarState(self, token_ids, max_tokens)
 
     @property
     def is_json(self) -> bool:
@@ -60,12 +64,21 @@ class Grammars:
             return self._alive.get(grammar)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises InvalidField: xgrammar refuses it; says why."""
+        """Raises InvalidField: it is malformed, or cannot be enforced; says why."""
         found = self.known(grammar)
         if found is not None:
             return found
+        source, names = grammar.source, frozenset[str]()
+        if grammar.kind is GrammarKind.JSON_SCHEMA:
+            source, names = checked(source)
+        fault = pattern_fault(source) if grammar.kind is GrammarKind.REGEX else None
+        if fault is not None:
+            raise InvalidField(grammar.kind, source[:80], fault)
         try:
-            compiled = CompiledGrammar(grammar, self._compile(grammar), self.vocabulary)
+            compiled = CompiledGrammar(grammar, self._compile(grammar.kind, source), self.vocabulary, names)
+            end = compiled.follow(()).shortest_end()
+            if end is not None:
+                compiled = replace(compiled, shortest_len=len(self.vocabulary.tokens_of(end)) + 1)
         except (RuntimeError, ValueError, TypeError) as error:  # xgrammar's own, and those of its native part
             raise InvalidField(grammar.kind, grammar.source[:80], _reason(error)) from error
         with self._lock:
@@ -76,13 +89,16 @@ class Grammars:
                 self._num_bytes -= self._known.popitem(last=False)[1].compiled.memory_size_bytes
         return compiled
 
-    def follow(self, grammar: Grammar, token_ids: Sequence[int]) -> GrammarState:
-        """A new state after the output so far. Raises as ``compile``, which takes no time if the grammar is in use."""
-        return self.compile(grammar).follow(token_ids)
+    def follow(self, sampling: SamplingParams, token_ids: Sequence[int]) -> GrammarState | None:
+        """A new state after the output so far of a request; None: it has no grammar. Raises as ``compile``, which takes no
+        time if the grammar is in use."""
+        if sampling.grammar is None:
+            return None
+        return self.compile(sampling.grammar).follow(token_ids, sampling.max_tokens)
 
-    def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
-        compiler, source = self._compiler, grammar.source
-        match grammar.kind:
+    def _compile(self, kind: GrammarKind, source: str) -> xgrammar.CompiledGrammar:
+        compiler = self._compiler
+        match kind:
             case GrammarKind.JSON_OBJECT:
                 return compiler.compile_json_schema(
                     '{"type": "object"}', any_whitespace=False, separators=SEPARATORS, strict_mode=False

@@ -1,11 +1,15 @@
 """Where the output of one request stands in its grammar."""
 
+import json
 from collections.abc import Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from xgrammar import GrammarMatcher
+
+from engine.grammar.closing import Closing, JsonScan
 
 if TYPE_CHECKING:
     from engine.grammar.compiling import CompiledGrammar
@@ -19,11 +23,18 @@ class GrammarState:
 
     Args:
         token_ids: the output so far.
+        max_tokens: of the whole output.
     """
 
-    def __init__(self, grammar: "CompiledGrammar", token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, grammar: "CompiledGrammar", token_ids: Sequence[int] = (), max_tokens: int = 0) -> None:
         self.grammar = grammar
+        self._num_free = max(
+            max_tokens // 2, 2 * (grammar.shortest_len or 0)
+        )  # of the tokens left: ends are looked for then
         self._matcher = GrammarMatcher(grammar.compiled)
+        names = frozenset(json.dumps(name)[1:-1].encode() for name in grammar.required_names)
+        self._closing = Closing(grammar.vocabulary, grammar.is_json, names)
+        self._scan = JsonScan()  # of the committed output
         self.advance(token_ids)
 
     @property
@@ -38,6 +49,8 @@ class GrammarState:
             ValueError: the grammar does not allow them, which is a bug: the masks do not allow them either.
         """
         num = self._accept(token_ids)
+        for token_id in token_ids[:num] if self.grammar.is_json else ():
+            self._scan.feed(self.grammar.vocabulary.token_bytes[token_id])
         if num < len(token_ids) and not self.has_ended:
             raise ValueError(f"token {token_ids[num]} does not fit the grammar of the request")
 
@@ -63,6 +76,8 @@ class GrammarState:
                 if self._matcher.is_terminated():
                     break
                 self._matcher.fill_next_token_bitmask(masks, row)
+                if self.grammar.is_json:
+                    masks[row].numpy()[:] &= self.grammar.vocabulary.on_one_line
                 if row < num_masked:
                     _forbid(masks[row], masked_ids)
                 drafts = draft_ids[num_before + row : num_before + row + 1]
@@ -90,6 +105,48 @@ class GrammarState:
             text += byte
         return vocabulary.usual_tokens_of(text.decode(errors="ignore")) + end if text or end else []
 
+    def end_in_time(self, draft_ids: Sequence[int], num_before: int, chosen: list[int], num_left: int) -> list[int]:
+        """The tokens chosen for the rows from ``num_before`` on. The first one after which the output could not end is
+        replaced by the next token of the shortest end.
+
+        A function of drafts, chosen tokens and ``num_left`` alone. Rows are looked at from half of the tokens on, and
+        from the beginning where few tokens are left for the shortest output.
+
+        Args:
+            num_left: tokens that may follow the committed ones.
+        """
+        grammar, vocabulary = self.grammar, self.grammar.vocabulary
+        if grammar.shortest_len is None or num_left - num_before - len(chosen) >= self._num_free:
+            return chosen
+        matcher, scan = self._matcher.fork(), self._scan.copy()
+        for row, token_id in enumerate((*draft_ids[:num_before], *chosen), start=-num_before):
+            if vocabulary.ends(token_id) or not 0 <= token_id < vocabulary.size:
+                break
+            num_after = num_left - num_before - row - 1
+            before, scan_before = matcher.fork(), scan.copy()
+            if not matcher.accept_token(token_id):
+                break
+            scan.feed(vocabulary.token_bytes[token_id])
+            if row < 0:
+                continue
+            if num_after < self._num_free and self._end_len(matcher, scan) > num_after:
+                end = self._closing.shortest(before, scan_before)
+                token_ids = [] if end is None else [*vocabulary.tokens_of(end), vocabulary.eos_token_ids[0]]
+                if 0 < len(token_ids) <= num_after + 1:
+                    return [*chosen[:row], token_ids[0], *chosen[row + 1 :]]
+            if tuple(draft_ids[num_before + row : num_before + row + 1]) != (token_id,):
+                break  # the next rows are not reached
+        return chosen
+
+    def _end_len(self, matcher: GrammarMatcher, scan: JsonScan) -> float:
+        """Tokens of the shortest end, with the end of sequence."""
+        end = self._closing.shortest(matcher, scan)
+        return inf if end is None else len(self.grammar.vocabulary.tokens_of(end)) + 1
+
+    def shortest_end(self) -> bytes | None:
+        """The rest of a short output from here; None: none was found."""
+        return self._closing.shortest(self._matcher, self._scan)
+
     def fork(self) -> GrammarMatcher:
         """A matcher of its own at this place."""
         return self._matcher.fork()
@@ -99,7 +156,10 @@ class GrammarState:
         matcher, vocabulary = self._matcher, self.grammar.vocabulary
         for i, token_id in enumerate(token_ids):
             # xgrammar logs a warning for each token that it is asked for after the end, and for each special one.
-            is_possible = not matcher.is_terminated() and (vocabulary.token_bytes[token_id] or vocabulary.ends(token_id))
+            spelled = vocabulary.token_bytes[token_id]
+            is_possible = not matcher.is_terminated() and (spelled or vocabulary.ends(token_id))
+            if self.grammar.is_json and spelled and min(spelled) < 0x20:
+                return i
             if not is_possible or not matcher.accept_token(token_id):
                 return i
         return len(token_ids)

@@ -35,6 +35,9 @@ class GrammarVocabulary:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._ids = {spelled: i for i, spelled in reversed(list(enumerate(self.token_bytes))) if spelled}
         self._longest = max(map(len, self._ids))
+        # The tokens that JSON on one line can hold. xgrammar lets strings of bounded length hold control characters.
+        plain = np.array([not spelled or min(spelled) >= 0x20 for spelled in self.token_bytes])
+        self.on_one_line = np.packbits(np.pad(plain, (0, -vocab_size % 32)), bitorder="little").view(np.int32)
         # The bits of the one-byte tokens in a mask, by byte; bytes without a token have the word of no allowed token.
         ids = [self._ids.get(bytes([byte])) for byte in range(256)]
         self._has_token = np.array([token_id is not None for token_id in ids])

@@ -22,7 +22,18 @@ from engine.device import to_device
 from engine.forward import CausalModel
 from engine.gumbel_argmax import relative
 from engine.noise import gumbel
-from engine.sampling import Chosen, Picks, Sampler, SampleSpan, SamplingState, SpanRows, chosen_of, keys_of, temperatures_of
+from engine.sampling import (
+    Chosen,
+    Picks,
+    Sampler,
+    SampleSpan,
+    SamplingState,
+    SpanRows,
+    chosen_of,
+    end_in_time,
+    keys_of,
+    temperatures_of,
+)
 from engine.tensor_parallel.ranks import RankGroup
 from engine.tensor_parallel.sharding import shard_of
 
@@ -98,6 +109,7 @@ class ShardedSampler:
         own = torch.from_numpy(np.stack([picks.token_ids.astype(np.float64), picks.logits, picks.highest]))
         found = torch.stack(self._ranks.gather_on_host(own)).numpy()
         token_ids, highest = best_of(members, found[:, 0].astype(np.int64), found[:, 1], found[:, 2])
+        end_in_time(members, token_ids)
         return chosen_of(members, Picks(range(self._whole.vocab_size), token_ids, highest, None, None), {})
 
 

@@ -38,6 +38,7 @@ class VllmLimits:
     block_len: int
     kv_cache_bytes: int  # one block of it holds padding
     tensor_parallel: int = 1
+    prefix_cache: bool = True
 
 
 class VllmTarget:
@@ -67,6 +68,7 @@ class VllmTarget:
             max_num_batched_tokens=max(limits.max_pass_tokens, limits.max_num_sequences * (1 + MAX_DRAFT_LEN)),
             block_size=limits.block_len,
             kv_cache_memory_bytes=limits.kv_cache_bytes,
+            enable_prefix_caching=limits.prefix_cache,
             skip_tokenizer_init=True,
             tensor_parallel_size=limits.tensor_parallel,
             enforce_eager=True,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker import cpu_worker
@@ -16,6 +17,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from cluster.sampling_params import SamplingParams
 from engine.acceptance import verdict
+from engine.factory import make_gumbel_argmax
 from engine.grammar.compiling import grammars_of
 from engine.hidden_states import HiddenStateCache
 from engine.models.config import load_config
@@ -95,9 +97,12 @@ class ExactRunner(CPUModelRunner):
         output = super().sample_tokens(grammar_output)
         if output is not None:
             output.outrider = self._outcomes
-        if len(self._states) > len(self.requests):
-            self._states = {name: state for name, state in self._states.items() if name in self.requests}
         return output
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        for name in scheduler_output.finished_req_ids:
+            self._states.pop(name, None)
+        return super()._update_states(scheduler_output)
 
     def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         self._draft_probs = None
@@ -118,7 +123,7 @@ class ExactRunner(CPUModelRunner):
                 sampled.append(i)
             row += num + 1
             start += num
-        token_ids = torch.full((len(names), max(num_drafts, default=0) + 1), -1, dtype=torch.int32)
+        token_ids = np.full((len(names), max(num_drafts, default=0) + 1), -1, np.int32)
         token_ids[:, 0] = 0  # discarded, or the request ends with an error
         if spans:
             sampler = self._sampler(names[sampled[0]])
@@ -127,9 +132,9 @@ class ExactRunner(CPUModelRunner):
                 outcome = verdict(names[i], span.drafts, choice)
                 self._outcomes[names[i]] = outcome
                 if outcome.token_ids:
-                    token_ids[i, : len(outcome.token_ids)] = torch.tensor(outcome.token_ids, dtype=torch.int32)
+                    token_ids[i, : len(outcome.token_ids)] = outcome.token_ids
                     span.state.extend(outcome.token_ids)
-        return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=None)
+        return SamplerOutput(sampled_token_ids=torch.from_numpy(token_ids), logprobs_tensors=None)
 
     def _state(self, index: int, name: str) -> SamplingState:
         """Of the request at ``index`` of the batch, with all its committed tokens."""
@@ -143,14 +148,15 @@ class ExactRunner(CPUModelRunner):
                 grammars = grammars_of(
                     Path(self.model_config.model), self.model_config.get_vocab_size(), asked.eos_token_ids
                 )
-                grammar = grammars.follow(asked.sampling.grammar, token_ids[asked.prompt_len :])
+                grammar = grammars.follow(asked.sampling, token_ids[asked.prompt_len :])
             state = self._states[name] = SamplingState(asked.sampling, token_ids, asked.prompt_len, grammar)
         return state
 
     def _sampler(self, name: str) -> Sampler:
         eos_token_ids = self._asked(name).eos_token_ids
         if eos_token_ids not in self._samplers:
-            self._samplers[eos_token_ids] = Sampler(self.model_config.get_vocab_size(), eos_token_ids)
+            vocab_size = self.model_config.get_vocab_size()
+            self._samplers[eos_token_ids] = Sampler(vocab_size, eos_token_ids, make_gumbel_argmax(vocab_size, self.dtype))
         return self._samplers[eos_token_ids]
 
     def _asked(self, name: str) -> RequestSampling:

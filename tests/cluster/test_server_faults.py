@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from benchmarks.server import ServerProcess
-from tests.support.streaming import MODEL, another_takes_over, run, undrafted
+from tests.support.streaming import another_takes_over, answers, run, undrafted
 from tests.support.waiting import eventually, gauge
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
@@ -64,10 +64,5 @@ def test_a_killed_target_ends_its_streams_with_an_error_and_serves_again(server:
     with server.client() as http:
         eventually(lambda: gauge(http, "outrider_target_ready") == 1)
         eventually(lambda: gauge(http, "outrider_drafter_ready") == 2)
-
-        def answers() -> bool:
-            body = {"model": MODEL, "prompt": "Hello", "max_tokens": 1}
-            return http.post("/v1/completions", json=body).status_code == 200
-
-        eventually(answers)
+        eventually(lambda: answers(http))
     assert run(server).texts == plain

@@ -295,8 +295,8 @@ def refused_by(ask: Callable[[], object], kind: type[openai.APIStatusError]) -> 
 def test_errors_have_the_client_s_classes(served: Served) -> None:
     wrong = refused_by(lambda: served.chat(temperature=3.0), openai.BadRequestError)
     assert (wrong.param, wrong.type) == ("temperature", "invalid_request_error")
-    unsupported = refused_by(lambda: served.chat(extra_body={"prompt_logprobs": 1}), openai.BadRequestError)
-    assert unsupported.param == "prompt_logprobs"
+    unsupported = refused_by(lambda: served.chat(extra_body={"use_beam_search": True}), openai.BadRequestError)
+    assert unsupported.param == "use_beam_search"
     unknown = served.openai.completions.create
     assert refused_by(lambda: unknown(model="gpt-17", prompt="a"), openai.NotFoundError).code == "model_not_found"
     large = refused_by(lambda: unknown(model=served.model, prompt="a" * 200_000), openai.APIStatusError)

@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from cluster.types import Commit, FinishReason, ModelInfo, Request
+from cluster.types import Commit, FinishReason, ModelInfo, Request, TokenLogprobs
 from deploy.api.app import create_app
 from deploy.api.chat_template import ChatTemplate
 from deploy.api.settings import ApiSettings
@@ -83,6 +83,10 @@ def finishing(request: Request, ids: Iterable[int], **how: Any) -> list[Commit]:
     wanted = (*ids, end_id())
     given = wanted[: request.sampling.max_tokens]
     commits = spell(request, given, **how)
+    if (num_top := request.sampling.prompt_logprobs) is not None:
+        top = tuple((i, -1.0 - i) for i in range(num_top))
+        scored = tuple(TokenLogprobs(-float(i % 7), top, i % 7 + 1) for i in request.prompt_token_ids[1:])
+        commits.insert(0, Commit(request.id, len(request.prompt_token_ids), (), prompt_logprobs=scored))
     finish = FinishReason.STOP if given == wanted else FinishReason.LENGTH
     return [*commits[:-1], replace(commits[-1], finish=finish)]
 

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import dataclass, field
 
+import httpx
 import openai
 
 from benchmarks.server import ServerProcess
@@ -95,3 +96,8 @@ def another_takes_over(server: ServerProcess, actor: str, plain: dict[int, str])
         eventually(lambda: gauge(http, "outrider_routing_table_version") > version)
         streamed.wait_end()
         assert not streamed.errors
+
+
+def answers(http: httpx.Client) -> bool:
+    """Whether a completion is answered now."""
+    return http.post("/v1/completions", json={"model": MODEL, "prompt": "Hello", "max_tokens": 1}).status_code == 200

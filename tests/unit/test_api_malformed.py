@@ -54,7 +54,7 @@ EVERYWHERE: dict[str, list[Any]] = {
     "return_token_ids": NOT_A_BOOLEAN,
     "bad_words": ["a", ["a"], 5],
     "priority": [1, -1, "high", True, 0.0],
-    "prompt_logprobs": [0, 1, True, "1"],
+    "prompt_logprobs": [21, -1, True, "1"],
     "logits_processors": [["a"], "a"],
     "structured_outputs": [{"regex": "a"}, True],
     "guided_json": [{}, "{}"],
@@ -67,12 +67,13 @@ EVERYWHERE: dict[str, list[Any]] = {
     "spaces_between_special_tokens": [False],
     "return_tokens_as_token_ids": [True],
 }
+FUNCTION = {"type": "function", "function": {"name": "f"}}
 CHAT_ALONE: dict[str, list[Any]] = {
     "messages": [None, 5, "hello", {}, [], [{"role": "user", "content": "word " * 4 * MAX_MODEL_LEN}]],
     "max_completion_tokens": [*NOT_AN_INTEGER, 0, -1, MAX_MODEL_LEN, HUGE],
     "logprobs": [*NOT_A_BOOLEAN, 5],
     "top_logprobs": [*NOT_AN_INTEGER, -1, 21, 3],
-    "tools": [[{"type": "function", "function": {"name": "f"}}], "f", 5],
+    "tools": [[FUNCTION, FUNCTION], "f", 5],
     "add_generation_prompt": NOT_A_BOOLEAN,
     "continue_final_message": NOT_A_BOOLEAN,
     "chat_template_kwargs": [5, "a", []],
@@ -82,7 +83,8 @@ CHAT_ALONE: dict[str, list[Any]] = {
     "media_io_kwargs": [{}],
     "echo": [True],
     "add_special_tokens": [True],
-    "tool_choice": ["auto", "required", {"type": "function"}],
+    "tool_choice": ["required", "any", {"type": "function", "function": {"name": "f"}}, 5],
+    "parallel_tool_calls": NOT_A_BOOLEAN,
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text", 5],
     "functions": [[{"name": "f"}], {}],
     "function_call": ["auto", {"name": "f"}],
@@ -119,17 +121,35 @@ DEEPER: list[tuple[str, str, dict[str, Any]]] = [
     (CHAT, "messages.0.content.0.text", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
     (CHAT, "messages.0.content.0.text", {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}),
     (CHAT, "messages.1.content", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": False}]}),
-    (CHAT, "messages.0.tool_calls", {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]}),
     (CHAT, "messages.0.contents", {"messages": [{"role": "user", "content": "a", "contents": "b"}]}),
     (CHAT, "messages.0.name", {"messages": [{"role": "user", "content": "a", "name": 5}]}),
-    (CHAT, "messages.0.tool_calls", {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}),
+    (
+        CHAT,
+        "messages.0.tool_calls.0.function",
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+    ),
+    (
+        CHAT,
+        "messages.0.tool_calls.0.function.arguments",
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {}}}]}]},
+    ),
     (CHAT, "messages.0.content", {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}),
     (
         CHAT,
         "messages.0.function_call",
         {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
     ),
-    (CHAT, "tools", {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": None}),
+    (CHAT, "tool_choice.function", {"tool_choice": {"type": "function"}}),
+    (CHAT, "tools.0", {"tools": ["f"]}),
+    (CHAT, "tools.0.type", {"tools": [{"type": "web"}]}),
+    (CHAT, "tools.0.function.name", {"tools": [{"type": "function", "function": {}}]}),
+    (CHAT, "tools.0.function.name", {"tools": [{"type": "function", "function": {"name": "f g"}}]}),
+    (CHAT, "tools.0.function.parameters", {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}),
+    (
+        CHAT,
+        "tool_choice.function.name",
+        {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+    ),
     (CHAT, "continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
     (CHAT, "chat_template_kwargs.messages", {"chat_template_kwargs": {"messages": []}}),
     (CHAT, "chat_template_kwargs.eos_token", {"chat_template_kwargs": {"eos_token": "a"}}),
@@ -137,7 +157,7 @@ DEEPER: list[tuple[str, str, dict[str, Any]]] = [
     (CHAT, "allowed_token_ids.0", {"allowed_token_ids": ["5"]}),
     (CHAT, "allowed_token_ids.0", {"allowed_token_ids": [-1]}),
     (CHAT, "allowed_token_ids.1", {"allowed_token_ids": [1, 10**6]}),
-    (COMPLETIONS, "echo", {"echo": True, "logprobs": 0}),
+    (COMPLETIONS, "prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
     (CHAT, "max_completion_tokens", {"max_tokens": 5, "max_completion_tokens": 6}),
     (CHAT, "top_logprobs", {"top_logprobs": 2, "logprobs": False}),
     (CHAT, "stop.1", {"stop": ["a", 5]}),
@@ -292,7 +312,7 @@ def test_whatever_comes_is_answered_or_refused(path: str, fields: dict[str, Any]
 async def test_unknown_fields_are_ignored_and_named_in_a_header() -> None:
     async with serving() as (http, cluster):
         fields = {"temprature": 1, "stream_options": {"usage": True}, "stream": True, "seed": 1}
-        message = {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}], "reasoning": "b"}
+        message = {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}], "mood": "b"}
         response = await http.post(CHAT, json=chat_body(**fields, messages=[message]))
         assert response.status_code == 200
         (named,) = response.headers.get_list("x-outrider-warning")
@@ -302,7 +322,7 @@ async def test_unknown_fields_are_ignored_and_named_in_a_header() -> None:
             "temprature",
             "stream_options.usage",
             "messages.0.content.0.cache_control",
-            "messages.0.reasoning",
+            "messages.0.mood",
         }
         plain = await http.post(CHAT, json=chat_body(seed=1, messages=[{"role": "user", "content": "a"}]))
         assert "x-outrider-warning" not in plain.headers

@@ -148,7 +148,7 @@ async def test_messages_go_through_the_chat_template() -> None:
     (request,) = await requests_of(CHAT, chat_body(messages=messages))
     text = (
         "<|start|>system\nbe brief<|end|>\n<|start|>user\none\ntwo<|end|>\n<|start|>assistant\nthree<|end|>\n"
-        "<|start|>tool\nfour<|end|>\n<|start|>assistant\n"
+        "<|start|>user\n<tool_response>\nfour\n</tool_response><|end|>\n<|start|>assistant\n"
     )
     assert request.prompt_token_ids == token_ids(text)
 

@@ -1,0 +1,66 @@
+"""Checks grammars in a process of its own, which its parent ends when a check takes too long or takes the process down.
+
+Reads one JSON object a line, {"kind", "source"}, and writes {"error": null or why it is refused}. A grammar is refused that
+is malformed, that cannot be enforced, that no output seems to match, or whose masks take too long.
+"""
+
+import json
+import random
+import resource
+import sys
+import time
+from pathlib import Path
+
+from cluster.errors import InvalidField
+from cluster.grammar import Grammar, GrammarKind
+from engine.grammar.compiling import CompiledGrammar, Grammars
+from engine.grammar.vocabulary import GrammarVocabulary
+
+MAX_MASK_S = 0.05  # of the slowest row; a round waits for the masks of all its rows
+SAMPLE_BYTES = 256
+MAX_MEMORY = 64 * 2**20  # of a compiled grammar
+DATA_BYTES = 2 * 2**30  # of this process beyond what it starts with
+
+
+def refusal(grammars: Grammars, grammar: Grammar) -> str | None:
+    """Why a grammar is refused; None: it is not."""
+    try:
+        compiled = grammars.compile(grammar)
+    except InvalidField as error:
+        return error.reason
+    if compiled.compiled.memory_size_bytes > MAX_MEMORY:
+        return f"takes {compiled.compiled.memory_size_bytes >> 20} MiB compiled, at most {MAX_MEMORY >> 20} are possible"
+    if compiled.shortest_len is None and compiled.is_json:
+        return "no output was found that matches it and ends"
+    return _slowness(compiled)
+
+
+def _slowness(compiled: CompiledGrammar) -> str | None:
+    """Follows an arbitrary output: ambiguity that grows with its length shows there."""
+    vocabulary, matcher = compiled.vocabulary, compiled.follow(()).fork()
+    masks, choose = vocabulary.new_masks(1), random.Random(0)
+    for _ in range(SAMPLE_BYTES):
+        begin_s = time.process_time()
+        matcher.fill_next_token_bitmask(masks)
+        allowed = vocabulary.allowed_bytes(masks[0].numpy()).tolist()
+        if not allowed:
+            return None
+        matcher.accept_string(bytes([choose.choice(allowed)]))
+        if time.process_time() - begin_s > MAX_MASK_S:
+            return f"is too ambiguous: finding the next tokens takes more than {1e3 * MAX_MASK_S:g} ms"
+    return None
+
+
+def main(folder: str, vocab_size: str, *eos_token_ids: str) -> None:
+    grammars = Grammars(GrammarVocabulary(Path(folder), int(vocab_size), [int(one) for one in eos_token_ids]))
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + DATA_BYTES, used + DATA_BYTES))
+    print(json.dumps({"error": None}), flush=True)  # it is ready
+    for line in sys.stdin:
+        asked = json.loads(line)
+        error = refusal(grammars, Grammar(GrammarKind(asked["kind"]), asked["source"]))
+        print(json.dumps({"error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,58 @@
+"""`outrider serve` on vLLM's engine: drafts change no token, and a target that dies comes back."""
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import openai
+import pytest
+
+from benchmarks.server import ServerProcess
+from cluster.config import DrafterConfig, DSparkOptions, PlannerConfig
+from tests.support.settings import small_config
+from tests.support.streaming import answers, run, undrafted
+from tests.support.waiting import eventually, gauge
+
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.vllm]
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not in this environment: make test-vllm")
+    config = small_config(str(model_folder), tmp_path_factory.mktemp("state"))
+    dspark = DrafterConfig(name="dspark", options=DSparkOptions(path="dspark"))
+    update = {
+        "target": config.target.model_copy(update={"engine": "vllm"}),
+        "drafters": (*config.drafters, dspark),
+        "planner": PlannerConfig(verify="all"),
+    }
+    with ServerProcess(config.model_copy(update=update)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plain(server: ServerProcess) -> Mapping[int, str]:
+    return undrafted(server)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "dspark"])
+def test_drafts_change_no_token(server: ServerProcess, plain: Mapping[int, str], drafter: str) -> None:
+    """One drafter in a process of its own, and one on vLLM's hidden states."""
+    with server.client() as http:
+        before = gauge(http, "outrider_drafter_accepted_total", drafter)
+        drafted = run(server, drafting=drafter)
+        assert (drafted.texts, drafted.errors) == (plain, {})
+        eventually(lambda: gauge(http, "outrider_drafter_accepted_total", drafter) > before)
+
+
+def test_a_killed_target_ends_its_streams_with_an_error_and_serves_again(
+    server: ServerProcess, plain: Mapping[int, str]
+) -> None:
+    killed = run(server, kill="TargetActor", max_tokens=400)
+    assert not killed.texts
+    assert {type(error) for error in killed.errors.values()} == {openai.APIError}
+    assert all("again" in str(error) for error in killed.errors.values()), killed.errors
+    with server.client() as http:
+        eventually(lambda: answers(http))
+    assert run(server).texts == plain
