@@ -30,7 +30,6 @@ from engine.sampling import (
     SamplingState,
     SpanRows,
     chosen_of,
-    end_in_time,
     keys_of,
     temperatures_of,
 )
@@ -109,7 +108,6 @@ class ShardedSampler:
         own = torch.from_numpy(np.stack([picks.token_ids.astype(np.float64), picks.logits, picks.highest]))
         found = torch.stack(self._ranks.gather_on_host(own)).numpy()
         token_ids, highest = best_of(members, found[:, 0].astype(np.int64), found[:, 1], found[:, 2])
-        end_in_time(members, token_ids)
         return chosen_of(members, Picks(range(self._whole.vocab_size), token_ids, highest, None, None), {})
 
 
