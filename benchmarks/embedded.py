@@ -128,6 +128,7 @@ class EmbeddedCluster:
     ) -> None:
         self.model = model
         self.address = f"memory://embedded-{os.getpid()}-{next(_numbers)}"
+        self.grammars = grammars
         self._engine = engine
         self._mailbox = Mailbox()
         self.clock = clock or StoppableClock()

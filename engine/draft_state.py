@@ -20,6 +20,7 @@ MAX_AWAITED = 8
 FORCED = "grammar"  # the drafter of tokens that a grammar forces
 # Of a forced token: its text is certain, how the model splits it is not.
 FORCED_CONFIDENCE = 0.95
+LAST_CONFIDENCE = 0.7  # the model may write the next text in one token with it
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +143,7 @@ class DraftState:
             return
         self._forced = tuple(self.grammar.forced())
         if self._forced and not self._keeps_to_forced(self.proposal):
-            confidences = tuple([FORCED_CONFIDENCE] * len(self._forced))
+            confidences = (*[FORCED_CONFIDENCE] * (len(self._forced) - 1), LAST_CONFIDENCE)
             self.proposal = Proposal(request_id, len(self.token_ids), self._forced, confidences, FORCED)
             self.survival = tuple(accumulate(confidences, mul))
             self.awaiting_since_s = None

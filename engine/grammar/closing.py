@@ -4,7 +4,7 @@ JSON is closed greedily: at each byte a string, array or object ends where the g
 of the string or number is searched breadth first. Other grammars are searched breadth first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,10 +47,10 @@ class Closing:
 
     Args:
         is_json: whether outputs are JSON.
-        names: property names that are preferred where an object needs one more: the required ones.
+        names: the property names that are tried first where an object needs one more: the required ones.
     """
 
-    def __init__(self, vocabulary: GrammarVocabulary, is_json: bool, names: frozenset[bytes] = frozenset()) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, is_json: bool, names: Sequence[bytes] = ()) -> None:
         self._vocabulary = vocabulary
         self._is_json = is_json
         self._names = names
@@ -110,11 +110,12 @@ class Closing:
     def _in_string(self, matcher: GrammarMatcher, allowed: NDArray[np.int64]) -> list[bytes]:
         if 0x22 in allowed:
             return [b'"']
-        for name in self._names:
-            trial = matcher.fork()
-            if trial.accept_string(name + b'"'):
-                return [name + b'"', *self._texts(matcher)]
-        return self._texts(matcher)
+        names = [name + b'"' for name in self._names if self._is_name(matcher.fork(), name + b'"')]
+        return names or self._texts(matcher)
+
+    def _is_name(self, matcher: GrammarMatcher, text: bytes) -> bool:
+        """Whether the string may end by ``text`` as the name of a property, and not as a value."""
+        return bool(matcher.accept_string(text)) and 0x3A in self._next(matcher)[0]
 
     def _texts(self, matcher: GrammarMatcher) -> list[bytes]:
         found = self._search(matcher, lambda mask: 0x22 in self._vocabulary.allowed_bytes(mask))

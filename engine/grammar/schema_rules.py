@@ -114,6 +114,8 @@ def _check_decider(path: str, decider: str, schema: dict[str, Any], root: Any) -
         raise _refused(f"{path}/allOf", "is supported with one schema only")
     elif decider == "oneOf" and not _are_disjoint(schema["oneOf"]):
         raise _refused(f"{path}/oneOf", "must have schemas of different types; use anyOf")
+    elif decider == "oneOf":
+        schema["anyOf"] = schema.pop("oneOf")
     if "type" in schema and decider in ("const", "enum"):
         values = [schema["const"]] if decider == "const" else schema["enum"]
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]

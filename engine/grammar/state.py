@@ -32,7 +32,7 @@ class GrammarState:
             max_tokens // 2, 2 * (grammar.shortest_len or 0)
         )  # of the tokens left: ends are looked for then
         self._matcher = GrammarMatcher(grammar.compiled)
-        names = frozenset(json.dumps(name)[1:-1].encode() for name in grammar.required_names)
+        names = [json.dumps(name, ensure_ascii=False)[1:-1].encode() for name in sorted(grammar.required_names)]
         self._closing = Closing(grammar.vocabulary, grammar.is_json, names)
         self._scan = JsonScan()  # of the committed output
         self.advance(token_ids)

@@ -1,0 +1,157 @@
+"""Masks, forced tokens and ends of one request's output."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from benchmarks.json_schemas import make_schemas
+from cluster.grammar import Grammar, GrammarKind
+from engine.grammar.compiling import CompiledGrammar, Grammars, grammars_of
+from engine.grammar.state import GrammarState
+
+EOS = 256
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+
+
+@pytest.fixture(scope="module")
+def grammars(tiny_model_folder: Path) -> Grammars:
+    """Of 256 one-byte tokens and the end of sequence."""
+    return grammars_of(tiny_model_folder, EOS + 1, (EOS,))
+
+
+def of_schema(grammars: Grammars, schema: Any) -> CompiledGrammar:
+    return grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+
+
+def tokens(grammars: Grammars, text: str) -> list[int]:
+    return grammars.vocabulary.tokens_of(text.encode())
+
+
+def allowed(grammars: Grammars, state: GrammarState, drafts: list[int], row: int, **how: Any) -> str:
+    """The characters that a row allows; "$" for the end."""
+    mask = state.masks(drafts, 0, how.get("masked_ids", ()), how.get("num_masked", 0))[row].numpy()
+    end = "$" if grammars.vocabulary.allows_end(mask) else ""
+    return bytes(grammars.vocabulary.allowed_bytes(mask).tolist()).decode("latin-1") + end
+
+
+def test_each_row_is_masked_after_its_drafts_and_the_state_stays(grammars: Grammars) -> None:
+    state = grammars.compile(Grammar(GrammarKind.REGEX, "a[bc]d?")).follow(())
+    drafts = tokens(grammars, "ab")
+    assert [allowed(grammars, state, drafts, row) for row in range(3)] == ["a", "bc", "d$"]
+    assert allowed(grammars, state, [], 0) == "a"
+
+
+def test_rows_behind_a_forbidden_draft_or_the_end_are_left_alone(grammars: Grammars) -> None:
+    state = grammars.compile(Grammar(GrammarKind.REGEX, "ab")).follow(())
+    every = allowed(grammars, state, tokens(grammars, "ax"), 2)
+    assert len(every) > 200
+    assert allowed(grammars, state, [*tokens(grammars, "ab"), EOS, 5], 3) == every
+    assert allowed(grammars, state, [*tokens(grammars, "ab"), EOS, 5], 2) == "$"
+
+
+def test_a_terminated_matcher_takes_nothing_and_raises_nothing(grammars: Grammars) -> None:
+    state = grammars.compile(Grammar(GrammarKind.REGEX, "ab")).follow(tokens(grammars, "ab"))
+    state.advance([EOS, 7, 8])
+    assert state.has_ended
+    assert state.num_valid([EOS]) == state.num_valid(tokens(grammars, "a")) == 0
+    assert state.forced() == []
+
+
+def test_drafts_are_cut_where_the_grammar_forbids_them(grammars: Grammars) -> None:
+    state = of_schema(grammars, PERSON).follow(tokens(grammars, '{"name": "'))
+    assert state.num_valid(tokens(grammars, 'Bob", "age": x')) == len('Bob", "age": ')
+    assert state.num_valid([EOS]) == 0
+    assert state.num_valid(tokens(grammars, "a\x05b")) == 1
+    with pytest.raises(ValueError, match="does not fit the grammar"):
+        state.advance(tokens(grammars, "\n"))
+
+
+def test_rolling_back_takes_the_drafts_and_not_the_output(grammars: Grammars) -> None:
+    state = of_schema(grammars, {"type": "string"}).follow(tokens(grammars, '"' + "x" * 500))
+    matcher, rolled_back = state._matcher, []
+
+    class Spy:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(matcher, name)
+
+        def rollback(self, num: int) -> None:
+            rolled_back.append(num)
+            matcher.rollback(num)
+
+    state._matcher = Spy()  # type: ignore[assignment]
+    state.masks(tokens(grammars, "yy"), 0, (), 0)
+    state.num_valid(tokens(grammars, 'yy"'))
+    assert rolled_back == [2, 3]
+
+
+def test_min_tokens_gives_way_where_only_the_end_is_left(grammars: Grammars) -> None:
+    one_or_more = grammars.compile(Grammar(GrammarKind.REGEX, "ab?")).follow(())
+    drafts = tokens(grammars, "ab")
+    assert allowed(grammars, one_or_more, drafts, 1) == "b$"
+    assert allowed(grammars, one_or_more, drafts, 1, masked_ids=(EOS,), num_masked=3) == "b"
+    assert allowed(grammars, one_or_more, drafts, 2, masked_ids=(EOS,), num_masked=3) == "$"
+
+
+def test_what_the_grammar_forces_is_known(grammars: Grammars) -> None:
+    state = of_schema(grammars, PERSON).follow(())
+    assert state.forced() == tokens(grammars, '{"name": "')
+    assert of_schema(grammars, PERSON).follow(tokens(grammars, '{"name": "x')).forced() == []
+    choice = grammars.compile(Grammar(GrammarKind.EBNF, 'root ::= "yes" | "no"'))
+    assert choice.follow(tokens(grammars, "y")).forced() == [*tokens(grammars, "es"), EOS]
+
+
+def test_an_endless_forced_text_is_cut(grammars: Grammars) -> None:
+    state = grammars.compile(Grammar(GrammarKind.EBNF, 'root ::= "a" root')).follow(())
+    assert 0 < len(state.forced()) <= 128
+
+
+def output(grammars: Grammars, grammar: CompiledGrammar, max_tokens: int, seed: int) -> list[int]:
+    """Random tokens that the masks allow, until the end."""
+    choose, state, ids = random.Random(seed), grammar.follow((), max_tokens), list[int]()
+    while len(ids) < max_tokens and not state.has_ended:
+        mask = state.masks((), 0, (), 0)[0].numpy()
+        options = grammars.vocabulary.tokens_of(bytes(grammars.vocabulary.allowed_bytes(mask).tolist()))
+        options += [EOS] * grammars.vocabulary.allows_end(mask)
+        found = [token for token in options if token != EOS or choose.random() < 0.2]
+        ids += state.end_in_time((), 0, [choose.choice(found or options)], max_tokens - len(ids))
+        state.advance(ids[-1:])
+    return ids
+
+
+@pytest.mark.parametrize("index", range(60))
+def test_random_outputs_are_valid_and_end_in_time(grammars: Grammars, index: int) -> None:
+    schema = make_schemas(60, seed=1)[index]
+    grammar = of_schema(grammars, schema)
+    assert grammar.shortest_len is not None
+    for max_tokens in (grammar.shortest_len, grammar.shortest_len + 7, 300):
+        ids = output(grammars, grammar, max(max_tokens, grammar.shortest_len), seed=max_tokens)
+        assert ids[-1] == EOS
+        text = b"".join(grammars.vocabulary.token_bytes[i] for i in ids).decode(errors="replace")
+        jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_of_a_verify_span_end_as_single_tokens_do(grammars: Grammars, seed: int) -> None:
+    grammar = of_schema(grammars, {"type": "array", "items": PERSON})
+    max_tokens = 90
+    ids = output(grammars, grammar, max_tokens, seed)
+    choose = random.Random(seed)
+    for at in range(len(ids) - 1):
+        drafts = ids[at : at + choose.randint(0, 8)]
+        num_before = choose.randint(0, len(drafts))
+        rows = ids[at + num_before : at + len(drafts) + 1]
+        state = grammar.follow(ids[:at], max_tokens)
+        assert state.end_in_time(drafts, num_before, rows, max_tokens - at) == rows
+
+
+def test_an_output_that_cannot_end_in_time_is_left_alone(grammars: Grammars) -> None:
+    state = of_schema(grammars, PERSON).follow((), 5)
+    assert state.end_in_time((), 0, tokens(grammars, "{"), 5) == tokens(grammars, "{")

@@ -1,0 +1,77 @@
+"""Which JSON schemas and patterns are refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from cluster.errors import InvalidField
+from engine.grammar.schema_rules import checked, pattern_fault
+
+REFUSED: list[tuple[Any, str]] = [
+    (False, "allows nothing"),
+    ([1], "must be an object"),
+    ({"type": "int"}, "#/type: must be of string"),
+    ({"not": {"type": "string"}}, "must give its type beside not"),
+    ({"type": "string", "not": {}}, "#/not: is not supported for the type string"),
+    ({"type": "array", "uniqueItems": True}, "#/uniqueItems: is not supported"),
+    ({"type": "integer", "multipleOf": 3}, "#/multipleOf: is not supported"),
+    ({"type": "object", "patternProperties": {}}, "#/patternProperties"),
+    ({"allOf": [{"type": "string"}, {"type": "null"}]}, "#/allOf: is supported with one schema only"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf: must have schemas of different types"),
+    ({"oneOf": [{"const": 1}, {"type": "integer"}]}, "#/oneOf: must have schemas of different types"),
+    ({"anyOf": []}, "#/anyOf: must be a list of schemas"),
+    ({"anyOf": [{"type": "string"}], "minLength": 2}, "#/minLength: is not supported beside anyOf"),
+    ({"$ref": "http://elsewhere/schema"}, "references to other documents"),
+    ({"$ref": "#/$defs/a"}, "is not in the schema"),
+    ({"enum": []}, "#/enum: must be a list of values"),
+    ({"type": "string", "enum": [1]}, "#/enum: has values of another type"),
+    ({"type": "object", "required": ["a"]}, "#/required: names a property that is not in properties"),
+    ({"type": "string", "minLength": -1}, "#/minLength: must be an integer from 0"),
+    ({"type": "string", "maxLength": 10**9}, "#/maxLength: must be an integer from 0"),
+    ({"type": "string", "pattern": "a", "minLength": 2}, "#/pattern: is not supported together with minLength"),
+    ({"type": "string", "pattern": "^(?=a)b$"}, "begins with"),
+    ({"properties": {"a": {"items": {"type": "x"}}}}, "#/properties/a/items/type"),
+]
+
+
+@pytest.mark.parametrize(("schema", "reason"), REFUSED)
+def test_a_schema_that_cannot_be_enforced_is_refused_with_its_place(schema: Any, reason: str) -> None:
+    with pytest.raises(InvalidField) as refused:
+        checked(json.dumps(schema))
+    assert reason in refused.value.reason
+
+
+@pytest.mark.parametrize("source", ["{", "", '{"items":' * 3000 + "{}" + "}" * 3000])
+def test_what_is_not_json_is_refused(source: str) -> None:
+    with pytest.raises(InvalidField, match="is not JSON"):
+        checked(source)
+
+
+def test_deep_schemas_are_refused() -> None:
+    with pytest.raises(InvalidField, match="deeper than 64 levels"):
+        checked('{"items":' * 100 + "{}" + "}" * 100)
+
+
+@pytest.mark.parametrize(
+    ("schema", "compiled"),
+    [
+        ({"properties": {"a": {}}}, {"properties": {"a": {}}, "type": "object"}),
+        ({"minLength": 2.0}, {"minLength": 2, "type": "string"}),
+        ({"minItems": 1}, {"minItems": 1, "type": "array", "items": True}),
+        ({"type": "string", "format": "uri"}, {"type": "string"}),
+        ({"oneOf": [{"type": "null"}, {"const": "a"}]}, {"anyOf": [{"type": "null"}, {"const": "a"}]}),
+    ],
+)
+def test_a_schema_is_completed(schema: Any, compiled: Any) -> None:
+    assert json.loads(checked(json.dumps(schema))[0]) == compiled
+
+
+@pytest.mark.parametrize("pattern", ["a", "^a$", r"^[\^$]\$\^$", r"^(?:a|b)+\\$", "[^a]", "^$", r"\(?x"])
+def test_patterns_that_can_be_enforced(pattern: str) -> None:
+    assert pattern_fault(pattern) is None
+
+
+@pytest.mark.parametrize("pattern", ["(?!a)", "(?<n>a)", "(?i)a", r"\Aa", r"a\Z", "a$b", "a^", "^a$|b"])
+def test_patterns_that_cannot(pattern: str) -> None:
+    assert pattern_fault(pattern) is not None
