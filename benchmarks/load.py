@@ -105,8 +105,11 @@ def _events(pieces: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, dict
         *whole, rest = (rest + piece).split(b"\n\n")
         for event in whole:
             data = event.removeprefix(b"data: ")
-            if data and data != b"[DONE]":
-                yield came_s, json.loads(data)
+            if data and data != b"[DONE]" and not data.startswith(b":"):  # a comment keeps a connection alive
+                try:
+                    yield came_s, json.loads(data)
+                except json.JSONDecodeError:
+                    yield came_s, {"error": {"message": f"not an event: {data[:300]!r}"}}
 
 
 def _take(answer: TimedAnswer, came_s: float, event: dict[str, Any]) -> None:

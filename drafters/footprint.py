@@ -32,6 +32,7 @@ from engine.tensor_parallel.sharding import shard_of
 # a context with its kernels.
 PROCESS_BYTES = 110 * 2**20
 TORCH_BYTES = 350 * 2**20
+VLLM_BYTES = 500 * 2**20  # of a target on vLLM's engine, beside torch
 CUDA_BYTES = 600 * 2**20
 # Measured, per token of a followed request: the list alone, an index of n-grams, an automaton.
 TOKEN_BYTES, NGRAM_BYTES, AUTOMATON_BYTES = 36, 490, 450
@@ -79,18 +80,19 @@ def target_footprint(config: Config) -> Footprint:
     from engine.models.prepare import resolve_model
 
     target, max_model_len = config.target, config.model.max_model_len
-    options = ModelOptions(model=config.model.name, dtype=target.dtype, kv_cache_gb=target.kv_cache_gb)
+    dtype = target.dtype if target.engine == "native" else choose_dtype(target.dtype, "cpu", engine=target.engine)
+    options = ModelOptions(model=config.model.name, kv_cache_gb=target.kv_cache_gb).model_copy(update={"dtype": dtype})
     own = DrafterConfig(name="target", options=options, capacity=target.max_num_sequences, spare_share=0)
     colocated = [drafter for drafter in config.drafters if drafter.is_colocated]
     parts = (_of(one.options, False, one.capacity * max_model_len, config.model.name) for one in colocated)
     whole = footprint(own, "cpu", max_model_len)
-    model, element = load_config(resolve_model(config.model.name)), max(2, _element(target.dtype, on_gpu=False))
+    model, element = load_config(resolve_model(config.model.name)), max(2, _element(dtype, on_gpu=False))
     shard = shard_of(model, 0, target.tensor_parallel).config_of(model)
     weight_bytes = whole.weight_bytes * shard.num_kv_heads // model.num_kv_heads
     total = sum(parts, replace(whole, weight_bytes=weight_bytes))
     num_tokens = int(target.kv_cache_gb * 2**30) // shard.kv_bytes_per_token(element)
     kept = len(feature_layers(colocated)) * model.hidden_size * element * num_tokens
-    return total + Footprint(cache_bytes=kept)
+    return total + Footprint(cache_bytes=kept, process_bytes=VLLM_BYTES if target.engine == "vllm" else 0)
 
 
 def _of(options: DrafterOptions, on_gpu: bool, num_tokens: int, target: str) -> Footprint:

@@ -77,7 +77,7 @@ class _Bench:
     def throughput(self) -> None:
         warm = self._asks("warm", max(BATCHES), 8)
         for arm in self._servers:
-            closed_loop(arm, warm, arm.arm.max_streams)
+            closed_loop(arm, warm[: arm.arm.max_streams], arm.arm.max_streams)
         for number in range(self._num_rounds):
             for batch in BATCHES:
                 asked = self._asks(f"{number}-{batch}", batch * self._per_stream[batch], self._num_tokens)

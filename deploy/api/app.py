@@ -12,13 +12,14 @@ from deploy.api.cors import Cors
 from deploy.api.errors import install_handlers
 from deploy.api.middleware import Boundary
 from deploy.api.openapi import body_of, describe, page
+from deploy.api.response_fields import ResponsesRequest
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.api.service import Service
 from deploy.api.settings import ApiSettings
 from deploy.api.tokenizer import Tokenizer
 
 VERSION = version_of("outrider")
-_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
 
 
 def create_app(
@@ -73,10 +74,12 @@ def _add_guarded_routes(app: FastAPI, service: Service) -> None:
     for path, answer, body in (
         ("/v1/chat/completions", service.chat, ChatRequest),
         ("/v1/completions", service.completions, CompletionRequest),
+        ("/v1/responses", service.responses, ResponsesRequest),
         ("/tokenize", service.tokenize, TokenizeRequest),
         ("/detokenize", service.detokenize, DetokenizeRequest),
     ):
         router.add_api_route(path, answer, methods=["POST"], openapi_extra=body_of(body))
+    router.add_api_route("/v1/embeddings", service.embeddings, methods=["POST"])
     router.get("/v1/models", response_model=None)(service.models)
     router.get("/v1/outrider/status", response_model=None)(service.status)
     router.get("/v1/models/{name:path}", response_model=None)(service.model)

@@ -92,7 +92,7 @@ def parse_body(body: bytes, model: type[Model], *, strict: bool) -> tuple[Model,
         details = error.errors(include_url=False, include_context=True)
         known = [detail for detail in details if detail["type"] != "extra_forbidden"]
         if strict or known:
-            raise _field_error((details if strict else known)[0], model) from error
+            raise field_error((details if strict else known)[0], model) from error
         return model.model_validate(document, extra="ignore"), tuple(_path(detail) for detail in details)
 
 
@@ -100,7 +100,7 @@ def _path(detail: ErrorDetails) -> str:
     return ".".join(str(part) for part in detail["loc"] if part not in FORM_TAGS)[:_MAX_SHOWN_NAME]
 
 
-def _field_error(detail: ErrorDetails, model: type[BaseModel]) -> ApiError:
+def field_error(detail: ErrorDetails, model: type[BaseModel]) -> ApiError:
     param = _path(detail)
     match detail["type"]:
         case "extra_forbidden":

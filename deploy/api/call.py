@@ -6,25 +6,39 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.client import EngineClient
 from deploy.api.admission import Admission
-from deploy.api.answer import Envelope, encode_json, metrics_of, segments_json, total_counts, usage_of
 from deploy.api.choice import Choice, Delta, EngineFailed
 from deploy.api.errors import ApiError, ClientGone, as_api_error, internal_error, timed_out
-from deploy.api.formats import AnswerFormat
 from deploy.api.generation import Generation, unless_disconnected
 from deploy.api.metrics import Metrics
 from deploy.api.settings import ApiSettings
-from deploy.api.sse import DONE, EventStream
+from deploy.api.sse import EventStream
 
 _logger = logging.getLogger(__name__)
 
 _SEND_ERROR_S = 5.0
 _STALL_S = 120.0  # a stream whose client reads nothing for this time is ended
+
+
+class AnswerWriter(Protocol):
+    """The bytes of one answer. ``document`` is called once, or ``opening``, ``events`` for each batch, and ``closing``."""
+
+    def document(self, deltas: Sequence[Delta]) -> bytes: ...
+
+    def opening(self) -> bytes: ...
+
+    def events(self, batch: Sequence[tuple[Choice, Delta]]) -> bytes: ...
+
+    def closing(self) -> bytes: ...
+
+    def error(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +47,8 @@ class Call:
 
     request_id: str  # of the HTTP request, for logs
     choices: Sequence[Choice]
-    format: AnswerFormat
-    envelope: Envelope
+    writer: AnswerWriter
     stream: bool
-    include_usage: bool
-    drafting_details: bool
 
     @property
     def arrival_s(self) -> float:
@@ -76,7 +87,7 @@ class CallResponse(Response):
             answer = timed_out(self._settings.request_timeout_s) if deadline.expired() else self._error_of(error)
             if not stream.started:
                 raise answer from error
-            await _within(_SEND_ERROR_S, stream.end(f"data: {encode_json(answer.body())}\n\n".encode()))
+            await _within(_SEND_ERROR_S, stream.end(self._call.writer.error(answer)))
         finally:
             for choice in self._call.choices:
                 self._metrics.record_choice(choice)
@@ -91,45 +102,16 @@ class CallResponse(Response):
                 yield generation
 
     async def _document(self, generation: Generation) -> Response:
-        call = self._call
         await generation.finished()
-        deltas = [choice.take() or Delta("") for choice in call.choices]
-        choices = [call.format.whole(choice, delta) for choice, delta in zip(call.choices, deltas, strict=True)]
-        outrider = self._acceptance()
-        if call.drafting_details:
-            outrider["segments"] = [segments_json(delta) for delta in deltas]
-        usage = usage_of(call.choices)
-        root = {**call.format.root(call.choices), **metrics_of(call.choices)}
-        body = call.envelope.document({"choices": choices, "usage": usage, "outrider": outrider, **root})
-        return Response(body, media_type="application/json")
+        deltas = [choice.take() or Delta("") for choice in self._call.choices]
+        return Response(self._call.writer.document(deltas), media_type="application/json")
 
     async def _send_events(self, stream: EventStream, generation: Generation) -> None:
-        call = self._call
-        num_unfinished = len(call.choices)
+        writer = self._call.writer
         async for batch in generation.deltas():
-            events = []
-            if not stream.started:
-                openings = [call.format.opening(choice) for choice in call.choices]
-                root = call.format.root(call.choices)
-                events += [call.envelope.event([opening], **root) for opening in openings if opening is not None]
-            for choice, delta in batch:
-                num_unfinished -= delta.finish is not None
-                outrider: dict[str, object] = {}
-                if call.drafting_details:
-                    outrider["segments"] = segments_json(delta)
-                if num_unfinished == 0 and not call.include_usage:
-                    outrider |= self._acceptance()
-                events.append(call.envelope.event([call.format.chunk(choice, delta)], outrider=outrider or None))
-            await _within(_STALL_S, stream.write(b"".join(events)))
-        last = DONE
-        if call.include_usage:
-            usage = usage_of(call.choices)
-            fields = {"outrider": self._acceptance(), **metrics_of(call.choices)}
-            last = call.envelope.event([], usage=usage, **fields) + DONE
-        await _within(_STALL_S, stream.end(last))
-
-    def _acceptance(self) -> dict[str, object]:
-        return {"acceptance": total_counts(self._call.choices).as_json()}
+            opening = b"" if stream.started else writer.opening()
+            await _within(_STALL_S, stream.write(opening + writer.events(batch)))
+        await _within(_STALL_S, stream.end(writer.closing()))
 
     def _error_of(self, error: Exception) -> ApiError:
         known = as_api_error(error, self._settings.retry_after_s)

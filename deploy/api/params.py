@@ -28,7 +28,6 @@ class Prompt:
     token_ids: tuple[int, ...]
     field: str  # path of the caller's field, for errors
     echo: str | None = None  # text put before the answer
-    grammar: Grammar | None = None  # of the answer
 
 
 def check_call(fields: GenerationFields, num_prompts: int, info: ModelInfo, settings: ApiSettings) -> None:
@@ -149,7 +148,7 @@ def sampling_params(
             top_logprobs=_top_logprobs(fields),
             prompt_logprobs=_prompt_logprobs(fields),
             allowed_token_ids=tuple(fields.allowed_token_ids or ()),
-            grammar=grammar if prompt.grammar is None else prompt.grammar,
+            grammar=grammar,
             **fields.model_dump(include=_UNCHANGED, exclude_none=True),
         )
     except InvalidField as error:

@@ -14,12 +14,13 @@ from cluster.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIAS, MAX_SEED
 from deploy.api.chat_template import TemplateOptions
 from deploy.api.fields import Strict, only, text_or
 from deploy.api.messages import Messages, ToolChoice, Tools
+from deploy.api.response_fields import ITEM_TAGS
 
 MAX_STOP_CHARS = 1024
 MAX_LEGACY_LOGPROBS = 5
 
 # Tags of union members, which pydantic inserts into error paths.
-FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<id lists>", "<parts>", "<name>"})
+FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<id lists>", "<parts>", "<name>"}) | frozenset(ITEM_TAGS)
 
 
 def _off_is_none(value: object) -> object:

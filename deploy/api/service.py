@@ -7,9 +7,11 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from functools import partial
+from http import HTTPStatus
 from typing import TypeVar
 
 from fastapi import Request
+from pydantic import ValidationError
 from starlette.responses import Response
 
 from cluster.client import ClusterStatus, EngineClient
@@ -18,11 +20,12 @@ from cluster.grammar import Grammar
 from cluster.types import ModelInfo
 from deploy.api.admission import Admission
 from deploy.api.answer import Envelope
-from deploy.api.body import BodyReader
+from deploy.api.body import BodyReader, field_error
 from deploy.api.cached import Cached
-from deploy.api.call import Call, CallResponse
+from deploy.api.call import AnswerWriter, Call, CallResponse
 from deploy.api.choice import Choice, OutputOptions
-from deploy.api.errors import bad_request, timed_out
+from deploy.api.choice_writer import ChoiceWriter
+from deploy.api.errors import ApiError, bad_request, timed_out
 from deploy.api.formats import AnswerFormat, ChatFormat, CompletionFormat
 from deploy.api.generation import unless_disconnected
 from deploy.api.grammar_checker import GrammarChecker
@@ -39,6 +42,8 @@ from deploy.api.params import (
     prompt_too_long,
     wants_prompt_only,
 )
+from deploy.api.response_fields import ResponsesRequest
+from deploy.api.response_writer import ResponseWriter
 from deploy.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationFields, TokenizeRequest
 from deploy.api.settings import ApiSettings
 from deploy.api.structured import grammar_of
@@ -85,7 +90,23 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """Answers a conversation."""
-        fields = await self._bodies.read(request, ChatRequest)
+        return await self._chat(request, await self._bodies.read(request, ChatRequest))
+
+    async def responses(self, request: Request) -> Response:
+        """Answers a conversation in OpenAI's newer format. Nothing is stored."""
+        fields = await self._bodies.read(request, ResponsesRequest)
+        try:
+            chat = ChatRequest.model_validate(fields.chat_fields())
+        except ValidationError as error:  # of what only the chat fields check, such as a function's name
+            raise field_error(error.errors(include_url=False)[0], ChatRequest) from error
+        return await self._chat(request, chat, fields)
+
+    async def embeddings(self, request: Request) -> Response:
+        """Not supported: the served model generates text."""
+        message = f"{(await self.info()).name} generates text and has no embeddings; serve an embedding model elsewhere"
+        raise ApiError(HTTPStatus.BAD_REQUEST, message, param="model", code="unsupported_endpoint")
+
+    async def _chat(self, request: Request, fields: ChatRequest, responds: ResponsesRequest | None = None) -> Response:
         info = await self.info()
         check_call(fields, 1, info, self._settings)
         use = self._form.use_of(fields)
@@ -95,13 +116,13 @@ class Service:
         prompt = await self._encoded(encoding, "messages", info)
         check_prompt(prompt, info)
         opening = self._form.opening(self._tokenizer, prompt.token_ids)
-        prompt = replace(prompt, grammar=self._form.grammar(use, opening, None))
+        asked = self._form.grammar(use, opening, grammar_of(fields))
         options = OutputOptions(
             new_parser=self._form.new_parser(use, opening),
             shown=frozenset(self._form.marker_ids.values()) if use.tools or opening != "answer" else (),
             short_ids=self._form.calls == "mistral",
         )
-        return await self._call(request, fields, [prompt], self._chat_format, options)
+        return await self._call(request, fields, [prompt], self._chat_format, options, asked, responds)
 
     async def completions(self, request: Request) -> Response:
         """Continues a text."""
@@ -121,7 +142,7 @@ class Service:
             if fields.echo:
                 prompt = replace(prompt, echo=one if isinstance(one, str) else self._tokenizer.text_of(one))
             prompts.append(prompt)
-        return await self._call(request, fields, prompts, self._completion_format, OutputOptions())
+        return await self._call(request, fields, prompts, self._completion_format, OutputOptions(), grammar_of(fields))
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or of a conversation."""
@@ -194,10 +215,13 @@ class Service:
         prompts: Sequence[Prompt],
         form: AnswerFormat,
         options: OutputOptions,
+        asked: tuple[str, Grammar] | None,
+        responds: ResponsesRequest | None = None,
     ) -> Response:
+        """``asked``: the grammar, and the field that asks for it. ``responds``: the call is one of the Responses API."""
         info = await self.info()
-        grammar = None if (asked := grammar_of(fields)) is None else await self._checked(*asked, info)
-        call_id = f"{form.id_prefix}-{secrets.token_hex(16)}"
+        grammar = None if asked is None else await self._checked(*asked, info)
+        call_id = f"{form.id_prefix}-{secrets.token_hex(16)}" if responds is None else f"resp_{secrets.token_hex(16)}"
         requests = make_requests(
             fields,
             prompts,
@@ -234,14 +258,17 @@ class Service:
         include_usage = stream and fields.stream_options is not None and bool(fields.stream_options.include_usage)
         kind = form.chunk_kind if stream else form.kind
         self.metrics.prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in prompts))
+        if responds is not None:
+            writer: AnswerWriter = ResponseWriter(call_id, info.name, responds, choices[0])
+        else:
+            envelope = Envelope(call_id, kind, info.name, _fingerprint(info), usage_in_chunks=include_usage)
+            details = bool(fields.drafting_details)
+            writer = ChoiceWriter(choices, form, envelope, include_usage=include_usage, drafting_details=details)
         call = Call(
             request_id=request.state.request_id,
             choices=choices,
-            format=form,
-            envelope=Envelope(call_id, kind, info.name, _fingerprint(info), usage_in_chunks=include_usage),
+            writer=writer,
             stream=stream,
-            include_usage=include_usage,
-            drafting_details=bool(fields.drafting_details),
         )
         return CallResponse(call, self._client, self._admission, self.metrics, self._settings)
 

@@ -84,8 +84,10 @@ class AnswerForm:
             tools = tuple(tool for tool in tools if tool.function.name == choice.function.name)
             if not tools:
                 raise bad_request("tool_choice.function.name", f"{choice.function.name[:64]!r} is none of the tools")
-        forced = choice == "required" or isinstance(choice, NamedTool)
-        return ToolUse(tools, forced, fields.parallel_tool_calls is not False and not isinstance(choice, NamedTool))
+        if choice == "required" or isinstance(choice, NamedTool):
+            # One, unless more are asked for: small models repeat a forced call without end.
+            return ToolUse(tools, True, bool(fields.parallel_tool_calls) and choice == "required")
+        return ToolUse(tools, False, fields.parallel_tool_calls is not False)
 
     def new_parser(self, use: ToolUse, opening: "Opening") -> Callable[[], AnswerParser] | None:
         """Makes a parser for each choice of a call; None: answers are content alone."""
@@ -107,19 +109,30 @@ class AnswerForm:
             return "answer"
         return "reasoning" if self.always or tail.endswith(REASONING[0]) else "either"
 
-    def grammar(self, use: ToolUse, opening: "Opening", asked: Grammar | None) -> Grammar | None:
-        """Of the whole answer: ``asked`` is the caller's, of its content. Reasoning before it is free."""
-        if use.is_constrained:
-            content = self._calls_format(use)
-        elif asked is None or not self.thinks or opening == "answer":
-            return asked
+    def grammar(self, use: ToolUse, opening: "Opening", asked: tuple[str, Grammar] | None) -> tuple[str, Grammar] | None:
+        """The grammar of the whole answer, and the field that asks for it.
+
+        Args:
+            asked: of the content. Reasoning before it is free, and tools may be called instead.
+        """
+        field = "tools"
+        if use.forced:
+            content = self._calls_only(use)
+        elif asked is not None:
+            field = asked[0]
+            if not use.tools and (not self.thinks or opening == "answer"):
+                return asked
+            content = _format_of(asked[1])
+            if use.tools:
+                content = {"type": "or", "elements": [self._calls_only(use), content]}
+        elif use.is_constrained and (trigger := self._trigger()) is not None:
+            tags = [self._call_tag(tool, forced=False) for tool in use.tools]
+            content = {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": not use.parallel}
         else:
-            content = _format_of(asked)
-        if content is None:
             return None
         parts = [*self._reasoning_format(opening), content]
         tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": parts} if len(parts) > 1 else content}
-        return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
+        return field, Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
 
     def _reasoning_format(self, opening: "Opening") -> list[Format]:
         if not self.thinks or opening == "answer":
@@ -133,29 +146,27 @@ class AnswerForm:
         }
         return [thought if begin == "" else {"type": "optional", "content": thought}]
 
-    def _calls_format(self, use: ToolUse) -> Format | None:
-        """Of calls that match the tools' schemas: only calls where they are forced, else text with calls in it."""
-        key = "parameters" if self.calls == "llama3_json" else "arguments"
-        tags = [self._call_tag(tool, key, use.forced) for tool in use.tools]
-        if use.forced:
-            separator = {"llama3_json": "; ", "mistral": "" if self.with_args else ", "}.get(self.calls or "", "\n")
-            calls: Format = {
-                "type": "tags_with_separator",
-                "tags": tags,
-                "separator": separator,
-                "at_least_one": True,
-                "stop_after_first": not use.parallel,
-            }
-            if self.calls != "mistral" or self.with_args:
-                return calls
-            return {"type": "sequence", "elements": [*self._marker("[TOOL_CALLS]"), _const(" ["), calls, _const("]")]}
-        if self.calls == "llama3_json" or self._marker_id("[TOOL_CALLS]" if self.calls == "mistral" else "<tool_call>"):
-            return None  # the beginning of a call is not recognised in free text
-        trigger = "[TOOL_CALLS]" if self.calls == "mistral" else "<tool_call>"
-        return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": not use.parallel}
+    def _calls_only(self, use: ToolUse) -> Format:
+        """One call or more that match the tools' schemas, and no other text."""
+        separator = {"llama3_json": "; ", "mistral": "" if self.with_args else ", "}.get(self.calls or "", "\n")
+        calls: Format = {
+            "type": "tags_with_separator",
+            "tags": [self._call_tag(tool, forced=True) for tool in use.tools],
+            "separator": separator,
+            "at_least_one": True,
+            "stop_after_first": not use.parallel,
+        }
+        if self.calls != "mistral" or self.with_args:
+            return calls
+        return {"type": "sequence", "elements": [*self._marker("[TOOL_CALLS]"), _const(" ["), calls, _const("]")]}
 
-    def _call_tag(self, tool: Tool, key: str, forced: bool) -> Format:
-        function = tool.function
+    def _trigger(self) -> str | None:
+        """What begins a call in free text; None: text does not, where it is a special token or an opening brace."""
+        trigger = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}.get(self.calls or "")
+        return None if trigger in self.marker_ids or self.with_args else trigger
+
+    def _call_tag(self, tool: Tool, *, forced: bool) -> Format:
+        function, key = tool.function, "parameters" if self.calls == "llama3_json" else "arguments"
         schema = function.arguments if forced or function.strict else {"type": "object"}
         content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
         head = f'{{"name": {json.dumps(function.name)}, "{key}": '
@@ -169,11 +180,8 @@ class AnswerForm:
                 return {"type": "tag", "begin": f"<tool_call>\n{head}", "content": content, "end": "}\n</tool_call>"}
         return {"type": "tag", "begin": head, "content": content, "end": "}"}
 
-    def _marker_id(self, marker: str) -> int | None:
-        return self.marker_ids.get(marker)
-
     def _marker(self, marker: str) -> list[Format]:
-        token_id = self._marker_id(marker)
+        token_id = self.marker_ids.get(marker)
         return [_const(marker) if token_id is None else {"type": "token", "token": token_id}]
 
 

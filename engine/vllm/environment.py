@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 
 from engine.vllm.version import require_vllm
 
@@ -25,5 +26,6 @@ def prepare_environment() -> None:
     require_vllm()
     if "vllm" in sys.modules and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("vLLM was imported before its environment was set")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # vLLM's own, at its import
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)

@@ -160,9 +160,10 @@ def test_tools_of_an_unknown_form_are_refused() -> None:
     assert not form.use_of(fields.model_copy(update={"tool_choice": "none"})).tools
 
 
-def accepts(grammar: Grammar | None, text: str) -> bool:
+def accepts(asked: tuple[str, Grammar] | None, text: str) -> bool:
     """Whether the grammar takes all of the text, and an end after it."""
-    assert grammar is not None
+    assert asked is not None
+    _, grammar = asked
     assert grammar.kind is GrammarKind.STRUCTURAL_TAG
     vocabulary = [bytes([i]) for i in range(256)] + [b""]
     info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, vocab_size=257, stop_token_ids=[256])
@@ -183,7 +184,7 @@ FORMS = {
 def test_forced_calls_match_the_tools_schemas_and_are_parsed(calls: str) -> None:
     form = form_of(tool_call_parser=calls)
 
-    def grammar(**fields: Any) -> Grammar | None:
+    def grammar(**fields: Any) -> tuple[str, Grammar] | None:
         asked = ChatRequest.model_validate(chat_body(tools=TOOLS, **fields))
         return form.grammar(form.use_of(asked), "answer", None)
 
@@ -201,8 +202,9 @@ def test_forced_calls_match_the_tools_schemas_and_are_parsed(calls: str) -> None
     two = {"hermes": f"{weather}\n{now}", "llama3_json": f"{weather}; {now}", "mistral": f"{weather[:-1]}, {now[14:]}"}[
         calls
     ]
-    assert accepts(grammar(tool_choice="required"), two)
+    assert accepts(grammar(tool_choice="required", parallel_tool_calls=True), two)
     assert not accepts(grammar(tool_choice="required", parallel_tool_calls=False), two)
+    assert not accepts(grammar(tool_choice="required"), two)
     assert grammar() is None
     assert grammar(tool_choice="none") is None
     new_parser = form.new_parser(form.use_of(ChatRequest.model_validate(chat_body(tools=TOOLS))), "answer")
@@ -238,16 +240,26 @@ def test_a_grammar_begins_after_the_reasoning(asked: Grammar) -> None:
     form = form_of(THINKING)
     use = form.use_of(ChatRequest.model_validate(chat_body()))
     answer = json.dumps(PARIS)
-    assert form.grammar(use, "answer", asked) is asked
-    opened = form.grammar(use, "reasoning", asked)
+    field_and_grammar = ("response_format", asked)
+    assert form.grammar(use, "answer", field_and_grammar) is field_and_grammar
+    opened = form.grammar(use, "reasoning", field_and_grammar)
     assert accepts(opened, f'It is "Paris", is it?</think>{answer}')
     assert accepts(opened, f"Well.\n</think>\n\n{answer}")
     assert not accepts(opened, answer)
     assert not accepts(opened, f"Well.</think>Well. {answer}")
-    either = form.grammar(use, "either", asked)
+    either = form.grammar(use, "either", field_and_grammar)
     assert accepts(either, answer)
     assert accepts(either, f"<think>Well.</think>{answer}")
     assert not accepts(either, f"Well.</think>{answer}")
+
+
+def test_tools_may_be_called_instead_of_an_answer_of_a_grammar() -> None:
+    form = form_of()
+    use = form.use_of(ChatRequest.model_validate(chat_body(tools=TOOLS)))
+    found = form.grammar(use, "answer", ("response_format", Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PARAMETERS))))
+    assert accepts(found, json.dumps(PARIS))
+    assert accepts(found, FORMS["hermes"] % ("now", "{}"))
+    assert not accepts(found, "Just text.")
 
 
 async def test_earlier_calls_and_results_in_the_prompt() -> None:

@@ -280,6 +280,7 @@ drafters:
     assert config.target.device == "cuda"
     assert [d.device for d in config.drafters] == ["cuda", "cpu"]
     assert resolve(parsed(text.replace("replicas: 4", "replicas: 5")), nodes).target.device == "cpu"
+    assert resolve(parsed(text.replace("replicas: 4", "engine: vllm, replicas: 4")), nodes).target.device == "cpu"
 
 
 def test_a_cpu_target_gets_a_thread_for_each_physical_core_that_its_products_can_use() -> None:

@@ -9,10 +9,10 @@ from cluster.config import CascadeOptions, Config, DrafterConfig, DSparkOptions,
 from deploy import memory
 from deploy.local_ray import LaunchError
 from deploy.memory import BASE_BYTES, check_memory
-from drafters.footprint import target_footprint
+from drafters.footprint import VLLM_BYTES, target_footprint
 from drafters.registry import feature_layers
 from engine import dtypes as held
-from engine.cpu_level import CpuLevel
+from engine.cpu_level import AVX2, CpuLevel
 from engine.dtypes import held_dtype
 from engine.kv_cache import num_blocks_for
 from engine.models.config import load_config
@@ -58,6 +58,16 @@ def test_what_fits_may_start(tiny_model_folder: Path, monkeypatch: pytest.Monkey
     check_memory(config_of(tiny_model_folder, kv_cache_gb=4))
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 0)
     check_memory(config_of(tiny_model_folder, device="cuda"))
+
+
+def test_vllm_counts_and_holds_the_dtype_that_it_computes_in(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held, "cpu_level", lambda: CpuLevel(AVX2, AVX2))
+    native = config_of(tiny_model_folder, dtype="float32")
+    vllm = config_of(tiny_model_folder, dtype="auto", engine="vllm")
+    more = target_footprint(vllm).total - target_footprint(native).total
+    assert more == VLLM_BYTES
 
 
 def test_hidden_states_that_are_kept_for_a_drafter_count(tmp_path: Path, tiny_model_folder: Path) -> None:

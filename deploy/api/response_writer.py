@@ -1,0 +1,185 @@
+"""Writes the answers of /v1/responses: OpenAI's response object, and its events."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cluster.types import FinishReason
+from deploy.api.answer import encode_json, total_counts, usage_of
+from deploy.api.answer_parts import Arguments, CallStart, Part, Reasoning, Text
+from deploy.api.choice import Choice, Delta
+from deploy.api.errors import ApiError
+from deploy.api.formats import call_id
+from deploy.api.response_fields import ResponsesRequest
+
+Event = dict[str, Any]
+
+
+class ResponseWriter:
+    """``deploy.api.call.AnswerWriter`` for one choice, whose parts become items of the output."""
+
+    def __init__(self, response_id: str, model: str, fields: ResponsesRequest, choice: Choice) -> None:
+        self._id = response_id
+        self._choice = choice
+        self._fields = fields
+        self._items: list[dict[str, Any]] = []
+        self._num_events = 0
+        self._head = {
+            "id": response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "background": False,
+            "instructions": fields.instructions,
+            "max_output_tokens": fields.max_output_tokens,
+            "metadata": fields.metadata or {},
+            "parallel_tool_calls": fields.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": 1.0 if fields.temperature is None else fields.temperature,
+            "text": {"format": _text_format(fields)},
+            "tool_choice": fields.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
+            "tools": [tool.model_dump() for tool in fields.tools or ()],
+            "top_p": 1.0 if fields.top_p is None else fields.top_p,
+            "truncation": "disabled",
+            "user": fields.user,
+        }
+
+    def document(self, deltas: Sequence[Delta]) -> bytes:
+        for delta in deltas:
+            for _ in self._take(delta):
+                continue
+        return encode_json(self._response(self._status())).encode()
+
+    def opening(self) -> bytes:
+        response = self._response("in_progress")
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event({"type": kind, "response": response}) for kind in kinds)
+
+    def events(self, batch: Sequence[tuple[Choice, Delta]]) -> bytes:
+        return b"".join(self._event(event) for _, delta in batch for event in self._take(delta))
+
+    def closing(self) -> bytes:
+        status = self._status()
+        return self._event({"type": f"response.{status}", "response": self._response(status)})
+
+    def error(self, error: ApiError) -> bytes:
+        return self._event({"type": "error", "code": error.code, "message": str(error), "param": error.param})
+
+    def _event(self, event: Event) -> bytes:
+        numbered = {"type": event["type"], "sequence_number": self._num_events, **event}
+        self._num_events += 1
+        return f"event: {event['type']}\ndata: {encode_json(numbered)}\n\n".encode()
+
+    def _status(self) -> str:
+        return "incomplete" if self._choice.finish is FinishReason.LENGTH else "completed"
+
+    def _response(self, status: str) -> dict[str, object]:
+        is_over = status != "in_progress"
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": self._items if is_over else [],
+            "usage": self._usage() if is_over else None,
+            **({"outrider": {"acceptance": total_counts([self._choice]).as_json()}} if is_over else {}),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        usage: dict[str, Any] = usage_of([self._choice])
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    # ---- items
+
+    def _take(self, delta: Delta) -> Iterator[Event]:
+        """Adds new parts to the items. The events that tell of them."""
+        parts: Sequence[Part] = delta.parts
+        if self._choice.options.new_parser is None and delta.text:
+            parts = (Text(delta.text),)
+        for part in parts:
+            yield from self._add(part)
+        if delta.finish is not None:
+            yield from self._end_item()
+
+    def _add(self, part: Part) -> Iterator[Event]:
+        index = len(self._items) - 1
+        match part:
+            case Text(text):
+                yield from self._begin("message")
+                item = self._items[-1]
+                item["content"][0]["text"] += text
+                yield self._at("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+            case Reasoning(text):
+                yield from self._begin("reasoning")
+                self._items[-1]["content"][0]["text"] += text
+                yield self._at("response.reasoning_text.delta", content_index=0, delta=text)
+            case CallStart(index, name):
+                yield from self._end_item()
+                item = {
+                    "type": "function_call",
+                    "id": f"fc_{self._id[5:]}_{len(self._items)}",
+                    "call_id": call_id(self._choice, index),
+                    "name": name,
+                    "arguments": "",
+                    "status": "in_progress",
+                }
+                self._items.append(item)
+                yield self._at("response.output_item.added", item=dict(item))
+            case Arguments(_, text):
+                self._items[-1]["arguments"] += text
+                yield self._at("response.function_call_arguments.delta", delta=text)
+
+    def _begin(self, kind: str) -> Iterator[Event]:
+        """Begins an item of text, unless the last one goes on."""
+        if self._items and self._items[-1]["type"] == kind and self._items[-1].get("status") == "in_progress":
+            return
+        yield from self._end_item()
+        item: dict[str, Any]
+        item_id = f"{'msg' if kind == 'message' else 'rs'}_{self._id[5:]}_{len(self._items)}"
+        if kind == "message":
+            item = {"type": kind, "id": item_id, "role": "assistant", "status": "in_progress", "content": []}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        else:
+            item = {"type": kind, "id": item_id, "summary": [], "content": [], "status": "in_progress"}
+            part = {"type": "reasoning_text", "text": ""}
+        self._items.append(item)
+        yield self._at("response.output_item.added", item={**item, "content": []})
+        item["content"].append(part)
+        yield self._at("response.content_part.added", content_index=0, part=dict(part))
+
+    def _end_item(self) -> Iterator[Event]:
+        if not self._items or self._items[-1]["status"] != "in_progress":
+            return
+        item = self._items[-1]
+        item["status"] = "incomplete" if self._choice.finish is FinishReason.LENGTH else "completed"
+        match item["type"]:
+            case "function_call":
+                arguments = item["arguments"]
+                yield self._at("response.function_call_arguments.done", name=item["name"], arguments=arguments)
+            case kind:
+                part = item["content"][0]
+                more: Event = {"logprobs": []} if kind == "message" else {}
+                name = "output_text" if kind == "message" else "reasoning_text"
+                yield self._at(f"response.{name}.done", content_index=0, text=part["text"], **more)
+                yield self._at("response.content_part.done", content_index=0, part=dict(part))
+        yield self._at("response.output_item.done", item=dict(item))
+
+    def _at(self, kind: str, **fields: Any) -> Event:
+        """An event of the last item."""
+        place = {"output_index": len(self._items) - 1}
+        if not kind.startswith("response.output_item"):
+            place["item_id"] = self._items[-1]["id"]
+        return {"type": kind, **place, **fields}
+
+
+def _text_format(fields: ResponsesRequest) -> dict[str, Any]:
+    form = fields.text.format if fields.text is not None else None
+    return {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
