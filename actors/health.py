@@ -24,21 +24,23 @@ async def wait_failure(process: Process, config: SupervisionConfig, timeout_fact
     """Returns why the process must be replaced: it ended, does not answer, or its loop is stalled."""
     timeout_s = config.health_timeout_ms * timeout_factor / 1e3
     ended = asyncio.ensure_future(process.ended())
+    answer: asyncio.Future[float] | None = None
     try:
         while True:
-            done, _ = await asyncio.wait({ended}, timeout=config.health_period_ms / 1e3)
-            if done:
+            await asyncio.wait({ended}, timeout=config.health_period_ms / 1e3)
+            # One rank may hang while another ends because of it.
+            answer = asyncio.ensure_future(process.stalled_s())
+            await asyncio.wait({ended, answer}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
                 return ended.result()
-            try:
-                # `wait_for` of Python 3.11 loses a cancellation that arrives with the answer, and `stop` would hang.
-                async with asyncio.timeout(timeout_s):
-                    stalled_s = await process.stalled_s()
-            except TimeoutError:
+            if not answer.done():
                 return f"it did not answer within {timeout_s:g} s"
-            if stalled_s > timeout_s:
+            if (stalled_s := answer.result()) > timeout_s:
                 return f"its loop has been stalled for {stalled_s:.1f} s"
     finally:
         ended.cancel()
+        if answer is not None and not answer.cancel():
+            answer.exception()  # of a process that has ended: retrieved, so that asyncio does not log it
 
 
 async def ask(process: Process, config: SupervisionConfig, method: str, *args: Any, deadline_s: float = math.inf) -> Any:

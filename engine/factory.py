@@ -158,4 +158,4 @@ def load_target(
     grammars = known_grammars(folder, model.config.vocab_size, model.config.eos_token_ids)
     if ranks is not None and ranks.rank == 0:
         return LeadingTarget(model, limits, folder, ranks, feature_layers, end_ranks, grammars)
-    return NativeTarget(model, limits, feature_layers=feature_layers, grammars=grammars)
+    return NativeTarget(model, limits, feature_layers=feature_layers, grammars=grammars if ranks is None else None)

@@ -99,18 +99,10 @@ def edit(x: Tensor, edits: Edits, first_id: int = 0) -> None:
     if edits.num_masked_rows:
         x[: edits.num_masked_rows, columns(np.array(edits.masked_ids))[0]] = -torch.inf
     if edits.masks is not None:
-        _apply(edits.masks, x, first_id)
-
-
-def _apply(masks: Tensor, x: Tensor, first_id: int) -> None:
-    """Masks the rows of x; its first column is token ``first_id``."""
-    if first_id == 0:
         from xgrammar import apply_token_bitmask_inplace
 
-        apply_token_bitmask_inplace(x, masks.to(x.device), vocab_size=x.shape[1])
-        return
-    bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")[:, first_id : first_id + x.shape[1]]
-    x.masked_fill_(to_device(bits == 0, x.device), -torch.inf)
+        assert first_id == 0, "a request with a grammar is sampled over whole rows"
+        apply_token_bitmask_inplace(x, edits.masks.to(x.device), vocab_size=x.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ class NativeLimits:
 
 class NativeTarget:
     """``engine.target.LoadedTarget`` over a ``CausalModel``, in this process. ``feature_layers``: layers whose hidden states
-    are kept for drafters in this process (``read_hidden_states``). ``grammars``: of the model; None: requests have none.
+    are kept for drafters in this process (``read_hidden_states``). ``grammars``: of the model; None: requests have none, or
+    another rank masks their logits.
 
     Raises InvalidField: the limits contradict the model or each other, or the model has no such layers.
     """
@@ -70,8 +71,7 @@ class NativeTarget:
 
     def open(self, request: Request, token_ids: Sequence[int]) -> int:
         grammar, prompt_len = None, len(request.prompt_token_ids)
-        if request.sampling.grammar is not None:
-            assert self._grammars is not None, "the round refuses grammars that its engine does not know"
+        if request.sampling.grammar is not None and self._grammars is not None:
             grammar = self._grammars.follow(request.sampling, token_ids[prompt_len:])
         state = SamplingState(request.sampling, token_ids, prompt_len, grammar)
         wants_prompt = request.sampling.prompt_logprobs is not None

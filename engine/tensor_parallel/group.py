@@ -6,6 +6,7 @@ directly, without torch's global default group, so that a process can be in seve
 Ranks do not authenticate each other: on one machine they talk over loopback, between machines the network must be private.
 """
 
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,8 +97,9 @@ class GlooRanks:
         try:
             yield
         except RuntimeError as error:  # gloo has no class of its own
-            reason = str(error).rsplit("] ", 1)[-1].strip()
-            raise RankLost(f"rank {self.rank} of {self.num_ranks} lost another rank: {reason}") from error
+            reason = re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0].strip()  # without gloo's file and advice
+            lost = f"rank {self.rank} of {self.num_ranks} lost another rank ({reason})"
+            raise RankLost(f"{lost}: send the request again, the ranks are restarted") from error
 
 
 class NcclRanks(GlooRanks):

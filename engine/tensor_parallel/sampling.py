@@ -1,7 +1,8 @@
 """The choice of tokens over a vocabulary that is split over the ranks. Every rank chooses the same tokens.
 
 For most requests each rank finds the best candidate of its own tokens, and the ranks exchange token, logit and largest logit
-of each row: 24 bytes. Top-k, top-p, min-p and log-probabilities depend on the whole row, which is gathered for them.
+of each row: 24 bytes. Top-k, top-p, min-p and log-probabilities depend on the whole row, and grammars are compiled on rank 0
+alone: there the rows are gathered, and rank 0 tells the others what it chose.
 
     score(v) = (z_v - max z) / T + G(seed, position, v)        the lowest id of equal ones, as in ``engine.sampling``
 
@@ -29,7 +30,6 @@ from engine.sampling import (
     SamplingState,
     SpanRows,
     chosen_of,
-    end_in_time,
     keys_of,
     temperatures_of,
 )
@@ -82,7 +82,19 @@ class ShardedSampler:
         return [chosen[i] for i in range(len(spans))]
 
     def _over_rows(self, logits: Tensor, spans: Sequence[SampleSpan]) -> list[Chosen]:
-        return self._whole.choose(self.gathered(logits), spans)
+        rows = self.gathered(logits)
+        if self._ranks.rank == 0:
+            chosen = self._whole.choose(rows, spans)
+            lens = [len(one.token_ids) for one in chosen]
+            token_ids = [token_id for one in chosen for token_id in one.token_ids]
+            self._ranks.send(np.array([*lens, *token_ids], np.int64).tobytes())
+            return chosen
+        told = np.frombuffer(self._ranks.receive(), np.int64).tolist()
+        bounds = pairwise(accumulate(told[: len(spans)], initial=len(spans)))
+        return [
+            Chosen(tuple(told[start:stop]), error=None if stop - start == span.num_rows else "rank 0 could choose no token")
+            for (start, stop), span in zip(bounds, spans, strict=True)
+        ]
 
     def gathered(self, logits: Tensor) -> Tensor:
         """The logits of all ranks, (rows, V). All ranks call this for the same rows."""
@@ -96,7 +108,6 @@ class ShardedSampler:
         own = torch.from_numpy(np.stack([picks.token_ids.astype(np.float64), picks.logits, picks.highest]))
         found = torch.stack(self._ranks.gather_on_host(own)).numpy()
         token_ids, highest = best_of(members, found[:, 0].astype(np.int64), found[:, 1], found[:, 2])
-        end_in_time(members, token_ids)
         return chosen_of(members, Picks(range(self._whole.vocab_size), token_ids, highest, None, None), {})
 
 
@@ -119,4 +130,5 @@ def best_of(
 
 def _needs_row(state: SamplingState) -> bool:
     sampling = state.sampling
-    return sampling.top_logprobs is not None or (sampling.temperature > 0 and state.is_filtered)
+    is_filtered = sampling.temperature > 0 and state.is_filtered
+    return is_filtered or sampling.top_logprobs is not None or sampling.grammar is not None

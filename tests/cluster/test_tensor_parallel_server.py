@@ -77,8 +77,11 @@ def test_a_lost_rank_ends_its_replica_and_no_other(server: ServerProcess, of_one
     streamed.wait_flowing()
     server.workers(killed)[0].kill()
     streamed.wait_end()
-    assert len(streamed.errors) == NUM_STREAMS // 2
+    assert streamed.errors
+    if killed == "RankActor":  # later a gateway may not have linked a replaced replica yet
+        assert len(streamed.texts) == NUM_STREAMS // 2
     assert {type(error) for error in streamed.errors.values()} == {openai.APIError}
+    assert all("again" in str(error) for error in streamed.errors.values()), streamed.errors
     assert streamed.texts == {i: of_one_rank[i] for i in streamed.texts}
     with server.client() as http:
         eventually(lambda: gauge(http, "outrider_target_ready") == 2)

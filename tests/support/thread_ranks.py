@@ -1,7 +1,7 @@
 """Ranks of one group as threads of this process, over real gloo."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -18,6 +18,9 @@ class ThreadRanks:
     def __init__(self, ranks: list[GlooRanks], threads: ThreadPoolExecutor) -> None:
         self.ranks = ranks
         self._threads = threads
+
+    def submit(self, call: Callable[[], Result]) -> Future[Result]:
+        return self._threads.submit(call)
 
     def on_all(self, call: Callable[[GlooRanks], Result]) -> list[Result]:
         return [found.result() for found in [self._threads.submit(call, ranks) for ranks in self.ranks]]

@@ -1,6 +1,7 @@
 """What each rank of a target holds, and that all of them together compute and choose what one does."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cluster.errors import InvalidField, RankLost
+from cluster.grammar import Grammar, GrammarKind
 from cluster.messages import Open
 from cluster.sampling_params import SamplingParams
 from cluster.types import Request
@@ -27,12 +29,13 @@ from engine.sampling import Chosen, Sampler, SampleSpan, SamplingState
 from engine.target import SpanInput
 from engine.tensor_parallel.group import GlooRanks
 from engine.tensor_parallel.leader import LeadingTarget
-from engine.tensor_parallel.rounds import RankChange, RankRound, decode, encode
+from engine.tensor_parallel.rounds import Follower, RankChange, RankRound, decode, encode
 from engine.tensor_parallel.sampling import ShardedSampler
 from engine.tensor_parallel.sharding import shard_of, split
 from tests.support.compiler import needs_compiler
 from tests.support.families import write_family
 from tests.support.sampling_cases import states
+from tests.support.target_driver import play
 from tests.support.thread_ranks import ThreadRanks, thread_ranks
 from tests.support.tiny_model import write_tiny_model
 
@@ -183,8 +186,11 @@ def test_the_choice_over_shards_is_the_whole_one(group: ThreadRanks, kernel: boo
         return sampler.choose(logits[:, own.start : own.stop], spans)
 
     chosen = whole.choose(logits, spans)
-    for found in group.on_all(choose):
-        assert repr(found) == repr(chosen)  # NaN equals NaN in it
+    first, *others = group.on_all(choose)
+    assert repr(first) == repr(chosen)  # NaN equals NaN in it
+    for found in others:
+        assert [one.token_ids for one in found] == [one.token_ids for one in chosen]
+        assert [one.error is None for one in found] == [one.error is None for one in chosen]
 
 
 def test_a_round_arrives_as_it_was_sent() -> None:
@@ -204,7 +210,7 @@ def test_a_rank_that_hangs_is_lost_after_the_deadline(uneven: Path) -> None:
         leader = models[0]
         assert isinstance(leader, LeadingTarget)
         leader.open(Request("a", (1, 2, 3), SamplingParams(4), 0.0), (1, 2, 3))
-        with pytest.raises(RankLost, match=r"rank 0 of 2 lost another rank: .*imed out"):
+        with pytest.raises(RankLost, match=r"rank 0 of 2 lost another rank \(.*imed out.*\): send the request again"):
             leader.execute([SpanInput("a", 0, (1, 2, 3))])
         leader.check_integrity()
 
@@ -215,3 +221,22 @@ def test_rank_0_has_the_whole_embedding_for_drafters_in_its_process(uneven: Path
         leader = group.on_all(lambda ranks: load_target(uneven, dtype="float32", kv_cache_bytes=2**22, ranks=ranks))[0]
         assert isinstance(leader, LeadingTarget)
         assert torch.equal(leader.embedding, plain.embedding)
+
+
+def test_a_grammar_is_compiled_on_rank_0_alone(uneven: Path) -> None:
+    """Compiling may take longer than another rank waits for a sum."""
+    sampling = SamplingParams(24, 0.8, seed=5, grammar=Grammar(GrammarKind.REGEX, "[a-f]{100,200}"))
+    asked, options = {"a": [1, 2, 3], "b": [4, 5, 6, 7]}, {"dtype": "float32", "kv_cache_bytes": 2**22}
+    requests = {"a": sampling, "b": replace(sampling, grammar=None, ignore_eos=True)}
+    plain = load_target(uneven, **options)  # type: ignore[arg-type]
+    expected = play(plain, asked, requests).outputs
+    with thread_ranks(2) as group:
+        leader, other = group.on_all(lambda ranks: load_target(uneven, **options, ranks=ranks))  # type: ignore[arg-type]
+        assert plain.grammars is not None
+        assert leader.grammars is not None
+        assert other.grammars is None
+        following = group.submit(Follower(other, group.ranks[1]).run)
+        with closing(leader):
+            assert play(leader, asked, requests).outputs == expected
+        following.result()
+    assert len(set(expected["a"])) <= 6 < len(set(expected["b"]))
