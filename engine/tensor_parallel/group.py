@@ -168,6 +168,12 @@ def join(
     Raises RankLost: not all of them have; InvalidField: the device is a GPU, and there is none.
     """
     require(device)
+    try:
+        # Here, since a process group would wait no longer than a collective does, and a process takes longer to start.
+        store.set(f"joined/{rank}", "")
+        store.wait([f"joined/{other}" for other in range(num_ranks)])
+    except RuntimeError as error:
+        raise RankLost(f"rank {rank} of {num_ranks} waited for the other ranks in vain: {error}") from error
     if device == "cuda":
         return NcclRanks(store, rank, num_ranks, host, timeout_s, torch.device(device, torch.cuda.current_device()))
     return GlooRanks(store, rank, num_ranks, host, timeout_s)
