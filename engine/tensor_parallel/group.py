@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,8 @@ class GlooRanks:
     def __init__(self, store: Store, rank: int, num_ranks: int, host: str, timeout_s: float) -> None:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = store.timeout  # for joining; what follows has deadlines of its own
+        start: timedelta = cast(Any, store).timeout  # which torch's stubs do not know
+        options._timeout = start  # for joining; what follows has deadlines of its own
         options._devices = [gloo.create_device(hostname=host)]
         self.rank, self.num_ranks = rank, num_ranks
         self._others = [other for other in range(num_ranks) if other != rank]
@@ -50,7 +51,7 @@ class GlooRanks:
         try:
             self._group = gloo(store, rank, num_ranks, options)
         except RuntimeError as error:
-            raise RankLost(f"rank {rank} of {num_ranks} met no other within {store.timeout}: {error}") from error
+            raise RankLost(f"rank {rank} of {num_ranks} met no other within {start.total_seconds():g} s: {error}") from error
 
     def all_reduce(self, x: Tensor) -> Tensor:
         parts = self.gather(x)
