@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,20 +35,23 @@ class GlooRanks:
     (docs/measurements/tensor-parallel.md).
 
     Args:
-        store: where the ranks meet.
+        store: where the ranks meet, within its timeout.
         host: address of this machine at which the other ranks reach it.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int, host: str, timeout_s: float) -> None:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
+        start: timedelta = cast(Any, store).timeout  # which torch's stubs do not know
+        options._timeout = start  # for joining; what follows has deadlines of its own
         options._devices = [gloo.create_device(hostname=host)]
         self.rank, self.num_ranks = rank, num_ranks
         self._others = [other for other in range(num_ranks) if other != rank]
         self._timeout = timedelta(seconds=timeout_s)
-        with self._watched():
+        try:
             self._group = gloo(store, rank, num_ranks, options)
+        except RuntimeError as error:
+            raise RankLost(f"rank {rank} of {num_ranks} met no other within {start.total_seconds():g} s: {error}") from error
 
     def all_reduce(self, x: Tensor) -> Tensor:
         parts = self.gather(x)
