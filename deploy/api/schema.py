@@ -19,7 +19,7 @@ MAX_STOP_CHARS = 1024
 MAX_LEGACY_LOGPROBS = 5
 
 # Tags of union members, which pydantic inserts into error paths.
-FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<id lists>", "<parts>", "<name>", "dict[str,any]", "str", *ITEM_TAGS})
+FORM_TAGS = frozenset({"<text>", "<texts>", "<ids>", "<id lists>", "<parts>", "<name>"}) | frozenset(ITEM_TAGS)
 
 
 def _off_is_none(value: object) -> object:
