@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from cluster.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from deploy.api.chat_template import TemplateOptions
@@ -49,6 +50,13 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # ignored: chunks are never padded
 
 
+def _object_or_text(value: object) -> object:
+    if value is not None and not isinstance(value, dict | str):
+        raise PydanticCustomError("form", "must be a JSON schema: an object, or a string that holds one")
+    return value
+
+
+_JsonSchema = Annotated[Any, BeforeValidator(_object_or_text)]
 _Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)]
 
 
@@ -70,7 +78,7 @@ class ResponseFormat(Strict):
 class StructuredOutputs(Strict):
     """vLLM's field. Whitespace is always as json.dumps writes it."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: _JsonSchema | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: _Choices | None = None
@@ -116,7 +124,7 @@ class GenerationFields(Strict):
     # Structured output (`deploy.api.structured`): at most one of these.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: _JsonSchema | None = None
     guided_regex: str | None = None
     guided_choice: _Choices | None = None
     guided_grammar: str | None = None
