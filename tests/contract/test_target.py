@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from cluster.grammar import Grammar, GrammarKind
 from cluster.sampling_params import SamplingParams
 from engine.target import TargetEngine
 from tests.support.local_target import load_two_ranks
@@ -37,6 +38,7 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[TargetEngin
         return
     if request.param == "native":
         from engine.factory import build_model
+        from engine.grammar.compiling import known_grammars
         from engine.models.config import load_config
         from engine.models.weights import open_weights
         from engine.native import NativeLimits, NativeTarget
@@ -46,7 +48,8 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[TargetEngin
 
         with open_weights(folder, config, torch.float32) as weights:
             model = build_model(config, weights, "float32", "cpu", BLOCK_LEN)
-        yield NativeTarget(model, NativeLimits(NUM_BLOCKS, BLOCK_LEN, 8, 256, MAX_MODEL_LEN))
+        grammars = known_grammars(folder, config.vocab_size, config.eos_token_ids)
+        yield NativeTarget(model, NativeLimits(NUM_BLOCKS, BLOCK_LEN, 8, 256, MAX_MODEL_LEN), grammars=grammars)
         return
     target = make_vllm(folder)
     yield target
@@ -127,6 +130,8 @@ def test_tokens_do_not_depend_on_drafts_or_holds(engine: TargetEngine, temperatu
         {"top_p": 0.8, "top_k": 20},
         {"min_p": 0.1},
         {"allowed_token_ids": tuple(range(40, 90))},
+        {"grammar": Grammar(GrammarKind.REGEX, "[a-f]{12}( [a-z]{3,9}){9}")},
+        {"grammar": Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "boolean"}, "minItems": 9}')},
     ],
     ids=lambda options: next(iter(options)),
 )
