@@ -47,6 +47,8 @@ _INHERITED = {
     # Unused housekeeping takes several percent of two cores.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
+    # By default workers run at niceness 15: beside other programs a target then gets a fraction of the processor.
+    "RAY_worker_niceness": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
     # Outrider drains requests itself before it stops the cluster.

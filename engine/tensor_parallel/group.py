@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,20 +35,23 @@ class GlooRanks:
     (docs/measurements/tensor-parallel.md).
 
     Args:
-        store: where the ranks meet.
+        store: where the ranks meet, within its timeout.
         host: address of this machine at which the other ranks reach it.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int, host: str, timeout_s: float) -> None:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
+        start: timedelta = cast(Any, store).timeout  # which torch's stubs do not know
+        options._timeout = start  # for joining; what follows has deadlines of its own
         options._devices = [gloo.create_device(hostname=host)]
         self.rank, self.num_ranks = rank, num_ranks
         self._others = [other for other in range(num_ranks) if other != rank]
         self._timeout = timedelta(seconds=timeout_s)
-        with self._watched():
+        try:
             self._group = gloo(store, rank, num_ranks, options)
+        except RuntimeError as error:
+            raise RankLost(f"rank {rank} of {num_ranks} met no other within {start.total_seconds():g} s: {error}") from error
 
     def all_reduce(self, x: Tensor) -> Tensor:
         parts = self.gather(x)
@@ -168,6 +171,12 @@ def join(
     Raises RankLost: not all of them have; InvalidField: the device is a GPU, and there is none.
     """
     require(device)
+    try:
+        # Here, since a process group would wait no longer than a collective does, and a process takes longer to start.
+        store.set(f"joined/{rank}", "")
+        store.wait([f"joined/{other}" for other in range(num_ranks)])
+    except RuntimeError as error:
+        raise RankLost(f"rank {rank} of {num_ranks} waited for the other ranks in vain: {error}") from error
     if device == "cuda":
         return NcclRanks(store, rank, num_ranks, host, timeout_s, torch.device(device, torch.cuda.current_device()))
     return GlooRanks(store, rank, num_ranks, host, timeout_s)

@@ -14,7 +14,7 @@ VARIABLE = "OUTRIDER_CLIENTS"  # a virtual environment with the packages of test
 CLIENTS = Path(__file__).parents[1] / "clients"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_other_people_s_clients(server: ServerProcess, model_folder: Path) -> None:
     folder = os.environ.get(VARIABLE)
     if not folder:

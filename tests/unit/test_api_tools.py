@@ -280,6 +280,13 @@ async def test_earlier_calls_and_results_in_the_prompt() -> None:
     assert ids.count(end) == 3, "the arguments' text is no control token"
 
 
+async def test_tools_are_tokenized_as_for_a_chat() -> None:
+    async with answering("the answer") as (http, cluster):
+        await http.post(CHAT, json=chat_body(tools=TOOLS))
+        body = (await http.post("/tokenize", json=chat_body(tools=TOOLS))).json()
+        assert tuple(body["tokens"]) == cluster.requests[0].prompt_token_ids
+
+
 def test_a_template_that_knows_tools_is_given_them() -> None:
     source = (
         "{% for t in tools %}{{ t.function.name }}({{ t.function.parameters | tojson }}) {% endfor %}"

@@ -139,6 +139,11 @@ async def test_the_end_is_asked_for_again_and_on_threads_of_its_own() -> None:
 
 async def test_who_asks_where_the_targets_are_is_answered_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.supervisor.DIRECTORY_WAIT_S", 0.01)
-    supervisor = Supervisor(Config(), SimpleNamespace())  # type: ignore[arg-type]
+
+    async def never(name: str) -> Any:
+        await asyncio.get_running_loop().create_future()
+
+    supervisor = Supervisor(Config(), SimpleNamespace(target=never))  # type: ignore[arg-type]
     known = Directory("none")
     assert await asyncio.wait_for(supervisor.directory(known), 10.0) == known
+    await supervisor.stop()
