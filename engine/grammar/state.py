@@ -106,8 +106,8 @@ class GrammarState:
         return vocabulary.usual_tokens_of(text.decode(errors="ignore")) + end if text or end else []
 
     def end_in_time(self, draft_ids: Sequence[int], num_before: int, chosen: list[int], num_left: int) -> list[int]:
-        """The tokens chosen for the rows from ``num_before`` on. The first one after which the output could not end is
-        replaced by the next token of the shortest end.
+        """The tokens chosen for the rows from ``num_before`` on. Those after which the output could not end are replaced by
+        the next token of the shortest end.
 
         A function of drafts, chosen tokens and ``num_left`` alone. Rows are looked at from half of the tokens on, and
         from the beginning where few tokens are left for the shortest output.
@@ -118,7 +118,7 @@ class GrammarState:
         grammar, vocabulary = self.grammar, self.grammar.vocabulary
         if grammar.shortest_len is None or num_left - num_before - len(chosen) >= self._num_free:
             return chosen
-        matcher, scan = self._matcher.fork(), self._scan.copy()
+        matcher, scan, kept = self._matcher.fork(), self._scan.copy(), list(chosen)
         for row, token_id in enumerate((*draft_ids[:num_before], *chosen), start=-num_before):
             if vocabulary.ends(token_id) or not 0 <= token_id < vocabulary.size:
                 break
@@ -133,10 +133,14 @@ class GrammarState:
                 end = self._closing.shortest(before, scan_before)
                 token_ids = [] if end is None else [*vocabulary.tokens_of(end), vocabulary.eos_token_ids[0]]
                 if 0 < len(token_ids) <= num_after + 1:
-                    return [*chosen[:row], token_ids[0], *chosen[row + 1 :]]
+                    token_id = kept[row] = token_ids[0]
+                    matcher, scan = before, scan_before
+                    if vocabulary.ends(token_id) or not matcher.accept_token(token_id):
+                        break
+                    scan.feed(vocabulary.token_bytes[token_id])
             if tuple(draft_ids[num_before + row : num_before + row + 1]) != (token_id,):
                 break  # the next rows are not reached
-        return chosen
+        return kept
 
     def _end_len(self, matcher: GrammarMatcher, scan: JsonScan) -> float:
         """Tokens of the shortest end, with the end of sequence."""

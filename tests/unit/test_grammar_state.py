@@ -152,6 +152,21 @@ def test_rows_of_a_verify_span_end_as_single_tokens_do(grammars: Grammars, seed:
         assert state.end_in_time(drafts, num_before, rows, max_tokens - at) == rows
 
 
+def test_rows_behind_a_replaced_token_end_in_time_where_the_draft_guesses_it(grammars: Grammars) -> None:
+    at = tokens(grammars, '[{"name": "x", "age": ')
+    grammar, num_left = of_schema(grammars, {"type": "array", "items": PERSON}), len("1}]") + 1
+    chosen = tokens(
+        grammars, "11,"
+    )  # as plain decoding chooses after "", "1" and "1}": it goes on with the number, the array
+    state = grammar.follow(at, len(at) + num_left)
+    for num_before in (0, 1):
+        drafts = tokens(grammars, "1}")
+        assert state.end_in_time(drafts, num_before, chosen[num_before:], num_left) == tokens(grammars, "1}]")[num_before:]
+    for i, (token, end) in enumerate(zip(chosen, tokens(grammars, "1}]"), strict=True)):
+        after = grammar.follow([*at, *tokens(grammars, "1}]")[:i]], len(at) + num_left)
+        assert after.end_in_time((), 0, [token], num_left - i) == [end]
+
+
 def test_an_output_that_cannot_end_in_time_is_left_alone(grammars: Grammars) -> None:
     state = of_schema(grammars, PERSON).follow((), 5)
     assert state.end_in_time((), 0, tokens(grammars, "{"), 5) == tokens(grammars, "{")
